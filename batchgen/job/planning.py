@@ -17,7 +17,6 @@ from batchgen.core.cores import on_cores, own_core
 from batchgen.core.device import Device
 from batchgen.core.dtypes import (
     BLOCK_FORMATS,
-    EXPANDED,
     FORMAT_BYTES,
     INT4,
     INT8,
@@ -306,10 +305,11 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
     request = replace(
         request_of(job),
         process_bytes=process_bytes(),  # which gives back what measuring took
-        cpu_memory=budgets["cpu"],
+        # What was free when the job began may be taken by others since.
+        cpu_memory=budgets["cpu"] if job.cpu_memory is not None else min(budgets["cpu"], profile.cpu_memory_bytes),
         gpu_memory=budgets.get("gpu"),
         store_bytes=to_write,
-        stores_bytes={name: _bytes_to_write(job, name) for name in (job.as_found, EXPANDED)} if job.as_found else {},
+        stores_bytes={name: _bytes_to_write(job, name) for name in job.planned_formats},
         has_int4_store=has_int4_store,
     )
     return profile, request
@@ -328,8 +328,7 @@ def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str,
 
     may_stream: Whether weights may have no room in memory.
     """
-    config, as_found = job.process_config, job.as_found
-    quantization = as_found or job.options.quantization
+    config, quantization = job.process_config, (*job.planned_formats, job.options.quantization)[0]
     layers, output = main_format(config, quantization), output_format(config, job.dtype, quantization)
     named = (layers, output, job.options.kv_cache_dtype)
     in_rows = []

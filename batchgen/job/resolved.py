@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from batchgen.core.device import Device, parse_device
-from batchgen.core.dtypes import AS_FOUND, KEPT_FORMATS, MIXED
+from batchgen.core.dtypes import AS_FOUND, EXPANDED, KEPT_FORMATS, MIXED
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import parse_rate, size_bytes
@@ -28,7 +28,7 @@ class ResolvedJob:
 
     files, config: the model's. dtype: of what is computed. context: longest prompt plus output, in tokens. offload_dir: of
     the disk tier. gpu_memory, cpu_memory, disk_memory: in bytes, None where the options leave them open. shard: rank 0's part of the
-    model, whose shape `config` is then. as_found: the format of the model's weights, where a plan may keep it or expand them.
+    model, whose shape `config` is then. as_found: the format of the model's weights, where they may stay in it or be expanded.
     expanded_format: of weights that are expanded, as a shard does not have them as they were found. of_host: processes among which host memory, disk and cores are shared. shares: the cores of each rank
     or stage of this host.
     """
@@ -65,6 +65,11 @@ class ResolvedJob:
     def processes(self) -> int:
         """Ranks, or stages, that run the model together."""
         return max(self.options.tensor_parallel, self.options.pipeline)
+
+    @property
+    def planned_formats(self) -> tuple[str, ...]:
+        """Quantizations that the plan chooses between: as found and expanded, or none, where the options alone tell."""
+        return () if self.as_found is None or self.shard is not None else (self.as_found, EXPANDED)
 
     @property
     def process_config(self) -> ModelConfig:
@@ -164,13 +169,13 @@ def _in_shards(job: ResolvedJob, shard: Shard | None) -> ResolvedJob:
     """The job of rank 0, whose weights are as a shard can have them. Raises InputError."""
     if shard is None:
         return job
-    found = job.options.quantization
+    found, as_found = job.options.quantization, job.as_found
     quantization = shard_quantization(shard, found)
     return replace(
         job,
         options=replace(job.options, quantization=quantization),
         shard=shard,
-        as_found=None,
+        as_found=as_found if as_found and shard_quantization(shard, as_found) == as_found else None,
         expanded_format="" if quantization == found else found,
     )
 

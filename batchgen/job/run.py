@@ -5,6 +5,7 @@ The composition of everything else: dataset -> requests -> engine -> part writer
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ from batchgen.job.routing import keep_routing
 from batchgen.job.run_page import RunPage
 from batchgen.job.shared import open_output, requests_left
 from batchgen.job.source import RequestSource, open_source
+from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
@@ -210,12 +212,16 @@ def _carry_on(job: _Job, state: Run | SharedRun, identity: dict[str, Any]) -> di
     if not state.is_done(total_rows):
         if state.rows_resumed:
             job.progress.say(f"resuming: {state.rows_resumed:,} rows are done already")
-        plan = _plan(job, state)
+        made_in = state.weight_format if state.rows_resumed else None
+        job, plan = _plan_in(made_in, job, state)
         if state.rows_resumed:
             plan = replace(plan, kernels=kernels_of_rows(state.kernels, job.progress.say))
+        state.record_weight_format(plan.policy.weight_format)
         state.record_kernels(plan.kernels)
         if state.complete:  # by other workers, meanwhile
             return job.ended(state, None, None, "already complete")
+        if state.weight_format not in (made_in, plan.policy.weight_format):  # of the worker that was first
+            job, plan = _plan_in(state.weight_format, job, state)
         if state.kernels != plan.kernels:  # those of the worker that was first
             plan = replace(plan, kernels=kernels_of_rows(state.kernels, job.progress.say))
         for line in (*headline(plan), *expanded_line(job.resolved), *_kernel_lines(plan)):
@@ -309,6 +315,28 @@ def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
 def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
     """How to run the rows that are left."""
     return make_plan(job.resolved, lambda: _workload(job, state), started_s=job.started_s, notify=job.progress.say)
+
+
+def _plan_in(weight_format: str | None, job: _Job, state: Run | SharedRun) -> tuple[_Job, Plan]:
+    """How to run the rows that are left with weights in the format that others were made with, where that can be had.
+
+    Returns:
+        The job, with that format alone where it has it, and its plan.
+    """
+    if weight_format is None:
+        return job, _plan(job, state)
+    resolved = None if job.options.plan else in_format_of_rows(job.resolved, weight_format)
+    if resolved is not None:
+        kept = replace(job, resolved=resolved)
+        with contextlib.suppress(InputError):  # none fits: the other format may
+            return kept, _plan(kept, state)
+    plan = _plan(job, state)
+    if (other := plan.policy.weight_format) != weight_format:
+        job.progress.say(
+            f"finished rows were made with weights in {weight_format}, which cannot be had now:"
+            f" the rows that are left have them in {other}, and may round differently"
+        )
+    return job, plan
 
 
 def _workload(job: _Job, state: Run | SharedRun | None) -> EstimatedWorkload:

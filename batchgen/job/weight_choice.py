@@ -1,14 +1,15 @@
 """Which formats a plan may have its weights in: as they were found, or expanded to the compute dtype.
 
 Both are the same numbers but for rounding. Few rows in flight are faster with packed weights, of which less is read; with many,
-unpacking takes longer than it saves. So where both have measured rates, both are planned, and the faster one is taken.
+unpacking takes longer than it saves. So where both have measured rates, both are planned, and the faster one is taken. A job that has
+finished rows keeps to the format of these, where it can: in 16 bits both do not round alike.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from batchgen.core.dtypes import EXPANDED, product_key
+from batchgen.core.dtypes import EXPANDED, product_key, weight_format_of
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import OtherWeights, Plan
 from batchgen.engine.loader import store_bytes
@@ -33,12 +34,33 @@ def quantizations_planned(job: ResolvedJob, hardware: HardwareProfile, memory_by
     Returns:
         None of them where the choice is not the plan's: what `loader.choose_quantization` gives stands, also where rates are not known.
     """
-    if job.as_found is None:
+    if not job.planned_formats:
         return ()
-    key = product_key(main_format(job.process_config, job.as_found), job.dtype)
+    as_found = job.planned_formats[0]
+    key = product_key(main_format(job.process_config, as_found), job.dtype)
     if not hardware.compute.has_rates("gemm_flops_per_s", key):
         return ()
-    return (job.as_found, EXPANDED) if expanded_fit(job, memory_bytes) else (job.as_found,)
+    return job.planned_formats if expanded_fit(job, memory_bytes) else (as_found,)
+
+
+def in_format_of_rows(job: ResolvedJob, weight_format: str) -> ResolvedJob | None:
+    """The job with weights in the format that its finished rows were made with, and in no other.
+
+    Returns:
+        None where it cannot have that: another one is asked for, or expanded weights have no room in memory.
+    """
+    if job.as_found is None:
+        return None
+    formats = {weight_format_of(job.dtype, name): name for name in (job.as_found, EXPANDED)}
+    quantization = formats.get(weight_format)
+    if quantization is None or (quantization == EXPANDED and not expanded_fit(job, _memory_bytes(job))):
+        return None
+    return replace(job, options=replace(job.options, quantization=quantization), as_found=None)
+
+
+def _memory_bytes(job: ResolvedJob) -> int:
+    """Of all memories together, for one process."""
+    return job.budgets["cpu"] + job.budgets.get("gpu", 0)
 
 
 def faster(plans: list[Plan]) -> Plan:

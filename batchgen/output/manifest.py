@@ -34,6 +34,7 @@ class Manifest:
         may_replace: an output that is there may be replaced without asking, since the user said so or this job wrote
             it. totals and files (name: bytes) of the output: once it is complete.
         kernels: what rows are made with; None: no row has been started, or by a version that did not record it.
+        weight_format: the layers' weights that they are made with, likewise.
         parts: how many parts there were when a run last ended in order; there may be more.
         first: of a job that goes on from the rows of smaller ones, the hash of the first one's fingerprint.
     """
@@ -46,6 +47,7 @@ class Manifest:
     kernels: KernelChoice | None = None
     parts: int = 0
     first: str | None = None
+    weight_format: str | None = None
 
     def write(self, path: Path) -> None:
         """Put it at `path` atomically. Raises OSError."""
@@ -64,10 +66,11 @@ class Manifest:
                     f"{path} was written by batchgen {writer}, in a format that this version does not read: "
                     "use that version, or start again with --overwrite"
                 )
-            later = ("kernels", "parts", "first")  # those of earlier versions lack these
+            later = ("kernels", "parts", "first", "weight_format")  # those of earlier versions lack these
             fields = {name: record[name] for name in cls.__dataclass_fields__ if name not in later}
             kernels, parts = read_kernels(record.get("kernels")), int(record.get("parts", 0))
-            return cls(**fields, kernels=kernels, parts=parts, first=record.get("first"))
+            others = {name: record.get(name) for name in ("first", "weight_format")}
+            return cls(**fields, kernels=kernels, parts=parts, **others)
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:

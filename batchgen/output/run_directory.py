@@ -208,23 +208,28 @@ class Run:
         return self._manifest.kernels
 
     @property
+    def weight_format(self) -> str | None:
+        """Of the layers' weights that its rows have been made with; None: nothing was recorded."""
+        return self._manifest.weight_format
+
+    @property
     def first(self) -> str | None:
         """Of the smallest job whose rows these go on from, the fingerprint's sha256; None: there is none."""
         return self._manifest.first
 
     def record_kernels(self, kernels: KernelChoice) -> None:
         """Note what the rows from now on are made with, before the first of them. Raises BatchgenError."""
-        if kernels == self.kernels:
-            return
-        try:
-            self._write_manifest(replace(self._manifest, kernels=kernels))
-        except OSError as error:
-            raise storage_error(error, f"write {self.directory}", len(self.done_rows)) from error
+        self._record(replace(self._manifest, kernels=kernels))
+
+    def record_weight_format(self, weight_format: str) -> None:
+        """Note what the weights of the rows from now on are in, before the first of them. Raises BatchgenError."""
+        self._record(replace(self._manifest, weight_format=weight_format))
 
     def writer(self, **limits: Any) -> PartWriter:
         """A PartWriter for this run's results; `limits` as PartWriter takes them."""
         kernels = None if self.kernels is None else self.kernels.to_json()
         origin = {"fingerprint": json_sha256(self._manifest.fingerprint), "kernels": kernels}
+        origin["weight_format"] = self.weight_format
         if self.first is not None:
             origin["first"] = self.first
         self._writer = PartWriter(self.parts_dir, self.done_rows, origin=origin, **limits)
@@ -444,7 +449,8 @@ class Run:
             raise problem
         self.notices.append(f"{path} was damaged or gone: it is made again from {len(origins)} parts of this job")
         kernels = read_kernels(origins[-1].get("kernels"))
-        return replace(self._manifest, kernels=kernels, first=origins[-1].get("first"))
+        first, weight_format = (origins[-1].get(name) for name in ("first", "weight_format"))
+        return replace(self._manifest, kernels=kernels, first=first, weight_format=weight_format)
 
     def _note_parts(self) -> None:
         count = next_part_number(self.parts_dir)
@@ -469,6 +475,15 @@ class Run:
         for path in self.parts_dir.glob("part-*"):
             path.unlink(missing_ok=True)
         sync_directory(self.parts_dir)
+
+    def _record(self, manifest: Manifest) -> None:
+        """Write the manifest where it says something new. Raises BatchgenError."""
+        if manifest == self._manifest:
+            return
+        try:
+            self._write_manifest(manifest)
+        except OSError as error:
+            raise storage_error(error, f"write {self.directory}", len(self.done_rows)) from error
 
     def _write_manifest(self, manifest: Manifest) -> None:
         manifest.write(self.directory / "manifest.json")

@@ -4,6 +4,7 @@ Beside the files of a plain run, `out.parquet.batchgen/` has `share/` until the 
 
     job.json        fingerprint, number of rows, lease time; made by the worker that opened the output, never changed
     kernels.json    what rows are made with: what the first worker that runs rows has chosen
+    weights.json    the format of the layers' weights, likewise
     leases/ workers/ done/ (see `lease.py`)    parts/ (see `part_store.py`)
 
 The worker that joins gives the parts that count to a plain run, which makes the output, and `share/` goes.
@@ -150,8 +151,21 @@ class SharedRun:
 
     def record_kernels(self, kernels: KernelChoice) -> None:
         """Note what rows are made with, unless another worker has: then its choice stays. Raises BatchgenError."""
+        self._record("kernels.json", kernels.to_json())
+
+    @property
+    def weight_format(self) -> str | None:
+        """Of the layers' weights that all workers make rows with; None: nobody has begun."""
+        record = read_json(self._files, "weights.json")
+        return None if record is None else str(record["weight_format"])
+
+    def record_weight_format(self, weight_format: str) -> None:
+        """Note what rows' weights are in, unless another worker has: then its choice stays. Raises BatchgenError."""
+        self._record("weights.json", {"weight_format": weight_format})
+
+    def _record(self, name: str, values: dict[str, Any]) -> None:
         try:
-            self._files.create("kernels.json", json.dumps(kernels.to_json()).encode())
+            self._files.create(name, json.dumps(values).encode())
         except OSError as error:
             if not self.complete_elsewhere():
                 raise storage_error(error, f"write {self._files.path}", len(self.done_rows)) from error
@@ -314,6 +328,8 @@ class SharedRun:
                 return
             if plain.kernels is not None and plain.rows_resumed:
                 self.record_kernels(plain.kernels)
+            if plain.weight_format is not None and plain.rows_resumed:
+                self.record_weight_format(plain.weight_format)
             first_part = next_part_number(plain.parts_dir)
             job = SharedJob(self._fingerprint, rows, self._lease_s, first_part, plain.first)
         self._files.create("job.json", job.to_json())
@@ -370,6 +386,8 @@ class SharedRun:
             else:
                 if (kernels := self.kernels) is not None:
                     plain.record_kernels(kernels)
+                if (weight_format := self.weight_format) is not None:
+                    plain.record_weight_format(weight_format)
                 totals = plain.finish(dataset, **{**how, "before_replacing": before_replacing})
         self.close()
         self._remove()

@@ -31,7 +31,7 @@ def stores(tmp_path_factory):
 
 
 @pytest.mark.parametrize("weight_format", ["float32", "int4"])
-@pytest.mark.parametrize("model", ["qwen3_moe, 8 of 64, shares as they are", "qwen2_moe, a dense layer, windows"])
+@pytest.mark.parametrize("model", ["qwen3_moe, 8 of 128, shares as they are", "qwen2_moe, a dense layer, windows"])
 def test_bytes_are_those_of_the_pages_of_what_is_touched(model, weight_format, tiny_models, stores, monkeypatch):
     """With each micro-batch, what the ones before it have not read."""
     family, fields = MODELS[model]

@@ -6,13 +6,14 @@ makes; products of weights of 8 bits are those of integers. A new family, KV cla
 
 import itertools
 import random
+from functools import cache
 
 import pytest
 import torch
 from fake_device import FIRST_USES, ORDERS, FakeDevice, as_on_a_device, run_on
 from quantized_checkpoints import awq, fp8, gptq, in_mxfp4, pack_quantized, requantize
 from rank_threads import make_parts_on_ranks
-from thorough import quick_or, rotating, some_of
+from thorough import covering, quick_or, rotating, some_of
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
 from tiny_models import (
     FAMILIES,
@@ -144,6 +145,20 @@ def expected(tiny_models):
     return get
 
 
+@pytest.fixture(scope="module")
+def expected_of_many(tiny_models):
+    """name of a model -> (path, `_MANY` short prompts, tokens of transformers)."""
+
+    @cache
+    def get(name):
+        family, overrides = MODELS[name]
+        path, model = tiny_models(family, **overrides)
+        prompts = prompts_of(*(1 + i % 5 for i in range(_MANY)))
+        return path, prompts, [greedy(model, prompt) for prompt in prompts]
+
+    return get
+
+
 def prompts_of(*lengths):
     rng = random.Random(7)
     return [[rng.randrange(4, 250) for _ in range(n)] for n in lengths]
@@ -218,6 +233,31 @@ def test_tokens_equal_those_of_transformers(model, tier, kv_format, expected, st
         assert tokens_of(parts, prompts) == wanted, (admission, num_batches)
 
 
+_MANY = 64  # rows in flight: every expert has several of them, or of many experts most have
+_OF_MIXTURES = [
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe, 8 of 128, shares as they are",
+    "gpt_oss, 4 of 32, all windows, plain rope",
+]
+
+
+@pytest.mark.parametrize("model", _OF_MIXTURES)
+@pytest.mark.parametrize(("disk", "num_batches"), [(False, 1), (True, 2)])
+def test_many_rows_in_flight_give_the_tokens_of_transformers(model, disk, num_batches, expected_of_many, stores):
+    path, prompts, wanted = expected_of_many(model)
+    policy = make_policy(
+        path, CPU, kv_seqs={"cpu": _MANY}, gpu_batch_size=_MANY // num_batches, num_gpu_batches=num_batches,
+        max_num_batched_tokens=_MANY * max(map(len, prompts)), activation_batches=(0, num_batches),
+        weight_layers=layers(path, 2 if disk else 1),
+    )  # fmt: skip
+    sampling = SamplingParams(max_tokens=MAX_TOKENS)
+    with Engine.from_parts(make_parts(path, CPU, policy, stores), sampling=sampling) as engine:
+        done = {c.index: c.samples[0].token_ids for c in engine.generate([Request(prompt) for prompt in prompts])}
+        assert engine.stats.sweeps <= MAX_TOKENS, "not all of them were in flight at once"
+    assert [done[i] for i in range(_MANY)] == wanted
+
+
 def cells_in(*all_formats):
     return [(*cell, formats) for cell in _CELLS for formats in all_formats]
 
@@ -283,7 +323,7 @@ _AS_FOUND = [
 _IN_MIXTURES = [(f, tier) for f in GGUF_FAMILIES for tier in TIERS if tier != "experts on demand" or f in MIXTURES]
 
 
-@pytest.mark.parametrize(("weight_format", "tier"), some_of(_AS_FOUND, 16, "as found"))
+@pytest.mark.parametrize(("weight_format", "tier"), covering(_AS_FOUND, 30, "as found"))
 def test_weights_as_found_give_the_tokens_of_expanded_ones(weight_format, tier, expected_as_found, stores):
     path, prompts, wanted = expected_as_found(weight_format)
     assert sum(map(len, wanted)) > 0.5 * MAX_TOKENS * len(prompts)
@@ -293,7 +333,7 @@ def test_weights_as_found_give_the_tokens_of_expanded_ones(weight_format, tier, 
         assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
 
 
-@pytest.mark.parametrize(("family", "tier"), some_of(_IN_MIXTURES, 20, "mixed"))
+@pytest.mark.parametrize(("family", "tier"), covering(_IN_MIXTURES, 20, "mixed"))
 def test_each_matrix_in_its_own_format_gives_the_tokens_of_expanded_ones(family, tier, expected_as_found, stores):
     path, prompts, wanted = expected_as_found(MIXED, family)
     assert sum(map(len, wanted)) > 0.5 * MAX_TOKENS * len(prompts)
@@ -375,7 +415,7 @@ _AS_FOUND_ON_RANKS = [
 ]
 
 
-@pytest.mark.parametrize(("weight_format", "tier"), some_of(_AS_FOUND_ON_RANKS, 10, "as found on ranks"))
+@pytest.mark.parametrize(("weight_format", "tier"), covering(_AS_FOUND_ON_RANKS, 20, "as found on ranks"))
 def test_ranks_give_the_tokens_of_expanded_weights(weight_format, tier, expected_as_found, stores):
     path, prompts, wanted = expected_as_found(weight_format)
     for admission, num_batches in schedules("llama", tier):
@@ -409,6 +449,13 @@ def test_nothing_is_new_after_warming_up(model, tier, expected, stores, monkeypa
     parts = run_on(make_parts(path, EMULATED, policy, stores, longest_tokens=80), device, monkeypatch)
     warm_up(parts.executor, policy, parts.memory, "gpu", parts.split, parts.pack, SamplingParams())
     assert tokens_of(parts, prompts) == wanted
+
+
+@pytest.mark.parametrize("cells", [_AS_FOUND, _IN_MIXTURES, _AS_FOUND_ON_RANKS], ids=len)
+def test_every_format_and_every_tier_is_drawn(cells):
+    for drawn, all_of_them in zip(zip(*covering(cells, 1), strict=True), zip(*cells, strict=True), strict=True):
+        assert set(drawn) == set(all_of_them)
+    assert len(covering(cells, 30, "some")) == quick_or(30, len(cells))
 
 
 def test_every_schedule_has_its_turn():

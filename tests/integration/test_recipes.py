@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from command_line import invoke
 from processes import start_in_process
 from thorough import quick_or
 
@@ -271,3 +272,23 @@ def test_the_demo_model_reaches_what_the_readme_says(name, run_recipes, tmp_path
     assert code == 0, printed
     metric, value = REACHED[name]
     assert score.score_file(str(tmp_path / "out" / f"{name}.parquet"))[metric] == pytest.approx(value, abs=0.06)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_stay_as_found_give_the_answers_of_expanded_ones(dtype, tmp_path, monkeypatch):
+    """Where the plan has no say. In fp32 to the letter; in bf16 within what near-ties move."""
+    monkeypatch.setattr("batchgen.job.planning.quantizations_planned", lambda *_: ())
+    answers = {}
+    for weight_format, frac in (("q4_1", 0), (dtype, 1))[: 2 if dtype == "float32" else 1]:
+        monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", frac)
+        output, report = tmp_path / f"{weight_format}.parquet", tmp_path / "report.json"
+        job = ["run", "--config", RECIPES / "fodors_zagats" / "job.toml", "--dtype", dtype, "--cpu-memory", "6GiB"]
+        code, _, said = invoke(*job, "-o", output, "--report", report, "--progress", "none")
+        assert code == 0, said
+        assert json.loads(report.read_text())["policy"]["weight_format"] == weight_format
+        metric, value = REACHED["fodors_zagats"]
+        assert score.score_file(str(output))[metric] == pytest.approx(value, abs=0.06)
+        answers[weight_format] = pq.read_table(output)["text"]
+    assert dtype == "bfloat16" or answers["q4_1"].equals(answers[dtype])

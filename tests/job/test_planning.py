@@ -19,17 +19,20 @@ from batchgen.job.demand import most_kv_tokens
 from batchgen.job.options import JobOptions
 from batchgen.job.planning import (
     PlanRequest,
+    case_here,
     find_hardware,
     loading_s,
     on_this_machine,
+    plan_case,
     plan_job,
     problem_of,
     read_plan,
     runnable,
 )
-from batchgen.job.resolved import ResolvedJob
+from batchgen.job.resolved import ResolvedJob, resolve_job
 from batchgen.job.what_if import what_if
-from batchgen.models.files import ModelFiles
+from batchgen.job.workload import EstimatedWorkload
+from batchgen.models.files import ModelFiles, resolve_model
 from batchgen.planner.balance import balanced
 from batchgen.planner.explain import make_plan
 from batchgen.planner.memory import group_bytes
@@ -503,3 +506,24 @@ def test_two_batches_are_in_another_order_where_they_were_costed_so_and_it_has_s
     policy = make_plan(problem, placed, output_len_known=True, **options).policy
     assert policy.batch_order == order and policy.kv_seqs == seqs
     assert (policy.balance_tokens is not None) == (order == "neo")
+
+
+def test_memory_that_others_take_after_the_job_began_is_not_planned_with(tiny_models, monkeypatch):
+    """Where no budget was given, there is none to complain of."""
+    path, _ = tiny_models("llama")
+    workload = EstimatedWorkload(Workload.uniform(8, 16, 4), True)
+
+    def case(**options):
+        job = resolve_job(
+            JobOptions(str(path), "in.jsonl", "out.jsonl", dtype="float32", **options), resolve_model(str(path))
+        )
+        left = job.budgets["cpu"] - (1 << 20)
+        monkeypatch.setattr(planning, "available_memory_bytes", lambda: left)
+        monkeypatch.setattr(planning, "resident_bytes", lambda: 0)
+        return case_here(job, started_s=0.0, notify=lambda line: None), left
+
+    here, left = case()
+    plan, _ = plan_case(here, workload)
+    assert plan.budgets["cpu"] == here.request.cpu_memory == left
+    given, _ = case(cpu_memory="2GiB")
+    assert "--cpu-memory 2.0 GiB is more than" in complaint(plan_case, given, workload)

@@ -185,7 +185,7 @@ def test_bytes_of_a_sweep_are_those_that_are_read(rows, tiny_models, tmp_path, m
 
 @pytest.mark.parametrize("num_batches", [1, 3])
 def test_the_kinds_of_steps_are_those_of_the_engine(num_batches, tiny_models, tmp_path):
-    family, fields = MODELS["qwen3_moe, 8 of 64, shares as they are"]
+    family, fields = MODELS["qwen3_moe, 8 of 128, shares as they are"]
     path, _ = tiny_models(family, **fields)
     policy = make_policy(
         path, CPU, weight_layers=dict.fromkeys(("qkv", "out", "up", "down"), (0, 0, 2)), kv_seqs={"cpu": 3},

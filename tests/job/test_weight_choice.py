@@ -11,15 +11,17 @@ from planner_cases import GIB, constant, cpu_box
 from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 import batchgen
+import batchgen.job.run as run_module
 from batchgen.core.dtypes import product_key
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import Rates
 from batchgen.core.plan import OtherWeights, Plan
 from batchgen.core.workload import Workload
+from batchgen.job import weight_choice
 from batchgen.job.options import JobOptions
 from batchgen.job.planning import Case, _formats_measured, plan_case, request_of
 from batchgen.job.resolved import resolve_job
-from batchgen.job.weight_choice import faster, quantizations_planned
+from batchgen.job.weight_choice import faster, in_format_of_rows, quantizations_planned
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.files import resolve_model
 from batchgen.planner.explain import explain, headline
@@ -140,26 +142,113 @@ def test_an_output_matrix_that_is_the_embeddings_too_needs_no_rates_of_its_own(t
     assert _formats_measured(job, may_stream=False) == (("q4_0",), ())
 
 
-def test_a_job_goes_on_with_the_other_format_and_the_same_tokens(gguf_file, tmp_path, monkeypatch):
-    """Half of its rows with weights as found, and the rest expanded: all as if it had run in one piece."""
+@pytest.fixture
+def run(gguf_file, tmp_path, monkeypatch):
+    """Runs some of eight rows on a machine on which weights in one format are the slow ones; gives the format that they were in."""
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     rows = tmp_path / "in.parquet"
     pq.write_table(pa.table({"prompt": [f"The ferry {i}" for i in range(8)]}), rows)
-    slow_packed, slow_expanded = tmp_path / "packed.json", tmp_path / "expanded.json"
-    for path, key in ((slow_packed, PACKED), (slow_expanded, FP32)):
+    for key in (PACKED, FP32):
         box = machine()
         gemm = box.cpu.gemm_flops_per_s
         gemm = gemm | {key: gemm[key].scaled(1e-3)}
-        path.write_text(json.dumps(replace(box, cpu=replace(box.cpu, gemm_flops_per_s=gemm)).to_json()))
+        slow = replace(box, cpu=replace(box.cpu, gemm_flops_per_s=gemm))
+        (tmp_path / f"{key}.json").write_text(json.dumps(slow.to_json()))
 
-    def run(output, hardware, **options):
-        job = {"dtype": FP32, "cpu_memory": "2GiB", "max_tokens": 6, "hardware": str(hardware)} | options
-        report = batchgen.run(str(gguf_file), str(rows), str(output), **job)
+    def go(output, slow, **options):
+        job = {"dtype": FP32, "cpu_memory": "2GiB", "max_tokens": 6} | options
+        hardware = str(tmp_path / f"{slow}.json")
+        report = batchgen.run(str(gguf_file), str(rows), str(tmp_path / output), hardware=hardware, **job)
         return report["policy"]["weight_format"]
 
-    assert run(tmp_path / "found.parquet", slow_expanded) == "q4_0"
-    assert run(tmp_path / "expanded.parquet", slow_packed) == FP32
-    assert run(tmp_path / "both.parquet", slow_expanded, limit=4) == "q4_0"
-    assert run(tmp_path / "both.parquet", slow_packed) == FP32
-    found, expanded, both = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("found", "expanded", "both"))
-    assert len(found) == 8 and found == expanded == both
+    return go
+
+
+@pytest.mark.parametrize(("slow", "made_in"), [(FP32, "q4_0"), (PACKED, FP32)])
+def test_a_job_goes_on_with_the_format_of_its_finished_rows(slow, made_in, run, tmp_path):
+    """Though the plan would choose the other one by now; a job without rows has the faster one."""
+    other, fast = (PACKED, FP32) if slow == FP32 else (FP32, "q4_0")
+    assert run("whole.parquet", slow) == made_in
+    assert run("both.parquet", slow, limit=4) == made_in
+    assert run("both.parquet", other) == made_in
+    assert run("another.parquet", other) == fast
+    manifest = json.loads((tmp_path / "both.parquet.batchgen" / "manifest.json").read_text())
+    assert manifest["weight_format"] == made_in
+    assert pq.read_table(tmp_path / "whole.parquet") == pq.read_table(tmp_path / "both.parquet")
+
+
+def told(capfd):
+    return [line for line in capfd.readouterr().err.splitlines() if "finished rows were made with weights" in line]
+
+
+def test_where_the_format_of_finished_rows_cannot_be_had_the_other_one_is_used_and_told(run, monkeypatch, capfd):
+    assert run("both.parquet", PACKED, limit=4) == FP32
+    monkeypatch.setattr(weight_choice, "expanded_fit", lambda *_: False)
+    assert run("both.parquet", PACKED, limit=6, progress="plain") == "q4_0"
+    (line,) = told(capfd)
+    assert line.endswith(
+        "finished rows were made with weights in float32, which cannot be had now: the rows that are left have them in q4_0,"
+        " and may round differently"
+    )
+    monkeypatch.undo()
+    assert run("both.parquet", PACKED, progress="plain") == "q4_0", "that of the last rows"
+    assert not told(capfd)
+
+
+def test_where_no_plan_fits_with_the_format_of_finished_rows_the_other_one_is_used_and_told(run, monkeypatch, capfd):
+    assert run("both.parquet", FP32, limit=4) == "q4_0"
+    plan = run_module.make_plan
+
+    def refuse(job, *args, **options):
+        if job.as_found is None:
+            raise InputError("no plan fits")
+        return plan(job, *args, **options)
+
+    monkeypatch.setattr(run_module, "make_plan", refuse)
+    assert run("both.parquet", PACKED, progress="plain") == FP32
+    assert len(told(capfd)) == 1
+
+
+def test_a_format_that_is_asked_for_is_that_of_the_rows_that_are_left(run, capfd):
+    assert run("both.parquet", FP32, limit=4) == "q4_0"
+    assert run("both.parquet", FP32, quantization="bf16", progress="plain") == FP32
+    assert len(told(capfd)) == 1
+
+
+def test_workers_have_the_format_of_the_first_of_them(run, tmp_path):
+    assert run("alone.parquet", FP32, limit=6) == "q4_0"  # rows of a plain run before
+    stopped = {"share": True, "max_time": "0.001s"}
+    assert run("alone.parquet", PACKED, **stopped) == "q4_0"
+    assert run("both.parquet", PACKED, **stopped) == FP32
+    assert run("both.parquet", FP32, share=True) == FP32
+    manifest = json.loads((tmp_path / "both.parquet.batchgen" / "manifest.json").read_text())
+    assert manifest["weight_format"] == FP32
+
+
+def test_a_worker_whose_plan_is_made_while_another_begins_has_that_ones_format(run, monkeypatch):
+    plan, plans = run_module._plan, []
+
+    def slowly(job, state):
+        plans.append(plan(job, state))
+        state.record_weight_format("q4_0")  # as the other worker does
+        return plans[-1]
+
+    monkeypatch.setattr(run_module, "_plan", slowly)
+    assert run("both.parquet", PACKED, share=True) == "q4_0"
+    assert [p.policy.weight_format for p in plans] == [FP32, "q4_0"]
+
+
+@pytest.mark.parametrize("intermediate_size", [256, 96])
+def test_ranks_go_on_with_the_format_of_finished_rows_where_blocks_are_not_cut(intermediate_size, tmp_path):
+    model = make_tiny_model("llama", tmp_path, hidden_size=256, intermediate_size=intermediate_size)
+    path = tmp_path / "model.gguf"
+    write_tiny_gguf(model, path, tensor_type="Q4_0", tokenizer=make_tiny_tokenizer(tmp_path))
+    job = case_of(path, machine(), tensor_parallel=2).job
+    assert job.options.quantization == "bf16" and quantizations_planned(job, machine(), 4 * GIB) == ()
+    kept = {name: in_format_of_rows(job, name) for name in ("q4_0", FP32)}
+    if intermediate_size == 96:  # 48 of a rank are one and a half blocks
+        assert kept == {"q4_0": None, FP32: None}
+        return
+    assert [kept[name].options.quantization for name in ("q4_0", FP32)] == ["q4_0", "bf16"]
+    assert _formats_measured(kept["q4_0"], may_stream=True) == (("q4_0",), ("q4_0",))
+    assert _formats_measured(kept[FP32], may_stream=True) == ((), (FP32,))

@@ -8,7 +8,7 @@ import torch
 from command_line import invoke
 from quantized_checkpoints import awq, compressed, e4m3, fp8, gptq, pack_quantized, requantize, state
 from safetensors.torch import load_file, save_file
-from thorough import some_of
+from thorough import covering
 from tiny_models import FAMILIES, make_tiny_model
 
 from batchgen.core.device import parse_device
@@ -69,7 +69,7 @@ def make(tmp_path, family, scheme, **sizes):
 CASES = [(name, family) for name in SCHEMES for family in ALL]
 
 
-@pytest.mark.parametrize(("name", "family"), some_of(CASES, 30, "codes"))
+@pytest.mark.parametrize(("name", "family"), covering(CASES, 30, "codes"))
 def test_numbers_are_those_that_the_format_defines(tmp_path, monkeypatch, name, family):
     """Every tensor, however the family fuses them; and what is kept as found is these numbers too, in a store as well."""
     monkeypatch.setattr("batchgen.models.reading.CHUNK_VALUES", 3000)  # rows a few at a time

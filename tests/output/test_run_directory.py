@@ -259,15 +259,17 @@ def test_a_damaged_manifest_is_made_again_from_whole_parts(output, undisturbed, 
     assert output.read_bytes() == undisturbed
 
 
-def test_the_kernels_of_a_damaged_manifest_are_those_of_its_parts(output):
+def test_what_rows_are_made_with_is_in_the_parts_too_should_the_manifest_be_damaged(output):
     kernels = KernelChoice(default="avx2")
     with open_run(output, FINGERPRINT) as run:
+        assert (run.kernels, run.weight_format) == (None, None)
         run.record_kernels(kernels)
+        run.record_weight_format("q4_1")
         with run.writer() as writer:
             writer.add(0, result_of(0))
     Path(f"{output}.batchgen", "manifest.json").write_text("")
     with open_run(output, FINGERPRINT) as run:
-        assert run.kernels == kernels and len(run.done_rows) == 1
+        assert (run.kernels, run.weight_format) == (kernels, "q4_1") and len(run.done_rows) == 1
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])

@@ -174,9 +174,12 @@ def test_the_last_rows_are_saved_and_noticed_at_once(tmp_path):
     check(output)
 
 
-def test_kernels_are_those_of_the_first_worker(tmp_path):
+def test_kernels_and_weights_are_those_of_the_first_worker(tmp_path):
     with share(tmp_path / "out.parquet") as first, share(tmp_path / "out.parquet") as second:
-        assert first.kernels is None
+        assert first.kernels is first.weight_format is None
+        first.record_weight_format("q4_1")
+        second.record_weight_format("bfloat16")
+        assert first.weight_format == second.weight_format == "q4_1"
         first.record_kernels(KernelChoice(default="avx2"))
         second.record_kernels(KernelChoice(default="scalar"))
         assert first.kernels == second.kernels == KernelChoice(default="avx2")
@@ -320,12 +323,15 @@ def test_a_damaged_manifest_of_a_job_that_went_on_by_workers(tmp_path):
     check(output)
 
 
-@pytest.mark.parametrize("name", ["job.json", "kernels.json", "leases/000000.0000", "done/000000", "workers"])
+@pytest.mark.parametrize(
+    "name", ["job.json", "kernels.json", "weights.json", "leases/000000.0000", "done/000000", "workers"]
+)
 def test_a_file_that_a_power_cut_left_empty_is_named(name, tmp_path):
     """A worker's own is written again; of the others one line says which it is."""
     output = tmp_path / "out.parquet"
     first = share(output)
     first.record_kernels(KernelChoice())
+    first.record_weight_format("q4_1")
     add(first, next(first.claims(1, lambda: False)))
     first.close()
     folder = Path(f"{output}.batchgen") / "share"
@@ -340,7 +346,7 @@ def test_a_file_that_a_power_cut_left_empty_is_named(name, tmp_path):
         BatchgenError, match=f"^share/{name} in the run directory is damaged: stop all workers, remove it"
     ) as said:
         second = share(output)
-        assert second.kernels is not None
+        assert second.kernels is not None and second.weight_format is not None
     assert "\n" not in str(said.value)
     damaged.unlink()
     work(share(output), FakeDataset(ROWS))

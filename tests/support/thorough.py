@@ -45,3 +45,17 @@ def some_of(cases, count: int, *what) -> list:
     cases = list(cases)
     drawn = sorted(rotating(*what).sample(range(len(cases)), min(count, len(cases))))
     return quick_or([cases[i] for i in drawn], cases)
+
+
+def covering(cases, count: int, *what) -> list:
+    """As `some_of`, of a table's rows: each value of each column is in one of those drawn, of which there are more where that needs it."""
+    cases = list(cases)
+    drawn = rotating(*what).sample(range(len(cases)), len(cases))
+    missing = {place for case in cases for place in enumerate(case)}
+    cover = []
+    while missing:
+        best = max(drawn, key=lambda i: len(missing.intersection(enumerate(cases[i]))))  # the first of those as good
+        missing.difference_update(enumerate(cases[best]))
+        cover.append(best)
+    rest = [i for i in drawn if i not in cover][: max(0, count - len(cover))]
+    return quick_or([cases[i] for i in sorted(cover + rest)], cases)

@@ -46,15 +46,15 @@ MODELS = {
     "mixtral, one of 16, windows": ("mixtral", {
         "num_local_experts": 16, "num_experts_per_tok": 1, "sliding_window": 20, "num_hidden_layers": 2,
     }),
-    "qwen3_moe, 8 of 64, shares as they are": ("qwen3_moe", {
-        "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "num_hidden_layers": 2,
+    "qwen3_moe, 8 of 128, shares as they are": ("qwen3_moe", {
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False, "num_hidden_layers": 2,
     }),
     "qwen2_moe, a dense layer, windows": ("qwen2_moe", {
         "mlp_only_layers": [1], "num_experts_per_tok": 3, "use_sliding_window": True, "sliding_window": 20, "qkv_bias": False,
     }),
     "qwen3_moe, every second layer dense": ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
-    "gpt_oss, one of 16, all windows, plain rope": ("gpt_oss", {
-        "num_local_experts": 16, "num_experts_per_tok": 1, "layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2,
+    "gpt_oss, 4 of 32, all windows, plain rope": ("gpt_oss", {
+        "num_local_experts": 32, "num_experts_per_tok": 4, "layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "attention_bias": False,
     }),
     "qwen3, tied, four layers": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
