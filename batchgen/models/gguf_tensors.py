@@ -1,4 +1,4 @@
-"""A GGUF's tensors: where each part of a model lies in the file, and its numbers or its rows as they are."""
+"""A GGUF's tensors: where each part of a model lies in its files, and its numbers or its rows as they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -40,12 +41,18 @@ def find(config: ModelConfig, get: Get, part: str, layer: int) -> tuple[str, Ten
 
 
 def read_layer_ahead(tensors: Mapping[str, TensorInfo], layer: int) -> None:
-    """Begin to bring a layer's tensors into memory; they lie one behind the other. Nothing where there is no such layer."""
-    own = [info for name, info in tensors.items() if name.startswith(f"blk.{layer}.")]
-    if own:
+    """Begin to bring a layer's tensors into memory; they lie one behind the other, in a split GGUF perhaps in two files.
+
+    Nothing where there is no such layer.
+    """
+    by_file: dict[Path, list[TensorInfo]] = {}
+    for name, info in tensors.items():
+        if name.startswith(f"blk.{layer}."):
+            by_file.setdefault(info.path, []).append(info)
+    for path, own in by_file.items():
         start, stop = min(info.offset for info in own), max(info.offset + info.num_bytes for info in own)
         if stop - start <= 2 * sum(info.num_bytes for info in own):  # of files that are written in another order
-            read_ahead(own[0].path, start, stop)
+            read_ahead(path, start, stop)
 
 
 def check(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:

@@ -30,7 +30,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """A GGUF's key-value pairs, less the long arrays (vocabulary, merges), and its tensors."""
+    """A GGUF's key-value pairs, less the long arrays (vocabulary, merges), and its tensors; or those of one of its parts."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
@@ -60,7 +60,7 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Key-value pairs and tensors of a GGUF, versions 2 and 3. Raises InputError where it is corrupt.
+    """Key-value pairs and tensors of one file of a GGUF, versions 2 and 3. Raises InputError where it is corrupt.
 
     Long arrays are stepped over: a vocabulary of 50,000 takes milliseconds. What was read is kept for as long as the file
     stays as it is.
@@ -72,7 +72,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     return _parse_gguf_header(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)  # files: a model may be in many
 def _parse_gguf_header(path: Path, version: tuple[int, ...]) -> GgufHeader:
     """version: Changes with the file."""
     try:

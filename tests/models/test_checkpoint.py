@@ -471,7 +471,7 @@ def test_unsupported_ggufs_are_refused_by_name(tmp_path):
     write("qwen2", expert_count=8)
     assert "with 8 experts (expert_count) is not supported" in message_of(path)
     write("llama", split=3)
-    assert "llama-gguf-split" in message_of(path)
+    assert "NAME-00001-of-00003.gguf" in message_of(path)
     write("llama")
     assert "embedding_length" in message_of(path)
 

@@ -275,13 +275,19 @@ def mixed_types(family: str) -> Callable[[str], str]:
 
 
 def write_tiny_gguf(  # a line for each key and each name of the format
-    model, path: Path, *, tensor_type: str | Callable[[str], str] = "F32", tokenizer=None, rope_freqs=None
-) -> None:
-    """A model of `GGUF_FAMILIES` as llama.cpp's converter would write it.
+    model,
+    path: Path,
+    *,
+    tensor_type: str | Callable[[str], str] = "F32",
+    tokenizer=None,
+    rope_freqs=None,
+    tensors_per_part: int = 0,
+) -> Path:
+    """A model of `GGUF_FAMILIES` as llama.cpp's converter would write it; returns its first file.
 
     tensor_type: "F32", "F16", "BF16", "Q8_0" or another, for matrices, or what gives it for a name; one that the gguf package
     cannot quantise to has random numbers. Vectors and routers stay F32. tokenizer: a byte-level one to carry along. rope_freqs:
-    values for `rope_freqs.weight`.
+    values for `rope_freqs.weight`. tensors_per_part: of each file of a split one; 0: it is one file.
     """
     import gguf
     import numpy as np
@@ -289,7 +295,7 @@ def write_tiny_gguf(  # a line for each key and each name of the format
 
     config, family = model.config, model.config.model_type
     arch = _GGUF_ARCHITECTURES.get(family, family)
-    writer = gguf.GGUFWriter(str(path), arch)
+    writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_per_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -322,12 +328,13 @@ def write_tiny_gguf(  # a line for each key and each name of the format
             packed = gguf.quants.quantize(values, kind)
         except NotImplementedError:  # the package does not pack these
             rows = values.reshape(-1, values.shape[-1])
-            packed = random_rows(own, *rows.shape, seed=len(writer.tensors[-1])).reshape(*values.shape[:-1], -1)
+            packed = random_rows(own, *rows.shape, seed=sum(map(len, writer.tensors))).reshape(*values.shape[:-1], -1)
         writer.add_tensor(name, packed, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return writer.format_shard_names(path)[0]
 
 
 def _write_mixture(writer, config, family: str) -> None:
