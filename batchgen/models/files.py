@@ -23,7 +23,7 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, QUANTIZATIONS
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.gguf_fields import config_of_gguf, matrix_formats
+from batchgen.models.gguf_fields import ROPE_FACTORS, config_of_gguf, matrix_formats
 from batchgen.models.gguf_split import first_part, gguf_paths, model_stem, read_gguf
 from batchgen.models.headers import TensorInfo, read_safetensors_header
 from batchgen.models.quantization import INT8_CODES, MXFP4, Scheme, packed_format, read_scheme
@@ -398,13 +398,19 @@ def _demo_file(notify: Callable[[str], None]) -> Path:
 
 def _gguf_config(path: Path) -> ModelConfig:
     header = read_gguf(path)
-    factors = None
-    if (info := header.tensors.get("rope_freqs.weight")) is not None:
-        import numpy as np
-
-        factors = tuple(np.fromfile(info.path, np.float32, info.shape[0], offset=info.offset).tolist())
+    factors = {name: _floats(name, header.tensors[name]) for name in ROPE_FACTORS if name in header.tensors}
     with _naming(path):
-        return config_of_gguf(header.metadata, header.tensors, _main_dtype(header.tensors), factors)
+        dtype = _main_dtype(header.tensors)
+        return config_of_gguf(header.metadata, header.tensors, dtype, factors, header.turn_ends)
+
+
+def _floats(name: str, info: TensorInfo) -> tuple[float, ...]:
+    """The values of a short tensor of a GGUF. Raises InputError."""
+    import numpy as np
+
+    if info.dtype != "F32" or len(info.shape) != 1:
+        raise InputError(f"tensor {name} in {info.path} is {info.dtype} {list(info.shape)}, not one row of F32")
+    return tuple(np.fromfile(info.path, np.float32, info.shape[0], offset=info.offset).tolist())
 
 
 @contextmanager

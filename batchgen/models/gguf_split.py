@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from batchgen.core.errors import InputError
@@ -60,20 +61,20 @@ def read_gguf(first: Path) -> GgufHeader:
     first: of `first_part`. Raises InputError where a part is missing, corrupt or of another model.
     """
     paths = gguf_paths(first)
-    metadata, tensors = read_gguf_header(first).metadata, dict[str, TensorInfo]()
+    header, tensors = read_gguf_header(first), dict[str, TensorInfo]()
     for path in paths:
         own = read_gguf_header(path).tensors
         if twice := own.keys() & tensors.keys():
             name = min(twice)
             raise InputError(f"tensor {name} is in {tensors[name].path} and in {path} again: fetch both again")
         tensors |= own
-    stated = metadata.get("split.tensors.count", len(tensors))
+    stated = header.metadata.get("split.tensors.count", len(tensors))
     if len(paths) > 1 and stated != len(tensors):
         raise InputError(
             f"the {len(paths)} parts of {first} have {len(tensors):,} tensors, "
             f"and split.tensors.count says {stated:,}: fetch them again"
         )
-    return GgufHeader(metadata, tensors)
+    return replace(header, tensors=tensors)
 
 
 def _count(header: GgufHeader) -> int:

@@ -187,7 +187,7 @@ def test_names_and_counts_must_agree(tmp_path):
 @pytest.mark.parametrize("count", [None, 0, 1])
 def test_one_part_of_one_is_a_model(tmp_path, count):
     """Merged files say 0."""
-    whole, first = make(tmp_path)
+    whole, _ = make(tmp_path)
     named = tmp_path / "model-00001-of-00001.gguf"
     if count is None:
         shutil.copy(whole, named)
