@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -226,6 +227,58 @@ GGUF_FAMILIES = (
     "gemma3",
     "phi3",
 )
+# How SentencePiece tokenizers differ between families: where the space comes from that stands before the first word.
+SENTENCEPIECE_STYLES = {"llama": "metaspace", "phi3": "normalizer", "gemma2": "none", "gemma3": "none"}
+
+
+def make_sentencepiece_tokenizer(path: Path, style: str, *, bos: bool = True, eos: bool = False):
+    """A tokenizer as transformers has them for models with a SentencePiece vocabulary: all merges that give a token.
+
+    style: of `SENTENCEPIECE_STYLES`. bos, eos: whether these stand around a text. It has tokens for bytes, one special token more,
+    "<|end|>", and two that are no special ones, "<tool>" and two line breaks.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=225, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    learned = dict.fromkeys("".join(pair) for pair in pairs)
+    begin, end = ("<bos>", "<eos>") if style == "none" else ("<s>", "</s>")
+    special = ["<pad>", end, begin, "<unk>", "<mask>"] if style == "none" else ["<unk>", begin, end]
+    spaces = ["▁" * count for count in range(2, 5)] if style == "none" else []
+    added = ["<|end|>", "<tool>", "\n\n"]
+    characters = [token for token in model["vocab"] if len(token) == 1]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *added, *spaces, *learned, *characters]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    merged = [*spaces, *learned]
+    splits = [(token[:i], token[i:]) for token in merged for i in range(1, len(token))]
+    merges = [(left, right) for left, right in splits if left in vocab and right in vocab]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
+    tokenizer.add_special_tokens([*special, added[0]])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added[1:]])
+    if style == "metaspace":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    else:
+        first = [normalizers.Prepend("▁")] if style == "normalizer" else []
+        tokenizer.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
+    last = [decoders.Strip(" ", 1, 0)] if style in ("metaspace", "normalizer") else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last])
+    around = f"{begin} $A" if bos else "$A"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{around} {end}" if eos else around,
+        special_tokens=[(token, vocab[token]) for token in (begin, end)],
+    )
+    hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=begin, eos_token=end, unk_token="<unk>")
+    hf.chat_template = "{{ bos_token }}" + CHAT_TEMPLATE.replace("<|im_start|>", "<tool>").replace(
+        "<|im_end|>", "<|end|>"
+    )
+    hf.save_pretrained(path)
+    return hf
+
+
 # As `MODELS`, of what must hold for every model that is written as GGUF; rows are whole blocks of 32.
 GGUF_MODELS = {
     **{family: (family, {}) for family in GGUF_FAMILIES},
@@ -331,7 +384,7 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     """A model of `GGUF_FAMILIES` as llama.cpp's converter would write it; returns its first file.
 
     tensor_type: "F32", "F16", "BF16", "Q8_0" or another, for matrices, or what gives it for a name; one that the gguf package
-    cannot quantise to has random numbers. Vectors and routers stay F32. tokenizer: a byte-level one to carry along. rope_freqs:
+    cannot quantise to has random numbers. Vectors and routers stay F32. tokenizer: to carry along. rope_freqs:
     values for `rope_freqs.weight`. tensors_per_part: of each file of a split one; 0: it is one file.
     """
     import gguf
@@ -496,13 +549,41 @@ def _write_tokenizer(writer, hf) -> None:
     spec = json.loads(hf.backend_tokenizer.to_str())
     tokens = sorted(hf.get_vocab(), key=hf.get_vocab().get)
     special = {token["content"] for token in spec["added_tokens"]}
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in special else 1 for token in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]])
+    if spec["model"].get("byte_fallback"):
+        _write_sentencepiece(writer, hf, tokens, spec)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([3 if token in special else 1 for token in tokens])
+        writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]])
+        writer.add_add_bos_token(False)
     writer.add_bos_token_id(hf.bos_token_id)
     writer.add_eos_token_id(hf.eos_token_id)
-    writer.add_add_bos_token(False)
     if hf.chat_template:
         writer.add_chat_template(hf.chat_template)
+
+
+def _write_sentencepiece(writer, hf, tokens: list[str], spec: dict) -> None:
+    """Scores in the order of merges, which are left out; Gemma's tokens of several spaces are written as such."""
+    from gguf import TokenType
+
+    kinds = {
+        token["content"]: TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
+        for token in spec["added_tokens"]
+    }
+    kinds |= {token: TokenType.BYTE for token in tokens if re.fullmatch("<0x..>", token)} | {"<unk>": TokenType.UNKNOWN}
+    gemma = hf.bos_token == "<bos>"
+    runs = {token for token in tokens if gemma and len(token) > 1 and not token.strip("▁")}
+    kinds |= dict.fromkeys(runs, TokenType.USER_DEFINED)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([" " * len(token) if token in runs else token for token in tokens])
+    writer.add_token_scores([0.0 if token in kinds else -float(i) for i, token in enumerate(tokens)])
+    writer.add_token_types([kinds.get(token, TokenType.NORMAL) for token in tokens])
+    writer.add_unk_token_id(hf.unk_token_id)
+    encode = hf.backend_tokenizer.encode
+    around = encode("").ids
+    writer.add_add_bos_token(hf.bos_token_id in around)
+    writer.add_add_eos_token(hf.eos_token_id in around)
+    writer.add_add_space_prefix(encode("a", add_special_tokens=False).tokens[0].startswith("▁"))
