@@ -306,8 +306,7 @@ def _converted(path: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a GGUF, made by transformers, and mended."""
     metadata = read_gguf_header(path).metadata
     hf = _converted_by_transformers(path, metadata)
-    if gguf_tokenizer.has_no_space_prefix(metadata):
-        gguf_tokenizer.leave_out_space_prefix(hf.backend_tokenizer)
+    gguf_tokenizer.mend(hf, metadata)
     return hf
 
 

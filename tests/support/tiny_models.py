@@ -380,11 +380,14 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     tokenizer=None,
     rope_freqs=None,
     tensors_per_part: int = 0,
+    pre_tokenizer: str = "gpt-2",
+    add_bos: bool | None = False,
 ) -> Path:
     """A model of `GGUF_FAMILIES` as llama.cpp's converter would write it; returns its first file.
 
     tensor_type: "F32", "F16", "BF16", "Q8_0" or another, for matrices, or what gives it for a name; one that the gguf package
-    cannot quantise to has random numbers. Vectors and routers stay F32. tokenizer: to carry along. rope_freqs:
+    cannot quantise to has random numbers. Vectors and routers stay F32. tokenizer: to carry along; of a byte-level one the name of
+    its pre-tokenizer, and whether it is said that a text begins with BOS, or nothing of it. rope_freqs:
     values for `rope_freqs.weight`. tensors_per_part: of each file of a split one; 0: it is one file.
     """
     import gguf
@@ -413,7 +416,7 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     elif family == "phi3":
         _write_phi3(writer, config, head_dim)
     if tokenizer is not None:
-        _write_tokenizer(writer, tokenizer)
+        _write_tokenizer(writer, tokenizer, pre_tokenizer, add_bos)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
     for name, values in _gguf_tensors(model, family):
@@ -545,7 +548,7 @@ def round_as_gguf(model, tensor_type: str):
     return model
 
 
-def _write_tokenizer(writer, hf) -> None:
+def _write_tokenizer(writer, hf, pre_tokenizer: str, add_bos: bool | None) -> None:
     spec = json.loads(hf.backend_tokenizer.to_str())
     tokens = sorted(hf.get_vocab(), key=hf.get_vocab().get)
     special = {token["content"] for token in spec["added_tokens"]}
@@ -553,11 +556,12 @@ def _write_tokenizer(writer, hf) -> None:
         _write_sentencepiece(writer, hf, tokens, spec)
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
+        writer.add_tokenizer_pre(pre_tokenizer)
         writer.add_token_list(tokens)
         writer.add_token_types([3 if token in special else 1 for token in tokens])
         writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]])
-        writer.add_add_bos_token(False)
+        if add_bos is not None:
+            writer.add_add_bos_token(add_bos)
     writer.add_bos_token_id(hf.bos_token_id)
     writer.add_eos_token_id(hf.eos_token_id)
     if hf.chat_template:
