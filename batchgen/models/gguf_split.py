@@ -38,10 +38,9 @@ def gguf_paths(first: Path) -> list[Path]:
     header = read_gguf_header(first)
     count, named = _count(header), _PART_NAME.fullmatch(first.name)
     if named is None and count > 1:
-        number = header.metadata.get("split.no", 0) + 1
         raise InputError(
-            f"{first} is part {number} of {count} of a split GGUF: give its parts the names that they had, "
-            f"NAME-{number:05}-of-{count:05}.gguf"
+            f"{first} is one of {count} parts of a split GGUF: give them the names that they had, "
+            f"NAME-00001-of-{count:05}.gguf and so on"
         )
     if named is not None and int(named["count"]) != count:
         raise InputError(
@@ -72,7 +71,7 @@ def read_gguf(first: Path) -> GgufHeader:
     if len(paths) > 1 and stated != len(tensors):
         raise InputError(
             f"the {len(paths)} parts of {first} have {len(tensors):,} tensors, "
-            f"and split.tensors.count says {stated:,}: fetch them again"
+            f"and split.tensors.count says {stated}: fetch them again"
         )
     return replace(header, tensors=tensors)
 
@@ -99,7 +98,9 @@ def _check_part(first: Path, header: GgufHeader, path: Path, number: int, count:
         raise InputError(f"{path} is of a GGUF in {_count(own)} parts, {first} of one in {count}: fetch both again")
     stated = own.metadata.get("split.no", number)
     if stated != number:
-        raise InputError(f"{path} has the name of part {number + 1}, but is part {stated + 1}: fetch it again")
+        raise InputError(
+            f"{path} has the name of part {number + 1}, but its split.no is {stated}, not {number}: fetch it again"
+        )
     totals = [each.metadata.get("split.tensors.count") for each in (header, own)]
     if totals[0] != totals[1]:
         raise InputError(

@@ -153,7 +153,7 @@ def test_a_part_of_another_model_is_named(tmp_path):
     parts = parts_of(first)
     second, data = parts[1], parts[1].read_bytes()
     shutil.copy(parts[2], second)
-    assert f"{second} has the name of part 2, but is part 3: fetch it again" in refusal(first)
+    assert f"{second} has the name of part 2, but its split.no is 2, not 1: fetch it again" in refusal(first)
     second.write_bytes(data)
     state_number(second, "split.count", 9)
     assert f"{second} is of a GGUF in 9 parts" in refusal(first)
