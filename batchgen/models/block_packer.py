@@ -66,7 +66,7 @@ class BlockPacker:
             count = min(_MOST_THREADS, kernels.num_threads() + _WAITING)
             self._threads = ThreadPoolExecutor(count, "batchgen-load", initializer=kernels.run_alone)
         size = kernels.rows_of_panel(panels.isa)
-        whole = math.lcm(size, *(part.head_dim or 1 for part in rows.parts))
+        whole = math.lcm(size, *(part.head_dim for part in rows.parts))
         step = max(1, _PIECE_BYTES // (whole * rows.row_bytes)) * (whole // size)
         for first in range(0, len(memory) // (size * rows.row_bytes), step):
             self._wait(_PENDING)
@@ -105,7 +105,7 @@ class BlockPacker:
 
     def _read(self, stretches: list[tuple[FilePart, int, int]], row_bytes: int) -> np.ndarray:
         """Rows of parts, one after the other, in this thread's memory."""
-        if len(stretches) == 1 and stretches[0][0].head_dim is None:
+        if len(stretches) == 1 and stretches[0][0].head_order is None:
             return self._fetch(*stretches[0], row_bytes)
         count = sum(stop - start for _, start, stop in stretches)
         found = np.frombuffer(self._rows.buffer(count * row_bytes), np.uint8, count * row_bytes).reshape(count, -1)

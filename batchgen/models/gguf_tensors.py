@@ -1,4 +1,4 @@
-"""A GGUF's tensors: where each part of a model lies in the file, and its numbers or its rows as they are."""
+"""A GGUF's tensors: where each part of a model lies in its files, and its numbers or its rows as they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from batchgen.core.errors import InputError
 from batchgen.models import reading
 from batchgen.models.config import ModelConfig
-from batchgen.models.gguf_fields import gguf_name
+from batchgen.models.gguf_fields import place_of
 from batchgen.models.headers import TensorInfo
 from batchgen.models.reading import read_ahead, read_by_threads, read_into
 from batchgen.models.rows_in_file import FilePart
@@ -23,29 +24,38 @@ Get = Callable[[str], TensorInfo]
 
 
 def find(config: ModelConfig, get: Get, part: str, layer: int) -> tuple[str, TensorInfo]:
-    """The name of a part's tensor, and where it lies; of an expert, its part of the tensor that has all of them.
+    """The name of a part's tensor, and where the part lies, which may be one expert's or one of several matrices in it.
 
     get: gives a tensor by name. Raises InputError.
     """
-    name, expert = gguf_name(config, part, layer)
-    info = get(name)
-    if expert is None:
-        return name, info
-    if not info.shape or info.shape[0] != config.num_experts:
+    place = place_of(config, part, layer)
+    info = get(place.name)
+    if place.of is None:
+        return place.name, info
+    first, stop, total = place.of
+    if not info.shape or info.shape[0] != total:
+        what = "experts first" if place.is_expert else "rows"
         raise InputError(
-            f"tensor {name} in {info.path} is {list(info.shape)}, its config asks for {config.num_experts} experts first"
+            f"tensor {place.name} in {info.path} is {list(info.shape)}, its config asks for {total} {what}"
         )
-    size = info.num_bytes // config.num_experts
-    return name, replace(info, shape=info.shape[1:], offset=info.offset + expert * size, num_bytes=size)
+    shape = info.shape[1:] if place.is_expert else (stop - first, *info.shape[1:])
+    size = info.num_bytes // total
+    return place.name, replace(info, shape=shape, offset=info.offset + first * size, num_bytes=(stop - first) * size)
 
 
 def read_layer_ahead(tensors: Mapping[str, TensorInfo], layer: int) -> None:
-    """Begin to bring a layer's tensors into memory; they lie one behind the other. Nothing where there is no such layer."""
-    own = [info for name, info in tensors.items() if name.startswith(f"blk.{layer}.")]
-    if own:
+    """Begin to bring a layer's tensors into memory; they lie one behind the other, in a split GGUF perhaps in two files.
+
+    Nothing where there is no such layer.
+    """
+    by_file: dict[Path, list[TensorInfo]] = {}
+    for name, info in tensors.items():
+        if name.startswith(f"blk.{layer}."):
+            by_file.setdefault(info.path, []).append(info)
+    for path, own in by_file.items():
         start, stop = min(info.offset for info in own), max(info.offset + info.num_bytes for info in own)
         if stop - start <= 2 * sum(info.num_bytes for info in own):  # of files that are written in another order
-            read_ahead(own[0].path, start, stop)
+            read_ahead(path, start, stop)
 
 
 def check(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
@@ -68,14 +78,27 @@ def fill(config: ModelConfig, name: str, info: TensorInfo, part: str, out: Tenso
 
 
 def in_file(config: ModelConfig, name: str, info: TensorInfo, part: str) -> FilePart:
-    """Where the rows are that `fill` would take as they are."""
-    return FilePart(name, info, math.prod(info.shape[:-1]), _permuted_head_dim(config, part))
+    """Where the rows are that `fill` would take as they are, and their order."""
+    order = None
+    if dim := _permuted_head_dim(config, part):
+        order = (*range(0, dim, 2), *range(1, dim, 2))
+    elif rotates_part(config, part):
+        order = config.rope.row_order(config.head_dim)
+    return FilePart(name, info, math.prod(info.shape[:-1]), order)
+
+
+def rotates_part(config: ModelConfig, part: str) -> bool:
+    """Whether a part has the rows of heads of which only some values are rotated; `fill` leaves them in the file's order."""
+    return config.rope is not None and config.rope.rotated is not None and _is_of_queries_or_keys(part)
 
 
 def _permuted_head_dim(config: ModelConfig, part: str) -> int | None:
     """llama.cpp's converter reorders the rows of q and k within each head, of the llama architecture only."""
-    permuted = config.family in ("llama", "mixtral") and part.split(".")[0] in ("q", "k")
-    return config.head_dim if permuted else None
+    return config.head_dim if config.family in ("llama", "mixtral") and _is_of_queries_or_keys(part) else None
+
+
+def _is_of_queries_or_keys(part: str) -> bool:
+    return part.split(".")[0] in ("q", "k")
 
 
 def _fill(name: str, info: TensorInfo, permuted_head_dim: int | None, out: Tensor) -> None:

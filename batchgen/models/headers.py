@@ -6,12 +6,15 @@ import json
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import InputError
+
+# Tokens that end a turn of a chat, in the vocabularies of Gemma and of Phi-3.
+TURN_ENDS = ("<end_of_turn>", "<|end|>")
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,15 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """A GGUF's key-value pairs, less the long arrays (vocabulary, merges), and its tensors."""
+    """What a GGUF, or one of its parts, has at its beginning.
+
+    metadata: key-value pairs, less the long arrays (vocabulary, merges). turn_ends: the ids of those of `TURN_ENDS` that the
+    vocabulary has.
+    """
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    turn_ends: dict[str, int] = field(default_factory=dict)
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
@@ -60,7 +68,7 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Key-value pairs and tensors of a GGUF, versions 2 and 3. Raises InputError where it is corrupt.
+    """Key-value pairs and tensors of one file of a GGUF, versions 2 and 3. Raises InputError where it is corrupt.
 
     Long arrays are stepped over: a vocabulary of 50,000 takes milliseconds. What was read is kept for as long as the file
     stays as it is.
@@ -72,7 +80,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     return _parse_gguf_header(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)  # files: a model may be in many
 def _parse_gguf_header(path: Path, version: tuple[int, ...]) -> GgufHeader:
     """version: Changes with the file."""
     try:
@@ -118,9 +126,11 @@ class _GgufParser:
         if (version := self.scalar("I")) not in (2, 3):
             raise ValueError(f"version {version} is not 2 or 3")
         num_tensors, num_pairs = self.scalar("Q"), self.scalar("Q")
-        metadata = {}
+        metadata, turn_ends = {}, dict[str, int]()
         for _ in range(num_pairs):
             key = self.string()
+            if key == "tokenizer.ggml.tokens":
+                turn_ends = self.places_of(TURN_ENDS)
             metadata[key] = self.value(self.scalar("I"))
         metadata = {key: value for key, value in metadata.items() if value is not None}
         extents, known = {}, {kind.value for kind in GGMLQuantizationType}
@@ -146,7 +156,7 @@ class _GgufParser:
             name: TensorInfo(self.path, kind, shape, start + offset, num_bytes)
             for name, (kind, shape, offset, num_bytes) in extents.items()
         }
-        return GgufHeader(metadata, tensors)
+        return GgufHeader(metadata, tensors, turn_ends)
 
     def scalar(self, code: str) -> Any:
         (value,) = struct.unpack_from(f"<{code}", self.data, self.position)
@@ -160,6 +170,21 @@ class _GgufParser:
             raise ValueError("a string runs past the end")
         self.position += length
         return raw.decode("utf-8", errors="replace")
+
+    def places_of(self, words: tuple[str, ...]) -> dict[str, int]:
+        """Where words stand in the array of strings at `position`, which stays; of those that are there."""
+        start, found, wanted = self.position, dict[str, int](), {word.encode(): word for word in words}
+        kind, item_kind, count = self.scalar("I"), self.scalar("I"), self.scalar("Q")
+        if (kind, item_kind) == (_ARRAY, _STRING):
+            lengths = {len(word) for word in wanted}
+            unpack_length, position = struct.Struct("<Q").unpack_from, self.position
+            for i in range(count):
+                (length,) = unpack_length(self.data, position)
+                position += 8 + length
+                if length in lengths and (word := wanted.get(self.data[position - length : position])):
+                    found[word] = i
+        self.position = start
+        return found
 
     def value(self, kind: int) -> Any:
         """The value at `position`; None for an array too long to be about the model's shape."""

@@ -42,13 +42,13 @@ def embedding_layout(config: ModelConfig) -> Layout:
     return layout
 
 
-def layer_layout(config: ModelConfig, layer: int, *, by_expert: bool = False) -> Layout:
-    """Tensors of a layer. by_expert: parts are those of one expert each, whatever the family's own files have, as in a GGUF."""
+def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> Layout:
+    """Tensors of a layer. unfused: parts are single matrices of one expert each, whatever the family's own files have fused."""
     hidden, dim = config.hidden_size, config.head_dim
     inner = config.dense_size if layer in config.dense_layers else config.intermediate_size
     heads = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
     gate_up = {"gate": inner, "up": inner}
-    if config.family == "phi3":  # whose files have them fused
+    if config.family == "phi3" and not unfused:
         heads, gate_up = {"qkv": config.qkv_size}, {"gate_up": 2 * inner}
     layout = _norm(config, "input_norm") | _linear("qkv", heads, hidden, config.qkv_bias)
     if config.qk_norm:
@@ -58,7 +58,7 @@ def layer_layout(config: ModelConfig, layer: int, *, by_expert: bool = False) ->
         layout |= _norm(config, "out_norm") | _norm(config, "down_norm")
     layout |= _norm(config, "post_norm")
     if config.has_experts(layer):
-        return layout | _experts_layout(config, by_expert)
+        return layout | _experts_layout(config, unfused)
     if config.gated_mlp:
         layout |= _linear("gate_up", gate_up, hidden, config.mlp_bias)
     else:
@@ -66,12 +66,12 @@ def layer_layout(config: ModelConfig, layer: int, *, by_expert: bool = False) ->
     return layout | _linear("down", {"down": hidden}, inner, config.mlp_bias)
 
 
-def _experts_layout(config: ModelConfig, by_expert: bool) -> Layout:
+def _experts_layout(config: ModelConfig, unfused: bool) -> Layout:
     """A router, the experts' matrices one after the other in the rows, and those of the expert that all tokens share."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, range(config.num_experts)
     layout = _linear("router", {"router": config.num_experts}, hidden, bias=config.router_bias)
     biased = config.family == "gpt_oss"
-    if biased and not by_expert:
+    if biased and not unfused:
         return layout | _fused_experts_layout(config)
     gate_up = {f"experts.{e}.{part}": inner for e in experts for part in ("gate", "up")}
     layout |= _linear("gate_up", gate_up, hidden, bias=biased)
@@ -124,10 +124,10 @@ def tensor_shapes(layout: Layout) -> dict[str, Shape]:
     return {name: (sum(shape[0] for _, shape in parts), *parts[0][1][1:]) for name, parts in layout.items()}
 
 
-def layout_of(config: ModelConfig, which: str, layer: int, *, by_expert: bool = False) -> Layout:
-    """The layout of "embeddings", "layer", "head", or of the attention's "sinks" alone. by_expert: as of `layer_layout`."""
+def layout_of(config: ModelConfig, which: str, layer: int, *, unfused: bool = False) -> Layout:
+    """The layout of "embeddings", "layer", "head", or of the attention's "sinks" alone. unfused: as of `layer_layout`."""
     if which == "layer":
-        return layer_layout(config, layer, by_expert=by_expert)
+        return layer_layout(config, layer, unfused=unfused)
     if which == "embeddings":
         return embedding_layout(config)
     head = head_layout(config)
@@ -169,11 +169,9 @@ def role(part: str) -> str:
     return _OF_EXPERT.sub("", part).rsplit(".", 1)[0]
 
 
-def packed_layout(
-    config: ModelConfig, which: str, layer: int, weight_format: str, *, by_expert: bool = False
-) -> Layout:
+def packed_layout(config: ModelConfig, which: str, layer: int, weight_format: str, *, unfused: bool = False) -> Layout:
     """As `layout_of`, with a tensor for each role where the parts of a matrix are in different formats."""
-    layout = layout_of(config, which, layer, by_expert=by_expert)
+    layout = layout_of(config, which, layer, unfused=unfused)
     if which != "layer" or weight_format != MIXED:
         return layout
     formats = dict(config.layer_formats[layer])
@@ -198,8 +196,8 @@ def stored_tensors(config: ModelConfig, which: str, layer: int, dtype: str, weig
         dtype: To compute in.
         weight_format: Of the layers' matrices: that, or one of `PACKED_FORMATS`.
     """
-    # Parts of experts one by one, as `layer_formats` names them; tensors are the same.
-    layout = packed_layout(config, which, layer, weight_format, by_expert=True)
+    # Parts one by one, as `layer_formats` names them; tensors are the same.
+    layout = packed_layout(config, which, layer, weight_format, unfused=True)
     return {
         name: Stored(shape, _format_of(config, which, layer, name, layout[name][0][0], shape, dtype, weight_format))
         for name, shape in tensor_shapes(layout).items()

@@ -15,27 +15,31 @@ from batchgen.models.headers import TensorInfo
 class FilePart:
     """A tensor of a file, whose rows are some of a matrix.
 
-    head_dim: of one whose rows are interleaved within each head, as llama.cpp's converter has q and k: 0, d/2, 1, d/2 + 1, ...;
-    None: they are in order.
+    head_order: of one whose rows are in another order within each head, as llama.cpp's converter has q and k: of each row the
+    place in its head where the file has it; None: they are in order.
     """
 
     name: str
     info: TensorInfo
     rows: int
-    head_dim: int | None = None
+    head_order: tuple[int, ...] | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Rows that have to be read together."""
+        return len(self.head_order) if self.head_order else 1
 
     def rows_read(self, start: int, stop: int) -> tuple[int, int]:
-        """The rows of the file that have rows [start, stop): whole heads, where they are interleaved."""
-        unit = self.head_dim or 1
+        """The rows of the file that have rows [start, stop): whole heads, where they are in another order."""
+        unit = self.head_dim
         return start // unit * unit, -(-stop // unit) * unit
 
     def order(self, start: int, stop: int) -> np.ndarray | None:
         """Of rows [start, stop) each one's place among `rows_read`. None: as they lie."""
-        if self.head_dim is None:
+        if self.head_order is None:
             return None
-        rows = np.arange(start, stop)
-        half, place = np.divmod(rows % self.head_dim, self.head_dim // 2)
-        return rows - rows % self.head_dim + 2 * place + half - self.rows_read(start, stop)[0]
+        heads, place = np.divmod(np.arange(start, stop), self.head_dim)
+        return heads * self.head_dim + np.array(self.head_order)[place] - self.rows_read(start, stop)[0]
 
 
 @dataclass(frozen=True)

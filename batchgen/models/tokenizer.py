@@ -32,6 +32,7 @@ _COPIED_FILES = (
     "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
 )  # fmt: skip
 _STORE_FOLDER = "tokenizer"  # of a weight store
+_CONVERSION = 2  # of tokenizers in the cache: those that were made in another way are made anew
 
 
 class Tokenizer:
@@ -283,7 +284,7 @@ def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
     """The tokenizer in a GGUF. Taking it out needs seconds, so it is kept in the cache directory."""
     import transformers
 
-    key = json_sha256([model_identity(files), transformers.__version__])
+    key = json_sha256([_CONVERSION, model_identity(files), transformers.__version__])
     cached = cache_dir() / "tokenizers" / key[:32]
     if cached.is_dir():
         try:
@@ -302,8 +303,15 @@ def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
 
 
 def _converted(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a GGUF, made by transformers."""
-    if not gguf_tokenizer.is_needed(read_gguf_header(path).metadata):
+    """The tokenizer of a GGUF, made by transformers, and mended."""
+    metadata = read_gguf_header(path).metadata
+    hf = _converted_by_transformers(path, metadata)
+    gguf_tokenizer.mend(hf, metadata)
+    return hf
+
+
+def _converted_by_transformers(path: Path, metadata: dict) -> PreTrainedTokenizerFast:
+    if not gguf_tokenizer.needs_pairs(metadata):
         return _load(path.parent, path.name)
     with tempfile.TemporaryDirectory() as scratch:
         try:

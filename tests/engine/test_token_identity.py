@@ -6,6 +6,7 @@ makes; products of weights of 8 bits are those of integers. A new family, KV cla
 
 import itertools
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -18,12 +19,14 @@ from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts
 from tiny_models import (
     FAMILIES,
     GGUF_FAMILIES,
+    GGUF_MODELS,
     MIXED_SIZES,
     MIXTURES,
     MODELS,
     make_tiny_model,
     make_tiny_tokenizer,
     mixed_types,
+    round_as_gguf,
     write_tiny_gguf,
 )
 
@@ -372,6 +375,28 @@ def test_tokens_of_ranks_equal_those_of_transformers(model, tier, expected, stor
         assert tokens_of(parts, prompts) == wanted, (admission, num_batches)
         assert first.shared.failures == []
         assert first.shared.reduced >= 2 * parts.config.num_layers * MAX_TOKENS
+
+
+@pytest.mark.parametrize("tensor_type", ["F32", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", GGUF_MODELS)
+def test_a_gguf_gives_the_tokens_of_transformers(name, tensor_type, tmp_path):
+    """In numbers; and of packed weights, expanded and as found, those of transformers with weights that are rounded as in the file."""
+    family, overrides = GGUF_MODELS[name]
+    tokenizer = make_tiny_tokenizer(tmp_path)
+    model = make_tiny_model(family, tmp_path / "hf", **overrides)
+    path = write_tiny_gguf(model, tmp_path / "model.gguf", tensor_type=tensor_type, tokenizer=tokenizer)
+    model = round_as_gguf(model, tensor_type)
+    cases = [(64, prompts_of(1, 3, 17, 30, 48, 5))]
+    if "longrope" in name:  # of which 64 positions have factors of their own
+        cases.append((128, prompts_of(70, 90)))
+    for context, prompts in cases:
+        wanted = [greedy(model, prompt) for prompt in prompts]
+        assert len(set(wanted)) > 1
+        for weight_format in (DTYPE,) if tensor_type == "F32" else (DTYPE, tensor_type.lower()):
+            policy = policy_of(path, "memory", DTYPE, "continuous", 1, weight_format)
+            policy = replace(policy, max_model_len=context)
+            found = tokens_of(make_parts(path, CPU, policy, path, longest_tokens=context), prompts)
+            assert found == wanted, weight_format
 
 
 # Rows long enough for groups and blocks of two ranks: 64 of int4, 256 of a GGUF's.

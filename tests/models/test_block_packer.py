@@ -30,7 +30,8 @@ def make(path, weight_format, rows, depth, head_dims=(), apart=32):
     for i, (count, head_dim) in enumerate(zip(rows, head_dims or [None] * len(rows), strict=True)):
         stored = random_rows(kind, count, depth, seed=i)
         info = TensorInfo(path, kind, (count, depth), len(data), count * row_bytes)
-        parts.append(FilePart(f"part{i}", info, count, head_dim))
+        order = (*range(0, head_dim, 2), *range(1, head_dim, 2)) if head_dim else None
+        parts.append(FilePart(f"part{i}", info, count, order))
         data += stored.tobytes() + bytes(apart)
         if head_dim:
             stored = stored.reshape(-1, head_dim // 2, 2, row_bytes).swapaxes(1, 2).reshape(count, row_bytes)

@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -13,14 +14,24 @@ import pytest
 import torch
 from quantized_checkpoints import in_mxfp4
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, GGUF_FAMILIES, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+from tiny_models import (
+    FAMILIES,
+    GGUF_FAMILIES,
+    GGUF_MODELS,
+    make_tiny_model,
+    make_tiny_tokenizer,
+    round_as_gguf,
+    write_tiny_gguf,
+)
 
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import dummy_checkpoint, open_checkpoint
 from batchgen.models.config import ARCHITECTURES, ModelConfig
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.gguf_fields import GGUF_ARCHITECTURES
-from batchgen.models.headers import read_gguf_header
+from batchgen.models.gguf_fields import GGUF_ARCHITECTURES, config_of_gguf
+from batchgen.models.headers import TensorInfo, read_gguf_header
+from batchgen.models.shard import shard_of
+from batchgen.ops import cpp
 
 VARIANTS = [
     ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),  # as OPT-350m
@@ -304,60 +315,176 @@ def test_an_unused_output_matrix_must_equal_the_embedding(tmp_path):
 # GGUF
 
 
-def gguf_reference(model, tensor_type: str):
-    """The model with its matrices rounded as the GGUF rounds them."""
-    kind = gguf.GGMLQuantizationType[tensor_type]
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            router = any(part in name for part in ("mlp.gate.", "mlp.router.", "shared_expert_gate."))
-            if weight.ndim < 2 or router or name.endswith("bias"):
-                continue
-            transposed = weight.ndim == 3 and model.config.model_type == "gpt_oss"
-            values = np.ascontiguousarray((weight.swapaxes(1, 2) if transposed else weight).numpy())
-            rounded = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind))
-            weight.copy_(rounded.swapaxes(1, 2) if transposed else rounded)
-    return model
-
-
 @pytest.mark.parametrize("tensor_type", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
-@pytest.mark.parametrize(
-    ("family", "overrides"),
-    [
-        ("llama", {"tie_word_embeddings": True}),
-        ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
-        ("qwen2", {}),
-        ("qwen3", {"tie_word_embeddings": True}),
-        ("mixtral", {}),
-        ("qwen2_moe", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
-        ("qwen3_moe", {"moe_intermediate_size": 64, "decoder_sparse_step": 2}),
-        ("gpt_oss", {}),
-    ],
-)
-def test_gguf_tensors_are_those_written(tmp_path, monkeypatch, family, overrides, tensor_type):
+@pytest.mark.parametrize("name", GGUF_MODELS)
+def test_gguf_tensors_are_those_written(tmp_path, monkeypatch, name, tensor_type):
     monkeypatch.setattr("batchgen.models.reading.CHUNK_VALUES", 5000)
+    family, overrides = GGUF_MODELS[name]
     model = make_tiny_model(family, tmp_path, **overrides)
     path = tmp_path / "model.gguf"
     write_tiny_gguf(model, path, tensor_type=tensor_type)
-    assert_loads(path, gguf_reference(model, tensor_type))
+    model = round_as_gguf(model, tensor_type)
+    rope = read_config(resolve_model(str(path))).rope
+    if rope.rotated is None:
+        return assert_loads(path, model)
+    # Rows of heads are put in order as those of the model's safetensors.
+    model.save_pretrained(tmp_path)
+    ours, theirs = (open_checkpoint(resolve_model(str(p))) for p in (path, tmp_path))
+    for layer in range(ours.config.num_layers):
+        expected = theirs.load_layer(layer, torch.float32)
+        found = ours.load_layer(layer, torch.float32)
+        assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "phi3, part of each head"])
+def test_ranks_have_the_same_parts_of_a_gguf(tmp_path, name):
+    """Of matrices that are fused in both files, and of packed rows those of the whole."""
+    family, overrides = GGUF_MODELS[name]
+    model = make_tiny_model(family, tmp_path / "hf", intermediate_size=128, **overrides)
+    files = [resolve_model(str(write_tiny_gguf(model, tmp_path / f"{t}.gguf", tensor_type=t))) for t in ("F32", "Q8_0")]
+    for rank in range(2):
+        shard = shard_of(read_config(files[0]), rank, 2)
+        ours, theirs = (open_checkpoint(f, shard=shard) for f in (files[0], resolve_model(str(tmp_path / "hf"))))
+        for layer in range(ours.config.num_layers):
+            found, expected = ours.load_layer(layer, torch.float32), theirs.load_layer(layer, torch.float32)
+            assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
+        packed = open_checkpoint(files[1], shard=shard_of(read_config(files[1]), rank, 2))
+        numbers = packed.load_layer(0, torch.float32)
+        for n, rows in packed.load_packed("layer", 0, torch.float32, "q8_0").items():
+            found = cpp.unpack_blocks("Q8_0", rows, torch.empty_like(numbers[n])) if rows.dtype == torch.uint8 else rows
+            assert torch.equal(found, numbers[n])
 
 
 def test_every_architecture_of_ggufs_has_a_family_here():
     assert {ARCHITECTURES[name] for name in GGUF_ARCHITECTURES.values()} | {"mixtral"} == set(GGUF_FAMILIES)
 
 
-@pytest.mark.parametrize("family", GGUF_FAMILIES)
-def test_gguf_config_is_that_of_the_model(tmp_path, family):
-    model = make_tiny_model(family, tmp_path)
+def test_every_family_of_ggufs_is_in_the_table():
+    assert {family for family, _ in GGUF_MODELS.values()} == set(GGUF_FAMILIES) <= GGUF_MODELS.keys()
+
+
+@pytest.mark.parametrize("name", GGUF_MODELS)
+def test_gguf_config_is_that_of_the_model(tmp_path, name):
+    family, overrides = GGUF_MODELS[name]
+    model = make_tiny_model(family, tmp_path, **overrides)
     hf = read_config(resolve_model(str(tmp_path)))
     path = tmp_path / "model.gguf"
     write_tiny_gguf(model, path, tensor_type="F16")
     config = read_config(resolve_model(str(path)))
-    other = ("rope", "norm_eps", "dtype", "bos_token_id", "eos_token_ids")  # no tokenizer was written
+    other = ("rope", "norm_eps", "query_scale", "dtype", "bos_token_id", "eos_token_ids")  # no tokenizer was written
     same = [name for name in hf.__dataclass_fields__ if name not in other]
     assert {name: getattr(config, name) for name in same} == {name: getattr(hf, name) for name in same}
     assert config.norm_eps == pytest.approx(hf.norm_eps)
-    assert config.rope.inv_freq(config.head_dim) == hf.rope.inv_freq(hf.head_dim)
+    assert config.query_scale == pytest.approx(hf.query_scale)
+    for context in (64, 512):
+        assert config.rope.inv_freq(config.head_dim, context) == hf.rope.inv_freq(hf.head_dim, context)
+    assert config.rope.rotated == hf.rope.rotated
+    assert config.rope.attention_scaling() == pytest.approx(hf.rope.attention_scaling())
     assert config.dtype == "float16"
+
+
+# Of published models, by the configurations that are published with them.
+GEMMA_SIZES = {
+    "gemma2 2B": ("gemma2", 26, 2304, 8, 256, 256),
+    "gemma2 9B": ("gemma2", 42, 3584, 16, 256, 256),
+    "gemma2 27B": ("gemma2", 46, 4608, 32, 128, 144),
+    "gemma3 270M": ("gemma3", 18, 640, 4, 256, 256),
+    "gemma3 1B": ("gemma3", 26, 1152, 4, 256, 256),
+    "gemma3 4B": ("gemma3", 34, 2560, 8, 256, 256),
+    "gemma3 12B": ("gemma3", 48, 3840, 16, 256, 256),
+    "gemma3 27B": ("gemma3", 62, 5376, 32, 128, 168),
+}
+
+
+def gguf_config(arch, layers, hidden, heads, head_dim, *, names=(), turn_ends=None, **fields):
+    """The configuration of a GGUF by what it says, without a file."""
+    info = TensorInfo(Path("x.gguf"), "F32", (1000, hidden), 0, 4000 * hidden)
+    tensors = {name: info for name in ["token_embd.weight", *(f"blk.{j}.attn_q.weight" for j in range(layers)), *names]}
+    stated = {
+        "context_length": 4096, "block_count": layers, "embedding_length": hidden, "attention.head_count": heads,
+        "attention.key_length": head_dim, "feed_forward_length": 64, **fields,
+    }  # fmt: skip
+    metadata = {f"{arch}.{key}": value for key, value in stated.items()}
+    metadata |= {"general.architecture": arch, "tokenizer.ggml.eos_token_id": 1}
+    return config_of_gguf(metadata, tensors, "float32", turn_ends=turn_ends)
+
+
+@pytest.mark.parametrize("size", GEMMA_SIZES)
+def test_gemma_scales_queries_by_a_number_that_no_file_has(size):
+    arch, layers, hidden, heads, head_dim, scalar = GEMMA_SIZES[size]
+    config = gguf_config(arch, layers, hidden, heads, head_dim)
+    assert config.attention_scale == scalar**-0.5
+    stated = gguf_config(arch, layers, hidden, heads, head_dim, **{"attention.scale": 0.5})
+    assert stated.attention_scale == 0.5
+
+
+def test_what_gguf_files_leave_out():
+    gemma2 = gguf_config("gemma2", 4, 64, 4, 16)
+    assert (gemma2.attention_softcap, gemma2.logit_softcap, gemma2.windows) == (50, 30, (4096, None) * 2)
+    assert gemma2.local_rope is None
+    gemma3 = gguf_config("gemma3", 7, 64, 4, 16, **{"attention.sliding_window": 512, "rope.freq_base": 1e6})
+    assert gemma3.windows == (*(512,) * 5, None, 512) and (gemma3.attention_softcap, gemma3.logit_softcap) == (0, 0)
+    assert (gemma3.rope.theta, gemma3.local_rope.theta) == (1e6, 1e4)
+    assert gguf_config("gemma3", 7, 64, 4, 16).windows == (None,) * 7
+    swa = {"attention.sliding_window": 512, "rope.freq_base_swa": 2e4, "attention.sliding_window_pattern": 2}
+    local = gguf_config("gemma3", 4, 64, 4, 16, **swa)
+    assert (local.local_rope.theta, local.windows) == (2e4, (512, None) * 2)
+    phi3 = [gguf_config("phi3", 2, 64, 4, 16, context_length=n) for n in (4096, 8192)]
+    assert [config.windows[0] for config in phi3] == [2047, None]
+    assert gguf_config("phi3", 2, 64, 4, 16, **{"attention.sliding_window": 0}).windows == (None, None)
+
+
+def test_turns_of_chats_end_though_a_gguf_names_the_end_of_texts_alone():
+    ends = {"<end_of_turn>": 107, "<|end|>": 32007}
+    of_arch = {
+        arch: gguf_config(arch, 2, 64, 4, 16, turn_ends=ends).eos_token_ids for arch in ("gemma2", "phi3", "llama")
+    }
+    assert of_arch == {"gemma2": (1, 107), "phi3": (1, 32007), "llama": (1,)}
+
+
+@pytest.mark.parametrize("count", [40, 3000])  # a long vocabulary is stepped over
+def test_turn_ends_are_found_in_the_vocabulary(tmp_path, count):
+    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "gemma3")
+    writer.add_token_list([*(f"token {i}" for i in range(count)), "<end_of_turn>", "<end_of_turn"])
+    writer.add_tensor("x", np.zeros(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert read_gguf_header(tmp_path / "x.gguf").turn_ends == {"<end_of_turn>": count}
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_norms_of_queries_that_a_family_has_not_are_refused(arch):
+    """A llama's rows of queries are interleaved; whether weights of norms would be, nobody says."""
+    for name in ("blk.1.attn_q_norm.weight", "blk.0.attn_k_norm.weight"):
+        with pytest.raises(InputError, match=rf"'{arch}' with norms of queries and keys \({name}\)"):
+            gguf_config(arch, 2, 64, 4, 16, names=[name])
+    gguf_config("qwen3", 2, 64, 4, 16, names=[f"blk.{j}.attn_{part}_norm.weight" for j in range(2) for part in "qk"])
+
+
+def test_what_is_not_known_of_rotary_positions_is_refused():
+    def refusal(arch, factors=None, **fields):
+        metadata = {"general.architecture": arch, f"{arch}.context_length": 64, f"{arch}.block_count": 1}
+        metadata |= {
+            f"{arch}.embedding_length": 64,
+            f"{arch}.attention.head_count": 4,
+            f"{arch}.feed_forward_length": 64,
+        }
+        metadata |= {f"{arch}.{key}": value for key, value in fields.items()}
+        tensors = {"token_embd.weight": TensorInfo(Path("x.gguf"), "F32", (1000, 64), 0, 0)}
+        with pytest.raises(InputError) as caught:
+            config_of_gguf(metadata, tensors, "float32", factors)
+        return str(caught.value)
+
+    short = {"rope_factors_short.weight": (1.0,) * 8}
+    assert "supported of Phi-3 alone" in refusal("llama", short)
+    assert "longrope" in refusal("phi3", short)  # the long ones are missing
+    assert "rope type 'yarn' of Phi-3" in refusal("phi3", **{"rope.scaling.type": "yarn"})
+    assert "'gemma3' that rotate part of each head" in refusal("gemma3", **{"rope.dimension_count": 8})
+    pattern = {"attention.sliding_window": 4, "attention.sliding_window_pattern": (True, False)}
+    assert "attention.sliding_window_pattern has 2 layers of 1" in refusal("gemma3", **pattern)
+    assert "attention.sliding_window_pattern 0" in refusal("gemma2", **{"attention.sliding_window_pattern": 0})
 
 
 def test_gguf_rope_factors_and_tokens(tmp_path):
@@ -465,13 +592,13 @@ def test_unsupported_ggufs_are_refused_by_name(tmp_path):
         writer.write_tensors_to_file()
         writer.close()
 
-    write("gemma3")
+    write("gemma")
     message = message_of(path)
-    assert all(word in message for word in (str(path), "gemma3", "llama", "qwen2", "qwen3"))
+    assert all(word in message for word in (str(path), "'gemma'", "llama", "qwen2", "gemma3"))
     write("qwen2", expert_count=8)
     assert "with 8 experts (expert_count) is not supported" in message_of(path)
     write("llama", split=3)
-    assert "llama-gguf-split" in message_of(path)
+    assert "NAME-00001-of-00003.gguf" in message_of(path)
     write("llama")
     assert "embedding_length" in message_of(path)
 

@@ -48,9 +48,9 @@ def test_what_is_no_model_is_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert "convert them to safetensors" in refusal(tmp_path)
     assert "not a GGUF" in refusal(tmp_path / "config.json")
-    part = tmp_path / "big-00001-of-00003.gguf"
+    part = tmp_path / "big-00002-of-00003.gguf"
     part.write_bytes(b"GGUF")
-    assert "llama-gguf-split" in refusal(part)
+    assert "big-00001-of-00003.gguf is missing" in refusal(part)
 
 
 def test_a_directory_with_only_a_gguf_points_to_it(tmp_path):

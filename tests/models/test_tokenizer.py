@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thorough import some_draws
 from tiny_models import (
+    GGUF_FAMILIES,
     SPECIAL_TOKENS,
     TEXT,
     make_tiny_model,
@@ -216,6 +217,8 @@ def test_nothing_is_logged(tmp_path, caplog):
 
 # GGUF
 
+PRE_TOKENIZERS = [("llama", "llama-bpe", r"\p{N}{1,3}", True), ("qwen2", "qwen2", r"\p{N}", False)]
+
 
 @pytest.fixture
 def gguf_files(tmp_path, monkeypatch):
@@ -244,6 +247,47 @@ def test_the_tokenizer_of_a_gguf_is_kept(gguf_files, tmp_path, monkeypatch):
     (kept / "tokenizer.json").write_text("{")
     assert load_tokenizer(gguf_files).identity() == ours.identity()
     json.loads((kept / "tokenizer.json").read_text())
+
+
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
+def test_byte_level_tokenizers_of_ggufs(tmp_path, monkeypatch, family):
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+    hf = make_tiny_tokenizer(tmp_path / "hf")
+    path = write_tiny_gguf(make_tiny_model(family, tmp_path / "model"), tmp_path / "tiny.gguf", tokenizer=hf)
+    ours = load_tokenizer(resolve_model(str(path)))
+    assert ours.encode_batch(TEXTS) == hf(TEXTS)["input_ids"]
+    assert ours.encode_chat(MESSAGES) == hf.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+
+
+@pytest.mark.parametrize(("family", "pre_tokenizer", "digits", "whole_words"), PRE_TOKENIZERS)
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_pre_tokenizers_of_ggufs(tmp_path, monkeypatch, family, pre_tokenizer, digits, whole_words, add_bos):
+    """How digits are cut, whether a word that is a token needs no merges, and what begins a text where the file does not say."""
+    from tokenizers import Regex, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+    backend = make_tiny_tokenizer(tmp_path / "hf").backend_tokenizer
+    model = json.loads(backend.to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"][:-1]]  # a token is left that no merge gives
+    backend.model = models.BPE(vocab=model["vocab"], merges=merges, ignore_merges=whole_words)
+    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX.replace(r"\p{N}|", digits + "|", 1)), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    if add_bos or (add_bos is None and whole_words):
+        begin = "<|endoftext|>"
+        backend.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 0)])
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+    path = write_tiny_gguf(
+        make_tiny_model(family, tmp_path / "model"), tmp_path / "tiny.gguf", tokenizer=hf, pre_tokenizer=pre_tokenizer,
+        add_bos=add_bos,
+    )  # fmt: skip
+    last = "".join(tuple(model["merges"][-1])).replace("Ġ", " ")
+    texts = [*TEXTS, "In 1987 it's 12345678 o'clock, isn't it?\n\n  Yes.", last, f"{last} {last}", TEXT]
+    ours = load_tokenizer(resolve_model(str(path)))
+    assert ours.encode_batch(texts) == hf(texts)["input_ids"]
+    assert load_tokenizer(resolve_model(str(path))).encode_batch(texts) == hf(texts)["input_ids"]
 
 
 def test_several_processes_may_keep_it_at_once(gguf_files, tmp_path):

@@ -125,6 +125,10 @@ def _cut_model(stack: ExitStack) -> None:
         Path("model", path.name).write_bytes(data[: len(data) // 2] if path.suffix == ".safetensors" else data)
 
 
+def _part_alone(stack: ExitStack) -> None:
+    Path("big-00002-of-00003.gguf").write_bytes(b"GGUF")
+
+
 def _held(stack: ExitStack) -> None:
     Path("out.parquet.batchgen").mkdir()
     stack.callback(os.close, lock_file(Path("out.parquet.batchgen/lock")))
@@ -145,6 +149,7 @@ CASES = (
     Case(INPUT, "a template with an error", ("--prompt-template", "{{ prompt")),
     Case(INPUT, "the model is not there", ("-m", "./none")),
     Case(INPUT, "half of a weight file", prepare=_cut_model),
+    Case(INPUT, "a part of a split GGUF alone", ("-m", "big-00002-of-00003.gguf"), _part_alone),
     Case(INPUT, "other rows in it while the job runs", prepare=_replaced_meanwhile),
     Case(ROW, "a null prompt", prepare=lambda stack: _write(["a", None, "b"])),
     Case(ROW, "a null prompt, with `--on-error fail`", ("--on-error", "fail"), lambda stack: _write(["a", None, "b"])),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -213,8 +215,95 @@ def make_tiny_sentencepiece_tokenizer(path: Path):
     return hf
 
 
-GGUF_FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
-_GGUF_ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+GGUF_FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
+    "gemma2",
+    "gemma3",
+    "phi3",
+)
+# How SentencePiece tokenizers differ between families: where the space comes from that stands before the first word.
+SENTENCEPIECE_STYLES = {"llama": "metaspace", "phi3": "normalizer", "gemma2": "none", "gemma3": "none"}
+
+
+def make_sentencepiece_tokenizer(path: Path, style: str, *, bos: bool = True, eos: bool = False):
+    """A tokenizer as transformers has them for models with a SentencePiece vocabulary: all merges that give a token.
+
+    style: of `SENTENCEPIECE_STYLES`. bos, eos: whether these stand around a text. It has tokens for bytes, one special token more,
+    "<|end|>", and two that are no special ones, "<tool>" and two line breaks.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=225, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    learned = dict.fromkeys("".join(pair) for pair in pairs)
+    begin, end = ("<bos>", "<eos>") if style == "none" else ("<s>", "</s>")
+    special = ["<pad>", end, begin, "<unk>", "<mask>"] if style == "none" else ["<unk>", begin, end]
+    spaces = ["▁" * count for count in range(2, 5)] if style == "none" else []
+    added = ["<|end|>", "<tool>", "\n\n"]
+    characters = [token for token in model["vocab"] if len(token) == 1]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *added, *spaces, *learned, *characters]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    merged = [*spaces, *learned]
+    splits = [(token[:i], token[i:]) for token in merged for i in range(1, len(token))]
+    merges = [(left, right) for left, right in splits if left in vocab and right in vocab]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
+    tokenizer.add_special_tokens([*special, added[0]])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added[1:]])
+    if style == "metaspace":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    else:
+        first = [normalizers.Prepend("▁")] if style == "normalizer" else []
+        tokenizer.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
+    last = [decoders.Strip(" ", 1, 0)] if style in ("metaspace", "normalizer") else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last])
+    around = f"{begin} $A" if bos else "$A"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{around} {end}" if eos else around,
+        special_tokens=[(token, vocab[token]) for token in (begin, end)],
+    )
+    hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=begin, eos_token=end, unk_token="<unk>")
+    hf.chat_template = "{{ bos_token }}" + CHAT_TEMPLATE.replace("<|im_start|>", "<tool>").replace(
+        "<|im_end|>", "<|end|>"
+    )
+    hf.save_pretrained(path)
+    return hf
+
+
+# As `MODELS`, of what must hold for every model that is written as GGUF; rows are whole blocks of 32.
+GGUF_MODELS = {
+    **{family: (family, {}) for family in GGUF_FAMILIES},
+    "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "qwen2_moe": ("qwen2_moe", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
+    "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 64, "decoder_sparse_step": 2}),
+    "gemma2, queries by a head's size": ("gemma2", {"query_pre_attn_scalar": 32}),
+    "gemma2, no caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3, scaled rope, an output of its own": ("gemma3", {
+        "num_hidden_layers": 7, "tie_word_embeddings": False, "query_pre_attn_scalar": 32, "rope_parameters": {
+            "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        },
+    }),
+    "gemma3, every second window": ("gemma3", {"sliding_window_pattern": 2}),
+    "phi3, windows": ("phi3", {"sliding_window": 20}),
+    "phi3, part of each head": ("phi3", {"head_dim": 32, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+    }}),
+    "phi3, longrope": ("phi3", {"original_max_position_embeddings": 64, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 64,
+        "short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [2.0 + i for i in range(6)],
+    }}),
+}  # fmt: skip
+_GGUF_MIXTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -237,6 +326,13 @@ _GGUF_NAMES = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+}
+_GEMMA_GGUF_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -271,25 +367,36 @@ def mixed_types(family: str) -> Callable[[str], str]:
     }  # fmt: skip
     if family in ("qwen2", "qwen3_moe"):
         kinds |= {"blk.0.ffn_gate.weight": "Q8_0", "blk.1.ffn_gate_exps.weight": "Q8_0", "blk.1.attn_k.weight": "BF16"}
+    if family == "phi3":
+        kinds |= {"blk.0.ffn_up.weight": "Q8_0", "blk.1.attn_qkv.weight": "Q5_0"}
     return lambda name: kinds.get(name, "Q4_0")
 
 
 def write_tiny_gguf(  # a line for each key and each name of the format
-    model, path: Path, *, tensor_type: str | Callable[[str], str] = "F32", tokenizer=None, rope_freqs=None
-) -> None:
-    """A model of `GGUF_FAMILIES` as llama.cpp's converter would write it.
+    model,
+    path: Path,
+    *,
+    tensor_type: str | Callable[[str], str] = "F32",
+    tokenizer=None,
+    rope_freqs=None,
+    tensors_per_part: int = 0,
+    pre_tokenizer: str = "gpt-2",
+    add_bos: bool | None = False,
+) -> Path:
+    """A model of `GGUF_FAMILIES` as llama.cpp's converter would write it; returns its first file.
 
     tensor_type: "F32", "F16", "BF16", "Q8_0" or another, for matrices, or what gives it for a name; one that the gguf package
-    cannot quantise to has random numbers. Vectors and routers stay F32. tokenizer: a byte-level one to carry along. rope_freqs:
-    values for `rope_freqs.weight`.
+    cannot quantise to has random numbers. Vectors and routers stay F32. tokenizer: to carry along; of a byte-level one the name of
+    its pre-tokenizer, and whether it is said that a text begins with BOS, or nothing of it. rope_freqs:
+    values for `rope_freqs.weight`. tensors_per_part: of each file of a split one; 0: it is one file.
     """
     import gguf
     import numpy as np
     from gguf_blocks import random_rows
 
-    config, family = model.config, model.config.model_type
-    arch = _GGUF_ARCHITECTURES.get(family, family)
-    writer = gguf.GGUFWriter(str(path), arch)
+    config, family = model.config, model.config.model_type.removesuffix("_text")
+    arch = _GGUF_MIXTURES.get(family, family)
+    writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_per_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -297,14 +404,19 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base((rope.get("full_attention") or rope)["rope_theta"])
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    if family in _GGUF_ARCHITECTURES:
+    if family in _GGUF_MIXTURES:
         _write_mixture(writer, config, family)
+    elif family in ("gemma2", "gemma3"):
+        _write_gemma(writer, config, family)
+    elif family == "phi3":
+        _write_phi3(writer, config, head_dim)
     if tokenizer is not None:
-        _write_tokenizer(writer, tokenizer)
+        _write_tokenizer(writer, tokenizer, pre_tokenizer, add_bos)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
     for name, values in _gguf_tensors(model, family):
@@ -322,12 +434,13 @@ def write_tiny_gguf(  # a line for each key and each name of the format
             packed = gguf.quants.quantize(values, kind)
         except NotImplementedError:  # the package does not pack these
             rows = values.reshape(-1, values.shape[-1])
-            packed = random_rows(own, *rows.shape, seed=len(writer.tensors[-1])).reshape(*values.shape[:-1], -1)
+            packed = random_rows(own, *rows.shape, seed=sum(map(len, writer.tensors))).reshape(*values.shape[:-1], -1)
         writer.add_tensor(name, packed, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return writer.format_shard_names(path)[0]
 
 
 def _write_mixture(writer, config, family: str) -> None:
@@ -349,17 +462,54 @@ def _write_mixture(writer, config, family: str) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
+def _write_gemma(writer, config, family: str) -> None:
+    import gguf
+
+    writer.add_sliding_window(config.sliding_window)
+    if family == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping or 0.0)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping or 0.0)
+    elif config.rope_parameters["full_attention"]["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_parameters["full_attention"]["factor"])
+    has_window = [kind == "sliding_attention" for kind in config.layer_types]
+    period = 2 if family == "gemma2" else 6
+    if has_window != [(layer + 1) % period > 0 for layer in range(config.num_hidden_layers)]:
+        writer.add_sliding_window_pattern(has_window)
+    if config.query_pre_attn_scalar != config.head_dim:  # which llama.cpp knows of the models of 27B alone
+        writer.add_attention_scale(config.query_pre_attn_scalar**-0.5)
+
+
+def _write_phi3(writer, config, head_dim: int) -> None:
+    import numpy as np
+
+    rope = config.rope_parameters
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_sliding_window(config.sliding_window or 0)
+    original = rope.get("original_max_position_embeddings", config.max_position_embeddings)
+    writer.add_rope_scaling_orig_ctx_len(original)
+    if "long_factor" not in rope:
+        return
+    times = config.max_position_embeddings / original
+    writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(times) / math.log(original)))
+    for kind in ("long", "short"):
+        writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], dtype=np.float32))
+
+
 def _gguf_tensors(model, family: str):
     """Names in a GGUF, and values fp32; experts of a layer together."""
     import numpy as np
 
     names = _GGUF_NAMES | ({"post_attention_layernorm": "post_attention_norm"} if family == "gpt_oss" else {})
+    gemma = family.startswith("gemma")
+    names |= _GEMMA_GGUF_NAMES if gemma else {}
     for full_name, tensor in model.state_dict().items():
         stem, suffix = full_name.rsplit(".", 1)
         if stem == "lm_head" and model.config.tie_word_embeddings:
             continue
         parts = stem.split(".")
         values = tensor.float().numpy()
+        values = values + 1 if gemma and stem.endswith("norm") else values
         if parts[1:2] != ["layers"]:
             yield f"{names[stem]}.{suffix}", values
             continue
@@ -380,17 +530,64 @@ def _gguf_tensors(model, family: str):
         yield f"blk.{layer}.ffn_up_exps.{kind}", np.ascontiguousarray(up)
 
 
-def _write_tokenizer(writer, hf) -> None:
+def round_as_gguf(model, tensor_type: str):
+    """The same model with its matrices rounded as `write_tiny_gguf` rounds them."""
+    import gguf
+    import numpy as np
+
+    kind = gguf.GGMLQuantizationType[tensor_type]
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            router = any(part in name for part in ("mlp.gate.", "mlp.router.", "shared_expert_gate."))
+            if weight.ndim < 2 or router or name.endswith("bias"):
+                continue
+            transposed = weight.ndim == 3 and model.config.model_type == "gpt_oss"
+            values = np.ascontiguousarray((weight.swapaxes(1, 2) if transposed else weight).numpy())
+            rounded = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind))
+            weight.copy_(rounded.swapaxes(1, 2) if transposed else rounded)
+    return model
+
+
+def _write_tokenizer(writer, hf, pre_tokenizer: str, add_bos: bool | None) -> None:
     spec = json.loads(hf.backend_tokenizer.to_str())
     tokens = sorted(hf.get_vocab(), key=hf.get_vocab().get)
     special = {token["content"] for token in spec["added_tokens"]}
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in special else 1 for token in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]])
+    if spec["model"].get("byte_fallback"):
+        _write_sentencepiece(writer, hf, tokens, spec)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre_tokenizer)
+        writer.add_token_list(tokens)
+        writer.add_token_types([3 if token in special else 1 for token in tokens])
+        writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]])
+        if add_bos is not None:
+            writer.add_add_bos_token(add_bos)
     writer.add_bos_token_id(hf.bos_token_id)
     writer.add_eos_token_id(hf.eos_token_id)
-    writer.add_add_bos_token(False)
     if hf.chat_template:
         writer.add_chat_template(hf.chat_template)
+
+
+def _write_sentencepiece(writer, hf, tokens: list[str], spec: dict) -> None:
+    """Scores in the order of merges, which are left out; Gemma's tokens of several spaces are written as such."""
+    from gguf import TokenType
+
+    kinds = {
+        token["content"]: TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
+        for token in spec["added_tokens"]
+    }
+    kinds |= {token: TokenType.BYTE for token in tokens if re.fullmatch("<0x..>", token)} | {"<unk>": TokenType.UNKNOWN}
+    gemma = hf.bos_token == "<bos>"
+    runs = {token for token in tokens if gemma and len(token) > 1 and not token.strip("▁")}
+    kinds |= dict.fromkeys(runs, TokenType.USER_DEFINED)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([" " * len(token) if token in runs else token for token in tokens])
+    writer.add_token_scores([0.0 if token in kinds else -float(i) for i, token in enumerate(tokens)])
+    writer.add_token_types([kinds.get(token, TokenType.NORMAL) for token in tokens])
+    writer.add_unk_token_id(hf.unk_token_id)
+    encode = hf.backend_tokenizer.encode
+    around = encode("").ids
+    writer.add_add_bos_token(hf.bos_token_id in around)
+    writer.add_add_eos_token(hf.eos_token_id in around)
+    writer.add_add_space_prefix(encode("a", add_special_tokens=False).tokens[0].startswith("▁"))
