@@ -17,6 +17,7 @@ from torch import Tensor
 from batchgen.models.config import ModelConfig
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
+from batchgen.ops.scratch import scratch
 
 Weights = Mapping[str, ops.Weight]
 # (name of a matrix, what it is multiplied with [tokens, in])
@@ -100,23 +101,25 @@ def experts(
     token_of_row, row_of_choice, counts = kernels.sort_by_expert(chosen, config.num_experts)
     if on_counts:
         on_counts(counts)
-    rows = kernels.gather_rows(x, token_of_row)
-    inner, made = x.new_empty(len(rows), config.intermediate_size), torch.empty_like(rows)
-    _grouped(weights, "gate_up", rows, counts, inner, activation=config.mlp_activation)
-    _grouped(weights, "down", inner, counts, made)
+    count = len(token_of_row)
+    rows = kernels.gather_rows(x, token_of_row, scratch("rows of experts", (count, x.shape[1]), x.dtype))
+    inner = scratch("within experts", (count, config.intermediate_size), x.dtype)
     if on_input:
         on_input("gate_up.weight", rows)
+    _grouped(weights, "gate_up", rows, counts, inner, activation=config.mlp_activation)
+    if on_input:
         on_input("down.weight", inner)
+    made = _grouped(weights, "down", inner, counts, rows)  # which nothing reads any more
     total = kernels.weighted_sums(made, row_of_choice, shares, torch.float32 if config.shared_expert_size else x.dtype)
     return _with_shared(config, weights, x, total, on_input).to(x.dtype)
 
 
-def _grouped(weights: Weights, name: str, x: Tensor, counts: Sequence[int], out: Tensor, **options) -> None:
+def _grouped(weights: Weights, name: str, x: Tensor, counts: Sequence[int], out: Tensor, **options) -> Tensor:
     """Products of each expert's rows of x with its own matrix. Of experts without rows there may be none."""
     chosen = [e for e, count in enumerate(counts) if count]
     matrices = [weights[f"{name}.{e}.weight"] for e in chosen]
     biases = [weights.get(f"{name}.{e}.bias") for e in chosen]
-    ops.grouped_linear(x, matrices, [counts[e] for e in chosen], biases, out=out, **options)
+    return ops.grouped_linear(x, matrices, [counts[e] for e in chosen], biases, out=out, **options)
 
 
 def _with_shared(config: ModelConfig, weights: Weights, x: Tensor, total: Tensor, on_input: OnInput | None) -> Tensor:

@@ -517,10 +517,10 @@ def sort_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, li
     return token_of_row, row_of_choice, counts
 
 
-def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of x [count, columns], by their numbers, int64: as `x[rows]`, by all threads. There must be such rows."""
+def gather_rows(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    """Some rows of x [count, columns], by their numbers, int64, by all threads: out [rows, columns]. There must be such rows."""
     assert rows.dtype == torch.int64 and rows.is_contiguous() and x.stride(1) == 1
-    out = x.new_empty(len(rows), x.shape[1])
+    assert out.is_contiguous() and out.shape == (len(rows), x.shape[1]) and out.dtype == x.dtype
     size = x.element_size()
     _kernels.gather_rows(
         x.data_ptr(), x.stride(0) * size, x.shape[1] * size, rows.data_ptr(), len(rows), out.data_ptr()

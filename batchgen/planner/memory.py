@@ -57,8 +57,8 @@ def activation_bytes(
     per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.num_heads * config.head_dim)
     mlp = (config.dense_size or config.intermediate_size) * (3 if config.gated_mlp else 2)
     k = config.experts_per_token
-    if k:  # rows by expert, what they become, and that by token; then in fp32 and 8 bytes: probabilities, order, sums
-        rows = config.intermediate_size * (3 if config.gated_mlp else 2) + 3 * config.hidden_size
+    if k:  # rows by expert, where results come too; then in fp32 and 8 bytes: probabilities, order, sums
+        rows = config.intermediate_size * (3 if config.gated_mlp else 2) + config.hidden_size
         shared = config.shared_expert_size and 3 * config.shared_expert_size + config.hidden_size
         mlp = max(mlp, k * rows + shared) + (8 * config.num_experts + 16 * k + 8 * config.hidden_size) // dtype_bytes
     per_chunk_token = dtype_bytes * (2 * config.hidden_size + max(2 * heads, mlp))
