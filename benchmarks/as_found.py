@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -232,6 +233,7 @@ def main() -> None:
         if args.only and case not in args.only:
             continue
         path, kept = file_of(case), case.split("-")[1].lower()
+        os.sync()  # the first to load it must not wait for it to be written
         sides: dict[str, list[dict[str, float]]] = {kept: [], "bf16": []} | ({"llama.cpp": []} if args.peers else {})
         for _ in range(args.rounds):
             for side, rounds in sides.items():
@@ -250,7 +252,14 @@ def main() -> None:
     output = args.output or HERE / "results" / f"as_found-{slug(on)}.json"
     output.write_text(
         json.dumps(
-            {"machine": on, "dtype": args.dtype, "layers_of_3B": args.layers, "models": found, "versions": versions()},
+            {
+                "machine": on,
+                "dtype": args.dtype,
+                "layers_of_3B": args.layers,
+                "table_of_3B": _TABLE_FORMAT,
+                "models": found,
+                "versions": versions(),
+            },
             indent=1,
         )
         + "\n"

@@ -47,7 +47,7 @@ class KernelChoice:
     default: str = ""
 
     def __post_init__(self) -> None:
-        of_blocks = {key: measured for key, measured in self.linear.items() if key.split()[0] in BLOCK_FORMATS}
+        of_blocks = {key: measured for key, measured in self.linear.items() if key.partition(" ")[0] in BLOCK_FORMATS}
         on_torch = [k for table in (self.attention, of_blocks) for k, m in table.items() if m.isa == TORCH]
         if self.default == TORCH:
             on_torch.append("default")

@@ -333,8 +333,8 @@ def _plan_in(weight_format: str | None, job: _Job, state: Run | SharedRun) -> tu
     plan = _plan(job, state)
     if (other := plan.policy.weight_format) != weight_format:
         job.progress.say(
-            f"finished rows were made with weights in {weight_format}, which cannot be had now:"
-            f" the rows that are left have them in {other}, and may round differently"
+            f"other rows of this output are made with weights in {weight_format}, this plan has them in {other}:"
+            " rows may round differently"
         )
     return job, plan
 

@@ -109,7 +109,7 @@ def experts(
     _grouped(weights, "gate_up", rows, counts, inner, activation=config.mlp_activation)
     if on_input:
         on_input("down.weight", inner)
-    made = _grouped(weights, "down", inner, counts, rows)  # which nothing reads any more
+    made = _grouped(weights, "down", inner, counts, rows)  # over what it was made of
     total = kernels.weighted_sums(made, row_of_choice, shares, torch.float32 if config.shared_expert_size else x.dtype)
     return _with_shared(config, weights, x, total, on_input).to(x.dtype)
 
@@ -123,7 +123,7 @@ def _grouped(weights: Weights, name: str, x: Tensor, counts: Sequence[int], out:
 
 
 def _with_shared(config: ModelConfig, weights: Weights, x: Tensor, total: Tensor, on_input: OnInput | None) -> Tensor:
-    """`total` and what the shared expert makes of all tokens, weighted by the sigmoid of its gate; fp32 as `total`."""
+    """`total`, fp32, and what the shared expert makes of all tokens, weighted by the sigmoid of its gate; as it is, where there is none."""
     if not config.shared_expert_size:
         return total
     weight = ops.linear(x, weights["shared_gate.weight"], out_dtype=torch.float32).sigmoid_()

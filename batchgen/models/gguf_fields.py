@@ -134,6 +134,7 @@ def config_of_gguf(
         raise InputError(f"a GGUF of architecture {arch!r} with {experts} experts (expert_count) is not supported")
     if "token_embd.weight" not in tensors:
         raise InputError("the GGUF has no tensor token_embd.weight")
+    _refuse_fused_biases(arch, tensors)
     _refuse_unknown_norms(arch, family, tensors)
     hidden = require_int(fields, "embedding_length")
     heads = require_int(fields, "attention.head_count")
@@ -189,6 +190,13 @@ def config_of_gguf(
         layer_formats=layer_formats,
         end_formats=end_formats,
     )
+
+
+def _refuse_fused_biases(arch: str, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raises InputError where matrices that are one in the file (Phi-3's) have biases, which no model of such a family has."""
+    found = [name for name in tensors if name.endswith((".attn_qkv.bias", ".ffn_up.bias"))]
+    if arch == "phi3" and found:
+        raise InputError(f"GGUFs of architecture {arch!r} with biases ({found[0]}) are not supported")
 
 
 def _refuse_unknown_norms(arch: str, family: str, tensors: Mapping[str, TensorInfo]) -> None:

@@ -89,7 +89,7 @@ def _parse_gguf_header(path: Path, version: tuple[int, ...]) -> GgufHeader:
             file_bytes = len(data)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, struct.error) as error:
+    except (ValueError, KeyError, OverflowError, struct.error) as error:
         raise InputError(f"{path} is truncated or not a GGUF ({error}): fetch it again") from error
     _check_extents(path, header.tensors, file_bytes)
     return header

@@ -209,6 +209,11 @@ class BoundWeight:
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
+    @cached_property
+    def operand(self) -> _Operand:
+        assert self.isa != TORCH, "torch's own linear is not here: dispatch.linear"
+        return _Operand(self.data.stride(0), self.dtype == torch.int8, False, 0, self.isa)
+
 
 @dataclass(frozen=True)
 class BlockWeight:
@@ -226,6 +231,11 @@ class BlockWeight:
     @property
     def dtype(self) -> torch.dtype:
         return self.data.dtype
+
+    @cached_property
+    def operand(self) -> _Operand:
+        assert self.data.is_contiguous() and self.isa != TORCH
+        return _Operand(self.data.shape[1], False, False, BLOCK_TYPES[self.weight_format.upper()], self.isa)
 
 
 def packed_bytes(columns: int, depth: int, dtype: torch.dtype, *, gated: bool = False, isa: str = "") -> int:
@@ -349,7 +359,9 @@ KernelWeight = Tensor | PackedWeight | BoundWeight | BlockWeight
 
 
 def _operand_of(weight: KernelWeight) -> _Operand:
-    return weight.operand if isinstance(weight, PackedWeight) else _operand_as_it_lies(weight)
+    if isinstance(weight, Tensor):
+        return _Operand(weight.stride(0), weight.dtype == torch.int8, False, 0, "")
+    return weight.operand
 
 
 def _check_operand(weight: KernelWeight, operand: _Operand, depth: int, dtype: torch.dtype, gated: bool) -> None:
@@ -360,17 +372,6 @@ def _check_operand(weight: KernelWeight, operand: _Operand, depth: int, dtype: t
         assert weight.shape[1] == depth
         assert (operand.block_type and not operand.packed) or weight.dtype == dtype
     assert not operand.packed or weight.gated == gated
-
-
-def _operand_as_it_lies(weight: Tensor | BoundWeight | BlockWeight) -> _Operand:
-    if isinstance(weight, Tensor):
-        return _Operand(weight.stride(0), weight.dtype == torch.int8, False, 0, "")
-    data, isa = weight.data, weight.isa
-    assert isa != TORCH, "torch's own linear is not here: dispatch.linear"
-    if isinstance(weight, BlockWeight):
-        assert data.is_contiguous()
-        return _Operand(data.shape[1], False, False, BLOCK_TYPES[weight.weight_format.upper()], isa)
-    return _Operand(data.stride(0), data.dtype == torch.int8, False, 0, isa)
 
 
 def linear(

@@ -49,6 +49,7 @@ CPU = torch.device("cpu")
 # Rows that torch's own linear is given at once on the CPU. In larger numbers it may block them in another way, and the profiler
 # checks up to here that a row's result does not depend on how many there are.
 TORCH_ROWS = 512
+_GATED_ROWS = 512  # of a gate in parts, in fp32
 
 
 @lru_cache
@@ -155,9 +156,16 @@ def _split_linear(
     out: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Part by part. A gate and what it is multiplied with are made in fp32 first."""
+    """Part by part. A gate and what it is multiplied with are made in fp32 first, of some rows at a time."""
     columns = weight.shape[0]
     gated = activation in kernels.GATED
+    if gated and len(x) > _GATED_ROWS:
+        out = x.new_empty(len(x), columns // 2, dtype=out_dtype) if out is None else out
+        for rows in (slice(start, start + _GATED_ROWS) for start in range(0, len(x), _GATED_ROWS)):
+            rest = None if residual is None else residual[rows]
+            some = {"activation": activation, "residual": rest, "out": out[rows], "out_dtype": out_dtype}
+            _split_linear(x[rows], weight, bias, **some)
+        return out
     if gated:
         made = x.new_empty(len(x), columns, dtype=torch.float32)
     else:

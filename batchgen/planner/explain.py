@@ -100,7 +100,7 @@ def make_plan(
 
 
 def _kernel_keys(s: CostInputs) -> list[str]:
-    """What the plan's products and attention are named in a `KernelChoice`."""
+    """Names of the plan's products and attention in a `KernelChoice`."""
     formats = {s.main_format, s.output_format} & BLOCK_FORMATS.keys()
     return [*s.model.kernel_keys(s.compute_format), *(product_key(name, s.compute_format) for name in sorted(formats))]
 

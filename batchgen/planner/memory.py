@@ -26,7 +26,7 @@ from batchgen.planner.kv_memory import Demand, kv_block_bytes, kv_pools
 WORKSPACE_BYTES = 192 << 20
 # The same of an accelerator, which has no tokenizer.
 DEVICE_WORKSPACE_BYTES = 32 << 20
-# What products with weights of 8 bits need beside results: on the CPU rows of codes (csrc/bindings.cpp, kMostPacked); on an
+# What products with weights of 8 bits need beside results: on the CPU rows of codes (csrc/bindings.cpp, most_packed_bytes); on an
 # accelerator what torch makes its sums in (ops/int8.py).
 _CODED_ROWS_BYTES, _DEVICE_CODED_BYTES = 16 << 20, 128 << 20
 _CHUNK_BYTES, _FEWEST_CHUNK_TOKENS = 16 << 20, 256
@@ -55,13 +55,15 @@ def activation_bytes(
     """
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.num_heads * config.head_dim)
+    kept = 0  # from layer to layer
     mlp = (config.dense_size or config.intermediate_size) * (3 if config.gated_mlp else 2)
     k = config.experts_per_token
-    if k:  # rows by expert, where results come too; then in fp32 and 8 bytes: probabilities, order, sums
+    if k:  # rows by expert, later overwritten by results; then in fp32 and 8 bytes: probabilities, order, sums
+        kept = 0 if on_gpu else k * (config.intermediate_size + config.hidden_size)  # ops/scratch.py
         rows = config.intermediate_size * (3 if config.gated_mlp else 2) + config.hidden_size
         shared = config.shared_expert_size and 3 * config.shared_expert_size + config.hidden_size
         mlp = max(mlp, k * rows + shared) + (8 * config.num_experts + 16 * k + 8 * config.hidden_size) // dtype_bytes
-    per_chunk_token = dtype_bytes * (2 * config.hidden_size + max(2 * heads, mlp))
+    per_chunk_token = dtype_bytes * (2 * config.hidden_size + max(2 * heads + kept, mlp))
     if config.rope is not None:
         per_token += 4 * config.head_dim
         per_chunk_token += 4 * 3 * heads

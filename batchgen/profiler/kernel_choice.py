@@ -233,7 +233,7 @@ def _linear_shape(shape: tuple[int, int], dtype: torch.dtype, *, gated: bool, he
 
 
 def _blocks_shape(model: ModelConfig, weight_format: str, dtype_name: str) -> _Shape:
-    """Products of the widest MLP's first matrix, as if it were in this format."""
+    """Products of the matrix with the most columns, as if it were in this format."""
     columns, width = max(model.product_shapes.values())
     values, block_bytes = BLOCK_FORMATS[weight_format]
     dtype, depth = getattr(torch, dtype_name), -(-width // values) * values

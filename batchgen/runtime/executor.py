@@ -25,6 +25,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
+from batchgen.ops import scratch
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.ops.quant import kv_code_bits
@@ -310,6 +311,7 @@ class Executor:
         self.kv_cache.close()
         self.weights.close()
         self._tiers.close()
+        scratch.release()
 
     def _prepare_all(self, batches: Sequence[PackedBatch]) -> list[BatchState]:
         first_on_host = len(batches) - self._options.batches_on_host

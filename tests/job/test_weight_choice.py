@@ -187,8 +187,8 @@ def test_where_the_format_of_finished_rows_cannot_be_had_the_other_one_is_used_a
     assert run("both.parquet", PACKED, limit=6, progress="plain") == "q4_0"
     (line,) = told(capfd)
     assert line.endswith(
-        "finished rows were made with weights in float32, which cannot be had now: the rows that are left have them in q4_0,"
-        " and may round differently"
+        "other rows of this output are made with weights in float32, this plan has them in q4_0:"
+        " rows may round differently"
     )
     monkeypatch.undo()
     assert run("both.parquet", PACKED, progress="plain") == "q4_0", "that of the last rows"

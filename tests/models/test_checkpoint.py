@@ -463,6 +463,13 @@ def test_norms_of_queries_that_a_family_has_not_are_refused(arch):
     gguf_config("qwen3", 2, 64, 4, 16, names=[f"blk.{j}.attn_{part}_norm.weight" for j in range(2) for part in "qk"])
 
 
+@pytest.mark.parametrize("name", ["blk.1.attn_qkv.bias", "blk.0.ffn_up.bias"])
+def test_biases_that_phi_has_not_are_refused(name):
+    """Queries, keys and values are one matrix there, whose bias nothing would read."""
+    with pytest.raises(InputError, match=rf"'phi3' with biases \({name}\)"):
+        gguf_config("phi3", 2, 64, 4, 16, names=[name])
+
+
 def test_what_is_not_known_of_rotary_positions_is_refused():
     def refusal(arch, factors=None, **fields):
         metadata = {"general.architecture": arch, f"{arch}.context_length": 64, f"{arch}.block_count": 1}

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import experts, route, split_experts
+from batchgen.ops import cpp as kernels
+from batchgen.ops import dispatch as ops
 
 QWEN = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -114,11 +116,18 @@ def test_inputs_of_all_experts_are_shown():
     config, tensors = mixture(4, 2)
     seen = {}
     x = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    experts(config, split_experts(config, tensors, 0), x, seen.__setitem__)
-    assert {name: tuple(rows.shape) for name, rows in seen.items()} == {
-        "gate_up.weight": (10, 40),
-        "down.weight": (10, 24),
-    }
+    weights = split_experts(config, tensors, 0)
+    experts(config, weights, x, lambda name, rows: seen.setdefault(name, rows.clone()))
+    token_of_row, _, counts = kernels.sort_by_expert(route(config, weights, x)[1], 4)
+    rows = x[token_of_row]
+    inner = [
+        ops.linear(
+            some, weights[f"gate_up.{e}.weight"], weights.get(f"gate_up.{e}.bias"), activation=config.mlp_activation
+        )
+        for e, some in enumerate(rows.split(counts))
+    ]
+    assert seen.keys() == {"gate_up.weight", "down.weight"}
+    assert torch.equal(seen["gate_up.weight"], rows) and torch.equal(seen["down.weight"], torch.cat(inner))
 
 
 def test_bytes_follow_all_experts_and_flops_those_chosen():
