@@ -7,7 +7,7 @@ and in Q4_0 and Q8_0, and layers of Llama-3.2-3B's shape with random blocks of Q
 
 Each case is a process of its own: seconds to load, the memory that the model and the process take, and tokens a second of prompts
 alone and of decoding 1, 4 and 16 sequences. The sides of a format take turns; figures are medians of the rounds. The result goes to
-benchmarks/results/as_found-CPU.json, named after the kind of CPU.
+benchmarks/results/as_found-CPU.json, named after the kind of CPU; models that a run leaves out stay in it as they were.
 """
 
 from __future__ import annotations
@@ -249,21 +249,12 @@ def main() -> None:
                 found[case] |= {name: medians[side], f"as_found_over_{name}": ratios}
                 print(case, name, ratios, flush=True)
     on = machine()
+    same = {"machine": on, "dtype": args.dtype, "layers_of_3B": args.layers, "table_of_3B": _TABLE_FORMAT}
     output = args.output or HERE / "results" / f"as_found-{slug(on)}.json"
-    output.write_text(
-        json.dumps(
-            {
-                "machine": on,
-                "dtype": args.dtype,
-                "layers_of_3B": args.layers,
-                "table_of_3B": _TABLE_FORMAT,
-                "models": found,
-                "versions": versions(),
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    before = json.loads(output.read_text()) if output.exists() else {}
+    if all(before.get(key) == value for key, value in same.items()):
+        found = before["models"] | found
+    output.write_text(json.dumps({**same, "models": found, "versions": versions()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
