@@ -454,6 +454,16 @@ def test_turn_ends_are_found_in_the_vocabulary(tmp_path, count):
     assert read_gguf_header(tmp_path / "x.gguf").turn_ends == {"<end_of_turn>": count}
 
 
+@pytest.mark.parametrize("length", [2**64 - 1, 2**63, 1000])
+@pytest.mark.parametrize("key", [b"tokenizer.ggml.tokens", b"general.tags"])
+def test_strings_that_are_longer_than_the_file_are_told(tmp_path, key, length):
+    path = tmp_path / "x.gguf"
+    strings = struct.pack("<IIQ", 9, 8, 2) + struct.pack("<Q", length) + b"ab"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key + strings)
+    with pytest.raises(InputError, match="is truncated or not a GGUF"):
+        read_gguf_header(path)
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 def test_norms_of_queries_that_a_family_has_not_are_refused(arch):
     """A llama's rows of queries are interleaved; whether weights of norms would be, nobody says."""

@@ -146,3 +146,22 @@ def test_results_of_experts_are_weighted_and_added(dtype, isa):
             most = 3 * 2**-23 * terms.abs().sum(1) + rounding[out_dtype] * terms.sum(1).abs()
             assert ((found.double() - terms.sum(1)).abs() <= most).all()
             assert torch.equal(kernels.weighted_sums(made, rows[7:8], shares[7:8], out_dtype), found[7:8])
+
+
+@pytest.mark.parametrize("activation", kernels.GATED)
+def test_a_gate_in_parts_is_made_some_rows_at_a_time(monkeypatch, activation):
+    """And so are the rows, bit for bit, that are made at once."""
+    generator = torch.Generator().manual_seed(0)
+    gate, up = torch.randn(2, 24, 64, generator=generator).bfloat16()
+    weight = ops.SplitWeight((ops.pack_weight(gate), up))
+    x, residual = (
+        torch.randn(11, 64, generator=generator).bfloat16(),
+        torch.randn(11, 24, generator=generator).bfloat16(),
+    )
+    options = {"activation": activation, "residual": residual}
+    bias = torch.randn(48, generator=generator).bfloat16()
+    whole = ops.linear(x, weight, bias, **options)
+    monkeypatch.setattr(ops, "_GATED_ROWS", 4)
+    out = torch.empty_like(whole)
+    assert torch.equal(ops.linear(x, weight, bias, **options), whole)
+    assert ops.linear(x, weight, bias, out=out, **options) is out and torch.equal(out, whole)
