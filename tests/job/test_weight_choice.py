@@ -178,7 +178,11 @@ def test_a_job_goes_on_with_the_format_of_its_finished_rows(slow, made_in, run, 
 
 
 def told(capfd):
-    return [line for line in capfd.readouterr().err.splitlines() if "other rows of this output are made with weights" in line]
+    return [
+        line
+        for line in capfd.readouterr().err.splitlines()
+        if "other rows of this output are made with weights" in line
+    ]
 
 
 def test_where_the_format_of_finished_rows_cannot_be_had_the_other_one_is_used_and_told(run, monkeypatch, capfd):
