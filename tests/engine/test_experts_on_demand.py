@@ -53,6 +53,7 @@ def test_bytes_are_those_of_the_pages_of_what_is_touched(model, weight_format, t
     def read_dense(weights, layer, slot, whole=Weights.read_dense):
         calls.append(len(calls))
         of_reading[slot] = calls[-1]
+        all_bytes[0] += size_of(layer)
         wanted(layer, lambda t: [] if t.name in ("gate_up.weight", "down.weight") else [(0, t.num_bytes)])
         whole(weights, layer, slot)
 
@@ -69,10 +70,17 @@ def test_bytes_are_those_of_the_pages_of_what_is_touched(model, weight_format, t
         )
         read(weights, layer, slot, experts)
 
-    whole_bytes = [0]
+    whole_bytes, all_bytes = (
+        [0],
+        [0],
+    )  # of layers that are read whole; of all layers that are read, had they been read so
+
+    def size_of(layer):
+        return sum(extent.num_bytes for extent in store.layers[layer].extents.values())
 
     def read_whole(weights, layer, slot, whole=Weights.read):
-        whole_bytes[0] += sum(extent.num_bytes for extent in store.layers[layer].extents.values())
+        whole_bytes[0] += size_of(layer)
+        all_bytes[0] += size_of(layer)
         whole(weights, layer, slot)
 
     of_reading = {}
@@ -82,13 +90,14 @@ def test_bytes_are_those_of_the_pages_of_what_is_touched(model, weight_format, t
     found = {}
     for tokens in (0, 3):
         pages.clear()
-        whole_bytes[0] = 0
+        whole_bytes[0] = all_bytes[0] = 0
         parts = make_parts(path, CPU, policy_of(path, **options, on_demand_tokens=tokens), stores, store=store)
         found[tokens] = generate(parts, PROMPTS, [6, 6, 6]), parts.executor.bytes_moved["disk_read"]
         assert found[tokens][1] == whole_bytes[0] + ALIGNMENT * len(pages)
         assert bool(pages) == bool(tokens)
     assert found[0][0] == found[3][0]
-    assert found[3][1] < found[0][1]
+    # Experts of int4 are smaller than a page here. How many sweeps a run has is a matter of time.
+    assert weight_format == "int4" or found[3][1] < all_bytes[0]
 
 
 @pytest.mark.parametrize("favourite", [0, 3])
