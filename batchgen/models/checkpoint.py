@@ -35,6 +35,7 @@ from batchgen.models.layouts import (
 )
 from batchgen.models.quantization import FP8, GROUP_LAYOUTS, Scheme
 from batchgen.models.reading import CHUNK_VALUES, NUMBERS, check_stored, read_bytes, read_into, read_numbers
+from batchgen.models.rope import rotates_part
 from batchgen.models.rows_in_file import FilePart, RowsInFile
 from batchgen.models.shard import Cut, Shard
 from batchgen.models.store_format import StoreFile
@@ -177,7 +178,7 @@ def _hf_checkpoint(
             found.fill(out)
         else:
             _fill(config, find, part, layer, out)
-        if config.rope is not None and config.rope.rotated and part.split(".")[0] in ("q", "k", "qkv"):
+        if rotates_part(config.rope, part):
             _order_heads(config, out)
 
     return _part_checkpoint(config, fill, stored_format, shard, partial(_fill_cut, config, find, coded))
@@ -195,7 +196,7 @@ def _gguf_checkpoint(
 
     def fill(part: str, layer: int, out: Tensor) -> None:
         gguf_tensors.fill(config, *gguf_tensors.find(config, get, part, layer), part, out)
-        if gguf_tensors.rotates_part(config, part):
+        if rotates_part(config.rope, part):
             _order_heads(config, out)
 
     def in_file(part: str, layer: int) -> FilePart:
@@ -234,7 +235,7 @@ def _fill_cut(
         _fill_columns(name, info, out, cut.rank * out.shape[1])
         return True
     read_numbers(name, info, out, first=cut.rank * out.numel())
-    if config.rope is not None and config.rope.rotated and part.split(".")[0] in ("q", "k"):
+    if rotates_part(config.rope, part):
         _order_heads(config, out)
     return True
 

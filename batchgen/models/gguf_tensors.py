@@ -17,6 +17,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.gguf_fields import place_of
 from batchgen.models.headers import TensorInfo
 from batchgen.models.reading import read_ahead, read_by_threads, read_into
+from batchgen.models.rope import rotates_part
 from batchgen.models.rows_in_file import FilePart
 from batchgen.ops import cpp as kernels
 
@@ -82,14 +83,9 @@ def in_file(config: ModelConfig, name: str, info: TensorInfo, part: str) -> File
     order = None
     if dim := _permuted_head_dim(config, part):
         order = (*range(0, dim, 2), *range(1, dim, 2))
-    elif rotates_part(config, part):
+    elif rotates_part(config.rope, part):  # `fill` leaves them in the file's order
         order = config.rope.row_order(config.head_dim)
     return FilePart(name, info, math.prod(info.shape[:-1]), order)
-
-
-def rotates_part(config: ModelConfig, part: str) -> bool:
-    """Whether a part has the rows of heads of which only some values are rotated; `fill` leaves them in the file's order."""
-    return config.rope is not None and config.rope.rotated is not None and _is_of_queries_or_keys(part)
 
 
 def _permuted_head_dim(config: ModelConfig, part: str) -> int | None:

@@ -138,3 +138,8 @@ class RopeConfig:
 
     def _yarn_mscale(self, weight: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+
+
+def rotates_part(rope: RopeConfig | None, part: str) -> bool:
+    """Whether a part of a checkpoint has rows of heads of which only some values are rotated: `RopeConfig.row_order` is for these."""
+    return rope is not None and rope.rotated is not None and part.split(".")[0] in ("q", "k", "qkv")

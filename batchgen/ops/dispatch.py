@@ -25,7 +25,7 @@ from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant, reference
 from batchgen.ops.attention_plan import AttentionPlan
-from batchgen.ops.cpp import BlockWeight, BoundWeight, PackedWeight
+from batchgen.ops.cpp import BlockWeight, BoundWeight, KernelWeight, PackedWeight
 from batchgen.ops.sampling import Draws
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 class SplitWeight:
     """A linear layer's weight [columns, depth] whose columns are in several parts, each in a form of its own."""
 
-    parts: tuple[Tensor | PackedWeight | BoundWeight | BlockWeight, ...]
+    parts: tuple[KernelWeight, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
 
-Weight = Tensor | PackedWeight | BoundWeight | BlockWeight | SplitWeight
+Weight = KernelWeight | SplitWeight
 PreparedAttention: TypeAlias = "reference.DeviceAttentionPlan | kernels.AttentionPlan | DevicePlan"
 CPU = torch.device("cpu")
 # Rows that torch's own linear is given at once on the CPU. In larger numbers it may block them in another way, and the profiler
