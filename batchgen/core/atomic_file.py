@@ -23,14 +23,21 @@ _FIX = {
 
 
 @contextlib.contextmanager
-def staged(path: Path) -> Iterator[BinaryIO]:
+def staged(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A new file at `path`, on stable storage when the block ends, removed when the block raises.
 
     Removing it at once gives a full disk its space back. A killed process leaves it behind: callers give it a name
-    (`*.tmp`) that nothing but the next start's cleaning looks at, and rename it when it is whole.
+    (`*.tmp`) that nothing but the next start's cleaning looks at, and rename it when it is whole. What is there under that name is
+    removed, not written to: in a folder that others may write to it may be a link.
+
+    Args:
+        path: Its name.
+        mode: As of os.open: less what the umask takes.
     """
     try:
-        with open(path, "wb") as file:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+        with open(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -47,26 +54,27 @@ def replace_durably(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def written_atomically(path: Path, *, contended: bool = False) -> Iterator[BinaryIO]:
+def written_atomically(path: Path, *, contended: bool = False, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file to write, which is at `path` when the block ends: readers see the old file or the new one, never a piece.
 
     Args:
         path: the file, in a directory that is there.
         contended: other processes, of any machine, may write the same file at the same time: each has a temporary file of its own, and the
             last one's content stays.
+        mode: as of `staged`.
 
     Raises:
         OSError: nothing is left of the new content then.
     """
     temporary = path.with_name(path.name + (f".{socket.gethostname()}.{os.getpid()}.tmp" if contended else ".tmp"))
-    with staged(temporary) as file:
+    with staged(temporary, mode) as file:
         yield file
     replace_durably(temporary, path)
 
 
-def write_atomically(path: Path, content: bytes, *, contended: bool = False) -> None:
+def write_atomically(path: Path, content: bytes, *, contended: bool = False, mode: int = 0o666) -> None:
     """Put `content` at `path`, as `written_atomically` does."""
-    with written_atomically(path, contended=contended) as file:
+    with written_atomically(path, contended=contended, mode=mode) as file:
         file.write(content)
 
 

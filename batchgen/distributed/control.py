@@ -6,38 +6,31 @@ connections of a process however it dies.
 
 from __future__ import annotations
 
-import hmac
-import json
-import pickle
 import queue
 import socket
-import struct
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 from batchgen.core.errors import BatchgenError, one_line
+from batchgen.distributed.frames import read_frame, read_json, send_frame, send_json
 
-_LENGTH = struct.Struct("<Q")
-_READY, _FAILED, _PEAKS = "ready", "failed", "peaks"
-_MOST_HELLO_BYTES = 4096  # whoever it is that calls
-_END = b""  # instead of a message: all is done
-_HELLO_S = 5.0  # for a rank that is connected to say who it is
-_POLL_S = 0.1  # how often rank 0 looks whether a process that it started has ended before it came
+_LISTENS, _READY, _FAILED, _PEAKS = "listens", "ready", "failed", "peaks"
+END = b""  # instead of a message: all is done
 _PEAKS_S = 5.0  # for the others to come to their end, once they have been told that all is done
 _TOLD_AGAIN = "the same command goes on from there"
+
+Address = tuple[str, int]  # a host and a port
 
 
 class Hub:
     """Rank 0's end."""
 
-    def __init__(self, size: int, host: str, secret: str) -> None:
-        """host: on which others are listened to. secret: what they must say first."""
-        self._size, self._secret = size, secret
-        self._server = socket.create_server((host, 0), backlog=size)
-        self._connections: dict[int, socket.socket] = {}
+    def __init__(self, size: int, connections: Mapping[int, socket.socket]) -> None:
+        """connections: of all other ranks, which have proved who they are."""
+        self._size = size
+        self._connections = dict(connections)
+        self._addresses: dict[int, Address | None] = {}
         self._ready: set[int] = set()
         self._ended: dict[int, str] = {}  # rank -> what became of it
         # Rank -> the most bytes of each tier that it held, once it has come to its end.
@@ -45,64 +38,23 @@ class Hub:
         self._changed = threading.Condition()
         self._closing = False
         self._on_lost: Callable[[], None] = lambda: None
-
-    @property
-    def port(self) -> int:
-        return self._server.getsockname()[1]
-
-    def wait_for_ranks(self, timeout_s: float, gone: Callable[[], Mapping[int, str]]) -> None:
-        """Return when every other rank is connected.
-
-        Args:
-            timeout_s: For all of them.
-            gone: Gives what became of ranks that have ended already.
-
-        Raises:
-            BatchgenError: A rank has ended, or has not come in time; it names them.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        self._server.settimeout(_POLL_S)
-        while missing := [rank for rank in range(1, self._size) if rank not in self._connections]:
-            if ended := [fate for rank, fate in gone().items() if rank in missing]:
-                why = ": its own message says why" if "exit code" in ended[0] else f"; {_TOLD_AGAIN}"
-                raise BatchgenError(f"{ended[0]} before it had begun{why}")
-            if time.monotonic() > deadline_s:
-                raise BatchgenError(
-                    f"{_ranks(missing, self._size)} did not come within {timeout_s:,.0f} s: start all {self._size} of them,"
-                    " and see that they reach rank 0"
-                )
-            with suppress(TimeoutError):
-                self._accept(deadline_s)
-
-    def _accept(self, deadline_s: float) -> None:
-        connection, _ = self._server.accept()
-        connection.settimeout(max(_POLL_S, min(_HELLO_S, deadline_s - time.monotonic())))
-        try:
-            hello = json.loads(_read_frame(connection, _MOST_HELLO_BYTES))
-            rank, secret = int(hello["rank"]), str(hello["secret"])
-        except (OSError, EOFError, ValueError, LookupError, TypeError):
-            return connection.close()  # somebody else
-        expected = 0 < rank < self._size and rank not in self._connections
-        if not expected or not hmac.compare_digest(secret, self._secret):
-            return connection.close()
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connections[rank] = connection
-        threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()
-        return None
+        for rank in self._connections:
+            threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()
 
     def _listen(self, rank: int) -> None:
         """Notes what a rank says, until it ends; then all of them end, so that nobody waits for one that waits for it."""
         fate = "ended"
-        with suppress(OSError, EOFError, ValueError):
+        with suppress(OSError, EOFError, ValueError, TypeError):
             while True:
-                kind, said = json.loads(_read_frame(self._connections[rank]))
+                kind, said = read_json(self._connections[rank])
                 if kind == _FAILED:
                     fate = f"failed: {said}"
                     break
                 with self._changed:
                     if kind == _PEAKS:
                         self.peaks[rank] = said
+                    elif kind == _LISTENS:
+                        self._addresses[rank] = said and (str(said[0]), int(said[1]))
                     else:
                         self._ready.add(rank)
                     self._changed.notify_all()
@@ -124,12 +76,23 @@ class Hub:
         if lost:
             on_lost()
 
-    def tell(self, message: Any) -> None:
+    def ended(self) -> dict[int, str]:
+        """What became of ranks that have ended, as far as their connections say so."""
+        with self._changed:
+            return dict(self._ended)
+
+    def addresses(self) -> dict[int, Address]:
+        """Where other ranks listen to those above them, once all have said so. Raises BatchgenError where one has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or len(self._addresses) == len(self._connections))
+        self.raise_ended()
+        return {rank: address for rank, address in self._addresses.items() if address is not None}
+
+    def tell(self, message: bytes) -> None:
         """Say something to all other ranks. Raises BatchgenError where one of them has ended."""
-        frame = _frame(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
         for connection in self._connections.values():
             try:
-                connection.sendall(frame)
+                send_frame(connection, message)
             except OSError as error:
                 self.raise_ended(within_s=1.0)
                 raise BatchgenError(f"rank 0 of {self._size} cannot reach another one: {error}") from error
@@ -166,7 +129,7 @@ class Hub:
         if done:
             for connection in self._connections.values():
                 with suppress(OSError):
-                    connection.sendall(_frame(_END))
+                    send_frame(connection, END)
             with self._changed:
                 self._changed.wait_for(
                     lambda: self.peaks.keys() | self._ended.keys() >= self._connections.keys(), _PEAKS_S
@@ -175,87 +138,55 @@ class Hub:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
-        self._server.close()
 
 
 class Line:
     """The end of any other rank."""
 
-    def __init__(
-        self, rank: int, host: str, port: int, secret: str, timeout_s: float, on_lost: Callable[[], None]
-    ) -> None:
-        """Connect to rank 0. on_lost: called, in a thread, where it ends without having said so. Raises BatchgenError."""
-        try:
-            self._connection = socket.create_connection((host, port), timeout=timeout_s)
-        except OSError as error:
-            raise BatchgenError(f"rank {rank} cannot reach rank 0 at {host}:{port}: {error}") from error
-        self._connection.settimeout(None)
-        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, connection: socket.socket, on_lost: Callable[[], None]) -> None:
+        """connection: to rank 0, which has proved who it is. on_lost: called, in a thread, where it ends without having said so."""
+        self._connection = connection
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._on_lost = on_lost
-        self._send(json.dumps({"rank": rank, "secret": secret}))
+        self._sending = threading.Lock()
         threading.Thread(target=self._listen, name="rank-0", daemon=True).start()
 
-    def _send(self, text: str) -> None:
-        with suppress(OSError):  # that rank 0 has ended is found by who listens
-            self._connection.sendall(_frame(text.encode()))
+    def _send(self, kind: str, said: object) -> None:
+        with suppress(OSError), self._sending:  # that rank 0 has ended is found by who listens
+            send_json(self._connection, [kind, said])
 
     def _listen(self) -> None:
         try:
-            while frame := _read_frame(self._connection):
+            while frame := read_frame(self._connection):
                 self._messages.put(frame)
             self._messages.put(None)
         except (OSError, EOFError):
             self._messages.put(None)
             self._on_lost()
 
-    def told(self) -> Any:
+    def told(self) -> bytes:
         """What rank 0 says next. Raises EOFError where all is done."""
         frame = self._messages.get()
         if frame is None:
             self._messages.put(None)
             raise EOFError
-        return pickle.loads(frame)
+        return frame
+
+    def listens(self, address: Address | None) -> None:
+        """Tell rank 0 where this one listens to the ranks above it; None: there are none."""
+        self._send(_LISTENS, address)
 
     def ready(self) -> None:
         """Tell rank 0 that what it asked for is done."""
-        self._send(json.dumps([_READY, ""]))
+        self._send(_READY, "")
 
     def end(self, peaks: Mapping[str, int]) -> None:
         """Tell rank 0, which waits for it, that this one has come to its end. peaks: the most bytes of each tier that it held."""
-        self._send(json.dumps([_PEAKS, dict(peaks)]))
+        self._send(_PEAKS, dict(peaks))
 
     def fail(self, error: BaseException) -> None:
         """Tell rank 0 why this one ends."""
-        self._send(json.dumps([_FAILED, one_line(str(error) or type(error).__name__)]))
+        self._send(_FAILED, one_line(str(error) or type(error).__name__))
 
     def close(self) -> None:
         self._connection.close()
-
-
-def _ranks(ranks: Iterable[int], size: int) -> str:
-    names = ", ".join(map(str, ranks))
-    return f"{'ranks' if ',' in names else 'rank'} {names} of {size}"
-
-
-def _frame(content: bytes) -> bytes:
-    return _LENGTH.pack(len(content)) + content
-
-
-def _read_frame(connection: socket.socket, most_bytes: int | None = None) -> bytes:
-    """Raises EOFError where the other end has closed, ValueError where it says more than so much."""
-    length = _LENGTH.unpack(_read(connection, _LENGTH.size))[0]
-    if most_bytes is not None and length > most_bytes:
-        raise ValueError(f"{length} bytes")
-    return bytes(_read(connection, length))
-
-
-def _read(connection: socket.socket, count: int) -> bytearray:
-    buffer = bytearray(count)
-    done = 0
-    while done < count:
-        step = connection.recv_into(memoryview(buffer)[done:])
-        if not step:
-            raise EOFError
-        done += step
-    return buffer

@@ -1,20 +1,27 @@
 """A group of processes that run one model together: rank 0, which leads, and others that do what it says.
 
 Rank 0 has the job: it alone reads the input, schedules, samples and writes the output. The others know nothing but what they are
-told. Tensors go by torch.distributed's gloo, those of a CUDA device by its NCCL.
+told. Every two ranks have a connection, over which each has proved to the other that it belongs to the job; nobody listens once all
+have come. Tensors of host memory go over these connections, those of a CUDA device by torch.distributed's NCCL.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.distributed.control import Hub, Line
+from batchgen.core.private_files import runtime_folder
+from batchgen.distributed.authentication import CONTROL, TENSORS, Call, NotAuthenticated
+from batchgen.distributed.control import END, Hub, Line
+from batchgen.distributed.frames import send_frame, send_json
 from batchgen.distributed.launch import (
     LOOPBACK,
     Processes,
@@ -22,19 +29,21 @@ from batchgen.distributed.launch import (
     own_share,
     rank_of_environment,
 )
+from batchgen.distributed.listener import HELLO_S, Listener, call_rank, listen_at
+from batchgen.distributed.meeting import Found, Meeting, new_secret
+from batchgen.distributed.tensors import TensorLinks
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import Store
 
 START_TIMEOUT_S = 120.0  # for all ranks to come: importing torch from a cold disk takes half a minute
 # For the others to come to the same place of a sweep. That a process has ended is noticed at once; this is for one that hangs.
 SWEEP_TIMEOUT_S = 900.0
 _TOLD_WITHIN_S = 5.0  # between a transfer that breaks and the news which rank has ended
-# In the store: where rank 0 is, or that it has refused the job; and how many others have read that.
-_WHERE, _REFUSED, _HEARD = "batchgen/rank-0", "refused", "batchgen/heard"
-_REFUSED_S = 3.0  # for others to read it, which may be starting
+_REFUSED_S = 3.0  # for others to hear that rank 0 has refused the job, which may be starting
 _POLL_S = 0.05
+# What rank 0 says first: where ranks listen, and the name of a file for NCCL's start; or the exit code of a job that it has refused.
+_ADDRESSES, _NCCL, _REFUSED = "addresses", "nccl", "refused"
 
 
 class OthersLost(BatchgenError):
@@ -61,26 +70,18 @@ class Group:
     def __init__(
         self,
         place: Rank,
-        store: Store,
+        links: TensorLinks,
+        nccl_name: str,
         *,
-        on_loopback: bool,
         hub: Hub | None = None,
         line: Line | None = None,
         processes: Processes | None = None,
     ) -> None:
-        import torch.distributed as dist
-
+        """nccl_name: of the file by which NCCL's ranks find one another, in this user's own folder."""
         self.rank, self.size = place.rank, place.size
         self.undo = contextlib.ExitStack()  # of what was done to make the group
-        self._hub, self._line, self._processes, self._store = hub, line, processes, store
-        devices, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()
-        device = devices.create_device(hostname=LOOPBACK) if on_loopback else devices.create_default_device()
-        options._devices, options._timeout = [device], timedelta(seconds=START_TIMEOUT_S)
-        with self._naming_ranks():
-            prefix = dist.PrefixStore("batchgen/gloo", store)
-            self._gloo = dist.ProcessGroupGloo(prefix, place.rank, place.size, options)
-        self._options = dist.AllreduceOptions()
-        self._options.timeout = timedelta(seconds=SWEEP_TIMEOUT_S)
+        self._on_one_host, self._nccl_name = place.on_one_host, nccl_name
+        self._links, self._hub, self._line, self._processes = links, hub, line, processes
         self._nccl: Any = None  # once there is a sum on a CUDA device
 
     # Tensors.
@@ -94,17 +95,35 @@ class Group:
             BatchgenError: A rank has ended, or does not answer.
         """
         with self._naming_ranks():
-            backend = self._on_cuda() if tensor.is_cuda else self._gloo
-            backend.allreduce([tensor], self._options).wait()
+            if tensor.is_cuda:
+                self._on_cuda().allreduce([tensor], self._sum_options()).wait()
+            else:
+                self._links.all_reduce(tensor)
+
+    def _sum_options(self) -> Any:
+        import torch.distributed as dist
+
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=SWEEP_TIMEOUT_S)
+        return options
 
     def _on_cuda(self) -> Any:
-        """NCCL, which connects the ranks in their first sum. It is ended where a rank is lost, or kernels would wait for it for ever."""
+        """NCCL, which connects the ranks in their first sum. It is ended where a rank is lost, or kernels would wait for it for ever.
+
+        What they have to know for that goes through a file that this user alone can read, and their sockets are those of loopback,
+        unless NCCL_SOCKET_IFNAME says otherwise.
+        """
         if self._nccl is None:
             import torch.distributed as dist
 
+            if not self._on_one_host:
+                raise InputError("sums on CUDA devices are for the ranks of one host: start all of them there")
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=SWEEP_TIMEOUT_S)
-            store = dist.PrefixStore("batchgen/nccl", self._store)
+            path = runtime_folder() / self._nccl_name
+            self.undo.callback(path.unlink, missing_ok=True)
+            store = dist.FileStore(str(path), self.size)
             self._nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
             if self._hub is not None:
                 self._hub.when_lost(self._nccl.abort)
@@ -118,18 +137,18 @@ class Group:
     def send(self, tensor: Tensor, rank: int) -> None:
         """Send a contiguous tensor; returns when it is on its way. Raises BatchgenError as `all_reduce`."""
         with self._naming_ranks():
-            self._gloo.send([tensor], rank, 0).wait(timedelta(seconds=SWEEP_TIMEOUT_S))
+            self._links.send(tensor, rank)
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         """Fill a contiguous tensor with what a rank sends. Raises BatchgenError as `all_reduce`."""
         with self._naming_ranks():
-            self._gloo.recv([tensor], rank, 0).wait(timedelta(seconds=SWEEP_TIMEOUT_S))
+            self._links.receive(tensor, rank)
 
     @contextlib.contextmanager
     def _naming_ranks(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:  # the first is NCCL's
             if self._hub is not None:
                 self._hub.raise_ended(_TOLD_WITHIN_S, self._fate_of)
             kind = BatchgenError if self._hub is not None else OthersLost
@@ -140,13 +159,13 @@ class Group:
 
     # What is to be done.
 
-    def tell(self, message: Any) -> None:
-        """Say something that can be pickled to all other ranks; for rank 0. Raises BatchgenError where one has ended."""
+    def tell(self, message: bytes) -> None:
+        """Say something to all other ranks, which is not empty; for rank 0. Raises BatchgenError where one has ended."""
         assert self._hub is not None
         self._hub.raise_ended(fate_of=self._fate_of)
         self._hub.tell(message)
 
-    def told(self) -> Any:
+    def told(self) -> bytes:
         """What rank 0 says next, for the others. Raises EOFError where all is done."""
         assert self._line is not None
         return self._line.told()
@@ -189,24 +208,30 @@ class Group:
             self._line.close()
         if self._hub is not None:
             self._hub.close(done=done)
+        self._links.close()
         self.undo.close()
 
 
-def lead(size: int, shares: list[set[int]] | None = None, *, timeout_s: float = START_TIMEOUT_S) -> Group:
+def lead(
+    size: int,
+    shares: list[set[int]] | None = None,
+    *,
+    work: str | None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> Group:
     """Make a group that this process leads; the others are started, unless a launcher such as torchrun has done so.
 
     Args:
         size: Ranks, this one included.
         shares: The cores of each, of which this process keeps to its own already; None: they are shared out here, until the
             group is closed.
+        work: Of those that are started, as "module:function": called with their group. None: a launcher has started them.
         timeout_s: In which all must have come.
 
     Raises:
-        InputError: A launcher has started another number of ranks, or this is not rank 0 of them.
+        InputError: A launcher has started another number of ranks, or this is not rank 0 of them; or they have no secret.
         BatchgenError: A rank has not come in time, or has ended; it names it.
     """
-    import torch.distributed as dist
-
     place = rank_of_environment()
     if place is not None and place.size != size:
         raise InputError(
@@ -216,32 +241,54 @@ def lead(size: int, shares: list[set[int]] | None = None, *, timeout_s: float = 
         raise InputError(
             f"this is rank {place.rank}: only rank 0 runs a job, the others are started by the command line"
         )
-    secret, timeout = secrets.token_hex(16), timedelta(seconds=timeout_s)
     processes = None
     with contextlib.ExitStack() as undo:
         if shares is None:
             shares = undo.enter_context(own_share(size))
-        hub = Hub(size, "" if place else LOOPBACK, secret)
-        undo.callback(hub.close, done=False)
         if place is None:
-            store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            place = Rank(0, size, LOOPBACK, store.port, True, (0, size))
-            processes = Processes(size, store.port, shares)
+            assert work is not None
+            secret = new_secret()
+            listener = undo.enter_context(contextlib.closing(listen_at(0, size, secret, (LOOPBACK, 0))))
+            place = Rank(0, size, *listener.address, False, (0, size))
+            processes = Processes(size, place.port, secret, work, shares)
             undo.callback(processes.end)
-            undo.callback(hub.close, done=False)  # before they are waited for
+            undo.callback(listener.close)  # before they are waited for
         else:
-            try:
-                store = _store_of(place, timeout)
-            except RuntimeError as error:
-                raise BatchgenError(
-                    f"rank 0 cannot reach the launcher's store at {place.host}:{place.port}: {_first_line(error)}"
-                ) from error
-        store.set(_WHERE, f"{place.host} {hub.port} {secret}")
-        hub.wait_for_ranks(timeout_s, processes.gone if processes else dict)
-        group = Group(place, store, on_loopback=processes is not None, hub=hub, processes=processes)
-        group.ready()  # none of them needs the store from here on, which ends with this process
+            listener = undo.enter_context(_meet(place, timeout_s))
+        group = _made(place, listener, processes, timeout_s, undo)
+        group.ready()  # all have all their connections
+        listener.close()
         group.undo = undo.pop_all()
     return group
+
+
+@contextlib.contextmanager
+def _meet(place: Rank, within_s: float) -> Iterator[Listener]:
+    """As rank 0 under a launcher, listen to the others, which find this process meanwhile. Raises BatchgenError."""
+    meeting = Meeting(place)
+    with contextlib.closing(listen_at(0, place.size, meeting.secret, meeting.address)) as listener:
+        try:
+            meeting.tell(listener.address[1], within_s)
+            yield listener
+        finally:
+            meeting.end()
+
+
+def _made(
+    place: Rank, listener: Listener, processes: Processes | None, timeout_s: float, undo: contextlib.ExitStack
+) -> Group:
+    """Rank 0's group, once all have come and know where the others listen. undo: told how to end what has been begun."""
+    others, deadline_s = range(1, place.size), time.monotonic() + timeout_s
+    gone = processes.gone if processes else dict
+    hub = Hub(place.size, listener.wait_for(CONTROL, others, timeout_s, gone))
+    undo.callback(hub.close, done=False)
+    nccl_name = f"nccl-{secrets.token_hex(16)}"
+    hub.tell(json.dumps({_ADDRESSES: list(hub.addresses().items()), _NCCL: nccl_name}).encode())
+    left_s = deadline_s - time.monotonic()
+    connections = listener.wait_for(TENSORS, others, left_s, lambda: gone() or hub.ended())
+    links = TensorLinks(0, connections, SWEEP_TIMEOUT_S)
+    undo.callback(links.close)
+    return Group(place, links, nccl_name, hub=hub, processes=processes)
 
 
 @contextlib.contextmanager
@@ -260,7 +307,7 @@ def early_group(size: int, shares: list[set[int]]) -> Iterator[Group | None]:
     if size <= 1 or rank_of_environment() is None:
         yield None
         return
-    group = lead(size, shares)
+    group = lead(size, shares, work=None)
     try:
         yield group
     except BaseException:
@@ -285,61 +332,95 @@ def dismissing(size: int) -> Iterator[None]:
 
 def _refuse(place: Rank, exit_code: int) -> None:
     """Tell the other ranks that there is nothing to do; those that have not come shortly after are not waited for."""
-    try:
-        store = _store_of(place, timedelta(seconds=_REFUSED_S))
-        store.set(_WHERE, f"{_REFUSED} {exit_code}")
-        deadline_s = time.monotonic() + _REFUSED_S
-        while store.add(_HEARD, 0) < place.size - 1 and time.monotonic() < deadline_s:
+    deadline_s, heard = time.monotonic() + _REFUSED_S, set()
+    with _meet(place, _REFUSED_S) as listener:
+        while len(heard) < place.size - 1 and time.monotonic() < deadline_s:
+            for rank, connection in listener.arrived(CONTROL).items():
+                with contextlib.closing(connection), contextlib.suppress(OSError):
+                    send_json(connection, {_REFUSED: exit_code})
+                    send_frame(connection, END)
+                heard.add(rank)
             time.sleep(_POLL_S)
-    except RuntimeError as error:  # the store is torch's
-        raise BatchgenError(f"cannot tell the other ranks: {error}") from error
 
 
-def follow(
-    place: Rank, on_lost: Callable[[], None], *, on_loopback: bool = False, timeout_s: float = START_TIMEOUT_S
-) -> Group:
+def follow(place: Rank, on_lost: Callable[[], None], *, timeout_s: float = START_TIMEOUT_S) -> Group:
     """Join a group that another process leads.
 
     Args:
         place: This process's.
         on_lost: Called, in a thread, where rank 0 ends without having said so.
-        on_loopback: Whether rank 0 has started this process.
         timeout_s: In which rank 0 must have come.
 
     Raises:
         RankZeroRefused: It has come, and there is nothing to do.
-        BatchgenError: It has not.
+        InputError: Ranks on several hosts have no secret.
+        BatchgenError: It has not come, or another rank has not.
     """
-    try:
-        store = _store_of(place, timedelta(seconds=timeout_s))
-        host, port, *secret = store.get(_WHERE).decode().split()
-        if host == _REFUSED:
-            store.add(_HEARD, 1)
-            raise RankZeroRefused(place, int(port))
-    except RuntimeError as error:
-        raise BatchgenError(
-            f"rank 0 of {place.size} did not come to {place.host}:{place.port} within {timeout_s:,.0f} s: start it, and see that"
-            f" rank {place.rank} reaches it"
-        ) from error
-    line = Line(place.rank, host, int(port), secret[0], timeout_s, on_lost)
-    group = Group(place, store, on_loopback=on_loopback, line=line)
+    deadline_s = time.monotonic() + timeout_s
+    connection, found = _find_rank_zero(place, deadline_s, timeout_s)
+    above = range(place.rank + 1, place.size)
+    with contextlib.ExitStack() as undo:
+        line = Line(connection, on_lost)
+        undo.callback(line.close)
+        listener = None
+        if above:
+            own_host = connection.getsockname()[0]  # by which this one reaches rank 0, so that others reach it there
+            listener = undo.enter_context(
+                contextlib.closing(Listener(place.rank, place.size, found.secret, (own_host, 0)))
+            )
+        line.listens(listener.address if listener else None)
+        try:
+            said = json.loads(line.told())
+        except EOFError:
+            raise BatchgenError(f"rank {place.rank} of {place.size} ends: rank 0 has ended before all had come") from None
+        if _REFUSED in said:
+            raise RankZeroRefused(place, int(said[_REFUSED]))
+        left_s = max(1.0, deadline_s - time.monotonic())
+        connections = _connections(place, connection.getpeername()[:2], found.secret, dict(said[_ADDRESSES]), left_s)
+        for one in connections.values():
+            undo.callback(one.close)
+        if listener:
+            connections |= listener.wait_for(TENSORS, above, left_s)
+            listener.close()
+        undo.pop_all()
+    group = Group(place, TensorLinks(place.rank, connections, SWEEP_TIMEOUT_S), str(said[_NCCL]), line=line)
     group.ready()
     return group
 
 
-def _store_of(place: Rank, timeout: timedelta) -> Store:
-    """The store in which ranks find one another. Raises BatchgenError where this one cannot open it, RuntimeError where it cannot reach it."""
-    import torch.distributed as dist
+def _find_rank_zero(place: Rank, deadline_s: float, timeout_s: float) -> tuple[socket.socket, Found]:
+    """A connection to rank 0, both ends of which have proved who they are. Raises BatchgenError."""
+    meeting, call = Meeting(place), Call(place.rank, 0, place.size, CONTROL)
+    stranger = ""
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        if (found := meeting.find(left_s)) is not None:
+            try:
+                return call_rank((found.host, found.port), found.secret, call, min(HELLO_S, left_s)), found
+            except NotAuthenticated as error:
+                stranger = f"; who answers at {found.host}:{found.port} does not share this rank's secret ({error})"
+            except OSError:
+                pass  # it does not listen yet
+        time.sleep(_POLL_S)
+    raise BatchgenError(
+        f"rank 0 of {place.size} did not come to {place.host}:{place.port} within {timeout_s:,.0f} s{stranger}: start it, and see"
+        f" that rank {place.rank} reaches it" + (" and has the same secret" if stranger else "")
+    )
 
+
+def _connections(
+    place: Rank, rank_zero: tuple[str, int], secret: bytes, addresses: Mapping[int, Any], within_s: float
+) -> dict[int, socket.socket]:
+    """Connections for tensors to all ranks below this one. addresses: where others than rank 0 listen. Raises BatchgenError."""
+    found: dict[int, socket.socket] = {}
     try:
-        return dist.TCPStore(
-            place.host, place.port, is_master=place.hosts_store, wait_for_workers=False, timeout=timeout
-        )
-    except RuntimeError as error:
-        if not place.hosts_store:
-            raise
-        why = "is taken on this host" if "EADDRINUSE" in str(error) else f"cannot be listened on ({_first_line(error)})"
-        raise BatchgenError(f"MASTER_PORT {place.port} {why}: give all ranks another one") from error
+        for rank in range(place.rank):
+            address = tuple(addresses[rank]) if rank else rank_zero
+            found[rank] = call_rank(address, secret, Call(place.rank, rank, place.size, TENSORS), within_s)
+    except (OSError, NotAuthenticated) as error:
+        for connection in found.values():
+            connection.close()
+        raise BatchgenError(f"rank {place.rank} of {place.size} cannot reach rank {rank} at {address[0]}: {error}") from error
+    return found
 
 
 def _first_line(error: BaseException) -> str:

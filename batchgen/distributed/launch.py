@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +21,8 @@ from batchgen.core.python_command import python_command
 from batchgen.ops.instruction_set import follow_affinity
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What all ranks of a job know, and nobody else: itself, or a file that has it.
+SECRET, SECRET_FILE = "BATCHGEN_SECRET", "BATCHGEN_SECRET_FILE"
 LOOPBACK = "127.0.0.1"
 _NODES = Path("/sys/devices/system/node")
 _END_S = 5.0  # for a process that was told to end
@@ -30,17 +34,21 @@ class Rank:
 
     Attributes:
         rank, size: its number, and how many there are.
-        host, port: of the store in which ranks find one another.
-        hosts_store: whether this process has the store; `torchrun` may have it itself.
+        host, port: MASTER_ADDR and MASTER_PORT: where rank 0 is, or the launcher's store, which says where that is.
+        has_store: whether the launcher has such a store, as `torchrun` does.
         of_host: its number among the ranks of its host, and how many these are.
+        on_one_host: whether all ranks are on this host.
+        run: the launcher's name for this launch.
     """
 
     rank: int
     size: int
     host: str
     port: int
-    hosts_store: bool
+    has_store: bool
     of_host: tuple[int, int]
+    on_one_host: bool = True
+    run: str = ""
 
 
 def rank_of_environment(environment: Mapping[str, str] | None = None) -> Rank | None:
@@ -61,12 +69,29 @@ def rank_of_environment(environment: Mapping[str, str] | None = None) -> Rank | 
         raise InputError(f"RANK, WORLD_SIZE and MASTER_PORT must be whole numbers: {error}") from error
     if not 0 <= rank < size:
         raise InputError(f"RANK {rank} is not one of the {size} that WORLD_SIZE says: 0 to {size - 1}")
-    by_torchrun = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         of_host = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
     except ValueError as error:
         raise InputError(f"LOCAL_RANK and LOCAL_WORLD_SIZE must be whole numbers: {error}") from error
-    return Rank(rank, size, environment["MASTER_ADDR"], port, rank == 0 and not by_torchrun, of_host)
+    host = environment["MASTER_ADDR"]
+    return Rank(
+        rank,
+        size,
+        host,
+        port,
+        has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        of_host=of_host,
+        on_one_host=of_host[1] == size if "LOCAL_WORLD_SIZE" in environment else is_loopback(host),
+        run=environment.get("TORCHELASTIC_RUN_ID", ""),
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's first address is one that only the host itself reaches; False where it is not known."""
+    with suppress(OSError, ValueError):
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        return ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
+    return False
 
 
 def own_device(index: int, environment: Mapping[str, str] | None = None) -> str:
@@ -165,18 +190,29 @@ def _cores_in(text: str) -> set[int]:
 class Processes:
     """The other ranks of a host, started by rank 0. They end with it, as their connection to it does."""
 
-    def __init__(self, size: int, port: int, cores: list[set[int]]) -> None:
-        """Start ranks 1 to size - 1. port: of the store. cores: of each rank, 0 included."""
+    def __init__(self, size: int, port: int, secret: bytes, work: str, cores: list[set[int]]) -> None:
+        """Start ranks 1 to size - 1.
+
+        Args:
+            size: Ranks, this one included.
+            port: At which this one listens.
+            secret: Which they and this one share. Environments are their user's alone to read.
+            work: Of each: a function, as "module:name".
+            cores: Of each rank, this one included.
+        """
         self._size = size
         self._running: dict[int, subprocess.Popen] = {}
         for rank in range(1, size):
             place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+            place |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
             variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
             variables |= {name: str(value) for name, value in place.items()}
+            variables |= {SECRET: secret.decode(), SECRET_FILE: ""}
             variables["CUDA_VISIBLE_DEVICES"] = own_device(rank)
             variables.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what goes wrong is said in a line, by rank 0
+            arguments = work, json.dumps(sorted(cores[rank])), str(os.getpid())
             self._running[rank] = subprocess.Popen(
-                python_command("batchgen.distributed.serve", json.dumps(sorted(cores[rank])), str(os.getpid())),
+                python_command("batchgen.distributed.serve", *arguments),
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_file(sys.stderr) else subprocess.DEVNULL,

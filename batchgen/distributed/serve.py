@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from batchgen.core.errors import BatchgenError
-from batchgen.distributed.group import Group, OthersLost, follow
-from batchgen.distributed.launch import Rank, keep_to, own_device, rank_of_environment, shares_here
+from batchgen.distributed.group import OthersLost, follow
+from batchgen.distributed.launch import SECRET, Rank, keep_to, own_device, rank_of_environment, shares_here
 
-# What rank 0 says first: a function of a module, which the others call with the group, and what else it takes.
-# It returns the most bytes of each tier that the process held, if it knows.
-Work = tuple[Callable[..., Mapping[str, int] | None], tuple[Any, ...]]
 # For rank 0 to end, and this process with it: it is to find out who has ended, and not to hear of this one first.
 _LOST_S = 15.0
 _PARENT_S = 0.5  # how often a process looks whether the one that started it has ended
 
 
-def serve(place: Rank, *, cores: set[int] | None = None) -> int:
+def serve(place: Rank, work: str, *, cores: set[int] | None = None) -> int:
     """Be a rank that is not 0 until rank 0 has ended; returns the process's exit code.
 
     The process ends at once where rank 0 ends without having said so. It writes nothing but why it could not join, and under a launcher
@@ -30,20 +26,24 @@ def serve(place: Rank, *, cores: set[int] | None = None) -> int:
 
     Args:
         place: This process's.
+        work: What it does, as "module:function", which is called with the group and returns the most bytes of each tier that the process
+            held, if it knows. It is named by whoever starts the process, never by what comes over a connection.
         cores: Those that it keeps to, given by the rank 0 that has started it; None: a launcher has, and it takes its share.
     """
     started_here = cores is not None
     keep_to(shares_here(place.of_host[1])[place.of_host[0]] if cores is None else cores)
     if not started_here:
         os.environ["CUDA_VISIBLE_DEVICES"] = own_device(place.of_host[0])
+    module, _, name = work.partition(":")
+    function = getattr(importlib.import_module(module), name)  # which takes seconds: rank 0 waits for it as for the start
     try:
-        group = follow(place, lambda: _lost(place, started_here), on_loopback=started_here)
+        group = follow(place, lambda: _lost(place, started_here))
     except BatchgenError as error:
         print(f"batchgen: {error}", file=sys.stderr)
         return error.exit_code
+    os.environ.pop(SECRET, None)  # processes that this one starts need not know it
     try:
-        function, arguments = group.told()
-        group.end(function(group, *arguments) or {})
+        group.end(function(group) or {})
     except EOFError:
         group.end({})
         return 0
@@ -67,11 +67,15 @@ def _lost(place: Rank, started_here: bool) -> None:
 
 
 def main() -> None:
-    """The program of a rank that rank 0 has started. Its arguments are a JSON list of cores, and the process of rank 0."""
+    """The program of a rank that rank 0 has started.
+
+    Its arguments come from there, not from a connection: the work, as "module:function", a JSON list of cores, and the process of rank 0.
+    """
     place = rank_of_environment()
     assert place is not None, "rank 0 has set it"
-    threading.Thread(target=_end_after, args=(int(sys.argv[2]),), name="parent", daemon=True).start()
-    sys.exit(serve(place, cores=set(json.loads(sys.argv[1]))))
+    work, cores, parent = sys.argv[1:4]
+    threading.Thread(target=_end_after, args=(int(parent),), name="parent", daemon=True).start()
+    sys.exit(serve(place, work, cores=set(json.loads(cores))))
 
 
 def _end_after(parent: int) -> None:
@@ -79,8 +83,3 @@ def _end_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_S)
     os._exit(1)
-
-
-def put_to_work(group: Group, function: Callable[..., Mapping[str, int] | None], *arguments: Any) -> None:
-    """Have all other ranks call a function of a module with their group and these arguments; for rank 0."""
-    group.tell((function, arguments))

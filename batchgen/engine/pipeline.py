@@ -8,22 +8,19 @@ other sequences; so KV slots, which rank 0 gives out, are the same in all stages
 from __future__ import annotations
 
 import contextlib
-import pickle
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.plan import MemoryPlan, Policy
-from batchgen.core.request import SamplingParams
-from batchgen.distributed.serve import put_to_work
 from batchgen.engine.loader import LoadRequest, load_executor, load_words, pack_for, plan_load
+from batchgen.engine.messages import Answers, SentSequence, StageLoads, StageSweep, decode, encode
 from batchgen.engine.parts import EngineParts, process_peaks
 from batchgen.engine.rank_zero import RankZeroCounts
 from batchgen.runtime.batch import PackedBatch
@@ -31,14 +28,11 @@ from batchgen.runtime.executor import Executor, OnLogits
 from batchgen.runtime.sampler import SampledToken, sample
 from batchgen.runtime.scheduling.from_policy import splitter
 from batchgen.runtime.scheduling.sequence import LogitsRow, ScoredPosition
-from batchgen.runtime.scheduling.sequence import Sequence as InFlight
 from batchgen.runtime.scorer import Scorer
 from batchgen.runtime.steps.cohorts import Cohorts
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer
-
-Answers = list[SampledToken] | list[ScoredPosition]  # of the rows of logits of a sweep, in order
 
 
 class StageGroup(Protocol):
@@ -47,10 +41,10 @@ class StageGroup(Protocol):
     rank: int
     size: int
 
-    def tell(self, message: Any) -> None:
+    def tell(self, message: bytes) -> None:
         """As rank 0, say something to all others; does not wait for them."""
 
-    def told(self) -> Any:
+    def told(self) -> bytes:
         """What rank 0 says next. Raises EOFError where all is done."""
 
     def ready(self) -> None:
@@ -78,57 +72,6 @@ class Stage:
     first: int
     stop: int
     policy: Policy
-
-
-@dataclass(frozen=True)
-class _Sweep:
-    """What rank 0 says of each sweep. vocabulary_chunks: as of `Executor.run`; a sweep that is scored takes them."""
-
-    batches: list[PackedBatch]
-    vocabulary_chunks: bool
-
-
-@dataclass(frozen=True)
-class _Mask:
-    """Stands for a `Constraint` in the last stage."""
-
-    words: np.ndarray
-
-    def mask(self) -> np.ndarray:
-        return self.words
-
-
-@dataclass(frozen=True, eq=False)
-class _SentSequence:
-    """What the sampler and the scorer ask of a `Sequence`, in the last stage. tokens: where they change logits, else none."""
-
-    row_id: str | int
-    sample_index: int
-    sampling: SamplingParams
-    num_prompt: int
-    num_generated: int
-    tokens: list[int]
-    targets: tuple[tuple[int, ...], ...]
-    scored_from: int
-    constraint: _Mask | None
-
-    @classmethod
-    def of(cls, sequence: InFlight) -> _SentSequence:
-        return cls(
-            sequence.row_id,
-            sequence.sample_index,
-            sequence.sampling,
-            sequence.num_prompt,
-            sequence.num_generated,
-            list(sequence.tokens) if sequence.sampling.changes_logits else [],
-            sequence.targets,
-            sequence.scored_from,
-            sequence.constraint and _Mask(sequence.constraint.mask()),
-        )
-
-    @property
-    def generated(self) -> list[int]:
-        return self.tokens[self.num_prompt :]
 
 
 @dataclass(frozen=True)
@@ -189,7 +132,7 @@ class PipelineRunner(RankZeroCounts):
         number = self._num_launched
         rows = [row for batch in batches for row in batch.logits_rows]
         with self._noting():
-            self._group.tell(_Sweep([_sent(batch) for batch in batches], vocabulary_chunks))
+            self._group.tell(encode(StageSweep([_sent(batch) for batch in batches], vocabulary_chunks)))
             self._num_launched += 1
             self._executor.run(batches, _nothing)
 
@@ -241,7 +184,7 @@ def load_pipeline(
     words = load_words(request, tokenizer)
     loads = _plan_stages(request, stages)
     own, memory = loads[0]
-    put_to_work(group, serve_stage, loads)
+    group.tell(encode(StageLoads(loads)))
     own = replace(own, on_step=request.on_step, on_load=request.on_load)
     executor, _ = load_executor(own, memory, neighbours=_Neighbours(group))
     try:
@@ -334,7 +277,7 @@ def serve_stage(group: StageGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan
         with contextlib.closing(_Answering(group)) as answering:
             while True:
                 try:
-                    sweep: _Sweep = group.told()
+                    sweep: StageSweep = decode(group.told())
                 except EOFError:
                     break
                 chooser = _Scoring() if sweep.vocabulary_chunks else _Sampling()
@@ -389,7 +332,7 @@ class _Answering:
     def _run(self) -> None:
         try:
             while (answers := self._queue.get()) is not None:
-                content = torch.frombuffer(bytearray(pickle.dumps(answers)), dtype=torch.uint8)
+                content = torch.frombuffer(bytearray(encode(answers)), dtype=torch.uint8)
                 self._group.send(torch.tensor([len(content)]), 0)
                 self._group.send(content, 0)
         except BatchgenError as error:  # a rank has ended, which rank 0 finds out itself
@@ -404,12 +347,12 @@ def _receive(group: StageGroup, rank: int) -> Answers:
     group.receive(length, rank)
     content = torch.empty(int(length), dtype=torch.uint8)
     group.receive(content, rank)
-    return pickle.loads(content.numpy().tobytes())
+    return decode(content.numpy().tobytes())
 
 
 def _sent(batch: PackedBatch) -> PackedBatch:
     """A batch for other processes, with no more of its sequences than choosing takes."""
-    sent = {row.sequence: _SentSequence.of(row.sequence) for row in batch.logits_rows}
+    sent = {row.sequence: SentSequence.of(row.sequence) for row in batch.logits_rows}
     return replace(batch, logits_rows=[LogitsRow(sent[row.sequence], row.position) for row in batch.logits_rows])
 
 

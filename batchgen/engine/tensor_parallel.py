@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from batchgen.core.device import Device
 from batchgen.core.dtypes import AS_FOUND, CODE_GROUP, EXPANDED, INT4, INT8, KEPT_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.distributed.launch import ranks_of_host
-from batchgen.distributed.serve import put_to_work
 from batchgen.engine.loader import LoadRequest, load_executor, load_parts
+from batchgen.engine.messages import ShardLoad, ShardSweep, decode, encode
 from batchgen.engine.parts import EngineParts, SweepRunner, process_peaks
 from batchgen.engine.rank_zero import RankZeroCounts
 from batchgen.models.config import ModelConfig
@@ -44,8 +44,8 @@ class Ranks(Protocol):
 
     def all_reduce(self, tensor: Tensor) -> None: ...
     def check(self) -> None: ...
-    def tell(self, message: Any) -> None: ...
-    def told(self) -> Any: ...
+    def tell(self, message: bytes) -> None: ...
+    def told(self) -> bytes: ...
     def ready(self) -> None: ...
     def peaks(self) -> list[dict[str, int] | None]: ...
     def close(self, *, done: bool = True) -> None: ...
@@ -86,7 +86,10 @@ def _check_cuda(size: int) -> None:
         raise InputError(
             "--tensor-parallel on --device cuda needs a torch with NCCL: install one, or give --device cpu"
         )
-    if (here := ranks_of_host(size)) > (count := torch.cuda.device_count()):
+    here = ranks_of_host(size)
+    if here < size:
+        raise InputError("--tensor-parallel on --device cuda is for the GPUs of one host: start all ranks there")
+    if here > (count := torch.cuda.device_count()):
         raise InputError(f"--tensor-parallel {size} needs {here} GPUs here, one for each rank, and torch sees {count}")
 
 
@@ -140,9 +143,10 @@ def load_on_ranks(
     if request.shard is None:
         return load_parts(request, tokenizer)
     from batchgen.distributed.group import lead
+    from batchgen.engine.follow import WORK
 
     check_policy(request.policy)
-    return load_parts_on_ranks(request, tokenizer, group or lead(request.shard.size, shares))
+    return load_parts_on_ranks(request, tokenizer, group or lead(request.shard.size, shares, work=WORK))
 
 
 def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer], ranks: Ranks) -> EngineParts:
@@ -162,7 +166,7 @@ def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer]
         parts = load_parts(
             replace(request, reduce=ranks.all_reduce),
             tokenizer,
-            lambda memory: put_to_work(ranks, follow_sweeps, for_others, memory),
+            lambda memory: ranks.tell(encode(ShardLoad(for_others, memory))),
         )
         try:
             ranks.ready()
@@ -196,8 +200,8 @@ def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> dic
     try:
         ranks.ready()
         while True:
-            batches, vocabulary_chunks = ranks.told()
-            if wait := executor.run(batches, _no_logits, vocabulary_chunks=vocabulary_chunks):
+            sweep: ShardSweep = decode(ranks.told())
+            if wait := executor.run(sweep.batches, _no_logits, vocabulary_chunks=sweep.vocabulary_chunks):
                 wait()
     except EOFError:
         pass
@@ -232,7 +236,7 @@ class LeadingRunner(RankZeroCounts):
     ) -> None:
         """As `Executor.run`; the sweep has run when this returns. Raises BatchgenError where a rank is lost."""
         self._in_sweep = True
-        self._ranks.tell(([_for_others(batch) for batch in batches], vocabulary_chunks))
+        self._ranks.tell(encode(ShardSweep([_for_others(batch) for batch in batches], vocabulary_chunks)))
         # Tokens are on rank 0's device alone: another sweep cannot begin with them before this one has run.
         if wait := self._executor.run(batches, on_logits, vocabulary_chunks=vocabulary_chunks, cohorts=cohorts):
             wait()

@@ -109,11 +109,12 @@ def _load_stages(
 ) -> EngineParts:
     """Load the stages of a pipeline: this process's, and those of others that are started here or were by a launcher."""
     from batchgen.distributed.group import lead
+    from batchgen.engine.follow import WORK
     from batchgen.engine.pipeline import Stage, load_pipeline
 
     layers = split_layers(job.config, job.options.pipeline)
     stages = [Stage(first, stop, stage_policy(plan.policy, stop - first)) for first, stop in layers]
-    group = group or lead(len(stages), [set(share) for share in job.shares])
+    group = group or lead(len(stages), [set(share) for share in job.shares], work=WORK)
     try:
         return load_pipeline(request, stages, group, tokenizer)
     except BaseException:

@@ -15,14 +15,16 @@ import ranks
 import torch
 
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.distributed import control
 from batchgen.distributed import group as group_module
+from batchgen.distributed.authentication import CONTROL, Call
 from batchgen.distributed.control import Hub, Line
 from batchgen.distributed.group import dismissing, follow, lead
 from batchgen.distributed.launch import Rank, core_shares, own_share, rank_of_environment
-from batchgen.distributed.serve import put_to_work
+from batchgen.distributed.listener import Listener, call_rank
 from batchgen.ops.instruction_set import follow_affinity, num_threads
 
+SECRET = b"0123456789abcdef" * 2
+WORK = "ranks:say_ready"
 SUPPORT = str(Path(ranks.__file__).parent)
 
 
@@ -43,8 +45,7 @@ def has_ended(pid):
 
 def test_three_ranks_add_up_pass_on_and_end():
     before = os.sched_getaffinity(0)
-    group = lead(3)
-    put_to_work(group, ranks.add_up, 2)
+    group = ranks.start(3, ranks.add_up, 2)
     for _ in range(2):
         values = torch.arange(4, dtype=torch.float32)
         group.all_reduce(values)
@@ -52,15 +53,14 @@ def test_three_ranks_add_up_pass_on_and_end():
     group.send(torch.tensor([5.0, 7.0]), 1)
     group.receive(found := torch.zeros(2), 2)
     assert found.tolist() == [8, 10]
-    group.tell({"more": [1, 2]})
+    ranks.say(group, {"more": [1, 2]})
     group.ready()
     group.close()
     assert os.sched_getaffinity(0) == before
 
 
 def test_a_rank_that_is_killed_is_named():
-    group = lead(3)
-    put_to_work(group, ranks.die, int(signal.SIGKILL), 2)
+    group = ranks.start(3, ranks.die, int(signal.SIGKILL), 2)
     group.all_reduce(torch.ones(3))
     with pytest.raises(
         BatchgenError, match=r"^rank 2 of 3 was killed by SIGKILL.*; the same command goes on from there$"
@@ -70,12 +70,11 @@ def test_a_rank_that_is_killed_is_named():
 
 
 def test_what_another_rank_refuses_rank_0_says():
-    group = lead(2)
-    put_to_work(group, ranks.refuse)
+    group = ranks.start(2, ranks.refuse)
     with pytest.raises(BatchgenError, match=r"^rank 1 of 2 failed: no such model here; "):
         group.ready()
     with pytest.raises(BatchgenError, match=r"^rank 1 of 2 failed: no such model here; "):
-        group.tell("more")
+        group.tell(b"more")
     group.close(done=False)
 
 
@@ -109,7 +108,7 @@ def test_what_rank_0_refuses_ends_it_though_others_never_come(monkeypatch):
 def test_others_end_with_a_line_where_rank_0_refuses(monkeypatch):
     in_environment(monkeypatch, 0, 2)
     monkeypatch.setattr(group_module, "_REFUSED_S", 60)
-    place, said = replace(rank_of_environment(), rank=1, hosts_store=False), []
+    place, said = replace(rank_of_environment(), rank=1), []
 
     def come():
         try:
@@ -133,8 +132,7 @@ def test_a_number_of_ranks_that_is_not_the_launchers_is_told_to_all(monkeypatch)
 
 
 def test_rank_0_has_the_peaks_of_others_once_it_is_closed():
-    group = lead(3)
-    put_to_work(group, ranks.hold, [100, 200])
+    group = ranks.start(3, ranks.hold, [100, 200])
     assert group.peaks() == [None, None]
     group.close()
     assert group.peaks() == [{"cpu": 100}, {"cpu": 200}]
@@ -159,13 +157,13 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
         with pytest.raises(
             BatchgenError, match=f"^MASTER_PORT {port} is taken on this host: give all ranks another one$"
         ):
-            lead(2, timeout_s=1)
+            lead(2, work=None, timeout_s=1)
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch):
     in_environment(monkeypatch, 0, 3)
     with pytest.raises(BatchgenError, match=r"^ranks 1, 2 of 3 did not come within 1 s: start all 3 of them"):
-        lead(3, timeout_s=1)
+        lead(3, work=None, timeout_s=1)
 
 
 def test_rank_0_that_does_not_come_is_named():
@@ -177,16 +175,16 @@ def test_rank_0_that_does_not_come_is_named():
 def test_a_rank_that_ends_before_it_has_come_is_named(monkeypatch, capfd):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(BatchgenError, match=r"^rank 1 of 2 ended with exit code 1 before it had begun"):
-        lead(2)
+        lead(2, work=WORK)
 
 
 def test_what_a_launcher_says_must_fit(monkeypatch):
     in_environment(monkeypatch, 0, 4)
     with pytest.raises(InputError, match="the launcher has started 4 ranks, the job is for 2"):
-        lead(2)
+        lead(2, work=WORK)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(InputError, match="this is rank 1"):
-        lead(4)
+        lead(4, work=WORK)
 
 
 @pytest.mark.parametrize(
@@ -222,40 +220,44 @@ def test_ranks_share_the_cores(size, cores, nodes, shares):
     assert core_shares(size, cores, nodes) == shares
 
 
-def hub_and_lines(hub, lost):
-    """Both others of a group of three, and the events that say that they have lost rank 0."""
-    return [Line(rank, "127.0.0.1", hub.port, "secret", 60, lost[rank].set) for rank in (1, 2)]
+def connected(size):
+    """Rank 0's hub, and the other ranks' ends, as threads of this process; events that say that they have lost rank 0."""
+    listener, lost, lines = Listener(0, size, SECRET, ("127.0.0.1", 0)), {}, {}
+    for rank in range(1, size):
+        lost[rank] = threading.Event()
+        connection = call_rank(listener.address, SECRET, Call(rank, 0, size, CONTROL), 60)
+        lines[rank] = Line(connection, lost[rank].set)
+    hub = Hub(size, listener.wait_for(CONTROL, range(1, size), 60))
+    listener.close()
+    return hub, lines, lost
 
 
 def test_when_one_rank_ends_the_others_end_and_the_first_is_named():
-    hub = Hub(3, "127.0.0.1", "secret")
-    lost = {rank: threading.Event() for rank in (1, 2)}
-    lines = hub_and_lines(hub, lost)
-    hub.wait_for_ranks(60, dict)
-    lines[0].fail(InputError("no memory"))
+    hub, lines, lost = connected(3)
+    lines[1].fail(InputError("no memory"))
     assert lost[2].wait(60)
     with pytest.raises(BatchgenError, match=r"^rank 1 of 3 failed: no memory; "):
         hub.raise_ended(60)
     hub.close(done=False)
 
 
-def test_somebody_who_says_nothing_does_not_keep_ranks_from_coming(monkeypatch):
-    monkeypatch.setattr(control, "_HELLO_S", 0.1)
-    hub = Hub(3, "127.0.0.1", "secret")
-    with socket.create_connection(("127.0.0.1", hub.port)):
-        lines = hub_and_lines(hub, {rank: threading.Event() for rank in (1, 2)})
-        hub.wait_for_ranks(20, dict)
+def test_what_is_done_ends_all_without_a_loss():
+    hub, lines, lost = connected(3)
+    hub.tell(b"work")
+    for line in lines.values():
+        assert line.told() == b"work"
+        line.end({})
     hub.close(done=True)
-    for line in lines:
+    for line in lines.values():
         with pytest.raises(EOFError):
             line.told()
+    assert not any(event.is_set() for event in lost.values())
 
 
 def test_files_beside_the_data_do_not_stand_for_modules(monkeypatch, tmp_path):
     (tmp_path / "queue.py").write_text("raise AssertionError('it was imported')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    group = lead(2)
-    put_to_work(group, ranks.say_ready)
+    group = ranks.start(2, ranks.say_ready)
     group.ready()
     group.close()

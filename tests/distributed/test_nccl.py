@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from batchgen.core.errors import BatchgenError
 from batchgen.distributed.group import lead
 from batchgen.distributed.launch import own_device
-from batchgen.distributed.serve import put_to_work
+
+WORK = "ranks:say_ready"
 
 
 class FakeNccl:
@@ -53,10 +54,10 @@ def nccl(monkeypatch):
 
 
 def test_the_backend_is_that_of_the_tensors_device(nccl):
-    group = lead(1)
+    group = lead(1, work=WORK)
     values = torch.arange(3.0)
     group.all_reduce(values)
-    assert values.tolist() == [0, 1, 2] and not nccl, "tensors of the host go by gloo"
+    assert values.tolist() == [0, 1, 2] and not nccl, "tensors of the host go by the ranks' own connections"
     with FakeTensorMode():
         for rows in (4, 2, 4):
             group.all_reduce(torch.empty(rows, 8, dtype=torch.bfloat16, device="cuda"))
@@ -72,8 +73,7 @@ def test_the_backend_is_that_of_the_tensors_device(nccl):
 
 def test_a_rank_that_is_lost_ends_sums_on_the_device(nccl):
     """A kernel of NCCL would wait for it for ever."""
-    group = lead(2)
-    put_to_work(group, ranks.die, int(signal.SIGKILL), 1)
+    group = ranks.start(2, ranks.die, int(signal.SIGKILL), 1)
     with FakeTensorMode():
         group.all_reduce(torch.empty(4, device="cuda"))
     group.all_reduce(torch.ones(3))
@@ -86,8 +86,7 @@ def test_a_rank_that_is_lost_ends_sums_on_the_device(nccl):
 
 
 def test_a_rank_that_is_lost_before_ranks_are_connected_on_the_device_ends_that(nccl):
-    group = lead(2)
-    put_to_work(group, ranks.die, int(signal.SIGKILL), 1)
+    group = ranks.start(2, ranks.die, int(signal.SIGKILL), 1)
     group.all_reduce(torch.ones(3))
     with pytest.raises(BatchgenError, match="rank 1 of 2 was killed by SIGKILL"):
         group.all_reduce(torch.ones(3))
@@ -114,8 +113,7 @@ def test_a_rank_sees_one_device(visible, devices):
 
 def test_processes_have_the_device_of_their_number(nccl, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
-    group = lead(3)
-    put_to_work(group, ranks.note_device, str(tmp_path / "device"))
+    group = ranks.start(3, ranks.note_device, str(tmp_path / "device"))
     group.ready()
     group.close()
     assert [(tmp_path / f"device.{rank}").read_text() for rank in (1, 2)] == ["5", "7"]

@@ -1,12 +1,12 @@
 """Ranks of tensor parallelism as threads of the test's process: what they tell one another goes through queues, sums through memory."""
 
-import pickle
 import queue
 import threading
 
 import torch
 from tiered import make_request
 
+from batchgen.engine.follow import follow_rank_zero
 from batchgen.engine.tensor_parallel import load_parts_on_ranks
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.shard import shard_of
@@ -47,13 +47,13 @@ class RankThread:
 
     def tell(self, message):
         for messages in self.shared.messages[1:]:
-            messages.put(pickle.dumps(message))  # as it goes to another process
+            messages.put(bytes(message))
 
     def told(self):
         message = self.shared.messages[self.rank].get(timeout=_TIMEOUT_S)
         if message is None:
             raise EOFError
-        return pickle.loads(message)
+        return message
 
     def ready(self):
         self.shared.barrier.wait()
@@ -72,8 +72,7 @@ class RankThread:
     def work(self):
         """As `distributed.serve.serve`."""
         try:
-            function, arguments = self.told()
-            self.shared.found_peaks[self.rank] = function(self, *arguments)
+            self.shared.found_peaks[self.rank] = follow_rank_zero(self)
         except EOFError:
             pass
         except BaseException as error:

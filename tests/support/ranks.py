@@ -1,18 +1,35 @@
 """What ranks are told to do in tests of groups: functions that their processes can import."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from batchgen.core.errors import InputError
-from batchgen.distributed.group import Group
-from batchgen.distributed.serve import put_to_work
+from batchgen.distributed.group import Group, lead
+
+
+def start(size: int, work: Callable[..., Any], *arguments: Any) -> Group:
+    """A group whose other ranks are processes that call a function of this module with their group and what else it takes."""
+    group = lead(size, work=f"ranks:{work.__name__}")
+    say(group, arguments)
+    return group
+
+
+def say(group: Group, message: Any) -> None:
+    group.tell(json.dumps(message).encode())
+
+
+def heard(group: Group) -> Any:
+    """What rank 0 says next."""
+    return json.loads(group.told())
 
 
 def free_port() -> int:
@@ -20,8 +37,9 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def add_up(group: Group, rounds: int) -> None:
+def add_up(group: Group) -> None:
     """Sums of all ranks' numbers, a ring of messages, and what rank 0 says meanwhile."""
+    (rounds,) = heard(group)
     for _ in range(rounds):
         values = torch.arange(4, dtype=torch.float32) * 10**group.rank
         group.all_reduce(values)
@@ -29,39 +47,44 @@ def add_up(group: Group, rounds: int) -> None:
     passed = torch.zeros(2)
     group.receive(passed, group.rank - 1)
     group.send(passed + group.rank, (group.rank + 1) % group.size)
-    assert group.told() == {"more": [1, 2]}
+    assert heard(group) == {"more": [1, 2]}
     group.ready()
     with contextlib.suppress(EOFError):  # one that ends before the others are ready has failed
         group.told()
 
 
 def say_ready(group: Group) -> None:
+    heard(group)
     group.ready()
     with contextlib.suppress(EOFError):
         group.told()
 
 
-def hold(group: Group, peaks: list[int]) -> dict[str, int]:
+def hold(group: Group) -> dict[str, int]:
     """Says how much it held, once rank 0 says that all is done."""
+    (peaks,) = heard(group)
     with contextlib.suppress(EOFError):
         group.told()
     return {"cpu": peaks[group.rank - 1]}
 
 
 def refuse(group: Group) -> None:
+    heard(group)
     raise InputError("no such model\nhere")
 
 
-def die(group: Group, number: int, first: int) -> None:
+def die(group: Group) -> None:
     """The rank `first` is killed between two sums."""
+    number, first = heard(group)
     for step in range(2):
         if group.rank == first and step:
             os.kill(os.getpid(), number)
         group.all_reduce(torch.ones(3))
 
 
-def wait_for_ever(group: Group, path: str) -> None:
+def wait_for_ever(group: Group) -> None:
     """Notes the process's number in a file, and hangs."""
+    (path,) = heard(group)
     Path(f"{path}.{group.rank}").write_text(str(os.getpid()))
     group.ready()
     time.sleep(600)
@@ -69,29 +92,26 @@ def wait_for_ever(group: Group, path: str) -> None:
 
 def be_killed_as_leader(path: str) -> None:
     """As a program: leads two others that hang, and is killed."""
-    from batchgen.distributed.group import lead
-
-    group = lead(3)
-    put_to_work(group, wait_for_ever, path)
+    group = start(3, wait_for_ever, path)
     group.ready()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def be_killed_as_leader_at_the_start(path: str) -> None:
     """As a program: starts two others and is killed before they have found it."""
-    from batchgen.distributed.control import Hub
-    from batchgen.distributed.group import lead
+    from batchgen.distributed.listener import Listener
 
-    def wait_for_ranks(hub: Hub, timeout_s: float, gone: Any) -> None:
+    def wait_for(listener: Listener, channel: int, others: Any, timeout_s: float, gone: Any) -> None:
         for rank, process in gone.__self__._running.items():
             Path(f"{path}.{rank}").write_text(str(process.pid))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Hub.wait_for_ranks = wait_for_ranks
-    lead(3)
+    Listener.wait_for = wait_for  # type: ignore[method-assign]
+    lead(3, work="ranks:say_ready")
 
 
-def note_device(group: Group, path: str) -> None:
+def note_device(group: Group) -> None:
     """Notes in a file which CUDA device the process sees."""
+    (path,) = heard(group)
     Path(f"{path}.{group.rank}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
     group.ready()

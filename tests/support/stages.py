@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from tiered import BUDGETS
 
 from batchgen.core.device import Device
 from batchgen.core.errors import BatchgenError
+from batchgen.engine.follow import follow_rank_zero
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.parts import EngineParts
 from batchgen.engine.pipeline import Stage, load_pipeline
@@ -69,15 +69,14 @@ class ThreadGroup:
         return [self.found_peaks.get(rank) for rank in range(1, self.size)]
 
     def tell(self, message) -> None:
-        content = pickle.dumps(message)
         for messages in self._all.messages[1:]:
-            messages.put(content)
+            messages.put(bytes(message))
 
     def told(self):
         content = self._all.messages[self.rank].get()
         if content is _END:
             raise EOFError
-        return pickle.loads(content)
+        return content
 
     def ready(self) -> None:
         if self.rank:
@@ -111,8 +110,7 @@ def start_threads(size: int) -> ThreadGroup:
 
     def serve(group: ThreadGroup) -> None:
         try:
-            function, arguments = group.told()
-            first.found_peaks[group.rank] = function(group, *arguments)
+            first.found_peaks[group.rank] = follow_rank_zero(group)
         except EOFError:
             pass
         except BaseException as error:

@@ -1,0 +1,110 @@
+"""Files and folders where other users may write too: what they put there is neither followed, nor written to, nor believed."""
+
+from __future__ import annotations
+
+import errno
+import grp
+import os
+import pwd
+import stat
+import tempfile
+from pathlib import Path
+
+_UNNAMED_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)  # by filesystems without O_TMPFILE, and old kernels
+_TRIES = 100
+
+
+class NotPrivate(OSError):
+    """Another user has made a file or folder, or may write to it. `strerror` says which of these."""
+
+    def __init__(self, reason: str, path: Path) -> None:
+        super().__init__(errno.EPERM, reason, str(path))
+
+
+def why_not_private(status: os.stat_result) -> str | None:
+    """Why what a stat describes may hold what another user put there; None: only this user, or root, can have written to it."""
+    if status.st_uid not in (os.geteuid(), 0):
+        return "it belongs to another user"
+    if status.st_mode & stat.S_IWOTH:
+        return "every user may write to it"
+    if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid):
+        return "its group may write to it"
+    return None
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether a group has no member but this user, or root: many systems give each user such a group, and a umask of 0002."""
+    try:
+        name = pwd.getpwuid(os.geteuid()).pw_name
+        members = set(grp.getgrgid(gid).gr_mem) | {user.pw_name for user in pwd.getpwall() if user.pw_gid == gid}
+    except KeyError:  # a user or group without a name, as in containers: nobody else is known
+        return gid == os.getegid()
+    return members <= {name, "root"}
+
+
+def private_folder(path: Path) -> Path:
+    """A folder that only this user can write to, made with mode 0700 where there is none.
+
+    Raises:
+        NotPrivate: It is a link, or another user's, or others may write to it.
+        OSError: It cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        status = os.lstat(path)
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotPrivate("it is no folder", path) from None
+        if reason := why_not_private(status):
+            raise NotPrivate(reason, path) from None
+        if status.st_uid == os.geteuid() and status.st_mode & 0o022:
+            path.chmod(status.st_mode & 0o755)
+    return path
+
+
+def runtime_folder() -> Path:
+    """This user's folder for what lives as long as a process, on this machine. Raises OSError, as `private_folder` does."""
+    return private_folder(Path(tempfile.gettempdir(), f"batchgen-{os.geteuid()}"))
+
+
+def open_regular(path: Path | str, flags: int, mode: int = 0o600) -> int:
+    """As os.open, but of a regular file, and never by a link. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)  # a named pipe would make it wait
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise NotPrivate("it is no regular file", Path(path))
+
+
+def open_unnamed(directory: Path, flags: int = 0) -> int:
+    """A new file in a folder, to be read and written, that has no name: nobody else opens it, and it ends with its descriptor.
+
+    Where the filesystem has no such files, it has a random name for an instant.
+
+    Args:
+        directory: Where there is space for it.
+        flags: Of os.open, beside these, such as O_DIRECT.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    if hasattr(os, "O_TMPFILE"):
+        try:
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL | flags, 0o600)
+        except OSError as error:
+            if error.errno not in _UNNAMED_REFUSED:
+                raise
+    # EINVAL is also what a filesystem without direct I/O says: then this raises it, too.
+    for _ in range(_TRIES):
+        path = directory / f".batchgen-{os.urandom(8).hex()}"
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | flags, 0o600)
+        except FileExistsError:
+            continue
+        except OSError:
+            # Where direct I/O is refused, the kernel has made the file all the same.
+            path.unlink(missing_ok=True)
+            raise
+        path.unlink()
+        return descriptor
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory))

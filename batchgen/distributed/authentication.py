@@ -1,0 +1,129 @@
+"""How two ranks prove to each other that they belong to one job, before either reads anything else that the other says.
+
+Both know a secret. Each sends a fresh random number, and each answers with an HMAC-SHA256 of both numbers, of who calls whom for what,
+and of the address that was called. So nothing that was recorded can be played again, no answer can be sent back to the one who gave
+it, and nobody can stand between two ranks at another address and pass on what they say. The caller proves itself first: a stranger who
+calls learns nothing that he could guess a secret by.
+
+This says who is at the other end. It does not hide what is said: between hosts that is for the network to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import socket
+import struct
+import time
+from dataclasses import dataclass
+
+_MAGIC = b"batchgen ranks 1"
+_NONCE_BYTES = _PROOF_BYTES = 32
+_CALL = struct.Struct("<16sIIIB")  # the magic, who calls, whom, of how many ranks, and for which channel
+_CALLER, _CALLED = b"caller", b"called"
+CONTROL, TENSORS = 1, 2  # channels: what a connection is for
+
+
+class NotAuthenticated(Exception):
+    """Whoever is at the other end has not shown that it knows the secret, or not in time."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Who calls whom, and for what.
+
+    Attributes:
+        rank, called: the rank that connects, and the one that it connects to.
+        size: ranks of the group.
+        channel: CONTROL or TENSORS.
+    """
+
+    rank: int
+    called: int
+    size: int
+    channel: int
+
+    def to_bytes(self) -> bytes:
+        return _CALL.pack(_MAGIC, self.rank, self.called, self.size, self.channel)
+
+
+def authenticate_as_caller(connection: socket.socket, secret: bytes, call: Call, within_s: float) -> None:
+    """Prove to the rank that was called that this one belongs to the job, and have it prove the same.
+
+    Raises:
+        NotAuthenticated: It has not.
+    """
+    deadline_s = time.monotonic() + within_s
+    own = secrets.token_bytes(_NONCE_BYTES)
+    try:
+        _send(connection, call.to_bytes() + own, deadline_s)
+        other = _receive(connection, _NONCE_BYTES, deadline_s)
+        said = call.to_bytes() + own + other + _endpoint(connection.getpeername())
+        _send(connection, _proof(secret, _CALLER, said), deadline_s)
+        proof = _receive(connection, _PROOF_BYTES, deadline_s)
+    except OSError as error:
+        raise NotAuthenticated(str(error)) from error
+    if not hmac.compare_digest(proof, _proof(secret, _CALLED, said)):
+        raise NotAuthenticated("it does not know the secret")
+
+
+def authenticate_caller(connection: socket.socket, secret: bytes, rank: int, size: int, within_s: float) -> Call:
+    """Have a caller prove that it belongs to the job, and prove the same to it. rank, size: of this process.
+
+    Raises:
+        NotAuthenticated: It has not.
+    """
+    deadline_s = time.monotonic() + within_s
+    own = secrets.token_bytes(_NONCE_BYTES)
+    try:
+        said = _receive(connection, _CALL.size + _NONCE_BYTES, deadline_s)
+        magic, caller, called, said_size, channel = _CALL.unpack_from(said)
+        if magic != _MAGIC or (called, said_size) != (rank, size) or not rank < caller < size:
+            raise NotAuthenticated("it is no other rank of this job")
+        if channel not in (CONTROL, TENSORS):
+            raise NotAuthenticated("it wants a channel that is not there")
+        _send(connection, own, deadline_s)
+        said = said + own + _endpoint(connection.getsockname())
+        proof = _receive(connection, _PROOF_BYTES, deadline_s)
+        if not hmac.compare_digest(proof, _proof(secret, _CALLER, said)):
+            raise NotAuthenticated("it does not know the secret")
+        _send(connection, _proof(secret, _CALLED, said), deadline_s)
+    except OSError as error:
+        raise NotAuthenticated(str(error)) from error
+    return Call(caller, called, said_size, channel)
+
+
+def _proof(secret: bytes, role: bytes, said: bytes) -> bytes:
+    return hmac.new(secret, role + said, hashlib.sha256).digest()
+
+
+def _endpoint(address: tuple) -> bytes:
+    """An address as both ends see it."""
+    host = ipaddress.ip_address(address[0].partition("%")[0])
+    mapped = getattr(host, "ipv4_mapped", None)
+    return f"{mapped or host} {address[1]}".encode()
+
+
+def _send(connection: socket.socket, content: bytes, deadline_s: float) -> None:
+    _leave(connection, deadline_s)
+    connection.sendall(content)
+
+
+def _receive(connection: socket.socket, count: int, deadline_s: float) -> bytes:
+    content = b""
+    while len(content) < count:
+        _leave(connection, deadline_s)
+        if not (part := connection.recv(count - len(content))):
+            raise NotAuthenticated("it closed the connection")
+        content += part
+    return content
+
+
+def _leave(connection: socket.socket, deadline_s: float) -> None:
+    """Leave the next call on a connection no more than what is left of the time."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise NotAuthenticated("it did not say who it is in time")
+    connection.settimeout(left_s)

@@ -1,0 +1,191 @@
+"""Where a rank is called by those above it, until all of them have come; nobody listens from then on."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.distributed.authentication import (
+    Call,
+    NotAuthenticated,
+    authenticate_as_caller,
+    authenticate_caller,
+)
+
+HELLO_S = 5.0  # for whoever calls to prove who it is
+_MOST_STRANGERS = 64  # calls of which it is not known yet who they are; ranks need milliseconds for that, so the oldest is given up
+_POLL_S = 0.1  # how often rank 0 looks whether a process that it started has ended before it came
+
+
+class Listener:
+    """A socket on one address, and the connections of the ranks that have proved who they are.
+
+    A stranger's call is closed. Whatever he does, silence included, keeps no rank from coming.
+    """
+
+    def __init__(self, rank: int, size: int, secret: bytes, address: tuple[str, int]) -> None:
+        """Listen. address: a host, whose first address is taken, and a port, 0 for any. Raises OSError."""
+        self.rank, self.size = rank, size
+        self._secret = secret
+        family, *_, bound = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        self._server = socket.create_server(bound[:2], family=family, backlog=2 * _MOST_STRANGERS)
+        self._arrived: dict[tuple[int, int], socket.socket] = {}  # (channel, rank): its connection
+        self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
+        self._changed = threading.Condition()
+        self._closed = self._has_warned = False
+        threading.Thread(target=self._accept_all, name="accept-ranks", daemon=True).start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._server.getsockname()[:2]
+
+    def _accept_all(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(_POLL_S)  # too many files are open, perhaps
+                continue
+            with self._changed:
+                if len(self._strangers) >= _MOST_STRANGERS:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    _hang_up(oldest)
+                self._strangers[connection] = None
+            threading.Thread(target=self._admit, args=(connection,), name="admit-rank", daemon=True).start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        try:
+            call = authenticate_caller(connection, self._secret, self.rank, self.size, HELLO_S)
+        except NotAuthenticated as error:
+            self._turn_away(connection, str(error))
+            return
+        with self._changed:
+            self._strangers.pop(connection, None)
+            unwanted: socket.socket | None = connection
+            if not self._closed:  # a rank calls again where it has heard no answer
+                unwanted = self._arrived.pop((call.channel, call.rank), None)
+                self._arrived[call.channel, call.rank] = connection
+                self._changed.notify_all()
+        if unwanted is not None:
+            unwanted.close()
+
+    def _turn_away(self, connection: socket.socket, why: str) -> None:
+        with self._changed:
+            self._strangers.pop(connection, None)
+            is_first, self._has_warned = not self._has_warned and not self._closed, True
+        if is_first:  # of a flood one line is enough
+            line = f"batchgen: rank {self.rank} of {self.size} closed a connection from {_caller(connection)}: {why}"
+            with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+                print(line, file=sys.stderr)
+        connection.close()
+
+    def wait_for(
+        self,
+        channel: int,
+        ranks: Iterable[int],
+        timeout_s: float,
+        gone: Callable[[], Mapping[int, str]] = dict,
+    ) -> dict[int, socket.socket]:
+        """The connections of ranks, by rank, once all of them have come.
+
+        Args:
+            channel: For which they call.
+            ranks: Those that are waited for.
+            timeout_s: For all of them.
+            gone: Gives what became of ranks that have ended already.
+
+        Raises:
+            BatchgenError: A rank has ended, or has not come in time; it names them.
+        """
+        ranks, deadline_s = list(ranks), time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._missing(channel, ranks), _POLL_S)
+                if not (missing := self._missing(channel, ranks)):
+                    return {rank: _ready(self._arrived.pop((channel, rank))) for rank in ranks}
+            if ended := [fate for rank, fate in gone().items() if rank in missing]:
+                why = ": its own message says why" if "exit code" in ended[0] else "; the same command goes on from there"
+                raise BatchgenError(f"{ended[0]} before it had begun{why}")
+            if time.monotonic() > deadline_s:
+                raise BatchgenError(
+                    f"{_ranks(missing, self.size)} did not come within {timeout_s:,.0f} s: start all {self.size} of them,"
+                    f" and see that they reach rank {self.rank}"
+                )
+
+    def arrived(self, channel: int) -> dict[int, socket.socket]:
+        """The connections of those that have come since this was last asked."""
+        with self._changed:
+            ranks = [rank for kind, rank in self._arrived if kind == channel]
+            return {rank: _ready(self._arrived.pop((channel, rank))) for rank in ranks}
+
+    def _missing(self, channel: int, ranks: list[int]) -> list[int]:
+        return [rank for rank in ranks if (channel, rank) not in self._arrived]
+
+    def close(self) -> None:
+        """Listen no more, and close the connections that nobody has asked for."""
+        with self._changed:
+            self._closed = True
+            left = [*self._strangers, *self._arrived.values()]
+            self._arrived.clear()
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._server.close()
+        for connection in left:
+            _hang_up(connection)
+
+
+def call_rank(address: tuple[str, int], secret: bytes, call: Call, within_s: float) -> socket.socket:
+    """Connect to a rank; both ends have proved who they are. Raises OSError or NotAuthenticated."""
+    connection = socket.create_connection(address, timeout=within_s)
+    try:
+        authenticate_as_caller(connection, secret, call, within_s)
+    except BaseException:
+        connection.close()
+        raise
+    return _ready(connection)
+
+
+def listen_at(rank: int, size: int, secret: bytes, address: tuple[str, int]) -> Listener:
+    """A listener at an address that MASTER_ADDR or MASTER_PORT names. Raises InputError or BatchgenError where it cannot be."""
+    host, port = address
+    try:
+        return Listener(rank, size, secret, address)
+    except socket.gaierror as error:
+        raise InputError(f"MASTER_ADDR {host} is no host that is known here ({error.strerror}): give rank 0's") from error
+    except OSError as error:
+        if port and "in use" in str(error):
+            raise BatchgenError(f"MASTER_PORT {port} is taken on this host: give all ranks another one") from error
+        raise BatchgenError(
+            f"rank {rank} cannot listen at {host}:{port} ({error.strerror}): MASTER_ADDR must be an address of rank 0's host"
+        ) from error
+
+
+def _ready(connection: socket.socket) -> socket.socket:
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """End a connection that another thread may wait for; that thread closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _caller(connection: socket.socket) -> str:
+    with contextlib.suppress(OSError):
+        return str(connection.getpeername()[0])
+    return "somebody"
+
+
+def _ranks(ranks: Iterable[int], size: int) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"{'ranks' if ',' in names else 'rank'} {names} of {size}"

@@ -1,0 +1,164 @@
+"""Where a launcher's ranks find rank 0, and the secret that they share.
+
+What a launcher says is an address, no more: whoever answers there has to know the secret. Several hosts have it from their user, in
+BATCHGEN_SECRET or BATCHGEN_SECRET_FILE. On one host rank 0 leaves it, with its port, in a file that this user alone can read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchgen.core.atomic_file import write_atomically
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.private_files import open_regular, runtime_folder
+from batchgen.distributed.launch import LOOPBACK, SECRET, SECRET_FILE, Rank, is_loopback
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_LEAST_CHARACTERS = 32
+_MOST_BYTES = 4096  # of a file with a secret
+_MAKE_ONE = "`openssl rand -hex 32` makes one"
+_KEY = "batchgen/rank-0"  # of the launcher's store: where rank 0 is
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where rank 0 is said to be, and what it has to know."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+def new_secret() -> bytes:
+    """A secret for one job."""
+    return secrets.token_hex(32).encode()
+
+
+def secret_of_user(environment: Mapping[str, str] | None = None) -> bytes | None:
+    """The secret that the user has given, or the process that has started this one; None: nobody has.
+
+    Raises:
+        InputError: It is too short to be one, or its file can be read by others.
+    """
+    environment = os.environ if environment is None else environment
+    if path := environment.get(SECRET_FILE):
+        text, name = _text_of(Path(path)), f"{SECRET_FILE} {path}"
+    elif SECRET in environment:
+        text, name = environment[SECRET], SECRET
+    else:
+        return None
+    if len(text.strip()) < _LEAST_CHARACTERS:
+        raise InputError(f"{name} has fewer than {_LEAST_CHARACTERS} characters: {_MAKE_ONE}")
+    return text.strip().encode()
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with open(open_regular(path.resolve(), os.O_RDONLY), "rb") as file:
+            status = os.fstat(file.fileno())
+            content = file.read(_MOST_BYTES)
+        text = content.decode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise InputError(f"{SECRET_FILE} {path} cannot be read ({reason}): {_MAKE_ONE}") from error
+    if status.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(status.st_mode) & 0o077:
+        raise InputError(f"{SECRET_FILE} {path} is not this user's alone: chown it to yourself, and chmod 600")
+    return text
+
+
+class Meeting:
+    """What a rank of a launcher knows of where rank 0 is."""
+
+    def __init__(self, place: Rank) -> None:
+        """place: this process's. Raises InputError where ranks on several hosts have no secret."""
+        self._place, self._secret = place, secret_of_user()
+        self._by_file = self._secret is None
+        if self._by_file and not place.on_one_host:
+            raise InputError(
+                f"the ranks are on several hosts (MASTER_ADDR is {place.host}), and {SECRET} is not set: give all of them the"
+                f" same secret in {SECRET}, or in a file of mode 600 that {SECRET_FILE} names; {_MAKE_ONE}"
+            )
+        if place.rank == 0 and not place.on_one_host and is_loopback(place.host):
+            raise InputError(
+                f"MASTER_ADDR {place.host} is this host's own loopback address, which no other host reaches: give the"
+                " address or name of rank 0's host"
+            )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 listens: a host and a port, 0 where a launcher has MASTER_PORT itself."""
+        host = LOOPBACK if self._by_file else self._place.host
+        return host, 0 if self._place.has_store else self._place.port
+
+    @property
+    def secret(self) -> bytes:
+        """For rank 0: what the others have to know."""
+        if self._secret is None:
+            self._secret = new_secret()
+        return self._secret
+
+    def tell(self, port: int, within_s: float) -> None:
+        """As rank 0, say at which port it listens. Raises BatchgenError, also where the launcher's store is not reached within so many seconds."""
+        place = self._place
+        if self._by_file:
+            content = json.dumps({"port": port, "secret": self.secret.decode()}).encode()
+            try:
+                write_atomically(self._path(), content, mode=0o600)
+            except OSError as error:
+                raise BatchgenError(f"cannot write {error.filename}: {error.strerror}: set TMPDIR, or {SECRET}") from error
+        elif place.has_store:
+            try:
+                self._store(within_s).set(_KEY, f"{place.host} {port}")
+            except RuntimeError as error:
+                first_line = str(error).splitlines()[0]
+                raise BatchgenError(
+                    f"rank 0 cannot reach the launcher's store at {place.host}:{place.port}: {first_line}"
+                ) from error
+
+    def find(self, within_s: float) -> Found | None:
+        """As another rank, where rank 0 says that it is; None: it has said nothing. Raises BatchgenError."""
+        place = self._place
+        if self._by_file:
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # it is not there yet
+                with open(open_regular(self._path(), os.O_RDONLY), "rb") as file:
+                    found = json.loads(file.read(_MOST_BYTES))
+                return Found(LOOPBACK, int(found["port"]), found["secret"].encode())
+            return None
+        if not place.has_store:
+            return Found(place.host, place.port, self.secret)
+        with contextlib.suppress(RuntimeError, ValueError):  # the store is torch's, and it is not known who has written there
+            host, port = self._store(within_s).get(_KEY).decode().split()
+            return Found(host, int(port), self.secret)
+        return None
+
+    def _path(self) -> Path:
+        """The file of this launch, in a folder that only this user can write to."""
+        key = hashlib.sha256(f"{self._place.host} {self._place.port} {self._place.run}".encode()).hexdigest()
+        return runtime_folder() / f"ranks-{key[:16]}.json"
+
+    def _store(self, timeout_s: float) -> Store:
+        """The launcher's store. Raises RuntimeError."""
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=max(0.01, timeout_s))
+        return dist.TCPStore(
+            self._place.host, self._place.port, is_master=False, wait_for_workers=False, timeout=timeout
+        )
+
+    def end(self) -> None:
+        """As rank 0, forget the secret: all have come, or nobody is waited for."""
+        if self._by_file:
+            with contextlib.suppress(OSError):
+                self._path().unlink(missing_ok=True)

@@ -1,0 +1,110 @@
+"""Tensors of host memory between ranks, over one authenticated connection for each two of them."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from batchgen.distributed.frames import bytes_of, fill
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BUFFER_BYTES = 4 << 20  # of the kernel's for each connection, as far as it grants that
+
+
+class TensorLinks:
+    """A rank's connections to all others.
+
+    One thread may send to a rank while another receives from it. All methods raise OSError where a connection breaks or nothing
+    moves for so long (TimeoutError), and EOFError where the other end has closed.
+    """
+
+    def __init__(self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
+        """connections: by rank. timeout_s: in which something must move."""
+        self._rank, self._size, self._timeout_s = rank, len(connections) + 1, timeout_s
+        self._connections = dict(connections)
+        for connection in self._connections.values():
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+            connection.settimeout(timeout_s)
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Send a contiguous tensor; returns when it is on its way."""
+        self._connections[rank].sendall(bytes_of(tensor))
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        """Fill a contiguous tensor with what a rank sends."""
+        fill(self._connections[rank], bytes_of(tensor))
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace a contiguous tensor by the sum of those of all ranks, which is the same everywhere to the last bit.
+
+        Two ranks exchange their tensors and add; a + b is b + a in floating point, too. More of them add up each part of the tensor on
+        one rank, in the order of the ring that they form, and pass it round (Patarasuk and Yuan, 2009).
+        """
+        import torch
+
+        if self._size == 1 or not tensor.numel():
+            return
+        if self._size == 2:
+            (other,) = self._connections
+            theirs = torch.empty_like(tensor)
+            self._exchange(tensor, other, theirs, other)
+            tensor.add_(theirs)
+            return
+        parts = list(tensor.view(-1).tensor_split(self._size))
+        after, before = (self._rank + 1) % self._size, (self._rank - 1) % self._size
+        theirs = torch.empty_like(parts[0])  # the first ones are the longest
+        for step in range(self._size - 1):
+            sent, added = parts[(self._rank - step) % self._size], parts[(self._rank - step - 1) % self._size]
+            came = theirs[: len(added)]
+            self._exchange(sent, after, came, before)
+            added.add_(came)
+        for step in range(self._size - 1):
+            whole, filled = parts[(self._rank + 1 - step) % self._size], parts[(self._rank - step) % self._size]
+            self._exchange(whole, after, filled, before)
+
+    def _exchange(self, sent: Tensor, to: int, received: Tensor, source: int) -> None:
+        """Send and receive at once: ranks that first sent all would wait for one another for ever."""
+        outward, inward = self._connections[to], self._connections[source]
+        left, room = bytes_of(sent), bytes_of(received)
+        while left or room:
+            poll = select.poll()
+            if left:
+                poll.register(outward, select.POLLOUT)
+            if room:
+                both = left and outward is inward
+                poll.register(inward, select.POLLIN | (select.POLLOUT if both else 0))
+            if not poll.poll(self._timeout_s * 1e3):
+                raise TimeoutError(f"nothing moved for {self._timeout_s:,.0f} s")
+            left, room = _some_sent(outward, left), _some_received(inward, room)
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+
+
+def _some_sent(connection: socket.socket, left: memoryview) -> memoryview:
+    """What is left to send when as much is on its way as the kernel takes at once."""
+    if not left:
+        return left
+    try:
+        return left[connection.send(left, socket.MSG_DONTWAIT) :]
+    except BlockingIOError:
+        return left
+
+
+def _some_received(connection: socket.socket, room: memoryview) -> memoryview:
+    """What is left to fill when what has come is there."""
+    if not room:
+        return room
+    try:
+        count = connection.recv_into(room, 0, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return room
+    if not count:
+        raise EOFError("the connection was closed")
+    return room[count:]

@@ -1,0 +1,30 @@
+"""What a rank other than 0 does: it loads its part of a model, of the kind that rank 0 says, and runs the sweeps that rank 0 runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchgen.engine.messages import StageLoads, decode
+from batchgen.engine.pipeline import serve_stage
+from batchgen.engine.tensor_parallel import follow_sweeps
+
+if TYPE_CHECKING:
+    from batchgen.distributed.group import Group
+
+WORK = f"{__name__}:follow_rank_zero"  # as `distributed.serve.serve` takes it
+
+
+def follow_rank_zero(group: Group) -> dict[str, int]:
+    """Be a stage of a pipeline, or a rank of tensor parallelism, until rank 0 says that all is done.
+
+    Returns:
+        The most bytes of each tier that this process held.
+
+    Raises:
+        EOFError: Rank 0 has nothing to do.
+        BatchgenError: This rank has failed, or the others are lost.
+    """
+    message = decode(group.told())
+    if isinstance(message, StageLoads):
+        return serve_stage(group, message.loads)
+    return follow_sweeps(group, message.request, message.memory)

@@ -1,0 +1,124 @@
+"""What rank 0 and the other ranks tell one another about the model that they run together, as bytes.
+
+A reader makes the kinds of values that are listed here, and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from batchgen.core import messages
+from batchgen.core.device import Device
+from batchgen.core.kernel_choice import KernelChoice, Measured
+from batchgen.core.plan import MemoryPlan, Policy
+from batchgen.core.request import SamplingParams
+from batchgen.engine.loader import LoadRequest
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import ModelFiles
+from batchgen.models.rope import RopeConfig
+from batchgen.models.shard import Shard
+from batchgen.models.store_format import Extent, StoredTensor, StoreFile, WeightStore
+from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
+from batchgen.runtime.batch import PackedBatch, Run, Segment, Staging
+from batchgen.runtime.sampler import SampledToken
+from batchgen.runtime.scheduling.sequence import LogitsRow, ScoredPosition
+from batchgen.runtime.scheduling.sequence import Sequence as InFlight
+
+Answers = list[SampledToken] | list[ScoredPosition]  # of the rows of logits of a sweep, in order
+
+
+@dataclass(frozen=True)
+class StageLoads:
+    """What each stage of a pipeline loads."""
+
+    loads: Sequence[tuple[LoadRequest, MemoryPlan]]
+
+
+@dataclass(frozen=True)
+class ShardLoad:
+    """What each rank of tensor parallelism loads its part of. memory: as rank 0 has planned it."""
+
+    request: LoadRequest
+    memory: MemoryPlan
+
+
+@dataclass(frozen=True)
+class StageSweep:
+    """A sweep of a pipeline. vocabulary_chunks: as of `Executor.run`; a sweep that is scored takes them."""
+
+    batches: list[PackedBatch]
+    vocabulary_chunks: bool
+
+
+@dataclass(frozen=True)
+class ShardSweep:
+    """A sweep of all ranks of tensor parallelism. vocabulary_chunks: as of `Executor.run`."""
+
+    batches: list[PackedBatch]
+    vocabulary_chunks: bool
+
+
+@dataclass(frozen=True)
+class SentMask:
+    """Stands for a `Constraint` in the last stage."""
+
+    words: np.ndarray
+
+    def mask(self) -> np.ndarray:
+        return self.words
+
+
+@dataclass(frozen=True, eq=False)
+class SentSequence:
+    """What the sampler and the scorer ask of a `Sequence`, in the last stage. tokens: where they change logits, else none."""
+
+    row_id: str | int
+    sample_index: int
+    sampling: SamplingParams
+    num_prompt: int
+    num_generated: int
+    tokens: list[int]
+    targets: tuple[tuple[int, ...], ...]
+    scored_from: int
+    constraint: SentMask | None
+
+    @classmethod
+    def of(cls, sequence: InFlight) -> SentSequence:
+        return cls(
+            sequence.row_id,
+            sequence.sample_index,
+            sequence.sampling,
+            sequence.num_prompt,
+            sequence.num_generated,
+            list(sequence.tokens) if sequence.sampling.changes_logits else [],
+            sequence.targets,
+            sequence.scored_from,
+            sequence.constraint and SentMask(sequence.constraint.mask()),
+        )
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+
+_TABLE = messages.table_of(
+    StageLoads, ShardLoad, StageSweep, ShardSweep,
+    LoadRequest, MemoryPlan, Policy, ModelFiles, ModelConfig, RopeConfig, Device, SamplingParams, KernelChoice, Measured, Shard,
+    WeightStore, StoreFile, Extent, StoredTensor,
+    PackedBatch, Segment, Staging, Run, AttentionPlan, DecodeGroup, PrefillItem, SharedItem, LogitsRow,
+    SentSequence, SentMask, SampledToken, ScoredPosition,
+)  # fmt: skip
+
+
+def encode(message: StageLoads | ShardLoad | StageSweep | ShardSweep | Answers) -> bytes:
+    """Make a message, as bytes."""
+    return messages.encode(message, _TABLE)
+
+
+def decode(content: bytes) -> Any:
+    """Make the message of these bytes. Raises ValueError where they are none."""
+    return messages.decode(content, _TABLE)
