@@ -242,22 +242,20 @@ def lead(
             f"this is rank {place.rank}: only rank 0 runs a job, the others are started by the command line"
         )
     processes = None
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo, contextlib.ExitStack() as start:
         if shares is None:
             shares = undo.enter_context(own_share(size))
         if place is None:
             assert work is not None
             secret = new_secret()
-            listener = undo.enter_context(contextlib.closing(listen_at(0, size, secret, (LOOPBACK, 0))))
+            listener = start.enter_context(contextlib.closing(listen_at(0, size, secret, (LOOPBACK, 0))))
             place = Rank(0, size, *listener.address, False, (0, size))
             processes = Processes(size, place.port, secret, work, shares)
             undo.callback(processes.end)
-            undo.callback(listener.close)  # before they are waited for
         else:
-            listener = undo.enter_context(_meet(place, timeout_s))
+            listener = start.enter_context(_meet(place, timeout_s))
         group = _made(place, listener, processes, timeout_s, undo)
         group.ready()  # all have all their connections
-        listener.close()
         group.undo = undo.pop_all()
     return group
 
