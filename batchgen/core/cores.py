@@ -11,6 +11,7 @@ from pathlib import Path
 
 from batchgen.core.errors import InputError
 from batchgen.core.file_lock import LockHeld, lock_file
+from batchgen.core.private_files import open_regular, private_folder
 
 _held: list[int] = []  # descriptors whose locks end with the process, however it ends
 
@@ -30,8 +31,10 @@ def take_cores(count: int, folder: Path | None = None) -> tuple[int, ...]:
     folder = folder or Path(tempfile.gettempdir(), f"batchgen-cores-{os.getuid()}")
     taken: dict[int, int] = {}  # core: its lock
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with (folder / "turn").open("w") as turn:  # one looks at a time: two would each get a part of what one needs
+        private_folder(folder)
+        with open(
+            open_regular(folder / "turn", os.O_WRONLY | os.O_CREAT), "wb"
+        ) as turn:  # one looks at a time: two would each get a part of what one needs
             fcntl.flock(turn, fcntl.LOCK_EX)
             for core in sorted(os.sched_getaffinity(0)):
                 if len(taken) == count:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from batchgen.core.errors import InputError
+from batchgen.core.private_files import open_unnamed
 
 ALIGNMENT = 4096
 # A transfer of this size keeps a disk busy by itself; smaller ones are issued several at a time.
@@ -47,16 +48,16 @@ class DirectFile:
         Raises OSError.
 
         Args:
-            size_bytes: makes the file, of that size, to be written and read; None: opens one that is there, to read.
+            path: of the file; or of the folder in which one without a name is made, of which nothing is left however the process ends.
+            size_bytes: makes a file, of that size, to be written and read; None: opens one that is there, to read.
         """
         self.path = Path(path)
-        flags = os.O_RDONLY if size_bytes is None else os.O_RDWR | os.O_CREAT
         try:
-            self._fd, self._direct = os.open(self.path, flags | os.O_DIRECT, 0o600), True
+            self._fd, self._direct = self._open(os.O_DIRECT, size_bytes is not None), True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._fd, self._direct = os.open(self.path, flags, 0o600), False
+            self._fd, self._direct = self._open(0, size_bytes is not None), False
         if size_bytes is not None:
             try:
                 os.posix_fallocate(self._fd, 0, max(1, size_bytes))  # a full disk shows now, not in mid-job
@@ -64,6 +65,9 @@ class DirectFile:
                 os.close(self._fd)
                 raise
         self._workers: ThreadPoolExecutor | None = None
+
+    def _open(self, flags: int, is_new: bool) -> int:
+        return open_unnamed(self.path, flags) if is_new else os.open(self.path, os.O_RDONLY | flags)
 
     def read(self, pieces: Iterable[tuple[int, memoryview]]) -> int:
         """Fill each buffer from its offset; only the end of the file may cut one short.

@@ -7,6 +7,8 @@ import os
 import socket
 from pathlib import Path
 
+from batchgen.core.private_files import is_ours_alone, open_regular
+
 
 class LockHeld(Exception):
     """Another process has the lock. `holder` says which: "process 123 on host"."""
@@ -19,6 +21,8 @@ class LockHeld(Exception):
 def lock_file(path: Path, *, shared: bool = False) -> int:
     """Take the lock (flock) of a file, which is made where there is none, and note in it who has it.
 
+    A link is not followed, and nothing is written to a file that another user has put there, or that has another name elsewhere.
+
     Args:
         path: The file.
         shared: Take it together with others who do so, and note nothing.
@@ -30,10 +34,10 @@ def lock_file(path: Path, *, shared: bool = False) -> int:
         LockHeld: another process has it.
         OSError: the file cannot be made or locked.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        if not shared:
+        if not shared and is_ours_alone(os.fstat(descriptor)):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     except BlockingIOError:

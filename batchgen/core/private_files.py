@@ -10,8 +10,14 @@ import stat
 import tempfile
 from pathlib import Path
 
-_UNNAMED_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)  # by filesystems without O_TMPFILE, and old kernels
+_UNNAMED_REFUSED = (
+    errno.EOPNOTSUPP,
+    errno.EISDIR,
+    errno.ENOENT,
+    errno.EINVAL,
+)  # by filesystems without O_TMPFILE, and old kernels
 _TRIES = 100
+_TRUSTED_BESIDE = (0,)  # users that everybody trusts: root, who may write everywhere anyway
 
 
 class NotPrivate(OSError):
@@ -23,7 +29,7 @@ class NotPrivate(OSError):
 
 def why_not_private(status: os.stat_result) -> str | None:
     """Why what a stat describes may hold what another user put there; None: only this user, or root, can have written to it."""
-    if status.st_uid not in (os.geteuid(), 0):
+    if status.st_uid not in (os.geteuid(), *_TRUSTED_BESIDE):
         return "it belongs to another user"
     if status.st_mode & stat.S_IWOTH:
         return "every user may write to it"
@@ -74,6 +80,36 @@ def open_regular(path: Path | str, flags: int, mode: int = 0o600) -> int:
         return descriptor
     os.close(descriptor)
     raise NotPrivate("it is no regular file", Path(path))
+
+
+def is_ours_alone(status: os.stat_result) -> bool:
+    """Whether an open file may be written to: it is this user's, and has no other name by which it may be somebody's file."""
+    return status.st_uid == os.geteuid() and status.st_nlink <= 1
+
+
+def why_untrusted(path: Path, root: Path) -> str | None:
+    """Why what a folder keeps at a path may have been put there by another user; None: only this user, or root, can have.
+
+    Args:
+        path: Of a file or folder in `root`, or `root` itself. What is not there is nobody's.
+        root: The folder. Whoever can change what lies above it, is trusted.
+    """
+    levels = [
+        root.joinpath(*path.relative_to(root).parts[:count]) for count in range(len(path.relative_to(root).parts) + 1)
+    ]
+    for level in levels:
+        try:
+            link, status = os.lstat(level), os.stat(level)
+        except OSError:
+            return None  # whoever reads it finds out why
+        reason = (
+            "it belongs to another user"
+            if link.st_uid not in (os.geteuid(), *_TRUSTED_BESIDE)
+            else why_not_private(status)
+        )
+        if reason is not None:
+            return reason if level == path else f"{level}: {reason}"
+    return None
 
 
 def open_unnamed(directory: Path, flags: int = 0) -> int:

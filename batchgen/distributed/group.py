@@ -370,7 +370,9 @@ def follow(place: Rank, on_lost: Callable[[], None], *, timeout_s: float = START
         try:
             said = json.loads(line.told())
         except EOFError:
-            raise BatchgenError(f"rank {place.rank} of {place.size} ends: rank 0 has ended before all had come") from None
+            raise BatchgenError(
+                f"rank {place.rank} of {place.size} ends: rank 0 has ended before all had come"
+            ) from None
         if _REFUSED in said:
             raise RankZeroRefused(place, int(said[_REFUSED]))
         left_s = max(1.0, deadline_s - time.monotonic())
@@ -417,7 +419,9 @@ def _connections(
     except (OSError, NotAuthenticated) as error:
         for connection in found.values():
             connection.close()
-        raise BatchgenError(f"rank {place.rank} of {place.size} cannot reach rank {rank} at {address[0]}: {error}") from error
+        raise BatchgenError(
+            f"rank {place.rank} of {place.size} cannot reach rank {rank} at {address[0]}: {error}"
+        ) from error
     return found
 
 

@@ -18,7 +18,9 @@ from batchgen.distributed.authentication import (
 )
 
 HELLO_S = 5.0  # for whoever calls to prove who it is
-_MOST_STRANGERS = 64  # calls of which it is not known yet who they are; ranks need milliseconds for that, so the oldest is given up
+_MOST_STRANGERS = (
+    64  # calls of which it is not known yet who they are; ranks need milliseconds for that, so the oldest is given up
+)
 _POLL_S = 0.1  # how often rank 0 looks whether a process that it started has ended before it came
 
 
@@ -112,7 +114,9 @@ class Listener:
                 if not (missing := self._missing(channel, ranks)):
                     return {rank: _ready(self._arrived.pop((channel, rank))) for rank in ranks}
             if ended := [fate for rank, fate in gone().items() if rank in missing]:
-                why = ": its own message says why" if "exit code" in ended[0] else "; the same command goes on from there"
+                why = (
+                    ": its own message says why" if "exit code" in ended[0] else "; the same command goes on from there"
+                )
                 raise BatchgenError(f"{ended[0]} before it had begun{why}")
             if time.monotonic() > deadline_s:
                 raise BatchgenError(
@@ -159,7 +163,9 @@ def listen_at(rank: int, size: int, secret: bytes, address: tuple[str, int]) -> 
     try:
         return Listener(rank, size, secret, address)
     except socket.gaierror as error:
-        raise InputError(f"MASTER_ADDR {host} is no host that is known here ({error.strerror}): give rank 0's") from error
+        raise InputError(
+            f"MASTER_ADDR {host} is no host that is known here ({error.strerror}): give rank 0's"
+        ) from error
     except OSError as error:
         if port and "in use" in str(error):
             raise BatchgenError(f"MASTER_PORT {port} is taken on this host: give all ranks another one") from error

@@ -117,7 +117,9 @@ class Meeting:
             try:
                 write_atomically(self._path(), content, mode=0o600)
             except OSError as error:
-                raise BatchgenError(f"cannot write {error.filename}: {error.strerror}: set TMPDIR, or {SECRET}") from error
+                raise BatchgenError(
+                    f"cannot write {error.filename}: {error.strerror}: set TMPDIR, or {SECRET}"
+                ) from error
         elif place.has_store:
             try:
                 self._store(within_s).set(_KEY, f"{place.host} {port}")
@@ -131,14 +133,18 @@ class Meeting:
         """As another rank, where rank 0 says that it is; None: it has said nothing. Raises BatchgenError."""
         place = self._place
         if self._by_file:
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # it is not there yet
+            with contextlib.suppress(
+                OSError, ValueError, LookupError, TypeError, AttributeError
+            ):  # it is not there yet
                 with open(open_regular(self._path(), os.O_RDONLY), "rb") as file:
                     found = json.loads(file.read(_MOST_BYTES))
                 return Found(LOOPBACK, int(found["port"]), found["secret"].encode())
             return None
         if not place.has_store:
             return Found(place.host, place.port, self.secret)
-        with contextlib.suppress(RuntimeError, ValueError):  # the store is torch's, and it is not known who has written there
+        with contextlib.suppress(
+            RuntimeError, ValueError
+        ):  # the store is torch's, and it is not known who has written there
             host, port = self._store(within_s).get(_KEY).decode().split()
             return Found(host, int(port), self.secret)
         return None

@@ -35,7 +35,9 @@ def serve(place: Rank, work: str, *, cores: set[int] | None = None) -> int:
     if not started_here:
         os.environ["CUDA_VISIBLE_DEVICES"] = own_device(place.of_host[0])
     module, _, name = work.partition(":")
-    function = getattr(importlib.import_module(module), name)  # which takes seconds: rank 0 waits for it as for the start
+    function = getattr(
+        importlib.import_module(module), name
+    )  # which takes seconds: rank 0 waits for it as for the start
     try:
         group = follow(place, lambda: _lost(place, started_here))
     except BatchgenError as error:

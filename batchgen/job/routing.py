@@ -12,15 +12,18 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.routing import INDEPENDENT, Routing, RoutingCounts
 from batchgen.core.typed_json import read_typed
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, cache_dir
+from batchgen.models.files import ModelFiles, cache_dir, is_trusted
 
 
 def known_routing(files: ModelFiles, config: ModelConfig) -> Routing:
     """What was kept of a model; where nothing was, tokens draw by themselves."""
     if not config.num_experts:
         return INDEPENDENT
+    path = _path_of(files, config)
+    if not is_trusted(path, "what was counted of routers in"):
+        return INDEPENDENT
     try:
-        found: Routing = read_typed(Routing, json.loads(_path_of(files, config).read_text()))
+        found: Routing = read_typed(Routing, json.loads(path.read_text()))
     except (OSError, ValueError):  # a file that is damaged is written anew by the next job
         return INDEPENDENT
     return found
@@ -33,8 +36,8 @@ def keep_routing(files: ModelFiles, config: ModelConfig, counts: RoutingCounts) 
         return
     path = _path_of(files, config)
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(asdict(fitted)).encode(), contended=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(fitted)).encode(), contended=True, mode=0o600)
 
 
 def _path_of(files: ModelFiles, config: ModelConfig) -> Path:

@@ -302,7 +302,7 @@ def _cached_output(fingerprint: dict[str, Any], suffix: str) -> Path:
     if "head_sha256" in fingerprint["input"]:
         raise InputError("the input is a stream, of which only the first rows tell it from others: give an output")
     folder = cache_dir() / "outputs"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder / f"{json_sha256(fingerprint)[:32]}{suffix}"
 
 

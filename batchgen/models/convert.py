@@ -23,6 +23,7 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import INT4, KEPT_FORMATS, PACKED_FORMATS, weight_format_of
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
+from batchgen.core.private_files import why_untrusted
 from batchgen.core.units import format_bytes
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.files import (
@@ -131,7 +132,23 @@ def _identity(files: ModelFiles, shard: Shard | None) -> dict[str, Any]:
 
 
 def store_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: str, shard: Shard | None = None) -> Path:
-    """Where jobs keep the store that is made of a model, or of a rank's part of it."""
+    """Where jobs keep the store that is made of a model, or of a rank's part of it.
+
+    Where another user has made what is there, or may write to it, this user's store is beside it.
+
+    Raises:
+        InputError: What is beside it is not this user's alone, either.
+    """
+    path = _common_path(offload_dir, files, dtype, quantization, shard)
+    if why_untrusted(path, path) is None:
+        return path
+    own = path.with_name(f"{path.name}-user-{os.geteuid()}")
+    if reason := why_untrusted(own, own):
+        raise InputError(f"the weight store {own} is not used, as {reason}: give another --offload-dir")
+    return own
+
+
+def _common_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: str, shard: Shard | None) -> Path:
     packed = weight_format_of("none", quantization)
     key = json_sha256([_identity(files, shard), dtype, packed, STORE_VERSION])
     name = re.sub(r"[^\w.-]+", "-", files.name).strip("-.")[:60]
@@ -164,6 +181,11 @@ def find_or_convert(
         if (store.dtype, store.weight_format) == (dtype, weight_format_of(dtype, quantization)):
             return store
     target = store_path(offload_dir, files, dtype, quantization, shard)
+    common = _common_path(offload_dir, files, dtype, quantization, shard)
+    if target != common:
+        notify(
+            f"the weight store {common} is not used, as {why_untrusted(common, common)}: this user's own is {target}"
+        )
     waited_for = ""
     while True:
         if made := made_before(files, target):
@@ -389,7 +411,7 @@ class _Conversion:
         names = [p.path.name for p in self.planned if p.path.name in self.finished]
         manifest = {**self.header, "files": {name: file_to_json(self.finished[name]) for name in names}}
         manifest["checksum"] = store_manifest_checksum(manifest)
-        write_atomically(self.target / STORE_UNFINISHED, (json.dumps(manifest, indent=1) + "\n").encode())
+        write_atomically(self.target / STORE_UNFINISHED, (json.dumps(manifest, indent=1) + "\n").encode(), mode=0o644)
         (self.target / STORE_MANIFEST).unlink(missing_ok=True)
 
 
@@ -419,7 +441,7 @@ def _write_file(planned: _PlannedFile, tensors: dict[str, Tensor], importance: d
     Takes the tensors out of `tensors` as it goes. Its name is on stable storage when the next manifest is. Raises OSError.
     """
     temporary = planned.path.with_name(f"{planned.path.name}.tmp")
-    with staged(temporary) as out:
+    with staged(temporary, 0o644) as out:
         out.write(planned.header)
         extents = {}
         for name, extent in planned.layout.extents.items():
@@ -482,7 +504,7 @@ def _locked(target: Path) -> Iterator[None]:
     Raises InputError where it cannot be written, BatchgenError where another process holds the lock.
     """
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        target.mkdir(mode=0o755, parents=True, exist_ok=True)
         descriptor = lock_file(target / _LOCK)
     except LockHeld as error:
         raise _AnotherConverts(target, error.holder) from None

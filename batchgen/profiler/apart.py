@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
+import struct
 import subprocess
 import sys
 import threading
@@ -18,11 +18,17 @@ from typing import Any
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.machine import available_memory_bytes, keep_within, resident_bytes
+from batchgen.core.messages import decode, encode, table_of
 from batchgen.core.python_command import python_command
+from batchgen.models.config import ModelConfig
+from batchgen.models.rope import RopeConfig
 from batchgen.profiler.cache import Wanted, load_or_measure, recall
+from batchgen.profiler.timing import Effort
 
 # The least that anything can be measured in, beside the process itself.
 _LEAST_BYTES = 64 << 20
+_LENGTH = struct.Struct("<Q")
+_TASK = table_of(Wanted, Effort, ModelConfig, RopeConfig)  # what a task is made of
 
 
 def recall_or_measure(
@@ -66,7 +72,8 @@ def _answer(command: list[str], task: Any, notify: Callable[[str], None]) -> Har
     assert process.stdin is not None and process.stdout is not None
     found = None
     try:
-        pickle.dump(task, process.stdin)
+        content = encode(task, _TASK)
+        process.stdin.write(_LENGTH.pack(len(content)) + content)
         process.stdin.flush()
         for line in process.stdout:
             kind, value = json.loads(line)
@@ -99,7 +106,8 @@ def main() -> None:
         out.write(json.dumps([kind, value]) + "\n")
         out.flush()
 
-    wanted, cache_dir, offload_dir, refresh, allowed = pickle.load(sys.stdin.buffer)
+    (length,) = _LENGTH.unpack(sys.stdin.buffer.read(_LENGTH.size))
+    wanted, cache_dir, offload_dir, refresh, allowed = decode(sys.stdin.buffer.read(length), _TASK)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch  # noqa: F401  (a part of what the process has anyway)
 

@@ -17,6 +17,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
 from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice
 from batchgen.core.machine import CpuTime
+from batchgen.core.private_files import why_untrusted
 from batchgen.models.config import ModelConfig
 from batchgen.ops.instruction_set import forced_instruction_set, instruction_set, usable_instruction_sets
 from batchgen.profiler.busy import why_busy
@@ -287,6 +288,8 @@ def _cached(path: Path, notify: Callable[[str], None]) -> HardwareProfile | None
     if not path.exists():
         return None
     try:
+        if reason := why_untrusted(path, path.parent.parent):
+            raise InputError(reason)
         return read_profile(path)
     except (InputError, TypeError, ValueError) as error:  # the last two: JSON of an altogether different kind
         notify(f"the kept profile {path} cannot be used and is measured again ({error})")
@@ -296,7 +299,7 @@ def _cached(path: Path, notify: Callable[[str], None]) -> HardwareProfile | None
 def _keep(profile: HardwareProfile, path: Path, notify: Callable[[str], None]) -> None:
     """Whole or not at all, whatever other processes write; the last one's stays."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(profile.to_json(), indent=1).encode(), contended=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(profile.to_json(), indent=1).encode(), contended=True, mode=0o600)
     except OSError as error:
         notify(f"the profile cannot be kept in {path.parent} and will be measured again ({error.strerror})")

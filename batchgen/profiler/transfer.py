@@ -8,7 +8,6 @@ import fcntl
 import mmap
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ import numpy as np
 
 from batchgen.core.direct_io import aligned_buffer, offload_errors
 from batchgen.core.machine import available_memory_bytes
+from batchgen.core.private_files import open_unnamed
 from batchgen.profiler.timing import Device, Effort, Trial
 
 _REQUEST_BYTES, _BUFFERS_BYTES = 8 << 20, 64 << 20
@@ -126,9 +126,8 @@ def disk_rates(directory: Path, effort: Effort) -> DiskRates:
 
 @contextlib.contextmanager
 def _open_file(directory: Path) -> Iterator[_File]:
-    descriptor, name = tempfile.mkstemp(prefix=".batchgen-disk-", dir=directory)
+    descriptor = open_unnamed(directory)
     try:
-        os.unlink(name)  # at once: nothing stays behind even if this process is killed
         pattern = os.urandom(1 << 20)  # not zeros, which some disks do not really store
         # As jobs have them: from small pages, scattered over memory, the same disk reads half as fast.
         most_bytes = min(_BUFFERS_BYTES, available_memory_bytes() // 8)

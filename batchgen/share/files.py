@@ -104,7 +104,7 @@ class DirectoryFiles:
         target = self.path / name
         temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
         try:
-            with temporary.open("wb") as file:
+            with temporary.open("xb") as file:
                 file.write(content)
                 if lasting:
                     file.flush()

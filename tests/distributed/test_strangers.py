@@ -213,7 +213,13 @@ def test_nobody_stands_between_two_ranks():
 
 @pytest.mark.parametrize(
     "call",
-    [replace(CALL, rank=0), replace(CALL, rank=2), replace(CALL, called=1), replace(CALL, size=3), replace(CALL, channel=7)],
+    [
+        replace(CALL, rank=0),
+        replace(CALL, rank=2),
+        replace(CALL, called=1),
+        replace(CALL, size=3),
+        replace(CALL, channel=7),
+    ],
 )
 def test_what_a_proof_is_for_is_a_part_of_it(call):
     ours, theirs = socket.create_server((LOOPBACK, 0)), None
@@ -270,7 +276,9 @@ def test_a_folder_of_another_user_holds_no_secret(monkeypatch, tmp_path):
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
     (folder / "elsewhere").symlink_to(tmp_path)
-    with pytest.raises(BatchgenError, match=r"cannot write .*: every user may write to it: set TMPDIR, or BATCHGEN_SECRET$"):
+    with pytest.raises(
+        BatchgenError, match=r"cannot write .*: every user may write to it: set TMPDIR, or BATCHGEN_SECRET$"
+    ):
         lead(2, work=None, timeout_s=1)
     with pytest.raises(BatchgenError, match=r"^rank 0 of 2 did not come"):
         follow(replace(place, rank=1), lambda: None, timeout_s=0.1)
@@ -279,7 +287,9 @@ def test_a_folder_of_another_user_holds_no_secret(monkeypatch, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_of_several_hosts_need_a_secret(monkeypatch, rank):
     place = launched(monkeypatch, rank, LOCAL_WORLD_SIZE=1, MASTER_ADDR="192.0.2.1")
-    with pytest.raises(InputError, match=r"several hosts .* BATCHGEN_SECRET is not set: .*`openssl rand -hex 32` makes one$"):
+    with pytest.raises(
+        InputError, match=r"several hosts .* BATCHGEN_SECRET is not set: .*`openssl rand -hex 32` makes one$"
+    ):
         lead(2, work=None) if rank == 0 else follow(place, lambda: None)
 
 

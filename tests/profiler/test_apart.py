@@ -27,7 +27,7 @@ GIB = 1 << 30
 def answer(tmp_path, code, notify=lambda line: None, task=None):
     """What the parent makes of a process that runs `code`, with `say(kind, value)`."""
     script = tmp_path / "child.py"
-    said = "import json, sys, pickle, os\ndef say(kind, value): print(json.dumps([kind, value]), flush=True)\n"
+    said = "import json, sys, struct, os\ndef say(kind, value): print(json.dumps([kind, value]), flush=True)\n"
     script.write_text(said + textwrap.dedent(code))
     return apart._answer([sys.executable, str(script)], task, notify)
 
@@ -37,7 +37,9 @@ class TestProcess:
         profile = shipped_profile("zen4")
         notes = []
         code = f"""
-            task = pickle.load(sys.stdin.buffer)
+            from batchgen.core.messages import decode
+            read = sys.stdin.buffer.read
+            task = decode(read(struct.unpack("<Q", read(8))[0]), {})
             say("note", task)
             say("note", str(os.getpid()))
             say("profile", {profile.to_json()!r})

@@ -7,10 +7,7 @@ pool lies on the device (`on_device`); those on disk through buffers in host mem
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +29,6 @@ from batchgen.runtime.batch import Run, Staging
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Prefault, as_buffer
 from batchgen.runtime.steps.graph import KV_SLOTS
-
-_serial = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -274,24 +269,19 @@ class KVCache:
                 self.disk_bytes_written += self._file.write(extents)
         except OSError as error:
             raise BatchgenError(
-                f"cannot {verb} KV at {self._file.path.parent}: {error.strerror}: check the disk of --offload-dir; the"
+                f"cannot {verb} KV at {self._file.path}: {error.strerror}: check the disk of --offload-dir; the"
                 " same command goes on from here"
             ) from error
 
     def _make_file(self, offload_dir: Path) -> DirectFile:
         """A file without a name: nothing of it is left however the process ends."""
-        path = offload_dir / f".batchgen-kv-{os.getpid()}-{next(_serial)}"
         try:
-            file = DirectFile(path, size_bytes=self.disk_bytes)
+            return DirectFile(offload_dir, size_bytes=self.disk_bytes)
         except OSError as error:
             raise BatchgenError(
                 f"--offload-dir {offload_dir} does not take {format_bytes(self.disk_bytes)} of KV: {error.strerror};"
                 " free space, name another, or give less --disk-memory"
             ) from error
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-        return file
 
 
 def _gathered(source: Tensor, index: Tensor, memory: Tensor) -> Tensor:
