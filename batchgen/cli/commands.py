@@ -151,7 +151,7 @@ def _follow(ranks: int) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if place is not None and place.size == ranks and place.rank > 0:
         from batchgen.distributed.serve import serve
-        from batchgen.engine.follow import WORK
+        from batchgen.engine.messages import WORK
 
         sys.exit(serve(place, WORK))
 

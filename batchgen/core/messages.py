@@ -141,7 +141,8 @@ class _Reader:
         start, self._position = self._position, self._position + count * dtype.itemsize
         if self._position > len(self._arrays):
             raise ValueError("an array is longer than its message")
-        return np.frombuffer(self._arrays[start : self._position], dtype=dtype).reshape(shape).copy()
+        array: np.ndarray = np.frombuffer(self._arrays[start : self._position], dtype=dtype).reshape(shape).copy()
+        return array
 
     def _made(self, parts: list[Any]) -> Any:
         name, *values = parts

@@ -11,8 +11,6 @@ from batchgen.engine.tensor_parallel import follow_sweeps
 if TYPE_CHECKING:
     from batchgen.distributed.group import Group
 
-WORK = f"{__name__}:follow_rank_zero"  # as `distributed.serve.serve` takes it
-
 
 def follow_rank_zero(group: Group) -> dict[str, int]:
     """Be a stage of a pipeline, or a rank of tensor parallelism, until rank 0 says that all is done.

@@ -28,6 +28,8 @@ from batchgen.runtime.sampler import SampledToken
 from batchgen.runtime.scheduling.sequence import LogitsRow, ScoredPosition
 from batchgen.runtime.scheduling.sequence import Sequence as InFlight
 
+# What other ranks do, as `distributed.serve.serve` takes it.
+WORK = "batchgen.engine.follow:follow_rank_zero"
 Answers = list[SampledToken] | list[ScoredPosition]  # of the rows of logits of a sweep, in order
 
 

@@ -16,7 +16,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import LoadRequest, load_executor, load_parts
-from batchgen.engine.messages import ShardLoad, ShardSweep, decode, encode
+from batchgen.engine.messages import WORK, ShardLoad, ShardSweep, decode, encode
 from batchgen.engine.parts import EngineParts, SweepRunner, process_peaks
 from batchgen.engine.rank_zero import RankZeroCounts
 from batchgen.models.config import ModelConfig
@@ -143,7 +143,6 @@ def load_on_ranks(
     if request.shard is None:
         return load_parts(request, tokenizer)
     from batchgen.distributed.group import lead
-    from batchgen.engine.follow import WORK
 
     check_policy(request.policy)
     return load_parts_on_ranks(request, tokenizer, group or lead(request.shard.size, shares, work=WORK))

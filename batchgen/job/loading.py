@@ -109,7 +109,7 @@ def _load_stages(
 ) -> EngineParts:
     """Load the stages of a pipeline: this process's, and those of others that are started here or were by a launcher."""
     from batchgen.distributed.group import lead
-    from batchgen.engine.follow import WORK
+    from batchgen.engine.messages import WORK
     from batchgen.engine.pipeline import Stage, load_pipeline
 
     layers = split_layers(job.config, job.options.pipeline)

@@ -222,7 +222,7 @@ def test_nobody_stands_between_two_ranks():
     ],
 )
 def test_what_a_proof_is_for_is_a_part_of_it(call):
-    ours, theirs = socket.create_server((LOOPBACK, 0)), None
+    ours = socket.create_server((LOOPBACK, 0))
     with ours, socket.create_connection(ours.getsockname()) as theirs:
         connection, _ = ours.accept()
         thread, came = in_thread(lambda: authenticate_caller(connection, SECRET, 0, 2, 5))

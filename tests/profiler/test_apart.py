@@ -39,7 +39,7 @@ class TestProcess:
         code = f"""
             from batchgen.core.messages import decode
             read = sys.stdin.buffer.read
-            task = decode(read(struct.unpack("<Q", read(8))[0]), {})
+            task = decode(read(struct.unpack("<Q", read(8))[0]), dict())
             say("note", task)
             say("note", str(os.getpid()))
             say("profile", {profile.to_json()!r})
