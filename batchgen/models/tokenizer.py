@@ -349,4 +349,6 @@ def _quiet_transformers() -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     """The first line of an error's text, or its kind."""
+    if "trust_remote_code" in str(error):
+        return "it needs Python code of the model's directory, which is never run: save it as a tokenizer.json"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

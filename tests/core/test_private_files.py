@@ -5,6 +5,7 @@ Another user is one that this process takes itself not to be: so the tests hold 
 
 import contextlib
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -100,21 +101,19 @@ def test_an_unnamed_file_holds_what_is_written_and_has_no_name(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("tmpfile", [True, False])
-def test_a_killed_process_leaves_no_unnamed_file(tmp_path, tmpfile):
-    """It is killed in each call that it makes in the folder: before, between and after."""
+def test_a_process_that_is_killed_while_it_makes_a_file_leaves_none(tmp_path, tmpfile):
+    """It is killed as it asks for the file's space, which takes the longest."""
     code = textwrap.dedent(
         f"""
         import os, signal
-        from batchgen.core import private_files
         if not {tmpfile}:
-            del private_files.os.O_TMPFILE
-        from pathlib import Path
-        descriptor = private_files.open_unnamed(Path({str(tmp_path)!r}))
-        os.posix_fallocate(descriptor, 0, 1 << 20)
-        os.kill(os.getpid(), signal.SIGKILL)
+            del os.O_TMPFILE
+        from batchgen.core.direct_io import DirectFile
+        os.posix_fallocate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        DirectFile({str(tmp_path)!r}, size_bytes=1 << 20)
         """
     )
-    subprocess.run([sys.executable, "-c", code])
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
 
 

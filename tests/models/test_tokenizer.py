@@ -421,3 +421,47 @@ def test_importing_the_module_does_not_import_transformers():
     heavy = "{'torch', 'transformers', 'tokenizers'}"
     code = f"import sys, batchgen.models.tokenizer; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("mapped", [{"AutoTokenizer": ["own.Own", "own.Own"]}, {"AutoConfig": "own.Own"}, {}])
+@pytest.mark.parametrize("has_json", [True, False])
+def test_code_in_a_models_directory_is_neither_run_nor_asked_about(tmp_path, monkeypatch, mapped, has_json):
+    """Such a directory is loaded without its code, or refused in a line."""
+    if has_json:
+        make_tiny_tokenizer(tmp_path)
+    else:
+        (tmp_path / "vocab.json").write_text("{}")
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n")
+    own = {"auto_map": mapped, "tokenizer_class": "Own"}
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | own))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "own", "auto_map": mapped | {"AutoConfig": "own.Own"}})
+    )
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    try:
+        load_tokenizer(ModelFiles(tmp_path, "hf", "own"))
+    except InputError as error:
+        assert "\n" not in str(error) and "trust_remote_code" not in str(error)
+    assert not asked and not ran.exists()
+
+
+def test_a_kept_tokenizer_that_another_user_may_have_written_is_made_anew(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+    hf = make_tiny_tokenizer(tmp_path / "hf")
+    files = resolve_model(
+        str(write_tiny_gguf(make_tiny_model("llama", tmp_path / "model"), tmp_path / "tiny.gguf", tokenizer=hf))
+    )
+    expected = load_tokenizer(files).encode_batch([TEXT])
+    (kept,) = (tmp_path / "cache" / "tokenizers").iterdir()
+    planted = json.loads((kept / "tokenizer.json").read_text())
+    planted["model"]["merges"] = []
+    (kept / "tokenizer.json").write_text(json.dumps(planted))
+    assert load_tokenizer(files).encode_batch([TEXT]) != expected, "what this user alone may write is believed"
+    kept.chmod(0o777)
+    assert load_tokenizer(files).encode_batch([TEXT]) == expected
+    said = capfd.readouterr().err
+    assert f"the kept tokenizer {kept} is not used, as every user may write to it: it is made anew" in said
+    assert oct(kept.stat().st_mode)[-3:] == "700"
