@@ -13,6 +13,7 @@ import numpy as np
 
 from batchgen.core import messages
 from batchgen.core.device import Device
+from batchgen.core.errors import BatchgenError
 from batchgen.core.kernel_choice import KernelChoice, Measured
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.request import SamplingParams
@@ -122,5 +123,10 @@ def encode(message: StageLoads | ShardLoad | StageSweep | ShardSweep | Answers) 
 
 
 def decode(content: bytes) -> Any:
-    """Make the message of these bytes. Raises ValueError where they are none."""
-    return messages.decode(content, _TABLE)
+    """Make the message of these bytes. Raises BatchgenError where they are none."""
+    try:
+        return messages.decode(content, _TABLE)
+    except ValueError as error:
+        raise BatchgenError(
+            f"another rank says what this one does not know ({error}): all of them need the same version of batchgen"
+        ) from error

@@ -326,4 +326,4 @@ def _started(outcome: Outcome, comparison: Comparison) -> str:
             return ", on each device's host, with --device as it has there"
         own = "a GPU of its own (CUDA_VISIBLE_DEVICES) and " if "--device cuda" in outcome.command else ""
         return ", on each host" if each == 1 else f", {each:,} times on each host, each with {own}its part of the cores"
-    return ", on each host" if outcome.command.startswith("torchrun") else ""
+    return ", on each host, with the same BATCHGEN_SECRET" if outcome.command.startswith("torchrun") else ""

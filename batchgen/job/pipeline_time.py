@@ -18,7 +18,7 @@ from batchgen.job.simulation import SimulatedJob
 from batchgen.job.step_costs import BatchLoad, StepCosts, streams_of
 from batchgen.models.config import ModelConfig
 from batchgen.planner.flow import Phase
-from batchgen.planner.ranks import GLOO, Link
+from batchgen.planner.ranks import PROCESSES, Link
 from batchgen.runtime.steps.graph import Step, Sweeps
 from batchgen.runtime.steps.simulator import OnStep, Simulator
 
@@ -120,7 +120,7 @@ def simulate_pipeline(
     hardware: HardwareProfile,
     stages: Sequence[StageLayers],
     on_step: Callable[[int, Step, float, float], None] | None = None,
-    link: Link = GLOO,
+    link: Link = PROCESSES,
 ) -> float:
     """Simulate a job over stages.
 

@@ -251,7 +251,7 @@ def save_tokenizer(files: ModelFiles, store: Path) -> None:
     if folder.exists():
         return
     shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
+    scratch.mkdir(mode=0o755)
     if files.kind == "gguf":
         if "tokenizer.ggml.model" in read_gguf_header(files.path).metadata:
             _load_from_gguf(files).save_pretrained(str(scratch))
@@ -261,6 +261,7 @@ def save_tokenizer(files: ModelFiles, store: Path) -> None:
             if (source / name).exists():
                 shutil.copyfile(source / name, scratch / name)
     for path in scratch.iterdir():
+        path.chmod(0o644)  # whatever the umask is, nobody else is to write to it
         with path.open("rb") as file:
             os.fsync(file.fileno())
     os.rename(scratch, folder)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from listening import watched
 
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.distributed import group as group_module
@@ -44,13 +45,19 @@ def has_ended(pid):
 
 
 def test_three_ranks_add_up_pass_on_and_end():
+    """They listen as long as they come together, as `ss -ltn` shows it, and on loopback alone."""
     before = os.sched_getaffinity(0)
-    group = ranks.start(3, ranks.add_up, 2)
+    with watched() as listened:
+        group = ranks.start(3, ranks.add_up, 2)
+    assert listened and all(address.is_loopback for address, _ in listened)
+    with watched() as listened:
+        group.send(torch.tensor([5.0, 7.0]), 1)
+        time.sleep(0.05)
+    assert not listened
     for _ in range(2):
         values = torch.arange(4, dtype=torch.float32)
         group.all_reduce(values)
         assert values.tolist() == [0, 111, 222, 333]
-    group.send(torch.tensor([5.0, 7.0]), 1)
     group.receive(found := torch.zeros(2), 2)
     assert found.tolist() == [8, 10]
     ranks.say(group, {"more": [1, 2]})

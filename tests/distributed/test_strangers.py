@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from listening import listening, with_children
+from listening import listening
 
 from batchgen.core import private_files
 from batchgen.core.errors import BatchgenError, InputError
@@ -332,27 +332,6 @@ def test_a_refusal_is_believed_of_rank_0_alone(monkeypatch):
         raise InputError("no such option")
     thread.join(60)
     assert came[0].exit_code == 2
-
-
-def test_ranks_listen_on_loopback_alone_and_only_until_all_have_come():
-    """As `ss -ltn` shows it."""
-    found, has_begun = set(), threading.Event()
-
-    def watch():
-        while not has_begun.is_set():
-            found.update(listening(with_children(os.getpid())) - before)
-            time.sleep(0.01)
-
-    before = listening({os.getpid()})
-    thread = threading.Thread(target=watch)
-    thread.start()
-    group = ranks.start(3, ranks.say_ready)
-    has_begun.set()
-    thread.join()
-    group.ready()
-    assert found and all(address.is_loopback for address, _ in found)
-    assert listening(with_children(os.getpid())) <= before
-    group.close()
 
 
 def test_a_rank_is_called_at_the_address_that_is_named(monkeypatch):

@@ -385,6 +385,31 @@ def test_a_disk_that_fills_up(llama, reference, small_disk):
 # ---- where stores are kept, and the command
 
 
+def test_a_store_that_others_may_write_to_is_made_anew_beside_it(llama, tmp_path):
+    """Whoever shares the folder could have other weights answer."""
+    first = find_or_convert(llama, tmp_path, "float32")
+    first.path.chmod(0o777)
+    said = []
+    own = find_or_convert(llama, tmp_path, "float32", notify=said.append)
+    assert own.path == first.path.with_name(f"{first.path.name}-user-{os.geteuid()}")
+    assert said[0] == (
+        f"the weight store {first.path} is not used, as every user may write to it: this user's own is {own.path}"
+    )
+    assert find_or_convert(llama, tmp_path, "float32").path == own.path
+    own.path.chmod(0o777)
+    with pytest.raises(InputError, match=r"is not used, as every user may write to it: give another --offload-dir$"):
+        find_or_convert(llama, tmp_path, "float32")
+
+
+def test_stores_are_for_this_user_to_write_whatever_the_umask_is(llama, tmp_path):
+    old = os.umask(0)
+    try:
+        store = find_or_convert(llama, tmp_path, "float32")
+    finally:
+        os.umask(old)
+    assert not [path for path in (store.path, *store.path.rglob("*")) if path.stat().st_mode & 0o022]
+
+
 def test_find_or_convert(llama, tmp_path):
     notices = []
     first = find_or_convert(llama, tmp_path, "float32", notify=notices.append)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import make_tiny_model, write_tiny_gguf
 
+from batchgen.core import private_files
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models import files as model_files
 from batchgen.models.files import cache_dir, model_identity, read_config, resolve_model
@@ -143,6 +145,38 @@ def test_cache_directory(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir() == tmp_path / ".cache" / "batchgen"
+
+
+def test_the_cache_directory_is_this_users_alone(monkeypatch, tmp_path):
+    old = os.umask(0)
+    try:
+        monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "deep" / "own"))
+        assert oct(cache_dir().stat().st_mode)[-3:] == "700"
+    finally:
+        os.umask(old)
+
+
+def test_a_cache_that_others_may_write_to_is_not_used(monkeypatch, tmp_path, capfd):
+    """A folder within it is, so that what is shared by accident goes on working."""
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path))
+    tmp_path.chmod(0o777)
+    own = tmp_path / f"user-{os.geteuid()}"
+    assert cache_dir() == cache_dir() == own
+    assert oct(own.stat().st_mode)[-3:] == "700"
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and f"the cache {tmp_path} is not used as every user may write to it" in said
+    own.chmod(0o777)
+    with pytest.raises(InputError, match=r"every user may write to it\): set BATCHGEN_CACHE to a folder of your own$"):
+        cache_dir()
+
+
+def test_a_cache_of_another_user_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(private_files.os, "geteuid", lambda: os.getuid() + 4321)
+    monkeypatch.setattr(private_files, "_TRUSTED_BESIDE", ())
+    assert cache_dir() == tmp_path / f"user-{os.geteuid()}"
+    with pytest.raises(InputError, match=r"it belongs to another user\): set BATCHGEN_CACHE to a folder of your own$"):
+        cache_dir()  # what this process has made is still the real user's
 
 
 # the demo model, with a package index that is a function

@@ -10,7 +10,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.shard import shard_of
 from batchgen.planner.cost import sums_s
 from batchgen.planner.flow import Phase
-from batchgen.planner.ranks import GLOO, Link, link_of, part_of_host, with_sums
+from batchgen.planner.ranks import PROCESSES, Link, link_of, part_of_host, with_sums
 from batchgen.planner.search import Problem, search
 
 MODEL = ModelConfig.from_hf(
@@ -43,7 +43,7 @@ def search_inputs(hardware):
 def test_two_ranks_of_a_machine_take_as_long_as_one_and_their_sums():
     box = cpu_box(cpu_memory_bytes=256 * GIB)
     without, half = part_of_host(box, 2, whole=True), shard_of(MODEL, 0, 2).config
-    rank = with_sums(without, 2, GLOO)
+    rank = with_sums(without, 2, PROCESSES)
     # Half of each product and of the KV at half the rate; norms and the vocabulary are whole, and take twice as long.
     assert seconds(box, MODEL) <= seconds(without, half) * (1 + 1e-9)
     assert seconds(without, half) < seconds(rank, half)
@@ -78,11 +78,11 @@ def test_sums_take_what_a_ring_takes(size):
 
 
 def test_links():
-    """GPUs of a host reach one another through its memory; all else is gloo's; what the user says comes first."""
+    """GPUs of a host reach one another through its memory; all else is that between processes; what the user says comes first."""
     box, gpus = cpu_box(), gpu_box(d2h_bytes_per_s=5e9)
     assert link_of(gpus, None, gpus_of_a_host=True).bytes_per_s == 5e9
     for hardware in (box, gpus):
-        assert link_of(hardware, None, gpus_of_a_host=False) == GLOO
+        assert link_of(hardware, None, gpus_of_a_host=False) == PROCESSES
         assert link_of(hardware, 3e9, gpus_of_a_host=False).bytes_per_s == 3e9
     assert link_of(gpus, 3e9, gpus_of_a_host=True).bytes_per_s == 3e9
     assert Link(1e9, 2e-4).send_s(5e6) == pytest.approx(5.2e-3)

@@ -707,6 +707,15 @@ class TestCache:
         assert recall(dataclasses.replace(wanted, formats=("int4",)), **where) is None
         assert recall(dataclasses.replace(wanted, dtypes=("float16",)), **where) is None
 
+    def test_a_profile_that_another_user_may_have_written_is_measured_again(self, load, tmp_path):
+        load()
+        path = self.kept(tmp_path)
+        assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+        path.chmod(0o666)
+        load()
+        assert len(load.measured) == 2 and path.stat().st_mode & 0o777 == 0o600
+        assert any("cannot be used" in note and "every user may write to it" in note for note in load.notes)
+
     def test_it_is_said_that_a_machine_is_measured_once(self, load):
         load()
         assert "once" in load.notes[0]

@@ -3,6 +3,8 @@
 import contextlib
 import ipaddress
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 _LISTEN = "0A"
@@ -37,3 +39,21 @@ def listening(pids: set[int]) -> set[tuple[ipaddress.IPv4Address | ipaddress.IPv
                 words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
                 found.add((ipaddress.ip_address(b"".join(words)), int(port, 16)))
     return found
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[set]:
+    """What this process and its children begin to listen on meanwhile."""
+    found, before, has_ended = set(), listening({os.getpid()}), threading.Event()
+
+    def watch() -> None:
+        while not has_ended.wait(0.01):
+            found.update(listening(with_children(os.getpid())) - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        has_ended.set()
+        thread.join()
