@@ -22,7 +22,7 @@ from typing import Any
 
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, QUANTIZATIONS
-from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.errors import BatchgenError, InputError, reason_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.gguf_fields import ROPE_FACTORS, config_of_gguf, matrix_formats
 from batchgen.models.gguf_split import first_part, gguf_paths, model_stem, read_gguf
@@ -363,9 +363,8 @@ def _fetch_from_hub(repo_id: str, notify: Callable[[str], None], patterns: list[
     try:
         found = snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED)
     except Exception as error:  # network, authentication, unknown repository, disk: many kinds, one meaning
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"model {repo_id} is not a local path and could not be fetched from the hub: {reason}"
+            f"model {repo_id} is not a local path and could not be fetched from the hub: {reason_of(error)}"
         ) from error
     return Path(found)
 

@@ -242,10 +242,11 @@ IGNORED = frozenset(
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,)}
 _CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, False)}
 _NORM_TOPK: dict[str, tuple[Any, ...]] = {"norm_topk_prob": (None, True)}  # which other mixtures of experts have
-# Keys of transformers' classes that batchgen computes with these values alone.
+_NO_ROPE: dict[str, tuple[Any, ...]] = {"rope_scaling": (None,), "rope_parameters": (None,)}
+# Keys that batchgen computes with these values alone.
 FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(KEYS, _EVERYWHERE),
-    "opt": {**_EVERYWHERE, "layer_norm_elementwise_affine": (True,)},
+    "opt": {**_EVERYWHERE, **_NO_ROPE, "layer_norm_elementwise_affine": (True,)},
     "gemma2": {**_EVERYWHERE, **_CAUSAL},
     # Transformers does not apply the cap, the name says that it is applied: nobody can say what is meant.
     "gemma3": {**_EVERYWHERE, **_CAUSAL, "attn_logit_softcapping": (None,)},
@@ -313,6 +314,7 @@ def _with_own_name_of_experts(config: Mapping[str, Any], family: str) -> Mapping
     if other not in config:
         return config
     if own not in config and family != "qwen2_moe":  # of which transformers does not read the other name
+        require_positive(other, config[other])
         return {**config, own: config[other]}
     if config[other] != (count := config.get(own, KEYS[family][own].default)):
         raise InputError(f"{other} {shown(config[other])} contradicts {own} {shown(count)}")

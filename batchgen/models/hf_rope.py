@@ -127,7 +127,7 @@ def _phi3_rope(params: dict[str, Any], max_position: int, original: int, head_di
     """Of a part of each head, and perhaps with LongRoPE's factors."""
     kind = _kind(params)
     if kind not in ("default", *_PHI3_LONGROPE):
-        raise InputError(f"rope type {kind!r} of Phi-3 is not supported; supported: default, longrope")
+        raise InputError(f"rope_type {kind!r} of Phi-3 is not supported; supported: default, longrope")
     part = _number(params, "partial_rotary_factor", 1.0)
     if not 0 < part <= 1:
         raise InputError(f"partial_rotary_factor must be above 0 and at most 1, not {part}")
@@ -141,14 +141,14 @@ def _rope(params: Mapping[str, Any], max_position: int, original: int | None, ro
     """original: the context length before scaling that is stated outside of `params`, which then rules."""
     kind = _kind(params)
     if kind not in ROPE_KINDS:
-        raise InputError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        raise InputError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
     needed, optional = _NEEDED.get(kind, ()), _OPTIONAL.get(kind, ())
     may_be_null = ("factor",) if kind == "yarn" else ()
     if missing := [n for n in needed if n not in params or (params[n] is None and n not in may_be_null)]:
-        raise InputError(f"rope type {kind!r} needs {' and '.join(missing)}")
+        raise InputError(f"rope_type {kind!r} needs {' and '.join(missing)}")
     for name, value in params.items():
         if name not in (*_COMMON, *needed, *optional) and value is not None:
-            raise InputError(f"{name} {shown(value)} is not supported for rope type {kind!r}")
+            raise InputError(f"{name} {shown(value)} is not supported for rope_type {kind!r}")
     if _number(params, "partial_rotary_factor", 1.0) != 1.0:
         raise InputError("models that rotate part of each head (partial_rotary_factor) are not supported")
     theta, fields = _number(params, "rope_theta", None), _fields(params, (*needed, *optional))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchgen.core.digest import json_sha256
-from batchgen.core.errors import InputError, RowError
+from batchgen.core.errors import InputError, RowError, reason_of
 from batchgen.core.text import repair_surrogates
 from batchgen.models import gguf_tokenizer
 from batchgen.models.files import ModelFiles, cache_dir, model_identity
@@ -89,7 +89,7 @@ class Tokenizer:
         try:
             text: str = self._hf.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are code: they may raise anything
-            raise RowError(f"the model's chat template refuses the messages: {_reason(error)}") from error
+            raise RowError(f"the model's chat template refuses the messages: {reason_of(error)}") from error
         return self._as_text.rendered(text) if self._as_text else text
 
     def _check_roles(self, messages: Sequence[dict]) -> None:
@@ -274,7 +274,7 @@ def _load(directory: Path, gguf_file: str | None = None) -> PreTrainedTokenizerF
             hf = AutoTokenizer.from_pretrained(str(directory), gguf_file=gguf_file, local_files_only=True)
         except Exception as error:  # files broken in any way, and packages that are not installed
             path = directory / (gguf_file or "")
-            raise InputError(f"cannot load the tokenizer of {path}: {_reason(error)}") from error
+            raise InputError(f"cannot load the tokenizer of {path}: {reason_of(error)}") from error
     if not hf.is_fast:
         raise InputError(f"{directory} has no fast tokenizer (tokenizer.json)")
     return hf
@@ -317,7 +317,7 @@ def _converted_by_transformers(path: Path, metadata: dict) -> PreTrainedTokenize
         try:
             gguf_tokenizer.write_pairs(path, Path(scratch) / path.name)
         except Exception as error:  # broken in any way, as in `_load`
-            raise InputError(f"cannot load the tokenizer of {path}: {_reason(error)}") from error
+            raise InputError(f"cannot load the tokenizer of {path}: {reason_of(error)}") from error
         return _load(Path(scratch), path.name)
 
 
@@ -339,8 +339,3 @@ def _quiet_transformers() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error's text, or its kind."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
