@@ -115,11 +115,13 @@ class ModelConfig:
         for name in f"{sizes} vocab_size max_position embed_size".split():
             require_positive(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
-            raise InputError(f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}")
+            raise InputError(
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
+            )
         for rope in {self.rope, self.local_rope} - {None}:
             _check_rope(rope, self.head_dim)
         if len(self.windows) != self.num_layers:
-            raise InputError(f"{len(self.windows)} layer types do not fit {self.num_layers} layers")
+            raise InputError(f"layer_types: {len(self.windows)} do not fit {self.num_layers} layers")
         for window in self.windows:
             if window is not None:
                 require_positive("sliding_window", window)

@@ -84,7 +84,9 @@ def _text_part(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:
         raise InputError(f"text_config must be an object, not {shown(text)}")
     refuse_unsupported(config, family)
     if text.get("final_logit_softcapping") is not None:
-        raise InputError("final_logit_softcapping in text_config is not supported: transformers does not apply it there")
+        raise InputError(
+            "final_logit_softcapping in text_config is not supported: transformers does not apply it there"
+        )
     of_text = {**KEYS[family], **dict.fromkeys(("rope_scaling", "rope_parameters", "partial_rotary_factor"))}
     for name in of_text:
         default = None if of_text[name] is None else of_text[name].default

@@ -8,9 +8,11 @@ draws have one or two odd ones among them: null, another type's value, what is k
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ _LEFT_OUT = object()
 # Sizes of models, whose defaults are those of large ones: at most one of them is left out.
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads"),
+    *("max_position_embeddings", "head_dim"),
     *(
         "num_key_value_heads",
         "moe_intermediate_size",
@@ -73,8 +76,8 @@ class Draw:
 class Outcome:
     """What came of a draw.
 
-    kind: "equal", "refused" (by both, or by batchgen alone), or "wrong". key: that was named, where it is refused.
-    difference: the largest of log-probabilities. reason: batchgen's words, or what is wrong.
+    kind: "equal", "refused", "wrong", or "too large" to be run. key: that was named, where it is refused. difference: the largest of
+    log-probabilities. reason: batchgen's words, or what is wrong. by_transformers: who refuses it, too.
     """
 
     kind: str
@@ -82,6 +85,18 @@ class Outcome:
     difference: float = 0.0
     reason: str = ""
     by_transformers: bool = False
+
+
+def draws_of(model: str, first: int, count: int, folder: Path, tokenizer: Path) -> Iterator[tuple[Draw, Outcome]]:
+    """What comes of so many configurations that can be run, from a seed on. folder: to be made and removed."""
+    seeds = itertools.count(first)
+    while count:
+        given = draw(model, next(seeds))
+        outcome = try_draw(given, folder, tokenizer)
+        shutil.rmtree(folder)
+        if outcome.kind != "too large":
+            count -= 1
+            yield given, outcome
 
 
 def draw(model: str, seed: int) -> Draw:
@@ -148,7 +163,7 @@ def _refused(given: Draw, message: str, folder: Path) -> Outcome:
 
 
 def _all_names(stated: dict[str, Any]) -> list[str]:
-    found = ["model_type", *stated]
+    found = ["model_type", "dtype", *stated]
     for value in stated.values():
         if isinstance(value, dict):
             found += _all_names(value)
@@ -189,7 +204,7 @@ def without_ignored(stated: dict[str, Any]) -> dict[str, Any]:
 
 
 # Transformers cannot collect what routers say where some layers have none.
-_NO_MORE_OUTPUTS = dict.fromkeys(("qwen2_moe", "qwen3_moe"), {"output_router_logits": False})
+_NO_MORE_OUTPUTS = {model: {"output_router_logits": False} for model in ("qwen2_moe", "qwen3_moe")}
 
 
 def _compare(given: Draw, folder: Path, model) -> Outcome:
@@ -354,8 +369,9 @@ def _rope(family: str, drawn: dict[str, Any], rng: random.Random) -> dict[str, A
 
 
 def _with_head_dim(family: str, drawn: dict[str, Any]) -> dict[str, Any]:
-    """Transformers' Mixtral cannot do YaRN where it is left out."""
-    return {**drawn, "head_dim": 16} if family == "mixtral" and drawn.get("head_dim") in (None, _LEFT_OUT) else drawn
+    """Where it is left out, transformers' Mixtral cannot do YaRN, and its Mistral no layer types."""
+    needs = family == "mixtral" or (family == "mistral" and drawn.get("layer_types", _LEFT_OUT) is not _LEFT_OUT)
+    return {**drawn, "head_dim": 16} if needs and drawn.get("head_dim") in (None, _LEFT_OUT) else drawn
 
 
 def _scaling(rng: random.Random) -> dict[str, Any]:
@@ -412,6 +428,8 @@ def _odd_value(family: str, stated: dict[str, Any], rng: random.Random) -> tuple
         return name, not own[name]
     if isinstance(own.get(name), float):  # transformers takes no whole number for one
         return name, rng.choice((0.0, -1.0, 0.5, 1e12, float("nan"), float("inf"), "gelu"))
+    if name == "vocab_size":
+        return name, rng.choice((0, 0.5, True, "gelu", 10**12))
     odd = (3, 0, 1, 0.5, True, "gelu", "silu", [1], {"0": {"num_attention_heads": 1}}, float("nan"), 10**12)
     return name, rng.choice(odd)
 
@@ -419,7 +437,8 @@ def _odd_value(family: str, stated: dict[str, Any], rng: random.Random) -> tuple
 def _odd_rope(stated: dict[str, Any], rng: random.Random) -> tuple[str, Any]:
     """Rotary parameters with a key too many, too few or null; or both spellings at once."""
     name = "rope_parameters" if isinstance(stated.get("rope_parameters"), dict) else "rope_scaling"
-    table = dict(stated.get(name) or {"rope_type": "yarn", "factor": 4.0})
+    found = stated.get(name)
+    table = dict(found) if found and isinstance(found, dict) else {"rope_type": "yarn", "factor": 4.0}
     if rng.random() < 0.4:
         other = {"rope_parameters": "rope_scaling", "rope_scaling": "rope_parameters"}[name]
         theta = rng.choice(({}, {"rope_theta": 1e6}))
