@@ -265,7 +265,7 @@ _FOREIGN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval", "kv_lora_rank", "n_routed_experts"), (None,)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "per_layer_config"), (None,)),
     "transformers_weights": (None,),
-    "is_causal": (None, True),
+    "is_causal": (True,),  # null is not true
 }
 _NOT_FOREIGN = {"qwen2": ("attention_bias",)}  # its queries, keys and values have biases, whatever this key says
 _EXPERTS = ("num_experts", "num_local_experts")

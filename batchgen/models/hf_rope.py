@@ -96,8 +96,10 @@ def _read_gemma3(
     everywhere = {"rope_type": "default", **everywhere, **old} if old else everywhere
     found = []
     for params, theta in ((everywhere, "rope_theta"), (local, "rope_local_base_freq")):
-        if params.get("truncate") is False:  # which transformers does not read of layer types
-            raise InputError("truncate false in rope parameters of a layer type is not supported")
+        if params.get("truncate", True) is not True:  # which transformers does not read of layer types
+            raise InputError(
+                f"truncate {shown(params['truncate'])} in rope parameters of a layer type is not supported"
+            )
         found.append(
             _rope({"rope_theta": keys[theta], **_with_part(config, params)}, keys["max_position_embeddings"], None)
         )

@@ -355,6 +355,8 @@ def _rope(family: str, drawn: dict[str, Any], rng: random.Random) -> dict[str, A
     around = {}
     if family == "phi3":
         around = {"original_max_position_embeddings": 16 if "long_factor" in scaled else rng.choice((_LEFT_OUT, 64))}
+    if family == "gemma3":  # which transformers does not read there
+        scaled.pop("truncate", None)
     name_of_type = rng.choice(("rope_type", "type")) if family != "gemma3" else "rope_type"
     scaled = {name_of_type if name == "rope_type" else name: value for name, value in scaled.items()}
     if rng.random() < 0.5:  # the old spelling
