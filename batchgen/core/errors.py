@@ -54,3 +54,9 @@ def one_line(text: object) -> str:
     """Text for such a line: line breaks and runs of blanks become one blank, and it is not endless."""
     line = " ".join(str(text).split())
     return line if len(line) <= 300 else line[:297] + "..."
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of an error's text, with the line behind it where it ends in a colon; the error's kind if it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -440,15 +440,21 @@ def joined(config: ModelConfig, layer: int, name: str, tensors: Mapping[str, Ten
     )
 
 
+# What names of tensors begin with: all of them, and that of an output matrix of its own. Checkpoints differ.
+_PREFIXES = {
+    "opt": (("model.decoder.", ""), ("decoder.", "")),
+    "gemma3": (("model.", ""), ("", ""), ("model.language_model.", ""), ("language_model.model.", "language_model.")),
+}
+
+
 def _part_names(config: ModelConfig, files: ModelFiles, tensors: dict[str, TensorInfo]) -> dict[str, str]:
-    """Part -> name in the file, with {} for the layer. Checkpoints differ in the prefix they carry."""
-    opt = config.family == "opt"
-    prefixes = ("model.decoder.", "decoder.") if opt else ("model.", "")
-    found = [prefix for prefix in prefixes if f"{prefix}embed_tokens.weight" in tensors]
+    """Part -> name in the file, with {} for the layer."""
+    prefixes = _PREFIXES.get(config.family, (("model.", ""), ("", "")))
+    found = [(prefix, of_head) for prefix, of_head in prefixes if f"{prefix}embed_tokens.weight" in tensors]
     if not found:
-        raise InputError(f"{files.path} has no tensor {prefixes[0]}embed_tokens.weight: it is incomplete")
-    table = tensor_names(config)
-    return {part: found[0] + name for part, name in table.items()} | {"lm_head": "lm_head"}
+        raise InputError(f"{files.path} has no tensor {prefixes[0][0]}embed_tokens.weight: it is incomplete")
+    (prefix, of_head), table = found[0], tensor_names(config)
+    return {part: prefix + name for part, name in table.items()} | {"lm_head": f"{of_head}lm_head"}
 
 
 def _check_codes(name: str, info: TensorInfo, scale_name: str, scale: TensorInfo, shape: tuple[int, ...]) -> None:

@@ -16,21 +16,20 @@ from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import attention_key, linear_key
 from batchgen.models.hf_fields import (
     ARCHITECTURES,
-    DEFAULTS,
     GEMMA,
-    get_or,
     read_activation,
     read_architecture,
+    read_biases,
+    read_config_keys,
     read_heads,
     read_mlps,
     read_query_scale,
-    read_ropes,
     read_windows,
-    refuse_unsupported,
-    require_int,
-    require_positive,
+    stated_dtype,
     token_ids,
 )
+from batchgen.models.hf_keys import require_positive
+from batchgen.models.hf_rope import read_ropes
 from batchgen.models.rope import RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -116,11 +115,13 @@ class ModelConfig:
         for name in f"{sizes} vocab_size max_position embed_size".split():
             require_positive(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
-            raise InputError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads")
-        if self.rope is not None:
-            _check_rope(self.rope, self.head_dim)
+            raise InputError(
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
+            )
+        for rope in {self.rope, self.local_rope} - {None}:
+            _check_rope(rope, self.head_dim)
         if len(self.windows) != self.num_layers:
-            raise InputError(f"{len(self.windows)} layer types do not fit {self.num_layers} layers")
+            raise InputError(f"layer_types: {len(self.windows)} do not fit {self.num_layers} layers")
         for window in self.windows:
             if window is not None:
                 require_positive("sliding_window", window)
@@ -149,60 +150,51 @@ class ModelConfig:
         """
         architecture = read_architecture(config)
         family = ARCHITECTURES[architecture]
-        config = {**DEFAULTS[family], **config}
-        refuse_unsupported(config, family)
+        dtype = stated_dtype(config) or "float32"
+        config, keys = read_config_keys(config, architecture)
         opt, gemma, gpt_oss = family == "opt", family in GEMMA, family == "gpt_oss"
-        hidden = require_int(config, "hidden_size")
-        layers = require_int(config, "num_hidden_layers")
-        heads, kv_heads, head_dim = read_heads(config, family, hidden)
-        biases_of_qkv = {"qwen2": True, "mistral": False, "qwen2_moe": bool(config.get("qkv_bias", True))}
-        all_biases = config.get("enable_bias", True) if opt else config.get("attention_bias", False)
-        max_position = get_or(config, "max_position_embeddings", DEFAULTS[family]["max_position_embeddings"])
-        rope, local_rope = (None, None) if opt else read_ropes(config, family, max_position)
+        hidden, layers = keys["hidden_size"], keys["num_hidden_layers"]
+        heads, kv_heads, head_dim = read_heads(keys, family)
+        max_position = keys["max_position_embeddings"]
+        rope, local_rope = (None, None) if opt else read_ropes(config, keys, family, head_dim)
         if rope is not None and rope.kind == "yarn":
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
-        ends = (generation_config or {}).get("eos_token_id"), config["eos_token_id"]
-        stated_dtype = str(get_or(config, "dtype", get_or(config, "torch_dtype", "float32")))
-        norm_first = bool(config.get("do_layer_norm_before", True)) if opt else True
+        norm_first = keys.get("do_layer_norm_before", True)
         return cls(
             architecture=architecture,
             family=family,
             num_layers=layers,
             hidden_size=hidden,
-            **read_mlps(config, family, layers),
+            **read_mlps(keys, family, layers),
+            **read_biases(keys, family),
             router_bias=gpt_oss,
             sinks=gpt_oss,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            vocab_size=require_int(config, "vocab_size"),
+            vocab_size=keys["vocab_size"],
             max_position=max_position,
             norm="layer" if opt else "rms",
-            norm_eps=1e-5 if opt else float(get_or(config, "rms_norm_eps", 1e-6)),
-            activation=read_activation(config, family),
+            norm_eps=1e-5 if opt else float(keys["rms_norm_eps"]),
+            activation=read_activation(keys, family),
             gated_mlp=not opt,
-            qkv_bias=biases_of_qkv.get(family, bool(all_biases)),
-            out_bias=False if family in biases_of_qkv else bool(all_biases),
-            mlp_bias=bool(all_biases)
-            if opt
-            else gpt_oss or (family == "llama" and bool(config.get("mlp_bias", False))),
             qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
-            tied_embeddings=bool(get_or(config, "tie_word_embeddings", opt)),
+            tied_embeddings=keys["tie_word_embeddings"],
             rope=rope,
-            windows=read_windows(config, family, layers),
-            embed_size=get_or(config, "word_embed_proj_dim", hidden) if opt else hidden,
+            windows=read_windows(config, keys, family, layers),
+            embed_size=keys.get("word_embed_proj_dim") or hidden,
             position_offset=2 if opt else 0,
             norm_first=norm_first,
-            final_norm=norm_first and not (opt and config.get("_remove_final_layer_norm", False)),
-            bos_token_id=config["bos_token_id"],
-            eos_token_ids=token_ids(*ends),
-            dtype=stated_dtype.removeprefix("torch."),
+            final_norm=norm_first and not keys.get("_remove_final_layer_norm", False),
+            bos_token_id=keys["bos_token_id"],
+            eos_token_ids=token_ids((generation_config or {}).get("eos_token_id"), keys["eos_token_id"]),
+            dtype=dtype,
             local_rope=local_rope,
             output_norms=gemma,
             embedding_scale=hidden**0.5 if gemma else 1.0,
-            query_scale=read_query_scale(config) if gemma else None,
-            attention_softcap=float(config.get("attn_logit_softcapping") or 0) if gemma else 0.0,
-            logit_softcap=float(config.get("final_logit_softcapping") or 0) if gemma else 0.0,
+            query_scale=read_query_scale(keys),
+            attention_softcap=float(keys.get("attn_logit_softcapping") or 0),
+            logit_softcap=float(keys.get("final_logit_softcapping") or 0),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -496,3 +488,9 @@ def _check_rope(rope: RopeConfig, head_dim: int) -> None:
     for factors in (rope.factors, rope.short_factors, rope.long_factors):
         if factors is not None and len(factors) != rotated // 2:
             raise InputError(f"{len(factors)} rope frequency factors do not fit {rotated} rotated values")
+    try:
+        usable = all(map(math.isfinite, (*rope.inv_freq(head_dim), rope.attention_scaling())))
+    except (ArithmeticError, ValueError):  # roots and logarithms of what has none
+        usable = False
+    if not usable:
+        raise InputError(f"the rope parameters give no frequencies: {rope}")

@@ -336,7 +336,7 @@ class _Conversion:
                 self._note()
                 planned.path.unlink(missing_ok=True)
         for planned, tensors, importance in self._read(checkpoint, dtype):
-            if tensors:
+            if tensors is not None:
                 self.finished[planned.path.name] = _write_file(planned, tensors, importance)
                 self._note()
             if planned.which == "layer":
@@ -346,8 +346,8 @@ class _Conversion:
 
     def _read(
         self, checkpoint: Checkpoint, dtype: torch.dtype
-    ) -> Iterator[tuple[_PlannedFile, dict[str, Tensor], dict[str, Tensor]]]:
-        """Of each file its tensors, none where it is finished, and how much the columns of 4-bit matrices count."""
+    ) -> Iterator[tuple[_PlannedFile, dict[str, Tensor] | None, dict[str, Tensor]]]:
+        """Of each file its tensors, None where it is finished, and how much the columns of 4-bit matrices count."""
         from batchgen.models.importance import ChannelImportance, random_tokens
 
         missing = [p.path.name not in self.finished for p in self.planned]
@@ -369,7 +369,7 @@ class _Conversion:
             elif measuring:
                 tokens, sinks = random_tokens(checkpoint.config), checkpoint.load_sinks(dtype)
                 measured = ChannelImportance(checkpoint.config, tensors, tokens, sinks)
-            yield planned, tensors if absent else {}, importance
+            yield planned, tensors if absent else None, importance
 
     def _load(self, checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype) -> dict[str, Tensor]:
         weight_format = self.header["weight_format"]

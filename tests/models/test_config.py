@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tiny_models import FAMILIES, classes_of, make_tiny_model
 from batchgen.core.errors import InputError
 from batchgen.models.config import ARCHITECTURES, ModelConfig, RopeConfig
 from batchgen.models.files import ModelFiles, read_config
+from batchgen.models.hf_keys import FIXED, IGNORED, KEYS, READ_APART
 from batchgen.models.layers import rope_table
 
 LLAMA_8B = {
@@ -282,7 +284,7 @@ def test_windows_are_those_of_transformers(family, overrides):
 
 MIXTRAL, QWEN_MOE = ({"architectures": [f"{name}ForCausalLM"]} for name in ("Mixtral", "Qwen3Moe"))
 GPT_OSS = {"architectures": ["GptOssForCausalLM"]}
-GEMMA = {"architectures": ["Gemma2ForCausalLM"]}
+GEMMA, GEMMA_3 = ({"architectures": [f"Gemma{n}ForCausalLM"]} for n in (2, 3))
 PHI = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": None}
 REFUSED = [
     ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", *ARCHITECTURES]),
@@ -291,7 +293,35 @@ REFUSED = [
     (MIXTRAL | {"num_experts_per_tok": 9}, ["9 of 8 experts"]),
     (QWEN_MOE | {"mlp_only_layers": "1"}, ["mlp_only_layers", "list"]),
     (QWEN_MOE | {"decoder_sparse_step": 0}, ["decoder_sparse_step", "at least 1"]),
-    ({"architectures": [], "model_type": "gemma3"}, ["gemma3"]),
+    ({"architectures": [], "model_type": "gemma3n"}, ["gemma3n"]),
+    ({"architectures": ["Mistral3ForConditionalGeneration"]}, ["Mistral3ForConditionalGeneration", "GGUF"]),
+    ({"architectures": "LlamaForCausalLM"}, ["architectures", "list"]),
+    ({"model_type": "granite"}, ["model_type", "'granite'", "LlamaForCausalLM"]),
+    ({"embedding_multiplier": 12.0}, ["embedding_multiplier", "12.0"]),
+    ({"per_layer_config": {"0": {"num_attention_heads": 2}}}, ["per_layer_config"]),
+    ({"is_causal": False}, ["is_causal", "false"]),
+    ({"is_encoder_decoder": True}, ["is_encoder_decoder", "true"]),
+    (MIXTRAL | {"norm_topk_prob": False}, ["norm_topk_prob", "false"]),
+    (MIXTRAL | {"num_experts": 8, "num_local_experts": 4}, ["num_experts 8", "num_local_experts 4"]),
+    (GEMMA_3 | {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50.0"]),
+    (GEMMA_3 | {"rope_scaling": None, "rope_parameters": {"rope_type": "linear", "factor": 8.0}}, ["full_attention"]),
+    ({"rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [8, 4, 4]}}, ["type", "mrope"]),
+    ({"rope_scaling": {"rope_type": "default", "mrope_section": [8, 4, 4]}}, ["mrope_section", "default"]),
+    ({"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 8192}}, ["factor 4.0", "default"]),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor", "high_freq_factor"]),
+    ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 8192}}, ["yarn", "factor"]),
+    ({"rope_scaling": {"rope_type": "linear", "factor": None}}, ["factor"]),
+    ({"rope_scaling": [4.0]}, ["rope_scaling", "object"]),
+    ({"rope_theta": None}, ["rope_theta", "null"]),
+    ({"sliding_window": 4096}, ["sliding_window", "4096"]),
+    ({"layer_types": ["sliding_attention"] * 32}, ["layer_types"]),
+    ({"vocab_size": 10**12}, ["vocab_size", "1000000000000"]),
+    ({"num_hidden_layers": 10**9}, ["num_hidden_layers", "1000000000"]),
+    ({"num_attention_heads": 10**10}, ["num_attention_heads"]),
+    (MIXTRAL | {"num_local_experts": 10**9}, ["num_local_experts"]),
+    ({"tie_word_embeddings": None}, ["tie_word_embeddings", "null"]),
+    ({"rms_norm_eps": "1e-5"}, ["rms_norm_eps", "'1e-5'"]),
+    ({"eos_token_id": "2"}, ["eos_token_id", "'2'"]),
     ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, ["GPTQ", "3 bits"]),
     ({"quantization_config": {"quant_method": "bitsandbytes"}}, ["bitsandbytes"]),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "yarn"]),
@@ -299,7 +329,7 @@ REFUSED = [
     ({"rope_scaling": {"rope_type": "linear"}}, ["linear", "factor"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
     ({"hidden_act": "xielu"}, ["xielu", "silu"]),
-    ({"hidden_act": "gelu"}, ["gate", "gelu", "silu, gelu_tanh"]),
+    ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
     (GEMMA | {"query_pre_attn_scalar": -1}, ["query_pre_attn_scalar", "-1"]),
     (GEMMA | {"final_logit_softcapping": -1.0}, ["logit_softcap", "-1"]),
     (GEMMA | {"sliding_window": None}, ["sliding_window"]),
@@ -328,15 +358,103 @@ def test_what_is_not_supported_is_refused_by_name(change, named):
         assert word in message
 
 
-def test_mixed_mistral_layers_and_unknown_layer_types_are_refused():
-    mistral = LLAMA_8B | {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2}
-    with pytest.raises(InputError, match="layer_types"):
-        ModelConfig.from_hf(mistral | {"layer_types": ["full_attention", "sliding_attention"]})
+def test_unknown_layer_types_are_refused():
     qwen = LLAMA_8B | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2}
     with pytest.raises(InputError, match="linear_attention"):
         ModelConfig.from_hf(qwen | {"layer_types": ["full_attention", "linear_attention"]})
-    with pytest.raises(InputError, match="1 layer types"):
+    with pytest.raises(InputError, match="layer_types: 1 do not fit 2"):
         ModelConfig.from_hf(qwen | {"layer_types": ["full_attention"]})
+
+
+@pytest.mark.parametrize("kinds", ["ff", "sf", "ss"])
+def test_mistral_with_layer_types_has_windows_where_these_say_so(kinds):
+    """Transformers takes it for a Ministral then."""
+    types = [{"f": "full_attention", "s": "sliding_attention"}[kind] for kind in kinds]
+    mistral = LLAMA_8B | {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2, "rope_scaling": None}
+    config = ModelConfig.from_hf(mistral | {"sliding_window": 16, "layer_types": types})
+    assert config.windows == tuple(16 if kind == "s" else None for kind in kinds)
+
+
+@pytest.mark.parametrize("activation", ["silu", "swish", "quick_gelu"])
+def test_activations_that_opt_cannot_have_are_refused_before_weights_are_read(activation):
+    with pytest.raises(InputError, match=f"activation_function '{activation}'.*relu"):
+        ModelConfig.from_hf(OPT_30B | {"activation_function": activation})
+
+
+class TestKeysAreThoseOfTransformers:
+    """Every key of the installed configuration classes is known, and left out it means the same."""
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_every_key_is_read_or_of_no_matter_or_has_one_value(self, family):
+        fields = {field.name: field.default for field in dataclasses.fields(classes_of(family)[0])}
+        unknown = set(fields) - set(KEYS[family]) - set(FIXED[family]) - IGNORED - READ_APART
+        assert not unknown, f"transformers has keys of {family} that batchgen does not know"
+        for name, known in FIXED[family].items():
+            assert fields.get(name) in known, name
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_what_is_left_out_has_their_defaults(self, family):
+        config_class = classes_of(family)[0]
+        fields = {field.name: field for field in dataclasses.fields(config_class)}
+        apart = {"rope_theta", "rope_local_base_freq", "sliding_window_pattern", "head_dim", "layer_types"}
+        for name, key in KEYS[family].items():
+            if name not in fields:
+                assert name in apart, name
+                continue
+            assert (key.default, type(key.default)) == (fields[name].default, type(fields[name].default)), name
+            assert key.nullable == ("None" in str(fields[name].type)) or (family, name) in NULL_FAILS, name
+        if family not in ("opt", "gpt_oss", "gemma3"):
+            assert KEYS[family]["rope_theta"].default == config_class.default_theta
+
+
+# Null is allowed by their types, and stops their models.
+NULL_FAILS = {("qwen2_moe", "num_key_value_heads")}
+
+
+@pytest.mark.parametrize("name", ["rms_norm_eps", "rope_scaling.factor", "eos_token_id.1", "unknown.deep.0"])
+@pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", '{"__float__": "NaN"}'])
+def test_what_is_no_number_is_refused_by_its_key(name, text, tmp_path):
+    value = "@"
+    for part in reversed(name.split(".")[1:]):
+        value = [*[7] * int(part), value] if part.isdigit() else {part: value}
+    for file in ("config.json", "generation_config.json"):
+        stated = {"config.json": LLAMA_8B, "generation_config.json": {}} | {file: {name.split(".")[0]: value}}
+        for each, content in stated.items():
+            content = LLAMA_8B | content if each == "config.json" else content
+            (tmp_path / each).write_text(json.dumps(content).replace('"@"', text))
+        with pytest.raises(InputError, match=f"{file} has a {name} that is no finite number"):
+            read_config(ModelFiles(tmp_path, "hf", "any"))
+
+
+QWEN_CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("opt", "gemma3", "phi3")])
+class TestScalingBesideRopeParameters:
+    """As Qwen's model cards advise, in files that transformers 5 wrote: it then forgets the base that was in the others."""
+
+    @pytest.mark.parametrize("card", [QWEN_CARD, {"type": "yarn", **{k: QWEN_CARD[k] for k in list(QWEN_CARD)[1:]}}])
+    def test_it_is_refused_with_what_to_write_instead(self, family, card):
+        stated = {"architectures": [classes_of(family)[1].__name__], "rope_scaling": card}
+        stated |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}
+        with pytest.raises(InputError, match=r'rope_scaling beside rope_parameters.*"rope_theta": 5000000\.0'):
+            ModelConfig.from_hf(stated)
+
+    def test_it_is_taken_where_both_ways_of_reading_it_are_one(self, family):
+        stated = {"architectures": [classes_of(family)[1].__name__], "rope_scaling": QWEN_CARD | {"rope_theta": 5e6}}
+        rope = ModelConfig.from_hf(stated | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}).rope
+        assert (rope.kind, rope.factor, rope.theta) == ("yarn", 4.0, 5e6)
+
+
+def test_absurd_sizes_are_refused_before_anything_is_made_of_them():
+    tracemalloc.start()
+    try:
+        for key in ("num_hidden_layers", "num_local_experts", "num_attention_heads", "vocab_size", "head_dim"):
+            with pytest.raises(InputError, match=key):
+                ModelConfig.from_hf(MIXTRAL | {key: 10**10})
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_values_of_the_wrong_kind_are_input_errors(tmp_path):

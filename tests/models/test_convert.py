@@ -258,6 +258,23 @@ def test_finished_files_survive_an_interruption(llama, reference, tmp_path):
     assert kept == {name: (target / name).stat().st_ino for name in layers}
 
 
+def test_a_model_without_anything_behind_its_layers_has_a_store(tmp_path):
+    """OPT with norms after each layer, tied, its embeddings as wide as its layers: the head's file has no tensor."""
+    make_tiny_model("opt", tmp_path / "opt", do_layer_norm_before=False)
+    files = resolve_model(str(tmp_path / "opt"))
+    before = model_identity(files)
+    for quantization in ("none", "int4"):
+        store = convert(files, tmp_path / quantization, dtype="float32", quantization=quantization)
+        assert convert(files, tmp_path / quantization, dtype="float32", quantization=quantization).path == store.path
+        assert store.head.num_bytes == store.head.path.stat().st_size
+    assert_same_weights(files, resolve_model(str(tmp_path / "none")))
+    tokens = []
+    for path in (files.path, tmp_path / "none"):
+        with batchgen.Engine(str(path), dtype="float32", cpu_memory="4GiB", max_model_len=64) as engine:
+            tokens += [[each.samples[0].token_ids for each in engine.generate([batchgen.Request([5, 6, 7])])]]
+    assert tokens[0] == tokens[1] and before == model_identity(files)
+
+
 # ---- what is refused
 
 

@@ -144,18 +144,23 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
     config = config_class(**{**common, **fields, **overrides})
     torch.manual_seed(seed)
     model = model_class(config).eval()
+    randomize(model, family)
+    model.to(stored_dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    make_tiny_tokenizer(path)
+    return model.float()
+
+
+def randomize(model, family: str, std: float = 0.2) -> None:
+    """Makes every weight random, biases and norms too; matrices so wide that one token clearly wins."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1:
                 of_norm = name.endswith("norm.weight") and not family.startswith("gemma")  # which adds 1 itself
                 weight.normal_(mean=1.0 if of_norm else 0.0, std=0.2)
             elif name.endswith("experts.gate_up_proj"):  # wide enough that its gates reach their bound
-                weight.normal_(std=0.8 if family == "gpt_oss" else 0.2)
-            else:  # wide enough that one token clearly wins; the embedding's padding row random like the rest
-                weight.normal_(std=0.2)
-    model.to(stored_dtype).save_pretrained(path, max_shard_size=max_shard_size)
-    make_tiny_tokenizer(path)
-    return model.float()
+                weight.normal_(std=0.8 if family == "gpt_oss" else std)
+            else:  # the embedding's padding row random like the rest
+                weight.normal_(std=std)
 
 
 def make_tiny_tokenizer(path: Path, *, chat_template: str | None = CHAT_TEMPLATE):

@@ -1,0 +1,54 @@
+"""Random configurations (support/config_draws.py), a few of every family: `python benchmarks/random_configs.py` tries hundreds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from config_draws import MODELS, draw, draws_of, try_draw
+from thorough import SEED, quick_or
+from tiny_models import FAMILIES, classes_of, make_tiny_tokenizer
+
+from batchgen.models import config as model_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tiny_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_is_refused_by_key_or_equal_to_transformers(model, tokenizer, tmp_path):
+    for given, outcome in draws_of(model, SEED * 1000, quick_or(2, 40), tmp_path / "model", tokenizer):
+        assert outcome.kind in ("equal", "refused"), (given.seed, given.odd, outcome.reason)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_is_drawn_stated_left_out_and_null(family):
+    """Otherwise the keys that are not would pass for the wrong reason."""
+    keys = {field.name for field in dataclasses.fields(classes_of(family)[0])} - {"architectures"}
+    draws = [draw(family, seed) for seed in range(2500)]
+    assert keys == {name for name in keys for given in draws if name in given.stated}
+    assert keys == {name for name in keys for given in draws if name not in given.stated}
+    assert keys == {name for name in keys for given in draws if given.stated.get(name, "") is None}
+    assert 0.4 < sum(not given.odd for given in draws) / len(draws) < 0.6
+    if family != "opt":
+        for spelling in ("rope_parameters", "rope_scaling", "rope_theta"):
+            assert sum(spelling in given.stated for given in draws) > 400
+
+
+def test_a_wrong_answer_is_noticed(tokenizer, tmp_path, monkeypatch):
+    seed = next(seed for seed in range(100) if not draw("qwen3", seed).odd)
+    read = model_config.read_config_keys
+
+    def with_another_eps(config, architecture):
+        config, keys = read(config, architecture)
+        return config, keys | {"rms_norm_eps": 0.1}
+
+    monkeypatch.setattr(model_config, "read_config_keys", with_another_eps)
+    outcome = try_draw(draw("qwen3", seed), tmp_path / "model", tokenizer)
+    assert outcome.kind == "wrong" and "log-probabilities differ" in outcome.reason
