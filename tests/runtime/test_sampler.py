@@ -13,7 +13,7 @@ from batchgen.runtime import sampler
 from batchgen.runtime.sampler import sample
 from batchgen.runtime.scheduling.block_manager import BlockManager
 from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
-from batchgen.runtime.scheduling.sequence import PENDING, Sequence
+from batchgen.runtime.scheduling.sequence import NOT_FINITE, PENDING, Sequence
 from batchgen.runtime.warm_up import dummy_sweeps
 
 VOCAB = 500
@@ -77,6 +77,21 @@ def test_logprobs_are_those_of_the_model_itself():
         values, ids = meant[i].topk(s.sampling.logprobs)
         assert {t for t, _ in token.top} == set(ids.tolist()) and len(token.top) == s.sampling.logprobs
         assert [v for _, v in token.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("at", [0, 300, VOCAB - 1])
+def test_logits_that_are_not_finite_give_no_token_whatever_is_asked_for(value, at):
+    """Of a mask's minus infinities nobody speaks: they come later."""
+    sequences, logits = of_all_kinds(), logits_of(9)
+    healthy = sample(logits.clone(), sequences).tokens()
+    for bad in range(9):
+        spoilt = logits.clone()
+        spoilt[bad, at] = value
+        sampled = sample(spoilt, sequences)
+        for i, token in enumerate(sampled.tokens()):
+            assert token == healthy[i] if i != bad else token.token_id == NOT_FINITE, (bad, i)
+        assert 0 <= sampled.token_ids.min() <= sampled.token_ids.max() < VOCAB, "the next sweep embeds it"
 
 
 def test_penalties_are_applied_once_whatever_is_repeated():
