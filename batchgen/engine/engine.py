@@ -400,7 +400,7 @@ class Engine:
 
         Waits for input only when there is nothing else to do.
         """
-        while len(call.scheduler.waiting) < self.policy.max_num_seqs:
+        while call.scheduler.num_waiting < self.policy.max_num_seqs:
             if call.has_work and not call.source.ready:
                 return
             started = time.perf_counter()
