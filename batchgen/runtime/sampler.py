@@ -82,7 +82,7 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
         masks = np.stack([sequences[i].constraint.mask() for i in constrained])
         ops.forbid(logits, np.array(constrained), masks)
     chosen = ops.argmax(logits)
-    drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature > 0.0]
+    drawn = [i for i, s in enumerate(sequences) if not s.sampling.is_greedy]
     if drawn:
         ops.draw(logits, np.array(drawn), _draws([sequences[i] for i in drawn]), chosen)
     on_host = download(chosen.where(finite, NOT_FINITE))
@@ -161,7 +161,7 @@ def _changes(sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
 def _draws(sequences: Sized[Sequence]) -> Draws:
     params = [s.sampling for s in sequences]
     return Draws(
-        temperature=np.array([p.temperature for p in params], dtype=np.float32),
+        temperature=np.minimum([p.temperature for p in params], np.finfo(np.float32).max).astype(np.float32),
         top_k=np.array([p.top_k for p in params], dtype=np.int64),
         top_p=np.array([p.top_p for p in params], dtype=np.float64),
         min_p=np.array([p.min_p for p in params], dtype=np.float64),
