@@ -149,8 +149,8 @@ class Request:
     """One row for the engine.
 
     Attributes:
-        prompt: text (tokenized with the model's special tokens), token ids, or chat messages (`[{"role": ...,
-            "content": ...}]`, rendered with the model's chat template).
+        prompt: text (tokenized with the model's special tokens), token ids (a list, or an array of integers of numpy or torch), or
+            chat messages (`[{"role": ..., "content": ...}]`, rendered with the model's chat template).
         sampling: its parameters; None takes those the engine was given.
         id: decides the row's random draws, with seed, sample and step; None takes the row's position.
         error: the row could not be made into a prompt; it comes back as a failed Completion with this text.

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.core.device import parse_device
 from batchgen.core.errors import InputError
@@ -310,7 +310,7 @@ class Engine:
 
     def generate(
         self,
-        requests: Iterable[Request | str | None],
+        requests: Iterable[Request | str | None] | Request | str,
         *,
         should_stop: Callable[[], bool] = lambda: False,
         on_sweep: Callable[[EngineStats], None] = lambda stats: None,
@@ -318,8 +318,9 @@ class Engine:
         """Complete every request.
 
         Args:
-            requests: Read lazily, in a thread of its own, so that millions of rows need no memory; a plain string is a Request
-                with that prompt, and None says that more may take a while. What the iterable itself raises is raised here.
+            requests: Read lazily, in a thread of its own, so that millions of rows need no memory; a prompt by itself is a
+                Request with it, and None says that more may take a while. One text, or one Request, is one request. What the iterable
+                itself raises is raised here.
             should_stop: Asked before each sweep; once true, unfinished rows are dropped.
             on_sweep: Called after each sweep with the running totals.
 
@@ -340,7 +341,7 @@ class Engine:
 
     def score(
         self,
-        requests: Iterable[ScoreRequest | None],
+        requests: Iterable[ScoreRequest | None] | ScoreRequest,
         *,
         should_stop: Callable[[], bool] = lambda: False,
         on_sweep: Callable[[EngineStats], None] = lambda stats: None,
@@ -364,7 +365,7 @@ class Engine:
     def _run_all(
         self,
         handler: RequestHandler,
-        requests: Iterable,
+        requests: Any,
         scheduler: Scheduler,
         adaptation: Adaptation | None,
         should_stop: Callable[[], bool],

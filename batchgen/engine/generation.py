@@ -19,6 +19,7 @@ from batchgen.core.request import (
     cut_overlong,
 )
 from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_prompt, encode_texts
+from batchgen.engine.given import each_request
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.models.harmony import AnswerStops, Harmony
 from batchgen.runtime.grammar import Grammar
@@ -131,7 +132,7 @@ class Generation:
 
     def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
-        for chunk in chunks(r if r is None or isinstance(r, Request) else Request(r) for r in requests):
+        for chunk in chunks(each_request(requests)):
             fine = [request for _, request in chunk if request.error is None]
             texts = encode_texts(self._parts.tokenizer, [each for request in fine for each in request.each_prompt])
             for index, request in chunk:

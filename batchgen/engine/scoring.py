@@ -18,6 +18,7 @@ from batchgen.core.request import (
     cut_overlong,
 )
 from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_all, encode_pairs
+from batchgen.engine.given import each_score_request
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.token_tree import Node, Path, paths_of, windows_of
 from batchgen.runtime.scheduling.from_policy import longest_sequence
@@ -79,7 +80,7 @@ class Scoring:
 
     def prepare(self, requests: Iterable[ScoreRequest | None]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
-        for chunk in chunks(requests):
+        for chunk in chunks(each_score_request(requests)):
             texts = encode_all(self._parts.tokenizer, [request for _, request in chunk if request.error is None])
             for index, request in chunk:
                 row_id = index if request.id is None else request.id
