@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.core.device import parse_device
 from batchgen.core.errors import InputError
+from batchgen.core.machine import trim_freed_memory
 from batchgen.core.plan import Policy
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.distributed.launch import ranks_of_host
@@ -274,6 +275,7 @@ class Engine:
         if expected_output_len is not None and expected_output_len < 1:
             raise InputError(f"expected_output_len must be at least 1, not {expected_output_len}")
         self.parts = parts
+        self._closed = False
         self.stats = EngineStats()
         self._sampling = sampling or SamplingParams()
         self._expected_output_len = expected_output_len
@@ -297,10 +299,12 @@ class Engine:
         return sum(pool.num_used for pool in pools)
 
     def close(self) -> None:
-        """Ends what runs beside the engine and gives files back. An engine that is closed cannot be used again."""
+        """Ends what runs beside the engine, and gives files and memory back. An engine that is closed cannot be used again."""
+        self._closed = True
         if self.parts.grammars:
             self.parts.grammars.close()
         self.parts.executor.close()
+        trim_freed_memory()
 
     def __enter__(self) -> Engine:
         return self
@@ -377,6 +381,8 @@ class Engine:
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
         try:
             while not should_stop():
+                if self._closed:
+                    raise InputError("the engine is closed: make another one")
                 yield from self._admit(call)
                 if not call.has_work:
                     break
