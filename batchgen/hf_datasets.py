@@ -114,7 +114,7 @@ class MapFunction:
 
     def __call__(self, batch: Mapping[str, Sequence] | pa.Table, indices: Sequence[int] | None = None) -> dict:
         """Output columns of a batch of rows, given as columns; indices: the rows' numbers in the dataset."""
-        if self._sampling.temperature > 0 and self._id_column is None and indices is None:
+        if not self._sampling.is_greedy and self._id_column is None and indices is None:
             raise InputError("draws belong to rows: give an id_column, or map(..., with_indices=True)")
         names, read = _columns(batch)
         schema = _schema(names, read, self._prompts, self._id_column)

@@ -69,6 +69,11 @@ def keep_freed_memory() -> None:
 def give_back_freed_memory() -> None:
     """Give freed blocks back to the kernel after all, once work of another kind is done."""
     gc.collect()
+    trim_freed_memory()
+
+
+def trim_freed_memory() -> None:
+    """As `give_back_freed_memory`, but for what only waits to be collected, which may take a second."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

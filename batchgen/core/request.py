@@ -9,6 +9,7 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 
+LEAST_TEMPERATURE = 2.0**-126  # the smallest normal number of 32 bits
 # Rows of versions that did not have these parameters are those of their defaults.
 _ADDED_LATER = ("presence_penalty", "frequency_penalty", "logit_bias", "compact_json")
 
@@ -21,9 +22,10 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most tokens generated per sample, at least 1.
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        temperature: 0 is greedy, and so is what a 32-bit float does not hold (below 1.2e-38); otherwise logits are divided by it.
         top_p, top_k, min_p: keep the smallest set of tokens with this probability mass (1 is off), the k most likely
-            tokens (0 is off), those at least `min_p` times as likely as the most likely one (0 is off).
+            tokens (0 is off), those at least `min_p` times as likely as the most likely one (0 is off). After temperature, and in
+            vLLM's order: min_p, then top_k, then top_p of the mass that these two leave.
         repetition_penalty: logits of tokens seen in prompt or output are divided (if positive) or multiplied (if
             negative) by it; 1 is off.
         presence_penalty, frequency_penalty: taken off the logits of tokens that the output has, once, and once for each
@@ -88,7 +90,7 @@ class SamplingParams:
         for name, ok, rule in checks:
             if not ok:
                 raise InputError(f"{name} must be {rule}, not {getattr(self, name)!r}")
-        if self.temperature == 0.0 and self.n > 1:
+        if self.is_greedy and self.n > 1:
             raise InputError("n > 1 with temperature 0 gives n identical samples: set a temperature above 0")
         if self.constrained and None not in (self.json_schema, self.regex):
             raise InputError("json_schema and regex exclude each other: give one")
@@ -97,6 +99,11 @@ class SamplingParams:
     def constrained(self) -> bool:
         """Whether the text must follow a grammar."""
         return self.json_schema is not None or self.regex is not None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is chosen, and nothing drawn."""
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def penalizes_output(self) -> bool:
@@ -142,8 +149,8 @@ class Request:
     """One row for the engine.
 
     Attributes:
-        prompt: text (tokenized with the model's special tokens), token ids, or chat messages (`[{"role": ...,
-            "content": ...}]`, rendered with the model's chat template).
+        prompt: text (tokenized with the model's special tokens), token ids (a list, or an array of integers of numpy or torch), or
+            chat messages (`[{"role": ..., "content": ...}]`, rendered with the model's chat template).
         sampling: its parameters; None takes those the engine was given.
         id: decides the row's random draws, with seed, sample and step; None takes the row's position.
         error: the row could not be made into a prompt; it comes back as a failed Completion with this text.

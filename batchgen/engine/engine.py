@@ -7,10 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.core.device import parse_device
 from batchgen.core.errors import InputError
+from batchgen.core.machine import trim_freed_memory
 from batchgen.core.plan import Policy
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.distributed.launch import ranks_of_host
@@ -274,6 +275,7 @@ class Engine:
         if expected_output_len is not None and expected_output_len < 1:
             raise InputError(f"expected_output_len must be at least 1, not {expected_output_len}")
         self.parts = parts
+        self._closed = False
         self.stats = EngineStats()
         self._sampling = sampling or SamplingParams()
         self._expected_output_len = expected_output_len
@@ -297,10 +299,12 @@ class Engine:
         return sum(pool.num_used for pool in pools)
 
     def close(self) -> None:
-        """Ends what runs beside the engine and gives files back. An engine that is closed cannot be used again."""
+        """Ends what runs beside the engine, and gives files and memory back. An engine that is closed cannot be used again."""
+        self._closed = True
         if self.parts.grammars:
             self.parts.grammars.close()
         self.parts.executor.close()
+        trim_freed_memory()
 
     def __enter__(self) -> Engine:
         return self
@@ -310,7 +314,7 @@ class Engine:
 
     def generate(
         self,
-        requests: Iterable[Request | str | None],
+        requests: Iterable[Request | str | None] | Request | str,
         *,
         should_stop: Callable[[], bool] = lambda: False,
         on_sweep: Callable[[EngineStats], None] = lambda stats: None,
@@ -318,8 +322,9 @@ class Engine:
         """Complete every request.
 
         Args:
-            requests: Read lazily, in a thread of its own, so that millions of rows need no memory; a plain string is a Request
-                with that prompt, and None says that more may take a while. What the iterable itself raises is raised here.
+            requests: Read lazily, in a thread of its own, so that millions of rows need no memory; a prompt by itself is a
+                Request with it, and None says that more may take a while. One text, or one Request, is one request. What the iterable
+                itself raises is raised here.
             should_stop: Asked before each sweep; once true, unfinished rows are dropped.
             on_sweep: Called after each sweep with the running totals.
 
@@ -340,7 +345,7 @@ class Engine:
 
     def score(
         self,
-        requests: Iterable[ScoreRequest | None],
+        requests: Iterable[ScoreRequest | None] | ScoreRequest,
         *,
         should_stop: Callable[[], bool] = lambda: False,
         on_sweep: Callable[[EngineStats], None] = lambda stats: None,
@@ -364,7 +369,7 @@ class Engine:
     def _run_all(
         self,
         handler: RequestHandler,
-        requests: Iterable,
+        requests: Any,
         scheduler: Scheduler,
         adaptation: Adaptation | None,
         should_stop: Callable[[], bool],
@@ -376,6 +381,8 @@ class Engine:
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
         try:
             while not should_stop():
+                if self._closed:
+                    raise InputError("the engine is closed: make another one")
                 yield from self._admit(call)
                 if not call.has_work:
                     break
@@ -400,7 +407,7 @@ class Engine:
 
         Waits for input only when there is nothing else to do.
         """
-        while len(call.scheduler.waiting) < self.policy.max_num_seqs:
+        while call.scheduler.num_waiting < self.policy.max_num_seqs:
             if call.has_work and not call.source.ready:
                 return
             started = time.perf_counter()

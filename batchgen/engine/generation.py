@@ -19,11 +19,12 @@ from batchgen.core.request import (
     cut_overlong,
 )
 from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_prompt, encode_texts
+from batchgen.engine.given import each_request
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.models.harmony import AnswerStops, Harmony
 from batchgen.runtime.grammar import Grammar
 from batchgen.runtime.scheduling.from_policy import longest_sequence
-from batchgen.runtime.scheduling.sequence import PENDING, Sequence
+from batchgen.runtime.scheduling.sequence import NOT_FINITE, PENDING, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,16 +42,13 @@ class _InFlight:
     prompt_tokens: int
     samples: list[Sample | None]
     cached_tokens: list[int]  # of each prompt
+    left: int  # samples that are still running
     error: str | None = None
 
     def add(self, sequence: Sequence, sample: Sample) -> None:
         self.samples[sequence.sample_index] = sample
         prompt = sequence.sample_index // sequence.sampling.n
         self.cached_tokens[prompt] = max(self.cached_tokens[prompt], sequence.num_cached)
-
-    @property
-    def done(self) -> bool:
-        return None not in self.samples
 
     def completion(self) -> Completion:
         if self.error is not None:
@@ -67,11 +65,12 @@ class _InFlight:
 
 @dataclass(frozen=True)
 class _Finish:
-    """Why a sample ended; `stop` is the stop string or token id that ended it, if one did."""
+    """Why a sample ended; `stop` is the stop string or token id that ended it, if one did. error: the request's, if it fails."""
 
     reason: str
-    stop: str | int | None
+    stop: str | int | None = None
     ends_with_stop_token: bool = False
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class Generation:
 
     def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
-        for chunk in chunks(r if r is None or isinstance(r, Request) else Request(r) for r in requests):
+        for chunk in chunks(each_request(requests)):
             fine = [request for _, request in chunk if request.error is None]
             texts = encode_texts(self._parts.tokenizer, [each for request in fine for each in request.each_prompt])
             for index, request in chunk:
@@ -192,7 +191,9 @@ class Generation:
         ]
         samples: list[Sample | None] = [None] * len(started)
         cached_tokens = [0] * len(prepared.prompts)
-        self._in_flight[index] = _InFlight(index, row_id, request.row, prompt_tokens, samples, cached_tokens)
+        self._in_flight[index] = _InFlight(
+            index, row_id, request.row, prompt_tokens, samples, cached_tokens, len(started)
+        )
         return started
 
     def _samples_of(
@@ -258,19 +259,24 @@ class Generation:
     def finish(self, sequence: Sequence) -> Completion | None:
         """The completion of a sequence's request, if the sequence was its last."""
         flight = self._in_flight[sequence.request_index]
-        if sequence.constraint is not None:
-            flight.error = flight.error or sequence.constraint.error
-        flight.add(sequence, self._sample(sequence, self._finishes.pop(sequence), self._detectors.pop(sequence, None)))
-        return self._in_flight.pop(sequence.request_index).completion() if flight.done else None
+        finish, detector = self._finishes.pop(sequence), self._detectors.pop(sequence, None)
+        if finish.error is not None:
+            flight.error = flight.error or finish.error
+        else:
+            flight.add(sequence, self._sample(sequence, finish, detector))
+        flight.left -= 1
+        return None if flight.left else self._in_flight.pop(sequence.request_index).completion()
 
     def _finish_of(self, sequence: Sequence, token: int, num_generated: int) -> _Finish | None:
         """Whether the sequence ends with this token, its `num_generated`-th."""
         sampling, constraint = sequence.sampling, sequence.constraint
+        if token == NOT_FINITE:
+            return _Finish("error", error=self._parts.not_finite)
         if constraint is not None and constraint.error is not None:
-            return _Finish("error", None)
+            return _Finish("error", error=constraint.error)
         # A grammar ends with the end of text, which cannot be gone past.
         if token in self._parts.eos_token_ids and (constraint is not None or not sampling.ignore_eos):
-            return _Finish("stop", None, ends_with_stop_token=True)
+            return _Finish("stop", ends_with_stop_token=True)
         if token in sampling.stop_token_ids:
             return _Finish("stop", token, ends_with_stop_token=True)
         detector = self._detectors.get(sequence)
@@ -279,7 +285,7 @@ class Generation:
             if stop is not None:
                 return _Finish("stop", stop)
         if num_generated >= sampling.max_tokens:
-            return _Finish("length", None)
+            return _Finish("length")
         return None
 
     def _sample(self, sequence: Sequence, finish: _Finish, detector) -> Sample:

@@ -76,6 +76,16 @@ class EngineParts:
     sweeps_in_flight: int = 1
     peaks_of_others: Callable[[], Sequence[Mapping[str, int] | None]] = tuple
 
+    @property
+    def not_finite(self) -> str:
+        """The error of a row whose logits hold NaN or infinity."""
+        if self.dtype == "float16":
+            return (
+                "logits are not finite in float16: run with --dtype bfloat16 or float32;"
+                " a row that fails there too has met damaged weights"
+            )
+        return f"logits are not finite in {self.dtype}: the model's weights are damaged, fetch or convert it again"
+
 
 def process_peaks(executor: SweepRunner | None) -> dict[str, int]:
     """The most bytes of each tier that this process held. What an emulated accelerator has of the host's memory counts as both."""

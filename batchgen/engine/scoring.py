@@ -18,10 +18,11 @@ from batchgen.core.request import (
     cut_overlong,
 )
 from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_all, encode_pairs
+from batchgen.engine.given import each_score_request
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.token_tree import Node, Path, paths_of, windows_of
 from batchgen.runtime.scheduling.from_policy import longest_sequence
-from batchgen.runtime.scheduling.sequence import Sequence
+from batchgen.runtime.scheduling.sequence import NOT_FINITE, Sequence
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer
@@ -79,7 +80,7 @@ class Scoring:
 
     def prepare(self, requests: Iterable[ScoreRequest | None]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
-        for chunk in chunks(requests):
+        for chunk in chunks(each_score_request(requests)):
             texts = encode_all(self._parts.tokenizer, [request for _, request in chunk if request.error is None])
             for index, request in chunk:
                 row_id = index if request.id is None else request.id
@@ -151,13 +152,15 @@ class Scoring:
         if flight.left:
             return None
         del self._in_flight[sequence.request_index]
-        tokens = flight.prepared.tokens
+        tokens, row = flight.prepared.tokens, flight.prepared.row
+        if any(score.argmax == NOT_FINITE for one in flight.sequences for score in one.scores):
+            error = self._parts.not_finite
+            return Scored(sequence.request_index, sequence.row_id, tokens.given, error=error, row=row)
         scores = tuple(
             self._score(tuple(continuation), nodes, flight.sequences)
             for continuation, nodes in zip(tokens.continuations, flight.nodes, strict=True)
         )
         cached = min(tokens.given, flight.sequences[0].num_cached)
-        row = flight.prepared.row
         return Scored(sequence.request_index, sequence.row_id, tokens.given, scores, cached_tokens=cached, row=row)
 
     def _score(self, tokens: tuple[int, ...], nodes: list[Node], sequences: list[Sequence]) -> ContinuationScore:

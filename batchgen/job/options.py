@@ -548,9 +548,9 @@ def _bias(text: str) -> tuple[int, float]:
 SAMPLING_OPTIONS = (
     _sampling(f"{_ROWS} map", "max_tokens", int, "Most tokens generated per sample."),
     _sampling(f"{_COMMANDS} map", "temperature", float, "0 is greedy."),
-    _sampling(f"{_COMMANDS} map", "top_p", float),
-    _sampling(f"{_COMMANDS} map", "top_k", int, "0 is off."),
-    _sampling(f"{_COMMANDS} map", "min_p", float),
+    _sampling(f"{_COMMANDS} map", "top_p", float, "Keep the most likely tokens that have this probability together, of those left."),
+    _sampling(f"{_COMMANDS} map", "top_k", int, "Keep the k most likely tokens; 0 is off."),
+    _sampling(f"{_COMMANDS} map", "min_p", float, "Keep tokens that are this times as likely as the first one; comes first."),
     _sampling(f"{_COMMANDS} map", "repetition_penalty", float),
     _sampling(f"{_ROWS} map", "presence_penalty", float, "Taken off the logits of tokens that the output has."),
     _sampling(f"{_ROWS} map", "frequency_penalty", float, "The same, for each time that it has them."),

@@ -67,7 +67,7 @@ class Repeats:
         if not isinstance(request, Request) or request.error is not None or request.row is None:
             return None
         sampling = request.sampling or self._sampling
-        if sampling.temperature > 0:
+        if not sampling.is_greedy:
             return None
         given = (request.prompt, *request.more_prompts)
         prompts = [prompt if isinstance(prompt, str) else list(prompt) for prompt in given]

@@ -555,6 +555,11 @@ def scatter_rows(target: Tensor, index: Tensor, source: Tensor) -> None:
 # Logits.
 
 
+def all_finite(logits: Tensor) -> Tensor:
+    """Tell rows whose logits [rows, columns] are all finite, bool [rows]. The host waits for nothing."""
+    return logits.amax(-1).isfinite() & logits.amin(-1).isfinite()  # both keep a NaN; a sum could overflow
+
+
 def argmax(logits: Tensor) -> Tensor:
     """The first of the largest of each row, int64 [rows], of fp32 logits [rows, columns]."""
     return _of_logits(logits).argmax(logits)[0]

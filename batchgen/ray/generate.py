@@ -61,7 +61,7 @@ class Generate:
         self._model, self._options, self._plans = os.fspath(model), options, dict(plans or {})
         self._sampling = SamplingParams(**{name: options[name] for name in SamplingParams.names() if name in options})
         self._id_column, self._prefix = options.get("id_column"), options.get("output_prefix", "")
-        if self._sampling.temperature > 0 and self._id_column is None:
+        if not self._sampling.is_greedy and self._id_column is None:
             raise InputError("draws belong to rows, and Ray does not number them: give an id_column")
         prompts = {name: options[name] for name in _PROMPT_OPTIONS if name in options}
         self._prompts = PromptSpec(*(prompts.get(name) for name in _PROMPT_OPTIONS[:-1]), prompts.get("chat", False))

@@ -125,6 +125,7 @@ class Executor:
             options.deferred_seqs,
         )
         self.routing = RoutingCounts(config.num_experts, config.experts_per_token, config.expert_layers)
+        self._closed = False
         self._logits: Tensor | None = None
         self._ropes: dict[RopeConfig | None, layers.Rope | None] = {None: None}
         for rope in {config.rope_of(layer) for layer in range(config.num_layers)} - {None}:
@@ -136,7 +137,7 @@ class Executor:
         self._batch_of: dict[int, BatchState] = {}  # Step -> what it works on
         self._cohorts: dict[int, CohortRows] = {}  # under way, by number
         self._cohort_of: dict[int, CohortRows] = {}  # Step -> whose it is
-        self._on_logits: OnLogits = lambda rows, logits, start: None
+        self._on_logits: OnLogits = _nobody_takes_logits
         self._vocabulary_chunks = self._one_batch = False
         # Tokens can be taken over from one sweep to the next where embeddings need nothing of the host.
         ahead = tiers.driver is not None and not options.serial and weights.embeds_on_device
@@ -306,12 +307,20 @@ class Executor:
         return {"gpu": self.weights.arenas["gpu"].allocated_bytes, "disk": self.kv_cache.disk_bytes}
 
     def close(self) -> None:
-        """Ends what is under way and gives files back."""
+        """Ends what is under way, gives files back and lets go of all memory, whoever has this executor. Counts stay."""
+        if self._closed:
+            return
+        self._closed = True
         self.lanes.close()
         self.kv_cache.close()
         self.weights.close()
         self._tiers.close()
         scratch.release()
+        for held in (self._ropes, self._batch_of, self._cohorts, self._cohort_of):
+            held.clear()
+        self._on_logits = _nobody_takes_logits
+        self._logits = self._graphs = self._tokens = None
+        del self.activations
 
     def _prepare_all(self, batches: Sequence[PackedBatch]) -> list[BatchState]:
         first_on_host = len(batches) - self._options.batches_on_host
@@ -715,6 +724,9 @@ class Executor:
             self._logits = None
             self._logits = x.new_empty(size, dtype=torch.float32)
         return self._logits[:size].view(len(x), rows.shape[0])
+
+
+def _nobody_takes_logits(rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None: ...
 
 
 _of_thread = threading.local()

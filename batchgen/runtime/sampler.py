@@ -18,12 +18,15 @@ from torch import Tensor
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import download, upload
 from batchgen.ops.sampling import Draws
-from batchgen.runtime.scheduling.sequence import Sequence
+from batchgen.runtime.scheduling.sequence import NOT_FINITE, Sequence
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A chosen token. logprob, top: its log-probability and the top-k (token, logprob), if asked for."""
+    """A chosen token. logprob, top: its log-probability and the top-k (token, logprob), if asked for.
+
+    token_id: NOT_FINITE where the model's logits, before any mask, hold NaN or infinity.
+    """
 
     token_id: int
     logprob: float | None = None
@@ -41,7 +44,8 @@ def uniform(seed: int, row_id: str | int, sample: int, step: int) -> float:
 class Sampled:
     """The next token of each of some sequences. Nothing has waited for the device.
 
-    token_ids: int64 [sequences], on the device; on_host: the same, in the host's memory once the device has come so far. logprobs:
+    token_ids: int64 [sequences], on the device, each a token of the vocabulary; on_host: the same, or NOT_FINITE, in the host's
+    memory once the device has come so far. logprobs:
     fp64 [wanted, 1 + 2 n]: of each sequence in `wanted`, in order, the token's
     log-probability, then the top n log-probabilities and their tokens. counts: how many of these n it asked for.
     """
@@ -70,6 +74,7 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
     logits: fp32 [sequences, vocab], changed in place. The host waits for nothing that the device has to do; two copies
     bring it tokens and log-probabilities.
     """
+    finite = ops.all_finite(logits)  # first: what is forbidden below is minus infinity
     logprobs = _Logprobs(logits, sequences)
     penalties = _Penalties(logits, sequences)
     constrained = [i for i, s in enumerate(sequences) if s.constraint is not None]
@@ -77,10 +82,10 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
         masks = np.stack([sequences[i].constraint.mask() for i in constrained])
         ops.forbid(logits, np.array(constrained), masks)
     chosen = ops.argmax(logits)
-    drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature > 0.0]
+    drawn = [i for i, s in enumerate(sequences) if not s.sampling.is_greedy]
     if drawn:
         ops.draw(logits, np.array(drawn), _draws([sequences[i] for i in drawn]), chosen)
-    on_host = download(chosen)
+    on_host = download(chosen.where(finite, NOT_FINITE))
     if not logprobs.wanted:
         return Sampled(chosen, on_host)
     penalties.take_back(logits)
@@ -156,7 +161,7 @@ def _changes(sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
 def _draws(sequences: Sized[Sequence]) -> Draws:
     params = [s.sampling for s in sequences]
     return Draws(
-        temperature=np.array([p.temperature for p in params], dtype=np.float32),
+        temperature=np.minimum([p.temperature for p in params], np.finfo(np.float32).max).astype(np.float32),
         top_k=np.array([p.top_k for p in params], dtype=np.int64),
         top_p=np.array([p.top_p for p in params], dtype=np.float64),
         min_p=np.array([p.min_p for p in params], dtype=np.float64),

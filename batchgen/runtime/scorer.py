@@ -15,7 +15,7 @@ from torch import Tensor
 
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
-from batchgen.runtime.scheduling.sequence import LogitsRow, ScoredPosition
+from batchgen.runtime.scheduling.sequence import NOT_FINITE, LogitsRow, ScoredPosition
 
 
 class Scorer:
@@ -57,10 +57,12 @@ class _Group:
         self._chosen = torch.zeros(len(self._tokens), device=device)
         self._num_top = max(a.sequence.sampling.logprobs or 0 for a in rows)
         self._best: tuple[Tensor, Tensor, Tensor] | None = None  # token, logit, lse
+        self._finite = torch.ones(len(rows), dtype=torch.bool, device=device)
         self._top: tuple[Tensor, Tensor] | None = None  # logits and tokens [rows, num_top]
 
     def take(self, logits: Tensor, start: int) -> None:
         columns = logits.shape[1]
+        self._finite &= ops.all_finite(logits)
         token, value, lse = ops.argmax_with_lse(logits)
         token += start
         if self._best is not None:
@@ -86,7 +88,7 @@ class _Group:
         # On the host: allocating memory of the device, outside of a sweep's streams, might wait for all that it has to do.
         lse = self._best[2].cpu()
         chosen = (self._chosen.cpu() - lse[self._rows.cpu()]).tolist()
-        argmax = self._best[0].tolist()
+        argmax = self._best[0].cpu().where(self._finite.cpu(), NOT_FINITE).tolist()
         if self._top is not None:
             values, tokens = (self._top[0].cpu() - lse[:, None]).tolist(), self._top[1].tolist()
         first = 0

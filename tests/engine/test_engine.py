@@ -2,13 +2,15 @@
 
 import functools
 import random
+import sys
+from collections import Counter
 
 import pytest
 import torch
 from tiny_models import FAMILIES
 
 import batchgen
-from batchgen.core.request import Request, SamplingParams
+from batchgen.core.request import Request, Sample, SamplingParams
 from batchgen.engine import loader
 from batchgen.runtime.memory.kv_cache import KVCache
 
@@ -349,3 +351,26 @@ def test_pages_of_kv_are_provided_beside_loading_where_cores_are_idle(tiny_model
     monkeypatch.setattr(loader, "_load_weights", lambda *args: began.append("weights") or load_weights(*args))
     with batchgen.Engine(str(tiny_models("llama")[0]), cpu_memory="3GiB"):
         assert began == (["pages", "weights"] if beside_loading else ["weights", "pages"])
+
+
+@pytest.mark.parametrize("prompt", [[5] * 3, [5] * 40], ids=["within a block", "of several blocks"])
+def test_samples_of_one_request_cost_in_proportion_to_their_number(tiny_models, prompt, monkeypatch):
+    """Calls of functions and comparisons of samples, not seconds."""
+    path, _ = tiny_models("llama")
+    compared = Counter()
+    monkeypatch.setattr(Sample, "__eq__", lambda self, other: compared.update(["__eq__"]) or self is other)
+
+    def steps(count):
+        sampling = SamplingParams(n=count, temperature=1.0, max_tokens=1)
+        engine = batchgen.Engine(str(path), dtype="float32", cpu_memory="1GiB", max_num_seqs=8)
+        compared.clear()
+        sys.setprofile(lambda frame, event, argument: compared.update([event]))
+        try:
+            (completion,) = engine.generate([Request(prompt, sampling)])
+        finally:
+            sys.setprofile(None)
+        assert len(completion.samples) == count and completion.error is None
+        return compared.total()
+
+    few, many = steps(50), steps(400)
+    assert many <= 8 * few, "eight times as many samples"

@@ -7,13 +7,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.ops import dispatch as ops
 from batchgen.runtime import sampler
 from batchgen.runtime.sampler import sample
 from batchgen.runtime.scheduling.block_manager import BlockManager
 from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
-from batchgen.runtime.scheduling.sequence import PENDING, Sequence
+from batchgen.runtime.scheduling.sequence import NOT_FINITE, PENDING, Sequence
 from batchgen.runtime.warm_up import dummy_sweeps
 
 VOCAB = 500
@@ -77,6 +78,71 @@ def test_logprobs_are_those_of_the_model_itself():
         values, ids = meant[i].topk(s.sampling.logprobs)
         assert {t for t, _ in token.top} == set(ids.tolist()) and len(token.top) == s.sampling.logprobs
         assert [v for _, v in token.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("at", [0, 300, VOCAB - 1])
+def test_logits_that_are_not_finite_give_no_token_whatever_is_asked_for(value, at):
+    """Of a mask's minus infinities nobody speaks: they come later."""
+    sequences, logits = of_all_kinds(), logits_of(9)
+    healthy = sample(logits.clone(), sequences).tokens()
+    for bad in range(9):
+        spoilt = logits.clone()
+        spoilt[bad, at] = value
+        sampled = sample(spoilt, sequences)
+        for i, token in enumerate(sampled.tokens()):
+            assert token == healthy[i] if i != bad else token.token_id == NOT_FINITE, (bad, i)
+        assert 0 <= sampled.token_ids.min() <= sampled.token_ids.max() < VOCAB, "the next sweep embeds it"
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-40, 1.1e-38])
+def test_a_temperature_below_what_float32_holds_is_greedy(temperature):
+    logits = logits_of(9)
+    logits[0, [3, 4]] = 50.0  # of equal ones the first
+    sequences = [sequence(i, temperature=temperature, top_p=0.99, seed=i) for i in range(9)]
+    assert [t.token_id for t in sample(logits.clone(), sequences).tokens()] == logits.argmax(-1).tolist()
+    with pytest.raises(InputError, match="identical samples"):
+        SamplingParams(temperature=temperature, n=2)
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"temperature": 1.2e-38},
+        {"temperature": 1e-30, "min_p": 0.5},
+        {"top_p": 5e-324},
+        {"top_p": 1e-30},
+        {"min_p": 1.0},
+    ],
+)
+def test_filters_at_their_ends_leave_the_most_likely_token(filters):
+    logits = logits_of(9)
+    sequences = [sequence(i, **{"temperature": 1.0, "seed": i} | filters) for i in range(9)]
+    assert [t.token_id for t in sample(logits.clone(), sequences).tokens()] == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e30, 3.4e38, 1e39, 1e300])
+def test_any_higher_temperature_draws_from_what_is_allowed(temperature):
+    """Also one that float32 does not hold."""
+    sequences = [sequence(i, temperature=temperature, allowed=[7, 9, 400], seed=i) for i in range(60)]
+    drawn = {t.token_id for t in sample(torch.randn(60, VOCAB), sequences).tokens()}
+    assert drawn == {7, 9, 400}
+
+
+def test_filters_come_in_vllms_order():
+    """min-p, then top-k, then top-p of the mass that is left."""
+    probabilities = torch.tensor([0.40, 0.20, 0.15, 0.10, 0.09, 0.06])
+    logits = torch.full((1, VOCAB), -60.0)
+    logits[0, :6] = probabilities.log()
+
+    def drawn(**filters):
+        many = [sequence(i, temperature=1.0, seed=i, **filters) for i in range(400)]
+        return {t.token_id for t in sample(logits.repeat(400, 1), many).tokens()}
+
+    assert drawn(top_p=0.62) == {0, 1, 2}
+    assert drawn(min_p=0.3, top_p=0.62) == {0, 1}  # 0.62 of 0.75
+    assert drawn(top_k=3, top_p=0.62) == {0, 1}
+    assert drawn(min_p=0.2, top_k=4) == {0, 1, 2, 3}
 
 
 def test_penalties_are_applied_once_whatever_is_repeated():

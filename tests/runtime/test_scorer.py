@@ -8,7 +8,7 @@ from thorough import some_draws
 
 from batchgen.core.request import SamplingParams
 from batchgen.engine.token_tree import paths_of, windows_of
-from batchgen.runtime.scheduling.sequence import LogitsRow, Sequence
+from batchgen.runtime.scheduling.sequence import NOT_FINITE, LogitsRow, Sequence
 from batchgen.runtime.scorer import Scorer
 
 few_tokens = st.integers(0, 2)  # so that continuations have much in common
@@ -99,3 +99,14 @@ def test_of_equally_likely_tokens_the_first_counts(chunk_widths):
     found = scores_of(logits, ((7, 4),) * 3, 0, chunk_widths, 100)
     assert [score.argmax for score in found] == [4, 2, 0]
     assert found[0].logprobs[0] == found[0].logprobs[1]
+
+
+@pytest.mark.parametrize("chunk_widths", [(12,), (3,) * 4, (1,) * 12])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_rows_with_a_logit_that_is_not_finite_are_marked(value, chunk_widths):
+    for at in (0, 4, 11):
+        logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(at))
+        healthy = scores_of(logits, ((7, 4),) * 3, 2, chunk_widths, 100)
+        logits[1, at] = value
+        first, second, third = scores_of(logits, ((7, 4),) * 3, 2, chunk_widths, 100)
+        assert (first, second.argmax, third) == (healthy[0], NOT_FINITE, healthy[2])

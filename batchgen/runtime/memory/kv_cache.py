@@ -234,10 +234,14 @@ class KVCache:
         self.disk_bytes_read = self.disk_bytes_written = 0
 
     def close(self) -> None:
+        """Close the file, and let go of all memory. Counts stay."""
         if self._prefault:
             self._prefault.close()
         if self._file:
             self._file.close()
+        for held in (*self.pools.values(), self._staging, self._reads, self._writes):
+            held.clear()
+        self._prefault, self._passing = None, [None, None]
 
     @property
     def _in_place(self) -> bool:

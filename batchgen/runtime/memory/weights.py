@@ -208,8 +208,15 @@ class Weights:
         self.disk_bytes_read = 0
 
     def close(self) -> None:
+        """Close files, and let go of all memory. Counts stay."""
         for file in self._files.values():
             file.close()
+        for held in (
+            self._resident, self._on_host, self._layers, self._views, self._slots, self._head_slots, self._disk_buffers,
+            self._dequantized, self._sinks,
+        ):  # fmt: skip
+            held.clear()
+        del self.embeddings, self.head, self._checkpoint
 
     # Loading.
 

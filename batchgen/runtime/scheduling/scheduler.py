@@ -23,6 +23,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import NamedTuple
 
 from batchgen.runtime.scheduling.block_manager import BlockManager
@@ -147,6 +148,8 @@ class Scheduler:
         self.pools = pools
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
+        # By prefix donor, which comes to this scheduler first and has the same sampling: they queue when they can take over its blocks.
+        self._followers: dict[Sequence, list[Sequence]] = {}
         self.running: list[Sequence] = []  # in order of admission
         self.num_preempted = 0
         self.expected_output_len = expected_output_len or (lambda s: s.sampling.max_tokens)
@@ -164,7 +167,15 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence, whose prompt and output must fit `longest_tokens`."""
-        self.waiting.append(sequence)
+        if self._waits_for_prefix(sequence):
+            self._followers.setdefault(sequence.prefix_donor, []).append(sequence)
+        else:
+            self.waiting.append(sequence)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have not been admitted, or were preempted."""
+        return len(self.waiting) + sum(map(len, self._followers.values()))
 
     @property
     def has_work(self) -> bool:
@@ -206,7 +217,7 @@ class Scheduler:
 
     def _most_in_sweep(self) -> int:
         """Sequences that the next sweep may have: with several sweeps under way its part of those there are."""
-        there_are = min(len(self.running) + len(self.waiting), self.limits.max_num_seqs)
+        there_are = min(len(self.running) + self.num_waiting, self.limits.max_num_seqs)
         return -(-max(there_are, len(self.running)) // self.limits.sweeps_in_flight)
 
     def _prefill(self, sweep: list[ScheduledSequence], budget: int, most: int) -> int:
@@ -270,6 +281,8 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._token_slots.give_back(sequence.token_slot)
         sequence.token_slot = None
+        if sequence in self._followers:
+            self._queue_followers(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -299,12 +312,11 @@ class Scheduler:
                 self._filling = True
             if not self._filling:
                 return
-        held: list[Sequence] = []
-        self._admit_waiting(sweep, budget, most, held)
-        self.waiting.extendleft(reversed(held))
+        for donor in [d for d, (first, *_) in self._followers.items() if not self._waits_for_prefix(first)][::-1]:
+            self._queue_followers(donor)
+        self._admit_waiting(sweep, budget, most)
 
-    def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, most: int, held: list[Sequence]) -> None:
-        """Puts those into `held` that are passed over: what they share with another one is still being computed."""
+    def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, most: int) -> None:
         in_class = Counter(s.kv_class for s in self.running)
 
         @cache
@@ -318,9 +330,6 @@ class Scheduler:
 
         while self.waiting and budget > 0 and len(sweep) < most:
             sequence = self.waiting[0]
-            if self._waits_for_prefix(sequence):
-                held.append(self.waiting.popleft())
-                continue
             full = len(self.running) >= self.limits.max_num_seqs
             if full or not self._enter(sequence, in_class, admission, self._chunk(sequence, budget)):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
@@ -335,22 +344,30 @@ class Scheduler:
             self._grow(sequence, count)
             budget -= count
             sweep.append(ScheduledSequence(sequence, count))
+            if sequence in self._followers and not self._waits_for_prefix(self._followers[sequence][0]):
+                self._queue_followers(sequence)
 
     def _may_enter(self) -> Iterator[Sequence]:
-        """The first of those that wait: no fewer than may be admitted, as only those with a prefix donor are passed over."""
-        left = self.limits.max_num_seqs - len(self.running)
-        for sequence in self.waiting:
-            yield sequence
-            left -= sequence.prefix_donor is None
-            if left <= 0:
-                return
+        """The first of those that wait: as many as may be admitted. Followers are expected to be no longer than their donor."""
+        return islice(self.waiting, max(1, self.limits.max_num_seqs - len(self.running)))
 
     def _waits_for_prefix(self, sequence: Sequence) -> bool:
-        """Whether its prefix donor is in flight and has yet to enter blocks that it could take over."""
+        """Whether its prefix donor, which has not left for good, has yet to enter blocks that it could take over."""
         donor = sequence.prefix_donor
-        if donor is None or not donor.block_table or not self._pool(donor).share_prefixes:
+        if donor is None or not self._share_prefixes:
             return False
-        return donor.num_entered_blocks < sequence.num_donated // self._pool(donor).block_size
+        if donor.block_table:
+            pool = self._pool(donor)
+            return pool.share_prefixes and donor.num_entered_blocks < sequence.num_donated // pool.block_size
+        return donor.num_computed == 0
+
+    def _queue_followers(self, donor: Sequence) -> None:
+        """Its followers come next, behind those only that were preempted."""
+        preempted = []
+        while self.waiting and self.waiting[0].token_slot is not None:
+            preempted.append(self.waiting.popleft())
+        self.waiting.extendleft(reversed(self._followers.pop(donor)))
+        self.waiting.extendleft(reversed(preempted))
 
     def _enter(
         self, sequence: Sequence, in_class: Mapping[str, int], admission_to: Callable[[str], TierAdmission], chunk: int

@@ -12,6 +12,8 @@ from batchgen.runtime.grammar import Constraint
 
 # Stands for a token that has been sampled on the device and has not reached the host yet.
 PENDING = -1
+# Stands for a token that cannot be chosen, as the logits hold NaN or infinity.
+NOT_FINITE = -2
 
 CLASSES = KV_CLASSES
 
@@ -29,7 +31,7 @@ class ScoredPosition:
     """What follows one token.
 
     The log-probabilities of the tokens asked for, the argmax (the first of equal ones), and the top-k (token, log-probability),
-    best first.
+    best first. Where the logits hold NaN or infinity the argmax is NOT_FINITE, and the rest means nothing.
     """
 
     logprobs: tuple[float, ...]

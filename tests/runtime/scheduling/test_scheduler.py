@@ -541,7 +541,7 @@ def test_only_those_that_may_enter_are_looked_at(monkeypatch, seed):
             shared = draw.random() < 0.5
             sequence = make(i, [*(range(9) if shared else ()), *[1000 + i] * draw.randint(1, 12)], draw.randint(1, 30))
             if shared and donor is not None:
-                sequence.prefix_donor, sequence.num_donated = donor, 8
+                sequence.prefix_donor, sequence.num_donated, sequence.sampling = donor, 8, donor.sampling
             donor = donor or (sequence if shared else None)
             scheduler.add(sequence)
         found = []

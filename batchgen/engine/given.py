@@ -1,0 +1,122 @@
+"""What a caller gives as requests, made into requests; what cannot be one fails as a row of its own."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from batchgen.core.errors import InputError, RowError
+from batchgen.core.request import Request, SamplingParams, ScoreRequest
+
+_PROMPT = "text, token ids or chat messages"
+_MOST_TOKEN_ID = (1 << 31) - 1
+
+
+def each_request(given: Any) -> Iterator[Request | None]:
+    """Requests to generate.
+
+    Args:
+        given: Requests, prompts and Nones, one after the other; or one prompt that is a text, or one request.
+
+    Yields:
+        A request for each, with its prompts as text, lists of token ids or messages. None says that more may take a while.
+
+    Raises:
+        InputError: They do not come one after the other.
+    """
+    for one in _one_by_one(given, Request):
+        if one is None:
+            yield None
+            continue
+        request = one if isinstance(one, Request) else Request("")
+        try:
+            yield request if request.error is not None else _checked(request, one)
+        except RowError as error:
+            yield replace(request, prompt="", more_prompts=(), sampling=None, error=str(error))
+
+
+def each_score_request(given: Any) -> Iterator[ScoreRequest | None]:
+    """Requests to score, as `each_request`. Raises InputError."""
+    for one in _one_by_one(given, ScoreRequest):
+        if one is None or (isinstance(one, ScoreRequest) and one.error is not None):
+            yield one
+            continue
+        try:
+            if not isinstance(one, ScoreRequest):
+                raise RowError(f"a request to score must be a ScoreRequest, not {_kind(one)}")
+            continuations = tuple(_text_or_ids(c, "a continuation") for c in one.continuations)
+            yield replace(one, context=_prompt(one.context, "the context"), continuations=continuations)
+        except RowError as error:
+            request = one if isinstance(one, ScoreRequest) else ScoreRequest("", ())
+            yield replace(request, context="", continuations=(), error=str(error))
+
+
+def _one_by_one(given: Any, request_type: type) -> Iterable:
+    if isinstance(given, str | bytes | Mapping | request_type):
+        return (given,)
+    if not isinstance(given, Iterable):
+        raise InputError(f"requests must be a list or another iterable of them, not {_kind(given)}")
+    return given
+
+
+def _checked(request: Request, given: Any) -> Request:
+    """request: what was given, or an empty one where it was a prompt alone. Raises RowError."""
+    if not isinstance(request.sampling, SamplingParams | None):
+        raise RowError(f"sampling must be SamplingParams, not {_kind(request.sampling)}")
+    if not isinstance(request.more_prompts, list | tuple):
+        raise RowError(f"more_prompts must be a tuple of prompts, not {_kind(request.more_prompts)}")
+    prompt = _prompt(request.prompt if given is request else given, "a prompt")
+    return replace(request, prompt=prompt, more_prompts=tuple(_prompt(p, "a prompt") for p in request.more_prompts))
+
+
+def _prompt(given: Any, what: str) -> Any:
+    """A prompt as text, token ids or chat messages. Raises RowError."""
+    if isinstance(given, list | tuple) and given and all(isinstance(message, Mapping) for message in given):
+        for message in given:
+            _check_texts(message, what)
+        return given
+    return _text_or_ids(given, what, _PROMPT)
+
+
+def _text_or_ids(given: Any, what: str, kinds: str = "text or token ids") -> str | list[int]:
+    if isinstance(given, str):
+        _check_texts(given, what)
+        return given
+    token_ids = given.tolist() if hasattr(given, "tolist") else given  # arrays of numpy and torch
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes | bytearray):
+        raise RowError(f"{what} must be {kinds}, not {_kind(given)}")
+    if not all(type(token_id) is int for token_id in token_ids):
+        token_ids = [_token_id(token_id, what, kinds) for token_id in token_ids]
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= _MOST_TOKEN_ID:
+        raise RowError(f"{what} has a token id outside the model's vocabulary")
+    return list(token_ids)
+
+
+def _token_id(given: Any, what: str, kinds: str) -> int:
+    try:
+        if isinstance(given, bool):
+            raise TypeError
+        return operator.index(given)  # numpy's integers too
+    except TypeError:
+        raise RowError(f"{what} must be {kinds}, not a list with {_kind(given)}") from None
+
+
+def _check_texts(given: Any, what: str) -> None:
+    """Raises RowError for a text that has no UTF-8: the tokenizer would refuse it together with all others."""
+    if isinstance(given, Mapping):
+        given = list(given.values())
+    if isinstance(given, list | tuple):
+        for one in given:
+            _check_texts(one, what)
+    elif isinstance(given, str) and not given.isascii():
+        try:
+            given.encode()
+        except UnicodeEncodeError as error:
+            broken = f"half of a surrogate pair, \\u{ord(given[error.start]):04x}, at character {error.start}"
+            raise RowError(f"{what} has {broken}: it is no valid Unicode") from error
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else type(value).__name__
