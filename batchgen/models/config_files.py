@@ -16,6 +16,8 @@ QUANTIZATION = "quantization_config"
 # Where older checkpoints state how they are quantized, and what states no `quant_method` there: AutoGPTQ's file, and AutoAWQ's.
 _BESIDE = {"quantize_config.json": GPTQ, "quant_config.json": AWQ}
 _MODELOPT = "hf_quant_config.json"
+# All that says what a model is, beside its weights and its tokenizer.
+STATES_MODEL = ("config.json", "generation_config.json", *_BESIDE, _MODELOPT)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

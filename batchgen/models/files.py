@@ -13,15 +13,17 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, QUANTIZATIONS
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.file_version import FileVersion, version_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.config_files import QUANTIZATION, read_config_json, read_json_object
 from batchgen.models.gguf_fields import ROPE_FACTORS, config_of_gguf, matrix_formats
@@ -39,6 +41,8 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_SMALL = ["*.json", "*.model", "*.txt", "*.jinja"]
 _HUB_PATTERNS = [*_HUB_SMALL, "*.safetensors"]
 _HUB_IGNORED = ["consolidated*", "*/*"]  # the same weights again in other layouts
+_READ_WHOLE_BYTES = 64 << 20
+_MOST_SAMPLES = 1024  # of tensors, of all files together: a disk with heads takes ten seconds for them
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Keys of config.json that say nothing about the model's output.
 _VOLATILE_KEYS = {"_name_or_path", "transformers_version", "use_cache"}
@@ -258,8 +262,8 @@ def resolve_quantization(files: ModelFiles, quantization: str, *, on_cpu: bool =
 def model_identity(files: ModelFiles) -> dict[str, Any]:
     """What makes two models the same for a resumed job, as JSON values; wherever the files lie.
 
-    Weight files are sampled, not read whole: head, tail and 64 ranges between. Of a store the manifest, which has
-    the checksums of all it holds, is enough.
+    Weight files of more than 64 MiB are sampled, not read whole: head, tail, 64 ranges between, and the middle of their tensors.
+    Of a store the manifest, which has the checksums of all it holds, is enough.
     """
     if files.kind == "store":
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
@@ -274,11 +278,27 @@ def model_identity(files: ModelFiles) -> dict[str, Any]:
         generation = files.path / "generation_config.json"
         ends = read_json_object(generation).get("eos_token_id") if generation.exists() else None
         config = [{key: value for key, value in stated.items() if key not in _VOLATILE_KEYS}, ends]
-    weights = [
-        {"name": path.name, "size_bytes": path.stat().st_size, "sha256": _sampled_sha256(path)}
-        for path in weight_paths(files)
-    ]
-    return {"config_sha256": json_sha256(config), "weights": weights}
+    return {
+        "config_sha256": json_sha256(config),
+        "weights": _weights_identity(weight_paths(files), weight_tensors(files)),
+    }
+
+
+def _weights_identity(paths: list[Path], tensors: Mapping[str, TensorInfo]) -> list[dict[str, Any]]:
+    """What tells each file from others. tensors: all of them."""
+    found = []
+    for path in paths:
+        version = version_of(path)
+        of_file = tuple(sorted(i.offset + i.num_bytes // 2 for i in tensors.values() if i.path == path))
+        step = -(-len(of_file) * len(paths) // _MOST_SAMPLES) or 1
+        found.append(
+            {
+                "name": path.name,
+                "size_bytes": version.size_bytes,
+                "sha256": _content_sha256(path, version, of_file[::step]),
+            }
+        )
+    return found
 
 
 def is_store(directory: Path) -> bool:
@@ -435,14 +455,21 @@ def _sha256(file: Any) -> str:
     return digest.hexdigest()
 
 
-def _sampled_sha256(path: Path) -> str:
-    """sha256 over the first and last 64 KiB and 64 blocks of 4 KiB spread evenly between."""
-    size, edge, block, samples = path.stat().st_size, 1 << 16, 1 << 12, 64
-    ranges = [(0, edge), (max(0, size - edge), edge)]
-    ranges += [(size * i // samples, block) for i in range(samples)]
-    digest = hashlib.sha256()
+@lru_cache(maxsize=256)  # files; a job asks several times
+def _content_sha256(path: Path, version: FileVersion, middles: tuple[int, ...]) -> str:
+    """sha256 of a small file, or of parts of a large one: its first and last 64 KiB, and blocks of 4 KiB.
+
+    version: What changes with the file. middles: Where blocks are taken, beside 64 that are spread evenly.
+    """
+    size, edge, block, samples = version.size_bytes, 1 << 16, 1 << 12, 64
     with path.open("rb") as file:
+        if size <= _READ_WHOLE_BYTES:
+            return _sha256(file)
+        ranges = [(0, edge), (max(0, size - edge), edge)]
+        ranges += [(size * i // samples, block) for i in range(samples)]
+        ranges += [(middle, block) for middle in middles]
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        digest = hashlib.sha256()
         for offset, length in ranges:
-            file.seek(offset)
-            digest.update(file.read(length))
+            digest.update(os.pread(file.fileno(), length, offset))
     return digest.hexdigest()

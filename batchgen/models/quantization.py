@@ -42,7 +42,7 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme:
     """The scheme of a `quantization_config`. Raises InputError, naming what is not supported."""
     if not isinstance(config, Mapping):
         raise InputError(f"quantization_config must be an object, not {config!r}: fetch the model again")
-    method = config.get("quant_method", "unknown")
+    method = config.get("quant_method") or _unstated_method(config)
     readers = {
         "mxfp4": lambda: Scheme(MXFP4),
         "gptq": lambda: _gptq(config),
@@ -57,6 +57,10 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme:
             "unquantised safetensors, or a GGUF"
         )
     return readers[method]()
+
+
+def _unstated_method(config: Mapping[str, Any]) -> str:
+    return "bitsandbytes" if config.get("load_in_4bit") or config.get("load_in_8bit") else "unknown"
 
 
 def describe(scheme: Scheme) -> str:

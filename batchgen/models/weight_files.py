@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchgen.core.errors import InputError
+from batchgen.core.errors import InputError, one_line
 from batchgen.models.config_files import read_json_object
 from batchgen.models.headers import TensorInfo, read_safetensors_header
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _INDEX_SUFFIX = ".safetensors.index.json"
+_FILE_NAME = re.compile(r"[^/\0]+\.safetensors")
 # Weights that are no safetensors of a Hugging Face model: how a file's name begins, how it ends, what it is, and what to take instead.
 _OTHERS = (
     ("consolidated", (".safetensors", ".pth"), "weights in the layout of Mistral's or Meta's own code",
@@ -125,9 +127,10 @@ def _of_index(index: Path) -> WeightFiles:
     if not isinstance(stated, dict) or not stated:
         raise InputError(f"{index} has no weight_map: fetch it again")
     for name, file in stated.items():
-        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
             raise InputError(
-                f"the weight_map of {index} names {file!r} for tensor {name}, which is no file of it: fetch it again"
+                f"the weight_map of {index} names {one_line(repr(file))} for tensor {one_line(name)}, which is no safetensors file "
+                "beside it: fetch it again"
             )
     weight_map = {name: index.parent / file for name, file in stated.items()}
     paths = tuple(sorted(set(weight_map.values())))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "Extent", "StoreFile", "StoredTensor", "WeightStore", "is_intact", "load_extent", "open_store", "read_extent", "verify",
+    "Extent", "StoreFile", "StoredTensor", "WeightStore", "has_checksums", "is_intact", "load_extent", "open_store", "read_extent", "verify",
     "views",
 ]  # fmt: skip
 
@@ -154,24 +154,29 @@ def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str
 
 def is_intact(file: StoreFile) -> bool:
     """Whether a file is there and all its groups hold what was written. Its pages do not stay in the page cache."""
-    import xxhash
-
     try:
         if file.path.stat().st_size != file.num_bytes:
             return False
-        memory = memoryview(aligned_buffer(_PIECE_BYTES))
         with contextlib.closing(DirectFile(file.path)) as direct:
-            for extent in file.extents.values():
-                digest = xxhash.xxh3_128()
-                for start in range(0, extent.num_bytes, _PIECE_BYTES):
-                    piece = memory[: min(_PIECE_BYTES, extent.num_bytes - start)]
-                    if direct.read([(extent.offset + start, piece)]) < len(piece):
-                        return False
-                    digest.update(piece)
-                if digest.hexdigest() != extent.checksum:
-                    return False
+            return has_checksums(file, direct)
     except OSError:
         return False
+
+
+def has_checksums(file: StoreFile, direct: DirectFile) -> bool:
+    """Whether all groups of an open file hold what was written. Raises OSError."""
+    import xxhash
+
+    memory = memoryview(aligned_buffer(_PIECE_BYTES))
+    for extent in file.extents.values():
+        digest = xxhash.xxh3_128()
+        for start in range(0, extent.num_bytes, _PIECE_BYTES):
+            piece = memory[: min(_PIECE_BYTES, extent.num_bytes - start)]
+            if direct.read([(extent.offset + start, piece)]) < len(piece):
+                return False
+            digest.update(piece)
+        if digest.hexdigest() != extent.checksum:
+            return False
     return True
 
 
