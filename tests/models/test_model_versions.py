@@ -41,7 +41,9 @@ def replace(path) -> None:
 
 def make(kind, path):
     """(what names the model, the file of its last layer)."""
-    model = make_tiny_model("llama", path / "model", max_shard_size="60KB" if kind == "shards" else "1GB", intermediate_size=128)
+    model = make_tiny_model(
+        "llama", path / "model", max_shard_size="60KB" if kind == "shards" else "1GB", intermediate_size=128
+    )
     if kind == "gguf":
         write_tiny_gguf(model, path / "tiny.gguf", tensor_type="Q8_0")
         return path / "tiny.gguf", path / "tiny.gguf"
@@ -106,7 +108,9 @@ def test_a_model_that_changes_after_it_was_identified_is_told(tmp_path):
         assert changed_file(versions) == file
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "quantize_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "quantize_config.json", "model.safetensors.index.json"]
+)
 def test_what_says_what_a_model_is_counts_like_its_weights(tmp_path, name):
     model, _ = make("shards", tmp_path)
     (model / name).touch()
