@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import InputError, one_line
+from batchgen.core.typed_json import parse_json
 from batchgen.models.quantization import AWQ, GPTQ
 
 _MOST_BYTES = 256 << 20  # an index of a million tensors has 100 MB
@@ -26,11 +26,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
             raise InputError(f"{path} is no file of JSON of at most {_MOST_BYTES >> 20} MiB: fetch it again")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except RecursionError as error:
-        raise InputError(f"{path} is nested too deeply: fetch it again") from error
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON ({one_line(error)}): fetch it again") from error
     if not isinstance(value, dict):

@@ -24,6 +24,7 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, QUANTIZATIONS
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_version import FileVersion, version_of
+from batchgen.core.typed_json import parse_json
 from batchgen.models.config import ModelConfig
 from batchgen.models.config_files import QUANTIZATION, read_config_json, read_json_object
 from batchgen.models.gguf_fields import ROPE_FACTORS, config_of_gguf, matrix_formats
@@ -304,7 +305,7 @@ def _weights_identity(paths: list[Path], tensors: Mapping[str, TensorInfo]) -> l
 def is_store(directory: Path) -> bool:
     """Whether a directory is a weight store, be it a damaged one."""
     try:
-        manifest = json.loads((directory / STORE_MANIFEST).read_bytes())
+        manifest = parse_json((directory / STORE_MANIFEST).read_bytes())
         return isinstance(manifest, dict) and manifest.get("format") == STORE_FORMAT
     except FileNotFoundError:
         return False
@@ -315,7 +316,7 @@ def is_store(directory: Path) -> bool:
 def read_store_manifest(path: Path) -> dict[str, Any]:
     """A store's manifest, its own checksum checked. Raises InputError."""
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = parse_json(path.read_bytes())
         version = manifest["format_version"]
         intact = version != STORE_VERSION or manifest["checksum"] == store_manifest_checksum(manifest)
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import struct
@@ -13,7 +12,7 @@ from typing import Any
 
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.file_version import FileVersion, version_of
-from batchgen.core.typed_json import read_typed
+from batchgen.core.typed_json import parse_json, read_typed
 
 # Tokens that end a turn of a chat, in the vocabularies of Gemma and of Phi-3.
 TURN_ENDS = ("<end_of_turn>", "<|end|>")
@@ -59,13 +58,11 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
             start = 8 + int.from_bytes(file.read(8), "little")
             if not 8 < start <= min(version.size_bytes, _MOST_HEADER_BYTES):
                 raise ValueError("its header does not fit the file")
-            entries = json.loads(file.read(start - 8), object_pairs_hook=_no_name_twice)
+            entries = parse_json(file.read(start - 8), _no_name_twice)
         entries.pop("__metadata__", None)
         tensors = {name: _tensor_of(path, entry, start, version) for name, entry in entries.items()}
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except RecursionError as error:
-        raise InputError(f"{path} is not safetensors (its header is nested too deeply): fetch it again") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is truncated or not safetensors ({one_line(error)}): fetch it again") from error
     _check_extents(path, tensors, version.size_bytes)
