@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from batchgen.core.errors import InputError
+from batchgen.core.file_version import FileVersion, version_of
 from batchgen.core.private_files import open_unnamed
 
 ALIGNMENT = 4096
@@ -81,6 +82,10 @@ class DirectFile:
     def write(self, pieces: Iterable[tuple[int, memoryview]]) -> int:
         """Write each buffer at its offset. Returns bytes written. Raises OSError."""
         return self._all(self._write_one, pieces)
+
+    def version(self) -> FileVersion:
+        """The file's version as it is now. Raises OSError."""
+        return version_of(self._fd)
 
     def close(self) -> None:
         if self._workers:

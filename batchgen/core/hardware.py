@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -12,8 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.errors import InputError
+from batchgen.core.errors import InputError, one_line
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.typed_json import parse_json
 
 SIXTEEN_BIT = ("bfloat16", "float16")
 HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"  # of the environment: names a profile to plan with
@@ -389,9 +389,9 @@ def _compute_from_json(values: Any, device: str) -> ComputeRates:
 def read_profile(path: str | Path) -> HardwareProfile:
     """A profile from a JSON file. Raises InputError."""
     try:
-        values = json.loads(Path(path).read_text())
+        values = parse_json(Path(path).read_bytes())
     except OSError as error:
         raise InputError(f"hardware profile {path} cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"hardware profile {path} is not valid JSON: {error}") from error
+    except ValueError as error:
+        raise InputError(f"hardware profile {path} is not valid JSON: {one_line(error)}") from error
     return HardwareProfile.from_json(values)

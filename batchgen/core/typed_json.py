@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 _LARGEST = 2**53  # of integers: what JSON readers and floating point agree on
+
+
+def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """As `json.loads`, but that it raises ValueError alone: also where values are nested too deeply for it."""
+    try:
+        return json.loads(text, object_pairs_hook=object_pairs_hook)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def read_typed(kind: Any, value: Any, where: str = "it") -> Any:

@@ -31,6 +31,7 @@ from batchgen.engine.scoring import Scoring
 from batchgen.engine.tensor_parallel import first_shard, load_on_ranks, shard_quantization
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import cache_dir, read_config, resolve_model
+from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.runtime.grammar import check_grammar
 from batchgen.runtime.scheduling.adaptation import Adaptation, Change, Measured
 from batchgen.runtime.scheduling.from_policy import kv_pools, scheduler_limits
@@ -198,6 +199,7 @@ class Engine:
         sampling = sampling or SamplingParams()
         check_grammar(sampling)
         files = resolve_model(model)
+        versions = model_versions(files)
         config = read_config(files)
         dtype = resolve_dtype(config, dtype, where)
         shard = None
@@ -242,6 +244,11 @@ class Engine:
         )
         parts = load_on_ranks(request, lambda: load_tokenizer(files))
         self._init(parts, expected_output_len, None, on_overlong, sampling)
+        try:
+            check_unchanged(versions)
+        except InputError:
+            self.close()
+            raise
 
     @classmethod
     def from_parts(

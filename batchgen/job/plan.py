@@ -264,10 +264,28 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> Estimate
 def _case_there(options: JobOptions, files: ModelFiles, config: ModelConfig, of_host: int | None) -> Case:
     """A process on a machine that is only known by its profile. of_host: as of `resolve_for`."""
     hardware = find_hardware(options.hardware, dtype=config.dtype, offload_dir=Path())
+    _check_device(options.device, hardware)
     job = resolve_for(hardware, options, files, config, of_host)
     size = store_bytes(job.process_config, job.dtype, job.options.quantization)
     part = process_profile(hardware, job, whole=True)
     return Case(job, part, replace(request_of(job), store_bytes=size), _STARTUP_S)
+
+
+def _check_device(device: str, hardware: HardwareProfile) -> None:
+    """Refuse another device than the one that a machine's profile is of. Raises InputError."""
+    own = "cpu" if hardware.gpu is None else "cuda"
+    if device in ("auto", own):
+        return
+    if device not in ("cpu", "cuda"):
+        parse_device(device)
+        what = f"--device {device} is emulated on this machine"
+    elif own == "cpu":
+        what = f"{hardware.name} has no GPU"
+    else:
+        what = f"the profile of {hardware.name} has no rates of products on its CPU"
+    raise InputError(
+        f"{what}: leave out --device to plan for --hardware, or leave out --hardware to plan for this machine"
+    )
 
 
 def _limited(case: Case, options: PlanOptions) -> Case:

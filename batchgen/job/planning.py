@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -26,10 +25,11 @@ from batchgen.core.dtypes import (
     weight_format_of,
     weight_row_bytes,
 )
-from batchgen.core.errors import InputError
+from batchgen.core.errors import InputError, one_line
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
 from batchgen.core.machine import available_memory_bytes, resident_bytes
 from batchgen.core.plan import TIERS, Plan
+from batchgen.core.typed_json import parse_json
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import (
@@ -650,9 +650,9 @@ def _store_hint(problem: Problem, request: PlanRequest) -> str:
 def read_plan(path: str) -> Plan:
     """A plan that `batchgen plan -o` wrote. Raises InputError."""
     try:
-        values: Any = json.loads(Path(path).read_text())
+        values: Any = parse_json(Path(path).read_bytes())
     except OSError as error:
         raise InputError(f"--plan {path} cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"--plan {path} is not valid JSON: {error}") from error
+    except ValueError as error:
+        raise InputError(f"--plan {path} is not valid JSON: {one_line(error)}") from error
     return Plan.from_json(values)

@@ -10,7 +10,7 @@ from pathlib import Path
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.digest import json_sha256
 from batchgen.core.routing import INDEPENDENT, Routing, RoutingCounts
-from batchgen.core.typed_json import read_typed
+from batchgen.core.typed_json import parse_json, read_typed
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, cache_dir, is_trusted
 
@@ -23,7 +23,7 @@ def known_routing(files: ModelFiles, config: ModelConfig) -> Routing:
     if not is_trusted(path, "what was counted of routers in"):
         return INDEPENDENT
     try:
-        found: Routing = read_typed(Routing, json.loads(path.read_text()))
+        found: Routing = read_typed(Routing, parse_json(path.read_bytes()))
     except (OSError, ValueError):  # a file that is damaged is written anew by the next job
         return INDEPENDENT
     return found

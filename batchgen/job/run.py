@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ from batchgen.job.source import RequestSource, open_source
 from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
+from batchgen.models.model_versions import ModelVersions, changed_file, check_unchanged, model_versions
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
 from batchgen.output.join import output_schema
 from batchgen.output.row_result import RowResult
@@ -107,6 +108,7 @@ class _Job:
     destination: Destination | None = None
     page: RunPage | None = None
     group: Group | None = None
+    versions: ModelVersions = field(default_factory=dict)
 
     @property
     def options(self) -> JobOptions:
@@ -174,7 +176,9 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             check_files(options, errors_file=True)
         elif options.output is None:  # names of columns, as of a file
             output_schema(source.dataset.schema, source.columns, options.output_prefix)
-        resolved = resolve_job(options, resolve_model(options.model, notify=progress.say))
+        files = resolve_model(options.model, notify=progress.say)
+        versions = model_versions(files)
+        resolved = resolve_job(options, files)
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
         source = source.for_model(resolved.config, options)
         # Most of it is importing transformers.
@@ -183,7 +187,17 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             tokenizer.result().require_chat_template()
         page, repeats = RunPage() if options.report_html else None, Repeats(options.sampling)
         job = _Job(
-            resolved, source, tokenizer.result, progress, started_s, deadline_s, repeats, destination, page, group
+            resolved,
+            source,
+            tokenizer.result,
+            progress,
+            started_s,
+            deadline_s,
+            repeats,
+            destination,
+            page,
+            group,
+            versions,
         )
         if options.dry_run:
             return _dry_run(job, _plan(job, None))
@@ -229,7 +243,12 @@ def _carry_on(job: _Job, state: Run | SharedRun, identity: dict[str, Any]) -> di
         with tracing(job.resolved) as on_step:
             engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step, job.group)
             with engine:
+                check_unchanged(job.versions)  # since before its identity was noted
                 stopped = _run_rows(job, state, engine, plan)
+                if (path := changed_file(job.versions)) is not None:
+                    job.progress.say(
+                        f"{path} has changed since the job began: its rows are of the weights as they were"
+                    )
                 keep_routing(job.resolved.files, job.resolved.config, engine.parts.executor.routing)
     if job.page is not None and isinstance(state, Run):
         job.page.read_rows(state.parts_dir, job.source, job.options.task)  # before they are joined, and gone

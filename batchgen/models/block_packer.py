@@ -18,7 +18,8 @@ from torch import Tensor
 
 from batchgen.core.direct_io import aligned_buffer
 from batchgen.core.errors import InputError
-from batchgen.models.reading import OfThread, SharedFile, read_into
+from batchgen.models.headers import TensorInfo
+from batchgen.models.reading import OfThread, SharedFile, check_version, read_into
 from batchgen.models.rows_in_file import FilePart, RowsInFile
 from batchgen.ops import cpp as kernels
 
@@ -36,7 +37,7 @@ class BlockPacker:
         """dtype: of what they are multiplied with."""
         self._dtype = dtype
         self._threads: ThreadPoolExecutor | None = None
-        self._files: dict[Path, SharedFile] = {}
+        self._files: dict[Path, tuple[SharedFile, TensorInfo]] = {}  # with a tensor that is read from it
         self._pending: deque[Future[None]] = deque()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._bounce, self._rows = OfThread(), OfThread()
@@ -51,8 +52,11 @@ class BlockPacker:
             try:
                 if self._threads is not None:
                     self._threads.shutdown(cancel_futures=True)
+                if failed is None:
+                    for file, info in self._files.values():
+                        check_version(info, *file.versions())
             finally:
-                for file in self._files.values():
+                for file, _ in self._files.values():
                     file.close()
 
     def pack(self, weight: kernels.BlockWeight, *, gated: bool = False) -> kernels.PackedWeight:
@@ -82,7 +86,7 @@ class BlockPacker:
     def _open(self, part: FilePart) -> None:
         if part.info.path not in self._files:
             try:
-                self._files[part.info.path] = SharedFile(part.info.path)
+                self._files[part.info.path] = SharedFile(part.info.path), part.info
             except OSError as error:
                 raise _unreadable(part, error) from error
 
@@ -125,7 +129,7 @@ class BlockPacker:
         first, num_bytes = start * row_bytes, (stop - start) * row_bytes
         bounce = self._bounce.buffer(num_bytes)
         try:
-            found = self._files[part.info.path].fetch(part.info.offset + first, num_bytes, bounce)
+            found = self._files[part.info.path][0].fetch(part.info.offset + first, num_bytes, bounce)
         except OSError as error:
             raise _unreadable(part, error) from error
         if found is None:

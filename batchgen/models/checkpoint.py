@@ -40,6 +40,7 @@ from batchgen.models.rows_in_file import FilePart, RowsInFile
 from batchgen.models.shard import Cut, Shard
 from batchgen.models.store_format import StoreFile
 from batchgen.models.tensor_names import tensor_names
+from batchgen.models.weight_files import missing_tensor
 from batchgen.models.weight_store import load_extent, open_store, read_extent
 from batchgen.ops import int8
 
@@ -132,7 +133,7 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard:
 
     def get(name: str) -> TensorInfo:
         if name not in tensors:
-            raise InputError(f"{files.path} has no tensor {name}: it is incomplete, or its config is wrong")
+            raise missing_tensor(files.path, tensors, name)
         return tensors[name]
 
     if files.kind == "gguf":
@@ -452,7 +453,7 @@ def _part_names(config: ModelConfig, files: ModelFiles, tensors: dict[str, Tenso
     prefixes = _PREFIXES.get(config.family, (("model.", ""), ("", "")))
     found = [(prefix, of_head) for prefix, of_head in prefixes if f"{prefix}embed_tokens.weight" in tensors]
     if not found:
-        raise InputError(f"{files.path} has no tensor {prefixes[0][0]}embed_tokens.weight: it is incomplete")
+        raise missing_tensor(files.path, tensors, f"{prefixes[0][0]}embed_tokens.weight")
     (prefix, of_head), table = found[0], tensor_names(config)
     return {part: prefix + name for part, name in table.items()} | {"lm_head": f"{of_head}lm_head"}
 

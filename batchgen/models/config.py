@@ -14,6 +14,7 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import attention_key, linear_key
+from batchgen.core.typed_json import read_typed
 from batchgen.models.hf_fields import (
     ARCHITECTURES,
     GEMMA,
@@ -204,16 +205,9 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelConfig:
-        """From what `to_json` gave. Raises InputError, or TypeError, KeyError where it is something else."""
-        lists = {name: tuple(value[name]) for name in ("windows", "eos_token_ids", "dense_layers") if name in value}
-        ropes = {
-            name: RopeConfig.from_json(value[name]) for name in ("rope", "local_rope") if value.get(name) is not None
-        }
-        formats = {
-            "layer_formats": tuple(map(_pairs, value.get("layer_formats", ()))),
-            "end_formats": _pairs(value.get("end_formats", ())),
-        }
-        return cls(**{**value, **lists, **ropes, **formats})
+        """From what `to_json` gave. Raises InputError, or ValueError where it is something else."""
+        found: ModelConfig = read_typed(cls, value, "the configuration")
+        return found
 
     def first_layers(self, count: int) -> ModelConfig:
         """The model with so many of its layers, the first ones."""
@@ -473,10 +467,6 @@ class ModelConfig:
         activation += 4 * self.hidden_size * self.experts_per_token  # to the experts and back
         residual_adds = 2 * 3 * self.hidden_size
         return (norms + rotary + kv_write + activation + residual_adds) * dtype_bytes
-
-
-def _pairs(value: Any) -> tuple[tuple[str, str], ...]:
-    return tuple((str(name), str(kind)) for name, kind in value)
 
 
 def _check_rope(rope: RopeConfig, head_dim: int) -> None:

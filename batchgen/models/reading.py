@@ -16,6 +16,7 @@ from torch import Tensor
 
 from batchgen.core.direct_io import ALIGNMENT, DirectFile, aligned, aligned_buffer
 from batchgen.core.errors import InputError
+from batchgen.core.file_version import FileVersion, version_of
 from batchgen.models.headers import TensorInfo
 
 # Of safetensors: numbers, and what codes are stored in.
@@ -43,8 +44,15 @@ def read_into(name: str, info: TensorInfo, start: int, buffer: memoryview) -> No
                 if not count:
                     raise InputError(f"{info.path} ends within tensor {name}: fetch it again")
                 done += count
+            check_version(info, version_of(file.fileno()))
     except OSError as error:
         raise InputError(f"cannot read tensor {name} from {info.path}: {error.strerror}") from error
+
+
+def check_version(info: TensorInfo, *found: FileVersion) -> None:
+    """Raise InputError where a file is not the one whose header was read, or was written to since: called after reading."""
+    if info.version is not None and any(version != info.version for version in found):
+        raise InputError(f"{info.path} was changed while it was read: run the same command again once it is whole")
 
 
 def read_by_threads(name: str, info: TensorInfo, buffer: memoryview) -> None:
@@ -64,6 +72,7 @@ def read_by_threads(name: str, info: TensorInfo, buffer: memoryview) -> None:
         with SharedFile(info.path) as file, ThreadPoolExecutor(_READERS) as readers:
             parts = [(start, buffer[start : start + _PIECE_BYTES]) for start in starts]
             done = list(readers.map(read, parts))
+            check_version(info, *file.versions())
     except OSError as error:
         raise InputError(f"cannot read tensor {name} from {info.path}: {error.strerror}") from error
     for (start, part), was_read in zip(parts, done, strict=True):
@@ -108,6 +117,10 @@ class SharedFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def versions(self) -> tuple[FileVersion, FileVersion]:
+        """The file's version as each of its two descriptors has it now. Raises OSError."""
+        return version_of(self._file.fileno()), self._direct.version()
 
     def close(self) -> None:
         self._direct.close()

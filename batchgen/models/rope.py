@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -56,11 +54,6 @@ class RopeConfig:
             raise InputError(f"rotary positions need an even number of rotated values, not {self.rotated}")
         if self.kind == "llama3" and not self.high_freq_factor > self.low_freq_factor:
             raise InputError("rope_type 'llama3' needs high_freq_factor above low_freq_factor")
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> RopeConfig:
-        """From the fields as JSON has them, where tuples are lists."""
-        return cls(**{name: tuple(field) if isinstance(field, list) else field for name, field in value.items()})
 
     def inv_freq(self, head_dim: int, context: int = 0) -> tuple[float, ...]:
         """Radians per position of each of the rotated pairs, `head_dim // 2` unless `rotated` says less, as float32 values.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from batchgen.core.direct_io import aligned
-from batchgen.core.dtypes import INT8, PACKED_FORMATS
+from batchgen.core.direct_io import ALIGNMENT, aligned
+from batchgen.core.dtypes import INT8, PACKED_FORMATS, weight_row_bytes
+from batchgen.core.typed_json import read_typed
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import Shape, Stored
 
@@ -179,19 +181,69 @@ def file_to_json(file: StoreFile) -> dict[str, Any]:
     return {"bytes": file.num_bytes, "groups": groups}
 
 
-def file_from_json(path: Path, entry: Mapping[str, Any]) -> StoreFile:
-    """The file of a manifest's entry. Raises LookupError or TypeError where it is something else."""
+def file_from_json(path: Path, entry: Any) -> StoreFile:
+    """The file of a manifest's entry. Raises ValueError where it is something else."""
+    found = read_typed(_FileEntry, entry, path.name)
     extents = {
         name: Extent(
             name,
-            group["offset"],
-            group["bytes"],
-            group["xxh3_128"],
-            tuple(
-                StoredTensor(t["name"], t["dtype"], tuple(t["shape"]), t["offset"], t["bytes"])
-                for t in group["tensors"]
-            ),
+            group.offset,
+            group.bytes,
+            group.xxh3_128,
+            tuple(StoredTensor(t.name, t.dtype, t.shape, t.offset, t.bytes) for t in group.tensors),
         )
-        for name, group in sorted(entry["groups"].items(), key=lambda item: item[1]["offset"])
+        for name, group in sorted(found.groups.items(), key=lambda item: item[1].offset)
     }
-    return StoreFile(path, entry["bytes"], extents)
+    end = None
+    for extent in extents.values():
+        begins = extent.offset > 0 and extent.offset % ALIGNMENT == 0 if end is None else extent.offset == end
+        if not begins or extent.num_bytes < 0 or extent.num_bytes % ALIGNMENT:
+            raise ValueError(f"{path.name} has group {extent.name} out of place")
+        end = extent.offset + extent.num_bytes
+        _check_tensors(path, extent)
+    if end is not None and end != found.bytes:
+        raise ValueError(f"{path.name} has {found.bytes} bytes for groups that end at {end}")
+    return StoreFile(path, found.bytes, extents)
+
+
+def _check_tensors(path: Path, extent: Extent) -> None:
+    """Raise ValueError unless tensors lie in their extent in order, each of as many bytes as its shape asks for."""
+    end = extent.offset
+    for tensor in extent.tensors:
+        known = tensor.dtype in _SAFETENSORS_DTYPES and tensor.shape and min(tensor.shape) > 0
+        if not known or tensor.num_bytes != math.prod(tensor.shape[:-1]) * weight_row_bytes(
+            tensor.shape[-1], tensor.dtype
+        ):
+            raise ValueError(f"{path.name} has tensor {tensor.name} in bytes that do not fit its shape")
+        if tensor.offset < end:
+            raise ValueError(f"{path.name} has tensor {tensor.name} out of place")
+        end = tensor.offset + tensor.num_bytes
+    if end > extent.offset + extent.num_bytes:
+        raise ValueError(f"{path.name} has tensors beyond group {extent.name}")
+
+
+# Entries of a manifest, as JSON has them.
+
+
+@dataclass(frozen=True)
+class _TensorEntry:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _GroupEntry:
+    offset: int
+    bytes: int
+    xxh3_128: str
+    tensors: tuple[_TensorEntry, ...]
+
+
+@dataclass(frozen=True)
+class _FileEntry:
+    bytes: int
+    groups: Mapping[str, _GroupEntry]

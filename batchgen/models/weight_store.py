@@ -8,13 +8,14 @@ read on their own or several in one request, each with its checksum. Here is wha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchgen.core.direct_io import DirectFile, aligned_buffer
 from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, PACKED_FORMATS
-from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.errors import BatchgenError, InputError, one_line
+from batchgen.core.typed_json import read_typed
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import STORE_MANIFEST, read_store_manifest
 from batchgen.models.store_format import (
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "Extent", "StoreFile", "StoredTensor", "WeightStore", "is_intact", "load_extent", "open_store", "read_extent", "verify",
+    "Extent", "StoreFile", "StoredTensor", "WeightStore", "has_checksums", "is_intact", "load_extent", "open_store", "read_extent", "verify",
     "views",
 ]  # fmt: skip
 
@@ -49,13 +50,17 @@ def open_store(path: Path | str) -> WeightStore:
     path = Path(path)
     manifest = read_store_manifest(path / STORE_MANIFEST)
     try:
-        files = {name: file_from_json(path / name, entry) for name, entry in manifest["files"].items()}
+        entries = read_typed(Mapping[str, Any], manifest["files"], "files")
+        files = {name: file_from_json(path / name, entry) for name, entry in entries.items()}
         config = ModelConfig.from_json(manifest["config"])
         layers = tuple(files[layer_file_name(j)] for j in range(config.num_layers))
-        kinds = manifest["dtype"], manifest["weight_format"]
+        kinds = read_typed(str, manifest["dtype"], "dtype"), read_typed(str, manifest["weight_format"], "weight_format")
         store = WeightStore(path, config, *kinds, layers, files[EMBEDDINGS_FILE], files[HEAD_FILE])
-    except (LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{path / STORE_MANIFEST} has no {error}: convert the model again with --overwrite") from error
+    except (LookupError, ValueError) as error:
+        what = f"it has no {error}" if isinstance(error, LookupError) else one_line(error)
+        raise InputError(
+            f"{path / STORE_MANIFEST} is of no weight store ({what}): convert the model again with --overwrite"
+        ) from error
     for file in store.files:
         try:
             with file.path.open("rb"):
@@ -154,24 +159,29 @@ def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str
 
 def is_intact(file: StoreFile) -> bool:
     """Whether a file is there and all its groups hold what was written. Its pages do not stay in the page cache."""
-    import xxhash
-
     try:
         if file.path.stat().st_size != file.num_bytes:
             return False
-        memory = memoryview(aligned_buffer(_PIECE_BYTES))
         with contextlib.closing(DirectFile(file.path)) as direct:
-            for extent in file.extents.values():
-                digest = xxhash.xxh3_128()
-                for start in range(0, extent.num_bytes, _PIECE_BYTES):
-                    piece = memory[: min(_PIECE_BYTES, extent.num_bytes - start)]
-                    if direct.read([(extent.offset + start, piece)]) < len(piece):
-                        return False
-                    digest.update(piece)
-                if digest.hexdigest() != extent.checksum:
-                    return False
+            return has_checksums(file, direct)
     except OSError:
         return False
+
+
+def has_checksums(file: StoreFile, direct: DirectFile) -> bool:
+    """Whether all groups of an open file hold what was written. Raises OSError."""
+    import xxhash
+
+    memory = memoryview(aligned_buffer(_PIECE_BYTES))
+    for extent in file.extents.values():
+        digest = xxhash.xxh3_128()
+        for start in range(0, extent.num_bytes, _PIECE_BYTES):
+            piece = memory[: min(_PIECE_BYTES, extent.num_bytes - start)]
+            if direct.read([(extent.offset + start, piece)]) < len(piece):
+                return False
+            digest.update(piece)
+        if digest.hexdigest() != extent.checksum:
+            return False
     return True
 
 

@@ -14,7 +14,7 @@ from batchgen._version import __version__
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import KernelChoice
-from batchgen.core.typed_json import read_typed
+from batchgen.core.typed_json import parse_json, read_typed
 
 _FORMAT_VERSION = 1
 _SHOWN_CHARS = 48
@@ -59,7 +59,7 @@ class Manifest:
     def read(cls, path: Path) -> Manifest | None:
         """None where there is none. Raises InputError where it is of another version, DamagedManifest."""
         try:
-            record = json.loads(path.read_bytes())
+            record = parse_json(path.read_bytes())
             if record["format_version"] != _FORMAT_VERSION:
                 writer = record["versions"]["batchgen"]
                 raise InputError(
@@ -67,10 +67,11 @@ class Manifest:
                     "use that version, or start again with --overwrite"
                 )
             later = ("kernels", "parts", "first", "weight_format")  # those of earlier versions lack these
-            fields = {name: record[name] for name in cls.__dataclass_fields__ if name not in later}
-            kernels, parts = read_kernels(record.get("kernels")), int(record.get("parts", 0))
-            others = {name: record.get(name) for name in ("first", "weight_format")}
-            return cls(**fields, kernels=kernels, parts=parts, **others)
+            fields = {name: record[name] for name in cls.__dataclass_fields__ if name not in later or name in record}
+            found: Manifest = read_typed(cls, fields)
+            if min(found.parts, *(found.totals or {"": 0}).values(), *(found.files or {"": 0}).values()) < 0:
+                raise ValueError("numbers below 0")
+            return found
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:

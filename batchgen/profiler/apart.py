@@ -20,13 +20,15 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.machine import available_memory_bytes, keep_within, resident_bytes
 from batchgen.core.messages import decode, encode, table_of
 from batchgen.core.python_command import python_command
+from batchgen.core.units import format_bytes
 from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
 from batchgen.profiler.cache import Wanted, load_or_measure, recall
 from batchgen.profiler.timing import Effort
 
-# The least that anything can be measured in, beside the process itself.
-_LEAST_BYTES = 64 << 20
+# The least that rates can be measured in, beside a process that has torch: two thirds of it are what measuring imports and keeps, and
+# in the rest operands are still larger than the inner caches.
+_LEAST_BYTES = 352 << 20
 _LENGTH = struct.Struct("<Q")
 _TASK = table_of(Wanted, Effort, ModelConfig, RopeConfig)  # what a task is made of
 
@@ -81,6 +83,8 @@ def _answer(command: list[str], task: Any, notify: Callable[[str], None]) -> Har
                 notify(value)
             elif kind == "error":
                 raise InputError(value)
+            elif kind == "needs":
+                raise _too_small(resident_bytes() + value)
             else:
                 found = HardwareProfile.from_json(value)
     except BrokenPipeError:
@@ -97,6 +101,13 @@ def _answer(command: list[str], task: Any, notify: Callable[[str], None]) -> Har
     return found
 
 
+def _too_small(needed_bytes: int) -> InputError:
+    return InputError(
+        f"this machine was not measured yet, which takes {format_bytes(needed_bytes)} of memory, more than --cpu-memory or the machine has: "
+        "allow that much, or measure once without a limit (`batchgen profile -o machine.json`) and give --hardware machine.json"
+    )
+
+
 def main() -> None:
     """Measure what standard input asks for; lines of JSON on standard output say what goes on, and the last one the result."""
     out = os.fdopen(os.dup(1), "w")
@@ -111,7 +122,10 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch  # noqa: F401  (a part of what the process has anyway)
 
-    keep_within(max(allowed, resident_bytes() + _LEAST_BYTES))
+    if allowed < (needed := resident_bytes() + _LEAST_BYTES):
+        say("needs", needed)
+        return
+    keep_within(allowed)
     try:
         profile = load_or_measure(
             wanted,

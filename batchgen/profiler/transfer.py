@@ -30,6 +30,7 @@ _STRETCH_REQUESTS = 8
 _SMALL_BYTES, _SMALL_REQUESTS = 32 << 10, 32
 _READ_PASSES = 3
 _COPY_BYTES = 64 << 20
+_LEAST_READ_BYTES = 8 << 20  # however little memory is left
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def dram_read_rate(effort: Effort) -> float:
     import torch
 
     device = Device("cpu")
-    numbers = torch.ones(device.pool_bytes(effort) // 8, dtype=torch.int64)
+    numbers = torch.ones(max(_LEAST_READ_BYTES, device.pool_bytes(effort)) // 8, dtype=torch.int64)
     return device.rate(Trial(numbers.nbytes, lambda i: numbers.sum()), effort)
 
 

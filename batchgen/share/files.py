@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.typed_json import parse_json
 
 FOLDERS = ("leases", "workers", "done", "parts")
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -44,11 +44,16 @@ def read_json(files: Files, name: str) -> Any:
     if content is None:
         return None
     try:
-        return json.loads(content)
+        return parse_json(content)
     except ValueError as error:
-        raise BatchgenError(
-            f"share/{name} in the run directory is damaged: stop all workers, remove it, and run the same command again"
-        ) from error
+        raise damaged(name) from error
+
+
+def damaged(name: str) -> BatchgenError:
+    """What a file is whose content nobody writes."""
+    return BatchgenError(
+        f"share/{name} in the run directory is damaged: stop all workers, remove it, and run the same command again"
+    )
 
 
 class DirectoryFiles:

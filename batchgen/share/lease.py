@@ -18,10 +18,10 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from batchgen.core.errors import BatchgenError
-from batchgen.share.files import Files, read_json
+from batchgen.core.typed_json import read_typed
+from batchgen.share.files import Files, damaged, read_json
 
 Parts = Mapping[int, int]  # generation: number of its parts that count, the first ones
 
@@ -73,6 +73,23 @@ class WorkerRecord:
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _LeaseRecord:
+    """A lease as its file has it, in JSON, whose keys are texts."""
+
+    worker: str
+    adopted: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _DoneRecord:
+    """A finished range as its file has it."""
+
+    parts: Mapping[str, int]
+    ok: int
+    failed: int
+
+
 def write_worker(files: Files, worker: str, record: WorkerRecord) -> None:
     """Say that a worker lives."""
     files.replace(f"workers/{worker}", json.dumps(asdict(record)).encode())
@@ -102,6 +119,8 @@ class Table:
         self.done = {name: one for name, one in done.items() if one is not None}
         for file in self._files.names("leases"):
             name, _, generation = file.partition(".")
+            if not generation.isdecimal():
+                raise damaged(f"leases/{file}")
             known = self.leases.get(name)
             if known is not None and known.generation >= int(generation):
                 continue
@@ -109,8 +128,8 @@ class Table:
                 self.leases[name] = lease
         for worker in self._files.names("workers"):
             with contextlib.suppress(BatchgenError):  # it will be written again, if its worker lives
-                if (record := read_json(self._files, f"workers/{worker}")) is not None:
-                    self.workers[worker] = _worker_record(record)
+                if (record := _read_worker(self._files, worker)) is not None:
+                    self.workers[worker] = record
         for worker in {*self.workers, *(lease.worker for lease in self.leases.values())}:
             said = self.workers.get(worker)
             counter = said.counter if said else None
@@ -179,21 +198,39 @@ def read_done(files: Files, name: str) -> Done | None:
     record = read_json(files, f"done/{name}")
     if record is None:
         return None
-    return Done(_parts(record["parts"]), record["ok"], record["failed"])
+    try:
+        found = read_typed(_DoneRecord, record)
+        if min(found.ok, found.failed) < 0:
+            raise ValueError("numbers of rows below 0")
+        return Done(_parts(found.parts), found.ok, found.failed)
+    except ValueError as error:
+        raise damaged(f"done/{name}") from error
 
 
 def read_lease(files: Files, name: str, generation: int) -> Lease | None:
     """A lease as it was created; None where it is not there. Raises BatchgenError where it is damaged."""
-    record = read_json(files, Lease(name, generation, "").file)
+    file = Lease(name, generation, "").file
+    record = read_json(files, file)
     if record is None:
         return None
-    return Lease(name, generation, record["worker"], _parts(record["adopted"]))
+    try:
+        found = read_typed(_LeaseRecord, record)
+        return Lease(name, generation, found.worker, _parts(found.adopted))
+    except ValueError as error:
+        raise damaged(file) from error
 
 
-def _parts(record: dict[str, int]) -> Parts:
+def _read_worker(files: Files, worker: str) -> WorkerRecord | None:
+    """What a worker said last; None where it said nothing. Raises BatchgenError where that is damaged."""
+    record = read_json(files, f"workers/{worker}")
+    try:
+        return None if record is None else read_typed(WorkerRecord, record)
+    except ValueError as error:
+        raise damaged(f"workers/{worker}") from error
+
+
+def _parts(record: Mapping[str, int]) -> Parts:
+    """Raises ValueError."""
+    if any(count < 0 for count in record.values()):
+        raise ValueError("numbers of parts below 0")
     return {int(generation): count for generation, count in record.items()}
-
-
-def _worker_record(record: dict[str, Any]) -> WorkerRecord:
-    ranges = {name: (ok, failed) for name, (ok, failed) in record.pop("ranges").items()}
-    return WorkerRecord(**record, ranges=ranges)

@@ -1,6 +1,7 @@
 """Experts on disk that are read once it is known which ones the tokens are routed to: tokens and bytes."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -138,6 +139,33 @@ def test_a_file_that_has_become_shorter_is_noticed(tiny_models, tmp_path):
 
     parts.executor.weights.read_experts = after_truncation
     with pytest.raises(BatchgenError, match="is shorter than it was: convert the model again"):
+        generate(parts, PROMPTS, [5, 5, 5])
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_file_that_has_changed_is_noticed_and_one_that_was_touched_is_read_on(changes, tiny_models, tmp_path):
+    """Though experts that are read one by one have no checksums of their own."""
+    path, _ = tiny_models("mixtral")
+    expected = generate(make_parts(path, CPU, policy_of(path), tmp_path), PROMPTS, [5, 5, 5])
+    parts = make_parts(path, CPU, policy_of(path, on_demand_tokens=3), tmp_path)
+    weights, read = parts.executor.weights, parts.executor.weights.read_experts
+    file = weights._store.layers[1]
+    whole = file.path.read_bytes()
+
+    def after_change(layer, slot, experts):
+        if layer == 1:
+            with file.path.open("r+b") as opened:
+                opened.seek(file.extents["down"].offset)
+                opened.write(b"\x01\x02" if changes else whole[opened.tell() : opened.tell() + 2])
+            after_ns = file.path.stat().st_mtime_ns + 10**9
+            os.utime(file.path, ns=(after_ns, after_ns))
+        read(layer, slot, experts)
+
+    weights.read_experts = after_change
+    if not changes:
+        assert generate(parts, PROMPTS, [5, 5, 5]) == expected
+        return
+    with pytest.raises(BatchgenError, match="was changed while the job ran: convert the model again"):
         generate(parts, PROMPTS, [5, 5, 5])
 
 

@@ -275,6 +275,44 @@ def test_a_store_file_is_truncated_in_the_midst_of_a_job(engine_of, damaged):
     assert str(path) in str(found.value)
 
 
+def touch(path):
+    """As if it was written to a second after it was."""
+    after_ns = path.stat().st_mtime_ns + 10**9
+    os.utime(path, ns=(after_ns, after_ns))
+
+
+@pytest.mark.parametrize("device", [EMULATED, CPU], ids=str)
+def test_a_store_file_that_changes_in_the_midst_of_a_job_ends_it(engine_of, damaged, device, expected):
+    """Also when it has been read, and found to be whole, in earlier sweeps; no row is of the new weights."""
+    store, path = damaged
+    engine, done = engine_of(device, store=store, weight_format="float32"), {}
+
+    def change(stats):
+        if stats.sweeps == 12:
+            flip_a_bit(store, path, "up")
+            touch(path)
+
+    with pytest.raises(BatchgenError, match=r"is damaged: group up .* convert the model again"):
+        for completion in engine.generate(itertools.islice(endless(), 200), on_sweep=change):
+            done[completion.index] = completion.samples[0].token_ids
+    assert done and all(expected[index % len(expected)] == tokens for index, tokens in done.items())
+
+
+def test_a_store_file_that_is_touched_or_removed_in_the_midst_of_a_job_does_no_harm(engine_of, damaged, expected):
+    store, path = damaged
+    engine, done = engine_of(store=store, weight_format="float32"), {}
+
+    def change(stats):
+        if stats.sweeps == 2:
+            touch(path)
+        if stats.sweeps == 4:
+            path.unlink()
+
+    for completion in engine.generate(rows(), on_sweep=change):
+        done[completion.index] = completion.samples[0].token_ids
+    assert [done[index] for index in sorted(done)] == expected
+
+
 def test_an_engine_that_cannot_be_made_leaves_no_file_open(engine_of, stores, tmp_path):
     """Weights are there when KV finds no place."""
     folder = tmp_path / "offload"

@@ -181,6 +181,36 @@ class TestElsewhere:
         assert read_plan(str(path)) == Plan.from_json(shown)
         assert shown["hardware"] == "t4" and shown["policy"]["weight_format"] == "float16"
 
+    @pytest.mark.parametrize(
+        ("hardware", "device", "said"),
+        [
+            ("t4", "cpu", "the profile of t4 has no rates of products on its CPU"),
+            ("zen4", "cuda", "zen4 has no GPU"),
+            ("zen4", "emulated:gpu-memory=2GiB", "is emulated on this machine"),
+            ("t4", "emulated:gpu-memory=2GiB", "is emulated on this machine"),
+            ("t4", "tpu", "device 'tpu' is not supported"),
+        ],
+    )
+    def test_a_device_that_its_machine_has_not_is_refused(self, opt_30b, hardware, device, said):
+        args = (
+            "--num-prompts",
+            "8",
+            "--input-len",
+            "8",
+            "--output-len",
+            "2",
+            "--hardware",
+            hardware,
+            "--device",
+            device,
+        )
+        assert said in refused("plan", "-m", opt_30b, *args)
+
+    @pytest.mark.parametrize(("hardware", "device"), [("t4", "cuda"), ("zen4", "cpu")])
+    def test_a_device_that_its_machine_has_may_be_named(self, model, hardware, device):
+        args = ("--num-prompts", "8", "--input-len", "8", "--output-len", "2", "--hardware", hardware)
+        assert planned("-m", model, *args, "--device", device) == planned("-m", model, *args)
+
     def test_a_directory_and_its_config_are_the_same_model(self, opt_30b):
         policies = [planned_json(*on_t4(path))["policy"] for path in (opt_30b, Path(opt_30b).parent)]
         assert policies[0] == policies[1]

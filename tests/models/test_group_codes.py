@@ -220,8 +220,8 @@ NOT_READ = {
         "config_groups": ["group_0"],
     },
     "quant_method ['gptq']": {"quant_method": ["gptq"], "bits": 4},
-    "quantization_config of config.json must be an object, not 'gptq'": "gptq",
-    "quantization_config of config.json must be an object, not []": [],
+    "quantization_config must be an object, not 'gptq'": "gptq",
+    "quantization_config must be an object, not []": [],
     "quant_method 'bitsandbytes'": {"quant_method": "bitsandbytes", "load_in_4bit": True},
 }
 

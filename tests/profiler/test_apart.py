@@ -12,6 +12,7 @@ from batchgen.core import machine
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.machine import CpuTime
+from batchgen.core.python_command import python_command
 from batchgen.profiler import apart
 from batchgen.profiler.apart import recall_or_measure
 from batchgen.profiler.busy import why_busy
@@ -19,7 +20,7 @@ from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import _SWEEPS, _kv_tokens, affordable_sweeps
 from batchgen.profiler.shipped import shipped_profile
 from batchgen.profiler.timing import Device, Effort
-from batchgen.profiler.transfer import first_touch_rate
+from batchgen.profiler.transfer import dram_read_rate, first_touch_rate
 
 GIB = 1 << 30
 
@@ -58,6 +59,21 @@ class TestProcess:
     def test_one_that_dies_is_told_in_a_line(self, tmp_path, code):
         with pytest.raises(BatchgenError, match=r"no result.*--hardware"):
             answer(tmp_path, code)
+
+    def test_memory_too_small_for_measuring_is_told_with_what_it_takes(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(apart, "resident_bytes", lambda: GIB)
+        with pytest.raises(
+            InputError, match=r"takes 3\.0 GiB of memory, more than --cpu-memory .*--hardware machine\.json"
+        ):
+            answer(tmp_path, f'say("needs", {2 * GIB})')
+
+    def test_nothing_is_measured_in_memory_too_small_for_it(self, tmp_path):
+        """The real process says so, before anything is measured."""
+        task = (Wanted("cpu", ("float32",)), tmp_path, tmp_path, True, 100 << 20)
+        notes = []
+        with pytest.raises(InputError, match="--cpu-memory"):
+            apart._answer(python_command(apart.__name__), task, notes.append)
+        assert notes == [] and not list(tmp_path.iterdir())
 
     def test_an_interrupt_ends_it(self, tmp_path):
         seen = []
@@ -107,6 +123,10 @@ class TestMemory:
             within(more)
             assert machine.available_memory_bytes() <= more
             assert Device("cpu").pool_bytes(Effort()) <= more // 8
+
+    def test_no_rate_is_zero_however_little_is_left(self, within):
+        within(0)
+        assert dram_read_rate(Effort(point_s=0.0, sample_s=0.0)) > 0
 
     def test_fresh_memory_is_a_part_of_it_too(self, within, monkeypatch):
         sizes = []

@@ -18,6 +18,7 @@ from torch import Tensor
 from batchgen.core.direct_io import DirectFile, aligned
 from batchgen.core.dtypes import INT4, INT8, KEPT_FORMATS, PACKED_FORMATS
 from batchgen.core.errors import BatchgenError
+from batchgen.core.file_version import FileVersion
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import VOCABULARY_CHUNKS
 from batchgen.models.as_weights import as_weights
@@ -29,7 +30,7 @@ from batchgen.models.layers import is_gated
 from batchgen.models.layouts import Stored, is_quantized, layer_layout, stored_tensors, tensor_shapes
 from batchgen.models.rows_in_file import RowsInFile
 from batchgen.models.store_format import layer_groups
-from batchgen.models.weight_store import StoreFile, WeightStore, read_extent, verify, views
+from batchgen.models.weight_store import StoreFile, WeightStore, has_checksums, read_extent, verify, views
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.memory.expert_reads import ExpertReads, Piece, Stretch
 from batchgen.runtime.memory.residency import WeightResidency
@@ -139,22 +140,24 @@ class Weights:
 
     def read(self, layer: int, slot: int) -> None:
         """What is on disk, into host memory. Raises BatchgenError, also where it is not what was written."""
+        before = self._version(layer)
         for stretch in self._stretches[layer]:
-            part = self._disk_buffers[slot][stretch.start : stretch.stop]
             self._fetch(layer, slot, [(stretch.file_offset, stretch.start, stretch.stop)])
-            if layer not in self._verified:
-                self._verify(stretch, part)
-        self._verified.add(layer)
+        # Hashed when it is first read in a job, and again where the file was written to since.
+        if not before == self._version(layer) == self._verified.get(layer):
+            for stretch in self._stretches[layer]:
+                self._verify(stretch, self._disk_buffers[slot][stretch.start : stretch.stop])
+            self._verified[layer] = before
         self._on_demand.pop(slot, None)
 
     def read_dense(self, layer: int, slot: int) -> None:
-        """As `read`, but for the experts. The layer has been read as a whole before: nothing is checked. Raises BatchgenError."""
+        """As `read`, but for the experts. The layer has been read as a whole before. Raises BatchgenError."""
         found = self._on_demand[slot] = ExpertReads(self._stretches[layer], self.config.num_experts)
-        self._fetch(layer, slot, found.dense())
+        self._fetch_part(layer, slot, found.dense())
 
     def read_experts(self, layer: int, slot: int, experts: Sequence[int]) -> None:
         """Those of these experts that have not been read since `read_dense`. Raises BatchgenError."""
-        self._fetch(layer, slot, self._on_demand[slot].experts(experts))
+        self._fetch_part(layer, slot, self._on_demand[slot].experts(experts))
 
     def load(self, layer: int, slot: int) -> None:
         """What is in host memory or has been read there, to the accelerator."""
@@ -290,7 +293,7 @@ class Weights:
         self._stretches: list[list[Stretch]] = []
         self._on_demand: dict[int, ExpertReads] = {}  # by slot, of layers whose experts are read on demand
         self._files: dict[int, DirectFile] = {}
-        self._verified: set[int] = set()
+        self._verified: dict[int, FileVersion] = {}  # by layer, the version of its file whose checksums fit
         self._views: dict[tuple[int, int | None], Tensors] = {}
         for j, tiers in enumerate(self.residency.layers):
             stretches: list[Stretch] = []
@@ -465,18 +468,47 @@ class Weights:
         try:
             count = file.read([(offset, as_buffer(buffer[start:stop])) for offset, start, stop in pieces])
         except OSError as error:
-            raise BatchgenError(
-                f"cannot read {file.path}: {error.strerror}: check the disk; the same command goes on from here"
-            ) from error
+            raise _cannot_read(file, error) from error
         self.disk_bytes_read += count
         if count < sum(
             stop - start for _, start, stop in pieces
         ):  # what the buffer held before must not pass for weights
             raise BatchgenError(f"{file.path} is shorter than it was: convert the model again")
 
+    def _fetch_part(self, layer: int, slot: int, pieces: Sequence[Piece]) -> None:
+        """Pieces of a layer that was verified, which have no checksums of their own. Raises BatchgenError."""
+        self._fetch(layer, slot, pieces)
+        while (found := self._version(layer)) != self._verified[layer]:
+            stretch = self._stretches[layer][0]
+            try:
+                intact = has_checksums(stretch.file, self._files[layer])
+            except OSError as error:
+                raise _cannot_read(self._files[layer], error) from error
+            if not intact:
+                raise BatchgenError(
+                    f"{stretch.file.path} was changed while the job ran: convert the model again, and run the same command again"
+                )
+            self._verified[layer] = found
+            self._fetch(layer, slot, pieces)
+
+    def _version(self, layer: int) -> FileVersion | None:
+        """The version of a layer's file now; None: nothing of it is on disk. Raises BatchgenError."""
+        if layer not in self._files:
+            return None
+        try:
+            return self._files[layer].version()
+        except OSError as error:
+            raise _cannot_read(self._files[layer], error) from error
+
     def _verify(self, stretch: Stretch, part: Tensor) -> None:
         for extent in stretch.extents:
             verify(stretch.file, extent, part[stretch.place_of(extent.offset) - stretch.start :])
+
+
+def _cannot_read(file: DirectFile, error: OSError) -> BatchgenError:
+    return BatchgenError(
+        f"cannot read {file.path}: {error.strerror}: check the disk; the same command goes on from here"
+    )
 
 
 def _whole(file: StoreFile) -> Tensors:

@@ -1,0 +1,48 @@
+"""Whether a model's files are those they were: between what tells the model from others, its headers, and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from batchgen.core.errors import InputError
+from batchgen.core.file_version import FileVersion, version_of
+from batchgen.models.config_files import STATES_MODEL
+from batchgen.models.files import STORE_MANIFEST, ModelFiles, reading_model, weight_paths
+from batchgen.models.weight_files import find_weight_files
+
+ModelVersions = Mapping[Path, FileVersion]
+
+
+def model_versions(files: ModelFiles) -> ModelVersions:
+    """The versions of all files that say what a model is; of a store its manifest, which has the checksums of the others.
+
+    Raises InputError where one cannot be read.
+    """
+    with reading_model(str(files.path)):
+        if files.kind == "hf":
+            index = find_weight_files(files.path).index
+            stated = [files.path / name for name in STATES_MODEL if (files.path / name).exists()]
+            paths = [*stated, *([index] if index else []), *weight_paths(files)]
+        elif files.kind == "store":
+            paths = [files.path / STORE_MANIFEST]
+        else:
+            paths = [files.path] if files.kind == "dummy" else weight_paths(files)
+        return {path: version_of(path) for path in paths}
+
+
+def changed_file(versions: ModelVersions) -> Path | None:
+    """The first of a model's files that is another than it was, or is gone."""
+    for path, version in versions.items():
+        try:
+            if version_of(path) != version:
+                return path
+        except OSError:
+            return path
+    return None
+
+
+def check_unchanged(versions: ModelVersions) -> None:
+    """Raise InputError unless the files are those of `versions`: called when everything of them that counts has been read."""
+    if (path := changed_file(versions)) is not None:
+        raise InputError(f"{path} was changed while the model was loaded: run the same command again once it is whole")
