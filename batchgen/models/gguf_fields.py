@@ -12,7 +12,7 @@ from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.headers import TensorInfo
 from batchgen.models.hf_fields import ARCHITECTURES, GEMMA, get_or, require_int
-from batchgen.models.known_tokens import end_ids, stated_id
+from batchgen.models.known_tokens import end_ids, special_id
 from batchgen.models.rope import RopeConfig
 
 GGUF_ARCHITECTURES = {
@@ -175,7 +175,7 @@ def config_of_gguf(
         local_rope=_local_rope(fields, family),
         windows=_windows(fields, family, layers),
         embed_size=hidden,
-        bos_token_id=stated_id(metadata, "bos"),
+        bos_token_id=special_id(metadata, "bos"),
         eos_token_ids=end_ids(metadata, known_tokens or {}),
         dtype=dtype,
         output_norms=gemma,

@@ -47,7 +47,8 @@ _QWEN35 = rf"{_SHORT}|{_LEAD}{_ANY_OR_MARK}+|\p{{N}}|" + r" ?[^\s\p{L}\p{M}\p{N}
 _TEKKEN = _cased(_UPPER, _LOWER, "") + rf"|\p{{N}}|{_OTHER_OR_SLASH}|{_LINES}"
 _GPT4O = _cased(_UPPER, _LOWER, f"{_SHORT}?") + rf"|\p{{N}}{{1,3}}|{_OTHER_OR_SLASH}|{_LINES}"
 _GRANITE = _cased(_UPPER_OR_MARK, _LOWER_OR_MARK, f"{_SHORT}?") + rf"|\p{{N}}{{1,3}}|{_OTHER_OR_SLASH}|{_LINES}"
-_AYA = _cased(_ANY_OR_MARK, _ANY_OR_MARK, f"{_SHORT}?") + rf"|\p{{N}}{{1,3}}|{_OTHER_OR_SLASH}|{_LINES}"
+_THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # groups of three from the right
+_AYA = _cased(_ANY_OR_MARK, _ANY_OR_MARK, f"{_SHORT}?") + f"|{_THOUSANDS}|{_OTHER_OR_SLASH}|{_LINES}"
 _YOUTU = _cased(_ANY_OR_MARK, _ANY_OR_MARK, f"{_SHORT}?") + rf"|\p{{N}}|{_OTHER_OR_SLASH}|{_LINES}"
 _BAILING = rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORD}|\p{{N}}|{_OTHER}|" + r"\s*[\r\n]|\s+(?!\S)|\s+"
 _SEED = rf"{_SHORT}|{_WORD}|\p{{N}}|" + r" ?[^\s\p{L}\p{N}\r\n]+" + f"|{_LINES}"
@@ -57,10 +58,9 @@ _EXAONE_MOE = (
 )
 _MINICPM5 = rf"{_SHORT}|{_WORD}|\p{{N}}+|{_OTHER}|{_LINES}"
 _CHINESE_OR_KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+"
-# The tilde is no symbol there.
 _MARK_AND_WORD = r"""[!"#$%\&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
-_NO_LEAD_MARK = r"(?:[^\r\n\p{L}\p{P}\p{S}]|~)?[\p{L}\p{M}]+"
-_MARKS = r" ?(?:(?!~)[\p{P}\p{S}])+"
+_NO_LEAD_MARK = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+_MARKS = r" ?[\p{P}\p{S}]+"
 _DEEPSEEK3 = rf"{_MARK_AND_WORD}|{_NO_LEAD_MARK}|{_MARKS}" + r"[\r\n]*" + f"|{_LINES}"
 _SPARK = rf"{_MARK_AND_WORD}|{_NO_LEAD_MARK}|{_MARKS}" + r"|[\r\n]|\s+(?!\S)|\s+"
 _CASED_LETTERS = (
@@ -78,7 +78,7 @@ _CASED_LETTERS = (
     r"\x{10400}-\x{1044F}\x{104B0}-\x{104D3}\x{104D8}-\x{104FB}\x{10C80}-\x{10CB2}\x{10CC0}-\x{10CF2}"
     r"\x{118A0}-\x{118DF}\x{1E900}-\x{1E943}"
 )
-_CHINESE_OR_KOREAN = r"[\x{4E00}-\x{9FA5}\x{800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
+_CHINESE_OR_KOREAN = r"[\x{4E00}-\x{9FA5}\x{800}-\x{4E00}\x{AC00}-\x{D7FF}&&[^\s]]+"
 _BLOOM = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{964}\x{6D4}\x{60C})]+"
 _HAN = (
     r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2B73F}\x{2B740}-\x{2B81F}"
@@ -104,7 +104,8 @@ _KINDS: tuple[tuple[str, PreTokenizer], ...] = (
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
         PreTokenizer((_LLAMA3,), ignores_merges=True, begins_with_bos=True),
     ),
-    ("dbrx smaug-bpe glm4 chatglm-bpe", PreTokenizer((_LLAMA3,))),
+    ("glm4", PreTokenizer((_LLAMA3,), ignores_merges=True)),
+    ("dbrx smaug-bpe chatglm-bpe", PreTokenizer((_LLAMA3,))),
     ("jais-2", PreTokenizer((_JAIS2,))),
     (
         "deepseek-llm",
@@ -156,12 +157,12 @@ _KINDS: tuple[tuple[str, PreTokenizer], ...] = (
     ),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_GPT4O,))),
     ("granite-embed-multi-97m", PreTokenizer((_GRANITE,), ignores_merges=True)),
-    ("tiny_aya cohere2moe", PreTokenizer((r"[0-9]{1,3}(?=(?:[0-9]{3})*(?![0-9A-Za-z_]))", _AYA))),
+    ("tiny_aya cohere2moe", PreTokenizer((_AYA,))),
     ("kimi-k2", PreTokenizer((_KIMI,))),
     ("superbpe", PreTokenizer((r"\p{N}+", "(?=(?:[0-9]{3})+(?![0-9]))"))),
     ("bailingmoe bailingmoe2 llada-moe", PreTokenizer((_BAILING,))),
     ("seed-coder", PreTokenizer((_SEED,))),
-    ("afmoe", PreTokenizer((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _AFMOE_SCRIPTS, _DEEPSEEK3))),
+    ("afmoe", PreTokenizer((r"\P{N}*" + _THOUSANDS, _AFMOE_SCRIPTS, _DEEPSEEK3))),
     ("exaone-moe", PreTokenizer((_EXAONE_MOE,))),
     ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _MINICPM5), ignores_merges=True)),
 )

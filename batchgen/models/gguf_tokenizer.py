@@ -17,12 +17,11 @@ from tokenizers import Tokenizer as Backend
 from batchgen.core.errors import InputError
 from batchgen.models.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from batchgen.models.headers import VOCABULARY
-from batchgen.models.known_tokens import KNOWN, control_ids, stated_id
+from batchgen.models.known_tokens import KNOWN, cut_out_ids, plain_id, special_id
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of tokens, in `tokenizer.ggml.token_type`
+_CUT_OUT = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 _SPACE = "▁"  # stands for a space in SentencePiece's vocabularies
-# Their ids where the file states none.
-_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 _USE_SAFETENSORS = "use the model's safetensors"
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3: spaces behind these are kept
@@ -48,25 +47,26 @@ class _Vocabulary:
     def __post_init__(self) -> None:
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         known = {text: self.ids[text] for text in KNOWN if text in self.ids}
-        for token_id in control_ids(self.pairs, known):
-            if token_id < len(self.kinds):
+        for token_id in cut_out_ids(self.pairs, known):
+            if self.kinds[token_id] not in _CUT_OUT:
                 self.kinds[token_id] = _CONTROL
+        if (plain := plain_id(known)) is not None:
+            self.kinds[plain] = _NORMAL
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         """The value of `tokenizer.ggml.{key}`. Raises InputError for one that is not of that kind."""
         return _get(self.pairs, key, kind, default)
 
     def special_id(self, name: str) -> int | None:
-        """The id of a special token, stated or usual, that the vocabulary has."""
-        stated = stated_id(self.pairs, name)
-        found = [stated, _SENTENCEPIECE_IDS.get(name) if self.is_sentencepiece else None]
-        return next((i for i in found if i is not None and 0 <= i < len(self.tokens)), None)
+        """The id of a special token that the vocabulary has."""
+        found = special_id(self.pairs, name)
+        return found if found is not None and 0 <= found < len(self.tokens) else None
 
     @property
     def cut_out(self) -> Iterator[tuple[str, int]]:
         """The tokens, with their kinds, that are found in a text before anything else is done to it."""
         for token, kind in zip(self.tokens, self.kinds, strict=True):
-            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+            if kind in _CUT_OUT:
                 yield token, kind
 
 
@@ -82,6 +82,7 @@ def backend_of(pairs: Mapping[str, Any]) -> Backend:
     words = _vocabulary(pairs)
     backend, begins_with_bos = _sentencepiece(words) if words.is_sentencepiece else _byte_level(words)
     named_phi3 = any(name in str(pairs.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
+    _refuse_overlaps([token for token, _ in words.cut_out])
     backend.add_tokens([_added(token, kind, named_phi3) for token, kind in words.cut_out])
     backend.post_processor = _around(words, begins_with_bos)
     return backend
@@ -126,6 +127,22 @@ def _added(token: str, kind: int, of_phi3: bool) -> AddedToken:
     return AddedToken(
         token, normalized=False, special=kind != _USER_DEFINED, rstrip=of_phi3 and token not in _NOT_STRIPPED
     )
+
+
+def _refuse_overlaps(tokens: list[str]) -> None:
+    """Raises InputError for tokens of which the first in a text may hide a longer one that begins in it.
+
+    llama.cpp cuts the longest token out of a text first, `tokenizers` the first in the text. Runs of one character are cut alike.
+    """
+    by_begin: dict[str, list[str]] = {}
+    for token in tokens:
+        for at in range(1, len(token)):
+            by_begin.setdefault(token[:at], []).append(token)
+    for token in tokens:
+        for at in range(1, len(token)):
+            for longer in by_begin.get(token[at:], ()):
+                if len(longer.encode()) > len(token.encode()) and len({*token, *longer}) > 1:
+                    raise InputError(f"its tokens {token!r} and {longer!r} may overlap in a text: {_USE_SAFETENSORS}")
 
 
 def _around(words: _Vocabulary, begins_with_bos: bool) -> processors.PostProcessor:

@@ -21,8 +21,12 @@ _GAPS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }  # fmt: skip
+# Of gpt-oss: what stands between channels.
+_CHANNELS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 _ENDING_GAPS = ("fim_pad", "fim_rep", "fim_sep")
-KNOWN = (*ENDS, *(text for texts in _GAPS.values() for text in texts))
+KNOWN = (*ENDS, *(text for texts in _GAPS.values() for text in texts), *_CHANNELS)
+# The ids in SentencePiece's vocabularies where a file states none.
+_USUAL_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 # Where a vocabulary has all of a row, its "<|end|>" ends a message among several, and not the text.
 _GOES_ON = (
     ("<|return|>", "<|call|>"),
@@ -32,9 +36,11 @@ _GOES_ON = (
 )
 
 
-def stated_id(metadata: Mapping[str, Any], name: str) -> int | None:
-    """The id of a token that a GGUF states as `tokenizer.ggml.{name}_token_id`; None: it states none. Raises InputError."""
+def special_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    """The id of a special token: what a GGUF states as `tokenizer.ggml.{name}_token_id`, or the usual one. Raises InputError."""
     found = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if found is None and metadata.get("tokenizer.ggml.model") == "llama":
+        return _USUAL_IDS.get(name)
     if found is not None and (isinstance(found, bool) or not isinstance(found, int)):
         raise InputError(f"tokenizer.ggml.{name}_token_id is {found!r}, not the id of a token")
     return found
@@ -47,27 +53,29 @@ def end_ids(metadata: Mapping[str, Any], found: Mapping[str, int]) -> tuple[int,
         metadata: The key-value pairs of a GGUF.
         found: The ids of those of `KNOWN` that its vocabulary has.
     """
-    stated = [stated_id(metadata, name) for name in ("eos", "eot", "eom")]
+    stated = [special_id(metadata, name) for name in ("eos", "eot", "eom")]
     of_gaps = [_gap_id(metadata, found, name) for name in _ENDING_GAPS]
     ids = dict.fromkeys(i for i in (*stated, *of_gaps, *map(found.get, ENDS)) if i is not None)
     if any(all(text in found for text in texts) for texts in _GOES_ON):
         ids.pop(found.get("<|end|>"), None)
-    if "<|tool_response>" in found:
-        ids.pop(found.get("</s>"), None)
+    ids.pop(plain_id(found), None)
     return tuple(ids)
 
 
-def control_ids(metadata: Mapping[str, Any], found: Mapping[str, int]) -> frozenset[int]:
-    """The ids of the tokens that are control tokens whatever the file says of them. Arguments as of `end_ids`."""
-    ids = {found[text] for text in ENDS if text in found}
+def plain_id(found: Mapping[str, int]) -> int | None:
+    """The id of a token that is text like any other, whatever the file says: "</s>" in Gemma 4's vocabulary. found: as of `end_ids`."""
+    return found.get("</s>") if "<|tool_response>" in found else None
+
+
+def cut_out_ids(metadata: Mapping[str, Any], found: Mapping[str, int]) -> frozenset[int]:
+    """The ids of the tokens that are found in a text before all else whatever the file says. Arguments as of `end_ids`."""
+    ids = {found[text] for text in (*ENDS, *_CHANNELS) if text in found}
     ids |= {
-        i for name in _GAPS if stated_id(metadata, name) is None and (i := _gap_id(metadata, found, name)) is not None
+        i for name in _GAPS if special_id(metadata, name) is None and (i := _gap_id(metadata, found, name)) is not None
     }
-    if "<|tool_response>" in found:
-        ids.discard(found.get("</s>", -1))
     return frozenset(ids)
 
 
 def _gap_id(metadata: Mapping[str, Any], found: Mapping[str, int], name: str) -> int | None:
-    stated = stated_id(metadata, name)
+    stated = special_id(metadata, name)
     return stated if stated is not None else next((found[text] for text in _GAPS[name] if text in found), None)
