@@ -230,8 +230,8 @@ def _sentencepiece(words: _Vocabulary) -> tuple[Backend, bool]:
 def _merges_by_score(words: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     """All pairs that make a token, the best score first.
 
-    Of pairs of one score llama.cpp takes the first in the text, and a list has no equals. That makes no difference for pairs that
-    make one token, whose longer left parts come first, nor for those that cannot overlap.
+    Of pairs of one score llama.cpp takes the first in the text, and a list has no equals. In a run of one character, where parts are
+    never longer than those before them, the first has the longest parts, so these come first in the list.
     """
     # Nothing of a text that is cut out before is ever put together, unless its spaces are spelled otherwise.
     whole = {token for token, _ in words.cut_out if _SPACE not in token}
@@ -242,25 +242,25 @@ def _merges_by_score(words: _Vocabulary, scores: Sequence[float]) -> list[tuple[
         for at in range(len(token) - 1, 0, -1):
             left, right = token[:at], token[at:]
             if left in words.ids and right in words.ids:
-                pairs.append((-scores[token_id], -at, left, right))
+                pairs.append((-scores[token_id], -at, -len(right), left, right))
             elif (len(left) == 1 or left in words.ids) and (len(right) == 1 or right in words.ids):
                 missing = left if left not in words.ids else right
                 raise InputError(f"it has the token {token!r} and not {missing!r}: {_USE_SAFETENSORS}")
-    pairs.sort(key=lambda pair: pair[:2])
+    pairs.sort(key=lambda pair: pair[:3])
     _refuse_ties(pairs)
-    return [pair[2:] for pair in pairs]
+    return [pair[3:] for pair in pairs]
 
 
-def _refuse_ties(pairs: list[tuple[float, int, str, str]]) -> None:
-    """Raises InputError for two tokens of one score of which one may begin within the other."""
+def _refuse_ties(pairs: list[tuple[float, int, int, str, str]]) -> None:
+    """Raises InputError for two tokens of one score of which one may begin within the other, unless both are runs of one character."""
     by_score: dict[float, list[tuple[str, str]]] = {}
-    for score, _, left, right in pairs:
+    for score, _, _, left, right in pairs:
         by_score.setdefault(score, []).append((left, right))
     for score, tied in by_score.items():
         made_from = {right: left + right for left, right in tied}
         for left, right in tied:
-            other = made_from.get(left)
-            if other is not None and other != left + right:
+            other, token = made_from.get(left, left + right), left + right
+            if other != token and len({*other, *token}) > 1:
                 raise InputError(
-                    f"its tokens {other!r} and {left + right!r} have the same score, {-score:g}: {_USE_SAFETENSORS}"
+                    f"its tokens {other!r} and {token!r} have the same score, {-score:g}: {_USE_SAFETENSORS}"
                 )

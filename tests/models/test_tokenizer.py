@@ -239,7 +239,7 @@ def test_the_tokenizer_of_a_gguf_is_kept(gguf_files, tmp_path, monkeypatch):
     def taken_out_again(*args):
         raise AssertionError("the kept one is not used")
 
-    monkeypatch.setattr(tokenizer_module, "_load", taken_out_again)
+    monkeypatch.setattr(tokenizer_module, "_taken_out", taken_out_again)
     again = load_tokenizer(gguf_files)
     assert again.identity() == ours.identity() and again.encode_batch(TEXTS) == ours.encode_batch(TEXTS)
     monkeypatch.undo()
