@@ -42,9 +42,6 @@ class Tokenizer:
         """`special_tokens`: what those in prompts and messages are; "parse": tokens, "text": text like any other."""
         self._hf = hf
         self._backend = hf.backend_tokenizer
-        # A tokenizer.json may ask for both; prompts are cut or refused elsewhere, and never padded.
-        self._backend.no_truncation()
-        self._backend.no_padding()
         self._as_text = None
         if special_tokens == "text":
             from batchgen.models.special_tokens import SpecialTokensAsText
@@ -272,7 +269,11 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
             return _converted(directory)
         from tokenizers import Tokenizer as Backend
 
-        return _with_names(Backend.from_file(str(path)), directory)
+        backend = Backend.from_file(str(path))
+        # A file may ask for both; prompts are cut or refused elsewhere, and never padded.
+        backend.no_truncation()
+        backend.no_padding()
+        return _with_names(backend, directory)
 
 
 def _with_names(backend: Backend, directory: Path) -> PreTrainedTokenizerFast:

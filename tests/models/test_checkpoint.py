@@ -441,8 +441,26 @@ def test_texts_end_at_tokens_that_are_known_by_their_text(arch):
     def ends(known, **stated):
         return set(gguf_config(arch, 2, 64, 4, 16, known=known, **stated).eos_token_ids)
 
-    texts = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]"]
-    for text in [*texts, "<｜end▁of▁sentence｜>", "<|end_of_text|>", "</s>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]:
+    texts = [
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+    ]
+    for text in [
+        *texts,
+        "<｜end▁of▁sentence｜>",
+        "<|end_of_text|>",
+        "</s>",
+        "<|fim_pad|>",
+        "<|repo_name|>",
+        "<|file_sep|>",
+    ]:
         assert ends({text: 7}) == {1, 7}, text
     for text in ["<|im_start|>", "<|fim_prefix|>", "<|channel|>"]:
         assert ends({text: 7}) == {1}, text
@@ -519,7 +537,7 @@ def test_gguf_rope_factors_and_tokens(tmp_path):
     write_tiny_gguf(model, path, rope_freqs=factors, tokenizer=make_tiny_tokenizer(tmp_path))
     config = read_config(resolve_model(str(path)))
     assert config.rope.factors == factors
-    assert (config.bos_token_id, config.eos_token_ids) == (0, (0,))
+    assert (config.bos_token_id, config.eos_token_ids) == (0, (0, 2))  # <|endoftext|> and <|im_end|>
     write_tiny_gguf(model, path, rope_freqs=factors[:3])
     assert "3 rope frequency factors" in message_of(path)
 
