@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
-import shutil
 from pathlib import Path
 
+import gguf
 import pytest
-from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 from batchgen.core.errors import InputError
-from batchgen.models.files import resolve_model
+from batchgen.models.files import ModelFiles
 from batchgen.models.gguf_pre_tokenizers import PRE_TOKENIZERS
 from batchgen.models.gguf_tokenizer import backend_of, names_of
 from batchgen.models.tokenizer import load_tokenizer
@@ -212,23 +212,35 @@ def test_scores_that_do_not_say_what_is_merged_first_are_refused(tokens, scores,
 # Files
 
 
+def write(path, pairs):
+    """A GGUF of nothing but these pairs."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, tuple: writer.add_array}
+    for key, value in pairs.items():
+        add[type(value)](key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return ModelFiles(path, "gguf", path.name)
+
+
 def test_a_gguf_has_its_own_tokenizer_whatever_lies_beside_it_or_was_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
-    model = make_tiny_model("llama", tmp_path / "hf")
-    hf = make_tiny_tokenizer(tmp_path / "hf")
-    (tmp_path / "alone").mkdir()
-    path = write_tiny_gguf(model, tmp_path / "alone" / "model.gguf", tokenizer=hf)
-    other = backend_of(byte_level())
-    (tmp_path / "beside").mkdir()
-    other.save(str(tmp_path / "beside" / "tokenizer.json"))
-    shutil.copy(path, tmp_path / "beside" / "model.gguf")
-    text = "The ferry left the harbour."
-    expected = hf(text)["input_ids"]
-    assert expected != other.encode(text).ids
-    for folder in ("beside", "alone"):
-        assert load_tokenizer(resolve_model(str(tmp_path / folder / "model.gguf"))).encode_batch([text]) == [expected]
+    files = write(tmp_path / "model.gguf", byte_level() | {"tokenizer.chat_template": "{{ eos_token }}"})
+    text = RECORDED["texts"][0]
+    [expected] = [kind["ids"][0] for kind in RECORDED["kinds"] if "gpt-2" in kind["names"]]
+    backend_of(sentencepiece(random.Random(1), "ab", 5)).save(str(tmp_path / "tokenizer.json"))
+    for _ in range(2):  # made, and kept
+        ours = load_tokenizer(files)
+        assert ours.encode_batch([text]) == [expected]
+        assert ours.render_chat([{"role": "user", "content": ""}]) == "</s>" and ours.hf.bos_token == "<s>"
+        (tmp_path / "tokenizer.json").unlink(missing_ok=True)
     assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 1
-    # Weights may be the same and the vocabulary another one.
-    write_tiny_gguf(model, path, tokenizer=hf, pre_tokenizer="qwen2", add_bos=True)
-    assert load_tokenizer(resolve_model(str(path))).encode_batch([text])[0][0] == hf.bos_token_id
+    # A file of the same name and size, and of another vocabulary.
+    before = (tmp_path / "model.gguf").stat()
+    write(tmp_path / "model.gguf", byte_level("qwen2"))
+    os.utime(tmp_path / "model.gguf", ns=(before.st_atime_ns, before.st_mtime_ns))
+    [expected] = [kind["ids"][0] for kind in RECORDED["kinds"] if "qwen2" in kind["names"]]
+    assert load_tokenizer(files).encode_batch([text]) == [expected]
     assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 2
