@@ -21,7 +21,7 @@ from batchgen.models.known_tokens import KNOWN, cut_out_ids, plain_id, special_i
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of tokens, in `tokenizer.ggml.token_type`
 _CUT_OUT = (_UNKNOWN, _CONTROL, _USER_DEFINED)
-_SPACE = "▁"  # stands for a space in SentencePiece's vocabularies
+SPACE = "▁"  # stands for a space in SentencePiece's vocabularies
 _USE_SAFETENSORS = "use the model's safetensors"
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3: spaces behind these are kept
@@ -70,17 +70,21 @@ class _Vocabulary:
                 yield token, kind
 
 
-def backend_of(pairs: Mapping[str, Any]) -> Backend:
+def backend_of(pairs: Mapping[str, Any], model: models.Model | None = None) -> Backend:
     """The tokenizer of a GGUF.
 
     Args:
         pairs: Of `headers.read_gguf_vocabulary`.
+        model: In place of the one that the pairs describe.
 
     Raises:
         InputError: It has none, or one whose ids would not be llama.cpp's.
     """
     words = _vocabulary(pairs)
-    backend, begins_with_bos = _sentencepiece(words) if words.is_sentencepiece else _byte_level(words)
+    if model is not None:
+        backend, begins_with_bos = Backend(model), True
+    else:
+        backend, begins_with_bos = _sentencepiece(words) if words.is_sentencepiece else _byte_level(words)
     named_phi3 = any(name in str(pairs.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
     _refuse_overlaps([token for token, _ in words.cut_out])
     backend.add_tokens([_added(token, kind, named_phi3) for token, kind in words.cut_out])
@@ -218,12 +222,10 @@ def _sentencepiece(words: _Vocabulary) -> tuple[Backend, bool]:
         )
     )
     has_prefix = words.get("add_space_prefix", bool, True)
-    spaces = normalizers.Replace(" ", _SPACE)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if has_prefix else spaces
+    spaces = normalizers.Replace(" ", SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if has_prefix else spaces
     last = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last])
     return backend, True
 
 
@@ -234,7 +236,7 @@ def _merges_by_score(words: _Vocabulary, scores: Sequence[float]) -> list[tuple[
     never longer than those before them, the first has the longest parts, so these come first in the list.
     """
     # Nothing of a text that is cut out before is ever put together, unless its spaces are spelled otherwise.
-    whole = {token for token, _ in words.cut_out if _SPACE not in token}
+    whole = {token for token, _ in words.cut_out if SPACE not in token}
     pairs = []
     for token_id, token in enumerate(words.tokens):
         if token in whole:

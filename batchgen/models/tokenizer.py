@@ -32,6 +32,9 @@ _COPIED_FILES = (
     "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
 )  # fmt: skip
 _STORE_FOLDER = "tokenizer"  # of a weight store
+_PREPARE = (
+    "batchgen_prepare"  # of transformers' object: what is done to a text before the tokenizer sees it, if anything
+)
 _CONVERSION = 3  # of tokenizers in the cache: those that were made in another way are made anew
 
 
@@ -152,6 +155,8 @@ class Tokenizer:
         return hashlib.sha256((self.to_json() + template + mode).encode()).hexdigest()
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        if prepare := getattr(self._hf, _PREPARE, None):
+            texts = [prepare(text) for text in texts]
         try:
             encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError):  # a lone surrogate, as careless JSON holds, is no text
@@ -295,13 +300,27 @@ def _empty() -> Backend:
 
 
 def _converted(directory: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of files that transformers has to convert."""
+    """The tokenizer of files that have to be converted."""
+    if (directory / "tokenizer.model").exists():
+        from batchgen.models.sentencepiece_model import convert_model
+
+        path = directory / "tokenizer_config.json"
+        stated = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        converted = convert_model(directory, stated)
+        hf = _with_names(converted.backend, directory)
+        for name, token in converted.names.items():
+            if getattr(hf, name) is None:
+                setattr(hf, name, token)
+        setattr(hf, _PREPARE, converted.prepare)
+        return hf
+    if not (directory / "vocab.json").exists():
+        raise InputError("a tekken.json alone is not read: fetch the model's tokenizer.json")
     with _quiet_transformers():
         from transformers import AutoTokenizer
 
         hf = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     if not hf.is_fast:
-        raise InputError(f"{directory} has no fast tokenizer (tokenizer.json)")
+        raise InputError("it is no fast tokenizer: fetch the model's tokenizer.json")
     return hf
 
 
