@@ -454,7 +454,7 @@ def _gguf_config(path: Path) -> ModelConfig:
     factors = {name: _floats(name, header.tensors[name]) for name in ROPE_FACTORS if name in header.tensors}
     with _naming(path):
         dtype = _main_dtype(header.tensors)
-        return config_of_gguf(header.metadata, header.tensors, dtype, factors, header.turn_ends)
+        return config_of_gguf(header.metadata, header.tensors, dtype, factors, header.known_tokens)
 
 
 def _floats(name: str, info: TensorInfo) -> tuple[float, ...]:

@@ -11,8 +11,9 @@ from batchgen.core.dtypes import GGUF_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.headers import TensorInfo
-from batchgen.models.hf_fields import ARCHITECTURES, GEMMA, token_ids
+from batchgen.models.hf_fields import ARCHITECTURES, GEMMA
 from batchgen.models.hf_keys import require_positive
+from batchgen.models.known_tokens import end_ids, special_id
 from batchgen.models.rope import RopeConfig
 
 GGUF_ARCHITECTURES = {
@@ -54,8 +55,6 @@ _GEMMA_VECTORS = {"out_norm": "post_attention_norm", "down_norm": "post_ffw_norm
 # Of Phi-3: matrices that are one tensor, one after the other in its rows.
 _FUSED = {"q": "attn_qkv", "k": "attn_qkv", "v": "attn_qkv", "gate": "ffn_up", "up": "ffn_up"}
 _QK_NORMS = ("qwen3", "qwen3_moe", "gemma3")  # families that have norms of queries and keys
-# What ends a turn of a chat, where files may name nothing but the end of a text.
-_TURN_END = {"gemma2": "<end_of_turn>", "gemma3": "<end_of_turn>", "phi3": "<|end|>"}
 # Layers of the models of 27B, which alone scale queries by another size than that of a head; no file says so.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 _GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # of so many layers the last one sees all
@@ -110,7 +109,7 @@ def config_of_gguf(
     tensors: Mapping[str, TensorInfo],
     dtype: str,
     rope_factors: Mapping[str, tuple[float, ...]] | None = None,
-    turn_ends: Mapping[str, int] | None = None,
+    known_tokens: Mapping[str, int] | None = None,
 ) -> ModelConfig:
     """The configuration of a GGUF.
 
@@ -119,7 +118,7 @@ def config_of_gguf(
         tensors: Those that it has.
         dtype: That it states.
         rope_factors: The values of those of `ROPE_FACTORS` that it has, by name.
-        turn_ends: The ids of those of `headers.TURN_ENDS` that its vocabulary has.
+        known_tokens: The ids of those of `known_tokens.KNOWN` that its vocabulary has.
 
     Raises:
         InputError: The model is not supported, or something is missing.
@@ -152,8 +151,6 @@ def config_of_gguf(
             f"GGUFs of architecture {arch!r} that rotate part of each head (rope.dimension_count) are not supported"
         )
     context, gpt_oss, gemma = _require_int(fields, "context_length"), family == "gpt_oss", family in GEMMA
-    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    ends.append((turn_ends or {}).get(_TURN_END.get(family, "")))
     layer_formats, end_formats = _formats(tensors, layers)
     return ModelConfig(
         architecture=architecture,
@@ -179,8 +176,8 @@ def config_of_gguf(
         local_rope=_local_rope(fields, family),
         windows=_windows(fields, family, layers),
         embed_size=hidden,
-        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=token_ids(*ends),
+        bos_token_id=special_id(metadata, "bos"),
+        eos_token_ids=end_ids(metadata, known_tokens or {}),
         dtype=dtype,
         output_norms=gemma,
         embedding_scale=hidden**0.5 if gemma else 1.0,

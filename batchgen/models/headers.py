@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.file_version import FileVersion, version_of
 from batchgen.core.typed_json import parse_json, read_typed
+from batchgen.models.known_tokens import KNOWN
 
-# Tokens that end a turn of a chat, in the vocabularies of Gemma and of Phi-3.
-TURN_ENDS = ("<end_of_turn>", "<|end|>")
+T = TypeVar("T")
+VOCABULARY = "tokenizer.ggml."  # begins the names of the pairs that are about a tokenizer
 
 _MOST_HEADER_BYTES = 100_000_000  # as the safetensors package has it
 
@@ -39,13 +42,13 @@ class TensorInfo:
 class GgufHeader:
     """What a GGUF, or one of its parts, has at its beginning.
 
-    metadata: key-value pairs, less the long arrays (vocabulary, merges). turn_ends: the ids of those of `TURN_ENDS` that the
+    metadata: key-value pairs, less the long arrays (vocabulary, merges). known_tokens: the ids of those of `KNOWN` that the
     vocabulary has.
     """
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    turn_ends: dict[str, int] = field(default_factory=dict)
+    known_tokens: dict[str, int] = field(default_factory=dict)
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
@@ -106,10 +109,38 @@ def _parse_gguf_header(path: Path, version: FileVersion) -> GgufHeader:
             file_bytes = len(data)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, OverflowError, struct.error) as error:
+    except _MALFORMED as error:
         raise InputError(f"{path} is truncated or not a GGUF ({error}): fetch it again") from error
     _check_extents(path, header.tensors, file_bytes)
     return replace(header, tensors={name: replace(info, version=version) for name, info in header.tensors.items()})
+
+
+def read_gguf_vocabulary(path: Path) -> dict[str, Any]:
+    """The key-value pairs of a GGUF, and whole what is about its tokenizer. Raises InputError where it is corrupt."""
+    return _read_pairs(path, lambda parser: parser.pairs(lambda key: key.startswith(VOCABULARY)))
+
+
+def gguf_pairs_sha256(path: Path) -> str:
+    """sha256 over all key-value pairs of a GGUF as they stand in the file. Raises InputError where it is corrupt."""
+
+    def digest(parser: _GgufParser) -> str:
+        start = parser.position
+        parser.pairs(lambda key: False)
+        with memoryview(parser.data) as data:
+            return hashlib.sha256(data[start : parser.position]).hexdigest()
+
+    return _read_pairs(path, digest)
+
+
+def _read_pairs(path: Path, read: Callable[[_GgufParser], T]) -> T:
+    """What is read of the pairs alone: of a file whose tensors nobody asks for."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return read(_GgufParser(path, data))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except _MALFORMED as error:
+        raise InputError(f"{path} is truncated or not a GGUF ({error}): fetch it again") from error
 
 
 def _check_extents(path: Path, tensors: dict[str, TensorInfo], file_bytes: int) -> None:
@@ -124,6 +155,7 @@ def _check_extents(path: Path, tensors: dict[str, TensorInfo], file_bytes: int) 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LONG_ARRAY = 1024
+_MALFORMED = (ValueError, KeyError, OverflowError, RecursionError, struct.error)
 
 
 class _GgufParser:
@@ -132,26 +164,20 @@ class _GgufParser:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
         self.data = data
-        self.position = 0
-
-    def header(self) -> GgufHeader:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-        if self.data[:4] != b"GGUF":
+        if data[:4] != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         self.position = 4
         if (version := self.scalar("I")) not in (2, 3):
             raise ValueError(f"version {version} is not 2 or 3")
-        num_tensors, num_pairs = self.scalar("Q"), self.scalar("Q")
-        metadata, turn_ends = {}, dict[str, int]()
-        for _ in range(num_pairs):
-            key = self.string()
-            if key == "tokenizer.ggml.tokens":
-                turn_ends = self.places_of(TURN_ENDS)
-            metadata[key] = self.value(self.scalar("I"))
-        metadata = {key: value for key, value in metadata.items() if value is not None}
+        self.num_tensors, self.num_pairs = self.scalar("Q"), self.scalar("Q")
+        self.known_tokens: dict[str, int] = {}
+
+    def header(self) -> GgufHeader:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        metadata = self.pairs(lambda key: False)
         extents, known = {}, {kind.value for kind in GGMLQuantizationType}
-        for _ in range(num_tensors):
+        for _ in range(self.num_tensors):
             name = self.string()
             if (num_dims := self.scalar("I")) > 8:
                 raise ValueError(f"tensor {name!r} has {num_dims} dimensions")
@@ -173,7 +199,17 @@ class _GgufParser:
             name: TensorInfo(self.path, kind, shape, start + offset, num_bytes)
             for name, (kind, shape, offset, num_bytes) in extents.items()
         }
-        return GgufHeader(metadata, tensors, turn_ends)
+        return GgufHeader(metadata, tensors, self.known_tokens)
+
+    def pairs(self, is_whole: Callable[[str], bool]) -> dict[str, Any]:
+        """All key-value pairs. is_whole: told a key, whether its value is wanted though it be a long array."""
+        pairs = {}
+        for _ in range(self.num_pairs):
+            key = self.string()
+            if key == f"{VOCABULARY}tokens":
+                self.known_tokens = self.places_of(KNOWN)
+            pairs[key] = self.value(self.scalar("I"), is_whole(key))
+        return {key: value for key, value in pairs.items() if value is not None}
 
     def scalar(self, code: str) -> Any:
         (value,) = struct.unpack_from(f"<{code}", self.data, self.position)
@@ -203,23 +239,32 @@ class _GgufParser:
         self.position = start
         return found
 
-    def value(self, kind: int) -> Any:
-        """The value at `position`; None for an array too long to be about the model's shape."""
+    def value(self, kind: int, is_whole: bool) -> Any:
+        """The value at `position`; None for an array too long to be about the model's shape, unless `is_whole`."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
             return self.scalar(_SCALARS[kind])
         item_kind, count = self.scalar("I"), self.scalar("Q")
-        if count <= _LONG_ARRAY:
-            return tuple(self.value(item_kind) for _ in range(count))
+        if item_kind == _ARRAY:
+            found = [self.value(item_kind, is_whole) for _ in range(count)]
+            return tuple(found) if is_whole or count <= _LONG_ARRAY else None
         if item_kind == _STRING:
-            unpack_length, position = struct.Struct("<Q").unpack_from, self.position
-            for _ in range(count):
-                position += 8 + unpack_length(self.data, position)[0]
-            self.position = position
-        elif item_kind == _ARRAY:
-            for _ in range(count):
-                self.value(item_kind)
-        else:
-            self.position += count * struct.calcsize(f"<{_SCALARS[item_kind]}")
+            return self.strings(count, is_whole)
+        size = struct.calcsize(f"<{_SCALARS[item_kind]}")
+        if count * size > len(self.data) - self.position:
+            raise ValueError("an array runs past the end")
+        start, self.position = self.position, self.position + count * size
+        if not is_whole and count > _LONG_ARRAY:
+            return None
+        return struct.unpack_from(f"<{count}{_SCALARS[item_kind]}", self.data, start)
+
+    def strings(self, count: int, is_whole: bool) -> tuple[str, ...] | None:
+        """An array of strings, as of `value`."""
+        if is_whole or count <= _LONG_ARRAY:
+            return tuple(self.string() for _ in range(count))
+        unpack_length, position = struct.Struct("<Q").unpack_from, self.position
+        for _ in range(count):
+            position += 8 + unpack_length(self.data, position)[0]
+        self.position = position
         return None

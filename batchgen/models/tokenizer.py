@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError, RowError, reason_of
 from batchgen.core.text import repair_surrogates
-from batchgen.models import gguf_tokenizer
-from batchgen.models.files import ModelFiles, cache_dir, is_trusted, model_identity
-from batchgen.models.headers import read_gguf_header
+from batchgen.models.files import ModelFiles, cache_dir, is_trusted
+from batchgen.models.headers import gguf_pairs_sha256, read_gguf_header, read_gguf_vocabulary
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -32,7 +32,10 @@ _COPIED_FILES = (
     "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
 )  # fmt: skip
 _STORE_FOLDER = "tokenizer"  # of a weight store
-_CONVERSION = 2  # of tokenizers in the cache: those that were made in another way are made anew
+_PREPARE = (
+    "batchgen_prepare"  # of transformers' object: what is done to a text before the tokenizer sees it, if anything
+)
+_CONVERSION = 3  # of tokenizers in the cache: those that were made in another way are made anew
 
 
 class Tokenizer:
@@ -42,9 +45,6 @@ class Tokenizer:
         """`special_tokens`: what those in prompts and messages are; "parse": tokens, "text": text like any other."""
         self._hf = hf
         self._backend = hf.backend_tokenizer
-        # A tokenizer.json may ask for both; prompts are cut or refused elsewhere, and never padded.
-        self._backend.no_truncation()
-        self._backend.no_padding()
         self._as_text = None
         if special_tokens == "text":
             from batchgen.models.special_tokens import SpecialTokensAsText
@@ -155,6 +155,8 @@ class Tokenizer:
         return hashlib.sha256((self.to_json() + template + mode).encode()).hexdigest()
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        if prepare := getattr(self._hf, _PREPARE, None):
+            texts = [prepare(text) for text in texts]
         try:
             encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError):  # a lone surrogate, as careless JSON holds, is no text
@@ -237,8 +239,6 @@ def load_hf_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
     directory = files.path / _STORE_FOLDER if files.kind == "store" else files.path
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         raise InputError(f"{directory} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
-    if files.kind == "store" and not (directory / "config.json").exists():  # it came from a GGUF
-        return _load_saved(directory)
     return _load(directory)
 
 
@@ -254,7 +254,7 @@ def save_tokenizer(files: ModelFiles, store: Path) -> None:
     scratch.mkdir(mode=0o755)
     if files.kind == "gguf":
         if "tokenizer.ggml.model" in read_gguf_header(files.path).metadata:
-            _load_from_gguf(files).save_pretrained(str(scratch))
+            _save(_load_from_gguf(files), scratch)
     else:
         source = files.path / _STORE_FOLDER if files.kind == "store" else files.path
         for name in _COPIED_FILES:
@@ -267,40 +267,81 @@ def save_tokenizer(files: ModelFiles, store: Path) -> None:
     os.rename(scratch, folder)
 
 
-def _load(directory: Path, gguf_file: str | None = None) -> PreTrainedTokenizerFast:
+def _load(directory: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a directory: its tokenizer.json as it is, whatever class the other files name."""
+    path = directory / "tokenizer.json"
+    with _refusing(path if path.exists() else directory):
+        if not path.exists():
+            return _converted(directory)
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend.from_file(str(path))
+        # A file may ask for both; prompts are cut or refused elsewhere, and never padded.
+        backend.no_truncation()
+        backend.no_padding()
+        return _with_names(backend, directory)
+
+
+def _with_names(backend: Backend, directory: Path) -> PreTrainedTokenizerFast:
+    """A tokenizer with the names of special tokens and the chat template that the files of a directory state."""
+    with _quiet_transformers():
+        from transformers import PreTrainedTokenizerFast
+
+        # What transformers does to a tokenizer when it makes it, it does to one that is put away.
+        hf = PreTrainedTokenizerFast.from_pretrained(str(directory), tokenizer_object=_empty(), local_files_only=True)
+    hf._tokenizer = backend
+    return hf
+
+
+def _empty() -> Backend:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.models import BPE
+
+    return Backend(BPE())
+
+
+def _converted(directory: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of files that have to be converted."""
+    if (directory / "tokenizer.model").exists():
+        from batchgen.models.sentencepiece_model import convert_model
+
+        path = directory / "tokenizer_config.json"
+        stated = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        converted = convert_model(directory, stated)
+        hf = _with_names(converted.backend, directory)
+        for name, token in converted.names.items():
+            if getattr(hf, name) is None:
+                setattr(hf, name, token)
+        setattr(hf, _PREPARE, converted.prepare)
+        return hf
+    if not (directory / "vocab.json").exists():
+        raise InputError("a tekken.json alone is not read: fetch the model's tokenizer.json")
     with _quiet_transformers():
         from transformers import AutoTokenizer
 
-        try:
-            hf = AutoTokenizer.from_pretrained(
-                str(directory), gguf_file=gguf_file, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # files broken in any way, and packages that are not installed
-            path = directory / (gguf_file or "")
-            raise InputError(f"cannot load the tokenizer of {path}: {_reason(error)}") from error
+        hf = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     if not hf.is_fast:
-        raise InputError(f"{directory} has no fast tokenizer (tokenizer.json)")
+        raise InputError("it is no fast tokenizer: fetch the model's tokenizer.json")
     return hf
 
 
 def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
-    """The tokenizer in a GGUF. Taking it out needs seconds, so it is kept in the cache directory."""
-    import transformers
-
-    key = json_sha256([_CONVERSION, model_identity(files), transformers.__version__])
+    """The tokenizer in a GGUF. Making it needs seconds, so it is kept in the cache directory, by what the file says."""
+    key = json_sha256([_CONVERSION, gguf_pairs_sha256(files.path)])
     cached = cache_dir() / "tokenizers" / key[:32]
     if all(is_trusted(path, "the kept tokenizer") for path in (cached, *cached.glob("*"))):
         try:
-            return _load_saved(cached)
-        except Exception:  # damaged in any way: make it anew
+            return _load(cached)
+        except InputError:  # damaged in any way: make it anew
             pass
     shutil.rmtree(cached, ignore_errors=True)
-    hf = _converted(files.path)
+    with _refusing(files.path):
+        hf = _taken_out(files.path)
     try:
         cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
             saved = Path(scratch, "saved")
-            hf.save_pretrained(str(saved))
+            _save(hf, saved)
             for path in (saved, *saved.iterdir()):  # whatever the umask is, nobody else is to write there
                 path.chmod(0o700 if path is saved else 0o600)
             os.rename(saved, cached)  # fails where another process was first
@@ -309,31 +350,38 @@ def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
     return hf
 
 
-def _converted(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a GGUF, made by transformers, and mended."""
-    metadata = read_gguf_header(path).metadata
-    hf = _converted_by_transformers(path, metadata)
-    gguf_tokenizer.mend(hf, metadata)
-    return hf
+def _taken_out(path: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a GGUF, made anew. Raises InputError."""
+    from batchgen.models.gguf_tokenizer import backend_of, names_of
 
-
-def _converted_by_transformers(path: Path, metadata: dict) -> PreTrainedTokenizerFast:
-    if not gguf_tokenizer.needs_pairs(metadata):
-        return _load(path.parent, path.name)
-    with tempfile.TemporaryDirectory() as scratch:
-        try:
-            gguf_tokenizer.write_pairs(path, Path(scratch) / path.name)
-        except Exception as error:  # broken in any way, as in `_load`
-            raise InputError(f"cannot load the tokenizer of {path}: {_reason(error)}") from error
-        return _load(Path(scratch), path.name)
-
-
-def _load_saved(directory: Path) -> PreTrainedTokenizerFast:
-    """What `save_pretrained` wrote, without the second that importing AutoTokenizer takes."""
+    pairs = read_gguf_vocabulary(path)
+    template = pairs.get("tokenizer.chat_template")
+    backend = backend_of(pairs)
     with _quiet_transformers():
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        hf = PreTrainedTokenizerFast(tokenizer_object=_empty(), clean_up_tokenization_spaces=False, **names_of(pairs))
+    hf.chat_template = template if isinstance(template, str) else None
+    hf._tokenizer = backend
+    return hf
+
+
+def _save(hf: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write what `_load` reads. Raises OSError."""
+    with _quiet_transformers():
+        hf.save_pretrained(str(directory))
+    hf.backend_tokenizer.save(str(directory / "tokenizer.json"))
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Makes one line of whatever is wrong with the files of a tokenizer. Raises InputError."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # files broken in any way, packages that are not installed, panics of `tokenizers`
+        raise InputError(f"cannot load the tokenizer of {path}: {_reason(error)}") from error
 
 
 @contextmanager
@@ -348,7 +396,7 @@ def _quiet_transformers() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """The first line of an error's text, or its kind."""
     if "trust_remote_code" in str(error):
         return "it needs Python code of the model's directory, which is never run: save it as a tokenizer.json"

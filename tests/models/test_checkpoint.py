@@ -396,7 +396,7 @@ GEMMA_SIZES = {
 }
 
 
-def gguf_config(arch, layers, hidden, heads, head_dim, *, names=(), turn_ends=None, **fields):
+def gguf_config(arch, layers, hidden, heads, head_dim, *, names=(), known=None, **fields):
     """The configuration of a GGUF by what it says, without a file."""
     info = TensorInfo(Path("x.gguf"), "F32", (1000, hidden), 0, 4000 * hidden)
     tensors = {name: info for name in ["token_embd.weight", *(f"blk.{j}.attn_q.weight" for j in range(layers)), *names]}
@@ -406,7 +406,7 @@ def gguf_config(arch, layers, hidden, heads, head_dim, *, names=(), turn_ends=No
     }  # fmt: skip
     metadata = {f"{arch}.{key}": value for key, value in stated.items()}
     metadata |= {"general.architecture": arch, "tokenizer.ggml.eos_token_id": 1}
-    return config_of_gguf(metadata, tensors, "float32", turn_ends=turn_ends)
+    return config_of_gguf(metadata, tensors, "float32", known_tokens=known)
 
 
 @pytest.mark.parametrize("size", GEMMA_SIZES)
@@ -434,16 +434,42 @@ def test_what_gguf_files_leave_out():
     assert gguf_config("phi3", 2, 64, 4, 16, **{"attention.sliding_window": 0}).windows == (None, None)
 
 
-def test_turns_of_chats_end_though_a_gguf_names_the_end_of_texts_alone():
-    ends = {"<end_of_turn>": 107, "<|end|>": 32007}
-    of_arch = {
-        arch: gguf_config(arch, 2, 64, 4, 16, turn_ends=ends).eos_token_ids for arch in ("gemma2", "phi3", "llama")
-    }
-    assert of_arch == {"gemma2": (1, 107), "phi3": (1, 32007), "llama": (1,)}
+@pytest.mark.parametrize("arch", ["gemma2", "phi3", "llama", "qwen2"])
+def test_texts_end_at_tokens_that_are_known_by_their_text(arch):
+    """As in llama.cpp, of every family, whatever the file names; but for what goes on behind "<|end|>" in gpt-oss."""
+
+    def ends(known, **stated):
+        return set(gguf_config(arch, 2, 64, 4, 16, known=known, **stated).eos_token_ids)
+
+    texts = [
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+    ]
+    for text in [
+        *texts,
+        "<｜end▁of▁sentence｜>",
+        "<|end_of_text|>",
+        "</s>",
+        "<|fim_pad|>",
+        "<|repo_name|>",
+        "<|file_sep|>",
+    ]:
+        assert ends({text: 7}) == {1, 7}, text
+    for text in ["<|im_start|>", "<|fim_prefix|>", "<|channel|>"]:
+        assert ends({text: 7}) == {1}, text
+    assert ends({"<|return|>": 1, "<|call|>": 8, "<|end|>": 9, "<|channel|>": 5}) == {1, 8}
+    assert ends({"<|end|>": 9, "<|call|>": 8}) == {1, 8, 9}
 
 
 @pytest.mark.parametrize("count", [40, 3000])  # a long vocabulary is stepped over
-def test_turn_ends_are_found_in_the_vocabulary(tmp_path, count):
+def test_tokens_known_by_their_text_are_found_in_the_vocabulary(tmp_path, count):
     writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "gemma3")
     writer.add_token_list([*(f"token {i}" for i in range(count)), "<end_of_turn>", "<end_of_turn"])
     writer.add_tensor("x", np.zeros(4, dtype=np.float32))
@@ -451,7 +477,7 @@ def test_turn_ends_are_found_in_the_vocabulary(tmp_path, count):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert read_gguf_header(tmp_path / "x.gguf").turn_ends == {"<end_of_turn>": count}
+    assert read_gguf_header(tmp_path / "x.gguf").known_tokens == {"<end_of_turn>": count}
 
 
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63, 1000])
@@ -511,7 +537,7 @@ def test_gguf_rope_factors_and_tokens(tmp_path):
     write_tiny_gguf(model, path, rope_freqs=factors, tokenizer=make_tiny_tokenizer(tmp_path))
     config = read_config(resolve_model(str(path)))
     assert config.rope.factors == factors
-    assert (config.bos_token_id, config.eos_token_ids) == (0, (0,))
+    assert (config.bos_token_id, config.eos_token_ids) == (0, (0, 2))  # <|endoftext|> and <|im_end|>
     write_tiny_gguf(model, path, rope_freqs=factors[:3])
     assert "3 rope frequency factors" in message_of(path)
 

@@ -23,7 +23,6 @@ TEXTS = [
     "Bytes: é, 漢字 and 🦊.",
     "A line.\n\nAnother one.\n",
     "<|end|>special<tool>, and not<|end|> alone<s>",
-    "▁ itself",
     TEXT,
 ]
 MESSAGES = [{"role": "user", "content": "Which day has two sailings?"}, {"role": "assistant", "content": " None."}]
@@ -97,16 +96,11 @@ def test_ids_are_those_of_the_algorithm(tmp_path):
         return [i for part in parts for i in ([tokens[part]] if part in tokens else bytes_of[part])]
 
     for text in (*filter(None, TEXT.split("\n")), "Bytes: é, 漢字 and 🦊.", "three   spaces"):
-        text = text.strip()  # transformers adds no space where there is one
         assert ours.encode_batch([text], add_special_tokens=False)[0] == encode(text), text
 
 
-@pytest.mark.parametrize("family", ["gemma2", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
 def test_a_turn_of_a_chat_ends_the_text(tmp_path, family):
-    """`<|end|>` of Phi-3; this vocabulary has none of Gemma's `<end_of_turn>`."""
     hf = make_sentencepiece_tokenizer(tmp_path / "hf", SENTENCEPIECE_STYLES[family])
     end = hf.convert_tokens_to_ids("<|end|>")
-    assert read_config(make(tmp_path, family, hf)).eos_token_ids == (
-        hf.eos_token_id,
-        *([end] if family == "phi3" else []),
-    )
+    assert read_config(make(tmp_path, family, hf)).eos_token_ids == (hf.eos_token_id, end)

@@ -215,6 +215,63 @@ def test_nothing_is_logged(tmp_path, caplog):
     assert [record for record in caplog.records if record.name.startswith("transformers")] == []
 
 
+# tokenizer.json
+
+CLASSES = [
+    None,
+    "LlamaTokenizerFast",
+    "LlamaTokenizer",
+    "GemmaTokenizer",
+    "Qwen2Tokenizer",
+    "GPT2TokenizerFast",
+    "NoSuchTokenizer",
+]
+
+
+@pytest.mark.parametrize(
+    "make", [make_tiny_tokenizer, make_tiny_sentencepiece_tokenizer], ids=["bytes", "sentencepiece"]
+)
+def test_a_tokenizer_json_rules_whatever_the_other_files_say(tmp_path, make):
+    from tokenizers import Tokenizer as Backend
+
+    make(tmp_path)
+    raw = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    stated = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    eos = stated["eos_token"]
+    texts = [
+        *TEXTS,
+        " leading",
+        f"<|user|>\nhi{eos}\n<|assistant|>\n",
+        f"{eos}[INST] hi [/INST]",
+        "<|im_end|> a<tool> b",
+        "don't 1234",
+    ]
+    more = {
+        "9": {
+            "content": "<tool>",
+            "lstrip": True,
+            "rstrip": True,
+            "normalized": False,
+            "single_word": False,
+            "special": True,
+        }
+    }
+    for name in CLASSES:
+        config = stated | {"tokenizer_class": name, "add_bos_token": True, "add_eos_token": True, "legacy": False}
+        config |= {"added_tokens_decoder": more, "add_prefix_space": True, "model_max_length": 4, "pad_token": "<tool>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        ours = load_tokenizer(ModelFiles(tmp_path, "hf", "x"))
+        for special in (True, False):
+            expected = [raw.encode(text, add_special_tokens=special).ids for text in texts]
+            assert ours.encode_batch(texts, add_special_tokens=special) == expected, name
+            assert [ours.hf(text, add_special_tokens=special)["input_ids"] for text in texts] == expected, name
+        for ids in expected:
+            assert ours.decode(ids) == raw.decode(ids) and ours.decode(ids, False) == raw.decode(
+                ids, skip_special_tokens=False
+            )
+        assert ours.hf.eos_token_id == raw.token_to_id(eos) and ours.vocab_size == raw.get_vocab_size()
+
+
 # GGUF
 
 PRE_TOKENIZERS = [("llama", "llama-bpe", r"\p{N}{1,3}", True), ("qwen2", "qwen2", r"\p{N}", False)]
@@ -239,7 +296,7 @@ def test_the_tokenizer_of_a_gguf_is_kept(gguf_files, tmp_path, monkeypatch):
     def taken_out_again(*args):
         raise AssertionError("the kept one is not used")
 
-    monkeypatch.setattr(tokenizer_module, "_load", taken_out_again)
+    monkeypatch.setattr(tokenizer_module, "_taken_out", taken_out_again)
     again = load_tokenizer(gguf_files)
     assert again.identity() == ours.identity() and again.encode_batch(TEXTS) == ours.encode_batch(TEXTS)
     monkeypatch.undo()

@@ -233,7 +233,7 @@ GGUF_FAMILIES = (
     "phi3",
 )
 # How SentencePiece tokenizers differ between families: where the space comes from that stands before the first word.
-SENTENCEPIECE_STYLES = {"llama": "metaspace", "phi3": "normalizer", "gemma2": "none", "gemma3": "none"}
+SENTENCEPIECE_STYLES = {"llama": "normalizer", "phi3": "normalizer", "gemma2": "none", "gemma3": "none"}
 
 
 def make_sentencepiece_tokenizer(path: Path, style: str, *, bos: bool = True, eos: bool = False):
@@ -264,12 +264,9 @@ def make_sentencepiece_tokenizer(path: Path, style: str, *, bos: bool = True, eo
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
     tokenizer.add_special_tokens([*special, added[0]])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added[1:]])
-    if style == "metaspace":
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
-    else:
-        first = [normalizers.Prepend("▁")] if style == "normalizer" else []
-        tokenizer.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
-    last = [decoders.Strip(" ", 1, 0)] if style in ("metaspace", "normalizer") else []
+    first = [normalizers.Prepend("▁")] if style == "normalizer" else []
+    tokenizer.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
+    last = [decoders.Strip(" ", 1, 0)] if first else []
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last])
     around = f"{begin} $A" if bos else "$A"
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -1,0 +1,246 @@
+"""Tokenizers of GGUFs: ids are those of llama.cpp, recorded or by its algorithm, and what cannot be so is refused by name."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+from pathlib import Path
+
+import gguf
+import pytest
+
+from batchgen.core.errors import InputError
+from batchgen.models.files import ModelFiles
+from batchgen.models.gguf_pre_tokenizers import PRE_TOKENIZERS
+from batchgen.models.gguf_tokenizer import backend_of, names_of
+from batchgen.models.tokenizer import load_tokenizer
+
+RECORDED = json.loads((Path(__file__).parent / "llama_cpp_ids.json").read_text())
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+
+
+def pairs_of(**values):
+    return {
+        f"tokenizer.ggml.{key}": tuple(v) if isinstance(v, list) else v for key, v in values.items() if v is not None
+    }
+
+
+def byte_level(pre="gpt-2", **changes):
+    tokens = RECORDED["tokens"]
+    special = {"<|end|>": CONTROL, "<s>": CONTROL, "</s>": CONTROL, "<tool>": USER_DEFINED}
+    stated = {
+        "model": "gpt2", "pre": pre, "tokens": tokens, "merges": RECORDED["merges"],
+        "token_type": [special.get(token, 1) for token in tokens],
+        "bos_token_id": tokens.index("<s>"), "eos_token_id": tokens.index("</s>"),
+    }  # fmt: skip
+    return pairs_of(**(stated | changes))
+
+
+@pytest.mark.parametrize("kind", RECORDED["kinds"], ids=lambda kind: kind["names"][0])
+def test_ids_of_every_pre_tokenizer_are_those_that_llama_cpp_gave(kind):
+    for name in kind["names"]:
+        backend = backend_of(byte_level(name))
+        for text, ids in zip(RECORDED["texts"], kind["ids"], strict=True):
+            assert backend.encode(text).ids == ids, (name, text)
+
+
+def test_every_pre_tokenizer_is_recorded_and_a_file_without_a_name_has_the_usual_one():
+    assert {name for kind in RECORDED["kinds"] for name in kind["names"]} == PRE_TOKENIZERS.keys()
+    for text in RECORDED["texts"]:
+        assert backend_of(byte_level(None)).encode(text).ids == backend_of(byte_level("default")).encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": "t5"}, "'t5'"),
+        ({"model": "bert"}, "'bert'"),
+        ({"model": 3}, "tokenizer.ggml.model"),
+        ({"model": None}, "none"),
+        ({"pre": "gemma4"}, "'gemma4'"),
+        ({"pre": "of-next-year"}, "'of-next-year'"),
+        ({"merges": None}, "tokenizer.ggml.merges"),
+        ({"merges": [*RECORDED["merges"], "hell o!"]}, "'o!'"),
+        ({"tokens": [*RECORDED["tokens"], "a"]}, "'a'"),
+        ({"tokens": None}, "tokenizer.ggml.tokens"),
+        ({"token_type": [1]}, "types of 1"),
+        ({"bos_token_id": 10**9, "add_bos_token": True}, "BOS"),
+        ({"eos_token_id": "x"}, "eos_token_id"),
+        ({"add_bos_token": "yes"}, "add_bos_token"),
+        ({"tokens": [*RECORDED["tokens"], "<s><x>"], "token_type": [CONTROL] * 10**4}, "overlap"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(changes, named):
+    with pytest.raises(InputError) as caught:
+        backend_of(byte_level(**changes))
+        names_of(byte_level(**changes))
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_flags_and_control_tokens_are_heeded_as_llama_cpp_heeds_them():
+    tokens = RECORDED["tokens"]
+    plain = backend_of(byte_level()).encode("hello").ids
+    bos, eos = tokens.index("<s>"), tokens.index("</s>")
+    for name, begins in (("gpt-2", []), ("llama-bpe", [bos]), ("tekken", [bos]), ("qwen2", []), ("chameleon", [bos])):
+        assert backend_of(byte_level(name)).encode("").ids == begins
+        assert backend_of(byte_level(name, add_bos_token=False, add_eos_token=True)).encode("").ids == [eos]
+        assert backend_of(byte_level(name, add_bos_token=True)).encode("").ids == [bos]
+    # A token that is known by its text is cut out of texts though the file calls it a word.
+    more = [*tokens, "<|im_end|>", "<|channel|>", "<|word|>"]
+    backend = backend_of(byte_level(tokens=more, token_type=[1] * len(more)))
+    assert backend.encode("hello<|im_end|>").ids == [*plain, len(tokens)]
+    assert backend.encode("hello<|channel|>").ids == [*plain, len(tokens) + 1]
+    assert len(tokens) + 2 not in backend.encode("hello<|word|>").ids
+
+
+def test_bytes_that_are_no_tokens_are_left_out_and_part_what_is_around_them():
+    tokens = [token for token in RECORDED["tokens"] if "x" not in token]
+    merges = [line for line in RECORDED["merges"] if "x" not in line]
+    ids = {token: i for i, token in enumerate(tokens)}
+    kinds = [1] * len(tokens)
+    backend = backend_of(byte_level(tokens=tokens, merges=merges, token_type=kinds, bos_token_id=0, eos_token_id=0))
+    h, e = ids["h"], ids["e"]
+    assert backend.encode("hxe").ids == [h, e] and backend.encode("he").ids in ([h, e], [ids.get("he")])
+    assert backend.encode("xx").ids == []
+
+
+# SentencePiece
+
+
+def sentencepiece(rng, characters, count, **changes):
+    """A vocabulary at random: tokens of several characters, most made of shorter ones, with scores of their own."""
+    special = {
+        "<unk>": UNKNOWN,
+        "<s>": CONTROL,
+        "</s>": CONTROL,
+        "<|end|>": CONTROL,
+        "<tool>": USER_DEFINED,
+        "\n\n": USER_DEFINED,
+    }
+    special |= {f"<0x{byte:02X}>": BYTE for byte in range(256)}
+    parts, made = ["▁", *characters], dict.fromkeys("▁" * n for n in (2, 3, 4, 8))
+    while len(made) < count:
+        token = rng.choice(parts) + rng.choice(parts)
+        if len(token) < 9:
+            made[token] = None
+            parts.append(token)
+    tokens = list(dict.fromkeys([*special, *made, "▁", *characters]))
+    scores = [-float(i) for i in range(len(tokens))]
+    rng.shuffle(scores)
+    scores = [-1e9 if len(t) > 1 and not t.strip("▁") else score for t, score in zip(tokens, scores, strict=True)]
+    stated = {
+        "model": "llama", "tokens": tokens, "scores": scores, "token_type": [special.get(token, 1) for token in tokens],
+    }  # fmt: skip
+    return pairs_of(**(stated | changes))
+
+
+def cut_out(text, special):
+    """Parts of a text, and tokens: the longest of these is looked for first."""
+    parts = [text]
+    for token in sorted(special, key=lambda token: -len(token.encode())):
+        cut = []
+        for part in parts:
+            if isinstance(part, int):
+                cut.append(part)
+                continue
+            for number, piece in enumerate(part.split(token)):
+                cut += ([special[token]] if number else []) + ([piece] if piece else [])
+        parts = cut
+    return parts
+
+
+def by_the_algorithm(pairs, text):
+    """As llama.cpp: of all neighbours the pair with the best score becomes one, the first of equals; bytes are what is left."""
+    get = lambda key, default=None: pairs.get(f"tokenizer.ggml.{key}", default)  # noqa: E731
+    tokens, scores, kinds = get("tokens"), get("scores"), get("token_type")
+    ids = {token: i for i, token in enumerate(tokens)}
+    special = {t: i for t, i in ids.items() if kinds[i] in (UNKNOWN, CONTROL, USER_DEFINED)}
+    found = [1] if get("add_bos_token", True) else []
+    for part in cut_out(text, special):
+        if isinstance(part, int):
+            found.append(part)
+            continue
+        symbols = list(((" " if get("add_space_prefix", True) else "") + part).replace(" ", "▁"))
+        while True:
+            merged = [(scores[ids[a + b]], -i) for i, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in ids]
+            if not merged:
+                break
+            at = -max(merged)[1]
+            symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
+        for symbol in symbols:
+            found += [ids[symbol]] if symbol in ids else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+    return found + ([2] if get("add_eos_token", False) else [])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ids_of_sentencepiece_vocabularies_are_those_of_the_algorithm(seed):
+    rng = random.Random(seed)
+    characters = rng.choice(["ab", "abc", "abcdefgh", "aé日\n", "a."])
+    flags = {name: rng.choice([None, True, False]) for name in ("add_bos_token", "add_eos_token", "add_space_prefix")}
+    pairs = sentencepiece(rng, characters, rng.choice([5, 20, 60]), **flags)
+    backend = backend_of(pairs)
+    pieces = [*characters, *characters, *"  ▁\nx🦊", "<|end|>", "<tool>", "<s>", "</s>", "\n\n"]
+    for _ in range(40):
+        runs = [rng.choice(characters) * rng.randrange(1, 9), " " * rng.randrange(1, 40)]
+        text = "".join(rng.choice([*pieces, *runs]) for _ in range(rng.randrange(20)))
+        assert backend.encode(text).ids == by_the_algorithm(pairs, text), text
+
+
+def test_usual_special_tokens_of_a_sentencepiece_file_that_states_none():
+    names = names_of(sentencepiece(random.Random(1), "ab", 5))
+    assert names == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "scores", "named"),
+    [
+        (["<unk>", "<s>", "</s>", "a", "b", "c", "ab", "bc"], [0, 0, 0, 0, 0, 0, -5, -5], "'ab' and 'bc'"),
+        (["<unk>", "<s>", "</s>", "a", "ab"], [0, 0, 0, 0, -1], "'ab' and not 'b'"),
+        (["<unk>", "<s>", "</s>", "a"], [0, 0, 0], "score"),
+        (["<unk>", "<s>", "</s>", "a"], [0, 0, 0, float("nan")], "score"),
+        (["<unk>", "<s>", "</s>", "a"], None, "score"),
+    ],
+)
+def test_scores_that_do_not_say_what_is_merged_first_are_refused(tokens, scores, named):
+    with pytest.raises(InputError, match=named) as caught:
+        backend_of(pairs_of(model="llama", tokens=tokens, scores=scores))
+    assert "\n" not in str(caught.value)
+
+
+# Files
+
+
+def write(path, pairs):
+    """A GGUF of nothing but these pairs."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, tuple: writer.add_array}
+    for key, value in pairs.items():
+        add[type(value)](key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return ModelFiles(path, "gguf", path.name)
+
+
+def test_a_gguf_has_its_own_tokenizer_whatever_lies_beside_it_or_was_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+    files = write(tmp_path / "model.gguf", byte_level() | {"tokenizer.chat_template": "{{ eos_token }}"})
+    text = RECORDED["texts"][0]
+    [expected] = [kind["ids"][0] for kind in RECORDED["kinds"] if "gpt-2" in kind["names"]]
+    backend_of(sentencepiece(random.Random(1), "ab", 5)).save(str(tmp_path / "tokenizer.json"))
+    for _ in range(2):  # made, and kept
+        ours = load_tokenizer(files)
+        assert ours.encode_batch([text]) == [expected]
+        assert ours.render_chat([{"role": "user", "content": ""}]) == "</s>" and ours.hf.bos_token == "<s>"
+        (tmp_path / "tokenizer.json").unlink(missing_ok=True)
+    assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 1
+    # A file of the same name and size, and of another vocabulary.
+    before = (tmp_path / "model.gguf").stat()
+    write(tmp_path / "model.gguf", byte_level("qwen2"))
+    os.utime(tmp_path / "model.gguf", ns=(before.st_atime_ns, before.st_mtime_ns))
+    [expected] = [kind["ids"][0] for kind in RECORDED["kinds"] if "qwen2" in kind["names"]]
+    assert load_tokenizer(files).encode_batch([text]) == [expected]
+    assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 2
