@@ -60,7 +60,7 @@ def open_dataset(
     else:
         name = f"the {type(source).__name__} given"
         opened = datasets_source(source, name, split, limit)
-    if opened.total_rows is None and next(opened.read(0, 1), None) is None:
+    if opened.total_rows is None and next(opened.read(0, 1, opened.schema.names), None) is None:
         opened = replace(opened, total_rows=0)
     if not opened.schema.names and opened.total_rows != 0:
         raise InputError(f"{name} has no columns: nothing to make a prompt of")

@@ -16,7 +16,7 @@ import pyarrow as pa
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.dataset.bad_lines import bad_lines
-from batchgen.dataset.column_types import is_list, is_message_list, is_text, is_token_list, value_type
+from batchgen.dataset.column_types import is_list, is_message_list, is_text, is_token_list, listed, value_type
 from batchgen.dataset.continuations import CompiledContinuations
 from batchgen.dataset.messages import normalize_messages
 from batchgen.dataset.sampling_column import SamplingColumn
@@ -208,7 +208,7 @@ def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
         if found is None:
             raise InputError(
                 "no column is named 'prompt' or 'messages': give --prompt-column, --prompt-template or "
-                f"--messages-column (columns: {', '.join(schema.names)})"
+                f"--messages-column{listed(schema)}"
             )
         column, column_type = found, schema.field(found).type
         flag, messages = "column", column == "messages" or (is_list(column_type) and not is_token_list(column_type))

@@ -20,26 +20,14 @@ from typing import Any
 
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import BatchgenError, InputError, one_line
+from batchgen.core.text import without_credentials
 from batchgen.dataset.paths import InputPaths
-from batchgen.dataset.storage import file_system, is_url
+from batchgen.dataset.storage import file_system, is_url, version
 from batchgen.job.options import JobOptions
 from batchgen.models.files import cache_dir
 from batchgen.output.run_directory import errors_path, run_directory
 
 STANDARD_OUTPUT = "-"
-# What file systems say of a file's contents or of when they were written, the surest first.
-_TAGS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "content_md5",
-    "blob_id",
-    "LastModified",
-    "last_modified",
-    "updated",
-    "mtime",
-    "created",
-)
 
 
 def local_output(name: str) -> str | Path:
@@ -81,9 +69,9 @@ class Destination:
             raise InputError(f"--output {self.name} is a part of the input: give another place, which no run reads")
         try:
             there = bool(system.exists(inner))
-            changed = [url for url, copied in _copies(path).items() if _version(url) not in ("", copied["there"])]
+            changed = [url for url, copied in _copies(path).items() if version(url) not in ("", copied["there"])]
         except Exception as error:  # each file system has errors of its own
-            raise InputError(f"--output {self.name} cannot be reached: {_reason(error)}") from error
+            raise InputError(f"--output {self.name} cannot be reached: {_reason(error, self.name)}") from error
         if there and not options.overwrite and not run_directory(path).exists():
             raise InputError(
                 f"{self.name} exists and is not the output of this job: move it, give another --output, "
@@ -123,7 +111,7 @@ class Destination:
             if isinstance(error, BrokenPipeError):  # or the interpreter would try again as it ends, and exit with 120
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise BatchgenError(
-                f"cannot write {where} ({_reason(error)}): all rows are kept, the same command tries again"
+                f"cannot write {where} ({_reason(error, self.name)}): all rows are kept, the same command tries again"
             ) from error
 
     def _is_read(self, inner: str, given: object) -> bool:
@@ -142,14 +130,14 @@ class Destination:
 def _copy(files: dict[str, Path], output: Path) -> bool:
     """Copy files to their URLs, where they are not there as they were noted. Raises whatever a file system does."""
     here = {url: f"{path.stat().st_size} {path.stat().st_mtime_ns}" for url, path in files.items()}
-    if _copies(output) == {url: {"here": here[url], "there": _version(url)} for url in files}:
+    if _copies(output) == {url: {"here": here[url], "there": version(url)} for url in files}:
         return False
     note = _note(output)
     note.unlink(missing_ok=True)  # should this be cut short, nothing is known of what is there
     for url, path in files.items():
         system, inner = file_system(url)
         system.put_file(str(path), inner)
-    copies = {url: {"here": here[url], "there": _version(url)} for url in files}
+    copies = {url: {"here": here[url], "there": version(url)} for url in files}
     write_atomically(note, json.dumps(copies, indent=1).encode())
     return True
 
@@ -166,16 +154,6 @@ def _copies(output: Path) -> dict[str, dict[str, str]]:
     return {}
 
 
-def _version(url: str) -> str:
-    """What differs once the file at a URL does; "" where there is none. Raises whatever a file system does."""
-    system, inner = file_system(url)
-    system.invalidate_cache()
-    if not system.exists(inner):
-        return ""
-    info = system.info(inner)
-    tag = next((info[name] for name in _TAGS if info.get(name) is not None), "")
-    return f"{info.get('size')} {tag}"
-
-
-def _reason(error: Exception) -> str:
-    return one_line(getattr(error, "strerror", None) or error) or type(error).__name__
+def _reason(error: Exception, url: str) -> str:
+    text = without_credentials(str(getattr(error, "strerror", None) or error), url)
+    return one_line(text) or type(error).__name__

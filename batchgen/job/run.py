@@ -251,7 +251,7 @@ def _carry_on(job: _Job, state: Run | SharedRun, identity: dict[str, Any]) -> di
 
 def _check_input(dataset: Dataset, identity: dict[str, Any]) -> None:
     """Refuse an output whose rows are of one input and their results of another. Raises InputError."""
-    if dataset.format != "datasets" and dataset.identity() != identity:  # those of the datasets library do not change
+    if "head_sha256" not in identity and dataset.identity() != identity:  # of a stream there is only the head
         raise InputError(
             "the input was changed while the job ran: put back what it was and run the same command again, or start anew with --overwrite"
         )
