@@ -209,6 +209,12 @@ class JobOptions:
         help="A line that is no JSON object: stop before the first row, or note it as a row that failed and go on.",
     )
     input_format: str | None = _option(INPUT, _ROWS, choices=("parquet", "jsonl", "csv", "datasets", "openai"))
+    csv_delimiter: str | None = _option(
+        INPUT,
+        _ROWS,
+        metavar="CHAR",
+        help="What stands between the fields of CSV files: a character, or tab [default: a comma, a tab in .tsv files, or what gives columns].",
+    )
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     sampling_column: str | None = _option(

@@ -169,7 +169,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background,
         progress,
     ):
-        source = open_source(options)
+        source = open_source(options, progress.say)
         if source.is_openai:
             check_files(options, errors_file=True)
         elif options.output is None:  # names of columns, as of a file
@@ -439,7 +439,7 @@ def _too_many(reason: str, report: dict[str, Any]) -> str:
 def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
     """Shows what a run would do with the first row, without reading weights or writing anything."""
     name, say = job.resolved.files.name, job.progress.say
-    first, batch = next(job.source.dataset.batches(0, 1), (0, None))
+    first, batch = next(job.source.batches(0, 1), (0, None))
     request = Request("", error="there is none") if batch is None else next(job.source.requests_of(batch, first))
     if request.error is not None:
         prompt, num_tokens, what = f"(row {first} would fail: {request.error})", 0, ""
