@@ -8,6 +8,7 @@ import json
 import pyarrow as pa
 
 from batchgen.core.errors import InputError
+from batchgen.dataset.binary_text import is_binary
 
 # A JSON document that has its rows in a list under one key has few others.
 _MOST_KEYS_OF_A_DOCUMENT = 5
@@ -42,7 +43,8 @@ def listed(schema: pa.Schema) -> str:
 
 
 def is_text(column_type: pa.DataType) -> bool:
-    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    """Whether values are texts, or bytes, which are read as UTF-8."""
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, is_binary)
     return any(test(column_type) for test in tests)
 
 
