@@ -30,7 +30,7 @@ from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.error_kinds import ErrorKind, error_kinds
 from batchgen.output.formats import output_format
 from batchgen.output.join import Dataset, FormatRow, join, join_formatted
-from batchgen.output.manifest import DamagedManifest, Manifest, describe_changes, read_kernels
+from batchgen.output.manifest import DamagedManifest, Manifest, describe_changes, read_kernels, without_lists
 from batchgen.output.part_writer import PartWriter
 from batchgen.output.parts import (
     DamagedPart,
@@ -271,7 +271,7 @@ class Run:
                 if format_row is not None:
                     totals = join_formatted(dataset, self.parts_dir, files[0], files[1], format_row)
                 else:
-                    origin = {"version": __version__, "fingerprint": self._manifest.fingerprint}
+                    origin = {"version": __version__, "fingerprint": without_lists(self._manifest.fingerprint)}
                     totals = join(
                         dataset, self.parts_dir, files[0], output_format(self.output_path),
                         columns=columns, prefix=prefix, note=json.dumps(origin, sort_keys=True),
