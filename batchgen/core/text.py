@@ -13,7 +13,7 @@ _USER_AND_PASSWORD = re.compile(r"(?<=://)(?:[^\s/@:]*:[^\s/]*|[^\s/@:]+:(?!\d+/
 _TOKEN = re.compile(r"(?<=https://)[^\s/@:]+(?=@)|(?<=http://)[^\s/@:]+(?=@)")
 # The values of a URL's query: signatures and tokens, under names of each service's own.
 _QUERY = re.compile(r"://\S*?[?#]\S*")
-_QUERY_VALUE = re.compile(r"([?&#;][^\s=&/'\"]+=)([^\s&'\"(),;\]]+)")
+_QUERY_VALUE = re.compile(r"([?&#;][^\s=&/'\"]+=)([^\s&#'\"(),;\]]+)")
 
 
 def without_credentials(text: str, *urls: str) -> str:

@@ -37,7 +37,11 @@ def listed(schema: pa.Schema) -> str:
     if len(schema) == 1 and any(delimiter in schema.names[0] for delimiter in DELIMITERS):
         return f"{text}; if its header was read as one column, give --csv-delimiter"
     for field in schema:
-        if is_list(field.type) and pa.types.is_struct(field.type.value_type) and len(schema) <= _MOST_KEYS_OF_A_DOCUMENT:
+        if (
+            is_list(field.type)
+            and pa.types.is_struct(field.type.value_type)
+            and len(schema) <= _MOST_KEYS_OF_A_DOCUMENT
+        ):
             return f"{text}; if {field.name!r} has the rows, write one of them a line, as jq -c '.[{json.dumps(field.name)}][]' does"
     return text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import os
+import re
 from collections.abc import Iterator
 
 from batchgen.core.errors import InputError
@@ -18,6 +19,7 @@ EXTENSIONS = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
 _COMPRESSED = (".gz", ".zst")
+_QUERY = re.compile(r"\?[^/?=]+=[^/]*$")
 
 
 def find_files(name: str, input_format: str | None) -> tuple[list[str], Partitions]:
@@ -58,8 +60,9 @@ def _walk(folder: str) -> Iterator[str]:
 
 
 def format_of(path: str) -> str | None:
-    """The format that a file name's extension stands for."""
-    stem, extension = os.path.splitext(path.lower())
+    """The format that a file name's extension stands for, before the query that a URL may have."""
+    name = _QUERY.sub("", path) if is_url(path) else path
+    stem, extension = os.path.splitext(name.lower())
     if extension in _COMPRESSED:
         text_format = EXTENSIONS.get(os.path.splitext(stem)[1])
         return None if text_format == "parquet" else text_format

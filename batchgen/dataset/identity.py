@@ -49,9 +49,7 @@ class InputFiles:
         may_get_lines: Whether they are files of text, which may be appended to.
     """
 
-    def __init__(
-        self, paths: list[str], partitions: Partitions | None = None, *, may_get_lines: bool = False
-    ) -> None:
+    def __init__(self, paths: list[str], partitions: Partitions | None = None, *, may_get_lines: bool = False) -> None:
         self._files = {path: _File(path, _size_of(path)) for path in paths}
         self._partitions = partitions or Partitions()
         self._may_get_lines = may_get_lines

@@ -72,7 +72,12 @@ def open_dataset(
 
 
 def _open_path(
-    name: str, input_format: str | None, split: str | None, limit: int | None, on_bad_line: str, csv_delimiter: str | None
+    name: str,
+    input_format: str | None,
+    split: str | None,
+    limit: int | None,
+    on_bad_line: str,
+    csv_delimiter: str | None,
 ) -> Source:
     saved = any(os.path.exists(os.path.join(name, f)) for f in ("dataset_dict.json", "state.json"))
     if saved and input_format in (None, "datasets"):

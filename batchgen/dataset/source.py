@@ -66,8 +66,7 @@ def naming(path: str, *more_errors: type[Exception]) -> Iterator[None]:
             raise InputError(f"{path} is not UTF-8 ({one_line(error)}): convert it, as iconv does") from error
         reason = one_line(without_credentials(str(error), path))
         raise InputError(
-            f"cannot read {path} ({reason}): it is damaged, incomplete or of another "
-            "format, so write or copy it again"
+            f"cannot read {path} ({reason}): it is damaged, incomplete or of another format, so write or copy it again"
         ) from error
 
 

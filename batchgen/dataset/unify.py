@@ -59,7 +59,9 @@ def _check_numbers(name: str, a: pa.DataType, b: pa.DataType) -> None:
                 _check_numbers(f"{name}.{field.name}", field.type, b.field(index).type)
     elif _is_number(a) and _is_number(b):
         whole = [pa.types.is_integer(kind) for kind in (a, b)]
-        wide = any(pa.types.is_uint64(kind) for kind in (a, b)) and any(pa.types.is_signed_integer(kind) for kind in (a, b))
+        wide = any(pa.types.is_uint64(kind) for kind in (a, b)) and any(
+            pa.types.is_signed_integer(kind) for kind in (a, b)
+        )
         if whole[0] != whole[1] or wide:
             raise pa.ArrowTypeError(f"column {name} is {a} and {b}")
 

@@ -142,7 +142,9 @@ class Generation:
                 if error is None:
                     try:
                         for each in request.each_prompt:
-                            sampling, token_ids = self._fit(each, self._encode(each, texts), 1 + len(request.more_prompts))
+                            sampling, token_ids = self._fit(
+                                each, self._encode(each, texts), 1 + len(request.more_prompts)
+                            )
                             prompts.append((array("i", token_ids), sampling))
                         if sampling.constrained:
                             grammar = self._parts.grammars.compile(sampling)

@@ -69,7 +69,9 @@ class Destination:
             raise InputError(f"--output {self.name} is a part of the input: give another place, which no run reads")
         try:
             there = bool(system.exists(inner))
-            changed = [url for url, copied in _copies(path).items() if version(url) not in ("", copied["there"])]
+            urls = {without_credentials(url): url for url in (self.name, self._errors_url(path))}
+            noted = {urls[name]: copied["there"] for name, copied in _copies(path).items() if name in urls}
+            changed = [url for url, there_then in noted.items() if version(url) not in ("", there_then)]
         except Exception as error:  # each file system has errors of its own
             raise InputError(f"--output {self.name} cannot be reached: {_reason(error, self.name)}") from error
         if there and not options.overwrite and not run_directory(path).exists():
@@ -85,9 +87,12 @@ class Destination:
 
     def names(self, output: Path, *, errors_file: bool) -> dict[str, Any]:
         """What a report calls the output and its file of errors."""
-        folder, _, _ = self.name.rpartition("/")
-        errors_name = f"{folder}/{errors_path(output).name}" if errors_file and not self.is_stdout else None
-        return {"output": self.name, "errors_output": errors_name}
+        names = [self.name, self._errors_url(output) if errors_file and not self.is_stdout else None]
+        output_name, errors_name = (name and without_credentials(name) for name in names)
+        return {"output": output_name, "errors_output": errors_name}
+
+    def _errors_url(self, output: Path) -> str:
+        return f"{self.name.rpartition('/')[0]}/{errors_path(output).name}"
 
     def put(self, output: Path, *, errors_file: bool) -> bool:
         """Copy a whole output there, and its file of errors, unless they are there already; returns whether they were missing at a URL.
@@ -103,8 +108,7 @@ class Destination:
                         shutil.copyfileobj(file, sys.stdout.buffer)
                 sys.stdout.buffer.flush()
                 return False
-            names = self.names(output, errors_file=errors_file)
-            urls = [url for url in (names["output"], names["errors_output"]) if url is not None]
+            urls = [self.name, self._errors_url(output)][: len(paths)]
             return _copy(dict(zip(urls, paths, strict=True)), output)
         except Exception as error:  # each file system has errors of its own
             where = "standard output" if self.is_stdout else self.name
@@ -124,22 +128,26 @@ class Destination:
 
     def local_path(self) -> Path:
         digest = hashlib.sha256(self.name.encode()).hexdigest()
-        return cache_dir() / "outputs" / digest[:32] / self.name.rpartition("/")[2]
+        return cache_dir() / "outputs" / digest[:32] / without_credentials(self.name).rpartition("/")[2]
 
 
 def _copy(files: dict[str, Path], output: Path) -> bool:
     """Copy files to their URLs, where they are not there as they were noted. Raises whatever a file system does."""
     here = {url: f"{path.stat().st_size} {path.stat().st_mtime_ns}" for url, path in files.items()}
-    if _copies(output) == {url: {"here": here[url], "there": version(url)} for url in files}:
+    if _copies(output) == _copies_now(here):
         return False
     note = _note(output)
     note.unlink(missing_ok=True)  # should this be cut short, nothing is known of what is there
     for url, path in files.items():
         system, inner = file_system(url)
         system.put_file(str(path), inner)
-    copies = {url: {"here": here[url], "there": version(url)} for url in files}
-    write_atomically(note, json.dumps(copies, indent=1).encode())
+    write_atomically(note, json.dumps(_copies_now(here), indent=1).encode())
     return True
+
+
+def _copies_now(here: dict[str, str]) -> dict[str, dict[str, str]]:
+    """What `_copies` is to tell. here: of each URL, what tells the file that was copied to it."""
+    return {without_credentials(url): {"here": here[url], "there": version(url)} for url in here}
 
 
 def _note(output: Path) -> Path:
@@ -147,7 +155,7 @@ def _note(output: Path) -> Path:
 
 
 def _copies(output: Path) -> dict[str, dict[str, str]]:
-    """Of each URL that a file was copied to: the file then, and what was there after it; nothing where that is not known."""
+    """Of each URL that a file was copied to, its credentials hidden: the file then, and what was there after it; nothing where that is not known."""
     with contextlib.suppress(OSError, ValueError):
         copies: dict[str, dict[str, str]] = json.loads(_note(output).read_bytes())
         return copies

@@ -33,7 +33,9 @@ def requests(columns, id_column=None, sampling_column=None, **spec):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("spec", [{"column": "q"}, {"template": "{{ q }}"}, {"template": "{{ row['q'] }}"}, {"column": "q", "chat": True}])
+@pytest.mark.parametrize(
+    "spec", [{"column": "q"}, {"template": "{{ q }}"}, {"template": "{{ row['q'] }}"}, {"column": "q", "chat": True}]
+)
 def test_bytes_are_read_as_utf8_and_rows_with_others_fail(kind, spec):
     found = requests({"q": column_of(kind, [*TEXTS, BAD, None])}, **spec)
     prompts = [r.prompt[0]["content"] if spec.get("chat") else r.prompt for r in found[:3]]

@@ -8,7 +8,13 @@ from batchgen.core.errors import InputError
 from batchgen.dataset import open_dataset
 from batchgen.dataset.prompts import PromptSpec, compile_prompts
 
-ROWS = [["1", "plain"], ["2", 'a "quoted" text; with, all | of \t them'], ["3", "two\nlines"], ["4", ""], ["", "Zürich"]]
+ROWS = [
+    ["1", "plain"],
+    ["2", 'a "quoted" text; with, all | of \t them'],
+    ["3", "two\nlines"],
+    ["4", ""],
+    ["", "Zürich"],
+]
 
 
 def write(path, rows, delimiter, ending="\n", encoding="utf-8"):
@@ -42,7 +48,9 @@ def test_the_delimiter_is_found_and_said_where_it_is_another(tmp_path, name, del
     assert all("--csv-delimiter" in line and repr(delimiter) in line for line in dataset.notices)
 
 
-@pytest.mark.parametrize(("given", "delimiter"), [(";", ";"), ("tab", "\t"), ("\\t", "\t"), ("\t", "\t"), ("§", "§"), (" ", " ")])
+@pytest.mark.parametrize(
+    ("given", "delimiter"), [(";", ";"), ("tab", "\t"), ("\\t", "\t"), ("\t", "\t"), ("§", "§"), (" ", " ")]
+)
 def test_an_option_says_the_delimiter(tmp_path, given, delimiter):
     dataset = open_dataset(write(tmp_path / "in.csv", [["id", "prompt"], *ROWS], delimiter), csv_delimiter=given)
     assert rows_of(dataset) == ROWS and dataset.notices == ()
@@ -75,7 +83,7 @@ def test_a_header_that_looks_like_several_columns_and_is_one_is_said(tmp_path):
     for spec in (PromptSpec(), PromptSpec(column="prompt"), PromptSpec(template="{{ prompt }}")):
         with pytest.raises(InputError, match="--csv-delimiter"):
             compile_prompts(spec, dataset.schema)
-    with pytest.raises(InputError, match="line 2: 3 fields, but the header has 2.*--csv-delimiter"):
+    with pytest.raises(InputError, match=r"line 2: 3 fields, but the header has 2.*--csv-delimiter"):
         open_dataset(path, csv_delimiter=";")
 
 

@@ -344,7 +344,9 @@ def test_ids_are_repeatable_and_differ_by_row():
 )
 def test_a_line_that_asks_for_more_than_a_machine_has_fails_by_name_and_others_run(fields, named):
     def line(name, body):
-        return line_to_row({"custom_id": name, "method": "POST", "url": COMPLETIONS_URL, "body": {"prompt": "Hi", **body}})
+        return line_to_row(
+            {"custom_id": name, "method": "POST", "url": COMPLETIONS_URL, "body": {"prompt": "Hi", **body}}
+        )
 
     batch = pa.RecordBatch.from_pylist([line("bad", fields), line("good", {})])
     bad, good = rows_to_requests(batch, 0, JOB)

@@ -14,8 +14,8 @@ WORDS = [["a", "b"], [], ["c"]]
 OBJECTS = [{"x": "a", "y": 1}, {"x": None, "y": 2}, {"x": "b", "y": None}]
 
 
-def dictionary(kind=pa.string(), index=pa.int32()):
-    return pa.dictionary(index, kind)
+def dictionary(kind=None, index=None):
+    return pa.dictionary(index or pa.int32(), kind or pa.string())
 
 
 def array(values, kind):
@@ -56,7 +56,9 @@ def test_types_of_one_kind_go_together(tmp_path, values, kinds):
 
 def test_a_column_that_may_be_null_in_one_file_may_be_in_all(tmp_path):
     for name, kind, nullable in (("a", pa.string(), False), ("b", pa.large_string(), True), ("c", pa.string(), False)):
-        table = pa.table({"a": pa.array(["x", None if nullable else "y"], kind)}, pa.schema([pa.field("a", kind, nullable)]))
+        table = pa.table(
+            {"a": pa.array(["x", None if nullable else "y"], kind)}, pa.schema([pa.field("a", kind, nullable)])
+        )
         pq.write_table(table, tmp_path / f"{name}.parquet")
     dataset = open_dataset(tmp_path)
     assert dataset.schema.field("a").nullable
@@ -85,5 +87,5 @@ def test_texts_and_bytes_are_bytes(tmp_path):
 def test_types_that_hold_other_values_do_not_go_together(tmp_path, kinds):
     for i, kind in enumerate(kinds):
         pq.write_table(pa.table({"a": pa.nulls(2, kind)}), tmp_path / f"{i}.parquet")
-    with pytest.raises(InputError, match="1.parquet and .*0.parquet differ in a column's type .*cast it"):
+    with pytest.raises(InputError, match=r"1.parquet and .*0.parquet differ in a column's type .*cast it"):
         open_dataset(tmp_path)

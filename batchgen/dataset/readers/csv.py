@@ -127,11 +127,11 @@ def _width(path: str, delimiter: str) -> int:
 
 def _notices(delimiters: Mapping[str, str], columns: Mapping[str, list[str]]) -> Iterator[str]:
     """What a person should know of how files were understood; of several alike, the first."""
-    told = set()
+    told: set[str] = set()
     for path, delimiter in delimiters.items():
         if delimiter != _usual_delimiter(path) and delimiter not in told:
             told.add(delimiter)
             yield f"{path}: fields are read with {delimiter!r} between them (--csv-delimiter gives another)"
-        elif len(columns[path]) == 1 and any(other in columns[path][0] for other in DELIMITERS) and None not in told:
-            told.add(None)
+        elif len(columns[path]) == 1 and any(other in columns[path][0] for other in DELIMITERS) and "" not in told:
+            told.add("")
             yield f"{path}: its header is read as one column, {columns[path][0]!r}: give --csv-delimiter if it is several"

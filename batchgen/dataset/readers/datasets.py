@@ -126,7 +126,9 @@ def _iterable_source(dataset: Any, name: str, limit: int | None) -> Source:
         read = row_reader(rows_from, schema, total)
 
     def identity() -> dict[str, Any]:
-        head: list[dict[str, Any]] = next((batch.slice(0, 64).to_pylist() for _, batch in read(0, 64, schema.names)), [])
+        head: list[dict[str, Any]] = next(
+            (batch.slice(0, 64).to_pylist() for _, batch in read(0, 64, schema.names)), []
+        )
         return {"head_sha256": hashlib.sha256(to_json(head).encode()).hexdigest()}
 
     return Source("datasets", schema, total, read, identity)

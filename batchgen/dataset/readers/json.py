@@ -30,7 +30,6 @@ from batchgen.dataset.row_batches import row_reader, to_json
 from batchgen.dataset.source import Source, check_same_columns, naming
 from batchgen.dataset.storage import open_bytes
 
-
 # How a file begins that is one array of objects, after a byte order mark. A line that is an array of anything else is no row.
 _ARRAY = re.compile(rb"\s*\[\s*[{\]]")
 
@@ -87,9 +86,7 @@ def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail"
         total += 1
     schema = pa.schema([(name, pa.string()) for name in COLUMNS])
     read = row_reader(rows_from, schema, total, files.check)
-    return Source(
-        "openai", schema, total, read, files.identity, frozenset(duplicates), begins_with=files.begin_with
-    )
+    return Source("openai", schema, total, read, files.identity, frozenset(duplicates), begins_with=files.begin_with)
 
 
 def looks_like_openai(path: str, on_bad_line: str = "fail") -> bool:
