@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from batchgen.core.errors import InputError
 from batchgen.dataset.partitions import Partitions, is_partition
 from batchgen.dataset.source import FORMATS, naming
-from batchgen.dataset.storage import entries, is_file, is_folder, is_url, matches
+from batchgen.dataset.storage import entries, is_file, is_folder, is_url, matches, there
 
 EXTENSIONS = {
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
@@ -55,7 +55,7 @@ def _walk(folder: str) -> Iterator[str]:
             continue
         if is_partition(entry) and is_folder(path):
             yield from _walk(path)
-        elif is_file(path):
+        elif is_file(path) or not there(path):  # which is said when it is opened: its rows are not left out
             yield path
 
 

@@ -97,6 +97,20 @@ def is_folder(path: str) -> bool:
     return bool(system.isdir(inner))
 
 
+def there(path: str) -> bool:
+    """Whether a path leads to anything that may be looked at."""
+    return is_url(path) or os.path.exists(path)
+
+
+def _check_folders(pattern: str) -> None:
+    """Raise OSError where a glob would pass by a directory that may not be read, whose files nobody would miss."""
+    while glob.has_magic(pattern):
+        for folder in glob.glob(os.path.join(pattern, ""), recursive=True):
+            if os.path.basename(os.path.dirname(folder)) != "lost+found":  # at the root of file systems
+                os.listdir(folder)
+        pattern = os.path.dirname(pattern)
+
+
 def entries(folder: str) -> list[str]:
     """The names in a directory, in order. Raises OSError."""
     if not is_url(folder):
@@ -106,9 +120,11 @@ def entries(folder: str) -> list[str]:
 
 
 def matches(pattern: str) -> list[str]:
-    """The files that a glob finds, by name."""
+    """The files that a glob finds, by name. Raises OSError where it may not look into a directory."""
     if not is_url(pattern):
-        return sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+        found = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path) or not there(path)]
+        _check_folders(os.path.dirname(pattern))
+        return sorted(found)
     system, inner = file_system(pattern)
     return sorted(system.unstrip_protocol(name) for name in system.glob(inner) if system.isfile(name))
 

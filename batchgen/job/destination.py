@@ -37,6 +37,16 @@ def local_output(name: str) -> str | Path:
     return Destination(name).local_path() if is_url(name) else name
 
 
+def make_output_folder(folder: Path) -> None:
+    """Make a folder of the cache directory, in which outputs without a file of their own lie. Raises InputError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot make {folder} ({error.strerror}): set BATCHGEN_CACHE to a directory that you can write to"
+        ) from error
+
+
 @dataclass(frozen=True)
 class Destination:
     """Where an output goes. name: "-" or a URL."""
@@ -83,7 +93,7 @@ class Destination:
             raise InputError(
                 f"{changed[0]} was changed since this job wrote it: move it away and run again, or replace it with --overwrite"
             )
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_output_folder(path.parent)
 
     def names(self, output: Path, *, errors_file: bool) -> dict[str, Any]:
         """What a report calls the output and its file of errors."""

@@ -26,7 +26,7 @@ from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
 from batchgen.job.checks import check_job
-from batchgen.job.destination import Destination
+from batchgen.job.destination import Destination, make_output_folder
 from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
@@ -302,7 +302,7 @@ def _cached_output(fingerprint: dict[str, Any], suffix: str) -> Path:
     if "head_sha256" in fingerprint["input"]:
         raise InputError("the input is a stream, of which only the first rows tell it from others: give an output")
     folder = cache_dir() / "outputs"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_output_folder(folder)
     return folder / f"{json_sha256(fingerprint)[:32]}{suffix}"
 
 

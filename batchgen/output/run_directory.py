@@ -73,7 +73,7 @@ def run_directory(output_path: Path) -> Path:
 
 def target_path(output_path: Path) -> Path:
     """The file that is written: what a link points to, and the link is kept."""
-    return Path(os.path.realpath(output_path)) if output_path.is_symlink() else output_path
+    return Path(os.path.realpath(output_path)) if os.path.islink(output_path) else output_path
 
 
 def open_run(
@@ -140,6 +140,14 @@ def check_output(output_path: str | os.PathLike[str], *, overwrite: bool = False
     """
     target = target_path(Path(output_path))
     output_format(target)
+    try:
+        _check_output(target, overwrite=overwrite, shared=shared)
+    except OSError as error:
+        raise _unwritable(run_directory(target), error.strerror) from error
+
+
+def _check_output(target: Path, *, overwrite: bool, shared: bool) -> None:
+    """`check_output` of a file that is written. Raises OSError as well."""
     _check_targets((target,))
     directory = run_directory(target)
     if not directory.exists():
