@@ -7,6 +7,19 @@ from typing import TypeVar
 
 Nest = TypeVar("Nest")
 
+
+class NotText(bytes):
+    """Bytes that are no UTF-8, where text should be. They may be had, but not written as text: that raises ValueError."""
+
+    def __str__(self) -> str:
+        raise ValueError("a value is bytes that are not UTF-8 text")
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+
 _HIDDEN = "***"
 # user:password@ of a URL. The latter may hold "/", as keys of S3 do, which a port cannot: it is followed by a path.
 _USER_AND_PASSWORD = re.compile(r"(?<=://)(?:[^\s/@:]*:[^\s/]*|[^\s/@:]+:(?!\d+/)[^\s@]*)(?=@)")

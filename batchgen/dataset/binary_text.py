@@ -8,18 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.core.errors import RowError
-
-
-class NotText(bytes):
-    """Bytes that are no UTF-8. They may be had, but not as text: that raises RowError."""
-
-    def __str__(self) -> str:
-        raise RowError("a value is bytes that are not UTF-8 text")
-
-    __repr__ = __str__
-
-    def __format__(self, spec: str) -> str:
-        return str(self)
+from batchgen.core.text import NotText
 
 
 def is_binary(kind: pa.DataType) -> bool:
@@ -34,6 +23,13 @@ def has_binary(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         return has_binary(kind.value_type)
     return is_binary(kind) or any(has_binary(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def checked_text(value: Any, column: str) -> Any:
+    """A value as `decoded` gives it, unless it is no text. Raises RowError."""
+    if isinstance(value, NotText):
+        raise RowError(f"column {column!r} has bytes that are not UTF-8 text")
+    return value
 
 
 def decoded(value: Any) -> Any:

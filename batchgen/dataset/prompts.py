@@ -16,7 +16,7 @@ import pyarrow as pa
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.dataset.bad_lines import bad_lines
-from batchgen.dataset.binary_text import NotText, decoded, has_binary
+from batchgen.dataset.binary_text import checked_text, decoded, has_binary
 from batchgen.dataset.column_types import is_list, is_message_list, is_text, is_token_list, listed, value_type
 from batchgen.dataset.continuations import CompiledContinuations
 from batchgen.dataset.messages import normalize_messages
@@ -180,7 +180,7 @@ def _rows(
                 raise RowError(bad[row_id])
             if id_column is not None:
                 own = _value(batch, id_column, index)
-                row_id = row_id if own is None else own if isinstance(own, int) else str(own)
+                row_id = row_id if own is None else checked_text(own, id_column)
             row = {name: _value(batch, name, index) for name in dict.fromkeys((*compiled.columns, *more))}
             yield row_id, row, compiled.render(row), None
         except RowError as error:
@@ -257,12 +257,11 @@ def _with_system(messages: list[dict[str, Any]], spec: PromptSpec) -> list[dict[
     return [{"role": "system", "content": spec.system_prompt}, *messages]
 
 
-def _text_of(value: str | NotText | None, column: str) -> str:
+def _text_of(value: str | bytes | None, column: str) -> str:
     if value is None:
         raise RowError(f"column {column!r} is null")
-    if isinstance(value, NotText):
-        raise RowError(f"column {column!r} has bytes that are not UTF-8 text")
-    return value
+    text: str = checked_text(value, column)
+    return text
 
 
 def _ids_of(value: list[Any] | None, column: str, may_be_empty: bool) -> list[int]:

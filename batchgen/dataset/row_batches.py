@@ -62,7 +62,7 @@ def _chunk(
     for path, row in itertools.islice(rows, batch_rows):
         values = [row.get(name) for name in names]
         yield path, values, row.error if isinstance(row, BadLine) else None
-        size_bytes += _size_bytes(values)
+        size_bytes += sum(len(value) if type(value) is str else _size_bytes(value) for value in values)
         if size_bytes >= BATCH_BYTES:
             return
 

@@ -62,7 +62,9 @@ def naming(path: str, *more_errors: type[Exception]) -> Iterator[None]:
     except errors as error:
         if isinstance(error, OSError) and error.errno is not None:
             inside = "" if error.filename in (None, path) else f": {error.filename}"
-            raise InputError(f"cannot read {path} ({error.strerror}{inside}): check its permissions and its disk") from error
+            raise InputError(
+                f"cannot read {path} ({error.strerror}{inside}): check its permissions and its disk"
+            ) from error
         if isinstance(error, UnicodeError):
             raise InputError(f"{path} is not UTF-8 ({one_line(error)}): convert it, as iconv does") from error
         reason = one_line(without_credentials(str(error), path))

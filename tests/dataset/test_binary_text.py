@@ -1,6 +1,7 @@
 """Columns of bytes in text's place: read as UTF-8, or the row fails; never as Python writes bytes."""
 
 import json
+import pickle
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,7 +9,7 @@ import pytest
 
 from batchgen.core.request import SamplingParams
 from batchgen.dataset import open_dataset
-from batchgen.dataset.binary_text import has_binary
+from batchgen.dataset.binary_text import decoded, has_binary
 from batchgen.dataset.continuations import ContinuationSpec, compile_continuations
 from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests, rows_to_score_requests
 from batchgen.dataset.sampling_column import compile_sampling_column
@@ -85,6 +86,14 @@ def test_a_parquet_file_of_bytes_is_run_as_its_text(tmp_path):
     compiled = compile_prompts(PromptSpec(), dataset.schema)
     found = [r.prompt for first, b in dataset.batches() for r in rows_to_requests(b, first, compiled, SamplingParams())]
     assert found == TEXTS
+
+
+def test_bytes_that_are_no_text_stay_so_in_another_process():
+    """Templates may be rendered there."""
+    (value,) = pickle.loads(pickle.dumps(decoded([BAD])))
+    assert value == BAD
+    with pytest.raises(ValueError, match="not UTF-8"):
+        f"{value}"
 
 
 def test_types_that_have_bytes_inside():
