@@ -89,6 +89,10 @@ class Dataset:
         columns = {field.name: str(field.type) for field in self.schema}
         return {"format": self.format, "columns": columns, **self._source.identity()}
 
+    def check(self) -> None:
+        """Raise InputError where a file of the input is not what it was when `identity` was called."""
+        self._source.check()
+
     @property
     def may_grow(self) -> bool:
         """Whether a later job may have these rows and then more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -71,10 +72,19 @@ class InputFiles:
         A file that was appended to is what it was. To be called after something was read of it and before that is used.
         """
         file = self._files[path]
-        if not file.digest or is_url(path):
+        if not is_url(path) and time.monotonic() >= file.next_s:
+            self._check(file)
+
+    def check_all(self) -> None:
+        """`check` all files, those at URLs among them, and however often that was done lately."""
+        for file in self._files.values():
+            self._check(file)
+
+    def _check(self, file: _File) -> None:
+        if not file.digest:
             return
-        with naming(path):
-            if _stamp(path) == file.stamp or time.monotonic() < file.next_s:
+        with naming(file.path):
+            if file.stamp is not None and _stamp(file.path) == file.stamp:
                 return
         before, started_s = file.digest, time.monotonic()
         self._find_digest(file)
@@ -84,14 +94,12 @@ class InputFiles:
         else:
             file.digest, file.stamp = before, None  # it stays wrong, however often somebody asks
             raise InputError(
-                f"{path} was changed while the job ran: put back what it was and run the same command again, "
+                f"{file.path} was changed while the job ran: put back what it was and run the same command again, "
                 "or start anew with --overwrite"
             )
 
-    def check_all(self) -> None:
-        """`check` each of the files."""
-        for path in self._files:
-            self.check(path)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
 
     def __len__(self) -> int:
         return len(self._files)

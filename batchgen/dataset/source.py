@@ -37,6 +37,7 @@ class Source:
             where that is cheaper than cutting, and batches may be larger than `batch_rows`.
         begins_with: (identity now, identity before) -> whether its first rows are all those that it had before. None: it
             gets no more rows.
+        check: raises InputError where the input is not what it was when `identity` was called, as far as that can be told.
         notices: how it was understood, where a person should know.
     """
 
@@ -47,6 +48,7 @@ class Source:
     identity: Callable[[], dict[str, Any]]
     duplicates: frozenset[int] = frozenset()
     begins_with: Callable[[dict[str, Any], dict[str, Any]], bool] | None = None
+    check: Callable[[], None] = lambda: None
     notices: tuple[str, ...] = ()
 
 

@@ -54,7 +54,6 @@ from batchgen.planner.explain import headline, kernel_headline
 from batchgen.share.run import SharedRun
 
 if TYPE_CHECKING:
-    from batchgen.dataset import Dataset
     from batchgen.distributed.group import Group
     from batchgen.models.tokenizer import Tokenizer
 
@@ -195,11 +194,11 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             check_files(options)
             job = replace(job, resolved=replace(resolved, options=replace(resolved.options, output=output)))
         with open_output(options, output, fingerprint, source, named=named) as state:
-            return _carry_on(job, state, fingerprint["input"])
+            return _carry_on(job, state)
 
 
-def _carry_on(job: _Job, state: Run | SharedRun, identity: dict[str, Any]) -> dict[str, Any]:
-    """Runs the rows that are left and puts the output together; returns the report. identity: of the input, as it was at first."""
+def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
+    """Runs the rows that are left and puts the output together; returns the report."""
     keep(lambda: _kept(state))
     for notice in state.notices:
         job.progress.say(notice)
@@ -244,17 +243,9 @@ def _carry_on(job: _Job, state: Run | SharedRun, identity: dict[str, Any]) -> di
         columns=job.source.columns,
         prefix=job.options.output_prefix,
         format_row=job.source.format_row,
-        before_replacing=lambda: _check_input(job.source.dataset, identity),
+        before_replacing=job.source.dataset.check,
     )
     return job.ended(state, engine, plan, "complete")
-
-
-def _check_input(dataset: Dataset, identity: dict[str, Any]) -> None:
-    """Refuse an output whose rows are of one input and their results of another. Raises InputError."""
-    if "head_sha256" not in identity and dataset.identity() != identity:  # of a stream there is only the head
-        raise InputError(
-            "the input was changed while the job ran: put back what it was and run the same command again, or start anew with --overwrite"
-        )
 
 
 def _kernel_lines(plan: Plan) -> list[str]:

@@ -63,6 +63,7 @@ def csv_source(paths: list[str], limit: int | None, partitions: Partitions, deli
         row_reader(rows_from, schema, total, files.check),
         files.identity,
         begins_with=files.begin_with,
+        check=files.check_all,
         notices=() if delimiter is not None else tuple(_notices(delimiters, columns)),
     )
 

@@ -92,14 +92,15 @@ def _table_source(dataset: Any) -> Source:
         size_bytes = dataset.data.select(names).nbytes  # of all rows there, of which some may be selected
         tables = rest.iter(rows_of_batch(size_bytes, dataset.data.num_rows, batch_rows))
         for first, batch in _table_batches(tables, wanted, start_row):
-            files.check_all()
+            for path in files:
+                files.check(path)
             yield first, batch
 
     def identity() -> dict[str, Any]:
         in_files = files.identity() if files else {}
         return {"fingerprint": dataset._fingerprint, "rows": len(dataset), **in_files}
 
-    return Source("datasets", schema, len(dataset), read, identity)
+    return Source("datasets", schema, len(dataset), read, identity, check=files.check_all)
 
 
 def _iterable_source(dataset: Any, name: str, limit: int | None) -> Source:

@@ -64,7 +64,7 @@ def json_source(paths: list[str], limit: int | None, on_bad_line: str, partition
             yield path, row if isinstance(row, BadLine) else row | partitions.row(path)
 
     read = row_reader(whole_rows, schema, total, files.check)
-    return Source("jsonl", schema, total, read, files.identity, begins_with=files.begin_with)
+    return Source("jsonl", schema, total, read, files.identity, begins_with=files.begin_with, check=files.check_all)
 
 
 def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail") -> Source:
@@ -86,7 +86,16 @@ def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail"
         total += 1
     schema = pa.schema([(name, pa.string()) for name in COLUMNS])
     read = row_reader(rows_from, schema, total, files.check)
-    return Source("openai", schema, total, read, files.identity, frozenset(duplicates), begins_with=files.begin_with)
+    return Source(
+        "openai",
+        schema,
+        total,
+        read,
+        files.identity,
+        frozenset(duplicates),
+        begins_with=files.begin_with,
+        check=files.check_all,
+    )
 
 
 def looks_like_openai(path: str, on_bad_line: str = "fail") -> bool:

@@ -70,7 +70,8 @@ def parquet_source(paths: list[str], partitions: Partitions) -> Source:
                     yield first, partitions.extend(conform(batch, in_files), path).select(names)
                     first += batch.num_rows
 
-    return Source("parquet", whole, sum(map(sum, groups)), read, files.identity, begins_with=files.begin_with)
+    total = sum(map(sum, groups))
+    return Source("parquet", whole, total, read, files.identity, begins_with=files.begin_with, check=files.check_all)
 
 
 def _rows_of_batch(file: pq.ParquetFile, group: int, names: list[str], batch_rows: int) -> int:
