@@ -73,7 +73,7 @@ _KV_DTYPES = ("auto", "int8", "int4")
 _STYLES = ("auto", "plain", "none")
 _MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
 _INPUT_HELP = (
-    "Parquet, JSONL or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset; OpenAI batch JSONL;"
+    "Parquet, JSONL, JSON array or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset; OpenAI batch JSONL;"
     " - is stdin."
 )
 _QUANTIZATION_HELP = (
