@@ -6,16 +6,21 @@ Anything else that escapes is a bug in batchgen.
 
 from typing import Any
 
+from batchgen.core.text import without_credentials
+
 
 class BatchgenError(Exception):
     """A job cannot start or go on.
 
-    The message is one line and names the fix.
+    The message is one line and names the fix. Credentials of URLs in it are hidden.
 
     `exit_code` is what the process ends with (see `batchgen run --help`).
     """
 
     exit_code = 1
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(without_credentials(str(message)))
 
 
 class InputError(BatchgenError):
@@ -51,8 +56,8 @@ class RowError(Exception):
 
 
 def one_line(text: object) -> str:
-    """Text for such a line: line breaks and runs of blanks become one blank, and it is not endless."""
-    line = " ".join(str(text).split())
+    """Text for such a line: line breaks and runs of blanks become one blank, it is not endless and shows no credentials."""
+    line = without_credentials(" ".join(str(text).split()))  # before it is cut, or a piece of them would stay
     return line if len(line) <= 300 else line[:297] + "..."
 
 

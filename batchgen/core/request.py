@@ -7,7 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from batchgen.core.errors import InputError
+from batchgen.core.errors import InputError, one_line
+
+# Limits of what one row may ask for, as its memory and time would be all that there is: samples of all its prompts (vLLM has the
+# same), stop strings and stop tokens, and the bytes of its results should every sample be as long as it may be.
+MOST_SAMPLES = 16384
+MOST_STOPS = 1024
+MOST_RESULT_BYTES = 16 << 30
+_MOST_INT = 2**31 - 1
+# Beyond these, 32-bit floating point makes infinities and zeros of logits.
+_LEAST_PENALTY, _MOST_PENALTY = 1e-3, 1e3
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+# About what a token and its log-probabilities take while they wait to be written.
+_TOKEN_BYTES, _LOGPROB_BYTES = 40, 200
 
 LEAST_TEMPERATURE = 2.0**-126  # the smallest normal number of 32 bits
 # Rows of versions that did not have these parameters are those of their defaults.
@@ -32,10 +44,10 @@ class SamplingParams:
             time; -2 to 2, 0 is off.
         logit_bias: added to the logits of these tokens, before any penalty, -100 to 100: a mapping of token ids to
             numbers, or pairs of both.
-        n: samples per request.
+        n: samples per request, at most `MOST_SAMPLES`.
         seed: with row id, sample and step it decides every draw.
-        stop: strings that end a sample; the text ends before them.
-        stop_token_ids: tokens that end a sample.
+        stop: strings that end a sample, at most `MOST_STOPS`; the text ends before them.
+        stop_token_ids: tokens that end a sample, as many.
         ignore_eos: go on past the model's end-of-text tokens.
         logprobs: None, or how many of the most likely tokens to report beside each chosen one (0: the chosen only), as
             log-probabilities of the model's own distribution, before temperature, penalties and grammars.
@@ -70,26 +82,37 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         if self.top_k == -1:  # vLLM's other way to say "off"
             object.__setattr__(self, "top_k", 0)
+        for name in _FLOATS:
+            _check_float(name, getattr(self, name))
         if isinstance(self.json_schema, Mapping):
             object.__setattr__(self, "json_schema", json.dumps(self.json_schema, ensure_ascii=False))
         checks = [
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature < float("inf"), "0 or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_k", 0 <= self.top_k <= _MOST_INT, f"0 (off) to {_MOST_INT}"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "above 0"),
+            (
+                "repetition_penalty",
+                _LEAST_PENALTY <= self.repetition_penalty <= _MOST_PENALTY,
+                f"between {_LEAST_PENALTY:g} and {_MOST_PENALTY:g}",
+            ),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
-            ("n", self.n >= 1, "at least 1"),
+            ("n", 1 <= self.n <= MOST_SAMPLES, f"between 1 and {MOST_SAMPLES}"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "between 0 and 100"),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+            (
+                "stop",
+                len(self.stop) <= MOST_STOPS and all(isinstance(s, str) and s for s in self.stop),
+                f"non-empty strings, at most {MOST_STOPS}",
+            ),
+            ("stop_token_ids", len(self.stop_token_ids) <= MOST_STOPS, f"at most {MOST_STOPS} tokens"),
             ("json_schema", isinstance(self.json_schema, str | None), "the text of a JSON schema"),
             ("regex", isinstance(self.regex, str | None), "text"),
         ]
         for name, ok, rule in checks:
             if not ok:
-                raise InputError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+                raise InputError(f"{name} must be {rule}, not {one_line(repr(getattr(self, name)))}")
         if self.is_greedy and self.n > 1:
             raise InputError("n > 1 with temperature 0 gives n identical samples: set a temperature above 0")
         if self.constrained and None not in (self.json_schema, self.regex):
@@ -115,6 +138,16 @@ class SamplingParams:
         """Whether logits of some tokens are changed before one is chosen."""
         return self.penalizes_output or bool(self.logit_bias)
 
+    def check_result_size(self, prompts: int = 1) -> None:
+        """Raise InputError where the results of one request with so many prompts could take all memory."""
+        token_bytes = _TOKEN_BYTES + (0 if self.logprobs is None else _LOGPROB_BYTES * (1 + self.logprobs))
+        if (size_bytes := prompts * self.n * self.max_tokens * token_bytes) > MOST_RESULT_BYTES:
+            raise InputError(
+                f"{prompts * self.n} samples of up to {self.max_tokens} tokens"
+                f"{'' if self.logprobs is None else f' with {1 + self.logprobs} log-probabilities each'} could take "
+                f"{size_bytes / 2**30:,.0f} GiB in one row: lower n, max_tokens or logprobs"
+            )
+
     def to_json(self) -> dict[str, Any]:
         """Every field, as plain JSON values."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
@@ -131,13 +164,21 @@ class SamplingParams:
         return tuple(f.name for f in fields(cls))
 
 
+def _check_float(name: str, value: Any) -> None:
+    """Raise InputError for an integer that is too large for a float, which JSON may have."""
+    try:
+        float(value)
+    except OverflowError as error:
+        raise InputError(f"{name} is too large: {one_line(repr(value))}") from error
+
+
 def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
     """(token id, bias), by token id. Raises InputError."""
-    rule = f"logit_bias must map token ids to numbers between -100 and 100, not {given!r}"
+    rule = f"logit_bias must map token ids to numbers between -100 and 100, not {one_line(repr(given))}"
     try:
         pairs = given.items() if isinstance(given, Mapping) else given
         biases = {int(token_id): float(bias) for token_id, bias in pairs}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(rule) from error
     if not all(token_id >= 0 and -100.0 <= bias <= 100.0 for token_id, bias in biases.items()):
         raise InputError(rule)

@@ -1,10 +1,57 @@
-"""Text that UTF-8 can hold."""
+"""Text that UTF-8 can hold, and text that may be shown."""
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 Nest = TypeVar("Nest")
+
+
+class NotText(bytes):
+    """Bytes that are no UTF-8, where text should be. They may be had, but not written as text: that raises ValueError."""
+
+    def __str__(self) -> str:
+        raise ValueError("a value is bytes that are not UTF-8 text")
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+
+_HIDDEN = "***"
+# user:password@ of a URL. The latter may hold "/", as keys of S3 do, which a port cannot: it is followed by a path.
+_USER_AND_PASSWORD = re.compile(r"(?<=://)(?:[^\s/@:]*:[^\s/]*|[^\s/@:]+:(?!\d+/)[^\s@]*)(?=@)")
+_TOKEN = re.compile(r"(?<=https://)[^\s/@:]+(?=@)|(?<=http://)[^\s/@:]+(?=@)")
+# The values of a URL's query: signatures and tokens, under names of each service's own.
+_QUERY = re.compile(r"://\S*?[?#]\S*")
+_QUERY_VALUE = re.compile(r"([?&#;][^\s=&/'\"]+=)([^\s&#'\"(),;\]]+)")
+
+
+def without_credentials(text: str, *urls: str) -> str:
+    """Replace what URLs in a text hold of keys, passwords, signatures and tokens by ***.
+
+    Args:
+        text: Any text, such as a message of a library that quotes a URL.
+        urls: URLs whose credentials are replaced where they stand without the rest of it, too.
+    """
+    for url in urls:
+        for secret in _secrets(url):
+            text = text.replace(secret, _HIDDEN)
+    if "://" not in text:
+        return text
+    text = _TOKEN.sub(_HIDDEN, _USER_AND_PASSWORD.sub(_HIDDEN, text))
+    return _QUERY.sub(lambda found: _QUERY_VALUE.sub(rf"\1{_HIDDEN}", found[0]), text)
+
+
+def _secrets(url: str) -> list[str]:
+    """The credentials of a URL, the longest first."""
+    found = [match[0] for pattern in (_USER_AND_PASSWORD, _TOKEN) for match in pattern.finditer(url)]
+    found += [user_or_password for pair in found for user_or_password in pair.split(":", 1)]
+    found += [value[2] for query in _QUERY.finditer(url) for value in _QUERY_VALUE.finditer(query[0])]
+    least = 4  # shorter ones may be a part of any word
+    return sorted((secret for secret in found if len(secret) >= least and secret != _HIDDEN), key=len, reverse=True)
 
 
 def repair_surrogates(value: Nest) -> Nest:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import json
 
 import pyarrow as pa
 
 from batchgen.core.errors import InputError
+from batchgen.dataset.binary_text import is_binary
+
+# A JSON document that has its rows in a list under one key has few others.
+_MOST_KEYS_OF_A_DOCUMENT = 5
+# What may stand between the fields of CSV files, the likelier first.
+DELIMITERS = (";", "\t", "|", ",")
 
 
 def value_type(schema: pa.Schema, column: str, flag: str) -> pa.DataType:
@@ -21,11 +28,27 @@ def closest(name: str, schema: pa.Schema) -> str:
     """ "; did you mean ...? (columns: ...)"."""
     by_lower = {column.lower(): column for column in schema.names}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return (f"; did you mean {by_lower[close[0]]!r}?" if close else "") + f" (columns: {', '.join(schema.names)})"
+    return (f"; did you mean {by_lower[close[0]]!r}?" if close else "") + listed(schema)
+
+
+def listed(schema: pa.Schema) -> str:
+    """ " (columns: ...)", and what the input may be instead where they look like something else than columns."""
+    text = f" (columns: {', '.join(schema.names)})"
+    if len(schema) == 1 and any(delimiter in schema.names[0] for delimiter in DELIMITERS):
+        return f"{text}; if its header was read as one column, give --csv-delimiter"
+    for field in schema:
+        if (
+            is_list(field.type)
+            and pa.types.is_struct(field.type.value_type)
+            and len(schema) <= _MOST_KEYS_OF_A_DOCUMENT
+        ):
+            return f"{text}; if {field.name!r} has the rows, write one of them a line, as jq -c '.[{json.dumps(field.name)}][]' does"
+    return text
 
 
 def is_text(column_type: pa.DataType) -> bool:
-    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    """Whether values are texts, or bytes, which are read as UTF-8."""
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, is_binary)
     return any(test(column_type) for test in tests)
 
 

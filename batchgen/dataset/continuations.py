@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, RowError
+from batchgen.dataset.binary_text import checked_text
 from batchgen.dataset.column_types import is_list, is_text, is_token_list, value_type
 
 Continuations = tuple[str | list[int], ...]
@@ -88,8 +89,9 @@ def _several(values: list[Any] | None, column: str) -> Continuations:
     return tuple(_one(value, column) for value in _there(values, column))
 
 
-def _one(value: str | list[Any] | None, column: str) -> str | list[int]:
-    if not isinstance(value, str) and None in _there(value, column):
+def _one(given: Any, column: str) -> str | list[int]:
+    value: str | list[int] = _there(checked_text(given, column), column)
+    if not isinstance(value, str) and None in value:
         raise RowError(f"column {column!r} has a null token id")
     if not value:
         raise RowError(f"column {column!r} has an empty continuation")

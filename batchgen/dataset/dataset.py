@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -32,8 +32,13 @@ class Dataset:
         return self._source.format
 
     @property
+    def notices(self) -> tuple[str, ...]:
+        """Lines on how the input was understood, where a person should know."""
+        return self._source.notices
+
+    @property
     def schema(self) -> pa.Schema:
-        """All input columns. Every batch has exactly this schema."""
+        """All input columns."""
         return self._source.schema
 
     @property
@@ -50,31 +55,43 @@ class Dataset:
     def count_rows(self) -> int:
         """`num_rows`, with a pass over the input where that is needed (once)."""
         if self._total is None:
-            counts = (batch.num_rows for _, batch in self._clipped(0, self._limit, 1024))
+            counts = (batch.num_rows for _, batch in self._clipped(0, self._limit, 1024, self.schema.names[:1]))
             self._total = sum(counts)
         num_rows = self.num_rows
         assert num_rows is not None  # they are counted
         return num_rows
 
-    def batches(self, start_row: int = 0, batch_rows: int = 1024) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def batches(
+        self, start_row: int = 0, batch_rows: int = 1024, columns: Collection[str] | None = None
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
         """(index of the first row, batch) in input order, from row `start_row` on.
 
-        Batches hold 1 to `batch_rows` rows, cut wherever the reader finds it cheapest. Raises InputError, naming the
-        file, where it turns out to be corrupt on the way.
+        Args:
+            start_row: The first row.
+            batch_rows: Batches hold 1 row to so many, and few enough to be small, cut wherever the reader finds it cheapest.
+            columns: Those that are read, where the schema has them; None: all. The first one stands in for none.
+
+        Raises:
+            InputError: A file turns out to be corrupt on the way, or to have changed since `identity` was called.
         """
+        names = [name for name in self.schema.names if columns is None or name in columns] or self.schema.names[:1]
         if self._shard is not None:
             self.count_rows()
         begin, stop = self._bounds()
-        return self._clipped(max(begin, start_row), stop, batch_rows)
+        return self._clipped(max(begin, start_row), stop, batch_rows, names)
 
     def identity(self) -> dict[str, Any]:
         """What decides whether this is the same input, as JSON values: names, sizes, hashes, columns.
 
-        No absolute path and no time stamp, so that a copied input is the same input; and not the limit or the shard,
+        It is told by all of the files' contents, not by a sample. No absolute path and no time stamp, so that a copied input is the same input; and not the limit or the shard,
         which belong to the job.
         """
         columns = {field.name: str(field.type) for field in self.schema}
         return {"format": self.format, "columns": columns, **self._source.identity()}
+
+    def check(self) -> None:
+        """Raise InputError where a file of the input is not what it was when `identity` was called."""
+        self._source.check()
 
     @property
     def may_grow(self) -> bool:
@@ -96,10 +113,12 @@ class Dataset:
         index, shards = self._shard or (0, 1)
         return index * self._total // shards, (index + 1) * self._total // shards
 
-    def _clipped(self, begin: int, stop: int | None, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def _clipped(
+        self, begin: int, stop: int | None, batch_rows: int, columns: list[str]
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
         if stop is not None and begin >= stop:
             return
-        for first, batch in self._source.read(begin, batch_rows):
+        for first, batch in self._source.read(begin, batch_rows, columns):
             end = batch.num_rows if stop is None else min(batch.num_rows, stop - first)
             for offset in range(max(begin - first, 0), end, batch_rows):
                 yield first + offset, batch.slice(offset, min(batch_rows, end - offset))

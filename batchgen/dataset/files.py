@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import glob
 import os
+import re
 from collections.abc import Iterator
 
 from batchgen.core.errors import InputError
 from batchgen.dataset.partitions import Partitions, is_partition
 from batchgen.dataset.source import FORMATS, naming
-from batchgen.dataset.storage import entries, is_file, is_folder, is_url, matches
+from batchgen.dataset.storage import entries, is_file, is_folder, is_url, matches, there
 
 EXTENSIONS = {
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
@@ -18,6 +19,7 @@ EXTENSIONS = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
 _COMPRESSED = (".gz", ".zst")
+_QUERY = re.compile(r"\?[^/?=]+=[^/]*$")
 
 
 def find_files(name: str, input_format: str | None) -> tuple[list[str], Partitions]:
@@ -53,13 +55,14 @@ def _walk(folder: str) -> Iterator[str]:
             continue
         if is_partition(entry) and is_folder(path):
             yield from _walk(path)
-        elif is_file(path):
+        elif is_file(path) or not there(path):  # which is said when it is opened: its rows are not left out
             yield path
 
 
 def format_of(path: str) -> str | None:
-    """The format that a file name's extension stands for."""
-    stem, extension = os.path.splitext(path.lower())
+    """The format that a file name's extension stands for, before the query that a URL may have."""
+    name = _QUERY.sub("", path) if is_url(path) else path
+    stem, extension = os.path.splitext(name.lower())
     if extension in _COMPRESSED:
         text_format = EXTENSIONS.get(os.path.splitext(stem)[1])
         return None if text_format == "parquet" else text_format

@@ -4,68 +4,166 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import xxhash
+
+from batchgen.core.errors import InputError
+from batchgen.core.text import without_credentials
 from batchgen.dataset.partitions import Partitions
 from batchgen.dataset.source import naming
-from batchgen.dataset.storage import is_compressed, open_raw
+from batchgen.dataset.storage import content_tag, is_compressed, is_url, open_raw, version
 
-_HASH_WHOLE_BYTES = 64 << 20
-_HASH_SAMPLE_BYTES = 64 << 10
-_HASH_SAMPLES = 64
-
-
-def sizes_of(paths: list[str]) -> list[int]:
-    """Bytes of each file; to be taken before rows are counted, so that what comes meanwhile is taken for rows to come."""
-    return [_size_of(path) for path in paths]
-
-
-def files_identity(
-    paths: list[str], partitions: Partitions | None = None, sizes: list[int] | None = None
-) -> dict[str, Any]:
-    """What tells these files from others, wherever they lie: see `Dataset.identity`.
-
-    sizes: How many bytes of each count; None: all that there are now.
-    """
-    lengths = sizes_of(paths) if sizes is None else sizes
-    identity: dict[str, Any] = {"files": [_file_identity(*file) for file in zip(paths, lengths, strict=True)]}
-    if partitions is not None and partitions.fields:
-        identity["partitions"] = [partitions.row(path) for path in paths]
-    return identity
+# Files above this are told by XXH3 of 128 bits, which is as fast as memory; the others by SHA-256, as they always were.
+_SHA256_BYTES = 64 << 20
+_BLOCK_BYTES = 1 << 20
+# Clocks of file systems tick this often at the least: what is written within a tick may not show in a file's times.
+_CLOCK_TICK_NS = 20_000_000
+# A file that is written to all the time is compared for this part of the time.
+_COMPARING_SHARE = 0.05
+_TRIES = 5
 
 
-def files_begin_with(
-    paths: list[str], now: dict[str, Any], was: dict[str, Any], *, may_get_lines: bool = False
-) -> bool:
-    """Whether the first rows of files are all those that they had before.
+@dataclass
+class _File:
+    """A file of an input. stamp: as of `_stamp`, when its digest was found. next_s: when it may be compared again, of time.monotonic."""
 
-    That is so where more files come after those, in the order of names; and where the last of those has got more lines.
+    path: str
+    size_bytes: int
+    stamp: Any = None
+    digest: dict[str, str] = field(default_factory=dict)
+    next_s: float = 0.0
+
+
+class InputFiles:
+    """The files of one input: what tells them from others, and whether they have stayed as they were.
+
+    Their sizes are taken when this is made, so that what is appended later is taken for rows to come.
 
     Args:
-        paths: The files.
-        now: Their `files_identity`.
-        was: That of before.
+        paths: Local paths or URLs, in the order in which they are read.
+        partitions: The columns of their directories.
         may_get_lines: Whether they are files of text, which may be appended to.
     """
-    old, new = was["files"], now["files"]
-    if len(old) > len(new) or old[:-1] != new[: len(old) - 1]:
-        return False
-    if was.get("partitions", []) != now.get("partitions", [])[: len(old)]:
-        return False
-    last = len(old) - 1
-    return old[last] == new[last] or (may_get_lines and _got_lines(paths[last], old[last]))
+
+    def __init__(self, paths: list[str], partitions: Partitions | None = None, *, may_get_lines: bool = False) -> None:
+        self._files = {path: _File(path, _size_of(path)) for path in paths}
+        self._partitions = partitions or Partitions()
+        self._may_get_lines = may_get_lines
+
+    def identity(self) -> dict[str, Any]:
+        """What tells these files from others, wherever they lie: see `Dataset.identity`.
+
+        It is of all bytes that the files have. Those of a file whose size, times and inode are what they were at the last
+        call are not read again.
+        """
+        identity: dict[str, Any] = {"files": [self._of_file(file) for file in self._files.values()]}
+        if self._partitions.fields:
+            identity["partitions"] = [self._partitions.row(path) for path in self._files]
+        return identity
+
+    def check(self, path: str) -> None:
+        """Raise InputError where a local file is not what it was when `identity` was called; before that, it is what it is.
+
+        A file that was appended to is what it was. To be called after something was read of it and before that is used.
+        """
+        file = self._files[path]
+        if not is_url(path) and time.monotonic() >= file.next_s:
+            self._check(file)
+
+    def check_all(self) -> None:
+        """`check` all files, those at URLs among them, and however often that was done lately."""
+        for file in self._files.values():
+            self._check(file)
+
+    def _check(self, file: _File) -> None:
+        if not file.digest:
+            return
+        with naming(file.path):
+            if file.stamp is not None and _stamp(file.path) == file.stamp:
+                return
+        before, started_s = file.digest, time.monotonic()
+        self._find_digest(file)
+        now_s = time.monotonic()
+        if file.digest == before:
+            file.next_s = now_s + (now_s - started_s) / _COMPARING_SHARE
+        else:
+            file.digest, file.stamp = before, None  # it stays wrong, however often somebody asks
+            raise InputError(
+                f"{file.path} was changed while the job ran: put back what it was and run the same command again, "
+                "or start anew with --overwrite"
+            )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def begin_with(self, now: dict[str, Any], was: dict[str, Any]) -> bool:
+        """Whether the first rows of the files are all those that they had before.
+
+        That is so where more files come after those, in the order of names; and where the last of those has got more lines.
+
+        Args:
+            now: Their `identity`.
+            was: That of before.
+        """
+        old, new = was["files"], now["files"]
+        if len(old) > len(new) or old[:-1] != new[: len(old) - 1]:
+            return False
+        if was.get("partitions", []) != now.get("partitions", [])[: len(old)]:
+            return False
+        last = len(old) - 1
+        return old[last] == new[last] or (self._may_get_lines and _got_lines(list(self._files)[last], old[last]))
+
+    def _of_file(self, file: _File) -> dict[str, Any]:
+        with naming(file.path):
+            if not file.digest or file.stamp is None or _stamp(file.path) != file.stamp:
+                self._find_digest(file)
+        return {"name": _name(file.path), "size_bytes": file.size_bytes, **file.digest}
+
+    def _find_digest(self, file: _File) -> None:
+        """Find the digest of a file as it is now. Raises InputError where it is changed again and again meanwhile."""
+        for _ in range(_TRIES):
+            with naming(file.path):
+                before, stamp = file.digest, _settled_stamp(file.path)
+                file.digest = self._digest(file)
+                file.stamp = _stamp(file.path)
+            if file.stamp == stamp or file.digest == before:  # the latter: it was appended to
+                return
+        raise InputError(f"{file.path} is written to while it is read: wait until it is whole, or read a copy of it")
+
+    def _digest(self, file: _File) -> dict[str, str]:
+        """What the file system says of a file at a URL, unless it may be appended to; else a digest of its bytes."""
+        if is_url(file.path) and not self._may_get_lines and (tag := content_tag(file.path)) is not None:
+            return {"version": tag}
+        with open_raw(file.path) as opened:
+            read_bytes = file.size_bytes if self._may_get_lines else opened.seek(0, os.SEEK_END)
+            return _content_digest(opened, read_bytes, _algorithm(file.size_bytes))
 
 
 def _got_lines(path: str, was: dict[str, Any]) -> bool:
     """Whether a file has what it had, and then whole lines; of a compressed file that cannot be told."""
     size_bytes = was["size_bytes"]
+    algorithm = _algorithm(size_bytes)
+    if algorithm not in was:  # by an earlier version, which did not read all of it
+        return False
     with naming(path), open_raw(path) as file:
-        if Path(path).name != was["name"] or is_compressed(file) or file.seek(0, os.SEEK_END) < size_bytes:
+        if _name(path) != was["name"] or is_compressed(file) or file.seek(0, os.SEEK_END) < size_bytes:
             return False
         file.seek(max(0, size_bytes - 1))
         before, after = file.read(min(1, size_bytes)), file.read(1)
-        return (before in b"\n" or after in b"\r\n") and _sha256(file, size_bytes) == was["sha256"]
+        is_line = before in b"\n" or after in b"\r\n"
+        return is_line and _content_digest(file, size_bytes, algorithm)[algorithm] == was[algorithm]
+
+
+def _name(path: str) -> str:
+    return Path(without_credentials(path)).name
 
 
 def _size_of(path: str) -> int:
@@ -73,24 +171,34 @@ def _size_of(path: str) -> int:
         return file.seek(0, os.SEEK_END)
 
 
-def _file_identity(path: str, size_bytes: int) -> dict[str, Any]:
-    """Name, size and SHA-256; of a file over 64 MiB, of its head, its tail and 64 evenly spaced samples."""
-    with naming(path), open_raw(path) as file:
-        return {"name": Path(path).name, "size_bytes": size_bytes, "sha256": _sha256(file, size_bytes)}
+def _algorithm(size_bytes: int) -> str:
+    return "sha256" if size_bytes <= _SHA256_BYTES else "xxh3_128"
 
 
-def _sha256(file: BinaryIO, size_bytes: int) -> str:
-    """Of a file's first bytes: see `_file_identity`."""
-    digest = hashlib.sha256()
+def _content_digest(file: BinaryIO, size_bytes: int, algorithm: str) -> dict[str, str]:
+    """The digest of a file's first bytes, by its algorithm."""
+    digest = hashlib.sha256() if algorithm == "sha256" else xxhash.xxh3_128()
     file.seek(0)
-    if size_bytes <= _HASH_WHOLE_BYTES:
-        left = size_bytes
-        while block := file.read(min(1 << 20, left)):
-            digest.update(block)
-            left -= len(block)
-    else:
-        last = _HASH_SAMPLES + 1
-        for sample in range(last + 1):
-            file.seek(sample * (size_bytes - _HASH_SAMPLE_BYTES) // last)
-            digest.update(file.read(_HASH_SAMPLE_BYTES))
-    return digest.hexdigest()
+    left = size_bytes
+    while block := file.read(min(_BLOCK_BYTES, left)):
+        digest.update(block)
+        left -= len(block)
+    return {algorithm: digest.hexdigest()}
+
+
+def _stamp(path: str) -> Any:
+    """What is another once a file was written to, which needs no reading; None where a file system has no such thing."""
+    if is_url(path):
+        found_version = version(path)
+        return found_version if found_version.partition(" ")[2] else None
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev
+
+
+def _settled_stamp(path: str) -> Any:
+    """The stamp of a file, once a clock tick has passed since it was last written to: a later write shows in it."""
+    if not is_url(path):
+        age_ns = time.time_ns() - os.stat(path).st_ctime_ns
+        if 0 <= age_ns < _CLOCK_TICK_NS:
+            time.sleep((_CLOCK_TICK_NS - age_ns) / 1e9)
+    return _stamp(path)

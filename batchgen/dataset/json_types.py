@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from batchgen.core.errors import InputError
 
-_MAX_DEPTH = 50  # of nested types; deeper values become text
+MAX_DEPTH = 50  # of nested types; deeper values become text
 _MAX_FIELDS = 2000  # an object with more different keys than this is a map, not a record
 
 
@@ -51,7 +51,7 @@ def _widen(kind: Any, value: Any, depth: int = 0) -> Any:
     """
     if value is None or kind is _Kind.MIXED:
         return kind
-    if depth > _MAX_DEPTH:
+    if depth > MAX_DEPTH:
         return _Kind.MIXED
     if isinstance(value, dict):
         kind = {} if kind is None else kind

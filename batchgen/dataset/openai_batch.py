@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, RowError, one_line
-from batchgen.core.request import Request, SamplingParams
+from batchgen.core.request import MOST_SAMPLES, Request, SamplingParams
 from batchgen.dataset.bad_lines import bad_lines
 from batchgen.dataset.messages import normalize_messages
 
@@ -139,9 +139,12 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
     }
     _refuse_others(fields)
     try:
-        return prompts, SamplingParams(**values)
+        own = SamplingParams(**values)
     except InputError as error:
         raise RowError(str(error)) from error
+    if len(prompts) * n > MOST_SAMPLES:
+        raise RowError(f"{len(prompts)} prompts with n = {n} are more than {MOST_SAMPLES} samples: split the line")
+    return prompts, own
 
 
 def _take(fields: dict[str, Any], name: str, valid: Callable[[Any], bool], rule: str, default: Any = None) -> Any:

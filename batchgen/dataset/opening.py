@@ -26,6 +26,7 @@ def open_dataset(
     limit: int | None = None,
     shard: tuple[int, int] | None = None,
     on_bad_line: str = "fail",
+    csv_delimiter: str | None = None,
 ) -> Dataset:
     """Open an input and check all of it that can be checked without keeping it in memory.
 
@@ -34,7 +35,7 @@ def open_dataset(
     Args:
         source: a file, a glob or a directory of Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson, .json) or CSV
             (.csv, .tsv) files, the last two also with .gz or .zst, here or at a URL of fsspec's (s3://, hf://, ...);
-            directories called `column=value` in a directory give their files such a column; a directory written by `datasets.save_to_disk`; a hub
+            a .json file may also be one array of objects; directories called `column=value` in a directory give their files such a column; a directory written by `datasets.save_to_disk`; a hub
             dataset id; or a `datasets` object. The files of one input are read in the order of their names and must
             have the same columns.
         input_format: one of `FORMATS`, where the name does not tell.
@@ -42,6 +43,7 @@ def open_dataset(
         limit: only the first so many rows.
         shard: (i, n), the i-th of n contiguous parts of what `limit` leaves.
         on_bad_line: "skip" makes rows that fail (`bad_lines`) of lines that are no JSON objects.
+        csv_delimiter: what stands between the fields of CSV files, where their names and headers do not tell: see `csv_source`.
 
     Raises:
         InputError: nothing found, not readable, or not what its name says.
@@ -56,18 +58,27 @@ def open_dataset(
         raise InputError(f"--on-bad-line must be {' or '.join(ON_BAD_LINE)}, not {on_bad_line!r}")
     if isinstance(source, (str, os.PathLike)):
         name = os.path.expanduser(os.fspath(source))
-        opened = _open_path(name, input_format, split, limit, on_bad_line)
+        opened = _open_path(name, input_format, split, limit, on_bad_line, csv_delimiter)
     else:
         name = f"the {type(source).__name__} given"
         opened = datasets_source(source, name, split, limit)
-    if opened.total_rows is None and next(opened.read(0, 1), None) is None:
+    if csv_delimiter is not None and opened.format != "csv":
+        raise InputError(f"--csv-delimiter is for CSV files, and {name} is read as {opened.format}: leave it out")
+    if opened.total_rows is None and next(opened.read(0, 1, opened.schema.names), None) is None:
         opened = replace(opened, total_rows=0)
     if not opened.schema.names and opened.total_rows != 0:
         raise InputError(f"{name} has no columns: nothing to make a prompt of")
     return Dataset(opened, limit, shard)
 
 
-def _open_path(name: str, input_format: str | None, split: str | None, limit: int | None, on_bad_line: str) -> Source:
+def _open_path(
+    name: str,
+    input_format: str | None,
+    split: str | None,
+    limit: int | None,
+    on_bad_line: str,
+    csv_delimiter: str | None,
+) -> Source:
     saved = any(os.path.exists(os.path.join(name, f)) for f in ("dataset_dict.json", "state.json"))
     if saved and input_format in (None, "datasets"):
         return saved_source(name, split, limit)
@@ -94,7 +105,7 @@ def _open_path(name: str, input_format: str | None, split: str | None, limit: in
         opened = parquet_source(paths, partitions)
         return replace(opened, begins_with=None) if paths == [name] else opened  # a file is written once
     if file_format == "csv":
-        return csv_source(paths, limit, partitions)
+        return csv_source(paths, limit, partitions, csv_delimiter)
     if file_format == "openai":
         return openai_source(paths, limit, on_bad_line)
     return json_source(paths, limit, on_bad_line, partitions)

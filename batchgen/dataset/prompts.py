@@ -16,7 +16,8 @@ import pyarrow as pa
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.dataset.bad_lines import bad_lines
-from batchgen.dataset.column_types import is_list, is_message_list, is_text, is_token_list, value_type
+from batchgen.dataset.binary_text import checked_text, decoded, has_binary
+from batchgen.dataset.column_types import is_list, is_message_list, is_text, is_token_list, listed, value_type
 from batchgen.dataset.continuations import CompiledContinuations
 from batchgen.dataset.messages import normalize_messages
 from batchgen.dataset.sampling_column import SamplingColumn
@@ -179,7 +180,7 @@ def _rows(
                 raise RowError(bad[row_id])
             if id_column is not None:
                 own = _value(batch, id_column, index)
-                row_id = row_id if own is None else own
+                row_id = row_id if own is None else checked_text(own, id_column)
             row = {name: _value(batch, name, index) for name in dict.fromkeys((*compiled.columns, *more))}
             yield row_id, row, compiled.render(row), None
         except RowError as error:
@@ -208,7 +209,7 @@ def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
         if found is None:
             raise InputError(
                 "no column is named 'prompt' or 'messages': give --prompt-column, --prompt-template or "
-                f"--messages-column (columns: {', '.join(schema.names)})"
+                f"--messages-column{listed(schema)}"
             )
         column, column_type = found, schema.field(found).type
         flag, messages = "column", column == "messages" or (is_list(column_type) and not is_token_list(column_type))
@@ -256,10 +257,11 @@ def _with_system(messages: list[dict[str, Any]], spec: PromptSpec) -> list[dict[
     return [{"role": "system", "content": spec.system_prompt}, *messages]
 
 
-def _text_of(value: str | None, column: str) -> str:
+def _text_of(value: str | bytes | None, column: str) -> str:
     if value is None:
         raise RowError(f"column {column!r} is null")
-    return value
+    text: str = checked_text(value, column)
+    return text
 
 
 def _ids_of(value: list[Any] | None, column: str, may_be_empty: bool) -> list[int]:
@@ -273,8 +275,10 @@ def _ids_of(value: list[Any] | None, column: str, may_be_empty: bool) -> list[in
 
 
 def _value(batch: pa.RecordBatch, column: str, index: int) -> Any:
-    """One cell as a Python value; one by one, so that a cell that is none spoils only its row."""
+    """One cell as a Python value, bytes as text; one by one, so that a cell that is none spoils only its row."""
     try:
-        return batch.column(column)[index].as_py()
+        values = batch.column(column)
+        value = values[index].as_py()
+        return decoded(value) if has_binary(values.type) else value
     except (ValueError, OverflowError, pa.ArrowException) as error:  # invalid UTF-8, a date beyond Python's
         raise RowError(f"column {column!r} cannot be read: {one_line(error)}") from error

@@ -11,31 +11,71 @@ import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
 from batchgen.dataset.bad_lines import BadLine, with_bad_lines
-from batchgen.dataset.source import ReadRows
+from batchgen.dataset.json_types import MAX_DEPTH
+from batchgen.dataset.source import BATCH_BYTES, ReadRows, schema_of
+
+# About what a value of Python's takes beside the characters or items that it has.
+_VALUE_BYTES = 8
 
 
 def row_reader(
-    rows_from: Callable[[int], Iterator[dict[str, Any]]], schema: pa.Schema, total_rows: int, name: str
+    rows_from: Callable[[int], Iterator[tuple[str, dict[str, Any]]]],
+    schema: pa.Schema,
+    total_rows: int,
+    check: Callable[[str], None] = lambda path: None,
 ) -> ReadRows:
     """A `Source.read` over rows as dicts; keys that a row does not have are null, and all of a `BadLine`.
 
     It stops after `total_rows`: the rows beyond may be anything, they were not seen by the first pass.
+
+    Args:
+        rows_from: (first row) -> (file, row), for each row from that on.
+        schema: The columns.
+        total_rows: How many rows there are.
+        check: Called with a file once rows of it have been read and before they are handed on.
     """
 
-    def read(start_row: int, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def read(start_row: int, batch_rows: int, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
+        wanted = schema_of(schema, columns)
         rows = itertools.islice(rows_from(start_row), total_rows - start_row)
-        while chunk := list(itertools.islice(rows, batch_rows)):
-            columns = ([row.get(field.name) for row in chunk] for field in schema)
+        while chunk := list(_chunk(rows, batch_rows, wanted.names)):
+            for path in dict.fromkeys(path for path, _, _ in chunk):
+                check(path)
+            values = zip(*(row for _, row, _ in chunk), strict=True)
             try:
-                arrays = [_to_array(v, t) for v, t in zip(columns, schema.types, strict=True)]
+                arrays = [_to_array(list(v), t) for v, t in zip(values, wanted.types, strict=True)]
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
                 reason = one_line(error)
-                raise InputError(f"{name} changed while it was being read ({reason}): start again") from error
-            errors = {start_row + i: row.error for i, row in enumerate(chunk) if isinstance(row, BadLine)}
-            yield start_row, with_bad_lines(pa.RecordBatch.from_arrays(arrays, schema=schema), errors)
+                raise InputError(f"{chunk[0][0]} changed while it was being read ({reason}): start again") from error
+            errors = {start_row + i: error for i, (_, _, error) in enumerate(chunk) if error is not None}
+            yield start_row, with_bad_lines(pa.RecordBatch.from_arrays(arrays, schema=wanted), errors)
             start_row += len(chunk)
 
     return read
+
+
+def _chunk(
+    rows: Iterator[tuple[str, dict[str, Any]]], batch_rows: int, names: list[str]
+) -> Iterator[tuple[str, list[Any], str | None]]:
+    """(file, values of the wanted columns, what is wrong) of the rows of one batch."""
+    size_bytes = 0
+    for path, row in itertools.islice(rows, batch_rows):
+        values = [row.get(name) for name in names]
+        yield path, values, row.error if isinstance(row, BadLine) else None
+        size_bytes += sum(len(value) if type(value) is str else _size_bytes(value) for value in values)
+        if size_bytes >= BATCH_BYTES:
+            return
+
+
+def _size_bytes(value: Any, depth: int = 0) -> int:
+    """About what a value takes."""
+    if isinstance(value, str | bytes):
+        return _VALUE_BYTES + len(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple) and depth < MAX_DEPTH:
+        return _VALUE_BYTES + sum(_size_bytes(item, depth + 1) for item in value)
+    return _VALUE_BYTES
 
 
 def _to_array(values: list[Any], column_type: pa.DataType) -> pa.Array:

@@ -14,12 +14,16 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.core.errors import BatchgenError, InputError, one_line
+from batchgen.core.text import without_credentials
 from batchgen.dataset.storage import is_url
 
+# Batches of rows are about this large, or of one row.
+BATCH_BYTES = 16 << 20
 FORMATS = ("parquet", "jsonl", "csv", "datasets", "openai")
 _READ_ERRORS = (OSError, EOFError, zlib.error, UnicodeError, pa.ArrowException)
 
-ReadRows = Callable[[int, int], Iterator[tuple[int, pa.RecordBatch]]]  # (start_row, batch_rows) -> (first row, batch)
+# (start_row, batch_rows, names of columns) -> (first row, batch of these columns)
+ReadRows = Callable[[int, int, list[str]], Iterator[tuple[int, pa.RecordBatch]]]
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,13 @@ class Source:
 
     Attributes:
         total_rows: None where only a full pass can tell.
-        read: yields batches in order; it may begin with rows before `start_row` where that is cheaper than cutting, and
-            batches may be larger than `batch_rows`.
+        read: yields batches in order, of about `BATCH_BYTES` at most, with the columns that are asked for, one or more, in the
+            schema's order; what others hold is not decoded where the format allows. It may begin with rows before `start_row`
+            where that is cheaper than cutting, and batches may be larger than `batch_rows`.
         begins_with: (identity now, identity before) -> whether its first rows are all those that it had before. None: it
             gets no more rows.
+        check: raises InputError where the input is not what it was when `identity` was called, as far as that can be told.
+        notices: how it was understood, where a person should know.
     """
 
     format: str
@@ -41,6 +48,8 @@ class Source:
     identity: Callable[[], dict[str, Any]]
     duplicates: frozenset[int] = frozenset()
     begins_with: Callable[[dict[str, Any], dict[str, Any]], bool] | None = None
+    check: Callable[[], None] = lambda: None
+    notices: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -54,12 +63,15 @@ def naming(path: str, *more_errors: type[Exception]) -> Iterator[None]:
         raise
     except errors as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise InputError(f"cannot read {path} ({error.strerror}): check its permissions and its disk") from error
+            inside = "" if error.filename in (None, path) else f": {error.filename}"
+            raise InputError(
+                f"cannot read {path} ({error.strerror}{inside}): check its permissions and its disk"
+            ) from error
         if isinstance(error, UnicodeError):
             raise InputError(f"{path} is not UTF-8 ({one_line(error)}): convert it, as iconv does") from error
+        reason = one_line(without_credentials(str(error), path))
         raise InputError(
-            f"cannot read {path} ({one_line(error)}): it is damaged, incomplete or of another "
-            "format, so write or copy it again"
+            f"cannot read {path} ({reason}): it is damaged, incomplete or of another format, so write or copy it again"
         ) from error
 
 
@@ -80,6 +92,17 @@ def check_unique(names: list[str], path: str) -> None:
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise InputError(f"{path} has more than one column named {', '.join(map(repr, twice))}: rename one")
+
+
+def schema_of(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
+    """Some columns of a schema, in its order."""
+    wanted = set(names)
+    return pa.schema([field for field in schema if field.name in wanted], metadata=schema.metadata)
+
+
+def rows_of_batch(size_bytes: int, rows: int, batch_rows: int) -> int:
+    """How many rows a batch has, at most `batch_rows`, where so many rows take so many bytes."""
+    return max(1, min(batch_rows, BATCH_BYTES * max(rows, 1) // max(size_bytes, 1)))
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

@@ -10,8 +10,12 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
+from batchgen.core.text import without_credentials
 
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+# What file systems say of a file's contents, and of when they were written; the surest first.
+_CONTENT_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "generation")
+_TIME_TAGS = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
 def is_url(name: object) -> bool:
@@ -28,9 +32,13 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         return cast(tuple[Any, str], fsspec.core.url_to_fs(url))
     except ImportError as error:
-        raise InputError(f"{url} needs a package that is not installed: {one_line(error)}") from error
+        raise InputError(f"{url} needs a package that is not installed: {_reason(error, url)}") from error
     except Exception as error:  # an unknown protocol, no credentials: each file system has errors of its own
-        raise InputError(f"{url} cannot be reached: {one_line(error) or type(error).__name__}") from error
+        raise InputError(f"{url} cannot be reached: {_reason(error, url)}") from error
+
+
+def _reason(error: Exception, url: str) -> str:
+    return one_line(without_credentials(str(error), url)) or type(error).__name__
 
 
 def open_raw(path: str) -> BinaryIO:
@@ -42,7 +50,10 @@ def open_raw(path: str) -> BinaryIO:
 
 
 def open_bytes(path: str) -> BinaryIO:
-    """The bytes of a file, decompressed if they are gzip or Zstandard, which the first ones tell. Raises OSError."""
+    """The bytes of a file, decompressed if they are gzip or Zstandard, which the first ones tell; `peek` shows some of them.
+
+    Raises OSError.
+    """
     import gzip
 
     file = open_raw(path)
@@ -53,7 +64,7 @@ def open_bytes(path: str) -> BinaryIO:
         return cast(
             BinaryIO, io.BufferedReader(cast(Any, pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")))
         )
-    return file
+    return file if hasattr(file, "peek") else cast(BinaryIO, io.BufferedReader(cast(Any, file)))
 
 
 def is_compressed(file: BinaryIO) -> bool:
@@ -86,6 +97,20 @@ def is_folder(path: str) -> bool:
     return bool(system.isdir(inner))
 
 
+def there(path: str) -> bool:
+    """Whether a path leads to anything that may be looked at."""
+    return is_url(path) or os.path.exists(path)
+
+
+def _check_folders(pattern: str) -> None:
+    """Raise OSError where a glob would pass by a directory that may not be read, whose files nobody would miss."""
+    while glob.has_magic(pattern):
+        for folder in glob.glob(os.path.join(pattern, ""), recursive=True):
+            if os.path.basename(os.path.dirname(folder)) != "lost+found":  # at the root of file systems
+                os.listdir(folder)
+        pattern = os.path.dirname(pattern)
+
+
 def entries(folder: str) -> list[str]:
     """The names in a directory, in order. Raises OSError."""
     if not is_url(folder):
@@ -95,8 +120,32 @@ def entries(folder: str) -> list[str]:
 
 
 def matches(pattern: str) -> list[str]:
-    """The files that a glob finds, by name."""
+    """The files that a glob finds, by name. Raises OSError where it may not look into a directory."""
     if not is_url(pattern):
-        return sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+        found = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path) or not there(path)]
+        _check_folders(os.path.dirname(pattern))
+        return sorted(found)
     system, inner = file_system(pattern)
     return sorted(system.unstrip_protocol(name) for name in system.glob(inner) if system.isfile(name))
+
+
+def content_tag(url: str) -> str | None:
+    """What a URL's file system tells of a file's contents, such as its ETag; None where it tells nothing."""
+    return _tag(url, _CONTENT_TAGS)[1]
+
+
+def version(url: str) -> str:
+    """What differs once the file at a URL does; "" where there is none. Raises whatever a file system does."""
+    size_bytes, tag = _tag(url, _CONTENT_TAGS + _TIME_TAGS)
+    return "" if size_bytes is None else f"{size_bytes} {'' if tag is None else tag}"
+
+
+def _tag(url: str, names: tuple[str, ...]) -> tuple[int | None, str | None]:
+    """(size, the first of some entries that a file system has of a file); (None, None) where there is no file."""
+    system, inner = file_system(url)
+    system.invalidate_cache()
+    if not system.exists(inner):
+        return None, None
+    info = system.info(inner)
+    found = next((info[name] for name in names if info.get(name) is not None), None)
+    return info.get("size"), None if found is None else str(found)

@@ -141,7 +141,9 @@ class Generation:
                 if error is None:
                     try:
                         for each in request.each_prompt:
-                            sampling, token_ids = self._fit(each, self._encode(each, texts))
+                            sampling, token_ids = self._fit(
+                                each, self._encode(each, texts), 1 + len(request.more_prompts)
+                            )
                             prompts.append((array("i", token_ids), sampling))
                         if sampling.constrained:
                             grammar = self._parts.grammars.compile(sampling)
@@ -156,8 +158,11 @@ class Generation:
         check_vocabulary(token_ids, self._parts.config.vocab_size, "the prompt")
         return token_ids
 
-    def _fit(self, request: Request, token_ids: list[int]) -> tuple[SamplingParams, list[int]]:
-        """The request's sampling and prompt, with max_tokens within the context and the KV there is, or RowError."""
+    def _fit(self, request: Request, token_ids: list[int], prompts: int = 1) -> tuple[SamplingParams, list[int]]:
+        """The request's sampling and prompt, with max_tokens within the context and the KV there is. Raises RowError, InputError.
+
+        prompts: how many prompts the whole request has.
+        """
         sampling = request.sampling or self._sampling
         if sampling.logit_bias:
             ids = [token_id for token_id, _ in sampling.logit_bias]
@@ -169,6 +174,7 @@ class Generation:
         if count >= context:
             raise RowError(f"the prompt has {count} tokens, the context holds {context}")
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - count))
+        sampling.check_result_size(prompts)
         pool = longest_sequence(policy, self._parts.memory, self._parts.compute_tier)
         if count + sampling.max_tokens - 1 > pool:
             raise RowError(

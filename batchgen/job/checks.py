@@ -11,7 +11,7 @@ from batchgen.core.units import format_bytes, size_bytes
 from batchgen.distributed.launch import rank_of_environment
 from batchgen.job.destination import Destination
 from batchgen.job.failures import FailureLimit
-from batchgen.job.files import check_files
+from batchgen.job.files import check_files, is_device
 from batchgen.job.options import JobOptions, flag_of, options_of, seconds
 from batchgen.output.run_directory import check_output
 from batchgen.runtime.grammar import check_grammar
@@ -80,6 +80,7 @@ def check_options(options: JobOptions) -> None:
     _check_ranks(options)
     check_grammar(options.sampling)
     _check_path("--report", options.report)
+    _check_path("--report-html", options.report_html)
     _check_path("--trace", options.trace)
     FailureLimit.parse(options.max_failed)
     if options.max_time is not None:
@@ -146,7 +147,7 @@ def _check_task(options: JobOptions) -> None:
 
 def _check_path(flag: str, path: str | None) -> None:
     """Raises InputError now rather than after hours of running."""
-    if path and Path(path).is_char_device():
+    if path and is_device(path):
         return
-    if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+    if path and (os.path.isdir(path) or not os.access(Path(path).absolute().parent, os.W_OK)):
         raise InputError(f"{flag} {path} cannot be written: give a file in a directory that exists")

@@ -20,26 +20,14 @@ from typing import Any
 
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import BatchgenError, InputError, one_line
+from batchgen.core.text import without_credentials
 from batchgen.dataset.paths import InputPaths
-from batchgen.dataset.storage import file_system, is_url
+from batchgen.dataset.storage import file_system, is_url, version
 from batchgen.job.options import JobOptions
 from batchgen.models.files import cache_dir
 from batchgen.output.run_directory import errors_path, run_directory
 
 STANDARD_OUTPUT = "-"
-# What file systems say of a file's contents or of when they were written, the surest first.
-_TAGS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "content_md5",
-    "blob_id",
-    "LastModified",
-    "last_modified",
-    "updated",
-    "mtime",
-    "created",
-)
 
 
 def local_output(name: str) -> str | Path:
@@ -47,6 +35,16 @@ def local_output(name: str) -> str | Path:
     if name == STANDARD_OUTPUT:
         raise InputError("jobs of standard output are not told apart by it: status is for outputs with a name")
     return Destination(name).local_path() if is_url(name) else name
+
+
+def make_output_folder(folder: Path) -> None:
+    """Make a folder of the cache directory, in which outputs without a file of their own lie. Raises InputError."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot make {folder} ({error.strerror}): set BATCHGEN_CACHE to a directory that you can write to"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,11 @@ class Destination:
             raise InputError(f"--output {self.name} is a part of the input: give another place, which no run reads")
         try:
             there = bool(system.exists(inner))
-            changed = [url for url, copied in _copies(path).items() if _version(url) not in ("", copied["there"])]
+            urls = {without_credentials(url): url for url in (self.name, self._errors_url(path))}
+            noted = {urls[name]: copied["there"] for name, copied in _copies(path).items() if name in urls}
+            changed = [url for url, there_then in noted.items() if version(url) not in ("", there_then)]
         except Exception as error:  # each file system has errors of its own
-            raise InputError(f"--output {self.name} cannot be reached: {_reason(error)}") from error
+            raise InputError(f"--output {self.name} cannot be reached: {_reason(error, self.name)}") from error
         if there and not options.overwrite and not run_directory(path).exists():
             raise InputError(
                 f"{self.name} exists and is not the output of this job: move it, give another --output, "
@@ -93,13 +93,16 @@ class Destination:
             raise InputError(
                 f"{changed[0]} was changed since this job wrote it: move it away and run again, or replace it with --overwrite"
             )
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_output_folder(path.parent)
 
     def names(self, output: Path, *, errors_file: bool) -> dict[str, Any]:
         """What a report calls the output and its file of errors."""
-        folder, _, _ = self.name.rpartition("/")
-        errors_name = f"{folder}/{errors_path(output).name}" if errors_file and not self.is_stdout else None
-        return {"output": self.name, "errors_output": errors_name}
+        names = [self.name, self._errors_url(output) if errors_file and not self.is_stdout else None]
+        output_name, errors_name = (name and without_credentials(name) for name in names)
+        return {"output": output_name, "errors_output": errors_name}
+
+    def _errors_url(self, output: Path) -> str:
+        return f"{self.name.rpartition('/')[0]}/{errors_path(output).name}"
 
     def put(self, output: Path, *, errors_file: bool) -> bool:
         """Copy a whole output there, and its file of errors, unless they are there already; returns whether they were missing at a URL.
@@ -115,15 +118,14 @@ class Destination:
                         shutil.copyfileobj(file, sys.stdout.buffer)
                 sys.stdout.buffer.flush()
                 return False
-            names = self.names(output, errors_file=errors_file)
-            urls = [url for url in (names["output"], names["errors_output"]) if url is not None]
+            urls = [self.name, self._errors_url(output)][: len(paths)]
             return _copy(dict(zip(urls, paths, strict=True)), output)
         except Exception as error:  # each file system has errors of its own
             where = "standard output" if self.is_stdout else self.name
             if isinstance(error, BrokenPipeError):  # or the interpreter would try again as it ends, and exit with 120
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise BatchgenError(
-                f"cannot write {where} ({_reason(error)}): all rows are kept, the same command tries again"
+                f"cannot write {where} ({_reason(error, self.name)}): all rows are kept, the same command tries again"
             ) from error
 
     def _is_read(self, inner: str, given: object) -> bool:
@@ -136,22 +138,26 @@ class Destination:
 
     def local_path(self) -> Path:
         digest = hashlib.sha256(self.name.encode()).hexdigest()
-        return cache_dir() / "outputs" / digest[:32] / self.name.rpartition("/")[2]
+        return cache_dir() / "outputs" / digest[:32] / without_credentials(self.name).rpartition("/")[2]
 
 
 def _copy(files: dict[str, Path], output: Path) -> bool:
     """Copy files to their URLs, where they are not there as they were noted. Raises whatever a file system does."""
     here = {url: f"{path.stat().st_size} {path.stat().st_mtime_ns}" for url, path in files.items()}
-    if _copies(output) == {url: {"here": here[url], "there": _version(url)} for url in files}:
+    if _copies(output) == _copies_now(here):
         return False
     note = _note(output)
     note.unlink(missing_ok=True)  # should this be cut short, nothing is known of what is there
     for url, path in files.items():
         system, inner = file_system(url)
         system.put_file(str(path), inner)
-    copies = {url: {"here": here[url], "there": _version(url)} for url in files}
-    write_atomically(note, json.dumps(copies, indent=1).encode())
+    write_atomically(note, json.dumps(_copies_now(here), indent=1).encode())
     return True
+
+
+def _copies_now(here: dict[str, str]) -> dict[str, dict[str, str]]:
+    """What `_copies` is to tell. here: of each URL, what tells the file that was copied to it."""
+    return {without_credentials(url): {"here": here[url], "there": version(url)} for url in here}
 
 
 def _note(output: Path) -> Path:
@@ -159,23 +165,13 @@ def _note(output: Path) -> Path:
 
 
 def _copies(output: Path) -> dict[str, dict[str, str]]:
-    """Of each URL that a file was copied to: the file then, and what was there after it; nothing where that is not known."""
+    """Of each URL that a file was copied to, its credentials hidden: the file then, and what was there after it; nothing where that is not known."""
     with contextlib.suppress(OSError, ValueError):
         copies: dict[str, dict[str, str]] = json.loads(_note(output).read_bytes())
         return copies
     return {}
 
 
-def _version(url: str) -> str:
-    """What differs once the file at a URL does; "" where there is none. Raises whatever a file system does."""
-    system, inner = file_system(url)
-    system.invalidate_cache()
-    if not system.exists(inner):
-        return ""
-    info = system.info(inner)
-    tag = next((info[name] for name in _TAGS if info.get(name) is not None), "")
-    return f"{info.get('size')} {tag}"
-
-
-def _reason(error: Exception) -> str:
-    return one_line(getattr(error, "strerror", None) or error) or type(error).__name__
+def _reason(error: Exception, url: str) -> str:
+    text = without_credentials(str(getattr(error, "strerror", None) or error), url)
+    return one_line(text) or type(error).__name__

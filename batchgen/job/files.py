@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +47,7 @@ def check_files(
             raise InputError(f"{flag} - is no file: a page needs one, such as {flag} page.html")
     inputs = InputPaths.of(job.input)
     texts = {"--report": job.report, "-o": plan_file, "--report-html": job.report_html, "--html": plan_page}
-    written = [(flag, path) for flag, path in _written(job, texts, errors_file) if not path.is_char_device()]
+    written = [(flag, path) for flag, path in _written(job, texts, errors_file) if not is_device(path)]
     for i, (flag, path) in enumerate(written):
         if reason := inputs.includes(path):
             raise InputError(f"{flag} {path} {reason}: give a file elsewhere, which no run reads or replaces")
@@ -57,6 +59,13 @@ def check_files(
                 raise InputError(f"{flag} {path} is the file of {other} too: give another name")
     if job.output is not None:
         _check_run_directory(job, Path(job.output), inputs, written)
+
+
+def is_device(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a device such as /dev/null, which is written to and not replaced; what may not be looked at is none."""
+    with contextlib.suppress(OSError):
+        return stat.S_ISCHR(os.stat(path).st_mode)
+    return False
 
 
 def write_text(text: str, path: str, flag: str) -> None:
@@ -72,7 +81,7 @@ def write_text(text: str, path: str, flag: str) -> None:
     """
     target, content = Path(path), text.encode()
     try:
-        if target.is_char_device():  # /dev/null: no file must take its place
+        if is_device(target):  # /dev/null: no file must take its place
             target.write_bytes(content)
         else:
             write_atomically(target, content)

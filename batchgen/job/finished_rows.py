@@ -55,7 +55,7 @@ def finished_rows(parts_dir: Path, source: RequestSource, task: str) -> Finished
     prompts: Counter[int] = Counter()
     outputs: Counter[int] = Counter()
     seen, candidates = RowMap(np.uint8), dict[int, Path]()  # row -> its part
-    shown = _FROM_FIRST + next(source.dataset.batches(0, 1), (0, None))[0]  # a shard begins later
+    shown = _FROM_FIRST + next(source.batches(0, 1), (0, None))[0]  # a shard begins later
     made, lengths_made = _MADE[task]
     for path in reversed(part_paths(parts_dir)):
         with contextlib.suppress(DamagedPart):
@@ -94,7 +94,7 @@ def _prompts(source: RequestSource, rows: Set[int]) -> dict[int, str]:
     """The prompts of rows, as text."""
     found: dict[int, str] = {}
     last = max(rows, default=-1)
-    for first, batch in source.dataset.batches(0):
+    for first, batch in source.batches(0):
         if first > last:
             break
         for row, request in enumerate(source.requests_of(batch, first), first):

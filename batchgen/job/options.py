@@ -73,7 +73,7 @@ _KV_DTYPES = ("auto", "int8", "int4")
 _STYLES = ("auto", "plain", "none")
 _MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
 _INPUT_HELP = (
-    "Parquet, JSONL or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset; OpenAI batch JSONL;"
+    "Parquet, JSONL, JSON array or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset; OpenAI batch JSONL;"
     " - is stdin."
 )
 _QUANTIZATION_HELP = (
@@ -209,6 +209,12 @@ class JobOptions:
         help="A line that is no JSON object: stop before the first row, or note it as a row that failed and go on.",
     )
     input_format: str | None = _option(INPUT, _ROWS, choices=("parquet", "jsonl", "csv", "datasets", "openai"))
+    csv_delimiter: str | None = _option(
+        INPUT,
+        _ROWS,
+        metavar="CHAR",
+        help="What stands between the fields of CSV files: a character, or tab [default: a comma, a tab in .tsv files, or what gives columns].",
+    )
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     sampling_column: str | None = _option(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from batchgen.core.errors import InputError
+from batchgen.core.text import without_credentials
 from batchgen.core.units import format_seconds
 from batchgen.job.eta import Expected, Seen, progress_of, remaining_s
 
@@ -144,9 +145,10 @@ class Progress:
         self._clock.restart(expected)
 
     def say(self, line: str) -> None:
-        """A line of its own, above the bar if there is one."""
+        """A line of its own, above the bar if there is one. Credentials of URLs in it are hidden."""
         if self._silent:
             return
+        line = without_credentials(line)
         if self._bar is not None:
             self._bar.write(line, file=self._stream)
         else:

@@ -26,7 +26,7 @@ from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
 from batchgen.job.checks import check_job
-from batchgen.job.destination import Destination
+from batchgen.job.destination import Destination, make_output_folder
 from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
@@ -55,7 +55,6 @@ from batchgen.planner.explain import headline, kernel_headline
 from batchgen.share.run import SharedRun
 
 if TYPE_CHECKING:
-    from batchgen.dataset import Dataset
     from batchgen.distributed.group import Group
     from batchgen.models.tokenizer import Tokenizer
 
@@ -171,7 +170,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background,
         progress,
     ):
-        source = open_source(options)
+        source = open_source(options, progress.say)
         if source.is_openai:
             check_files(options, errors_file=True)
         elif options.output is None:  # names of columns, as of a file
@@ -209,11 +208,11 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             check_files(options)
             job = replace(job, resolved=replace(resolved, options=replace(resolved.options, output=output)))
         with open_output(options, output, fingerprint, source, named=named) as state:
-            return _carry_on(job, state, fingerprint["input"])
+            return _carry_on(job, state)
 
 
-def _carry_on(job: _Job, state: Run | SharedRun, identity: dict[str, Any]) -> dict[str, Any]:
-    """Runs the rows that are left and puts the output together; returns the report. identity: of the input, as it was at first."""
+def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
+    """Runs the rows that are left and puts the output together; returns the report."""
     keep(lambda: _kept(state))
     for notice in state.notices:
         job.progress.say(notice)
@@ -263,17 +262,9 @@ def _carry_on(job: _Job, state: Run | SharedRun, identity: dict[str, Any]) -> di
         columns=job.source.columns,
         prefix=job.options.output_prefix,
         format_row=job.source.format_row,
-        before_replacing=lambda: _check_input(job.source.dataset, identity),
+        before_replacing=job.source.dataset.check,
     )
     return job.ended(state, engine, plan, "complete")
-
-
-def _check_input(dataset: Dataset, identity: dict[str, Any]) -> None:
-    """Refuse an output whose rows are of one input and their results of another. Raises InputError."""
-    if dataset.format != "datasets" and dataset.identity() != identity:  # those of the datasets library do not change
-        raise InputError(
-            "the input was changed while the job ran: put back what it was and run the same command again, or start anew with --overwrite"
-        )
 
 
 def _kernel_lines(plan: Plan) -> list[str]:
@@ -321,7 +312,7 @@ def _cached_output(fingerprint: dict[str, Any], suffix: str) -> Path:
     if "head_sha256" in fingerprint["input"]:
         raise InputError("the input is a stream, of which only the first rows tell it from others: give an output")
     folder = cache_dir() / "outputs"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_output_folder(folder)
     return folder / f"{json_sha256(fingerprint)[:32]}{suffix}"
 
 
@@ -458,7 +449,7 @@ def _too_many(reason: str, report: dict[str, Any]) -> str:
 def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
     """Shows what a run would do with the first row, without reading weights or writing anything."""
     name, say = job.resolved.files.name, job.progress.say
-    first, batch = next(job.source.dataset.batches(0, 1), (0, None))
+    first, batch = next(job.source.batches(0, 1), (0, None))
     request = Request("", error="there is none") if batch is None else next(job.source.requests_of(batch, first))
     if request.error is not None:
         prompt, num_tokens, what = f"(row {first} would fail: {request.error})", 0, ""

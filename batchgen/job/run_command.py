@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from batchgen.core.text import without_credentials
 from batchgen.job.options import JobOptions, Option, options_of
 
 # What is left to the machine where the job is run: it is measured there.
@@ -13,7 +14,7 @@ _PLACEHOLDERS = {"input": "INPUT", "output": "OUTPUT"}
 
 
 def run_command(options: JobOptions, **more: Any) -> str:
-    """`batchgen run` with the options that are not defaults.
+    """`batchgen run` with the options that are not defaults; credentials of URLs are hidden.
 
     Args:
         options: The job's; where it has no input or output, a word stands for it.
@@ -28,7 +29,7 @@ def run_command(options: JobOptions, **more: Any) -> str:
             value = _PLACEHOLDERS.get(option.name)
         if option.name in _OF_THE_PLAN or value == option.default:
             continue
-        words += _words(option, files.get(option.flag, value))
+        words += map(without_credentials, _words(option, files.get(option.flag, value)))
     return shlex.join(words)
 
 

@@ -17,8 +17,6 @@ from batchgen.share.run import SharedRun, open_shared_run
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from batchgen.dataset import Dataset
-
 
 def open_output(
     options: JobOptions, output: str | Path, fingerprint: dict[str, Any], source: RequestSource, *, named: bool
@@ -65,7 +63,7 @@ def requests_left(
     if isinstance(state, Run):
         yield from source.requests(state.done_rows)
         return
-    reader = _Reader(source.dataset)
+    reader = _Reader(source)
     for rows in state.claims(ahead, should_stop):
         if rows is None:
             yield None
@@ -80,15 +78,15 @@ def requests_left(
 class _Reader:
     """Ranges of rows of an input that is read once where they ascend, as most do."""
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
+    def __init__(self, source: RequestSource) -> None:
+        self._source = source
         self._batches: Iterator[tuple[int, pa.RecordBatch]] = iter(())
         self._current: tuple[int, pa.RecordBatch] | None = None
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         """(first row, batch) of rows start to stop - 1, in order."""
         if self._current is None or start < self._current[0]:
-            self._batches = self._dataset.batches(start)
+            self._batches = self._source.batches(start)
             self._current = next(self._batches, None)
         while self._current is not None and self._current[0] < stop:
             first, batch = self._current

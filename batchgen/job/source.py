@@ -19,6 +19,8 @@ from batchgen.output.formats import check_writable
 from batchgen.output.join import output_schema
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from batchgen.dataset.prompts import PromptSpec
     from batchgen.job.options import JobOptions
     from batchgen.models.config import ModelConfig
@@ -63,9 +65,13 @@ class RequestSource:
             output_schema(self.dataset.schema, columns, options.output_prefix)
         return replace(self, columns=columns)
 
+    def batches(self, start_row: int = 0, batch_rows: int = 1024) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """`Dataset.batches` with the columns alone that requests are made of."""
+        return self.dataset.batches(start_row, batch_rows, self.reads)
+
     def requests(self, done: DoneRows) -> Iterator[Request | ScoreRequest]:
         """Requests for every row not in `done`, each with its row's number."""
-        for first, batch in self.dataset.batches(done.next_unfinished(0)):
+        for first, batch in self.batches(done.next_unfinished(0)):
             needed = [row not in done for row in range(first, first + batch.num_rows)]
             if not any(needed):
                 continue
@@ -74,8 +80,16 @@ class RequestSource:
                     yield replace(request, row=first + offset)
 
 
-def open_source(options: JobOptions) -> RequestSource:
-    """Open a job's input, and check what can be checked of it, its prompts and the columns of the output. Raises InputError."""
+def open_source(options: JobOptions, notify: Callable[[str], None] = lambda line: None) -> RequestSource:
+    """Open a job's input, and check what can be checked of it, its prompts and the columns of the output.
+
+    Args:
+        options: The job's.
+        notify: Is given lines on how the input was understood.
+
+    Raises:
+        InputError: It cannot be read, or does not have what the options name.
+    """
     given = StandardInput(options.input_format) if options.input == STANDARD_INPUT else None
     dataset = open_dataset(
         given.path if given else options.input,
@@ -84,9 +98,12 @@ def open_source(options: JobOptions) -> RequestSource:
         limit=options.limit,
         shard=parse_shard(options.shard) if options.shard else None,
         on_bad_line=options.on_bad_line,
+        csv_delimiter=options.csv_delimiter,
     )
     if given is not None:
         weakref.finalize(dataset, given.close)
+    for line in dataset.notices:
+        notify(line)
     if dataset.format == "openai":
         return _openai_source(options, dataset)
 

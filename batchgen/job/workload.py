@@ -15,7 +15,6 @@ from batchgen.engine.encode import encode_all, encode_prompt
 from batchgen.engine.scoring import paths_to_run, tokens_of
 
 if TYPE_CHECKING:
-    from batchgen.dataset import Dataset
     from batchgen.job.options import JobOptions
     from batchgen.job.source import RequestSource
     from batchgen.models.tokenizer import Tokenizer
@@ -152,20 +151,20 @@ def _sequences(
 
 
 def _sample(source: RequestSource) -> Iterator[Iterator[Request | ScoreRequest]]:
-    for first, batch in _sampled_batches(source.dataset):
+    for first, batch in _sampled_batches(source):
         yield source.requests_of(batch, first)
 
 
-def _sampled_batches(dataset: Dataset) -> Iterator[tuple[int, Any]]:
+def _sampled_batches(source: RequestSource) -> Iterator[tuple[int, Any]]:
     """Stretches spread over a Parquet file, which can be read from anywhere; the first rows of anything else."""
-    rows = dataset.num_rows
-    if dataset.format != "parquet" or rows is None or rows <= _STRETCHES * _STRETCH_ROWS:
-        yield from _first_rows(dataset.batches(0, _STRETCH_ROWS), _STRETCHES * _STRETCH_ROWS)
+    rows = source.dataset.num_rows
+    if source.dataset.format != "parquet" or rows is None or rows <= _STRETCHES * _STRETCH_ROWS:
+        yield from _first_rows(source.batches(0, _STRETCH_ROWS), _STRETCHES * _STRETCH_ROWS)
         return
-    start = next(dataset.batches(0, 1))[0]  # a shard does not begin at row 0
+    start = next(source.batches(0, 1))[0]  # a shard does not begin at row 0
     for k in range(_STRETCHES):
         offset = k * (rows - _STRETCH_ROWS) // (_STRETCHES - 1)
-        yield from _first_rows(dataset.batches(start + offset, _STRETCH_ROWS), _STRETCH_ROWS)
+        yield from _first_rows(source.batches(start + offset, _STRETCH_ROWS), _STRETCH_ROWS)
 
 
 def _first_rows(batches: Iterator[tuple[int, Any]], count: int) -> Iterator[tuple[int, Any]]:

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from batchgen._version import __version__
 from batchgen.core.atomic_file import write_atomically
+from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.typed_json import parse_json, read_typed
@@ -94,6 +95,13 @@ def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
         if old_text != new_text:
             changes.append(f"{name} was {_cut(old_text, new_text)}, now {_cut(new_text, old_text)}")
     return "; ".join(changes)
+
+
+def without_lists(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """A fingerprint whose size does not grow with the input: of its files and partitions, how many there are and one digest of all."""
+    given = fingerprint.get("input", {})
+    lists = {name: {"count": len(v), "sha256": json_sha256(v)} for name, v in given.items() if isinstance(v, list)}
+    return {**fingerprint, "input": given | lists} if lists else fingerprint
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:

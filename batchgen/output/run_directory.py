@@ -30,7 +30,7 @@ from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.error_kinds import ErrorKind, error_kinds
 from batchgen.output.formats import output_format
 from batchgen.output.join import Dataset, FormatRow, join, join_formatted
-from batchgen.output.manifest import DamagedManifest, Manifest, describe_changes, read_kernels
+from batchgen.output.manifest import DamagedManifest, Manifest, describe_changes, read_kernels, without_lists
 from batchgen.output.part_writer import PartWriter
 from batchgen.output.parts import (
     DamagedPart,
@@ -73,7 +73,7 @@ def run_directory(output_path: Path) -> Path:
 
 def target_path(output_path: Path) -> Path:
     """The file that is written: what a link points to, and the link is kept."""
-    return Path(os.path.realpath(output_path)) if output_path.is_symlink() else output_path
+    return Path(os.path.realpath(output_path)) if os.path.islink(output_path) else output_path
 
 
 def open_run(
@@ -140,6 +140,14 @@ def check_output(output_path: str | os.PathLike[str], *, overwrite: bool = False
     """
     target = target_path(Path(output_path))
     output_format(target)
+    try:
+        _check_output(target, overwrite=overwrite, shared=shared)
+    except OSError as error:
+        raise _unwritable(run_directory(target), error.strerror) from error
+
+
+def _check_output(target: Path, *, overwrite: bool, shared: bool) -> None:
+    """`check_output` of a file that is written. Raises OSError as well."""
     _check_targets((target,))
     directory = run_directory(target)
     if not directory.exists():
@@ -271,7 +279,7 @@ class Run:
                 if format_row is not None:
                     totals = join_formatted(dataset, self.parts_dir, files[0], files[1], format_row)
                 else:
-                    origin = {"version": __version__, "fingerprint": self._manifest.fingerprint}
+                    origin = {"version": __version__, "fingerprint": without_lists(self._manifest.fingerprint)}
                     totals = join(
                         dataset, self.parts_dir, files[0], output_format(self.output_path),
                         columns=columns, prefix=prefix, note=json.dumps(origin, sort_keys=True),

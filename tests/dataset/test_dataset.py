@@ -722,20 +722,6 @@ def test_identity_is_of_content_and_name(tmp_path):
     assert str(tmp_path) not in json.dumps(open_dataset(first).identity())
 
 
-def test_identity_of_a_large_file_samples_head_tail_and_between(tmp_path):
-    path = tmp_path / "big.jsonl"
-    line = json.dumps({"a": "x" * 100_000}).encode() + b"\n"
-    path.write_bytes(line * 700)  # 70 MB
-    size = path.stat().st_size
-    seen = {open_dataset(path, limit=1).identity()["files"][0]["sha256"]}
-    for offset in (20, size // 65 + 30_000, size - 5_000):
-        with open(path, "r+b") as file:
-            file.seek(offset)
-            file.write(b"y")
-        seen.add(open_dataset(path, limit=1).identity()["files"][0]["sha256"])
-    assert len(seen) == 4
-
-
 def test_identity_of_saved_and_streamed_datasets(tmp_path):
     table = datasets.Dataset.from_dict({"a": [1, 2, 3]})
     table.save_to_disk(tmp_path / "x")
@@ -879,15 +865,6 @@ def test_directories_may_be_added_after_those_that_were_there(tmp_path):
     assert begins(tmp_path / "in", was)
     os.rename(tmp_path / "in" / "day=1", tmp_path / "in" / "day=0")
     assert not begins(tmp_path / "in", was)
-
-
-def test_large_files_are_compared_by_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr("batchgen.dataset.identity._HASH_WHOLE_BYTES", 1000)
-    monkeypatch.setattr("batchgen.dataset.identity._HASH_SAMPLE_BYTES", 40)
-    rows = [row(i) for i in range(200)]
-    path = write_jsonl(tmp_path / "in.jsonl", rows[:100])
-    was = open_dataset(path).identity()
-    assert begins(write_jsonl(path, rows), was) and not begins(write_jsonl(path, [*rows[:99], *rows[100:]]), was)
 
 
 def test_what_cannot_grow(tmp_path):

@@ -325,3 +325,29 @@ def test_ids_are_repeatable_and_differ_by_row():
     assert ids("a", 0) == ids("a", 0)
     several = [ids("a", 0), ids("a", 1), ids("b", 0), ids(None, 0)]
     assert len({i for found in several for i in found}) == 12
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"n": 10**8}, "n must be between"),
+        ({"n": 10**8, "best_of": 10**8}, "n must be between"),
+        ({"prompt": ["a"] * 200, "n": 100, "temperature": 1}, "more than 16384 samples"),
+        ({"logprobs": 10**8}, "logprobs must be"),
+        ({"top_k": 10**30}, "top_k must be"),
+        ({"temperature": 10**400}, "temperature is too large"),
+        ({"stop": ["x"] * 10**5}, "stop must be"),
+        ({"stop_token_ids": list(range(10**5))}, "stop_token_ids must be"),
+        ({"logit_bias": {"7": 10**400}}, "logit_bias must"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_line_that_asks_for_more_than_a_machine_has_fails_by_name_and_others_run(fields, named):
+    def line(name, body):
+        return line_to_row(
+            {"custom_id": name, "method": "POST", "url": COMPLETIONS_URL, "body": {"prompt": "Hi", **body}}
+        )
+
+    batch = pa.RecordBatch.from_pylist([line("bad", fields), line("good", {})])
+    bad, good = rows_to_requests(batch, 0, JOB)
+    assert named in bad.error and len(bad.error) <= 400 and good.error is None

@@ -12,9 +12,13 @@ import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
 from batchgen.dataset.files import suggestion
+from batchgen.dataset.identity import InputFiles
 from batchgen.dataset.json_types import infer_schema
 from batchgen.dataset.row_batches import row_reader, to_json
-from batchgen.dataset.source import ReadRows, Source, conform, naming
+from batchgen.dataset.source import ReadRows, Source, conform, naming, rows_of_batch, schema_of
+
+# Streams do not tell how large their rows are: so many are read at once.
+_STREAM_ROWS = 64
 
 
 def saved_source(name: str, split: str | None, limit: int | None) -> Source:
@@ -79,15 +83,24 @@ def files_behind(dataset: Any) -> list[str]:
 def _table_source(dataset: Any) -> Source:
     dataset = dataset.with_format(None)
     schema = dataset.features.arrow_schema  # its metadata has the features: they are kept in the output
+    # The fingerprint tells how the dataset was made, not what is in the files that it maps into memory.
+    files = InputFiles(list(dict.fromkeys(files_behind(dataset))))
 
-    def read(start_row: int, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        rest = dataset.select(range(start_row, len(dataset))).with_format("arrow")
-        return _table_batches(rest.iter(batch_rows), schema, start_row)
+    def read(start_row: int, batch_rows: int, names: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
+        wanted = schema_of(schema, names)
+        rest = dataset.select(range(start_row, len(dataset))).select_columns(names).with_format("arrow")
+        size_bytes = dataset.data.select(names).nbytes  # of all rows there, of which some may be selected
+        tables = rest.iter(rows_of_batch(size_bytes, dataset.data.num_rows, batch_rows))
+        for first, batch in _table_batches(tables, wanted, start_row):
+            for path in files:
+                files.check(path)
+            yield first, batch
 
     def identity() -> dict[str, Any]:
-        return {"fingerprint": dataset._fingerprint, "rows": len(dataset)}
+        in_files = files.identity() if files else {}
+        return {"fingerprint": dataset._fingerprint, "rows": len(dataset), **in_files}
 
-    return Source("datasets", schema, len(dataset), read, identity)
+    return Source("datasets", schema, len(dataset), read, identity, check=files.check_all)
 
 
 def _iterable_source(dataset: Any, name: str, limit: int | None) -> Source:
@@ -97,22 +110,26 @@ def _iterable_source(dataset: Any, name: str, limit: int | None) -> Source:
     if dataset.features is not None:
         schema, total = dataset.features.arrow_schema, None
 
-        def stream(start_row: int, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        def stream(start_row: int, batch_rows: int, names: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
+            wanted = schema_of(schema, names)
             with naming(name):
-                yield from _table_batches(dataset.with_format("arrow").iter(batch_rows), schema, 0)
+                tables = dataset.select_columns(names).with_format("arrow").iter(min(batch_rows, _STREAM_ROWS))
+                yield from _table_batches(tables, wanted, 0)
 
         read = stream
     else:
 
-        def rows_from(start_row: int) -> Iterator[dict[str, Any]]:
+        def rows_from(start_row: int) -> Iterator[tuple[str, dict[str, Any]]]:
             with naming(name):
-                yield from itertools.islice(dataset, start_row, None)
+                yield from ((name, row) for row in itertools.islice(dataset, start_row, None))
 
-        schema, total = infer_schema(itertools.islice(rows_from(0), limit), name)
-        read = row_reader(rows_from, schema, total, name)
+        schema, total = infer_schema((row for _, row in itertools.islice(rows_from(0), limit)), name)
+        read = row_reader(rows_from, schema, total)
 
     def identity() -> dict[str, Any]:
-        head: list[dict[str, Any]] = next((batch.slice(0, 64).to_pylist() for _, batch in read(0, 64)), [])
+        head: list[dict[str, Any]] = next(
+            (batch.slice(0, 64).to_pylist() for _, batch in read(0, 64, schema.names)), []
+        )
         return {"head_sha256": hashlib.sha256(to_json(head).encode()).hexdigest()}
 
     return Source("datasets", schema, total, read, identity)

@@ -1,4 +1,4 @@
-"""JSON lines, of which OpenAI batch files are one kind.
+"""JSON lines, of which OpenAI batch files are one kind, and files that are one JSON array of objects.
 
 They are read twice: when opened, to find every error, count the rows and find one type per column that holds
 for all of them, and then for the rows.
@@ -8,29 +8,36 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import io
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.text import repair_surrogates
 from batchgen.dataset.bad_lines import BadLine
-from batchgen.dataset.identity import files_begin_with, files_identity, sizes_of
+from batchgen.dataset.identity import InputFiles
+from batchgen.dataset.json_array import array_elements
 from batchgen.dataset.json_types import infer_schema
 from batchgen.dataset.openai_batch import COLUMNS, line_to_row
 from batchgen.dataset.partitions import Partitions
-from batchgen.dataset.row_batches import row_reader
+from batchgen.dataset.row_batches import row_reader, to_json
 from batchgen.dataset.source import Source, check_same_columns, naming
 from batchgen.dataset.storage import open_bytes
+
+# How a file begins that is one array of objects, after a byte order mark. A line that is an array of anything else is no row.
+_ARRAY = re.compile(rb"\s*\[\s*[{\]]")
 
 
 def json_source(paths: list[str], limit: int | None, on_bad_line: str, partitions: Partitions) -> Source:
     """JSON lines files as one input. Raises InputError, naming the line that is not valid, unless these are to be skipped."""
     columns: dict[str, set[str]] = {}
-    sizes = sizes_of(paths)
+    files = InputFiles(paths, partitions, may_get_lines=True)
 
     def noting_columns(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
         for path, row in rows:
@@ -52,31 +59,24 @@ def json_source(paths: list[str], limit: int | None, on_bad_line: str, partition
     if columns:
         check_same_columns(columns)
 
-    def whole_rows(start_row: int) -> Iterator[dict[str, Any]]:
+    def whole_rows(start_row: int) -> Iterator[tuple[str, dict[str, Any]]]:
         for path, row in rows_from(start_row):
-            yield row if isinstance(row, BadLine) else row | partitions.row(path)
+            yield path, row if isinstance(row, BadLine) else row | partitions.row(path)
 
-    read = row_reader(whole_rows, schema, total, paths[0])
-    return Source(
-        "jsonl",
-        schema,
-        total,
-        read,
-        lambda: files_identity(paths, partitions, sizes),
-        begins_with=lambda now, was: files_begin_with(paths, now, was, may_get_lines=True),
-    )
+    read = row_reader(whole_rows, schema, total, files.check)
+    return Source("jsonl", schema, total, read, files.identity, begins_with=files.begin_with, check=files.check_all)
 
 
 def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail") -> Source:
     """Rows as `line_to_row` gives them; what is wrong with one shows when it is made into a request."""
     seen, duplicates, total = set(), set(), 0
-    sizes = sizes_of(paths)
+    files = InputFiles(paths, may_get_lines=True)
 
-    def rows_from(start_row: int) -> Iterator[dict[str, Any]]:
-        for _, line in _json_rows(paths, on_bad_line, start_row):
-            yield line if isinstance(line, BadLine) else line_to_row(line)
+    def rows_from(start_row: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        for path, line in _json_rows(paths, on_bad_line, start_row):
+            yield path, line if isinstance(line, BadLine) else line_to_row(line)
 
-    for row in itertools.islice(rows_from(0), limit):
+    for _, row in itertools.islice(rows_from(0), limit):
         custom_id = row.get("custom_id")
         if custom_id is not None:
             digest = hashlib.blake2b(custom_id.encode(), digest_size=8).digest()  # ids may be long
@@ -85,15 +85,16 @@ def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail"
             seen.add(digest)
         total += 1
     schema = pa.schema([(name, pa.string()) for name in COLUMNS])
-    read = row_reader(rows_from, schema, total, paths[0])
+    read = row_reader(rows_from, schema, total, files.check)
     return Source(
         "openai",
         schema,
         total,
         read,
-        lambda: files_identity(paths, sizes=sizes),
+        files.identity,
         frozenset(duplicates),
-        begins_with=lambda now, was: files_begin_with(paths, now, was, may_get_lines=True),
+        begins_with=files.begin_with,
+        check=files.check_all,
     )
 
 
@@ -105,40 +106,75 @@ def looks_like_openai(path: str, on_bad_line: str = "fail") -> bool:
     return all(name in row for name in COLUMNS)
 
 
+@dataclass(frozen=True)
+class _Record:
+    """A row of a file before it is known to be one: a line that is not parsed, or an element. where: its file and number."""
+
+    path: str
+    where: str
+    line: bytes | None = None
+    element: Any = None
+
+    def row(self) -> dict[str, Any]:
+        """Its columns. Raises InputError."""
+        value = self.element if self.line is None else _parse_line(self.where, self.line)
+        if not isinstance(value, dict):
+            raise InputError(f"{self.where} is not a JSON object: write one object a line, its keys the columns")
+        return value
+
+    def text(self) -> str:
+        return to_json(self.element) if self.line is None else self.line.decode(errors="replace").strip()
+
+
 def _json_rows(paths: list[str], on_bad_line: str, start_row: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file, row) from a row on; the lines before it are not parsed. Rows may be `BadLine` where these are skipped."""
-    lines = ((path, number, line) for path in paths for number, line in _numbered_lines(path))
-    for path, number, line in itertools.islice(lines, start_row, None):
+    """(file, row) from a row on; lines before it are not parsed. Rows may be `BadLine` where these are skipped."""
+    records = (record for path in paths for record in _records(path))
+    for record in itertools.islice(records, start_row, None):
         try:
-            row = _parse_object(path, number, line)
+            row = record.row()
         except InputError as error:
             if on_bad_line == "fail":
                 raise InputError(f"{error} (--on-bad-line skip notes it and goes on)") from error
-            row = BadLine(f"{error}; the line: {line.decode(errors='replace').strip()}")
-        yield path, row
+            row = BadLine(f"{error}; the line: {record.text()}")
+        yield record.path, row
 
 
-def _numbered_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, line) of the lines that are not blank."""
+def _records(path: str) -> Iterator[_Record]:
     with naming(path), open_bytes(path) as file:
-        for number, line in enumerate(file, 1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
-                yield number, line
+        head = file.peek(1)  # type: ignore[attr-defined]  # which `open_bytes` promises
+        yield from (_elements if _ARRAY.match(head.removeprefix(codecs.BOM_UTF8)) else _lines)(path, file)
 
 
-def _parse_object(path: str, number: int, line: bytes) -> dict[str, Any]:
-    where = f"{path}, line {number}"
+def _lines(path: str, file: BinaryIO) -> Iterator[_Record]:
+    """The lines of a file that are not blank, which are numbered from 1."""
+    for number, line in enumerate(file, 1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if line.strip():
+            yield _Record(path, f"{path}, line {number}", line)
+
+
+def _elements(path: str, file: BinaryIO) -> Iterator[_Record]:
+    """The elements of a file that is one array, which are numbered from 1. Raises InputError where its JSON is not valid."""
+    number = 0
+    try:
+        for number, element in enumerate(array_elements(io.TextIOWrapper(file, encoding="utf-8-sig", newline="")), 1):
+            yield _Record(path, f"{path}, element {number}", element=element)
+    except UnicodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{path} is not valid JSON after element {number} of its array ({one_line(error)}): correct it, or write one object a line"
+        ) from error
+
+
+def _parse_line(where: str, line: bytes) -> Any:
     if line.lstrip().startswith(b"["):
         raise InputError(f"{where} is an array: write one object a line, as jq -c '.[]' does")
     try:
         value = json.loads(line.decode())
-        value = repair_surrogates(value) if b"\\u" in line else value
+        return repair_surrogates(value) if b"\\u" in line else value
     except (ValueError, RecursionError) as error:
         at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        reason = one_line(at)
-        raise InputError(f"{where} is not valid JSON ({reason}): write one object a line") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{where} is not a JSON object: write one object a line, its keys the columns")
-    return value
+        hint = ", as jq -c '.rows[]' does with the array under a document's key rows" if line.strip() == b"{" else ""
+        raise InputError(f"{where} is not valid JSON ({one_line(at)}): write one object a line{hint}") from error

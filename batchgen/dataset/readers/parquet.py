@@ -1,4 +1,4 @@
-"""Parquet files, streamed page by page; row groups before the wanted row are not read."""
+"""Parquet files, streamed page by page; row groups before the wanted row, and columns that nobody wants, are not read."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
-from batchgen.dataset.identity import files_begin_with, files_identity
+from batchgen.dataset.identity import InputFiles
 from batchgen.dataset.partitions import Partitions
-from batchgen.dataset.source import Source, check_same_columns, check_unique, conform, naming
+from batchgen.dataset.source import (
+    Source,
+    check_same_columns,
+    check_unique,
+    conform,
+    naming,
+    rows_of_batch,
+    schema_of,
+)
 from batchgen.dataset.storage import is_url, open_raw
+from batchgen.dataset.unify import unify_schemas
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -21,6 +30,7 @@ _PARQUET_BUFFER_BYTES = 256 << 10  # per column, so that pages are streamed inst
 
 def parquet_source(paths: list[str], partitions: Partitions) -> Source:
     """Parquet files as one input. Raises InputError: damaged, or columns that do not fit together."""
+    files = InputFiles(paths, partitions)
     schema, columns, groups = None, {}, []
     for path in paths:
         with naming(path), _open_parquet(path) as file:
@@ -31,15 +41,18 @@ def parquet_source(paths: list[str], partitions: Partitions) -> Source:
         columns[path] = found.names
         check_same_columns({paths[0]: columns[paths[0]], path: found.names})
         try:
-            schema = found if schema is None else pa.unify_schemas([schema, found])
+            schema = found if schema is None else unify_schemas(schema, found)
         except pa.ArrowException as error:
             reason = one_line(error)
             raise InputError(f"{path} and {paths[0]} differ in a column's type ({reason}): cast it") from error
 
     assert schema is not None  # there is at least one file
     own = schema
+    whole = pa.schema([*own, *partitions.fields])
 
-    def read(start_row: int, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def read(start_row: int, batch_rows: int, names: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
+        # A column of the files' own counts the rows where only those of their directories are wanted.
+        in_files = schema_of(own, names) if set(names) & set(own.names) else pa.schema([own.field(0)])
         first = 0
         for path, sizes in zip(paths, groups, strict=True):
             if first + sum(sizes) <= start_row:
@@ -51,20 +64,26 @@ def parquet_source(paths: list[str], partitions: Partitions) -> Source:
                 skipped += 1
             with naming(path), _open_parquet(path) as file:
                 wanted = list(range(skipped, len(sizes)))
-                for batch in file.iter_batches(batch_rows, row_groups=wanted, use_threads=False):
-                    yield first, partitions.extend(conform(batch, own), path)
+                rows = min(_rows_of_batch(file, group, in_files.names, batch_rows) for group in wanted)
+                for batch in file.iter_batches(rows, row_groups=wanted, columns=in_files.names, use_threads=False):
+                    files.check(path)
+                    yield first, partitions.extend(conform(batch, in_files), path).select(names)
                     first += batch.num_rows
 
     total = sum(map(sum, groups))
-    schema = pa.schema([*own, *partitions.fields])
-    return Source(
-        "parquet",
-        schema,
-        total,
-        read,
-        lambda: files_identity(paths, partitions),
-        begins_with=lambda now, was: files_begin_with(paths, now, was),
-    )
+    return Source("parquet", whole, total, read, files.identity, begins_with=files.begin_with, check=files.check_all)
+
+
+def _rows_of_batch(file: pq.ParquetFile, group: int, names: list[str], batch_rows: int) -> int:
+    """How many rows of a row group are read at once. names: the columns that are."""
+    metadata = file.metadata.row_group(group)
+    size_bytes = metadata.total_byte_size
+    if len(names) < len(file.schema_arrow):
+        chunks = [metadata.column(i) for i in range(metadata.num_columns)]
+        inside = tuple(f"{name}." for name in names)
+        wanted = [c for c in chunks if c.path_in_schema in names or c.path_in_schema.startswith(inside)]
+        size_bytes = sum(chunk.total_uncompressed_size for chunk in wanted)
+    return rows_of_batch(size_bytes, metadata.num_rows, batch_rows)
 
 
 def _open_parquet(path: str) -> pq.ParquetFile:

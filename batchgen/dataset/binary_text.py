@@ -1,0 +1,46 @@
+"""Bytes in text's place: Parquet and Arrow columns of binary type, whose values are UTF-8 or no text."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.core.errors import RowError
+from batchgen.core.text import NotText
+
+
+def is_binary(kind: pa.DataType) -> bool:
+    """Whether values of a type are bytes."""
+    tests = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
+    return any(test(kind) for test in tests)
+
+
+@functools.lru_cache(maxsize=1024)
+def has_binary(kind: pa.DataType) -> bool:
+    """Whether values of a type are bytes, or have some inside."""
+    if pa.types.is_dictionary(kind):
+        return has_binary(kind.value_type)
+    return is_binary(kind) or any(has_binary(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def checked_text(value: Any, column: str) -> Any:
+    """A value as `decoded` gives it, unless it is no text. Raises RowError."""
+    if isinstance(value, NotText):
+        raise RowError(f"column {column!r} has bytes that are not UTF-8 text")
+    return value
+
+
+def decoded(value: Any) -> Any:
+    """A value whose bytes are texts, at any depth; those that are no UTF-8 become `NotText`."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return NotText(value)
+    if isinstance(value, list | tuple):
+        return [decoded(item) for item in value]
+    if isinstance(value, dict):
+        return {name: decoded(item) for name, item in value.items()}
+    return value

@@ -1,0 +1,82 @@
+"""A JSON array, read one element after the other, however long it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from batchgen.core.text import repair_surrogates
+
+_BLOCK_CHARS = 1 << 20
+# A token that the end of what is held may have cut, such as half of an escaped surrogate pair, is no longer.
+_TOKEN_CHARS = 12
+_BLANKS = " \t\r\n"
+
+
+def array_elements(text: TextIO, block_chars: int = _BLOCK_CHARS) -> Iterator[Any]:
+    """The elements of the one array that a text holds; of the text no more is held than the longest of them takes.
+
+    Raises:
+        ValueError: It is no array, its JSON is not valid, or something follows it.
+        RecursionError: An element is nested too deeply.
+    """
+    window = _Window(text, block_chars)
+    if window.next_char() != "[":
+        raise ValueError("it is no array")
+    window.at += 1
+    if window.next_char() == "]":
+        window.at += 1
+    else:
+        while True:
+            yield window.value()
+            closing = window.next_char()
+            window.at += 1
+            if closing == "]":
+                break
+            if closing != ",":
+                raise ValueError("it ends in the middle" if not closing else f"{closing!r} where ',' or ']' should be")
+    if window.next_char():
+        raise ValueError("more follows after the end of the array")
+
+
+class _Window:
+    """The part of a text that is held. at: where its unread rest begins."""
+
+    def __init__(self, text: TextIO, block_chars: int) -> None:
+        self.at = 0
+        self._text, self._block_chars, self._held = text, block_chars, ""
+
+    def next_char(self) -> str:
+        """The next character that is no blank, which stays unread; "" at the end."""
+        while True:
+            while self.at < len(self._held):
+                if self._held[self.at] not in _BLANKS:
+                    return self._held[self.at]
+                self.at += 1
+            if not self._read_on():
+                return ""
+
+    def value(self) -> Any:
+        """Read one value. Raises ValueError."""
+        self.next_char()
+        while True:
+            try:
+                value, end = json.JSONDecoder().raw_decode(self._held, self.at)
+            except json.JSONDecodeError as error:
+                cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._held) - _TOKEN_CHARS
+                if cut and self._read_on():
+                    continue
+                raise ValueError(error.msg) from error
+            if end == len(self._held) and self._read_on():  # a number may go on
+                continue
+            value = repair_surrogates(value) if "\\u" in self._held[self.at : end] else value
+            self.at = end
+            return value
+
+    def _read_on(self) -> bool:
+        """Hold more of the text, and nothing of what was read. Returns whether there was more."""
+        rest = self._held[self.at :]
+        more = self._text.read(max(self._block_chars, len(rest)))  # twice as much: long values are tried a few times
+        self._held, self.at = rest + more, 0
+        return bool(more)

@@ -1,0 +1,70 @@
+"""One type for a column whose files have several: the narrowest that holds all of their values as they are."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from batchgen.dataset.column_types import is_list
+
+
+def unify_schemas(first: pa.Schema, second: pa.Schema) -> pa.Schema:
+    """The columns of two files that have the same ones, in the first one's order.
+
+    Texts of all kinds go together (of 32 and 64 bits, views, dictionaries), and so do integers, floats, decimals and times of
+    several widths, lists of all kinds, and objects; nulls go with everything; what one file may leave out both may. Numbers that
+    would be written in another way (an integer as a float) do not.
+
+    Raises:
+        pa.ArrowException: A column's types do not go together.
+    """
+    return pa.schema([_unified(field, second.field(field.name)) for field in first])
+
+
+def _unified(a: pa.Field, b: pa.Field) -> pa.Field:
+    nullable = a.nullable or b.nullable
+    if a.type == b.type:
+        return pa.field(a.name, a.type, nullable)
+    plain = [pa.field(a.name, _plain(field.type), nullable) for field in (a, b)]
+    _check_numbers(a.name, *(field.type for field in plain))
+    merged = pa.unify_schemas([pa.schema([field]) for field in plain], promote_options="permissive")
+    return merged.field(0)
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type with what dictionaries stand for, and without views, at any depth."""
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_plain(kind.value_type)))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)), kind.list_size)
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
+    return kind
+
+
+def _check_numbers(name: str, a: pa.DataType, b: pa.DataType) -> None:
+    """Raise pa.ArrowTypeError where numbers of one type are not all numbers of the other, or are written in another way."""
+    if is_list(a) and is_list(b):
+        _check_numbers(name, a.value_type, b.value_type)
+    elif pa.types.is_struct(a) and pa.types.is_struct(b):
+        for field in a:
+            if (index := b.get_field_index(field.name)) >= 0:
+                _check_numbers(f"{name}.{field.name}", field.type, b.field(index).type)
+    elif _is_number(a) and _is_number(b):
+        whole = [pa.types.is_integer(kind) for kind in (a, b)]
+        wide = any(pa.types.is_uint64(kind) for kind in (a, b)) and any(
+            pa.types.is_signed_integer(kind) for kind in (a, b)
+        )
+        if whole[0] != whole[1] or wide:
+            raise pa.ArrowTypeError(f"column {name} is {a} and {b}")
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
