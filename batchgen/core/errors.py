@@ -6,6 +6,8 @@ Anything else that escapes is a bug in batchgen.
 
 from typing import Any
 
+from batchgen.core.text import visible
+
 
 class BatchgenError(Exception):
     """A job cannot start or go on.
@@ -51,6 +53,6 @@ class RowError(Exception):
 
 
 def one_line(text: object) -> str:
-    """Text for such a line: line breaks and runs of blanks become one blank, and it is not endless."""
-    line = " ".join(str(text).split())
+    """Text for such a line: line breaks and runs of blanks become one blank, nothing in it acts, and it is not endless."""
+    line = visible(" ".join(str(text).split()))
     return line if len(line) <= 300 else line[:297] + "..."

@@ -46,7 +46,6 @@ from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
-from batchgen.output.join import output_schema
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run
 from batchgen.output.score_result import ScoreResult
@@ -172,11 +171,13 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         source = open_source(options)
         if source.is_openai:
             check_files(options, errors_file=True)
-        elif options.output is None:  # names of columns, as of a file
-            output_schema(source.dataset.schema, source.columns, options.output_prefix)
+        elif options.output is None:  # as of a file
+            source.output_names(options)
         resolved = resolve_job(options, resolve_model(options.model, notify=progress.say))
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
         source = source.for_model(resolved.config, options)
+        if (named := _renamed_line(source, options)) is not None:
+            progress.say(named)
         # Most of it is importing transformers.
         tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
         if source.needs_chat_template:
@@ -247,6 +248,18 @@ def _carry_on(job: _Job, state: Run | SharedRun, identity: dict[str, Any]) -> di
         before_replacing=lambda: _check_input(job.source.dataset, identity),
     )
     return job.ended(state, engine, plan, "complete")
+
+
+def _renamed_line(source: RequestSource, options: JobOptions) -> str | None:
+    """What is said where the output's columns cannot have their usual names."""
+    names, usual = source.output_names(options), list(source.columns.types())
+    if options.output_prefix or source.is_openai or names == usual:
+        return None
+    taken = next(name for name in usual if name in source.dataset.schema.names)
+    return (
+        f"the input has a column named {taken}: the output keeps it, and what is new is in {', '.join(names)}"
+        " (--output-prefix gives other names)"
+    )
 
 
 def _check_input(dataset: Dataset, identity: dict[str, Any]) -> None:

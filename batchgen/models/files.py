@@ -22,6 +22,7 @@ from typing import Any
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, QUANTIZATIONS
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.screen import say
 from batchgen.models.config import ModelConfig
 from batchgen.models.gguf_fields import ROPE_FACTORS, config_of_gguf, matrix_formats
 from batchgen.models.gguf_split import first_part, gguf_paths, model_stem, read_gguf
@@ -65,7 +66,7 @@ def resolve_model(spec: str, notify: Callable[[str], None] | None = None) -> Mod
     notify: is told before something is downloaded; by default it goes to standard error. Raises InputError
     where `spec` names no model, BatchgenError where the demo model cannot be fetched.
     """
-    notify = notify or (lambda line: print(line, file=sys.stderr))
+    notify = notify or say
     path = Path(spec).expanduser()
     if spec == "demo":
         return ModelFiles(_demo_file(notify), "gguf", "demo")
