@@ -4,6 +4,9 @@
 Anything else that escapes is a bug in batchgen.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from batchgen.core.text import visible
@@ -50,6 +53,19 @@ class TooManyFailed(BatchgenError):
 
 class RowError(Exception):
     """One row cannot be run (null, empty, too long). Recorded in that row; the job goes on."""
+
+
+@contextmanager
+def refusing_what_is_denied() -> Iterator[None]:
+    """Turn a file or directory that this user may not open, wherever a command or a job meets it, into an InputError that names it."""
+    try:
+        yield
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        raise InputError(
+            f"{os.fspath(error.filename)}: {error.strerror}: have its owner give you access, or name another path"
+        ) from error
 
 
 def one_line(text: object) -> str:

@@ -150,4 +150,4 @@ def claim_standard_streams() -> None:
             os.open(os.devnull, (os.O_WRONLY, os.O_RDONLY, os.O_RDWR)[descriptor])
     stdout, stderr = sys.stdout or open(1, "w", closefd=False), sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
     # They are used as text streams, for as long as the process lasts.
-    sys.stdout, sys.stderr = Product(stdout), Screen.over(stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = Product(stdout), Screen.over(stderr)

@@ -40,7 +40,11 @@ _ACTING = (
     *range(0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A),
 )  # fmt: skip
 _NAMED = {ord("\n"): "\\n", ord("\r"): "\\r"}
-_SHOWN = {code: _NAMED.get(code, f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}") for code in _ACTING if code != ord("\t")}
+_SHOWN = {
+    code: _NAMED.get(code, f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}")
+    for code in _ACTING
+    if code != ord("\t")
+}
 _SHOWN_IN_LINES = {code: shown for code, shown in _SHOWN.items() if code != ord("\n")}
 
 

@@ -11,7 +11,6 @@ import contextlib
 import fnmatch
 import hashlib
 import json
-import os
 import shutil
 import sys
 from dataclasses import dataclass, replace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import platform
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen._version import __version__
-from batchgen.core.screen import put
+from batchgen.core.errors import BatchgenError
+from batchgen.core.screen import ProductLost, leave_standard_output, put
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.job.files import write_text
 from batchgen.job.kernels import kernels_report
@@ -34,10 +36,22 @@ def versions() -> dict[str, str]:
 
 
 def write_report(report: dict[str, Any], path: str) -> None:
-    """Write a report as JSON, whole or not at all; "-" is standard output. Raises InputError."""
+    """Write a report as JSON, whole or not at all; "-" is standard output, whose reader may have had enough.
+
+    Raises:
+        InputError: The file cannot be written.
+        BatchgenError: Standard output cannot be written.
+    """
     text = json.dumps(report, indent=2, ensure_ascii=False)
     if path == "-":
-        put([text])
+        try:
+            put([text])
+        except ProductLost as error:
+            leave_standard_output()
+            if error.errno != errno.EPIPE:
+                raise BatchgenError(
+                    f"--report - cannot be written ({error.strerror}): give a file with room for it"
+                ) from error
     else:
         write_text(text + "\n", path, "--report")
 

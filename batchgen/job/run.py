@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import changes_results
-from batchgen.core.errors import BatchgenError, InputError, TooManyFailed
+from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, refusing_what_is_denied
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
@@ -119,12 +119,12 @@ class _Job:
         errors_file = self.source.is_openai
         if put is not None:
             report |= put.names(state.output_path, errors_file=errors_file)
-        if self.options.report:
-            write_report(report, self.options.report)
         if self.page is not None and self.options.report_html:
             write_text(self.page.render(report, plan), self.options.report_html, "--report-html")
         if put is not None and put.put(state.output_path, errors_file=errors_file) and outcome == "already complete":
             self.progress.say(f"all rows were done: they are written to {put.name} again")
+        if self.options.report:
+            write_report(report, self.options.report)
         return report
 
     def ended(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def run_job(options: JobOptions) -> dict[str, Any]:
     """
     started_s = time.monotonic()
     ranks = max(options.tensor_parallel, options.pipeline)
-    with own_share(ranks) as shares, early_group(ranks, shares) as group:
+    with refusing_what_is_denied(), own_share(ranks) as shares, early_group(ranks, shares) as group:
         return _run_job(options, started_s, shares, group)
 
 
@@ -176,8 +176,8 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         resolved = resolve_job(options, resolve_model(options.model, notify=progress.say))
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
         source = source.for_model(resolved.config, options)
-        if (named := _renamed_line(source, options)) is not None:
-            progress.say(named)
+        if (renamed := _renamed_line(source, options)) is not None:
+            progress.say(renamed)
         # Most of it is importing transformers.
         tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
         if source.needs_chat_template:

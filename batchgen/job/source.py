@@ -58,7 +58,8 @@ class RequestSource:
         """The names of the columns that the output adds; none of an OpenAI batch. Raises InputError where one is taken."""
         if self.is_openai:
             return []
-        return output_schema(self.dataset.schema, self.columns, options.output_prefix).names[len(self.dataset.schema) :]
+        schema = output_schema(self.dataset.schema, self.columns, options.output_prefix)
+        return list(schema.names[len(self.dataset.schema) :])
 
     def for_model(self, config: ModelConfig, options: JobOptions) -> RequestSource:
         """The same with the columns that the model gives. Raises InputError where their names are taken."""

@@ -27,7 +27,7 @@ def answers_of(model):
 def test_a_column_named_text_is_kept_and_the_answers_are_in_gen_text(model, tmp_path):
     pq.write_table(pa.table({"text": TEXTS, "label": [0, 1, 0]}), tmp_path / "data.parquet")
     output = tmp_path / "out.parquet"
-    code, stdout, stderr = invoke("run", "-m", model, "-i", tmp_path / "data.parquet", "-o", output, *TEMPLATE)
+    code, _, stderr = invoke("run", "-m", model, "-i", tmp_path / "data.parquet", "-o", output, *TEMPLATE)
     assert code == 0, stderr
     (said,) = [line for line in stderr.splitlines() if "gen_" in line]
     assert said.startswith("the input has a column named text: the output keeps it, and what is new is in gen_text, ")
