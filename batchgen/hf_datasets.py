@@ -18,7 +18,7 @@ from batchgen.dataset.storage import is_url
 from batchgen.job.options import names_of, options_of
 from batchgen.models.files import model_identity, read_config, resolve_model
 from batchgen.output.columns import SampleColumns
-from batchgen.output.join import output_schema
+from batchgen.output.join import output_prefix, output_schema
 
 if TYPE_CHECKING:
     import datasets
@@ -75,7 +75,7 @@ class MapFunction:
         dataset.map(batchgen.MapFunction("demo", prompt_column="question", max_tokens=32), batched=True)
 
     It adds the columns of a job: text, finish_reason, prompt_tokens, generated_tokens, error and, if asked for,
-    logprobs; lists where n > 1. `datasets` fixes a column's type by the first batch it sees, so there are no nulls:
+    logprobs; lists where n > 1. Where the dataset has one of these names they all get the prefix gen_. `datasets` fixes a column's type by the first batch it sees, so there are no nulls:
     error is "" for a row that is fine, text is "" for one that failed. Only logprobs have nothing to show there: with
     them, give `map` the `features` of the result as well.
 
@@ -119,7 +119,8 @@ class MapFunction:
         names, read = _columns(batch)
         schema = _schema(names, read, self._prompts, self._id_column)
         compiled = compile_prompts(self._prompts, schema, self._id_column)
-        results = self._output_schema(schema).names[len(names) :]
+        added = self._output_columns()
+        prefix = output_prefix(schema, added, self._prefix)
         columns = {name: read(name) for name in {*(compiled.columns or names[:1]), self._id_column} - {None}}
         num_rows = len(next(iter(columns.values())))
         engine = self._engine_here()
@@ -128,13 +129,13 @@ class MapFunction:
         rows: list[dict] = [{}] * num_rows
         for completion in engine.generate(self._requests(compiled, columns, indices, num_rows)):
             rows[completion.index] = self._row(completion)
-        return {name: [row[name.removeprefix(self._prefix)] for row in rows] for name in results}
+        return {prefix + name: [row[name] for row in rows] for name in added.types()}
 
     def features(self, features: datasets.Features) -> datasets.Features:
         """What `map` makes of a dataset with these features, to be given as its `features`: see `logprobs` above."""
         import datasets
 
-        schema = self._output_schema(features.arrow_schema)
+        schema = output_schema(features.arrow_schema, self._output_columns(), self._prefix)
         added = {field.name: field.type for field in schema if field.name not in features}
         return datasets.Features(features | datasets.Features.from_arrow_schema(pa.schema(list(added.items()))))
 
@@ -209,12 +210,11 @@ class MapFunction:
             except RowError as error:
                 yield Request("", id=row_id, error=str(error))
 
-    def _output_schema(self, schema: pa.Schema) -> pa.Schema:
-        """The columns of a batch and those that it gets. Raises InputError where a name is taken."""
+    def _output_columns(self) -> SampleColumns:
+        """The columns that a batch gets."""
         if self._reasoning is None:
             self._reasoning = read_config(resolve_model(self._model)).has_channels
-        columns = SampleColumns(self._sampling.n, self._sampling.logprobs is not None, self._reasoning)
-        return output_schema(schema, columns, self._prefix)
+        return SampleColumns(self._sampling.n, self._sampling.logprobs is not None, self._reasoning)
 
     def _row(self, completion: Completion) -> dict:
         n, samples = self._sampling.n, completion.samples

@@ -32,7 +32,7 @@ reads it; options on the command line override the file. Sizes are written `14Gi
 | 2 | An option or the input is wrong. |
 | 3 | `--max-time` has passed. The same command goes on later. |
 | 4 | More rows failed than `--max-failed` allows, or all of them. Finished rows are kept. |
-| 130 | The job was interrupted by Ctrl-C or SIGTERM. Finished rows are kept. |
+| 130 | The job was interrupted by Ctrl-C, SIGTERM or SIGHUP (its terminal was closed). Finished rows are kept. |
 
 ## Environment variables
 

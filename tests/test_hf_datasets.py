@@ -150,8 +150,15 @@ def test_refusals_of_run_dataset(model, table, tmp_path):
         batchgen.run_dataset(model, table, output="memory://o.arrow", prompt_column="q")
     with pytest.raises(InputError, match="dry run"):
         batchgen.run_dataset(model, table, prompt_column="q", dry_run=True)
-    with pytest.raises(InputError, match="a column named text already"):
-        batchgen.run_dataset(model, table.rename_column("q", "text"), prompt_column="text")
+    with pytest.raises(InputError, match="a column named my_text already"):
+        named = table.rename_column("q", "my_text")
+        batchgen.run_dataset(model, named, prompt_column="my_text", output_prefix="my_")
+
+
+def test_a_dataset_with_a_column_named_text_keeps_it(model, table):
+    named = table.rename_column("q", "text").select(range(2))
+    answers = batchgen.run_dataset(model, named, prompt_column="text", **OPTIONS)
+    assert answers["text"] == named["text"] and len(answers["gen_text"]) == 2
 
 
 def test_features_reach_a_parquet_file_as_well(model, table, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import sys
@@ -13,9 +15,10 @@ import click
 
 from batchgen._version import __version__
 from batchgen.cli.options import takes_options
-from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed
+from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, refusing_what_is_denied
 from batchgen.core.interrupts import keep
 from batchgen.core.request import SamplingParams
+from batchgen.core.screen import ProductLost, Screen, put, say
 from batchgen.job.options import BenchOptions, ConvertOptions, JobOptions, PlanOptions, ProfileOptions, flag_of
 
 
@@ -31,7 +34,7 @@ def run(**options: Any) -> None:
     """Run every row of a dataset through a model.
 
     Rows are written in input order, input columns kept, with the columns text, finish_reason, prompt_tokens,
-    generated_tokens and error; with --task score logprobs, is_greedy and num_tokens of every continuation, or logprob,
+    generated_tokens and error (gen_text and so on where the input has one of these names); with --task score logprobs, is_greedy and num_tokens of every continuation, or logprob,
     num_tokens and perplexity of the prompt, and the choice of --choices. Finished rows are saved every few seconds: run the same command again after any
     interruption and it goes on.
 
@@ -46,7 +49,7 @@ def run(**options: Any) -> None:
     with dismissing(ranks):
         job = _job(options)
         check_job(job)  # a mistake is told before what takes seconds to import
-    if sys.stderr.isatty():  # somebody looks at a screen on which nothing would be for seconds
+    if Screen.over(sys.stderr).isatty():  # somebody looks at a screen on which nothing would be for seconds
         from batchgen.job.progress import Progress
 
         Progress(job.progress).say(f"batchgen {__version__}: {job.model} over {job.input}")
@@ -61,10 +64,10 @@ def run(**options: Any) -> None:
     if options["report"] == "-":
         pass  # stdout is the report's
     elif report["state"] == "dry run":
-        click.echo(json.dumps({k: v for k, v in report.items() if k != "first_prompt"}, indent=2))
+        put([json.dumps({k: v for k, v in report.items() if k != "first_prompt"}, indent=2)])
     else:
         for line in summary(report):
-            click.echo(line, err=options["output"] == "-")  # stdout may be the output's
+            say(line, sys.stderr if options["output"] == "-" else sys.stdout)  # stdout may be the output's
     if failure is not None:
         raise failure
     if report["state"] == "stopped":
@@ -80,8 +83,7 @@ def plan(**options: Any) -> None:
     from batchgen.job.plan import run_plan
 
     own = _taken(options, PlanOptions)
-    for line in run_plan(PlanOptions(_job(options), **own)):
-        click.echo(line)
+    put(run_plan(PlanOptions(_job(options), **own)))
 
 
 @takes_options("bench", config=True)
@@ -99,8 +101,7 @@ def bench(**options: Any) -> None:
         job = _job(options)
     report = run_bench(BenchOptions(job, **own))
     if options["report"] != "-":
-        for line in summary(report):
-            click.echo(line)
+        put(summary(report))
 
 
 @takes_options("profile")
@@ -108,8 +109,7 @@ def profile(**options: Any) -> None:
     """Measure what this machine can do: matrix products, attention, memory, disk. Kept for later plans."""
     from batchgen.job.plan import run_profile
 
-    for line in run_profile(ProfileOptions(**options)):
-        click.echo(line)
+    put(run_profile(ProfileOptions(**options)))
 
 
 @takes_options("convert")
@@ -121,7 +121,7 @@ def convert(**options: Any) -> None:
     keep(lambda: "the same command goes on from there")
     from batchgen.job.convert import run_convert
 
-    click.echo(run_convert(ConvertOptions(**options)))
+    say(run_convert(ConvertOptions(**options)), sys.stdout)
 
 
 @click.command()
@@ -137,8 +137,7 @@ def status(output: str, as_json: bool) -> None:
     from batchgen.share.status import describe_status, output_status
 
     found = output_status(local_output(output), name=output)
-    for line in [json.dumps(found, indent=2)] if as_json else describe_status(found):
-        click.echo(line)
+    put([json.dumps(found, indent=2)] if as_json else describe_status(found))
 
 
 def _follow(ranks: int) -> None:
@@ -196,11 +195,28 @@ for _command in (run, status, plan, bench, profile, convert):
 def run_cli() -> int:
     """Runs the command of `sys.argv`; its exit code, after one line for whatever went wrong."""
     try:
-        code = cli.main(standalone_mode=False)
+        # Not by click's main(), which ends without a word where any pipe or socket has broken.
+        with refusing_what_is_denied(), cli.make_context("batchgen", sys.argv[1:]) as context:
+            code = cli.invoke(context)
+    except click.exceptions.Exit as error:  # of --help and --version
+        return error.exit_code
     except BatchgenError as error:
-        click.echo(f"batchgen: {error}", err=True)
+        say(f"batchgen: {error}")
         return error.exit_code
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        for line in shown.getvalue().splitlines():
+            say(line)
         return error.exit_code
+    except ProductLost as error:
+        if error.errno == errno.EPIPE:  # whoever reads it has seen enough
+            return 0
+        say(f"batchgen: cannot write standard output: {error.strerror}")
+        return BatchgenError.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        say(f"batchgen: {os.fspath(error.filename)}: {error.strerror}")
+        return BatchgenError.exit_code
     return code if isinstance(code, int) else 0

@@ -4,9 +4,12 @@
 Anything else that escapes is a bug in batchgen.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from batchgen.core.text import without_credentials
+from batchgen.core.text import visible, without_credentials
 
 
 class BatchgenError(Exception):
@@ -55,9 +58,23 @@ class RowError(Exception):
     """One row cannot be run (null, empty, too long). Recorded in that row; the job goes on."""
 
 
+@contextmanager
+def refusing_what_is_denied() -> Iterator[None]:
+    """Turn a file or directory that this user may not open, wherever a command or a job meets it, into an InputError that names it."""
+    try:
+        yield
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        raise InputError(
+            f"{os.fspath(error.filename)}: {error.strerror}: have its owner give you access, or name another path"
+        ) from error
+
+
 def one_line(text: object) -> str:
-    """Text for such a line: line breaks and runs of blanks become one blank, it is not endless and shows no credentials."""
-    line = without_credentials(" ".join(str(text).split()))  # before it is cut, or a piece of them would stay
+    """Text for such a line: blanks and line breaks become one blank, nothing in it acts on a terminal, no credentials, and an end."""
+    line = " ".join(str(text).split())
+    line = visible(without_credentials(line))  # before it is cut, or a piece of them would stay
     return line if len(line) <= 300 else line[:297] + "..."
 
 

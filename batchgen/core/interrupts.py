@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, for a whole process: it ends within a second, with a line that says what is kept.
+"""Ctrl-C, SIGTERM and the end of the terminal (SIGHUP), for a whole process: it ends within a second, with a line that says what is kept.
 
 The signal raises KeyboardInterrupt in the main thread, as it always does. But while that thread is in a long C call, or waits
 for another thread, nothing comes of it. So a thread that the signal wakes by itself (`signal.set_wakeup_fd`) ends the process
@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from batchgen import TYPE_CHECKING
+from batchgen.core.text import visible
 
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 EXIT_INTERRUPTED = 130
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last: the terminal is gone
 _GRACE_S = 0.5  # for the main thread to end the process itself
 _SAME_S = 0.1  # one Ctrl-C may come twice: from the terminal, and from a program that passes it on
 
@@ -95,7 +96,7 @@ class _Guard:
     def _end(self, kept: str) -> NoReturn:
         """Ends the process; of several threads that want to, the first."""
         self._ending.acquire()
-        line = "batchgen: interrupted" + (f"; {kept}" if kept else "") + "\n"
+        line = visible("batchgen: interrupted" + (f"; {kept}" if kept else "")) + "\n"
         with suppress(OSError, ValueError):
             clear = "\r\x1b[K" if os.isatty(2) else ""  # a progress bar may stand there
             if select.select([], [2], [], _GRACE_S)[1]:  # nobody may be reading

@@ -10,6 +10,7 @@ import threading
 import time
 
 from batchgen.core.errors import BatchgenError
+from batchgen.core.screen import say
 from batchgen.distributed.group import OthersLost, follow
 from batchgen.distributed.launch import SECRET, Rank, keep_to, own_device, rank_of_environment, shares_here
 
@@ -41,7 +42,7 @@ def serve(place: Rank, work: str, *, cores: set[int] | None = None) -> int:
     try:
         group = follow(place, lambda: _lost(place, started_here))
     except BatchgenError as error:
-        print(f"batchgen: {error}", file=sys.stderr)
+        say(f"batchgen: {error}")
         return error.exit_code
     os.environ.pop(SECRET, None)  # processes that this one starts need not know it
     try:
@@ -63,8 +64,7 @@ def serve(place: Rank, work: str, *, cores: set[int] | None = None) -> int:
 def _lost(place: Rank, started_here: bool) -> None:
     """Ends the process, whatever it is at."""
     if not started_here:  # rank 0 says why, where it can: on its own host perhaps
-        print(f"batchgen: rank {place.rank} of {place.size} ends: rank 0 has ended before it was done", file=sys.stderr)
-        sys.stderr.flush()
+        say(f"batchgen: rank {place.rank} of {place.size} ends: rank 0 has ended before it was done")
     os._exit(1)
 
 

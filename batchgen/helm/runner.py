@@ -24,6 +24,7 @@ from helm.common.object_spec import get_class_by_name
 from helm.common.request import Request
 
 from batchgen.core.errors import BatchgenError, InputError, JobStopped
+from batchgen.core.screen import say
 from batchgen.helm.client import BatchgenClient
 
 _FOLDER = "batchgen"  # of jobs, in the output path
@@ -103,5 +104,5 @@ class BatchgenRunner(Runner):
                 self.executor.prefetch(self.executor.collect(self, run_specs))
             super().run_all(run_specs)
         except BatchgenError as error:  # said in one line, as the command line does
-            print(f"batchgen: {error}", file=sys.stderr)
+            say(f"batchgen: {error}")
             sys.exit(error.exit_code)

@@ -11,7 +11,6 @@ import contextlib
 import fnmatch
 import hashlib
 import json
-import os
 import shutil
 import sys
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from typing import Any
 
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import BatchgenError, InputError, one_line
+from batchgen.core.screen import leave_standard_output, put, takes_product
 from batchgen.core.text import without_credentials
 from batchgen.dataset.paths import InputPaths
 from batchgen.dataset.storage import file_system, is_url, version
@@ -72,6 +72,8 @@ class Destination:
         if self.is_stdout:
             if options.report == STANDARD_OUTPUT:
                 raise InputError("--output - and --report - are both standard output: give one of them a file")
+            if not takes_product():
+                raise InputError("--output - is standard output, which is closed: give a file, or what takes the rows")
             return
         path = self.local_path()
         system, inner = file_system(self.name)
@@ -114,16 +116,14 @@ class Destination:
         try:
             if self.is_stdout:
                 for path in paths:
-                    with path.open("rb") as file:
-                        shutil.copyfileobj(file, sys.stdout.buffer)
-                sys.stdout.buffer.flush()
+                    _to_standard_output(path)
                 return False
             urls = [self.name, self._errors_url(output)][: len(paths)]
             return _copy(dict(zip(urls, paths, strict=True)), output)
         except Exception as error:  # each file system has errors of its own
             where = "standard output" if self.is_stdout else self.name
-            if isinstance(error, BrokenPipeError):  # or the interpreter would try again as it ends, and exit with 120
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if self.is_stdout:
+                leave_standard_output()
             raise BatchgenError(
                 f"cannot write {where} ({_reason(error, self.name)}): all rows are kept, the same command tries again"
             ) from error
@@ -139,6 +139,16 @@ class Destination:
     def local_path(self) -> Path:
         digest = hashlib.sha256(self.name.encode()).hexdigest()
         return cache_dir() / "outputs" / digest[:32] / without_credentials(self.name).rpartition("/")[2]
+
+
+def _to_standard_output(path: Path) -> None:
+    """Write a file of JSON lines there; where somebody looks at it, with the words of its rows made visible."""
+    with path.open("rb") as file:
+        if sys.stdout.isatty():
+            put(line.decode().removesuffix("\n") for line in file)
+        else:
+            shutil.copyfileobj(file, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
 
 
 def _copy(files: dict[str, Path], output: Path) -> bool:

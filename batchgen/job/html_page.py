@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from batchgen.core.text import repair_surrogates
+from batchgen.core.text import visible
 
 # A browser fetches and runs nothing, whatever a row might have smuggled in.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -20,8 +20,8 @@ COLOURS = len(_LIGHT)
 
 
 def escaped(text: object) -> str:
-    """Any text as that text, in an element or in an attribute's quotes."""
-    return html.escape(str(text), quote=True).replace("\x00", "\ufffd")
+    """Any text as that text, in an element or in an attribute's quotes; what would act in it is spelled out."""
+    return html.escape(visible(str(text), lines=True), quote=True)
 
 
 def page(title: str, lines: Sequence[str], sections: Sequence[str]) -> str:
@@ -33,14 +33,13 @@ def page(title: str, lines: Sequence[str], sections: Sequence[str]) -> str:
         sections: HTML, as of `section`.
     """
     head = "".join(f"<p>{escaped(line)}</p>" for line in lines)
-    document = (
+    return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escaped(title)}</title><style>{_style()}</style></head>"
         f"<body><h1>{escaped(title)}</h1>{head}{''.join(sections)}</body></html>\n"
     )
-    return str(repair_surrogates(document))
 
 
 def section(heading: str, *parts: str) -> str:

@@ -376,7 +376,11 @@ class JobOptions:
         help="End with exit code 4 once more rows than this failed [default: where all failed, or the first 100].",
     )
     output_prefix: str = _option(
-        RUN, "run map", default="", metavar="TEXT", help="Put before the names of the output columns."
+        RUN,
+        "run map",
+        default="",
+        metavar="TEXT",
+        help="Put before the names of the output columns [default: nothing, or gen_ where the input has one of the names].",
     )
     report: str | None = _option(RUN, "run bench", metavar="FILE", help=_REPORT_HELP)
     report_html: str | None = _option(

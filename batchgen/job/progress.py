@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from batchgen.core.errors import InputError
-from batchgen.core.text import without_credentials
+from batchgen.core.screen import Screen, say
+from batchgen.core.text import visible, without_credentials
 from batchgen.core.units import format_seconds
 from batchgen.job.eta import Expected, Seen, progress_of, remaining_s
 
@@ -131,7 +132,7 @@ class Progress:
     ) -> None:
         if style not in STYLES:
             raise InputError(f"--progress must be one of {', '.join(STYLES)}, not {style!r}")
-        self._stream = stream or sys.stderr
+        self._stream = Screen.over(stream or sys.stderr)
         self._terminal = style == "auto" and self._stream.isatty()
         self._silent = style == "none"
         self._bar: Any = None  # tqdm's
@@ -145,14 +146,14 @@ class Progress:
         self._clock.restart(expected)
 
     def say(self, line: str) -> None:
-        """A line of its own, above the bar if there is one. Credentials of URLs in it are hidden."""
+        """Show a line of its own, above the bar if there is one: words of rows and files made visible, credentials of URLs hidden."""
         if self._silent:
             return
         line = without_credentials(line)
         if self._bar is not None:
-            self._bar.write(line, file=self._stream)
+            self._bar.write(visible(line), file=self._stream)
         else:
-            print(line, file=self._stream, flush=True)
+            say(line, self._stream)
 
     def update(self, counts: Counts) -> None:
         """Call as often as you like: it shows at most a few times a second (plain: every ten seconds)."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import platform
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen._version import __version__
+from batchgen.core.errors import BatchgenError
+from batchgen.core.screen import ProductLost, leave_standard_output, put
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.job.files import write_text
 from batchgen.job.kernels import kernels_report
@@ -34,12 +36,24 @@ def versions() -> dict[str, str]:
 
 
 def write_report(report: dict[str, Any], path: str) -> None:
-    """Write a report as JSON, whole or not at all; "-" is standard output. Raises InputError."""
-    text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+    """Write a report as JSON, whole or not at all; "-" is standard output, whose reader may have had enough.
+
+    Raises:
+        InputError: The file cannot be written.
+        BatchgenError: Standard output cannot be written.
+    """
+    text = json.dumps(report, indent=2, ensure_ascii=False)
     if path == "-":
-        sys.stdout.write(text)
+        try:
+            put([text])
+        except ProductLost as error:
+            leave_standard_output()
+            if error.errno != errno.EPIPE:
+                raise BatchgenError(
+                    f"--report - cannot be written ({error.strerror}): give a file with room for it"
+                ) from error
     else:
-        write_text(text, path, "--report")
+        write_text(text + "\n", path, "--report")
 
 
 def make_report(
@@ -72,6 +86,7 @@ def make_report(
         "state": outcome,
         "output": str(options.output),
         "errors_output": str(errors_path(Path(str(options.output)))) if source.is_openai else None,
+        "output_columns": source.output_names(options),
         "rows": total_rows,
         "rows_ok": totals["rows_ok"],
         "rows_failed": totals["rows_failed"],
@@ -171,7 +186,8 @@ def summary(report: dict[str, Any]) -> list[str]:
         lines += _other_processes(report["processes"])
     lines += [f"{kind['rows']:,} failed: {kind['error']}" for kind in report["errors"]]
     if failed and report["state"] != "stopped":
-        lines.append("the error column tells why rows failed; --retry-failed runs just those again")
+        error = next((name for name in report["output_columns"] if name.endswith("error")), "error")
+        lines.append(f"the {error} column tells why rows failed; --retry-failed runs just those again")
     if report["state"] != "stopped":
         lines.append(
             f"output: {report['output']}" + (f", {report['errors_output']}" if report.get("errors_output") else "")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import changes_results
-from batchgen.core.errors import BatchgenError, InputError, TooManyFailed
+from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, refusing_what_is_denied
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
@@ -47,7 +47,6 @@ from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, 
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
 from batchgen.models.model_versions import ModelVersions, changed_file, check_unchanged, model_versions
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
-from batchgen.output.join import output_schema
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run
 from batchgen.output.score_result import ScoreResult
@@ -121,12 +120,12 @@ class _Job:
         errors_file = self.source.is_openai
         if put is not None:
             report |= put.names(state.output_path, errors_file=errors_file)
-        if self.options.report:
-            write_report(report, self.options.report)
         if self.page is not None and self.options.report_html:
             write_text(self.page.render(report, plan), self.options.report_html, "--report-html")
         if put is not None and put.put(state.output_path, errors_file=errors_file) and outcome == "already complete":
             self.progress.say(f"all rows were done: they are written to {put.name} again")
+        if self.options.report:
+            write_report(report, self.options.report)
         return report
 
     def ended(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
@@ -154,7 +153,7 @@ def run_job(options: JobOptions) -> dict[str, Any]:
     """
     started_s = time.monotonic()
     ranks = max(options.tensor_parallel, options.pipeline)
-    with own_share(ranks) as shares, early_group(ranks, shares) as group:
+    with refusing_what_is_denied(), own_share(ranks) as shares, early_group(ranks, shares) as group:
         return _run_job(options, started_s, shares, group)
 
 
@@ -174,12 +173,14 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         if source.is_openai:
             check_files(options, errors_file=True)
         elif options.output is None:  # names of columns, as of a file
-            output_schema(source.dataset.schema, source.columns, options.output_prefix)
+            source.output_names(options)
         files = resolve_model(options.model, notify=progress.say)
         versions = model_versions(files)
         resolved = resolve_job(options, files)
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
         source = source.for_model(resolved.config, options)
+        if (renamed := _renamed_line(source, options)) is not None:
+            progress.say(renamed)
         # Most of it is importing transformers.
         tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
         if source.needs_chat_template:
@@ -265,6 +266,18 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
         before_replacing=job.source.dataset.check,
     )
     return job.ended(state, engine, plan, "complete")
+
+
+def _renamed_line(source: RequestSource, options: JobOptions) -> str | None:
+    """What is said where the output's columns cannot have their usual names."""
+    names, usual = source.output_names(options), list(source.columns.types())
+    if options.output_prefix or source.is_openai or names == usual:
+        return None
+    taken = next(name for name in usual if name in source.dataset.schema.names)
+    return (
+        f"the input has a column named {taken}: the output keeps it, and what is new is in {', '.join(names)}"
+        " (--output-prefix gives other names)"
+    )
 
 
 def _kernel_lines(plan: Plan) -> list[str]:

@@ -56,14 +56,20 @@ class RequestSource:
     def is_openai(self) -> bool:
         return self.format_row is not None
 
+    def output_names(self, options: JobOptions) -> list[str]:
+        """The names of the columns that the output adds; none of an OpenAI batch. Raises InputError where one is taken."""
+        if self.is_openai:
+            return []
+        schema = output_schema(self.dataset.schema, self.columns, options.output_prefix)
+        return list(schema.names[len(self.dataset.schema) :])
+
     def for_model(self, config: ModelConfig, options: JobOptions) -> RequestSource:
         """The same with the columns that the model gives. Raises InputError where their names are taken."""
         if not (config.has_channels and isinstance(self.columns, SampleColumns)):
             return self
-        columns = replace(self.columns, reasoning=True)
-        if not self.is_openai:
-            output_schema(self.dataset.schema, columns, options.output_prefix)
-        return replace(self, columns=columns)
+        source = replace(self, columns=replace(self.columns, reasoning=True))
+        source.output_names(options)
+        return source
 
     def batches(self, start_row: int = 0, batch_rows: int = 1024) -> Iterator[tuple[int, pa.RecordBatch]]:
         """`Dataset.batches` with the columns alone that requests are made of."""

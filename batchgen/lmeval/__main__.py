@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 
 from batchgen.core.interrupts import guarded, keep
+from batchgen.core.screen import claim_standard_streams, say
 
 
 def main() -> None:
     """Runs `lm_eval` with the model `batchgen` registered; one line and an exit code where batchgen cannot go on."""
+    claim_standard_streams()
     with guarded():
         _evaluate()
 
@@ -32,7 +34,7 @@ def _evaluate() -> None:
 
 
 def _end(line: str, exit_code: int) -> None:
-    print(f"batchgen: {line}", file=sys.stderr)
+    say(f"batchgen: {line}")
     sys.exit(exit_code)
 
 

@@ -25,6 +25,7 @@ from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, 
 from batchgen.core.errors import BatchgenError, InputError, reason_of
 from batchgen.core.file_version import FileVersion, version_of
 from batchgen.core.private_files import private_folder, why_untrusted
+from batchgen.core.screen import say
 from batchgen.core.typed_json import parse_json
 from batchgen.models.config import ModelConfig
 from batchgen.models.config_files import QUANTIZATION, read_config_json, read_json_object
@@ -74,7 +75,7 @@ def resolve_model(spec: str, notify: Callable[[str], None] | None = None) -> Mod
     notify: is told before something is downloaded; by default it goes to standard error. Raises InputError
     where `spec` names no model, BatchgenError where the demo model cannot be fetched.
     """
-    notify = notify or (lambda line: print(line, file=sys.stderr))
+    notify = notify or say
     if spec == "demo":
         return ModelFiles(_demo_file(notify), "gguf", "demo")
     with reading_model(spec):
@@ -387,7 +388,7 @@ def is_trusted(path: Path, what: str) -> bool:
 def _warn(line: str) -> None:
     """Says it once."""
     with suppress(OSError, ValueError):
-        print(f"batchgen: {line}", file=sys.stderr)
+        say(f"batchgen: {line}")
 
 
 def _check_directory(files: ModelFiles) -> None:

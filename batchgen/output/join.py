@@ -5,6 +5,7 @@ Everything here streams, and what is written depends on the rows alone, not on h
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -32,19 +33,34 @@ class Dataset(Protocol):
     def batches(self, start_row: int = 0, batch_rows: int = 1024) -> Iterator[tuple[int, pa.RecordBatch]]: ...
 
 
-def output_schema(input_schema: pa.Schema, columns: Columns = ONE_SAMPLE, prefix: str = "") -> pa.Schema:
-    """The input's columns, then the output columns, each with `prefix` before its name.
+def output_prefix(input_schema: pa.Schema, columns: Columns, prefix: str = "") -> str:
+    """The text before the name of each output column.
 
-    Raises InputError where a name is taken already.
+    Args:
+        input_schema: The columns that are kept.
+        columns: Those that are added.
+        prefix: What the job asks for. Where that is nothing and the input has one of the names, all output columns get
+            `gen_`, or the first of `gen2_`, `gen3_` and so on that makes no name twice.
+
+    Raises:
+        InputError: A name with the prefix that was asked for is taken.
     """
-    types = columns.types()
-    taken = [prefix + name for name in types if prefix + name in input_schema.names]
-    if taken:
-        candidates = ("gen_", *(f"gen{i}_" for i in range(2, 1000)))
-        free = next(p for p in candidates if not any(p + name in input_schema.names for name in types))
-        named = f"columns named {', '.join(taken)}" if len(taken) > 1 else f"a column named {taken[0]}"
-        raise InputError(f"the input has {named} already: add --output-prefix {free}")
-    fields = [pa.field(prefix + name, kind) for name, kind in types.items()]
+    names, there = list(columns.types()), set(input_schema.names)
+    taken = [prefix + name for name in names if prefix + name in there]
+    if not taken:
+        return prefix
+    candidates = itertools.chain(["gen_"], (f"gen{i}_" for i in itertools.count(2)))
+    free = next(p for p in candidates if not any(p + name in there for name in names))
+    if not prefix:
+        return free
+    named = f"columns named {', '.join(taken)}" if len(taken) > 1 else f"a column named {taken[0]}"
+    raise InputError(f"the input has {named} already: give --output-prefix {free}, or leave it out")
+
+
+def output_schema(input_schema: pa.Schema, columns: Columns = ONE_SAMPLE, prefix: str = "") -> pa.Schema:
+    """The input's columns, then the output columns, named as of `output_prefix`. Raises InputError."""
+    prefix = output_prefix(input_schema, columns, prefix)
+    fields = [pa.field(prefix + name, kind) for name, kind in columns.types().items()]
     return pa.schema([*input_schema, *fields], metadata=input_schema.metadata)
 
 

@@ -5,7 +5,9 @@ A row may be in several parts (a retried row is); the part with the highest numb
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -133,6 +135,8 @@ def part_output_lens(path: Path) -> list[int]:
 def _open_part(path: Path) -> pq.ParquetFile:
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
+    except PermissionError as error:  # it may well be whole: its rows are not to be computed again
+        raise PermissionError(error.errno, os.strerror(error.errno or errno.EACCES), str(path)) from error
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
     if not any(file.schema_arrow.equals(schema) for schema in (RESULT_SCHEMA, REASONING_SCHEMA, SCORE_SCHEMA)):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.errors import InputError
+from batchgen.core.errors import InputError, refusing_what_is_denied
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.units import format_seconds
 from batchgen.output.manifest import Manifest
@@ -37,14 +37,19 @@ def output_status(
         rows_per_s.
 
     Raises:
-        InputError: There is no job.
+        InputError: There is no job, or this user may not read it.
         BatchgenError: A file of the job is damaged.
     """
-    target = target_path(Path(output))
+    with refusing_what_is_denied():
+        return _status(Path(output), sleep, name or str(output))
+
+
+def _status(output: Path, sleep: Callable[[float], None], name: str) -> dict[str, Any]:
+    target = target_path(output)
     directory = run_directory(target) if target.name else None
     held = Manifest.read(directory / "manifest.json") if directory is not None else None
     if directory is None or held is None:
-        raise InputError(f"{name or output} has no job: give the --output of a `batchgen run` that has begun")
+        raise InputError(f"{name} has no job: give the --output of a `batchgen run` that has begun")
     if held.state == "complete" and held.totals:
         return {"state": "complete", **{name: held.totals[name] for name in ("rows_ok", "rows_failed")}}
     files = DirectoryFiles(directory / SHARE_FOLDER)
@@ -56,7 +61,7 @@ def output_status(
     except FileNotFoundError:  # the folder is gone: a worker has completed the output meanwhile
         if files.path.exists():
             raise
-        return output_status(output, sleep, name)
+        return _status(output, sleep, name)
 
 
 def describe_status(status: dict[str, Any]) -> list[str]:

@@ -144,8 +144,8 @@ def test_standard_output(model, tmp_path, rows_of_jsonl):
         assert code == 0 and said in stderr
         assert stdout == (tmp_path / "out.jsonl").read_text()
     same_name = tmp_path / "named.jsonl"
-    same_name.write_text('{"prompt": "a", "text": "b"}\n')
-    code, stdout, stderr = run(model, same_name, "-", *arguments)
+    same_name.write_text('{"prompt": "a", "my_text": "b"}\n')
+    code, stdout, stderr = run(model, same_name, "-", *arguments, "--output-prefix", "my_")
     assert (code, stdout) == (2, "") and "--output-prefix" in stderr and "plan" not in stderr, "before any row is run"
     code, stdout, stderr = run(model, rows_of_jsonl, "-", "--report", "-")
     assert (code, stdout) == (2, "") and "standard output" in stderr

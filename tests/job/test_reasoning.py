@@ -103,7 +103,11 @@ def test_maps(model, table, tmp_path):
     assert found["reasoning"] == [text or "" for text in expected.column("reasoning").to_pylist()]
 
 
-def test_a_name_that_is_taken_is_refused(model, tmp_path):
-    pq.write_table(pa.table({"prompt": PROMPTS, "reasoning": PROMPTS}), tmp_path / "in.parquet")
-    with pytest.raises(InputError, match="a column named reasoning already: add --output-prefix gen_"):
-        run(model, tmp_path / "in.parquet", tmp_path / "out.parquet")
+def test_a_column_of_the_input_named_reasoning_is_kept_beside_the_reasoning_of_the_model(model, tmp_path):
+    pq.write_table(pa.table({"prompt": PROMPTS, "reasoning": PROMPTS, "x_reasoning": PROMPTS}), tmp_path / "in.parquet")
+    report = run(model, tmp_path / "in.parquet", tmp_path / "out.parquet")
+    assert "gen_reasoning" in report["output_columns"]
+    out = pq.read_table(tmp_path / "out.parquet")
+    assert out.column("reasoning").to_pylist() == PROMPTS and "gen_reasoning" in out.column_names
+    with pytest.raises(InputError, match="a column named x_reasoning already: give --output-prefix gen_"):
+        run(model, tmp_path / "in.parquet", tmp_path / "other.parquet", output_prefix="x_")

@@ -25,7 +25,7 @@ from thorough import quick_or
 
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.output import formats, parts
-from batchgen.output.columns import SampleColumns
+from batchgen.output.columns import SampleColumns, ScoreColumns
 from batchgen.output.formats import check_writable, output_format
 from batchgen.output.join import join, join_formatted, output_schema
 from batchgen.output.parts import write_part
@@ -59,12 +59,26 @@ def test_output_columns_follow_the_input_columns():
     assert many.names[-1] == "gen_logprobs"
 
 
-def test_taken_names_are_refused_with_a_prefix_that_is_free():
-    with pytest.raises(InputError, match=r"a column named text already: add --output-prefix gen_$"):
-        output_schema(pa.schema([("text", pa.string()), ("logprobs", pa.string())]))
-    chained = output_schema(pa.schema([("text", pa.string())]), prefix="gen_")
-    with pytest.raises(InputError, match=r"columns named gen_text, gen_finish_reason.*--output-prefix gen2_$"):
+def test_names_that_the_input_has_make_all_output_columns_take_the_first_prefix_that_is_free():
+    texts = pa.schema([("text", pa.string()), ("logprobs", pa.string())])
+    once = output_schema(texts)
+    assert once.names == [
+        "text", "logprobs", "gen_text", "gen_finish_reason", "gen_prompt_tokens", "gen_generated_tokens", "gen_error",
+    ]  # fmt: skip
+    twice = output_schema(once)
+    assert twice.names[: len(once)] == once.names and "gen2_text" in twice.names
+    assert len(set(twice.names)) == len(twice.names)
+    other = output_schema(pa.schema([("perplexity", pa.float64())]), ScoreColumns(whole=True))
+    assert "gen_perplexity" in other.names and "gen_logprob" in other.names
+    assert "text" in output_schema(pa.schema([("Text", pa.string())])).names
+
+
+def test_names_that_are_taken_with_the_prefix_of_the_job_are_refused_with_one_that_is_free():
+    chained = output_schema(pa.schema([("text", pa.string())]))
+    with pytest.raises(InputError, match=r"columns named gen_text, gen_finish_reason.*--output-prefix gen2_, or leave"):
         output_schema(chained, prefix="gen_")
+    with pytest.raises(InputError, match=r"a column named x_text already: give --output-prefix gen_, or leave"):
+        output_schema(pa.schema([("x_text", pa.string())]), prefix="x_")
 
 
 def test_unknown_extension_names_the_known_ones():

@@ -46,6 +46,13 @@ compares them. *N* stands for a number that depends on the machine. A job that i
 
 On disk afterwards: `out.parquet` is the output, `out.parquet.batchgen` the run directory with finished rows
 ([formats](formats.md#run-directory)). Files that were there before stay as they were.
+
+A screen is not the job: where standard error or standard output is closed or full (`2>&-`, a log on a full disk, `2>&1 | head`), a job goes on to
+its end, and its exit code tells what became of the rows. When a terminal is closed, the jobs in it get SIGHUP, which ends them as Ctrl-C does;
+`nohup batchgen run ... &` keeps them going. What a command was run for is missed: `batchgen plan > /dev/full` ends with exit code 1, and so does a
+job whose rows go to `--output -` and are not taken (they are kept). A reader that wants no more of a plan (`batchgen plan ... | head`) is no error.
+
+Control characters in names and texts, such as those that escape sequences begin with, are spelled out (`\\x1b`) wherever they are shown.
 """
 
 
@@ -172,6 +179,7 @@ CASES = (
     Case(END, "`--max-time` has passed", ("--max-time", "0.001s")),
     Case(END, "Ctrl-C (SIGINT)", signal=signal.SIGINT),
     Case(END, "SIGTERM", signal=signal.SIGTERM),
+    Case(END, "its terminal is closed (SIGHUP)", signal=signal.SIGHUP),
     Case(END, "SIGKILL (137 in a shell)", signal=signal.SIGKILL),
     Case(END, "SIGKILL of a job that goes on from a complete one of `--limit 3`", (), _first_rows, signal.SIGKILL),
 )  # fmt: skip

@@ -1,0 +1,153 @@
+"""Standard output and standard error: the one place where batchgen writes for people, and what becomes of a job whose screen is gone.
+
+A screen tells of the work and is no part of it. One that is closed, full, or a terminal that has vanished takes nothing more, and
+the job goes on to its end. Standard output is different where it is what a command was run for, such as a plan: that it cannot be
+written is an error then, but for a reader that wanted no more.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+from batchgen import TYPE_CHECKING
+from batchgen.core.text import visible
+
+if TYPE_CHECKING:
+    from typing import Any, TextIO
+
+
+class Screen:
+    """A text stream that never fails: what it cannot write is let go. All else is the stream's that it stands for."""
+
+    def __init__(self, stream: Any) -> None:
+        """`stream`: a text stream; None, as Python has it where there is no standard error."""
+        self._stream = stream
+
+    @classmethod
+    def over(cls, stream: Any) -> Screen:
+        """The screen over a stream, which may be one already."""
+        return stream if isinstance(stream, cls) else cls(stream)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError, AttributeError):
+            encoding = self._stream.encoding or "utf-8"
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError, AttributeError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Whether somebody looks at it."""
+        with suppress(OSError, ValueError, AttributeError):
+            return bool(self._stream.isatty())
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class ProductLost(OSError):
+    """Standard output takes no more of what a command was run for."""
+
+
+class Product:
+    """Standard output for all of a process, click's help included: it fails with ProductLost. All else is the stream's that it stands for."""
+
+    def __init__(self, stream: Any) -> None:
+        """`stream`: a text stream."""
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As a text stream's. Raises ProductLost."""
+        with _lost():
+            return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        """As a text stream's. Raises ProductLost."""
+        with _lost():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    try:
+        yield
+    except ProductLost:
+        raise
+    except OSError as error:
+        raise ProductLost(error.errno, error.strerror) from error
+
+
+def say(line: str, stream: TextIO | Screen | None = None) -> None:
+    """Show people a line, all of it at once, with nothing in it that would act on a terminal. Never fails.
+
+    Args:
+        line: One line, which may have words of rows, files and models in it.
+        stream: Where to; standard error by default.
+    """
+    screen = Screen.over(stream or sys.stderr)
+    screen.write(visible(line) + "\n")
+    screen.flush()
+
+
+def put(lines: Iterable[str]) -> None:
+    """Write what a command was run for to standard output; control characters are spelled out but for line breaks.
+
+    Raises:
+        ProductLost: Nothing more can be written there.
+    """
+    with _lost():
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        for line in lines:
+            sys.stdout.write(visible(line, lines=True) + "\n")
+        sys.stdout.flush()
+
+
+def takes_product() -> bool:
+    """Tell whether standard output is there and may be written, as far as can be known beforehand."""
+    try:
+        return fcntl.fcntl(sys.stdout.fileno(), fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    except io.UnsupportedOperation:  # it is no file but a stream of Python's
+        return True
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def leave_standard_output() -> None:
+    """Give up on standard output, or the interpreter would try again as it ends, and exit with code 120."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        return
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def claim_standard_streams() -> None:
+    """Have a process keep its first three file descriptors for what they are meant for, and know of its output that fails.
+
+    One that was closed when the process began would be the number of the next file that is opened: what is written to a screen
+    would then be written into that file. A descriptor that can do nothing takes its place.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest that is free is this one. What a command was run for is not to vanish without a word.
+            os.open(os.devnull, (os.O_WRONLY, os.O_RDONLY, os.O_RDWR)[descriptor])
+    stdout, stderr = sys.stdout or open(1, "w", closefd=False), sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    # They are used as text streams, for as long as the process lasts.
+    sys.stdout, sys.stderr = Product(stdout), Screen.over(stderr)
