@@ -6,7 +6,7 @@ import itertools
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import (
@@ -18,9 +18,10 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_prompt, encode_texts
+from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_prompt, encode_texts, is_chat
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.models.harmony import AnswerStops, Harmony
+from batchgen.models.thinking import Thinking, ThoughtStops
 from batchgen.runtime.grammar import Grammar
 from batchgen.runtime.scheduling.from_policy import longest_sequence
 from batchgen.runtime.scheduling.sequence import PENDING, Sequence
@@ -28,6 +29,7 @@ from batchgen.runtime.scheduling.sequence import PENDING, Sequence
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from batchgen.models.tokenizer import StopDetector
     from batchgen.runtime.sampler import Sampled, SampledToken
 
 
@@ -118,6 +120,11 @@ class _Prepared:
     grammar: Grammar | None = None
 
 
+def _continued(request: Request) -> Any:
+    """The messages whose last one a request goes on with; () where it does not."""
+    return request.prompt if request.chat.continue_final and is_chat(request.prompt) else ()
+
+
 class Generation:
     """The request handler of one call of `Engine.generate`."""
 
@@ -129,6 +136,9 @@ class Generation:
         self._detectors: dict[Sequence, object] = {}
         self._finishes: dict[Sequence, _Finish] = {}
         self._harmony = Harmony.of(parts.tokenizer) if parts.config.has_channels else None
+        # The job's own regex alone may have a model think that does not by itself: its output has a column for that.
+        self._thinking = None if parts.config.has_channels else Thinking.of(parts.tokenizer, sampling.regex)
+        self._begun: set[Sequence] = set()  # those that begin in thoughts
         self._sampled: list[tuple[list[Sequence], Sampled]] = []  # of the sweep under way
 
     def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
@@ -200,16 +210,26 @@ class Generation:
     ) -> list[Sequence]:
         """The sequences of one prompt. first: the number of its first sample among those of the request."""
         started: list[Sequence] = []
+        request = prepared.request
+        begun = self._thinking is not None and self._thinking.begins(token_ids, _continued(request))
         for k in range(sampling.n):
             sequence = Sequence(prepared.index, row_id, first + k, list(token_ids), sampling)
+            if begun:
+                self._begun.add(sequence)
             sequence.constraint = prepared.grammar and prepared.grammar.start()
             if sampling.stop:
-                detector = self._parts.tokenizer.stop_detector(sampling.stop)
-                self._detectors[sequence] = AnswerStops(self._harmony, detector) if self._harmony else detector
+                self._detectors[sequence] = self._stops(sampling.stop, begun)
             if started:  # the prompt is computed by the first
                 sequence.prefix_donor, sequence.num_donated = started[0], sequence.num_prompt - 1
             started.append(sequence)
         return started
+
+    def _stops(self, stop: tuple[str, ...], begun: bool) -> AnswerStops | ThoughtStops | StopDetector:
+        """What watches a sample for stop strings. begun: it begins in thoughts."""
+        detector = self._parts.tokenizer.stop_detector(stop)
+        if self._harmony is not None:
+            return AnswerStops(self._harmony, detector)
+        return detector if self._thinking is None else ThoughtStops(self._thinking, begun, detector)
 
     def take_logits(self, rows, logits, start: int) -> Tensor:
         """Chooses tokens, as soon as a batch has its logits."""
@@ -287,11 +307,17 @@ class Generation:
         said = generated[:-1] if finish.ends_with_stop_token else generated
         channels = self._harmony.read(said) if self._harmony else None
         if channels is not None:
-            return self._in_channels(sequence, finish, *channels)
+            return self._apart(sequence, finish, *channels)
+        begun = sequence in self._begun
+        self._begun.discard(sequence)
+        if self._thinking is not None:
+            split = self._thinking.split(said, begun, follows_grammar=sequence.constraint is not None)
+            if split is not None:
+                return self._apart(sequence, finish, split.answer, split.thoughts)
         text = detector.text if detector is not None and isinstance(finish.stop, str) else tokenizer.decode(said)
         return Sample(text, tuple(generated), finish.reason, self._logprobs(sequence), finish.stop)
 
-    def _in_channels(self, sequence: Sequence, finish: _Finish, text: str, reasoning: str) -> Sample:
+    def _apart(self, sequence: Sequence, finish: _Finish, text: str, reasoning: str) -> Sample:
         """A sample of a model that thinks before it answers. A stop string ends the answer."""
         if isinstance(finish.stop, str):
             text = text.split(finish.stop)[0]

@@ -25,6 +25,7 @@ from batchgen.distributed.launch import own_share
 from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
+from batchgen.job.chat_notices import watch_chats
 from batchgen.job.checks import check_job
 from batchgen.job.destination import Destination
 from batchgen.job.eta import Expected
@@ -45,6 +46,7 @@ from batchgen.job.source import RequestSource, open_source
 from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
+from batchgen.models.thinking import Thinking
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
 from batchgen.output.join import output_schema
 from batchgen.output.row_result import RowResult
@@ -176,11 +178,13 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             output_schema(source.dataset.schema, source.columns, options.output_prefix)
         resolved = resolve_job(options, resolve_model(options.model, notify=progress.say))
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
-        source = source.for_model(resolved.config, options)
         # Most of it is importing transformers.
         tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
-        if source.needs_chat_template:
-            tokenizer.result().require_chat_template()
+        if source.needs_chat_template or source.chat.chat_template_kwargs:
+            tokenizer.result().require_chat_template(source.chat)
+        source = source.for_model(resolved.config, tokenizer.result(), options)
+        for notice in source.notices:
+            progress.say(notice)
         page, repeats = RunPage() if options.report_html else None, Repeats(options.sampling)
         job = _Job(
             resolved, source, tokenizer.result, progress, started_s, deadline_s, repeats, destination, page, group
@@ -268,6 +272,7 @@ def _kernel_lines(plan: Plan) -> list[str]:
 def _fingerprint(job: _Job) -> dict[str, Any]:
     """All that decides the output's rows, as JSON values."""
     options, resolved = job.options, job.resolved
+    thinking = Thinking.of(job.tokenizer(), options.sampling.regex) if options.task == "generate" else None
     fingerprint: dict[str, Any] = {
         "input": job.source.dataset.identity(),
         "rows": {"limit": options.limit, "shard": options.shard, "id_column": options.id_column},
@@ -280,6 +285,8 @@ def _fingerprint(job: _Job) -> dict[str, Any]:
         "on_overlong": options.on_overlong,
         "output_prefix": options.output_prefix,
     }
+    if thinking is not None and not resolved.config.has_channels:
+        fingerprint["reasoning"] = thinking.begin
     if options.task != "generate":
         fingerprint["task"] = options.task
     quantization = options.quantization if changes_results(options.quantization) else "none"
@@ -392,6 +399,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     job.progress.start(None if options.share else Expected.of(plan, rows_left, samples))
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
     requests = rows.watch(requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop))
+    requests = watch_chats(requests, job.tokenizer, job.progress.say)
     if not options.share:  # nothing may hold rows of a worker back: it claims more as they come out
         requests = job.repeats.firsts(requests)
     results = run(requests, should_stop=should_stop, on_sweep=show)
@@ -441,6 +449,7 @@ def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
     name, say = job.resolved.files.name, job.progress.say
     first, batch = next(job.source.dataset.batches(0, 1), (0, None))
     request = Request("", error="there is none") if batch is None else next(job.source.requests_of(batch, first))
+    (request,) = watch_chats([replace(request, row=first)], job.tokenizer, say)
     if request.error is not None:
         prompt, num_tokens, what = f"(row {first} would fail: {request.error})", 0, ""
     elif isinstance(request, ScoreRequest):

@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.core.errors import InputError
-from batchgen.core.request import Request, ScoreRequest
+from batchgen.core.request import PLAIN_CHAT, ChatOptions, Request, ScoreRequest
 from batchgen.core.units import parse_shard
 from batchgen.dataset import Dataset, open_dataset
 from batchgen.dataset.continuations import ContinuationSpec
 from batchgen.job.standard_input import STANDARD_INPUT, StandardInput
+from batchgen.models.thinking import gives_reasoning
 from batchgen.output.columns import Columns, SampleColumns, ScoreColumns
 from batchgen.output.formats import check_writable
 from batchgen.output.join import output_schema
 
 if TYPE_CHECKING:
-    from batchgen.dataset.prompts import PromptSpec
+    from batchgen.dataset.prompts import CompiledPrompts, PromptSpec
     from batchgen.job.options import JobOptions
     from batchgen.models.config import ModelConfig
+    from batchgen.models.tokenizer import Tokenizer
 
 
 class DoneRows(Protocol):
@@ -38,7 +40,8 @@ class RequestSource:
 
     requests_of: gives those of a record batch, by the batch and its first row. identity: of the prompts, JSON values. reads: the
     input's columns that requests are made of. columns: what the output adds. scores_prompts: whether the prompts themselves are scored.
-    format_row: OpenAI batches are answered in their own format.
+    format_row: OpenAI batches are answered in their own format. chat: how chat messages become prompts. notices: lines that say how
+    columns are read.
     """
 
     dataset: Dataset
@@ -49,14 +52,16 @@ class RequestSource:
     reads: frozenset[str] = frozenset()
     scores_prompts: bool = False
     format_row: Callable[[dict[str, Any], dict[str, Any]], tuple[str, dict[str, Any]]] | None = None
+    chat: ChatOptions = PLAIN_CHAT
+    notices: tuple[str, ...] = ()
 
     @property
     def is_openai(self) -> bool:
         return self.format_row is not None
 
-    def for_model(self, config: ModelConfig, options: JobOptions) -> RequestSource:
+    def for_model(self, config: ModelConfig, tokenizer: Tokenizer, options: JobOptions) -> RequestSource:
         """The same with the columns that the model gives. Raises InputError where their names are taken."""
-        if not (config.has_channels and isinstance(self.columns, SampleColumns)):
+        if not isinstance(self.columns, SampleColumns) or not gives_reasoning(config, tokenizer, options.sampling):
             return self
         columns = replace(self.columns, reasoning=True)
         if not self.is_openai:
@@ -98,6 +103,8 @@ def open_source(options: JobOptions) -> RequestSource:
         options.messages_column,
         options.system_prompt,
         options.chat,
+        options.chat_template_kwargs,
+        options.continue_final,
     )
     if dataset.num_rows == 0:
         source = _source_without_rows(options, dataset, spec)
@@ -153,7 +160,17 @@ def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) ->
         compiled.uses_chat,
         _columns(options),
         _names(*compiled.columns, options.id_column, options.sampling_column),
+        chat=_chat_of(compiled),
+        notices=compiled.notices,
     )
+
+
+def _chat_of(compiled: CompiledPrompts) -> ChatOptions:
+    """How chat messages become prompts. Raises InputError where it is said and there are none."""
+    if not compiled.uses_chat and (given := compiled.chat.identity()):
+        flag = "--" + next(iter(given)).replace("_", "-")
+        raise InputError(f"{flag} is for chat messages, and these prompts are none: add --chat, or leave it out")
+    return compiled.chat
 
 
 def _names(*columns: str | None) -> frozenset[str]:
@@ -179,6 +196,8 @@ def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> Re
         _columns(options),
         _names(*compiled.columns, *continuations.columns, options.id_column),
         scores_prompts=wanted.whole,
+        chat=_chat_of(compiled),
+        notices=compiled.notices,
     )
 
 
@@ -195,6 +214,7 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         "--messages-column": options.messages_column,
         "--system-prompt": options.system_prompt,
         "--chat": options.chat,
+        "--continue-final": options.continue_final,
         "--id-column": options.id_column,
         "--output-prefix": options.output_prefix,
         "--json-schema": options.sampling.json_schema,
@@ -203,6 +223,8 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     for flag, value in given.items():
         if value:
             raise InputError(f"{flag} has no meaning for an OpenAI batch, whose lines are whole requests: leave it out")
+
+    chat = ChatOptions(options.chat_template_kwargs or {})
 
     def format_row(row: dict[str, Any], result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if result["error"] is not None:
@@ -221,8 +243,8 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
 
     return RequestSource(
         dataset,
-        lambda batch, first: rows_to_requests(batch, first, options.sampling, dataset.duplicate_rows),
-        {"format": "openai"},
+        lambda batch, first: rows_to_requests(batch, first, options.sampling, dataset.duplicate_rows, chat),
+        {"format": "openai", **chat.identity()},
         False,
         SampleColumns(),
         frozenset(dataset.schema.names),
