@@ -150,7 +150,9 @@ def describe(kind: str, text: str, names: tuple[str, ...]) -> dict[str, Any]:
     except Exception as error:  # nested deeper than Python can follow, or too large
         return {"line": 1, "error": f"{type(error).__name__}: {error}"}
     includes = any(True for _ in meta.find_referenced_templates(tree))
-    return {"variables": sorted(meta.find_undeclared_variables(tree)), "includes": includes}
+    used = meta.find_undeclared_variables(tree)
+    used |= {name.name for name in tree.find_all(nodes.Name) if name.name == "self"}  # Jinja's own, whatever a row has
+    return {"variables": sorted(used), "includes": includes}
 
 
 def _render(kind: str, text: str, variables: Mapping[str, Any], longest: int) -> str:

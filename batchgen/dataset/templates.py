@@ -13,6 +13,7 @@ from batchgen.dataset.column_types import closest
 
 Row = Mapping[str, Any] | Exception
 _WHOLE_ROW = "row"  # the variable that has all columns
+_JINJAS_OWN = "self"  # the template's blocks, whatever a row has of that name
 
 
 def compile_template(
@@ -42,9 +43,9 @@ def compile_template(
     if use.includes:
         raise InputError("--prompt-template cannot include, import or extend other templates: put all in one")
     variables = set(use.variables)
-    if "self" in variables and "self" in schema.names:
+    if _JINJAS_OWN in variables and _JINJAS_OWN in schema.names:
         raise InputError('--prompt-template: self is Jinja\'s own: write row["self"] for the column of that name')
-    for name in sorted(variables - set(schema.names) - {_WHOLE_ROW}):
+    for name in sorted(variables - set(schema.names) - {_WHOLE_ROW, _JINJAS_OWN}):
         raise InputError(f"--prompt-template: {name!r} is not a column{closest(name, schema)}")
     whole_row = _WHOLE_ROW in variables
     columns = tuple(name for name in schema.names if whole_row or name in variables)

@@ -308,9 +308,9 @@ class Generation:
         channels = self._harmony.read(said) if self._harmony else None
         if channels is not None:
             return self._apart(sequence, finish, *channels)
-        begun = sequence in self._begun
-        self._begun.discard(sequence)
         if self._thinking is not None:
+            begun = sequence in self._begun
+            self._begun.discard(sequence)
             split = self._thinking.split(said, begun, follows_grammar=sequence.constraint is not None)
             if split is not None:
                 return self._apart(sequence, finish, split.answer, split.thoughts)
