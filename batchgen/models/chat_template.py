@@ -168,9 +168,11 @@ class ChatTemplate:
         return parts
 
     def _keeps(self, messages: list[Message], *roles: str) -> bool:
-        """Whether the prompt of these messages has the text of those roles."""
+        """Whether the prompt of these messages has the text of those roles, and no parts as they are written in code."""
         (text,) = self._template.render([self._around(messages, add_generation_prompt=True)])
-        return isinstance(text, str) and all(_PROBES[role] in text for role in roles)
+        if not isinstance(text, str) or "'type'" in text or '"type"' in text:
+            return False
+        return all(_PROBES[role] in text for role in roles)
 
     def _checked(self, chat: Chat, variables: Mapping[str, Any] | Exception, text: str | Exception) -> str:
         """The prompt, once it is found to have what the messages say. Raises RowError."""
