@@ -201,6 +201,7 @@ class Request:
         row: the number of its row in a dataset, which comes back in the Completion and decides nothing.
         more_prompts: further ones, whose samples come after those of `prompt`, `n` of each.
         chat: how chat messages become a prompt.
+        reasoning_apart: whether what stands between `<think>` and `</think>` is taken out of the text.
     """
 
     prompt: str | Sequence[int] | Sequence[dict[str, Any]]
@@ -210,6 +211,7 @@ class Request:
     row: int | None = None
     more_prompts: tuple[str | Sequence[int], ...] = ()
     chat: ChatOptions = PLAIN_CHAT
+    reasoning_apart: bool = True
 
     @property
     def each_prompt(self) -> tuple[Request, ...]:

@@ -40,6 +40,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
 
 
@@ -75,7 +77,14 @@ def rows_to_requests(
             if index in duplicate_rows:
                 raise RowError(f"custom_id {row['custom_id']!r} is on an earlier line too")
             (prompt, *more), own_sampling, own_chat = parse_row(row, sampling, chat)
-            yield Request(prompt, own_sampling, row_id, more_prompts=tuple(more), chat=own_chat)
+            yield Request(
+                prompt,
+                own_sampling,
+                row_id,
+                more_prompts=tuple(more),
+                chat=own_chat,
+                reasoning_apart=row["url"] == CHAT_URL,  # a completion has no place for it
+            )
         except RowError as error:
             yield Request("", sampling, row_id, error=one_line(error))
 

@@ -6,7 +6,7 @@ import itertools
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import (
@@ -120,11 +120,6 @@ class _Prepared:
     grammar: Grammar | None = None
 
 
-def _continued(request: Request) -> Any:
-    """The messages whose last one a request goes on with; () where it does not."""
-    return request.prompt if request.chat.continue_final and is_chat(request.prompt) else ()
-
-
 class Generation:
     """The request handler of one call of `Engine.generate`."""
 
@@ -136,9 +131,7 @@ class Generation:
         self._detectors: dict[Sequence, object] = {}
         self._finishes: dict[Sequence, _Finish] = {}
         self._harmony = Harmony.of(parts.tokenizer) if parts.config.has_channels else None
-        # The job's own regex alone may have a model think that does not by itself: its output has a column for that.
-        self._thinking = None if parts.config.has_channels else Thinking.of(parts.tokenizer, sampling.regex)
-        self._begun: set[Sequence] = set()  # those that begin in thoughts
+        self._thinking: dict[Sequence, tuple[Thinking, bool]] = {}  # of those that may think, and whether they begin so
         self._sampled: list[tuple[list[Sequence], Sampled]] = []  # of the sweep under way
 
     def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
@@ -210,26 +203,39 @@ class Generation:
     ) -> list[Sequence]:
         """The sequences of one prompt. first: the number of its first sample among those of the request."""
         started: list[Sequence] = []
-        request = prepared.request
-        begun = self._thinking is not None and self._thinking.begins(token_ids, _continued(request))
+        thinking = self._thinking_of(prepared.request, token_ids, sampling)
         for k in range(sampling.n):
             sequence = Sequence(prepared.index, row_id, first + k, list(token_ids), sampling)
-            if begun:
-                self._begun.add(sequence)
+            if thinking is not None:
+                self._thinking[sequence] = thinking
             sequence.constraint = prepared.grammar and prepared.grammar.start()
             if sampling.stop:
-                self._detectors[sequence] = self._stops(sampling.stop, begun)
+                self._detectors[sequence] = self._stops(sampling.stop, thinking)
             if started:  # the prompt is computed by the first
                 sequence.prefix_donor, sequence.num_donated = started[0], sequence.num_prompt - 1
             started.append(sequence)
         return started
 
-    def _stops(self, stop: tuple[str, ...], begun: bool) -> AnswerStops | ThoughtStops | StopDetector:
-        """What watches a sample for stop strings. begun: it begins in thoughts."""
+    def _thinking_of(
+        self, request: Request, token_ids: array, sampling: SamplingParams
+    ) -> tuple[Thinking, bool] | None:
+        """How a request's samples think between tags, and whether they begin so; None: not at all."""
+        if self._harmony is not None or not request.reasoning_apart:
+            return None
+        thinking = Thinking.of(self._parts.tokenizer, sampling.regex)
+        if thinking is None:
+            return None
+        continued = request.prompt if request.chat.continue_final and is_chat(request.prompt) else ()
+        return thinking, thinking.begins(token_ids, sampling, continued)
+
+    def _stops(
+        self, stop: tuple[str, ...], thinking: tuple[Thinking, bool] | None
+    ) -> AnswerStops | ThoughtStops | StopDetector:
+        """What watches a sample for stop strings. thinking: as of `_thinking_of`."""
         detector = self._parts.tokenizer.stop_detector(stop)
         if self._harmony is not None:
             return AnswerStops(self._harmony, detector)
-        return detector if self._thinking is None else ThoughtStops(self._thinking, begun, detector)
+        return detector if thinking is None else ThoughtStops(*thinking, detector)
 
     def take_logits(self, rows, logits, start: int) -> Tensor:
         """Chooses tokens, as soon as a batch has its logits."""
@@ -308,10 +314,9 @@ class Generation:
         channels = self._harmony.read(said) if self._harmony else None
         if channels is not None:
             return self._apart(sequence, finish, *channels)
-        if self._thinking is not None:
-            begun = sequence in self._begun
-            self._begun.discard(sequence)
-            split = self._thinking.split(said, begun, follows_grammar=sequence.constraint is not None)
+        if self._thinking and sequence in self._thinking:
+            thinking, begun = self._thinking.pop(sequence)
+            split = thinking.split(said, begun)
             if split is not None:
                 return self._apart(sequence, finish, split.answer, split.thoughts)
         text = detector.text if detector is not None and isinstance(finish.stop, str) else tokenizer.decode(said)

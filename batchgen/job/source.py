@@ -76,7 +76,14 @@ class RequestSource:
                 continue
             for offset, request in enumerate(self.requests_of(batch, first)):
                 if needed[offset]:
-                    yield replace(request, row=first + offset)
+                    yield self.numbered(request, first + offset)
+
+    def numbered(self, request: Request | ScoreRequest, row: int) -> Request | ScoreRequest:
+        """The request of a row, with its number; thoughts stay in its text where the output has no column for them."""
+        if isinstance(request, ScoreRequest) or self.is_openai:
+            return replace(request, row=row)
+        has_column = isinstance(self.columns, SampleColumns) and self.columns.reasoning
+        return replace(request, row=row, reasoning_apart=has_column)
 
 
 def open_source(options: JobOptions) -> RequestSource:

@@ -58,45 +58,49 @@ class Thinking:
                 return cls(tokenizer, begin, end)  # type: ignore[arg-type]  # NoText has none of these
         return None
 
-    def begins(self, prompt: Sequence[int], continued: Sequence[Mapping[str, Any]] = ()) -> bool:
+    def begins(
+        self, prompt: Sequence[int], sampling: SamplingParams, continued: Sequence[Mapping[str, Any]] = ()
+    ) -> bool:
         """Whether a sample begins in thoughts.
 
         Args:
             prompt: Its tokens.
+            sampling: Its parameters. Under a grammar that does not spell the second tag out, all of the text is answer.
             continued: The messages of the prompt where the last of them is gone on with.
         """
+        if sampling.constrained and self.end not in _plain(sampling.regex):
+            return False
         text = str(continued[-1].get("content")) if continued else ""
         if text.rfind(self.begin) > text.rfind(self.end):
             return True
         tail = self.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
         return tail.rstrip().endswith(self.begin)
 
-    def split(self, token_ids: Sequence[int], begun: bool, follows_grammar: bool = False) -> Split | None:
+    def split(self, token_ids: Sequence[int], begun: bool) -> Split | None:
         """What of a sample's tokens is thoughts, and what is the answer.
 
         Args:
             token_ids: Those of the sample, without one that ended it.
             begun: As `begins` says.
-            follows_grammar: A grammar that has no thoughts, of a text that begins in them, is of the answer.
 
         Returns:
             None where it is all answer.
         """
-        before, found, after = self._parted(token_ids)
+        before, after = self._parted(token_ids)
         opened = before.lstrip().startswith(self.begin)
-        if not opened and (not begun or (follows_grammar and not found)):
+        if not opened and not begun:
             return None
         thoughts = before.lstrip().removeprefix(self.begin) if opened else before
         return Split(after.lstrip(), thoughts.strip())
 
-    def _parted(self, token_ids: Sequence[int]) -> tuple[str, bool, str]:
-        """The text before the second tag, whether there is one, and the text behind it."""
+    def _parted(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        """The text before the second tag, and the text behind it."""
         end = self.tokenizer.token_id(self.end)
         if end is not None and end in token_ids:
             at = list(token_ids).index(end)
-            return self._text(token_ids[:at]), True, self.tokenizer.decode(token_ids[at + 1 :])
+            return self._text(token_ids[:at]), self.tokenizer.decode(token_ids[at + 1 :])
         before, found, after = self.tokenizer.decode(token_ids).partition(self.end)
-        return (before if found else self._text(token_ids)), bool(found), after
+        return (before if found else self._text(token_ids)), after
 
     def _text(self, token_ids: Sequence[int]) -> str:
         """The text, with the first tag even where that is a special token."""
@@ -108,8 +112,12 @@ class Thinking:
 
 def _spells(regex: str | None, begin: str, end: str) -> bool:
     """Whether a regular expression has both tags as they are, but for backslashes."""
-    spelled = (regex or "").replace("\\", "")
-    return re.search(f"{re.escape(begin)}.*{re.escape(end)}", spelled, re.DOTALL) is not None
+    return re.search(f"{re.escape(begin)}.*{re.escape(end)}", _plain(regex), re.DOTALL) is not None
+
+
+def _plain(regex: str | None) -> str:
+    """A regular expression without its backslashes."""
+    return (regex or "").replace("\\", "")
 
 
 @dataclass(frozen=True)
