@@ -17,7 +17,7 @@ from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompt
 from batchgen.dataset.storage import is_url
 from batchgen.job.options import names_of, options_of
 from batchgen.models.files import model_identity, resolve_model
-from batchgen.models.thinking import model_gives_reasoning
+from batchgen.models.thinking import gives_reasoning
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_schema
 
@@ -216,7 +216,7 @@ class MapFunction:
     def _output_schema(self, schema: pa.Schema) -> pa.Schema:
         """The columns of a batch and those that it gets. Raises InputError where a name is taken."""
         if self._reasoning is None:
-            self._reasoning = model_gives_reasoning(self._model, self._sampling)
+            self._reasoning = gives_reasoning(self._model, self._sampling)
         columns = SampleColumns(self._sampling.n, self._sampling.logprobs is not None, self._reasoning)
         return output_schema(schema, columns, self._prefix)
 

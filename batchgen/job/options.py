@@ -385,6 +385,14 @@ class JobOptions:
         metavar="N|P%",
         help="End with exit code 4 once more rows than this failed [default: where all failed, or the first 100].",
     )
+    reasoning_column: bool = _option(
+        RUN,
+        "run",
+        "--reasoning-column/--no-reasoning-column",
+        default=True,
+        type=bool,
+        help="Of a model that thinks between <think> and </think>: put that into a column, or leave it in the text [default: a column].",
+    )
     output_prefix: str = _option(
         RUN, "run map", default="", metavar="TEXT", help="Put before the names of the output columns."
     )

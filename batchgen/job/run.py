@@ -272,7 +272,9 @@ def _kernel_lines(plan: Plan) -> list[str]:
 def _fingerprint(job: _Job) -> dict[str, Any]:
     """All that decides the output's rows, as JSON values."""
     options, resolved = job.options, job.resolved
-    thinking = Thinking.of(job.tokenizer(), options.sampling.regex) if options.task == "generate" else None
+    thinking = None
+    if options.task == "generate" and options.reasoning_column and not resolved.config.has_channels:
+        thinking = Thinking.of(job.tokenizer(), options.sampling.regex)
     fingerprint: dict[str, Any] = {
         "input": job.source.dataset.identity(),
         "rows": {"limit": options.limit, "shard": options.shard, "id_column": options.id_column},
@@ -285,7 +287,7 @@ def _fingerprint(job: _Job) -> dict[str, Any]:
         "on_overlong": options.on_overlong,
         "output_prefix": options.output_prefix,
     }
-    if thinking is not None and not resolved.config.has_channels:
+    if thinking is not None:
         fingerprint["reasoning"] = thinking.begin
     if options.task != "generate":
         fingerprint["task"] = options.task

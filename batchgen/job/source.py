@@ -14,7 +14,7 @@ from batchgen.core.units import parse_shard
 from batchgen.dataset import Dataset, open_dataset
 from batchgen.dataset.continuations import ContinuationSpec
 from batchgen.job.standard_input import STANDARD_INPUT, StandardInput
-from batchgen.models.thinking import gives_reasoning
+from batchgen.models.thinking import Thinking
 from batchgen.output.columns import Columns, SampleColumns, ScoreColumns
 from batchgen.output.formats import check_writable
 from batchgen.output.join import output_schema
@@ -41,7 +41,7 @@ class RequestSource:
     requests_of: gives those of a record batch, by the batch and its first row. identity: of the prompts, JSON values. reads: the
     input's columns that requests are made of. columns: what the output adds. scores_prompts: whether the prompts themselves are scored.
     format_row: OpenAI batches are answered in their own format. chat: how chat messages become prompts. notices: lines that say how
-    columns are read.
+    columns are read. reasoning_apart: whether what a model thinks between tags is taken out of its texts, where the output has a place for it.
     """
 
     dataset: Dataset
@@ -54,6 +54,7 @@ class RequestSource:
     format_row: Callable[[dict[str, Any], dict[str, Any]], tuple[str, dict[str, Any]]] | None = None
     chat: ChatOptions = PLAIN_CHAT
     notices: tuple[str, ...] = ()
+    reasoning_apart: bool = True
 
     @property
     def is_openai(self) -> bool:
@@ -61,12 +62,15 @@ class RequestSource:
 
     def for_model(self, config: ModelConfig, tokenizer: Tokenizer, options: JobOptions) -> RequestSource:
         """The same with the columns that the model gives. Raises InputError where their names are taken."""
-        if not isinstance(self.columns, SampleColumns) or not gives_reasoning(config, tokenizer, options.sampling):
+        if not isinstance(self.columns, SampleColumns):
             return self
+        thinks = options.reasoning_column and Thinking.of(tokenizer, options.sampling.regex) is not None
+        if not (config.has_channels or thinks):
+            return replace(self, reasoning_apart=options.reasoning_column and self.is_openai)
         columns = replace(self.columns, reasoning=True)
         if not self.is_openai:
             output_schema(self.dataset.schema, columns, options.output_prefix)
-        return replace(self, columns=columns)
+        return replace(self, columns=columns, reasoning_apart=thinks)
 
     def requests(self, done: DoneRows) -> Iterator[Request | ScoreRequest]:
         """Requests for every row not in `done`, each with its row's number."""
@@ -79,11 +83,10 @@ class RequestSource:
                     yield self.numbered(request, first + offset)
 
     def numbered(self, request: Request | ScoreRequest, row: int) -> Request | ScoreRequest:
-        """The request of a row, with its number; thoughts stay in its text where the output has no column for them."""
-        if isinstance(request, ScoreRequest) or self.is_openai:
+        """The request of a row, with its number."""
+        if isinstance(request, ScoreRequest):
             return replace(request, row=row)
-        has_column = isinstance(self.columns, SampleColumns) and self.columns.reasoning
-        return replace(request, row=row, reasoning_apart=has_column)
+        return replace(request, row=row, reasoning_apart=request.reasoning_apart and self.reasoning_apart)
 
 
 def open_source(options: JobOptions) -> RequestSource:
@@ -256,4 +259,5 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         SampleColumns(),
         frozenset(dataset.schema.names),
         format_row=format_row,
+        chat=chat,
     )

@@ -44,7 +44,7 @@ class Chat:
 
 def ends_with_assistant(messages: Sequence[Any]) -> bool:
     """Whether the last message of a conversation is the assistant's."""
-    return isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant"
+    return bool(messages) and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.core.request import SamplingParams
-from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.tokenizer import NoText, StopDetector, Tokenizer, load_tokenizer
 
@@ -21,16 +20,10 @@ TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 _TAIL_TOKENS = 16  # of a prompt, that the first tag and blanks behind it take at most
 
 
-def gives_reasoning(config: ModelConfig, tokenizer: Tokenizer, sampling: SamplingParams) -> bool:
-    """Whether a model's samples may have thoughts beside their texts. sampling: of the job."""
-    return config.has_channels or Thinking.of(tokenizer, sampling.regex) is not None
-
-
-def model_gives_reasoning(model: str, sampling: SamplingParams) -> bool:
-    """As `gives_reasoning`, of a model that is not loaded. Raises InputError."""
+def gives_reasoning(model: str, sampling: SamplingParams) -> bool:
+    """Whether the samples of a model that is not loaded may have thoughts beside their texts. Raises InputError."""
     files = resolve_model(model)
-    config = read_config(files)
-    return config.has_channels or gives_reasoning(config, load_tokenizer(files), sampling)
+    return read_config(files).has_channels or Thinking.of(load_tokenizer(files), sampling.regex) is not None
 
 
 @dataclass(frozen=True)

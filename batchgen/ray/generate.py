@@ -14,7 +14,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.request import Completion, SamplingParams
 from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
 from batchgen.job.options import names_of
-from batchgen.models.thinking import model_gives_reasoning
+from batchgen.models.thinking import gives_reasoning
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_schema
 from batchgen.output.row_result import RowResult
@@ -78,7 +78,7 @@ class Generate:
     async def __call__(self, batch: pa.Table) -> pa.Table:
         """The table with the output columns. Raises InputError."""
         if self._reasoning is None:
-            self._reasoning = await asyncio.to_thread(model_gives_reasoning, self._model, self._sampling)
+            self._reasoning = await asyncio.to_thread(gives_reasoning, self._model, self._sampling)
         columns = SampleColumns(self._sampling.n, self._sampling.logprobs is not None, self._reasoning)
         schema = output_schema(batch.schema, columns, self._prefix)
         if batch.num_rows == 0:
