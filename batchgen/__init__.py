@@ -15,6 +15,7 @@ TYPE_CHECKING = False  # as in typing, which takes longer to import than all tha
 if TYPE_CHECKING:
     from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed
     from batchgen.core.request import (
+        ChatOptions,
         Completion,
         ContinuationScore,
         PositionLogprobs,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchgenError",
+    "ChatOptions",
     "Completion",
     "ContinuationScore",
     "Engine",
@@ -57,7 +59,7 @@ _MODULES = {
     "batchgen.core.errors": ("BatchgenError", "InputError", "JobStopped", "TooManyFailed"),
     "batchgen.job.run": ("run",),
     "batchgen.core.request": (
-        "Completion", "ContinuationScore", "PositionLogprobs", "Request", "Sample", "SamplingParams", "ScoreRequest", "Scored",
+        "ChatOptions", "Completion", "ContinuationScore", "PositionLogprobs", "Request", "Sample", "SamplingParams", "ScoreRequest", "Scored",
         "TokenLogprob",
     ),
     "batchgen.hf_datasets": ("MapFunction", "run_dataset"),

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from batchgen.core.errors import InputError, JobStopped, RowError, one_line
+from batchgen.core.errors import InputError, JobStopped, one_line
 from batchgen.core.request import Completion, Request, Sample, SamplingParams
 from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompts
 from batchgen.dataset.storage import is_url
 from batchgen.job.options import names_of, options_of
-from batchgen.models.files import model_identity, read_config, resolve_model
+from batchgen.models.files import model_identity, resolve_model
+from batchgen.models.thinking import gives_reasoning
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_prefix, output_schema
 
@@ -84,7 +85,7 @@ class MapFunction:
     every process, so that the cache of `map` finds earlier results. Pickling leaves the engine behind.
 
     options: of `batchgen run`, those that say what a prompt is (prompt_column, prompt_template, messages_column,
-    system_prompt, chat, id_column) and how results are called (output_prefix); fields of SamplingParams; and those of
+    system_prompt, chat, chat_template_kwargs, continue_final, id_column) and how results are called (output_prefix); fields of SamplingParams; and those of
     `Engine`: dtype, device, gpu_memory, cpu_memory, admission, max_num_seqs, max_num_batched_tokens, max_model_len,
     share_prefixes, expected_output_len and on_overlong. Random draws belong to rows: with a temperature, name an id_column
     or map(..., with_indices=True). Raises InputError, before weights are read where possible.
@@ -105,6 +106,8 @@ class MapFunction:
             given["messages_column"],
             given["system_prompt"],
             given["chat"],
+            given["chat_template_kwargs"],
+            given["continue_final"],
         )
         self._sampling = SamplingParams(**{name: given[name] for name in SamplingParams.names()})
         self._id_column, self._prefix = given["id_column"], given["output_prefix"]
@@ -125,7 +128,7 @@ class MapFunction:
         num_rows = len(next(iter(columns.values())))
         engine = self._engine_here()
         if compiled.uses_chat:
-            engine.parts.tokenizer.require_chat_template()
+            engine.parts.tokenizer.require_chat_template(compiled.chat)
         rows: list[dict] = [{}] * num_rows
         for completion in engine.generate(self._requests(compiled, columns, indices, num_rows)):
             rows[completion.index] = self._row(completion)
@@ -202,18 +205,19 @@ class MapFunction:
     def _requests(
         self, compiled: CompiledPrompts, columns: dict[str, Sequence], indices: Sequence[int] | None, num_rows: int
     ) -> Iterator[Request]:
-        for i in range(num_rows):
+        rows = ({name: columns[name][i] for name in compiled.columns} for i in range(num_rows))
+        for i, prompt in enumerate(compiled.render(rows)):
             own = None if self._id_column is None else columns[self._id_column][i]
             row_id = own if own is not None else i if indices is None else int(indices[i])
-            try:
-                yield Request(compiled.render({name: columns[name][i] for name in compiled.columns}), id=row_id)
-            except RowError as error:
-                yield Request("", id=row_id, error=str(error))
+            if isinstance(prompt, Exception):
+                yield Request("", id=row_id, error=str(prompt))
+            else:
+                yield Request(prompt, id=row_id, chat=compiled.chat)
 
     def _output_columns(self) -> SampleColumns:
         """The columns that a batch gets."""
         if self._reasoning is None:
-            self._reasoning = read_config(resolve_model(self._model)).has_channels
+            self._reasoning = gives_reasoning(self._model, self._sampling)
         return SampleColumns(self._sampling.n, self._sampling.logprobs is not None, self._reasoning)
 
     def _row(self, completion: Completion) -> dict:
@@ -261,7 +265,7 @@ def _schema(names: list[str], read: Callable[[str], Sequence], prompts: PromptSp
     """
     typed = {prompts.column, prompts.messages_column, id_column}
     if prompts.template is None and typed <= {None, id_column}:
-        typed |= {"prompt", "messages"}
+        typed |= {"prompt", "messages", "conversations"}
 
     def type_of(name: str) -> pa.DataType:
         found = pa.array(read(name)).type if name in typed else pa.null()

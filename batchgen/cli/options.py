@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -59,6 +60,8 @@ def _checked(where: str, parameter: click.Parameter, value: Any) -> Any:
 
     Raises InputError, beginning with `where`.
     """
+    if isinstance(value, dict) and isinstance(parameter, click.Option) and parameter.metavar == "JSON":
+        return json.dumps(value, default=str)  # a date of TOML's is a text in JSON
     if parameter.multiple:
         items = value if isinstance(value, list) else [value]
         return [_checked_item(where, parameter.type, item) for item in items]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from batchgen.core.errors import InputError, one_line
@@ -185,6 +185,57 @@ def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases.items()))
 
 
+# Variables of chat templates that follow from the messages, or from how they are to be rendered.
+_TAKEN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How chat messages become a prompt.
+
+    Raises InputError.
+
+    Attributes:
+        chat_template_kwargs: Variables for the model's chat template, such as {"enable_thinking": False}; also their JSON as
+            text. A request with one that the template does not use fails.
+        continue_final: Where the last message is the assistant's, the model goes on with it; else it begins a message of its
+            own behind it.
+    """
+
+    chat_template_kwargs: Mapping[str, Any] | str = field(default_factory=dict)
+    continue_final: bool = False
+
+    def __post_init__(self) -> None:
+        given: Any = self.chat_template_kwargs
+        try:
+            variables = json.loads(given) if isinstance(given, str) else json.loads(json.dumps(dict(given or {})))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"chat_template_kwargs is no JSON object: {one_line(error)}") from error
+        if not isinstance(variables, dict):
+            raise InputError(
+                f'chat_template_kwargs must be a JSON object such as {{"enable_thinking": false}}, not {given!r}'
+            )
+        for name in variables:
+            if name in _TAKEN_VARIABLES:
+                raise InputError(
+                    f"chat_template_kwargs cannot have {name!r}, which follows from the messages: leave it out"
+                )
+        object.__setattr__(self, "chat_template_kwargs", variables)
+
+    @property
+    def variables(self) -> Mapping[str, Any]:
+        """`chat_template_kwargs`, read."""
+        assert isinstance(self.chat_template_kwargs, dict)
+        return self.chat_template_kwargs
+
+    def identity(self) -> dict[str, Any]:
+        """What tells these options from the defaults, as JSON values."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name))}
+
+
+PLAIN_CHAT = ChatOptions()
+
+
 @dataclass(frozen=True)
 class Request:
     """One row for the engine.
@@ -197,6 +248,8 @@ class Request:
         error: the row could not be made into a prompt; it comes back as a failed Completion with this text.
         row: the number of its row in a dataset, which comes back in the Completion and decides nothing.
         more_prompts: further ones, whose samples come after those of `prompt`, `n` of each.
+        chat: how chat messages become a prompt.
+        reasoning_apart: whether what stands between `<think>` and `</think>` is taken out of the text.
     """
 
     prompt: str | Sequence[int] | Sequence[dict[str, Any]]
@@ -205,6 +258,8 @@ class Request:
     error: str | None = None
     row: int | None = None
     more_prompts: tuple[str | Sequence[int], ...] = ()
+    chat: ChatOptions = PLAIN_CHAT
+    reasoning_apart: bool = True
 
     @property
     def each_prompt(self) -> tuple[Request, ...]:
@@ -234,7 +289,7 @@ class ScoreRequest:
         id: that of the `Scored`; None takes the request's position.
         logprobs: None, or how many of the most likely tokens to report at each position as well, at most 100.
         error: the row could not be made into a request; it comes back as a failed Scored with this text.
-        row: as of `Request`.
+        row, chat: as of `Request`.
     """
 
     context: str | Sequence[int] | Sequence[dict[str, Any]]
@@ -243,6 +298,7 @@ class ScoreRequest:
     logprobs: int | None = None
     error: str | None = None
     row: int | None = None
+    chat: ChatOptions = PLAIN_CHAT
 
     def __post_init__(self) -> None:
         if isinstance(self.continuations, str):
@@ -276,9 +332,10 @@ class Sample:
     `stop` tells which stop string or stop token id ended it, None where it was the end of text.
 
     Attributes:
-        text: of gpt-oss the channel "final" alone.
+        text: of gpt-oss the channel "final" alone; of others that think, what comes behind `</think>`.
         finish_reason: "stop" (end of text or a stop string/token) or "length".
-        reasoning: the text of gpt-oss's other channels; None where the model named no channel.
+        reasoning: the text of gpt-oss's other channels, or what stands between `<think>` and `</think>`; None where the model
+            did not think.
     """
 
     text: str

@@ -62,7 +62,18 @@ def is_token_list(column_type: pa.DataType) -> bool:
 
 
 def is_message_list(column_type: pa.DataType) -> bool:
+    return {"role", "content"} <= _fields_of_items(column_type) or is_sharegpt(column_type)
+
+
+def is_sharegpt(column_type: pa.DataType) -> bool:
+    """Whether it holds lists of ShareGPT's {from, value} and no others."""
+    names = _fields_of_items(column_type)
+    return {"from", "value"} <= names and "role" not in names
+
+
+def _fields_of_items(column_type: pa.DataType) -> set[str]:
+    """The fields of the structs in a list; none of other types."""
     if not is_list(column_type) or not pa.types.is_struct(column_type.value_type):
-        return False
+        return set()
     item = column_type.value_type
-    return {"role", "content"} <= {item.field(i).name for i in range(item.num_fields)}
+    return {item.field(i).name for i in range(item.num_fields)}

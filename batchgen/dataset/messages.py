@@ -6,11 +6,20 @@ from typing import Any
 
 from batchgen.core.errors import RowError
 
+# ShareGPT's names of those who speak, as roles.
+_SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bard", "bing", "bot"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+}
+
 
 def normalize_messages(value: Any) -> list[dict[str, Any]]:
     """Chat messages as [{"role", "content"}], content a text.
 
-    Content in text parts is joined by newlines.
+    Content in text parts is joined by newlines. ShareGPT's {"from", "value"} is read as well: human is the user, gpt the
+    assistant.
 
     Raises RowError: not a non-empty list of such messages, or they carry what a text model cannot take (images, tool
     calls).
@@ -23,6 +32,8 @@ def normalize_messages(value: Any) -> list[dict[str, Any]]:
 def _normalize_message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RowError(f"message {number} is not a {{role, content}} object")
+    if message.get("role") is None and message.get("from") is not None:
+        message = _of_sharegpt(message, number)
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise RowError(f"message {number} has no role")
@@ -34,6 +45,16 @@ def _normalize_message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(content, str):
         raise RowError(f"message {number} has no content" if content is None else f"message {number}: not text")
     return {"role": role, "content": content}
+
+
+def _of_sharegpt(message: dict[str, Any], number: int) -> dict[str, Any]:
+    speaker = message["from"]
+    role = _SHAREGPT_ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
+    if role is None:
+        raise RowError(
+            f"message {number} is from {speaker!r}, which is none of {', '.join(_SHAREGPT_ROLES)}, ShareGPT's names"
+        )
+    return {"role": role, "content": message.get("value")}
 
 
 def _text_part(part: Any, number: int) -> str:

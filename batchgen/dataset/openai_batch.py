@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, RowError, one_line
-from batchgen.core.request import MOST_SAMPLES, Request, SamplingParams
+from batchgen.core.request import MOST_SAMPLES, PLAIN_CHAT, ChatOptions, Request, SamplingParams
 from batchgen.dataset.bad_lines import bad_lines
 from batchgen.dataset.messages import normalize_messages
 
@@ -57,6 +57,7 @@ def rows_to_requests(
     first_row: int,
     sampling: SamplingParams,
     duplicate_rows: frozenset[int] = frozenset(),
+    chat: ChatOptions = PLAIN_CHAT,
 ) -> Iterator[Request]:
     """One Request per row of a batch of `COLUMNS`, whose first row is row `first_row` of the input.
 
@@ -64,6 +65,7 @@ def rows_to_requests(
         sampling: its `max_tokens` and `seed` are those of bodies without their own; all else has OpenAI's defaults
             (temperature 1).
         duplicate_rows: rows that fail because an earlier one has their custom_id.
+        chat: variables for the chat template, beside which bodies may have their own.
     """
     bad = bad_lines(batch)
     for index, row in enumerate(batch.select(list(COLUMNS)).to_pylist(), first_row):
@@ -74,14 +76,23 @@ def rows_to_requests(
         try:
             if index in duplicate_rows:
                 raise RowError(f"custom_id {row['custom_id']!r} is on an earlier line too")
-            (prompt, *more), own_sampling = parse_row(row, sampling)
-            yield Request(prompt, own_sampling, row_id, more_prompts=tuple(more))
+            (prompt, *more), own_sampling, own_chat = parse_row(row, sampling, chat)
+            yield Request(
+                prompt,
+                own_sampling,
+                row_id,
+                more_prompts=tuple(more),
+                chat=own_chat,
+                reasoning_apart=row["url"] == CHAT_URL,  # a completion has no place for it
+            )
         except RowError as error:
             yield Request("", sampling, row_id, error=one_line(error))
 
 
-def parse_row(row: dict[str, str | None], sampling: SamplingParams) -> tuple[list[Any], SamplingParams]:
-    """(prompts, sampling) of a row of `COLUMNS`. Raises RowError, naming the field."""
+def parse_row(
+    row: dict[str, str | None], sampling: SamplingParams, chat: ChatOptions = PLAIN_CHAT
+) -> tuple[list[Any], SamplingParams, ChatOptions]:
+    """(prompts, sampling, how messages become a prompt) of a row of `COLUMNS`. Raises RowError, naming the field."""
     if not row["custom_id"]:
         raise RowError("custom_id is missing or not a string")
     if row["method"] != "POST":
@@ -93,7 +104,8 @@ def parse_row(row: dict[str, str | None], sampling: SamplingParams) -> tuple[lis
     body = json.loads(row["body"])
     if not isinstance(body, dict):
         raise RowError("body is not a JSON object")
-    return parse_body(row["url"], body, sampling)
+    own_chat = _chat_options(body, chat) if row["url"] == CHAT_URL else PLAIN_CHAT
+    return *parse_body(row["url"], body, sampling), own_chat
 
 
 def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tuple[list[Any], SamplingParams]:
@@ -101,8 +113,9 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
 
     `max_tokens` and `seed` come from `sampling` where the body has none. Raises RowError, naming the field.
     """
-    fields = {name: value for name, value in body.items() if value is not None}
     chat = url == CHAT_URL
+    of_chat = _OF_CHAT if chat else ()
+    fields = {name: value for name, value in body.items() if value is not None and name not in of_chat}
     if chat:
         _take(fields, "prompt", lambda _: False, "absent: this url takes messages")
         if "messages" not in fields:
@@ -147,6 +160,35 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
     return prompts, own
 
 
+# Fields of chats that say how their messages become a prompt.
+_OF_CHAT = ("chat_template_kwargs", "reasoning_effort", "continue_final_message", "add_generation_prompt")
+
+
+def _chat_options(body: dict[str, Any], given: ChatOptions) -> ChatOptions:
+    """How the messages of a body become a prompt. given: variables that its own go before. Raises RowError."""
+    fields = {name: body[name] for name in _OF_CHAT if body.get(name) is not None}
+    continues = _take(fields, "continue_final_message", _is_bool, "true or false", False)
+    if _take(fields, "add_generation_prompt", _is_bool, "true or false", not continues) is continues:
+        raise RowError(
+            "add_generation_prompt must be the opposite of continue_final_message: a prompt ends in the assistant's last"
+            " message, or where the next one begins"
+        )
+    messages = body.get("messages")
+    if continues and isinstance(messages, list) and messages and _role(messages[-1]) != "assistant":
+        raise RowError("continue_final_message needs a last message of the role assistant")
+    own = _take(fields, "chat_template_kwargs", _is_object, "an object", {})
+    effort = _take(fields, "reasoning_effort", _is_text, "a string")
+    own = {**given.variables, **({} if effort is None else {"reasoning_effort": effort}), **own}
+    try:
+        return ChatOptions(own, continues)
+    except InputError as error:
+        raise RowError(str(error)) from error
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
+
+
 def _take(fields: dict[str, Any], name: str, valid: Callable[[Any], bool], rule: str, default: Any = None) -> Any:
     """Remove a field and return its value, or the default. Raises RowError where it is not valid."""
     if name not in fields:
@@ -159,6 +201,14 @@ def _take(fields: dict[str, Any], name: str, valid: Callable[[Any], bool], rule:
 
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _is_int(value: Any) -> bool:

@@ -7,29 +7,41 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, RowError, one_line
-from batchgen.core.request import Request, SamplingParams, ScoreRequest
+from batchgen.core.request import PLAIN_CHAT, ChatOptions, Request, SamplingParams, ScoreRequest
 from batchgen.dataset.bad_lines import bad_lines
 from batchgen.dataset.binary_text import checked_text, decoded, has_binary
-from batchgen.dataset.column_types import is_list, is_message_list, is_text, is_token_list, listed, value_type
+from batchgen.dataset.column_types import (
+    is_list,
+    is_message_list,
+    is_sharegpt,
+    is_text,
+    is_token_list,
+    listed,
+    value_type,
+)
 from batchgen.dataset.continuations import CompiledContinuations
 from batchgen.dataset.messages import normalize_messages
 from batchgen.dataset.sampling_column import SamplingColumn
 
 Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or chat messages with "role" and "content"
+Row = Mapping[str, Any] | Exception  # {column: value}, or why there are no values
+
+_ROW_IS_WHOLE = '"row" in the prompt template is the whole row: the column of that name is row["row"]'
 
 
 @dataclass(frozen=True)
 class PromptSpec:
     """Where prompts come from: one of `column`, `template` and `messages_column`.
 
-    With none of them, the column "prompt" is taken, or else "messages".
+    With none of them, the column "prompt" is taken, or else "messages", or else "conversations" where it holds messages.
 
     Raises InputError.
 
@@ -40,6 +52,7 @@ class PromptSpec:
         messages_column: lists of {role, content}, or those as JSON text.
         system_prompt: goes in front of every row's messages that do not begin with their own.
         chat: text is a user's message to the model's chat template, which `system_prompt` implies.
+        chat_template_kwargs, continue_final: as of `ChatOptions`.
     """
 
     column: str | None = None
@@ -47,14 +60,22 @@ class PromptSpec:
     messages_column: str | None = None
     system_prompt: str | None = None
     chat: bool = False
+    chat_template_kwargs: Mapping[str, Any] | str | None = None
+    continue_final: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "chat_template_kwargs", self.chat_options.chat_template_kwargs)
         given = [n for n in ("column", "template", "messages_column") if getattr(self, n) is not None]
         if len(given) > 1:
             flags = " and ".join("--" + (n if "_" in n else f"prompt-{n}").replace("_", "-") for n in given)
             raise InputError(f"{flags} exclude each other: give one")
         if self.template is not None and self.template.startswith("@"):
             object.__setattr__(self, "template", _read_template(self.template[1:]))
+
+    @property
+    def chat_options(self) -> ChatOptions:
+        """How messages become a prompt."""
+        return ChatOptions(self.chat_template_kwargs or {}, self.continue_final)
 
     @property
     def makes_chat(self) -> bool:
@@ -69,20 +90,28 @@ class PromptSpec:
             "messages_column": self.messages_column,
             "system_prompt": self.system_prompt,
             "chat": self.chat,
+            **self.chat_options.identity(),
         }
 
 
 @dataclass(frozen=True)
 class CompiledPrompts:
-    """A checked `PromptSpec`: the columns it reads, and {column: value} -> prompt, which raises RowError.
+    """A checked `PromptSpec`.
 
     Attributes:
-        uses_chat: prompts are messages, for which the model must have a chat template.
+        columns: Those that prompts are made of.
+        render: Makes prompts of rows, each {column: value}; one that has none comes back as RowError, and a row that is an
+            exception as it is.
+        uses_chat: Whether prompts are messages, for which the model must have a chat template.
+        chat: How messages become a prompt.
+        notices: What a user should know of how the columns are read, in lines.
     """
 
     columns: tuple[str, ...]
-    render: Callable[[dict[str, Any]], Prompt]
+    render: Callable[[Iterable[Row]], Iterator[Prompt | Exception]]
     uses_chat: bool
+    chat: ChatOptions = PLAIN_CHAT
+    notices: tuple[str, ...] = ()
 
 
 def compile_prompts(
@@ -110,16 +139,36 @@ def compile_prompts(
         from batchgen.dataset.templates import compile_template
 
         columns, render = compile_template(spec.template, schema)
-        return CompiledPrompts(columns, _text_prompts(render, spec, may_be_empty), spec.makes_chat)
+        notices = (_ROW_IS_WHOLE,) if "row" in columns else ()
+        as_prompt = _each(lambda text: _text_prompt(text, spec, may_be_empty))
+        return CompiledPrompts(
+            columns, lambda rows: as_prompt(render(rows)), spec.makes_chat, spec.chat_options, notices
+        )
     column, holds_messages = _source_column(spec, schema)
     if holds_messages:
-        return CompiledPrompts((column,), lambda row: _message_prompt(row[column], column, spec), True)
+        messages = _each(lambda row: _message_prompt(row[column], column, spec))
+        return CompiledPrompts((column,), messages, True, spec.chat_options, _message_notices(schema, column))
     if is_token_list(value_type(schema, column, "column")):
         if spec.makes_chat:
             raise InputError(f"column {column!r} holds token ids, which cannot be chat messages: leave out --chat")
-        return CompiledPrompts((column,), lambda row: _ids_of(row[column], column, may_be_empty), False)
-    text = _text_prompts(lambda row: _text_of(row[column], column), spec, may_be_empty)
-    return CompiledPrompts((column,), text, spec.makes_chat)
+        return CompiledPrompts(
+            (column,), _each(lambda row: _ids_of(row[column], column, may_be_empty)), False, spec.chat_options
+        )
+    texts = _each(lambda row: _text_prompt(_text_of(row[column], column), spec, may_be_empty))
+    return CompiledPrompts((column,), texts, spec.makes_chat, spec.chat_options)
+
+
+def _each(convert: Callable[[Any], Any]) -> Callable[[Iterable[Any]], Iterator[Any]]:
+    """What converts each value there is, and hands on those that are exceptions."""
+
+    def convert_each(values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            try:
+                yield value if isinstance(value, Exception) else convert(value)
+            except RowError as error:
+                yield error
+
+    return convert_each
 
 
 def rows_to_requests(
@@ -136,12 +185,12 @@ def rows_to_requests(
     parameters are `sampling`, or what the row's own make of them.
     """
     more = () if sampling_column is None else (sampling_column.name,)
-    for row_id, row, prompt, error in _rows(batch, first_row, compiled, more, id_column):
+    for row_id, row, prompt in _rows(batch, first_row, compiled, more, id_column):
         try:
-            if error is not None:
-                raise error
+            if isinstance(prompt, Exception):
+                raise prompt
             own = sampling if sampling_column is None else sampling_column.of_row(row[sampling_column.name])
-            yield Request(prompt, own, row_id)
+            yield Request(prompt, own, row_id, chat=compiled.chat)
         except RowError as error:
             yield Request("", sampling, row_id, error=str(error))
 
@@ -155,36 +204,46 @@ def rows_to_score_requests(
     id_column: str | None = None,
 ) -> Iterator[ScoreRequest]:
     """One ScoreRequest per row, with the prompt as its context, or as what is scored; else as `rows_to_requests`."""
-    for row_id, row, prompt, error in _rows(batch, first_row, compiled, continuations.columns, id_column):
+    for row_id, row, prompt in _rows(batch, first_row, compiled, continuations.columns, id_column):
         try:
-            if error is not None:
-                raise error
+            if isinstance(prompt, Exception):
+                raise prompt
             if continuations.of_row is None:
                 # Chat messages are refused where prompts are what is scored.
                 yield ScoreRequest("", (cast("str | list[int]", prompt),), row_id, logprobs)
             else:
-                yield ScoreRequest(prompt, continuations.of_row(row), row_id, logprobs)
+                yield ScoreRequest(prompt, continuations.of_row(row), row_id, logprobs, chat=compiled.chat)
         except RowError as error:
             yield ScoreRequest("", (), row_id, error=str(error))
 
 
 def _rows(
     batch: pa.RecordBatch, first_row: int, compiled: CompiledPrompts, more: tuple[str, ...], id_column: str | None
-) -> Iterator[tuple[str | int, dict[str, Any], Prompt, RowError | None]]:
-    """(id, columns, prompt, what is wrong) of each row; `more` columns than the prompt needs."""
+) -> Iterator[tuple[str | int, dict[str, Any], Prompt | Exception]]:
+    """(id, columns, prompt or what is wrong) of each row; `more` columns than the prompt needs."""
     bad = bad_lines(batch)
-    for index in range(batch.num_rows):
-        row_id: str | int = first_row + index
-        try:
-            if row_id in bad:
-                raise RowError(bad[row_id])
-            if id_column is not None:
-                own = _value(batch, id_column, index)
-                row_id = row_id if own is None else checked_text(own, id_column)
-            row = {name: _value(batch, name, index) for name in dict.fromkeys((*compiled.columns, *more))}
-            yield row_id, row, compiled.render(row), None
-        except RowError as error:
-            yield row_id, {}, "", error
+    ids: deque[str | int] = deque()  # of rows that were read, and whose prompts have not come
+    read: deque[dict[str, Any]] = deque()
+
+    def rows() -> Iterator[Row]:
+        for index in range(batch.num_rows):
+            row_id: str | int = first_row + index
+            row: Row = {}
+            try:
+                if row_id in bad:
+                    raise RowError(bad[row_id])
+                if id_column is not None:
+                    own = _value(batch, id_column, index)
+                    row_id = row_id if own is None else checked_text(own, id_column)
+                row = {name: _value(batch, name, index) for name in dict.fromkeys((*compiled.columns, *more))}
+            except RowError as error:
+                row = error
+            ids.append(row_id)
+            read.append({} if isinstance(row, Exception) else row)
+            yield row if isinstance(row, Exception) else {name: row[name] for name in compiled.columns}
+
+    for prompt in compiled.render(rows()):
+        yield ids.popleft(), read.popleft(), prompt
 
 
 def _read_template(path: str) -> str:
@@ -205,20 +264,15 @@ def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
     elif spec.column is not None:
         column, flag, messages = spec.column, "--prompt-column", False
     else:
-        found = next((c for c in ("prompt", "messages") if c in schema.names), None)
-        if found is None:
-            raise InputError(
-                "no column is named 'prompt' or 'messages': give --prompt-column, --prompt-template or "
-                f"--messages-column{listed(schema)}"
-            )
-        column, column_type = found, schema.field(found).type
-        flag, messages = "column", column == "messages" or (is_list(column_type) and not is_token_list(column_type))
+        column, flag = _default_column(schema), "column"
+        column_type = schema.field(column).type
+        messages = column in ("messages", "conversations") or (is_list(column_type) and not is_token_list(column_type))
     column_type = value_type(schema, column, flag)
     if pa.types.is_null(column_type):
         raise InputError(f"{flag} {column!r} holds only nulls: choose another column")
     if messages and not (is_text(column_type) or is_message_list(column_type)):
         raise InputError(
-            f"{flag} {column!r} holds {column_type}: it must be lists of {{role, content}}, or JSON of them"
+            f"{flag} {column!r} holds {column_type}: it must be lists of {{role, content}} or of ShareGPT's {{from, value}}, or JSON of them"
         )
     if not messages and not is_text(column_type) and not is_token_list(column_type):
         fix = "--messages-column" if is_list(column_type) else "--prompt-template '{{ row[\"" + column + "\"] }}'"
@@ -226,18 +280,33 @@ def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
     return column, messages
 
 
-def _text_prompts(
-    render: Callable[[dict[str, Any]], str], spec: PromptSpec, may_be_empty: bool
-) -> Callable[[dict[str, Any]], Prompt]:
-    def prompt(row: dict[str, Any]) -> Prompt:
-        text = render(row)
-        if not text and (spec.makes_chat or not may_be_empty):
-            raise RowError("the prompt is empty")
-        if not spec.makes_chat:
-            return text
-        return _with_system([{"role": "user", "content": text}], spec)
+def _default_column(schema: pa.Schema) -> str:
+    """The column of prompts where none is named. Raises InputError."""
+    conversations = [name for name in schema.names if is_message_list(schema.field(name).type)]
+    names = ["prompt", "messages", *(["conversations"] if "conversations" in conversations else [])]
+    found = next((name for name in names if name in schema.names), None)
+    if found is None:
+        fix = (
+            f"give --messages-column {conversations[0]}"
+            if conversations
+            else "give --prompt-column, --prompt-template or --messages-column"
+        )
+        raise InputError(f"no column is named 'prompt' or 'messages': {fix}{listed(schema)}")
+    return found
 
-    return prompt
+
+def _message_notices(schema: pa.Schema, column: str) -> tuple[str, ...]:
+    if not is_sharegpt(value_type(schema, column, "column")):
+        return ()
+    return (f"column {column!r} holds ShareGPT's {{from, value}}: human is the user, gpt the assistant",)
+
+
+def _text_prompt(text: str, spec: PromptSpec, may_be_empty: bool) -> Prompt:
+    if not text and (spec.makes_chat or not may_be_empty):
+        raise RowError("the prompt is empty")
+    if not spec.makes_chat:
+        return text
+    return _with_system([{"role": "user", "content": text}], spec)
 
 
 def _message_prompt(value: Any, column: str, spec: PromptSpec) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import Request, ScoreRequest
@@ -17,7 +18,27 @@ if TYPE_CHECKING:
 
 ENCODE_CHUNK = 64  # requests tokenized together
 R = TypeVar("R")
-Texts = Mapping[tuple[str, bool], list[int]]  # (text, whether special tokens are added) -> its tokens
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts of some requests, encoded together.
+
+    Attributes:
+        tokens: (text, whether special tokens are added) -> its tokens.
+        chats: id of a request whose prompt, or context, is chat messages -> their text, which has its special tokens written
+            out, or why there is none.
+    """
+
+    tokens: Mapping[tuple[str, bool], list[int]]
+    chats: Mapping[int, str | RowError]
+
+    def of_chat(self, request: Request | ScoreRequest) -> str:
+        """The text of a request's messages. Raises RowError."""
+        text = self.chats[id(request)]
+        if isinstance(text, RowError):
+            raise text
+        return text
 
 
 def chunks(requests: Iterable[R | None]) -> Iterator[list[tuple[int, R]]]:
@@ -40,14 +61,16 @@ def chunks(requests: Iterable[R | None]) -> Iterator[list[tuple[int, R]]]:
 
 
 def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request]) -> Texts:
-    """Encode together the prompts that are texts.
+    """Encode together the prompts that are texts, and those that are chat messages.
 
     Returns:
         What `encode_prompt` asks for.
     """
-    texts = [r.prompt for r in requests if isinstance(r.prompt, str) and r.prompt]
-    encoded = tokenizer.encode_batch(texts) if texts else ()
-    return {(text, True): token_ids for text, token_ids in zip(texts, encoded, strict=True)}
+    requests = list(requests)
+    chats = _rendered(tokenizer, [(request, request.prompt) for request in requests])
+    plain = [r.prompt for r in requests if isinstance(r.prompt, str) and r.prompt]
+    wanted = {(text, True) for text in plain} | {(text, False) for text in chats.values() if isinstance(text, str)}
+    return Texts(_encoded(tokenizer, wanted), chats)
 
 
 def encode_prompt(tokenizer: Tokenizer, request: Request, texts: Texts | None = None) -> list[int]:
@@ -65,10 +88,40 @@ def encode_prompt(tokenizer: Tokenizer, request: Request, texts: Texts | None = 
     if not len(prompt):
         return []
     if isinstance(prompt, str):
-        return (texts or encode_texts(tokenizer, [request]))[prompt, True]
+        return (texts or encode_texts(tokenizer, [request])).tokens[prompt, True]
     if isinstance(prompt[0], dict):
-        return tokenizer.encode_chat(prompt)
+        texts = texts or encode_texts(tokenizer, [request])
+        return texts.tokens[texts.of_chat(request), False]
     return [int(token_id) for token_id in prompt]
+
+
+def _rendered(tokenizer: Tokenizer, given: Iterable[tuple[Request | ScoreRequest, Any]]) -> dict[int, str | RowError]:
+    """The texts of chat messages, by the id of the request that has them."""
+    chats = [(request, value) for request, value in given if is_chat(value)]
+    if not chats:
+        return {}
+    from batchgen.models.chat_template import Chat
+
+    try:
+        texts = tokenizer.render_chats([Chat(messages, request.chat) for request, messages in chats])
+    except InputError as error:  # there is no chat template
+        texts = [RowError(str(error))] * len(chats)
+    return {id(request): text for (request, _), text in zip(chats, texts, strict=True)}
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is chat messages."""
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
+
+
+def _encoded(tokenizer: Tokenizer, wanted: Iterable[tuple[str, bool]]) -> dict[tuple[str, bool], list[int]]:
+    encoded: dict[tuple[str, bool], list[int]] = {}
+    for special in (True, False):
+        keys = [key for key in wanted if key[1] == special]
+        if keys:
+            tokens = tokenizer.encode_batch([text for text, _ in keys], add_special_tokens=special)
+            encoded.update(zip(keys, tokens, strict=True))
+    return encoded
 
 
 def check_vocabulary(token_ids: Iterable[int], vocab_size: int, what: str) -> None:
@@ -79,19 +132,16 @@ def check_vocabulary(token_ids: Iterable[int], vocab_size: int, what: str) -> No
 
 def encode_all(tokenizer: Tokenizer, requests: Iterable[ScoreRequest]) -> Texts:
     """The tokens of all texts that `encode_pairs` asks for."""
+    requests = list(requests)
+    chats = _rendered(tokenizer, [(request, request.context) for request in requests])
     wanted: dict[tuple[str, bool], list[int]] = {}
     for request in requests:
         with contextlib.suppress(RowError, InputError):  # it will be found again
-            encode_pairs(tokenizer, request, _Wanted(wanted))
-    for special in (True, False):
-        keys = [key for key in wanted if key[1] == special]
-        if keys:
-            encoded = tokenizer.encode_batch([text for text, _ in keys], add_special_tokens=special)
-            wanted.update(zip(keys, encoded, strict=True))
-    return wanted
+            encode_pairs(tokenizer, request, Texts(_Wanted(wanted), chats))
+    return Texts(_encoded(tokenizer, wanted), chats)
 
 
-class _Wanted:
+class _Wanted(dict):
     """Stands in for the tokens of texts: notes what is asked for."""
 
     def __init__(self, wanted: dict) -> None:
@@ -113,19 +163,20 @@ def encode_pairs(
     if len(are_texts) > 1:
         raise RowError("continuations must be all texts or all token ids")
     special = True
-    if not isinstance(context, str) and len(context) and isinstance(context[0], dict):
-        context, special = tokenizer.render_chat(context), False  # it has its special tokens written out
+    if is_chat(context):
+        context, special = texts.of_chat(request), False
+    tokens = texts.tokens
     if True not in are_texts:
-        own = texts[context, special] if isinstance(context, str) and context else _ids(context)
+        own = tokens[context, special] if isinstance(context, str) and context else _ids(context)
         return tuple(own), [_ids(c) for c in continuations]
     if not isinstance(context, str):
-        return _ids(context), [tuple(texts[c, False]) for c in continuations]
+        return _ids(context), [tuple(tokens[c, False]) for c in continuations]
     stripped = context.rstrip()
     spaces = context[len(stripped) :]
     if not stripped:
-        return (), [_beginning(texts[spaces + c, False], tokenizer) for c in continuations]
-    own = tuple(texts[stripped, special])
-    return own, [tuple(texts[stripped + spaces + c, special][len(own) :]) for c in continuations]
+        return (), [_beginning(tokens[spaces + c, False], tokenizer) for c in continuations]
+    own = tuple(tokens[stripped, special])
+    return own, [tuple(tokens[stripped + spaces + c, special][len(own) :]) for c in continuations]
 
 
 def _beginning(token_ids: list[int], tokenizer: Tokenizer) -> tuple[int, ...]:

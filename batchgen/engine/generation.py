@@ -18,10 +18,11 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_prompt, encode_texts
+from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_prompt, encode_texts, is_chat
 from batchgen.engine.given import each_request
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.models.harmony import AnswerStops, Harmony
+from batchgen.models.thinking import Thinking, ThoughtStops
 from batchgen.runtime.grammar import Grammar
 from batchgen.runtime.scheduling.from_policy import longest_sequence
 from batchgen.runtime.scheduling.sequence import NOT_FINITE, PENDING, Sequence
@@ -29,6 +30,7 @@ from batchgen.runtime.scheduling.sequence import NOT_FINITE, PENDING, Sequence
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from batchgen.models.tokenizer import StopDetector
     from batchgen.runtime.sampler import Sampled, SampledToken
 
 
@@ -128,6 +130,7 @@ class Generation:
         self._detectors: dict[Sequence, object] = {}
         self._finishes: dict[Sequence, _Finish] = {}
         self._harmony = Harmony.of(parts.tokenizer) if parts.config.has_channels else None
+        self._thinking: dict[Sequence, tuple[Thinking, bool]] = {}  # of those that may think, and whether they begin so
         self._sampled: list[tuple[list[Sequence], Sampled]] = []  # of the sweep under way
 
     def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
@@ -207,16 +210,39 @@ class Generation:
     ) -> list[Sequence]:
         """The sequences of one prompt. first: the number of its first sample among those of the request."""
         started: list[Sequence] = []
+        thinking = self._thinking_of(prepared.request, token_ids, sampling)
         for k in range(sampling.n):
             sequence = Sequence(prepared.index, row_id, first + k, list(token_ids), sampling)
+            if thinking is not None:
+                self._thinking[sequence] = thinking
             sequence.constraint = prepared.grammar and prepared.grammar.start()
             if sampling.stop:
-                detector = self._parts.tokenizer.stop_detector(sampling.stop)
-                self._detectors[sequence] = AnswerStops(self._harmony, detector) if self._harmony else detector
+                self._detectors[sequence] = self._stops(sampling.stop, thinking)
             if started:  # the prompt is computed by the first
                 sequence.prefix_donor, sequence.num_donated = started[0], sequence.num_prompt - 1
             started.append(sequence)
         return started
+
+    def _thinking_of(
+        self, request: Request, token_ids: array, sampling: SamplingParams
+    ) -> tuple[Thinking, bool] | None:
+        """How a request's samples think between tags, and whether they begin so; None: not at all."""
+        if self._harmony is not None or not request.reasoning_apart:
+            return None
+        thinking = Thinking.of(self._parts.tokenizer, sampling.regex)
+        if thinking is None:
+            return None
+        continued = request.prompt if request.chat.continue_final and is_chat(request.prompt) else ()
+        return thinking, thinking.begins(token_ids, sampling, continued)
+
+    def _stops(
+        self, stop: tuple[str, ...], thinking: tuple[Thinking, bool] | None
+    ) -> AnswerStops | ThoughtStops | StopDetector:
+        """What watches a sample for stop strings. thinking: as of `_thinking_of`."""
+        detector = self._parts.tokenizer.stop_detector(stop)
+        if self._harmony is not None:
+            return AnswerStops(self._harmony, detector)
+        return detector if thinking is None else ThoughtStops(*thinking, detector)
 
     def take_logits(self, rows, logits, start: int) -> Tensor:
         """Chooses tokens, as soon as a batch has its logits."""
@@ -299,11 +325,16 @@ class Generation:
         said = generated[:-1] if finish.ends_with_stop_token else generated
         channels = self._harmony.read(said) if self._harmony else None
         if channels is not None:
-            return self._in_channels(sequence, finish, *channels)
+            return self._apart(sequence, finish, *channels)
+        if self._thinking and sequence in self._thinking:
+            thinking, begun = self._thinking.pop(sequence)
+            split = thinking.split(said, begun)
+            if split is not None:
+                return self._apart(sequence, finish, split.answer, split.thoughts)
         text = detector.text if detector is not None and isinstance(finish.stop, str) else tokenizer.decode(said)
         return Sample(text, tuple(generated), finish.reason, self._logprobs(sequence), finish.stop)
 
-    def _in_channels(self, sequence: Sequence, finish: _Finish, text: str, reasoning: str) -> Sample:
+    def _apart(self, sequence: Sequence, finish: _Finish, text: str, reasoning: str) -> Sample:
         """A sample of a model that thinks before it answers. A stop string ends the answer."""
         if isinstance(finish.stop, str):
             text = text.split(finish.stop)[0]

@@ -100,8 +100,15 @@ class Jobs:
         if Path(model).expanduser().exists():
             model = str(Path(model).expanduser().absolute())  # the job runs in its own folder
         files = {"input": REQUESTS, "output": RESULTS, "report": REPORT}
-        # HELM is told of each request that failed.
-        return {**self._options, "model": model, "max_failed": "100%", **files, **read_requests(job)[0]}
+        # HELM is told of each request that failed, and reads thoughts in the text.
+        return {
+            **self._options,
+            "model": model,
+            "max_failed": "100%",
+            "reasoning_column": False,
+            **files,
+            **read_requests(job)[0],
+        }
 
     def _run(self, job: Path) -> None:
         if self._engine == IN_PROCESS:

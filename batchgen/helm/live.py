@@ -80,7 +80,9 @@ class LiveEngine:
             weakref.finalize(self, self._engine.close)
         results = {}
         to_generate = [
-            Request(row.prompt, SamplingParams(**row.sampling, logprobs=0, seed=self._seed), row.id)
+            Request(
+                row.prompt, SamplingParams(**row.sampling, logprobs=0, seed=self._seed), row.id, reasoning_apart=False
+            )
             for row in rows
             if row.kind == GENERATE
         ]

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from helm.common.cache import CacheConfig
 from helm.common.concurrency import ThreadSafeWrapper
 from helm.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer, WrappedPreTrainedTokenizer
+
+from batchgen.core.errors import RowError
+
+if TYPE_CHECKING:
+    from batchgen.models.chat_template import ChatTemplate
 
 _loaded: dict[str, WrappedPreTrainedTokenizer] = {}
 _loading = Lock()
@@ -36,6 +42,7 @@ class PromptTokens:
 
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
         self._wrapped = tokenizer.get_wrapped_tokenizer()
+        self._template: ChatTemplate | None = None
 
     @property
     def has_chat_template(self) -> bool:
@@ -47,8 +54,15 @@ class PromptTokens:
             return list(hf(text).input_ids)
 
     def encode_chat(self, messages: list[dict]) -> list[int]:
+        """The tokens of a conversation. Raises RowError where the chat template refuses it."""
+        from batchgen.models.chat_template import Chat, ChatTemplate
+
         with self._wrapped as hf:
-            text = hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            if self._template is None:
+                self._template = ChatTemplate.of(hf.chat_template, hf.special_tokens_map)
+            (text,) = self._template.render([Chat(messages)])
+            if isinstance(text, RowError):
+                raise text
             return list(hf(text, add_special_tokens=False).input_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ defaults and help from here. Nothing here takes long to import: `batchgen --help
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,10 @@ class JobOptions:
         help="Jinja template over the columns; @FILE reads it from a file.",
     )
     messages_column: str | None = _option(
-        INPUT, f"{_ROWS} map", metavar="NAME", help="Column of chat messages (lists of role and content)."
+        INPUT,
+        f"{_ROWS} map",
+        metavar="NAME",
+        help="Column of chat messages: lists of {role, content}, or of ShareGPT's {from, value}.",
     )
     system_prompt: str | None = _option(
         INPUT, f"{_ROWS} map", metavar="TEXT", help="System message before each row's messages; implies --chat."
@@ -151,6 +154,19 @@ class JobOptions:
         default=False,
         type=bool,
         help="Send text prompts as a user's message, through the chat template.",
+    )
+    chat_template_kwargs: str | Mapping[str, Any] | None = _option(
+        INPUT,
+        f"{_ROWS} map",
+        metavar="JSON",
+        help="""Variables for the model's chat template, such as '{"enable_thinking": false}'.""",
+    )
+    continue_final: bool = _option(
+        INPUT,
+        f"{_ROWS} map",
+        default=False,
+        type=bool,
+        help="Go on with the assistant's message that a row's messages end with, rather than begin another behind it.",
     )
     task: str = _option(
         INPUT,
@@ -374,6 +390,14 @@ class JobOptions:
         "run",
         metavar="N|P%",
         help="End with exit code 4 once more rows than this failed [default: where all failed, or the first 100].",
+    )
+    reasoning_column: bool = _option(
+        RUN,
+        "run",
+        "--reasoning-column/--no-reasoning-column",
+        default=True,
+        type=bool,
+        help="Of a model that thinks between <think> and </think>: put that into a column, or leave it in the text [default: a column].",
     )
     output_prefix: str = _option(
         RUN,

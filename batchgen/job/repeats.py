@@ -71,7 +71,9 @@ class Repeats:
             return None
         given = (request.prompt, *request.more_prompts)
         prompts = [prompt if isinstance(prompt, str) else list(prompt) for prompt in given]
-        text = json.dumps([prompts, sampling.to_json()], default=int)  # token ids may be numpy's
+        text = json.dumps(
+            [prompts, sampling.to_json(), request.chat.identity(), request.reasoning_apart], default=int
+        )  # token ids may be numpy's
         return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
     def _is_repeat(self, key: bytes, request: Request) -> bool:

@@ -25,6 +25,7 @@ from batchgen.distributed.launch import own_share
 from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
+from batchgen.job.chat_notices import watch_chats
 from batchgen.job.checks import check_job
 from batchgen.job.destination import Destination, make_output_folder
 from batchgen.job.eta import Expected
@@ -46,6 +47,7 @@ from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
 from batchgen.models.model_versions import ModelVersions, changed_file, check_unchanged, model_versions
+from batchgen.models.thinking import Thinking
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run
@@ -178,13 +180,15 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         versions = model_versions(files)
         resolved = resolve_job(options, files)
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
-        source = source.for_model(resolved.config, options)
-        if (renamed := _renamed_line(source, options)) is not None:
-            progress.say(renamed)
         # Most of it is importing transformers.
         tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
-        if source.needs_chat_template:
-            tokenizer.result().require_chat_template()
+        if source.needs_chat_template or source.chat.chat_template_kwargs:
+            tokenizer.result().require_chat_template(source.chat)
+        source = source.for_model(resolved.config, tokenizer.result(), options)
+        if (renamed := _renamed_line(source, options)) is not None:
+            progress.say(renamed)
+        for notice in source.notices:
+            progress.say(notice)
         page, repeats = RunPage() if options.report_html else None, Repeats(options.sampling)
         job = _Job(
             resolved,
@@ -291,6 +295,9 @@ def _kernel_lines(plan: Plan) -> list[str]:
 def _fingerprint(job: _Job) -> dict[str, Any]:
     """All that decides the output's rows, as JSON values."""
     options, resolved = job.options, job.resolved
+    thinking = None
+    if options.task == "generate" and options.reasoning_column and not resolved.config.has_channels:
+        thinking = Thinking.of(job.tokenizer(), options.sampling.regex)
     fingerprint: dict[str, Any] = {
         "input": job.source.dataset.identity(),
         "rows": {"limit": options.limit, "shard": options.shard, "id_column": options.id_column},
@@ -303,6 +310,8 @@ def _fingerprint(job: _Job) -> dict[str, Any]:
         "on_overlong": options.on_overlong,
         "output_prefix": options.output_prefix,
     }
+    if thinking is not None:
+        fingerprint["reasoning"] = thinking.begin
     if options.task != "generate":
         fingerprint["task"] = options.task
     quantization = options.quantization if changes_results(options.quantization) else "none"
@@ -415,6 +424,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     job.progress.start(None if options.share else Expected.of(plan, rows_left, samples))
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
     requests = rows.watch(requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop))
+    requests = watch_chats(requests, job.tokenizer, job.progress.say)
     if not options.share:  # nothing may hold rows of a worker back: it claims more as they come out
         requests = job.repeats.firsts(requests)
     results = run(requests, should_stop=should_stop, on_sweep=show)
@@ -464,6 +474,7 @@ def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
     name, say = job.resolved.files.name, job.progress.say
     first, batch = next(job.source.batches(0, 1), (0, None))
     request = Request("", error="there is none") if batch is None else next(job.source.requests_of(batch, first))
+    (request,) = watch_chats([replace(request, row=first)], job.tokenizer, say)
     if request.error is not None:
         prompt, num_tokens, what = f"(row {first} would fail: {request.error})", 0, ""
     elif isinstance(request, ScoreRequest):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from batchgen.core.text import without_credentials
@@ -47,6 +49,8 @@ def _words(option: Option, value: Any) -> list[str]:
     if isinstance(value, bool):
         on, _, off = option.flags[-1].partition("/")
         return [on if value else off]
+    if isinstance(value, Mapping):
+        return [option.flag, json.dumps(value)]
     words = []
     for item in value if option.multiple else (value,):
         words += [option.flag, f"{item[0]}={item[1]}" if isinstance(item, tuple) else str(item)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +71,7 @@ def requests_left(
         for first, batch in reader.read(rows[0], rows[-1] + 1):
             for offset, request in enumerate(source.requests_of(batch, first)):
                 if first + offset in needed:
-                    yield replace(request, row=first + offset)
+                    yield source.numbered(request, first + offset)
 
 
 class _Reader:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.core.errors import InputError
-from batchgen.core.request import Request, ScoreRequest
+from batchgen.core.request import PLAIN_CHAT, ChatOptions, Request, ScoreRequest
 from batchgen.core.units import parse_shard
 from batchgen.dataset import Dataset, open_dataset
 from batchgen.dataset.continuations import ContinuationSpec
 from batchgen.job.standard_input import STANDARD_INPUT, StandardInput
+from batchgen.models.thinking import Thinking
 from batchgen.output.columns import Columns, SampleColumns, ScoreColumns
 from batchgen.output.formats import check_writable
 from batchgen.output.join import output_schema
@@ -21,9 +22,10 @@ from batchgen.output.join import output_schema
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from batchgen.dataset.prompts import PromptSpec
+    from batchgen.dataset.prompts import CompiledPrompts, PromptSpec
     from batchgen.job.options import JobOptions
     from batchgen.models.config import ModelConfig
+    from batchgen.models.tokenizer import Tokenizer
 
 
 class DoneRows(Protocol):
@@ -40,7 +42,8 @@ class RequestSource:
 
     requests_of: gives those of a record batch, by the batch and its first row. identity: of the prompts, JSON values. reads: the
     input's columns that requests are made of. columns: what the output adds. scores_prompts: whether the prompts themselves are scored.
-    format_row: OpenAI batches are answered in their own format.
+    format_row: OpenAI batches are answered in their own format. chat: how chat messages become prompts. notices: lines that say how
+    columns are read. reasoning_apart: whether what a model thinks between tags is taken out of its texts, where the output has a place for it.
     """
 
     dataset: Dataset
@@ -51,6 +54,9 @@ class RequestSource:
     reads: frozenset[str] = frozenset()
     scores_prompts: bool = False
     format_row: Callable[[dict[str, Any], dict[str, Any]], tuple[str, dict[str, Any]]] | None = None
+    chat: ChatOptions = PLAIN_CHAT
+    notices: tuple[str, ...] = ()
+    reasoning_apart: bool = True
 
     @property
     def is_openai(self) -> bool:
@@ -63,11 +69,14 @@ class RequestSource:
         schema = output_schema(self.dataset.schema, self.columns, options.output_prefix)
         return list(schema.names[len(self.dataset.schema) :])
 
-    def for_model(self, config: ModelConfig, options: JobOptions) -> RequestSource:
+    def for_model(self, config: ModelConfig, tokenizer: Tokenizer, options: JobOptions) -> RequestSource:
         """The same with the columns that the model gives. Raises InputError where their names are taken."""
-        if not (config.has_channels and isinstance(self.columns, SampleColumns)):
+        if not isinstance(self.columns, SampleColumns):
             return self
-        source = replace(self, columns=replace(self.columns, reasoning=True))
+        thinks = options.reasoning_column and Thinking.of(tokenizer, options.sampling.regex) is not None
+        if not (config.has_channels or thinks):
+            return replace(self, reasoning_apart=options.reasoning_column and self.is_openai)
+        source = replace(self, columns=replace(self.columns, reasoning=True), reasoning_apart=thinks)
         source.output_names(options)
         return source
 
@@ -83,7 +92,13 @@ class RequestSource:
                 continue
             for offset, request in enumerate(self.requests_of(batch, first)):
                 if needed[offset]:
-                    yield replace(request, row=first + offset)
+                    yield self.numbered(request, first + offset)
+
+    def numbered(self, request: Request | ScoreRequest, row: int) -> Request | ScoreRequest:
+        """The request of a row, with its number."""
+        if isinstance(request, ScoreRequest):
+            return replace(request, row=row)
+        return replace(request, row=row, reasoning_apart=request.reasoning_apart and self.reasoning_apart)
 
 
 def open_source(options: JobOptions, notify: Callable[[str], None] = lambda line: None) -> RequestSource:
@@ -121,6 +136,8 @@ def open_source(options: JobOptions, notify: Callable[[str], None] = lambda line
         options.messages_column,
         options.system_prompt,
         options.chat,
+        options.chat_template_kwargs,
+        options.continue_final,
     )
     if dataset.num_rows == 0:
         source = _source_without_rows(options, dataset, spec)
@@ -176,7 +193,17 @@ def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) ->
         compiled.uses_chat,
         _columns(options),
         _names(*compiled.columns, options.id_column, options.sampling_column),
+        chat=_chat_of(compiled),
+        notices=compiled.notices,
     )
+
+
+def _chat_of(compiled: CompiledPrompts) -> ChatOptions:
+    """How chat messages become prompts. Raises InputError where it is said and there are none."""
+    if not compiled.uses_chat and (given := compiled.chat.identity()):
+        flag = "--" + next(iter(given)).replace("_", "-")
+        raise InputError(f"{flag} is for chat messages, and these prompts are none: add --chat, or leave it out")
+    return compiled.chat
 
 
 def _names(*columns: str | None) -> frozenset[str]:
@@ -202,6 +229,8 @@ def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> Re
         _columns(options),
         _names(*compiled.columns, *continuations.columns, options.id_column),
         scores_prompts=wanted.whole,
+        chat=_chat_of(compiled),
+        notices=compiled.notices,
     )
 
 
@@ -218,6 +247,7 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         "--messages-column": options.messages_column,
         "--system-prompt": options.system_prompt,
         "--chat": options.chat,
+        "--continue-final": options.continue_final,
         "--id-column": options.id_column,
         "--output-prefix": options.output_prefix,
         "--json-schema": options.sampling.json_schema,
@@ -226,6 +256,8 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     for flag, value in given.items():
         if value:
             raise InputError(f"{flag} has no meaning for an OpenAI batch, whose lines are whole requests: leave it out")
+
+    chat = ChatOptions(options.chat_template_kwargs or {})
 
     def format_row(row: dict[str, Any], result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if result["error"] is not None:
@@ -244,10 +276,11 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
 
     return RequestSource(
         dataset,
-        lambda batch, first: rows_to_requests(batch, first, options.sampling, dataset.duplicate_rows),
-        {"format": "openai"},
+        lambda batch, first: rows_to_requests(batch, first, options.sampling, dataset.duplicate_rows, chat),
+        {"format": "openai", **chat.identity()},
         False,
         SampleColumns(),
         frozenset(dataset.schema.names),
         format_row=format_row,
+        chat=chat,
     )

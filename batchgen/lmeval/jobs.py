@@ -55,7 +55,7 @@ class Workplace:
             given.pop("expected_output_len", None)  # it is of those jobs that generate
         report = batchgen.run(
             self.model, str(requests), output, report=str(folder / "report.json"),
-            overwrite=not self.resume, retry_failed=self.resume, max_failed="100%", **given, **options,
+            overwrite=not self.resume, retry_failed=self.resume, max_failed="100%", reasoning_column=False, **given, **options,
         )  # fmt: skip
         if report["state"] == "already complete":
             logger.warning("%s: taken from %s, where it was done before; resume=False does it again", kind, folder)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 import pyarrow as pa
 import torch
 from lm_eval.api.model import TemplateLM
@@ -20,7 +19,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from batchgen._version import __version__
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import changes_results
-from batchgen.core.errors import InputError, one_line
+from batchgen.core.errors import InputError, RowError, one_line
+from batchgen.core.request import ChatOptions
 from batchgen.job.options import JobOptions, names_of
 from batchgen.job.resolved import resolve_job
 from batchgen.lmeval.generation import generation
@@ -162,28 +162,19 @@ class BatchgenLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation as one text, up to where the answer begins, or goes on."""
-        self._tokens.require_chat_template()
-
-        def render(messages: list[dict[str, str]]) -> str:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **self._template_args,
-            )
-
+        options = ChatOptions(self._template_args, continue_final=not add_generation_prompt)
+        self._tokens.require_chat_template(options)
         try:
             try:
-                return render(chat_history)
-            except jinja2.TemplateError:
+                return self._tokens.render_chat(chat_history, options)
+            except RowError:
                 others = [message for message in chat_history if message["role"] != "system"]
-                if len(others) == len(chat_history):
+                if not 0 < len(others) < len(chat_history):
                     raise
                 logger.warning("the chat template knows no system message: it is left out")
-                return render(others)
-        except jinja2.TemplateError as error:
-            raise InputError(f"the model's chat template refuses the messages: {one_line(error)}") from error
+                return self._tokens.render_chat(others, options)
+        except RowError as error:
+            raise InputError(str(error)) from error
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-probability, is greedy) of each request's continuation after its context."""

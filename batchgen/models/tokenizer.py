@@ -6,18 +6,20 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError, RowError, reason_of
+from batchgen.core.request import PLAIN_CHAT, ChatOptions
 from batchgen.core.text import repair_surrogates
+from batchgen.models.chat_template import Chat, ChatTemplate
 from batchgen.models.files import ModelFiles, cache_dir, is_trusted
 from batchgen.models.headers import gguf_pairs_sha256, read_gguf_header, read_gguf_vocabulary
 
@@ -73,55 +75,80 @@ class Tokenizer:
         """The tokens of each text, with the special tokens the model expects around a prompt or without."""
         return self._encode(texts, add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[dict]) -> list[int]:
-        """The tokens of a conversation, up to where the assistant's answer begins.
+    def encode_chat(self, messages: Sequence[dict], options: ChatOptions = PLAIN_CHAT) -> list[int]:
+        """The tokens of a conversation, up to where the assistant's answer begins, or goes on.
 
-        messages: `[{"role": ..., "content": ...}, ...]`. Raises RowError where the model's chat template
-        refuses them, InputError where it has none.
+        Args:
+            messages: `[{"role": ..., "content": ...}, ...]`.
+            options: How they become a prompt.
+
+        Raises:
+            RowError: The model's chat template refuses them, or leaves some of their text out.
+            InputError: It has none.
         """
-        return self._encode([self.render_chat(messages)], add_special_tokens=False)[0]
+        return self._encode([self.render_chat(messages, options)], add_special_tokens=False)[0]
 
-    def render_chat(self, messages: Sequence[dict]) -> str:
+    def render_chat(self, messages: Sequence[dict], options: ChatOptions = PLAIN_CHAT) -> str:
         """The text whose tokens `encode_chat` gives, with all special tokens written out, for this tokenizer only."""
-        self.require_chat_template()
-        self._check_roles(messages)
-        given = [self._as_given(message) for message in messages]
-        try:
-            text: str = self._hf.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates are code: they may raise anything
-            raise RowError(f"the model's chat template refuses the messages: {_reason(error)}") from error
-        return self._as_text.rendered(text) if self._as_text else text
+        (text,) = self.render_chats([Chat(messages, options)])
+        if isinstance(text, RowError):
+            raise text
+        return text
 
-    def _check_roles(self, messages: Sequence[dict]) -> None:
-        """Raises RowError for a role that the chat template does not know, which it would write as it is, or leave out."""
+    def render_chats(self, chats: Sequence[Chat]) -> list[str | RowError]:
+        """As `render_chat`, of many together. Raises InputError where the model has no chat template."""
+        template = self.chat_template
+        refused = [self._unknown_role(chat.messages) for chat in chats]
+        known = [
+            replace(chat, messages=[self._as_given(message) for message in chat.messages])
+            for chat, error in zip(chats, refused, strict=True)
+            if error is None
+        ]
+        texts = iter(template.render(known))
+        rendered = [next(texts) if error is None else error for error in refused]
+        if not self._as_text:
+            return rendered
+        return [text if isinstance(text, RowError) else self._as_text.rendered(text) for text in rendered]
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template. Raises InputError where it has none."""
+        return ChatTemplate.of(self._hf.chat_template, self._hf.special_tokens_map)
+
+    def _unknown_role(self, messages: Sequence[dict]) -> RowError | None:
+        """A role that the chat template does not know, which it would write as it is, or leave out."""
         for number, message in enumerate(messages, 1):
             role = message.get("role") if isinstance(message, dict) else None
-            if isinstance(role, str) and role not in self._roles and role != "developer":
-                raise RowError(
+            if isinstance(role, str) and role not in self.chat_template.roles and role != "developer":
+                return RowError(
                     f"message {number} has the role {role!r}, which the model's chat template does not know:"
                     " give system, user or assistant"
                 )
-
-    @cached_property
-    def _roles(self) -> frozenset[str]:
-        """Roles that every template writes, and the texts that the model's has in quotes."""
-        template = json.dumps(self._hf.chat_template)
-        return frozenset(["system", "user", "assistant", *re.findall(r"""['"](\w+)\\*['"]""", template)])
+        return None
 
     def _as_given(self, message: dict) -> dict:
         """A message as the template gets it: OpenAI's developer is the system where the template has no such role."""
         if not isinstance(message, dict):
             return message
-        if message.get("role") == "developer" and "developer" not in self._roles:
+        if message.get("role") == "developer" and "developer" not in self.chat_template.roles:
             message = {**message, "role": "system"}
         if self._as_text and isinstance(message.get("content"), str):
             message = {**message, "content": self._as_text.hide(message["content"])}
         return message
 
-    def require_chat_template(self) -> None:
-        """Raises InputError where the model has no chat template."""
-        if not self._hf.chat_template:
-            raise InputError("the model has no chat template: give it prompts instead of messages")
+    def writes_in_chats(self, text: str) -> bool:
+        """Whether the model's chat template has this text."""
+        given = self._hf.chat_template or ""
+        return any(text in template for template in (given.values() if isinstance(given, dict) else [given]))
+
+    @property
+    def reads_messages(self) -> bool:
+        """Whether prompts depend on messages at all; True where there is no chat template."""
+        return not self._hf.chat_template or self.chat_template.reads_messages
+
+    def require_chat_template(self, options: ChatOptions = PLAIN_CHAT) -> None:
+        """Raises InputError where the model has no chat template, or one without these variables."""
+        self.chat_template.check_variables(options.variables)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of the tokens; incomplete characters become U+FFFD."""
@@ -176,6 +203,9 @@ class NoText:
 
     def token_id(self, token: str) -> int | None:
         return None
+
+    def writes_in_chats(self, text: str) -> bool:
+        return False
 
     def to_json(self) -> str:
         raise InputError(

@@ -27,7 +27,7 @@ class Columns(Protocol):
 class SampleColumns:
     """Of generated texts: with n > 1 samples a row, text, reasoning, finish_reason, generated_tokens and logprobs are lists.
 
-    reasoning: the model thinks in a channel of its own.
+    reasoning: the model may think before it answers.
     """
 
     n: int = 1

@@ -14,14 +14,18 @@ from batchgen.core.errors import InputError
 from batchgen.core.request import Completion, SamplingParams
 from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
 from batchgen.job.options import names_of
-from batchgen.models.files import read_config, resolve_model
+from batchgen.models.thinking import gives_reasoning
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_schema
 from batchgen.output.row_result import RowResult
 from batchgen.ray.loading import load_stream
 from batchgen.ray.stream import EngineStream
 
-_PROMPT_OPTIONS = ("prompt_column", "prompt_template", "messages_column", "system_prompt", "chat")
+_PROMPT_OPTIONS = {  # option -> field of PromptSpec
+    "prompt_column": "column",
+    "prompt_template": "template",
+    **{name: name for name in ("messages_column", "system_prompt", "chat", "chat_template_kwargs", "continue_final")},
+}
 
 
 class Generate:
@@ -35,7 +39,7 @@ class Generate:
         )
 
     Rows in are rows out, in their order, with their columns and those of `batchgen run`: text, finish_reason, prompt_tokens,
-    generated_tokens, error, reasoning of models that think in a channel of their own and, if asked for, logprobs; lists where n > 1. A row that fails has its error there.
+    generated_tokens, error, reasoning of models that think before they answer and, if asked for, logprobs; lists where n > 1. A row that fails has its error there.
 
     The model is loaded at the first call in a process. Calls may overlap, and Ray makes so many at a time as it is told: rows of the next batch
     run while the last rows of one before are still at it. Pickling keeps the options alone.
@@ -63,8 +67,9 @@ class Generate:
         self._id_column, self._prefix = options.get("id_column"), options.get("output_prefix", "")
         if not self._sampling.is_greedy and self._id_column is None:
             raise InputError("draws belong to rows, and Ray does not number them: give an id_column")
-        prompts = {name: options[name] for name in _PROMPT_OPTIONS if name in options}
-        self._prompts = PromptSpec(*(prompts.get(name) for name in _PROMPT_OPTIONS[:-1]), prompts.get("chat", False))
+        self._prompts = PromptSpec(
+            **{_PROMPT_OPTIONS[name]: options[name] for name in _PROMPT_OPTIONS if name in options}
+        )
         self._stream: EngineStream | None = None
         self._process: int | None = None
         self._reasoning: bool | None = None  # whether the model gives any, once that is known
@@ -73,7 +78,7 @@ class Generate:
     async def __call__(self, batch: pa.Table) -> pa.Table:
         """The table with the output columns. Raises InputError."""
         if self._reasoning is None:
-            self._reasoning = await asyncio.to_thread(lambda: read_config(resolve_model(self._model)).has_channels)
+            self._reasoning = await asyncio.to_thread(gives_reasoning, self._model, self._sampling)
         columns = SampleColumns(self._sampling.n, self._sampling.logprobs is not None, self._reasoning)
         schema = output_schema(batch.schema, columns, self._prefix)
         if batch.num_rows == 0:
@@ -82,7 +87,7 @@ class Generate:
         rows = batch.combine_chunks().to_batches()[0]
         stream = await asyncio.to_thread(self._stream_here)
         if compiled.uses_chat:
-            stream.engine.parts.tokenizer.require_chat_template()
+            stream.engine.parts.tokenizer.require_chat_template(compiled.chat)
         requests = list(rows_to_requests(rows, 0, compiled, self._sampling, self._id_column))
         completions: list[Completion] = await asyncio.wrap_future(stream.submit(requests))
         results = RowResult.to_batch({i: RowResult.from_completion(c) for i, c in enumerate(completions)})

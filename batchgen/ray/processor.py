@@ -168,7 +168,7 @@ def request_of(row: Row) -> Request:
             raise InputError("it has neither prompt nor messages")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             prompt = [{name: value for name, value in message.items() if value is not None} for message in prompt]
-        return Request(prompt, sampling, row_id)
+        return Request(prompt, sampling, row_id, reasoning_apart=False)  # vLLM's text has all of it
     except InputError as error:
         return Request("", error=str(error))
 

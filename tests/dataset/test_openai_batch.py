@@ -129,7 +129,6 @@ def test_prompts():
         ("modalities", ["text"], ["text", "audio"]),
         ("best_of", 1, 3),
         ("min_tokens", 0, 4),
-        ("reasoning_effort", None, "high"),
         ("guided_json", None, {}),
         ("temprature", None, 0.5),
     ],

@@ -10,7 +10,6 @@ from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import Request, SamplingParams
 from batchgen.dataset.messages import normalize_messages
 from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
-from batchgen.dataset.templates import TemplateLimits, compile_template
 
 SAMPLING = SamplingParams(max_tokens=7)
 
@@ -111,41 +110,13 @@ def test_ids():
 # Templates
 
 
-# What makes a row take too long or too much: each of them would fill the memory, or run for hours.
-ENDLESS = [
-    "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-    "{% for i in range(100000) %}{% for j in range(100000) %}{{ j }}{% endfor %}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% set ns = namespace(x=q) %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
-    "{% set ns = namespace(x=[q]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
-    "{{ range(100000) | map('center', 100000) | join }}",
-    "{{ q * n }}",
-    "{{ 7 ** n }}",
-    "{{ '%9999999999d' % n }}",
-    "{{ '{:>9999999999}'.format(n) }}",
-    "{{ q.ljust(n) }}",
-    "{{ q | center(n) }}",
-    "{{ [q] | batch(n, q) | list }}",
-    "{{ lipsum(n) }}",
-]
-
-
-@pytest.mark.parametrize("template", ENDLESS)
-def test_a_row_that_takes_too_much_fails_alone(template):
-    schema = pa.schema([("q", pa.string()), ("n", pa.int64())])
-    _, render = compile_template(template, schema, TemplateLimits(seconds=0.1, length=1 << 20))
-    with pytest.raises(RowError, match="shorten its values") as raised:
-        render({"q": "text", "n": 10**10})
-    assert "\n" not in str(raised.value)
-
-
-def test_a_row_after_one_that_takes_too_much():
-    schema = pa.schema([("q", pa.string()), ("n", pa.int64())])
-    _, render = compile_template("{{ q * n }}", schema)
-    for _ in range(2):
-        with pytest.raises(RowError):
-            render({"q": "text", "n": 10**10})
-        assert render({"q": "text", "n": 2}) == "texttext"
+def test_a_row_that_takes_too_much_fails_alone():
+    """Before anything of its size is made; `tests/core/test_templates.py` has more that takes too much."""
+    columns = {"q": ["a", "b", "c"], "n": [2, 10**10, 3]}
+    for template in ("{{ q * n }}", "{{ q | center(n) }}"):
+        found = requests_of(columns, template=template)
+        assert [r.error is None for r in found] == [True, False, True]
+        assert found[1].error == "prompt template: the row takes more than 1,024 MiB to render: shorten its values"
 
 
 def test_limits_change_nothing_else():
@@ -185,8 +156,29 @@ def test_template_row_json_and_builtins():
     assert prompts_of(columns, template='{{ row["Zip Code"] }}') == ["01234"]
     assert prompts_of(columns, template="{% for i in range(n) %}{{ i }}{% endfor %}") == ["012"]
     assert prompts_of(columns, template="{{ tags | tojson }}") == ['["<é>"]']
-    assert prompts_of({"row": ["own"]}, template="{{ row }}") == ["own"]
-    assert prompts_of({"range": ["own"]}, template="{{ range }}") == ["own"]
+
+
+@pytest.mark.parametrize(
+    "name", ["row", "range", "loop", "dict", "namespace", "caller", "super", "meta.text", "my text", "Ünï"]
+)
+def test_a_column_of_any_name_is_reached_through_the_row(name):
+    columns = {name: ["own"], "other": ["else"]}
+    assert prompts_of(columns, template=f"{{{{ row[{name!r}] }}}} {{{{ row.other }}}}") == ["own else"]
+    if name.isidentifier() and name != "row":
+        assert prompts_of(columns, template=f"{{{{ {name} }}}}") == ["own"]
+
+
+def test_a_column_named_row_does_not_hide_the_row_and_that_is_said():
+    schema = pa.schema([("row", pa.string()), ("meta.text", pa.string())])
+    (notice,) = compile_prompts(PromptSpec(template='{{ row["meta.text"] }}'), schema).notices
+    assert 'row["row"]' in notice and "whole row" in notice
+    assert compile_prompts(PromptSpec(template="{{ 1 }}"), schema).notices == ()
+    assert compile_prompts(PromptSpec(template="{{ row.a }}"), pa.schema([("a", pa.string())])).notices == ()
+
+
+def test_a_column_that_jinja_has_a_word_for_is_refused_with_the_way_to_it():
+    assert 'row["self"]' in error_of({"self": ["own"]}, template="{{ self }}")
+    assert prompts_of({"self": ["own"]}, template="{{ row.self }}") == ["own"]
 
 
 def test_template_without_variables_is_the_same_for_every_row():
@@ -233,8 +225,15 @@ def test_identity_tells_specs_apart():
         PromptSpec(messages_column="a"),
         PromptSpec(column="a", chat=True),
         PromptSpec(column="a", system_prompt="s"),
+        PromptSpec(column="a", chat=True, chat_template_kwargs={"enable_thinking": False}),
+        PromptSpec(column="a", chat=True, chat_template_kwargs={"enable_thinking": True}),
+        PromptSpec(column="a", chat=True, continue_final=True),
     ]
     assert len({json.dumps(s.identity(), sort_keys=True) for s in specs}) == len(specs)
+
+
+def test_the_identity_of_plain_prompts_is_that_of_versions_without_chat_options():
+    assert set(PromptSpec().identity()) == {"column", "template", "messages_column", "system_prompt", "chat"}
 
 
 # Messages
@@ -262,6 +261,37 @@ def test_messages_column_of_structs_and_of_json():
     assert found[:2] == [rows[0], [system("given"), *rows[1]]]
     developer = [{"role": "developer", "content": "own"}, user("a")]
     assert prompts_of({"m": [developer]}, messages_column="m", system_prompt="given") == [developer]
+
+
+SHAREGPT = [
+    {"from": "system", "value": "s"},
+    {"from": "human", "value": "a"},
+    {"from": "gpt", "value": "b"},
+    {"from": "Human", "value": "c"},
+    {"from": "observation", "value": "d"},
+]
+
+
+@pytest.mark.parametrize("name", ["conversations", "messages", "m"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_sharegpt_is_read_as_roles_and_that_is_said(name, as_json):
+    said = [system("s"), user("a"), {"role": "assistant", "content": "b"}, user("c"), {"role": "tool", "content": "d"}]
+    columns = {name: [json.dumps(SHAREGPT) if as_json else SHAREGPT]}
+    spec = {"messages_column": name} if name == "m" or as_json else {}
+    assert prompts_of(columns, **spec) == [said]
+    notices = compile_prompts(PromptSpec(**spec), pa.RecordBatch.from_pydict(columns).schema).notices
+    assert as_json or (len(notices) == 1 and name in notices[0] and "ShareGPT" in notices[0])
+
+
+def test_who_is_unknown_in_sharegpt_fails_the_row():
+    for message in ({"from": "narrator", "value": "x"}, {"from": 3, "value": "x"}, {"from": "human", "value": None}):
+        with pytest.raises(RowError, match="message 1"):
+            normalize_messages([message])
+
+
+def test_the_column_that_holds_messages_is_named_in_the_advice():
+    assert "--messages-column talk" in error_of({"talk": [SHAREGPT]})
+    assert "--messages-column talk" in error_of({"talk": [[user("x")]], "conversations": ["text"]})
 
 
 def test_malformed_messages_as_json():

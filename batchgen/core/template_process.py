@@ -1,0 +1,209 @@
+"""The program of the process that renders templates, with limits that the kernel keeps.
+
+A template is code: one filter, one `*` or one long loop can fill the memory or run for hours before any of its own steps
+could be counted. So templates run in a process that has so much address space and no more, and that the kernel ends
+when a row takes more processor time than it may. `batchgen.core.templates` starts it and speaks with it.
+
+Messages in both directions are frames. What comes in is pickled by the process that has started this one, so that rows
+may have values of any type; what goes out is text.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import pickle
+import resource
+import signal
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import StrictUndefined, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from batchgen.core.frames import read_frame, write_frame
+
+
+class OverLimit(Exception):
+    """A row takes more than a template may take."""
+
+
+def environment_of(kind: str) -> ImmutableSandboxedEnvironment:
+    """The environment of one kind of template: "rows" for prompts of a row's columns, "chats" for those of messages."""
+    return _chat_environment() if kind == "chats" else _row_environment()
+
+
+def _row_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        undefined=StrictUndefined, finalize=lambda value: "" if value is None else value
+    )
+    environment.filters["tojson"] = _row_to_json
+    return environment
+
+
+def _row_to_json(value: Any, indent: int | None = None) -> str:
+    """Plain JSON, not escaped for HTML as Jinja's own."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
+
+
+def _chat_environment() -> ImmutableSandboxedEnvironment:
+    """The environment in which transformers renders chat templates, for which models' templates are written."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _chat_to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment
+
+
+class _Generation(Extension):
+    """The block `{% generation %}`, which marks what an assistant says for training and changes nothing here."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+    def _said(self, caller: Any) -> str:
+        said: str = caller()
+        return said
+
+
+def _chat_to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: Any) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class _Dict:
+    """`dict` for templates, without the type's own attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _Namespace(Namespace):
+    """`namespace` for templates, which keeps nothing under a name that begins with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, given = args[0], args[1:]
+        values = dict(*given, **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot have an attribute named {name!r}")
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(kind: str, text: str) -> jinja2.Template:
+    return environment_of(kind).from_string(text)
+
+
+def describe(kind: str, text: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """What a template uses.
+
+    Args:
+        kind: As of `environment_of`.
+        text: The template.
+        names: Variables that it will have, even where Jinja has something of that name.
+
+    Returns:
+        {"variables": those that it uses, sorted, "includes": whether it names other templates}, or
+        {"line": of a syntax error, "error": what is wrong}.
+    """
+    environment = environment_of(kind)
+    for name in set(names) & set(environment.globals):
+        del environment.globals[name]
+    try:
+        tree = environment.parse(text)
+        _compiled(kind, text)
+    except jinja2.TemplateSyntaxError as error:
+        return {"line": error.lineno, "error": str(error.message)}
+    except Exception as error:  # nested deeper than Python can follow, or too large
+        return {"line": 1, "error": f"{type(error).__name__}: {error}"}
+    includes = any(True for _ in meta.find_referenced_templates(tree))
+    used = meta.find_undeclared_variables(tree)
+    used |= {name.name for name in tree.find_all(nodes.Name) if name.name == "self"}  # Jinja's own, whatever a row has
+    return {"variables": sorted(used), "includes": includes}
+
+
+def _render(kind: str, text: str, variables: Mapping[str, Any], longest: int) -> str:
+    rendered = _compiled(kind, text).render(variables)
+    if len(rendered) > longest:
+        raise OverLimit
+    return rendered
+
+
+class _Limits:
+    """What the kernel gives this process, beside what it had as it began."""
+
+    def __init__(self) -> None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with open("/proc/self/statm") as file:  # in pages, the whole address space first
+            pages = int(file.read().split()[0])
+        self._own_bytes = pages * resource.getpagesize()
+        self._hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+
+    def set(self, seconds: float, memory_bytes: int) -> None:
+        """Begin a row. Past the seconds of processor time SIGPROF ends the process, past the bytes Python has no memory."""
+        limit = self._own_bytes + memory_bytes
+        if self._hard != resource.RLIM_INFINITY:
+            limit = min(limit, self._hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, self._hard))
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def main() -> None:
+    """Answers every request of standard input on standard output, until the former ends."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever libraries print
+    limits = _Limits()
+    write_frame(replies, b"ready")
+    while (frame := read_frame(requests)) is not None:
+        asked = pickle.loads(frame)
+        limits.set(asked["seconds"], asked["memory_bytes"])
+        if "names" in asked:
+            found = describe(asked["kind"], asked["text"], asked["names"])
+            write_frame(replies, json.dumps(found).encode())
+            continue
+        rows = io.BytesIO(asked.pop("rows"))
+        while (row := read_frame(rows)) is not None:
+            limits.set(asked["seconds"], asked["memory_bytes"])
+            write_frame(replies, _reply(asked, row))
+
+
+def _reply(asked: Mapping[str, Any], row: bytes) -> bytes:
+    """The row's text behind a "t", or what is wrong with it behind an "e": its kind and its message."""
+    try:
+        text = _render(asked["kind"], asked["text"], pickle.loads(row), asked["length"])
+        return b"t" + text.encode("utf-8", "surrogatepass")
+    except Exception as error:  # whatever the expressions of a template can raise
+        return b"e" + json.dumps([type(error).__name__, str(error)[:2000]]).encode()

@@ -1,0 +1,261 @@
+"""Templates, rendered in a process of their own (`batchgen.core.template_process`) that has limits of time and memory.
+
+There is one such process for all templates of this one. It starts with the first row, and anew where a row has ended it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import signal
+import subprocess
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.core.errors import BatchgenError, one_line
+from batchgen.core.frames import framed, read_frame
+from batchgen.core.python_command import python_command
+
+# Rows that go there together: at most so many, and no further once they have so many bytes.
+_ROWS, _SENT_BYTES = 64, 1 << 20
+Row = Mapping[str, Any] | Exception
+
+
+@dataclass(frozen=True)
+class TemplateLimits:
+    """What a template may take for one row.
+
+    Attributes:
+        seconds: Of processor time.
+        memory_bytes: Of all that is held while the row is rendered, the row itself among it.
+        length: Of the text that comes out, in characters.
+    """
+
+    seconds: float = 10.0
+    memory_bytes: int = 1 << 30
+    length: int = 64 << 20
+
+
+DEFAULT_LIMITS = TemplateLimits()
+
+
+class TemplateFailed(Exception):
+    """A template cannot be rendered for a row; the text is one line. kind: of Python's error, "" where a limit was met."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(one_line(text))
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class TemplateUse:
+    """What a template uses: its variables, and whether it names other templates."""
+
+    variables: tuple[str, ...]
+    includes: bool
+
+
+class TemplateSyntax(Exception):
+    """A template is none. line: where it is wrong, from 1."""
+
+    def __init__(self, line: int, text: str) -> None:
+        super().__init__(one_line(text))
+        self.line = line
+
+
+@dataclass(frozen=True)
+class SafeTemplate:
+    """A Jinja template that is rendered within limits.
+
+    Attributes:
+        kind: "rows" for a template over the columns of a row, where anything undefined is an error and null is nothing;
+            "chats" for a model's chat template, in an environment like that of transformers.
+        text: The template.
+    """
+
+    kind: str
+    text: str
+    limits: TemplateLimits = DEFAULT_LIMITS
+
+    def use(self, names: Iterable[str] = ()) -> TemplateUse:
+        """What the template uses.
+
+        Args:
+            names: Variables that it will have, even where Jinja has a function of that name.
+
+        Raises:
+            TemplateSyntax: It is no valid template.
+            TemplateFailed: Reading it takes more than a row may take.
+        """
+        found = _renderer.describe(self, tuple(names))
+        if "error" in found:
+            raise TemplateSyntax(found["line"], found["error"])
+        return TemplateUse(tuple(found["variables"]), found["includes"])
+
+    def render(self, rows: Iterable[Row]) -> Iterator[str | Exception]:
+        """The text of each row, or `TemplateFailed`; a few rows are read ahead.
+
+        Args:
+            rows: The variables of each; an exception, of a row that has none, comes back in its place.
+        """
+        rows = iter(rows)
+        while chunk := list(itertools.islice(rows, _ROWS)):
+            yield from _renderer.render(self, chunk)
+
+
+class _Renderer:
+    """Speaks with the process that renders, from one thread at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+
+    def describe(self, template: SafeTemplate, names: tuple[str, ...]) -> dict[str, Any]:
+        """`template_process.describe`. Raises TemplateFailed."""
+        with self._lock, self._running() as process:
+            process.ask(template, names=names)
+            answer = process.answer()
+            if answer is None:
+                raise _why_ended(process, template.limits)
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def render(self, template: SafeTemplate, rows: list[Row]) -> list[str | Exception]:
+        """A result for each row."""
+        results: list[str | Exception] = []
+        while len(results) < len(rows):
+            results += self._render_some(template, _packed(rows[len(results) :]))
+        return results
+
+    def _render_some(self, template: SafeTemplate, rows: list[bytes | Exception]) -> list[str | Exception]:
+        """The results of the first of these rows: up to one that ended the process."""
+        results: list[str | Exception] = []
+        with self._lock, self._running() as process:
+            process.ask(template, rows=b"".join(framed(row) for row in rows if isinstance(row, bytes)))
+            for row in rows:
+                if isinstance(row, Exception):
+                    results.append(row)
+                elif (answer := process.answer()) is not None:
+                    results.append(_result(answer, template.limits))
+                else:
+                    results.append(_why_ended(process, template.limits))
+                    break
+        return results
+
+    def _running(self) -> _Process:
+        """The process. A fork of this one, which has no part in the exchanges of its parent, starts its own."""
+        process = self._process
+        if process is None or process.has_ended or process.owner != os.getpid():
+            self._process = process = _Process()
+        return process
+
+    def close(self) -> None:
+        """End the process; it starts again where it is needed."""
+        if self._process is not None and self._process.owner == os.getpid():
+            self._process.end()
+
+
+class _Process:
+    """The process that renders. As a context it is ended by what is raised, perhaps between a question and its answer."""
+
+    def __init__(self) -> None:
+        self.owner, self.has_ended = os.getpid(), False
+        # A session of its own: Ctrl-C is for the process that has started it.
+        self._process = subprocess.Popen(
+            python_command("batchgen.core.template_process"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        if self.answer() is None:
+            raise BatchgenError(
+                f"the process that renders templates ended with code {self.end()} as it began: see what it said, and"
+                " whether another Python process can start here"
+            )
+
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
+        if kind is not None:
+            self.end()
+
+    def ask(self, template: SafeTemplate, **question: Any) -> None:
+        """Send a question: `names` to be described, or framed `rows` to be rendered."""
+        limits = template.limits
+        asked = {
+            "kind": template.kind,
+            "text": template.text,
+            "seconds": limits.seconds,
+            "memory_bytes": limits.memory_bytes,
+            "length": limits.length,
+            **question,
+        }
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: there is no answer, either
+            self._process.stdin.write(framed(pickle.dumps(asked)))
+            self._process.stdin.flush()
+
+    def answer(self) -> bytes | None:
+        """The next answer; None: the process has ended."""
+        assert self._process.stdout is not None
+        return read_frame(self._process.stdout)
+
+    def end(self) -> int:
+        """End it; its exit code, or minus the signal that ended it before."""
+        self.has_ended = True
+        self._process.kill()
+        code = self._process.wait()
+        for file in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(BrokenPipeError):  # what is not sent
+                file.close()  # type: ignore[union-attr]
+        return code
+
+
+def _packed(rows: list[Row]) -> list[bytes | Exception]:
+    """The first of these rows as they are sent, so many that they have about `_SENT_BYTES`."""
+    packed: list[bytes | Exception] = []
+    size_bytes = 0
+    for row in rows:
+        if isinstance(row, Exception):
+            packed.append(row)
+            continue
+        try:
+            sent = pickle.dumps(row)
+        except Exception as error:  # objects of any class may stand in rows of Python's own
+            packed.append(TemplateFailed(type(error).__name__, str(error)))
+            continue
+        packed.append(sent)
+        size_bytes += len(sent)
+        if size_bytes >= _SENT_BYTES:
+            break
+    return packed
+
+
+def _result(answer: bytes, limits: TemplateLimits) -> str | Exception:
+    if answer[:1] == b"t":
+        return answer[1:].decode("utf-8", "surrogatepass")
+    kind, text = json.loads(answer[1:])
+    if kind == "MemoryError":
+        mebibytes = limits.memory_bytes >> 20
+        return TemplateFailed("", f"the row takes more than {mebibytes:,} MiB to render: shorten its values")
+    if kind == "OverLimit":
+        return TemplateFailed("", f"the row makes more than {limits.length:,} characters of text: shorten its values")
+    return TemplateFailed(kind, text)
+
+
+def _why_ended(process: _Process, limits: TemplateLimits) -> TemplateFailed:
+    code = process.end()
+    if code == -signal.SIGPROF:
+        return TemplateFailed("", f"the row takes longer than {limits.seconds:g} s to render: shorten its values")
+    return TemplateFailed("", f"rendering the row ended its process with code {code}: shorten its values")
+
+
+_renderer = _Renderer()
+atexit.register(_renderer.close)

@@ -1,0 +1,260 @@
+"""A model's chat template: messages into the text of a prompt, rendered within limits, and what became of the messages checked.
+
+Templates come with models and are written against transformers, whose `apply_chat_template` gives the same texts. What is
+done beside it: content is given as a list of parts to templates that read it so, and a message whose text is not in the
+prompt is an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from batchgen.core.errors import InputError, RowError
+from batchgen.core.request import PLAIN_CHAT, ChatOptions
+from batchgen.core.templates import DEFAULT_LIMITS, SafeTemplate, TemplateFailed, TemplateLimits, TemplateSyntax
+
+# Behind a message that is continued: where the template has put its end.
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+# Names under which messages have what was thought before them; templates read the first, gpt-oss's the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+# Messages that tell how a template takes content: no text of a template has these.
+_PROBES = {role: f"qzv{role}vzq" for role in ("system", "user", "assistant")}
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation that becomes a prompt."""
+
+    messages: Sequence[Any]
+    options: ChatOptions = PLAIN_CHAT
+
+    @property
+    def continues(self) -> bool:
+        """Whether the assistant's last message is continued."""
+        return self.options.continue_final and ends_with_assistant(self.messages)
+
+
+def ends_with_assistant(messages: Sequence[Any]) -> bool:
+    """Whether the last message of a conversation is the assistant's."""
+    return bool(messages) and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template.
+
+    Attributes:
+        text: The template.
+        special_tokens: Variables that it has of the tokenizer, such as `bos_token`.
+        limits: Of one conversation.
+    """
+
+    text: str
+    special_tokens: Mapping[str, str]
+    limits: TemplateLimits = DEFAULT_LIMITS
+
+    @classmethod
+    def of(cls, given: Any, special_tokens: Mapping[str, Any]) -> ChatTemplate:
+        """That of a tokenizer, which may have several by name. Raises InputError where it has none."""
+        text = given.get("default") if isinstance(given, dict) else given
+        if not text:
+            if given:
+                raise InputError(f"the model has several chat templates, none of them the default: {', '.join(given)}")
+            raise InputError("the model has no chat template: give it prompts instead of messages")
+        return cls(text, {name: str(token) for name, token in special_tokens.items() if isinstance(token, str)})
+
+    @cached_property
+    def roles(self) -> frozenset[str]:
+        """Roles that every template writes, and the texts that this one has in quotes."""
+        return frozenset(["system", "user", "assistant", *re.findall(r"""['"](\w+)['"]""", self.text)])
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables that it uses. Raises InputError where it is no template."""
+        try:
+            return frozenset(self._template.use().variables)
+        except TemplateSyntax as error:
+            raise InputError(f"the model's chat template, line {error.line}: {error}") from error
+        except TemplateFailed as error:
+            raise InputError(f"the model's chat template: {error}") from error
+
+    @property
+    def reads_messages(self) -> bool:
+        """Whether the messages decide what comes out at all."""
+        return "messages" in self.variables
+
+    def check_variables(self, names: Mapping[str, Any]) -> None:
+        """Raises InputError for a variable that the template does not use, which would change nothing."""
+        for name in names:
+            if name not in self.variables:
+                own = sorted(self.variables - set(self.special_tokens) - {"messages", "tools", "add_generation_prompt"})
+                has = f"it has {', '.join(own)}" if own else "it has none"
+                raise InputError(f"chat_template_kwargs: the model's chat template has no variable {name!r}: {has}")
+
+    def render(self, chats: Sequence[Chat]) -> list[str | RowError]:
+        """The prompt of each conversation, or why it has none."""
+        given: list[Mapping[str, Any] | Exception] = []
+        for chat in chats:
+            try:
+                given.append(self._variables_of(chat))
+            except (RowError, InputError) as error:
+                given.append(RowError(str(error)))
+        results: list[str | RowError] = []
+        for chat, variables, text in zip(chats, given, self._template.render(given), strict=True):
+            try:
+                results.append(self._checked(chat, variables, text))
+            except RowError as error:
+                results.append(error)
+        return results
+
+    @cached_property
+    def _template(self) -> SafeTemplate:
+        return SafeTemplate("chats", self.text, self.limits)
+
+    def _variables_of(self, chat: Chat) -> dict[str, Any]:
+        """What the template gets for a conversation. Raises RowError, InputError."""
+        own = chat.options.variables
+        self.check_variables(own)
+        messages = [self._as_given(message) for message in chat.messages]
+        if chat.continues:
+            messages[-1] = {**messages[-1], "content": _with_end_mark(messages[-1].get("content"))}
+        return self._around(messages, add_generation_prompt=not chat.continues) | dict(own)
+
+    def _around(self, messages: list[Any], *, add_generation_prompt: bool) -> dict[str, Any]:
+        variables = {"messages": messages, "tools": None, "documents": None}
+        return {**self.special_tokens, **variables, "add_generation_prompt": add_generation_prompt}
+
+    def _as_given(self, message: Any) -> Any:
+        """A message as the template gets it: plain values, none of them null, and its content as the template takes it."""
+        if not isinstance(message, Mapping):
+            raise RowError("the model's chat template takes {role, content} objects: a message is none")
+        plain = {name: _plain(value) for name, value in message.items() if value is not None}
+        thoughts = next((plain[name] for name in _REASONING if name in plain), None)
+        if thoughts is not None:
+            plain = {"thinking": thoughts, **plain, "reasoning_content": thoughts}
+        content = plain.get("content")
+        if isinstance(content, str) and self._takes_parts(plain.get("role")):
+            plain["content"] = [{"type": "text", "text": content}]
+        return plain
+
+    def _takes_parts(self, role: Any) -> bool:
+        return self._parts_of.get(role, self._parts_of["user"])
+
+    @cached_property
+    def _parts_of(self) -> dict[str, bool]:
+        """Whether each role's content has to be a list of parts: where its text is in the prompt then, and else is not."""
+        whole = [{"role": role, "content": _PROBES[role]} for role in ("system", "user", "assistant", "user")]
+        if self._keeps(whole, *_PROBES):
+            return dict.fromkeys(_PROBES, False)
+        parts = {"user": False}
+        conversations = (("user",), ("system", "user"), ("user", "assistant", "user"))
+        for role, spoken in zip(("user", "system", "assistant"), conversations, strict=True):
+            for tried in (False, True):
+                taken = {**parts, role: tried}
+                messages = [{"role": each, "content": _content(_PROBES[each], taken[each])} for each in spoken]
+                if self._keeps(messages, role):
+                    break
+            else:  # it knows no such role, or the probe is not of a form that it takes
+                tried = parts["user"] and role != "user"
+            parts[role] = tried
+        return parts
+
+    def _keeps(self, messages: list[Message], *roles: str) -> bool:
+        """Whether the prompt of these messages has the text of those roles, and no parts as they are written in code."""
+        (text,) = self._template.render([self._around(messages, add_generation_prompt=True)])
+        if not isinstance(text, str) or "'type'" in text or '"type"' in text:
+            return False
+        return all(_PROBES[role] in text for role in roles)
+
+    def _checked(self, chat: Chat, variables: Mapping[str, Any] | Exception, text: str | Exception) -> str:
+        """The prompt, once it is found to have what the messages say. Raises RowError."""
+        if isinstance(text, RowError):
+            raise text
+        if isinstance(text, Exception) or isinstance(variables, Exception):
+            raise RowError(f"the model's chat template refuses the messages: {text}")
+        if not self.reads_messages:
+            return text
+        for number, message in enumerate(chat.messages, 1):
+            # Of the assistant's, templates leave out what was thought.
+            if message.get("role") != "assistant" and not all(_holds(text, said) for said in _texts(message)):
+                raise RowError(
+                    f"the model's chat template leaves out the text of message {number} ({message.get('role')}):"
+                    " give the messages in another form, or the prompt as text"
+                )
+        return _cut_at_end_mark(text, chat.messages[-1]) if chat.continues else text
+
+
+def _content(text: str, as_parts: bool) -> Any:
+    return [{"type": "text", "text": text}] if as_parts else text
+
+
+def _texts(message: Message) -> Iterator[str]:
+    """What a message says."""
+    content = message.get("content")
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, Sequence):
+        for part in content:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                yield text
+
+
+def _holds(prompt: str, text: str) -> bool:
+    """Whether a prompt has a text: as it is but for blanks, which templates trim and fold, or as JSON."""
+    if text.strip() in prompt:
+        return True
+    if "".join(text.split()) in "".join(prompt.split()):
+        return True
+    return any(json.dumps(text.strip(), ensure_ascii=ascii_only)[1:-1] in prompt for ascii_only in (False, True))
+
+
+def _with_end_mark(content: Any) -> Any:
+    """The content of a message with a mark behind its text. Raises RowError."""
+    if isinstance(content, str):
+        return content + _END_MARK
+    parts = list(content) if isinstance(content, list) else []
+    for index in reversed(range(len(parts))):
+        if isinstance(parts[index], dict) and isinstance(parts[index].get("text"), str):
+            parts[index] = {**parts[index], "text": parts[index]["text"] + _END_MARK}
+            return parts
+    raise RowError("the last message has no text to go on with")
+
+
+def _cut_at_end_mark(prompt: str, message: Message) -> str:
+    """The prompt up to the end of the message that is continued. Raises RowError."""
+    at = prompt.rfind(_END_MARK.strip())
+    last = list(itertools.islice(reversed(list(_texts(message))), 1))
+    if at < 0 or not all(text.strip() in prompt for text in last):
+        raise RowError(
+            "the model's chat template leaves out a part of the last message, which so cannot be continued: leave out"
+            " --continue-final, or that part"
+        )
+    if prompt.startswith(_END_MARK, at):
+        return prompt[:at]
+    return prompt[:at].rstrip()  # the template trims messages
+
+
+def _plain(value: Any) -> Any:
+    """A value as plain JSON types: templates are not to have objects with methods of their own."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str | int | float):
+        return next(kind.__new__(kind, value) for kind in (str, int, float) if isinstance(value, kind))
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if callable(getattr(value, "tolist", None)):  # numpy's
+        return _plain(value.tolist())
+    if callable(getattr(value, "model_dump", None)):  # pydantic's
+        return _plain(value.model_dump())
+    return f"<{type(value).__name__}>"
