@@ -6,8 +6,9 @@ Only dataclasses and named tuples of a table are made, field by field. A value t
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ import numpy as np
 _LENGTH = struct.Struct("<Q")
 _DTYPES = ("bool", "int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 # In JSON a list is [_LIST, ...], and so on: what else there is are None, bool, int, float and str.
-_LIST, _TUPLE, _MAPPING, _PATH, _ARRAY, _VALUE, _AGAIN = range(7)
+_LIST, _TUPLE, _MAPPING, _PATH, _ARRAY, _VALUE, _AGAIN, _ARRAYS, _COLUMNS = range(9)
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_FEWEST_OF_A_KIND = (
+    3  # from so many on, values of one kind in a list are said field by field, which is some four times as fast
+)
 
 Table = Mapping[str, type]  # of dataclasses and named tuples, by name
 
@@ -80,16 +85,42 @@ class _Writer:
             return value
         if isinstance(value, np.generic) and value.dtype.name in _DTYPES:
             return value.item()
-        if kind is list:
-            return [_LIST, *map(self.plain, value)]
-        if kind is tuple:
-            return [_TUPLE, *map(self.plain, value)]
+        if kind is list or kind is tuple:
+            return [_LIST if kind is list else _TUPLE, *self._items(value)]
         if (number := self._known.get(id(value))) is not None:
             return [_AGAIN, number]
         made = self._made(value, kind)
-        self._known[id(value)] = len(self._known)
-        self._kept.append(value)
+        self._note(value)
         return made
+
+    def _note(self, value: Any) -> None:
+        """Give a value the number that the reader gives it: the values in it have theirs already."""
+        self._known[id(value)] = len(self._kept)
+        self._kept.append(value)
+
+    def _items(self, values: Sequence[Any]) -> Iterable[Any]:
+        """What a list or a tuple has: its items, or all of them as one."""
+        kinds = set(map(type, values))
+        if kinds <= _PLAIN:
+            return values
+        if len(values) < _FEWEST_OF_A_KIND or len(kinds) > 1:
+            return map(self.plain, values)
+        (kind,) = kinds
+        if kind is np.ndarray and len({array.dtype for array in values}) == 1 and values[0].dtype.name in _DTYPES:
+            self.arrays.append(b"".join([array.tobytes() for array in values]))
+            return [[_ARRAYS, values[0].dtype.name, *[array.shape for array in values]]]
+        if kind in self._names:
+            return [self._columns(values, kind)]
+        return map(self.plain, values)
+
+    def _columns(self, values: Sequence[Any], kind: type) -> list[Any]:
+        """Values of one kind, each field of all of them together; behind those that were not said before, which of them each is."""
+        name, names = self._names[kind]
+        new = {id(value): value for value in values if id(value) not in self._known}
+        columns = [self.plain([getattr(value, field) for value in new.values()]) for field in names]
+        for value in new.values():
+            self._note(value)
+        return [_COLUMNS, name, len(new), columns, [self._known[id(value)] for value in values]]
 
     def _made(self, value: Any, kind: type) -> list[Any]:
         if kind is np.ndarray and value.dtype.name in _DTYPES:
@@ -123,26 +154,52 @@ class _Reader:
             return plain
         tag, *parts = plain
         if tag == _LIST:
-            return [self.value(part) for part in parts]
+            return self._items(parts)
         if tag == _TUPLE:
-            return tuple([self.value(part) for part in parts])
+            return tuple(self._items(parts))
         if tag == _AGAIN:
             return self._known[parts[0]]
         made = self._makers[tag](parts)
         self._known.append(made)
         return made
 
+    def _items(self, parts: list[Any]) -> list[Any]:
+        """As `_Writer._items` has them."""
+        if len(parts) == 1 and type(parts[0]) is list and parts[0]:
+            if parts[0][0] == _ARRAYS:
+                _, name, *shapes = parts[0]
+                return self._read(name, shapes)
+            if parts[0][0] == _COLUMNS:
+                return self._rows(*parts[0][1:])
+        return [self.value(part) if type(part) is list else part for part in parts]
+
+    def _rows(self, name: str, count: int, columns: list[Any], numbers: list[int]) -> list[Any]:
+        """As `_Writer._columns` has them."""
+        kind, num_fields = self._table[name]
+        fields_of_all = [self.value(column) for column in columns]
+        if len(columns) != num_fields or any(len(column) != count for column in fields_of_all):
+            raise ValueError(f"{name} has {num_fields} fields, each of all values")
+        self._known += [kind(*values) for values in zip(*fields_of_all, strict=True)]
+        return [self._known[number] for number in numbers]
+
     def _array(self, parts: list[Any]) -> np.ndarray:
         name, *shape = parts
-        if name not in _DTYPES or not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"no array is of {name!r} {shape!r}")
-        dtype = np.dtype(name)
-        count = int(np.prod(shape, dtype=object))
-        start, self._position = self._position, self._position + count * dtype.itemsize
+        return self._read(name, [shape])[0]
+
+    def _read(self, name: str, shapes: list[Any]) -> list[np.ndarray]:
+        """The next arrays of a dtype."""
+        if name not in _DTYPES or not all(type(size) is int and size >= 0 for shape in shapes for size in shape):
+            raise ValueError(f"no array is of {name!r} {shapes!r}")
+        dtype, counts = np.dtype(name), [math.prod(shape) for shape in shapes]
+        start, self._position = self._position, self._position + sum(counts) * dtype.itemsize
         if self._position > len(self._arrays):
             raise ValueError("an array is longer than its message")
-        array: np.ndarray = np.frombuffer(self._arrays[start : self._position], dtype=dtype).reshape(shape).copy()
-        return array
+        whole = np.frombuffer(bytearray(self._arrays[start : self._position]), dtype=dtype)
+        arrays, first = [], 0
+        for shape, count in zip(shapes, counts, strict=True):
+            arrays.append(whole[first : first + count].reshape(shape))
+            first += count
+        return arrays
 
     def _made(self, parts: list[Any]) -> Any:
         name, *values = parts

@@ -74,8 +74,13 @@ def runtime_folder() -> Path:
 
 
 def open_regular(path: Path | str, flags: int, mode: int = 0o600) -> int:
-    """As os.open, but of a regular file, and never by a link. Raises OSError."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)  # a named pipe would make it wait
+    """As os.open, but of a regular file, and never by a link. Raises OSError, of which NotPrivate is one."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)  # a named pipe would make it wait
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotPrivate("it is a link", Path(path)) from error
+        raise
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)

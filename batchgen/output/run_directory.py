@@ -26,6 +26,7 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.kernel_choice import KernelChoice
+from batchgen.core.private_files import NotPrivate
 from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.error_kinds import ErrorKind, error_kinds
 from batchgen.output.formats import output_format
@@ -548,3 +549,5 @@ def _lock(path: Path, output_path: Path, *, shared: bool = False) -> int:
         raise BatchgenError(
             f"another batchgen is writing {output_path} ({error.holder}): wait for it, stop it, or give another --output"
         ) from None
+    except NotPrivate as error:
+        raise InputError(f"{path} is no lock ({error.strerror}): remove it, or give another --output") from error

@@ -77,6 +77,26 @@ def test_one_value_is_one_value_again():
     assert found[0] is not found[2]
 
 
+def test_many_of_a_kind_come_out_as_they_went_in():
+    """They are said field by field."""
+    first, shared = Inner("said before"), Inner(np.arange(2))
+    outers = [Outer(i, shared) for i in range(5)]
+    value = [first, (*outers, outers[0]), [first, Inner(1), Inner((Pair(0, 1), Pair(2, 3), Pair(4, 5)))], outers[1]]
+    found = passed(value)
+    assert [outer.first for outer in found[1]] == [0, 1, 2, 3, 4, 0]
+    assert found[1][0] is found[1][5] and found[1][1] is found[3] and found[2][0] is found[0]
+    assert len({id(outer.second) for outer in found[1]}) == 1
+    assert found[2][2].values == (Pair(0, 1), Pair(2, 3), Pair(4, 5)) and type(found[1]) is tuple
+    within = [Outer(1), *outers[:1], Outer(outers[0]), Outer([outers[0]])]
+    found = passed([within, outers[1], Pair(within[0], within[2])])
+    assert found[0][2].first.first == 0 and found[0][3].first[0].first == 0
+    assert found[1].first == 1 and found[2].left.first == 1 and found[2].right.first.first == 0
+    arrays = [np.arange(6, dtype=np.int32).reshape(2, 3).T, np.array(7, dtype=np.int32), np.zeros((0, 2), np.int32)]
+    for there, here in zip(passed(arrays), arrays, strict=True):
+        assert there.shape == here.shape and there.dtype == here.dtype and (there == here).all()
+    assert [passed([[1], [2], []]), passed([[], (), [[]]])] == [[[1], [2], []], [[], (), [[]]]]
+
+
 def test_numbers_of_arrays_are_numbers():
     assert passed([np.int64(3), np.float32(0.5), np.bool_(True)]) == [3, 0.5, True]
 
@@ -112,6 +132,13 @@ def message(plain, behind=b""):
         message([6, 0]),
         message([6, -1]),
         message([99]),
+        message([0, [8, "Inner", 2, [[0, 1]], [0, 1]]]),
+        message([0, [8, "Inner", 1, [], [0]]]),
+        message([0, [8, "object", 1, [[0, 1]], [0]]]),
+        message([0, [8, "Inner", 1, [[0, 1]], [1]]]),
+        message([0, [7, "int64", [2]]], b"12345678"),
+        message([0, [7, "int64", [-1]]], b"12345678"),
+        message([0, [7, "object", [1]]], b"12345678"),
         message([]),
         message([2, [[0], 1]]),  # a list as a key
         message([2, 1]),

@@ -19,7 +19,7 @@ from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.output.parts import part_paths
 from batchgen.output.row_result import RowResult
-from batchgen.output.run_directory import errors_path, open_run
+from batchgen.output.run_directory import check_output, errors_path, open_run
 
 FINGERPRINT = {
     "input": {"path": "a.parquet"},
@@ -794,3 +794,15 @@ def test_damage_in_token_counts_costs_the_part(output, undisturbed):
         assert again.rows_resumed == 7 and len(again.output_lens()) == 7
     work(output)
     assert output.read_bytes() == undisturbed
+
+
+def test_a_lock_that_leads_elsewhere_is_refused_in_a_line(tmp_path):
+    """Where others may write, it may lead to any file of the user's."""
+    victim, output = tmp_path / "victim", tmp_path / "out.jsonl"
+    victim.write_text("precious")
+    (tmp_path / "out.jsonl.batchgen").mkdir()
+    (tmp_path / "out.jsonl.batchgen" / "lock").symlink_to(victim)
+    for start in (lambda: open_run(output, FINGERPRINT), lambda: check_output(output)):
+        with pytest.raises(InputError, match=r"lock is no lock \(it is a link\): remove it, or give another --output$"):
+            start()
+    assert victim.read_text() == "precious"
