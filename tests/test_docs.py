@@ -336,6 +336,15 @@ def figures():  # a line or two for each of the files
     yield "soak", f"for {60 * soak['hours']:.0f} minutes"
     yield "soak", f"{soak['jobs']} jobs, {sum(soak['disturbed'].values())} disturbances"
     yield "soak", f"resident memory grew by {100 * soak['resident_growth']:.1f}%"
+    configs = read("random_configs")
+    assert configs["wrong"] == [] and configs["largest_difference"] <= configs["margin"]
+    equal, refused = (sum(kinds[kind] for kinds in configs["models"].values()) for kind in ("equal", "refused"))
+    assert equal + refused == configs["draws"] >= 500 and equal > refused
+    yield "random_configs", f"{equal} equal (log-probabilities within {configs['largest_difference']:.0e})"
+    yield (
+        "random_configs",
+        f"{refused} refused by the name of a key, {configs['refused_by_transformers_too']} of them by transformers too",
+    )
     fuzz = read("fuzz")
     assert fuzz["failed"] == []
     yield "fuzz", f"{sum(end - begin for begin, end in fuzz['seeds'].values()):,} jobs"

@@ -66,20 +66,21 @@ def read_config_keys(config: Mapping[str, Any], architecture: str) -> tuple[Mapp
 
 
 def stated_dtype(config: Mapping[str, Any]) -> str | None:
-    """The dtype that a `config.json` states; None: it does not."""
+    """The dtype that a `config.json` states; None: it does not. Raises InputError."""
     text = config.get("text_config")
     for keys in (config, text if isinstance(text, Mapping) else {}):
         for name in ("dtype", "torch_dtype"):
-            if keys.get(name):
-                return str(keys[name]).removeprefix("torch.")
+            if (stated := keys.get(name)) is None:
+                continue
+            if not isinstance(stated, str):
+                raise InputError(f"{name} must be a name, not {shown(stated)}")
+            return stated.removeprefix("torch.")
     return None
 
 
 def _text_part(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:
     """`text_config`, with what is stated outside of it. Raises InputError where one contradicts the other."""
-    text = config.get("text_config")
-    if text is None:
-        text = {}
+    text = {} if config.get("text_config") is None else config["text_config"]
     if not isinstance(text, Mapping):
         raise InputError(f"text_config must be an object, not {shown(text)}")
     refuse_unsupported(config, family)
@@ -87,16 +88,15 @@ def _text_part(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:
         raise InputError(
             "final_logit_softcapping in text_config is not supported: transformers does not apply it there"
         )
-    of_text = {**KEYS[family], **dict.fromkeys(("rope_scaling", "rope_parameters", "partial_rotary_factor"))}
-    for name in of_text:
-        default = None if of_text[name] is None else of_text[name].default
-        stated = text.get(name, default)
-        outer = True if name == "tie_word_embeddings" else stated  # where it is left out
-        if name not in ("bos_token_id", "eos_token_id") and (outer := config.get(name, outer)) != stated:
-            raise InputError(f"{name} {shown(outer)} contradicts that of text_config, {shown(stated)}")
+    defaults = {name: key.default for name, key in KEYS[family].items() if name not in ("bos_token_id", "eos_token_id")}
+    defaults |= dict.fromkeys(("rope_scaling", "rope_parameters", "partial_rotary_factor"))
+    for name, default in defaults.items():
+        inside = text.get(name, default)
+        outside = config.get(name, True if name == "tie_word_embeddings" else inside)
+        if outside != inside:
+            raise InputError(f"{name} {shown(outside)} contradicts that of text_config, {shown(inside)}")
     ends = token_ids(config.get("eos_token_id"), text.get("eos_token_id", KEYS[family]["eos_token_id"].default))
-    outer = {name: config[name] for name in _OUTER_KEYS if name in config}
-    return {**text, **outer, "eos_token_id": list(ends)}
+    return {**text, **{name: config[name] for name in _OUTER_KEYS if name in config}, "eos_token_id": list(ends)}
 
 
 def _refuse_quantization(quantization: Any, family: str) -> None:

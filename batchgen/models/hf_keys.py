@@ -216,7 +216,8 @@ KEYS: dict[str, dict[str, Key]] = {
         **_DERIVED_HEAD,
     },
     "gpt_oss": {
-        **_rotary(theta=150000.0, eps=1e-5),
+        "rope_theta": Key(150000.0, "positive"),
+        "rms_norm_eps": Key(1e-5, "share"),
         **_counts(vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=36),
         **_counts(num_attention_heads=64, num_key_value_heads=8, head_dim=64, max_position_embeddings=131072),
         **_counts(num_experts_per_tok=4, num_local_experts=128),
@@ -230,15 +231,20 @@ KEYS: dict[str, dict[str, Key]] = {
 READ_APART = frozenset(
     ("architectures", "dtype", "torch_dtype", "rope_parameters", "rope_scaling", "partial_rotary_factor")
 )
-# Keys of transformers' classes that change no logits: of training, of outputs beside the logits, of other heads.
-IGNORED = frozenset(
-    (
-        *("transformers_version", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "use_cache"),
-        *("id2label", "label2id", "problem_type", "pad_token_id", "initializer_range", "init_std", "pretraining_tp"),
-        *("dropout", "attention_dropout", "layerdrop", "resid_pdrop", "embd_pdrop", "output_router_logits"),
-        *("router_aux_loss_coef", "router_jitter_noise"),
-    )
+# Keys of transformers' classes that change no logits.
+_OF_TRAINING = (
+    "dropout",
+    "attention_dropout",
+    "layerdrop",
+    "resid_pdrop",
+    "embd_pdrop",
+    "initializer_range",
+    "init_std",
 )
+_OF_OUTPUTS = ("output_hidden_states", "output_router_logits", "return_dict", "use_cache", "id2label", "label2id")
+_OF_LOSSES = ("problem_type", "router_aux_loss_coef", "router_jitter_noise")
+_OF_FORM = ("transformers_version", "chunk_size_feed_forward", "pad_token_id", "pretraining_tp")
+IGNORED = frozenset((*_OF_TRAINING, *_OF_OUTPUTS, *_OF_LOSSES, *_OF_FORM))
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,)}
 _CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, False)}
 _NORM_TOPK: dict[str, tuple[Any, ...]] = {"norm_topk_prob": (None, True)}  # which other mixtures of experts have
@@ -253,7 +259,6 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "mixtral": {**_EVERYWHERE, **_NORM_TOPK},
     "gpt_oss": {**_EVERYWHERE, **_NORM_TOPK, "hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
 }
-del KEYS["gpt_oss"]["hidden_act"]  # its gate has a function of its own
 # Keys that no class of these families has, and that state other mathematics where they are more than these values.
 _FOREIGN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (None, 1)),

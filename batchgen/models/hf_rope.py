@@ -150,7 +150,9 @@ def _rope(params: Mapping[str, Any], max_position: int, original: int | None, ro
         raise InputError(f"rope_type {kind!r} needs {' and '.join(missing)}")
     for name, value in params.items():
         if name not in (*_COMMON, *needed, *optional) and value is not None:
-            raise InputError(f"{name} {shown(value)} is not supported for rope_type {kind!r}")
+            raise InputError(
+                f"{name} {shown(value)} is not known for rope_type {kind!r}: transformers does not read it, so remove it"
+            )
     if _number(params, "partial_rotary_factor", 1.0) != 1.0:
         raise InputError("models that rotate part of each head (partial_rotary_factor) are not supported")
     theta, fields = _number(params, "rope_theta", None), _fields(params, (*needed, *optional))

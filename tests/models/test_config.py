@@ -147,6 +147,50 @@ def test_a_config_that_states_only_shapes_takes_the_defaults_of_transformers(fam
     assert ModelConfig.from_hf(fields) == config_of(hf_model(family, **fields))
 
 
+# What published files have beside the plain keys.
+PUBLISHED = {
+    "opt": {"activation_dropout": 0.0, "prefix": "</s>", "layerdrop": 0.0, "_remove_final_layer_norm": False, "init_std": 0.02},
+    "llama": {"pretraining_tp": 1, "rope_interleaved": False, "is_llama_config": True, "rope_theta": 100000, "unsloth_fixed": True},
+    "mistral": {"sliding_window": None, "head_dim": None, "rope_theta": 1000000.0, "attention_dropout": 0.0},
+    "qwen2": {
+        "use_mrope": False, "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 21,
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+    },
+    "qwen3": {"attention_bias": False, "max_window_layers": 36, "rope_scaling": None, "sliding_window": None},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "query_pre_attn_scalar": 144},
+    "gemma3": {
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "cache_implementation": "hybrid", "rope_scaling": None,
+        "rope_local_base_freq": 10000, "rope_theta": 1000000, "sliding_window_pattern": 6, "_sliding_window_pattern": 6,
+    },
+    "phi3": {
+        "attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "interpolate_factor": 1, "full_attn_mod": 1,
+        "partial_rotary_factor": 0.75, "sliding_window": 262144, "max_position_embeddings": 131072, "num_attention_heads": 24,
+        "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+    },
+    "mixtral": {"output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None, "rope_theta": 1e6},
+    "qwen2_moe": {"use_sliding_window": False, "max_window_layers": 21, "sliding_window": 32768, "mlp_only_layers": []},
+    "qwen3_moe": {"head_dim": 128, "max_window_layers": 48, "norm_topk_prob": True, "mlp_only_layers": [], "rope_scaling": None},
+    "gpt_oss": {
+        "initial_context_length": 4096, "experts_per_token": 4, "swiglu_limit": 7.0, "rope_theta": 150000, "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
+            "truncate": False,
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_published_files_state_is_not_refused(family):
+    config_class, model_class = classes_of(family)
+    stated = {
+        "architectures": [model_class.__name__],
+        "model_type": config_class.model_type,
+        "auto_map": {"AutoConfig": "x.Y"},
+    }
+    stated |= {"_name_or_path": "x", "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": True}
+    assert ModelConfig.from_hf(stated | PUBLISHED[family]).family == family
+
+
 def test_end_tokens_of_both_files_are_united():
     base = {k: v for k, v in LLAMA_8B.items() if k != "eos_token_id"}
     assert ModelConfig.from_hf(base | {"eos_token_id": 7}, {"eos_token_id": [9, 7]}).eos_token_ids == (9, 7)

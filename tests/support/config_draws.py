@@ -114,9 +114,19 @@ def draw(model: str, seed: int) -> Draw:
             stated.pop(name, None)
         else:
             stated[name] = value
+    if _needs_head_dim(family, stated) and stated.get("head_dim") is None:
+        stated["head_dim"] = 16
     if "with images" in model:
         stated = _with_images(stated, rng)
     return Draw(model, seed, stated, tuple(odd))
+
+
+def _needs_head_dim(family: str, stated: dict[str, Any]) -> bool:
+    """Where it is left out, transformers' Mixtral cannot do YaRN, and its Mistral no layer types."""
+    if family == "mistral":
+        return "layer_types" in stated
+    tables = (stated.get(name) for name in ("rope_parameters", "rope_scaling"))
+    return family == "mixtral" and any(isinstance(t, dict) and "yarn" in t.values() for t in tables)
 
 
 def try_draw(given: Draw, folder: Path, tokenizer: Path) -> Outcome:
@@ -282,7 +292,7 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
         drawn |= {"attn_logit_softcapping": maybe(None, 3.0)}
     if family == "gpt_oss":
         drawn |= {"hidden_act": maybe("silu"), "swiglu_alpha": maybe(1.702), "swiglu_limit": maybe(7.0)}
-    return _with_head_dim(family, drawn) | _rope(family, drawn, rng)
+    return drawn | _rope(family, drawn, rng)
 
 
 def _of_no_matter(config_class: type, rng: random.Random) -> dict[str, Any]:
@@ -368,12 +378,6 @@ def _rope(family: str, drawn: dict[str, Any], rng: random.Random) -> dict[str, A
         both = {"full_attention": {**scaled, **of_theta}, "sliding_attention": local}
         return {"rope_parameters": rng.choice((both, both, None, {"full_attention": both["full_attention"]}))}
     return {"rope_parameters": rng.choice(({**scaled, **of_theta}, {**scaled, **of_theta}, None)), **around}
-
-
-def _with_head_dim(family: str, drawn: dict[str, Any]) -> dict[str, Any]:
-    """Where it is left out, transformers' Mixtral cannot do YaRN, and its Mistral no layer types."""
-    needs = family == "mixtral" or (family == "mistral" and drawn.get("layer_types", _LEFT_OUT) is not _LEFT_OUT)
-    return {**drawn, "head_dim": 16} if needs and drawn.get("head_dim") in (None, _LEFT_OUT) else drawn
 
 
 def _scaling(rng: random.Random) -> dict[str, Any]:
