@@ -19,6 +19,7 @@ import numpy as np
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.machine import available_cores
 from batchgen.core.request import SamplingParams
+from batchgen.runtime.json_schema import read_schema, rewritten, with_exclusive_branches
 
 # Between two parts of a JSON text at most one space: it stays one line, and its length is bounded where the schema bounds it. A
 # schema's own "x-guidance" goes before these.
@@ -189,25 +190,53 @@ def _llguidance() -> ModuleType:
 @lru_cache(_KEPT_GRAMMARS)
 def _grammar(json_schema: str | None, regex: str | None, compact_json: bool) -> str:
     """As llguidance writes grammars. Raises InputError."""
-    matcher = _llguidance().LLMatcher
     if json_schema is None:
-        grammar = matcher.grammar_from_regex(regex)
+        grammar = _llguidance().LLMatcher.grammar_from_regex(regex)
+        problem = _problem(grammar)
     else:
         defaults = _COMPACT_JSON_DEFAULTS if compact_json else _JSON_DEFAULTS
         try:
-            if not isinstance(json.loads(json_schema), dict):
-                raise InputError("json_schema is not a schema: it must be a JSON object")
-            grammar = matcher.grammar_from_json_schema(json_schema, defaults=defaults)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"json_schema is not JSON: {one_line(error)}") from error
-    wrong, messages = matcher.validate_grammar_with_warnings(grammar)
-    if wrong:
-        raise InputError(_refused(json_schema, messages[0]))
+            schema = rewritten(read_schema(json_schema), _knows_format)
+            grammar, problem = _of_schema(schema, defaults)
+            if problem is not None and "oneOf" in problem:
+                grammar, problem = _of_schema(with_exclusive_branches(schema), defaults)
+        except RecursionError as error:
+            raise InputError("json_schema is nested too deeply") from error
+    if problem is not None:
+        raise InputError(_refused(json_schema, problem))
     return grammar
 
 
+def _of_schema(schema: Any, defaults: dict[str, Any]) -> tuple[str, str | None]:
+    """The grammar of a schema, and why it cannot be followed; None: it can. Raises InputError."""
+    try:
+        grammar = _llguidance().LLMatcher.grammar_from_json_schema(
+            json.dumps(schema, ensure_ascii=False), defaults=defaults
+        )
+    except ValueError as error:
+        raise InputError(f"json_schema cannot be read: {one_line(error)}") from error
+    return grammar, _problem(grammar)
+
+
+def _problem(grammar: str) -> str | None:
+    wrong, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(grammar)
+    return messages[0] if wrong else None
+
+
+@lru_cache(_KEPT_GRAMMARS)
+def _knows_format(name: str) -> bool:
+    """Whether llguidance makes texts of a format."""
+    return _of_schema({"type": "string", "format": name}, {})[1] is None
+
+
 def _refused(json_schema: str | None, reason: str) -> str:
-    return f"{'regex' if json_schema is None else 'json_schema'} cannot be followed: {_first_line(reason)}"
+    if json_schema is not None and "oneOf" in reason:
+        return (
+            "json_schema cannot be followed: a text may be valid for two schemas of a oneOf; write anyOf, or give the schema"
+            ' "x-guidance": {"coerce_one_of": true} where that is right as well'
+        )
+    where = "" if json_schema is None or "look" not in reason else "in a pattern, "
+    return f"{'regex' if json_schema is None else 'json_schema'} cannot be followed: {where}{_first_line(reason)}"
 
 
 def _first_line(reason: str) -> str:
