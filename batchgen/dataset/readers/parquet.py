@@ -88,8 +88,8 @@ def _rows_at_once(file: pq.ParquetFile, groups: list[int], names: list[str], bat
             size_bytes = sum(chunk.total_uncompressed_size for chunk in wanted)
         rows = rows_of_batch(size_bytes, group.num_rows, rows)
     if rows > _PROBED_ROWS:  # a long value that is written once in a dictionary takes its length in every row
-        probe = next(file.iter_batches(_PROBED_ROWS, row_groups=groups, columns=names, use_threads=False))
-        rows = rows_of_batch(probe.nbytes, probe.num_rows, rows)
+        probe = next(file.iter_batches(_PROBED_ROWS, row_groups=groups, columns=names, use_threads=False), None)
+        rows = rows if probe is None else rows_of_batch(probe.nbytes, probe.num_rows, rows)
     return rows
 
 
