@@ -83,8 +83,8 @@ class Dataset:
     def identity(self) -> dict[str, Any]:
         """What decides whether this is the same input, as JSON values: names, sizes, hashes, columns.
 
-        It is told by all of the files' contents, not by a sample. No absolute path and no time stamp, so that a copied input is the same input; and not the limit or the shard,
-        which belong to the job.
+        It is told by all of the files' contents, not by a sample. No absolute path and no time stamp, so that a copied
+        input is the same input; and not the limit or the shard, which belong to the job.
         """
         columns = {field.name: str(field.type) for field in self.schema}
         return {"format": self.format, "columns": columns, **self._source.identity()}

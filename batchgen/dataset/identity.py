@@ -30,7 +30,10 @@ _TRIES = 5
 
 @dataclass
 class _File:
-    """A file of an input. stamp: as of `_stamp`, when its digest was found. next_s: when it may be compared again, of time.monotonic."""
+    """A file of an input.
+
+    stamp: as of `_stamp`, when its digest was found. next_s: when it may be compared again, of time.monotonic.
+    """
 
     path: str
     size_bytes: int
@@ -56,7 +59,7 @@ class InputFiles:
         self._may_get_lines = may_get_lines
 
     def identity(self) -> dict[str, Any]:
-        """What tells these files from others, wherever they lie: see `Dataset.identity`.
+        """Return what tells these files from others, wherever they lie: see `Dataset.identity`.
 
         It is of all bytes that the files have. Those of a file whose size, times and inode are what they were at the last
         call are not read again.
@@ -105,7 +108,7 @@ class InputFiles:
         return len(self._files)
 
     def begin_with(self, now: dict[str, Any], was: dict[str, Any]) -> bool:
-        """Whether the first rows of the files are all those that they had before.
+        """Tell whether the first rows of the files are all those that they had before.
 
         That is so where more files come after those, in the order of names; and where the last of those has got more lines.
 
@@ -139,7 +142,7 @@ class InputFiles:
         raise InputError(f"{file.path} is written to while it is read: wait until it is whole, or read a copy of it")
 
     def _digest(self, file: _File) -> dict[str, str]:
-        """What the file system says of a file at a URL, unless it may be appended to; else a digest of its bytes."""
+        """Return what the file system says of a file at a URL, unless it may be appended to; else a digest of its bytes."""
         if is_url(file.path) and not self._may_get_lines and (tag := content_tag(file.path)) is not None:
             return {"version": tag}
         with open_raw(file.path) as opened:
@@ -187,7 +190,7 @@ def _content_digest(file: BinaryIO, size_bytes: int, algorithm: str) -> dict[str
 
 
 def _stamp(path: str) -> Any:
-    """What is another once a file was written to, which needs no reading; None where a file system has no such thing."""
+    """Return what differs once a file was written to, without reading it; None where a file system has no such thing."""
     if is_url(path):
         found_version = version(path)
         return found_version if found_version.partition(" ")[2] else None

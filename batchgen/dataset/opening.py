@@ -35,9 +35,9 @@ def open_dataset(
     Args:
         source: a file, a glob or a directory of Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson, .json) or CSV
             (.csv, .tsv) files, the last two also with .gz or .zst, here or at a URL of fsspec's (s3://, hf://, ...);
-            a .json file may also be one array of objects; directories called `column=value` in a directory give their files such a column; a directory written by `datasets.save_to_disk`; a hub
-            dataset id; or a `datasets` object. The files of one input are read in the order of their names and must
-            have the same columns.
+            a JSON file may also be one array of objects; directories called `column=value` in a directory give their
+            files such a column; a directory written by `datasets.save_to_disk`; a hub dataset id; or a `datasets`
+            object. The files of one input are read in the order of their names and must have the same columns.
         input_format: one of `FORMATS`, where the name does not tell.
         split: of a `datasets` dataset.
         limit: only the first so many rows.

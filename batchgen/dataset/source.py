@@ -101,7 +101,7 @@ def schema_of(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
 
 
 def rows_of_batch(size_bytes: int, rows: int, batch_rows: int) -> int:
-    """How many rows a batch has, at most `batch_rows`, where so many rows take so many bytes."""
+    """Return how many rows a batch has, at most `batch_rows`, where `rows` rows take `size_bytes`."""
     return max(1, min(batch_rows, BATCH_BYTES * max(rows, 1) // max(size_bytes, 1)))
 
 

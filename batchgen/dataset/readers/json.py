@@ -30,7 +30,7 @@ from batchgen.dataset.row_batches import row_reader, to_json
 from batchgen.dataset.source import Source, check_same_columns, naming
 from batchgen.dataset.storage import open_bytes
 
-# How a file begins that is one array of objects, after a byte order mark. A line that is an array of anything else is no row.
+# How a file begins that is one array of objects, after a byte order mark. A line that is another array is no row.
 _ARRAY = re.compile(rb"\s*\[\s*[{\]]")
 
 
@@ -164,7 +164,8 @@ def _elements(path: str, file: BinaryIO) -> Iterator[_Record]:
         raise
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{path} is not valid JSON after element {number} of its array ({one_line(error)}): correct it, or write one object a line"
+            f"{path} is not valid JSON after element {number} of its array ({one_line(error)}): correct it, or write one "
+            "object a line"
         ) from error
 
 

@@ -77,7 +77,7 @@ def parquet_source(paths: list[str], partitions: Partitions) -> Source:
 
 
 def _rows_at_once(file: pq.ParquetFile, groups: list[int], names: list[str], batch_rows: int) -> int:
-    """How many rows of some row groups are read at once. names: the columns that are."""
+    """Find how many rows of some row groups are read at once. names: the columns that are read."""
     inside = tuple(f"{name}." for name in names)
     rows = batch_rows
     for group in map(file.metadata.row_group, groups):
