@@ -56,6 +56,6 @@ class RowError(Exception):
 
 
 def one_line(text: object) -> str:
-    """Text for such a line: line breaks and runs of blanks become one blank, it is not endless and shows no credentials."""
+    """Text for such a line: line breaks and runs of blanks become one blank, it ends and shows no credentials."""
     line = without_credentials(" ".join(str(text).split()))  # before it is cut, or a piece of them would stay
     return line if len(line) <= 300 else line[:297] + "..."

@@ -68,7 +68,7 @@ class Dataset:
 
         Args:
             start_row: The first row.
-            batch_rows: Batches hold 1 row to so many, and few enough to be small, cut wherever the reader finds it cheapest.
+            batch_rows: Batches hold 1 row to so many, few enough to be small, cut where the reader finds it cheapest.
             columns: Those that are read, where the schema has them; None: all. The first one stands in for none.
 
         Raises:

@@ -43,7 +43,7 @@ def open_dataset(
         limit: only the first so many rows.
         shard: (i, n), the i-th of n contiguous parts of what `limit` leaves.
         on_bad_line: "skip" makes rows that fail (`bad_lines`) of lines that are no JSON objects.
-        csv_delimiter: what stands between the fields of CSV files, where their names and headers do not tell: see `csv_source`.
+        csv_delimiter: what stands between the fields of CSV files: see `csv_source`.
 
     Raises:
         InputError: nothing found, not readable, or not what its name says.

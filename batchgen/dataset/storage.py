@@ -50,7 +50,7 @@ def open_raw(path: str) -> BinaryIO:
 
 
 def open_bytes(path: str) -> BinaryIO:
-    """The bytes of a file, decompressed if they are gzip or Zstandard, which the first ones tell; `peek` shows some of them.
+    """The bytes of a file, decompressed if the first ones say gzip or Zstandard; `peek` shows some of them.
 
     Raises OSError.
     """

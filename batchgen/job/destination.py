@@ -165,7 +165,7 @@ def _note(output: Path) -> Path:
 
 
 def _copies(output: Path) -> dict[str, dict[str, str]]:
-    """Return what is known of copies: by the URL of each, its credentials hidden, the file then, and what was there after it."""
+    """Return what is known of copies, by the URL without credentials: the file then, and what was there after it."""
     with contextlib.suppress(OSError, ValueError):
         copies: dict[str, dict[str, str]] = json.loads(_note(output).read_bytes())
         return copies

@@ -1,4 +1,4 @@
-"""Parquet files, streamed page by page; row groups before the wanted row, and columns that nobody wants, are not read."""
+"""Parquet files, streamed page by page; row groups before the wanted row, and unwanted columns, are not read."""
 
 from __future__ import annotations
 
