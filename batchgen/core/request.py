@@ -9,8 +9,8 @@ from typing import Any
 
 from batchgen.core.errors import InputError, one_line
 
-# Limits of what one row may ask for, as its memory and time would be all that there is: samples of all its prompts (vLLM has the
-# same), stop strings and stop tokens, and the bytes of its results should every sample be as long as it may be.
+# Limits of what one row may ask for, as it would take all memory and time: samples of all its prompts (vLLM has the same
+# limit), stop strings and stop tokens, and the bytes of its results should every sample be as long as it may be.
 MOST_SAMPLES = 16384
 MOST_STOPS = 1024
 MOST_RESULT_BYTES = 16 << 30

@@ -9,7 +9,7 @@ Nest = TypeVar("Nest")
 
 
 class NotText(bytes):
-    """Bytes that are no UTF-8, where text should be. They may be had, but not written as text: that raises ValueError."""
+    """Bytes that are no UTF-8, where text should be. They may be had; to write them as text raises ValueError."""
 
     def __str__(self) -> str:
         raise ValueError("a value is bytes that are not UTF-8 text")

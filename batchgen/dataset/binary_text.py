@@ -12,14 +12,14 @@ from batchgen.core.text import NotText
 
 
 def is_binary(kind: pa.DataType) -> bool:
-    """Whether values of a type are bytes."""
+    """Tell whether values of a type are bytes."""
     tests = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
     return any(test(kind) for test in tests)
 
 
 @functools.lru_cache(maxsize=1024)
 def has_binary(kind: pa.DataType) -> bool:
-    """Whether values of a type are bytes, or have some inside."""
+    """Tell whether values of a type are bytes, or have some inside."""
     if pa.types.is_dictionary(kind):
         return has_binary(kind.value_type)
     return is_binary(kind) or any(has_binary(kind.field(i).type) for i in range(kind.num_fields))

@@ -42,12 +42,13 @@ def listed(schema: pa.Schema) -> str:
             and pa.types.is_struct(field.type.value_type)
             and len(schema) <= _MOST_KEYS_OF_A_DOCUMENT
         ):
-            return f"{text}; if {field.name!r} has the rows, write one of them a line, as jq -c '.[{json.dumps(field.name)}][]' does"
+            command = f"jq -c '.[{json.dumps(field.name)}][]'"
+            return f"{text}; if {field.name!r} has the rows, write one of them a line, as {command} does"
     return text
 
 
 def is_text(column_type: pa.DataType) -> bool:
-    """Whether values are texts, or bytes, which are read as UTF-8."""
+    """Tell whether values are texts, or bytes, which are read as UTF-8."""
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, is_binary)
     return any(test(column_type) for test in tests)
 

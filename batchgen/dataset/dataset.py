@@ -68,7 +68,7 @@ class Dataset:
 
         Args:
             start_row: The first row.
-            batch_rows: Batches hold 1 row to so many, and few enough to be small, cut wherever the reader finds it cheapest.
+            batch_rows: Batches hold 1 row to so many, few enough to be small, cut where the reader finds it cheapest.
             columns: Those that are read, where the schema has them; None: all. The first one stands in for none.
 
         Raises:
@@ -83,8 +83,8 @@ class Dataset:
     def identity(self) -> dict[str, Any]:
         """What decides whether this is the same input, as JSON values: names, sizes, hashes, columns.
 
-        It is told by all of the files' contents, not by a sample. No absolute path and no time stamp, so that a copied input is the same input; and not the limit or the shard,
-        which belong to the job.
+        It is told by all of the files' contents, not by a sample. No absolute path and no time stamp, so that a copied
+        input is the same input; and not the limit or the shard, which belong to the job.
         """
         columns = {field.name: str(field.type) for field in self.schema}
         return {"format": self.format, "columns": columns, **self._source.identity()}

@@ -30,7 +30,10 @@ _TRIES = 5
 
 @dataclass
 class _File:
-    """A file of an input. stamp: as of `_stamp`, when its digest was found. next_s: when it may be compared again, of time.monotonic."""
+    """A file of an input.
+
+    stamp: as of `_stamp`, when its digest was found. next_s: when it may be compared again, of time.monotonic.
+    """
 
     path: str
     size_bytes: int
@@ -56,10 +59,10 @@ class InputFiles:
         self._may_get_lines = may_get_lines
 
     def identity(self) -> dict[str, Any]:
-        """What tells these files from others, wherever they lie: see `Dataset.identity`.
+        """Return what tells these files from others, wherever they lie: see `Dataset.identity`.
 
-        It is of all bytes that the files have. Those of a file whose size, times and inode are what they were at the last
-        call are not read again.
+        It is of all bytes that the files have. A file whose size, times and inode are what they were at the last call is
+        not read again.
         """
         identity: dict[str, Any] = {"files": [self._of_file(file) for file in self._files.values()]}
         if self._partitions.fields:
@@ -67,7 +70,7 @@ class InputFiles:
         return identity
 
     def check(self, path: str) -> None:
-        """Raise InputError where a local file is not what it was when `identity` was called; before that, it is what it is.
+        """Raise InputError where a local file is not what it was when `identity` was called, if it was.
 
         A file that was appended to is what it was. To be called after something was read of it and before that is used.
         """
@@ -105,9 +108,9 @@ class InputFiles:
         return len(self._files)
 
     def begin_with(self, now: dict[str, Any], was: dict[str, Any]) -> bool:
-        """Whether the first rows of the files are all those that they had before.
+        """Tell whether the first rows of the files are all those that they had before.
 
-        That is so where more files come after those, in the order of names; and where the last of those has got more lines.
+        That is so where more files come after those, in the order of names, and where the last of those has more lines.
 
         Args:
             now: Their `identity`.
@@ -139,7 +142,7 @@ class InputFiles:
         raise InputError(f"{file.path} is written to while it is read: wait until it is whole, or read a copy of it")
 
     def _digest(self, file: _File) -> dict[str, str]:
-        """What the file system says of a file at a URL, unless it may be appended to; else a digest of its bytes."""
+        """Return what the file system says of a file at a URL that is not appended to; else a digest of its bytes."""
         if is_url(file.path) and not self._may_get_lines and (tag := content_tag(file.path)) is not None:
             return {"version": tag}
         with open_raw(file.path) as opened:
@@ -187,7 +190,7 @@ def _content_digest(file: BinaryIO, size_bytes: int, algorithm: str) -> dict[str
 
 
 def _stamp(path: str) -> Any:
-    """What is another once a file was written to, which needs no reading; None where a file system has no such thing."""
+    """Return what differs once a file was written to, without reading it; None where there is no such thing."""
     if is_url(path):
         found_version = version(path)
         return found_version if found_version.partition(" ")[2] else None

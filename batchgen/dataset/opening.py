@@ -35,15 +35,15 @@ def open_dataset(
     Args:
         source: a file, a glob or a directory of Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson, .json) or CSV
             (.csv, .tsv) files, the last two also with .gz or .zst, here or at a URL of fsspec's (s3://, hf://, ...);
-            a .json file may also be one array of objects; directories called `column=value` in a directory give their files such a column; a directory written by `datasets.save_to_disk`; a hub
-            dataset id; or a `datasets` object. The files of one input are read in the order of their names and must
-            have the same columns.
+            a JSON file may also be one array of objects; directories called `column=value` in a directory give their
+            files such a column; a directory written by `datasets.save_to_disk`; a hub dataset id; or a `datasets`
+            object. The files of one input are read in the order of their names and must have the same columns.
         input_format: one of `FORMATS`, where the name does not tell.
         split: of a `datasets` dataset.
         limit: only the first so many rows.
         shard: (i, n), the i-th of n contiguous parts of what `limit` leaves.
         on_bad_line: "skip" makes rows that fail (`bad_lines`) of lines that are no JSON objects.
-        csv_delimiter: what stands between the fields of CSV files, where their names and headers do not tell: see `csv_source`.
+        csv_delimiter: what stands between the fields of CSV files: see `csv_source`.
 
     Raises:
         InputError: nothing found, not readable, or not what its name says.

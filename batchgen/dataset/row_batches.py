@@ -68,7 +68,7 @@ def _chunk(
 
 
 def _size_bytes(value: Any, depth: int = 0) -> int:
-    """About what a value takes."""
+    """Estimate what a value takes."""
     if isinstance(value, str | bytes):
         return _VALUE_BYTES + len(value)
     if isinstance(value, dict):

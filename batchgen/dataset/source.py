@@ -32,12 +32,12 @@ class Source:
 
     Attributes:
         total_rows: None where only a full pass can tell.
-        read: yields batches in order, of about `BATCH_BYTES` at most, with the columns that are asked for, one or more, in the
-            schema's order; what others hold is not decoded where the format allows. It may begin with rows before `start_row`
-            where that is cheaper than cutting, and batches may be larger than `batch_rows`.
+        read: yields batches in order, of about `BATCH_BYTES` at most, with the columns that are asked for, one or more,
+            in the schema's order; others are not decoded where the format allows. It may begin with rows before
+            `start_row` where that is cheaper than cutting, and batches may be larger than `batch_rows`.
         begins_with: (identity now, identity before) -> whether its first rows are all those that it had before. None: it
             gets no more rows.
-        check: raises InputError where the input is not what it was when `identity` was called, as far as that can be told.
+        check: raises InputError where the input is known not to be what it was when `identity` was called.
         notices: how it was understood, where a person should know.
     """
 
@@ -101,7 +101,7 @@ def schema_of(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
 
 
 def rows_of_batch(size_bytes: int, rows: int, batch_rows: int) -> int:
-    """How many rows a batch has, at most `batch_rows`, where so many rows take so many bytes."""
+    """Return how many rows a batch has, at most `batch_rows`, where `rows` rows take `size_bytes`."""
     return max(1, min(batch_rows, BATCH_BYTES * max(rows, 1) // max(size_bytes, 1)))
 
 

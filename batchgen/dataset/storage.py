@@ -50,7 +50,7 @@ def open_raw(path: str) -> BinaryIO:
 
 
 def open_bytes(path: str) -> BinaryIO:
-    """The bytes of a file, decompressed if they are gzip or Zstandard, which the first ones tell; `peek` shows some of them.
+    """The bytes of a file, decompressed if the first ones say gzip or Zstandard; `peek` shows some of them.
 
     Raises OSError.
     """
@@ -98,7 +98,7 @@ def is_folder(path: str) -> bool:
 
 
 def there(path: str) -> bool:
-    """Whether a path leads to anything that may be looked at."""
+    """Tell whether a path leads to anything that may be looked at."""
     return is_url(path) or os.path.exists(path)
 
 
@@ -130,12 +130,12 @@ def matches(pattern: str) -> list[str]:
 
 
 def content_tag(url: str) -> str | None:
-    """What a URL's file system tells of a file's contents, such as its ETag; None where it tells nothing."""
+    """Return what a URL's file system tells of a file's contents, such as its ETag; None where it tells nothing."""
     return _tag(url, _CONTENT_TAGS)[1]
 
 
 def version(url: str) -> str:
-    """What differs once the file at a URL does; "" where there is none. Raises whatever a file system does."""
+    """Return what differs once the file at a URL does; "" where there is none. Raises whatever a file system does."""
     size_bytes, tag = _tag(url, _CONTENT_TAGS + _TIME_TAGS)
     return "" if size_bytes is None else f"{size_bytes} {'' if tag is None else tag}"
 

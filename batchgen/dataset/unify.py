@@ -10,9 +10,9 @@ from batchgen.dataset.column_types import is_list
 def unify_schemas(first: pa.Schema, second: pa.Schema) -> pa.Schema:
     """The columns of two files that have the same ones, in the first one's order.
 
-    Texts of all kinds go together (of 32 and 64 bits, views, dictionaries), and so do integers, floats, decimals and times of
-    several widths, lists of all kinds, and objects; nulls go with everything; what one file may leave out both may. Numbers that
-    would be written in another way (an integer as a float) do not.
+    Texts of all kinds go together (of 32 and 64 bits, views, dictionaries), and so do integers, floats, decimals and
+    times of several widths, lists of all kinds, and objects; nulls go with everything; what one file may leave out both
+    may. Numbers that would be written in another way (an integer as a float) do not.
 
     Raises:
         pa.ArrowException: A column's types do not go together.
@@ -50,7 +50,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _check_numbers(name: str, a: pa.DataType, b: pa.DataType) -> None:
-    """Raise pa.ArrowTypeError where numbers of one type are not all numbers of the other, or are written in another way."""
+    """Raise pa.ArrowTypeError where no type holds the numbers of both, written as they are."""
     if is_list(a) and is_list(b):
         _check_numbers(name, a.value_type, b.value_type)
     elif pa.types.is_struct(a) and pa.types.is_struct(b):

@@ -162,7 +162,7 @@ class Generation:
         return token_ids
 
     def _fit(self, request: Request, token_ids: list[int], prompts: int = 1) -> tuple[SamplingParams, list[int]]:
-        """The request's sampling and prompt, with max_tokens within the context and the KV there is. Raises RowError, InputError.
+        """The request's sampling and prompt, max_tokens within the context and the KV there is. Raises RowError, InputError.
 
         prompts: how many prompts the whole request has.
         """

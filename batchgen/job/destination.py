@@ -166,7 +166,7 @@ def _copy(files: dict[str, Path], output: Path) -> bool:
 
 
 def _copies_now(here: dict[str, str]) -> dict[str, dict[str, str]]:
-    """What `_copies` is to tell. here: of each URL, what tells the file that was copied to it."""
+    """Return what `_copies` is to tell. here: what tells the file that was copied, by its URL."""
     return {without_credentials(url): {"here": here[url], "there": version(url)} for url in here}
 
 
@@ -175,7 +175,7 @@ def _note(output: Path) -> Path:
 
 
 def _copies(output: Path) -> dict[str, dict[str, str]]:
-    """Of each URL that a file was copied to, its credentials hidden: the file then, and what was there after it; nothing where that is not known."""
+    """Return what is known of copies, by the URL without credentials: the file then, and what was there after it."""
     with contextlib.suppress(OSError, ValueError):
         copies: dict[str, dict[str, str]] = json.loads(_note(output).read_bytes())
         return copies

@@ -62,7 +62,7 @@ def check_files(
 
 
 def is_device(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a device such as /dev/null, which is written to and not replaced; what may not be looked at is none."""
+    """Tell whether a path is a device such as /dev/null, which is not replaced; what may not be looked at is none."""
     with contextlib.suppress(OSError):
         return stat.S_ISCHR(os.stat(path).st_mode)
     return False

@@ -229,7 +229,8 @@ class JobOptions:
         INPUT,
         _ROWS,
         metavar="CHAR",
-        help="What stands between the fields of CSV files: a character, or tab [default: a comma, a tab in .tsv files, or what gives columns].",
+        help="What stands between the fields of CSV files: a character, or tab [default: a comma, a tab in .tsv files, or"
+        " what gives columns].",
     )
 
     sampling: SamplingParams = field(default_factory=SamplingParams)

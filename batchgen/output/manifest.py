@@ -98,7 +98,7 @@ def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def without_lists(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """A fingerprint whose size does not grow with the input: of its files and partitions, how many there are and one digest of all."""
+    """A fingerprint whose size does not grow with the input: its files and partitions are a count and one digest."""
     given = fingerprint.get("input", {})
     lists = {name: {"count": len(v), "sha256": json_sha256(v)} for name, v in given.items() if isinstance(v, list)}
     return {**fingerprint, "input": given | lists} if lists else fingerprint

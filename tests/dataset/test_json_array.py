@@ -1,4 +1,4 @@
-"""Files that are one JSON array: read element by element, wherever a block of them ends, and refused where they are broken."""
+"""Files that are one JSON array: read element by element, wherever a block ends, and refused where broken."""
 
 import io
 import json

@@ -102,6 +102,14 @@ def test_batches_are_bounded_by_bytes_and_only_wanted_columns_count(big_inputs, 
     assert row.startswith(f"{BIG_ROWS - 1:03}x")
 
 
+def test_a_long_value_that_parquet_has_once_counts_in_every_row(tmp_path, monkeypatch):
+    monkeypatch.setattr("batchgen.dataset.source.BATCH_BYTES", BATCH_BYTES)
+    pq.write_table(pa.table({"prompt": ["x" * BIG_BYTES] * 1000}), tmp_path / "in.parquet")
+    assert (tmp_path / "in.parquet").stat().st_size < 8 * BIG_BYTES
+    sizes = [batch.nbytes for _, batch in open_dataset(tmp_path / "in.parquet").batches()]
+    assert sum(sizes) >= 1000 * BIG_BYTES and max(sizes) <= BATCH_BYTES + BIG_BYTES
+
+
 def test_columns_are_asked_for_by_name_and_nothing_else(tmp_path):
     """Names with dots, which Parquet writes for the inside of columns too, and columns of directories."""
     table = pa.table({"a": [{"b": 1, "c": 2}], "a.b": ["dotted"], "c": [3]})

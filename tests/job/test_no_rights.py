@@ -1,4 +1,4 @@
-"""Files and folders that this user may not read or write: a line that names them, before any work, and no rows left out."""
+"""Files and folders that this user may not read or write: a line names them before any work; no rows are left out."""
 
 import contextlib
 import os

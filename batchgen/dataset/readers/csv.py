@@ -33,8 +33,8 @@ def csv_source(paths: list[str], limit: int | None, partitions: Partitions, deli
         paths: The files.
         limit: Only the first so many rows.
         partitions: The columns of their directories.
-        delimiter: What stands between fields, as `--csv-delimiter` has it. None: a comma, or a tab in files called .tsv; something
-            else where that gives one column, and it gives several.
+        delimiter: What stands between fields, as `--csv-delimiter` has it. None: a comma, or a tab in files called .tsv;
+            something else where that gives one column, and it gives several.
 
     Raises:
         InputError: A line is not valid, which the message names.
@@ -76,8 +76,9 @@ def _csv_rows(delimiters: Mapping[str, str]) -> Iterator[tuple[str, dict[str, st
         for line, fields in records:
             if len(fields) != len(names):
                 raise InputError(
-                    f"{path}, line {line}: {len(fields)} fields, but the header has {len(names)}, with {delimiter!r} between "
-                    "fields: correct it (fields that hold separators or line breaks go into double quotes), or give --csv-delimiter"
+                    f"{path}, line {line}: {len(fields)} fields, but the header has {len(names)}, with {delimiter!r} "
+                    "between fields: correct it (fields that hold separators or line breaks go into double quotes), or "
+                    "give --csv-delimiter"
                 )
             yield path, dict(zip(names, fields, strict=True))
 
@@ -107,7 +108,7 @@ def _usual_delimiter(path: str) -> str:
 
 
 def _sniffed_delimiter(path: str) -> str:
-    """What stands between the fields of a file: the usual one, unless there is one column with it, and another gives several."""
+    """Find the delimiter of a file: the usual one, unless there is one column with it, and another gives several."""
     usual = _usual_delimiter(path)
     header = next(_csv_records(path, usual), (0, []))[1]
     if len(header) != 1:
@@ -118,7 +119,7 @@ def _sniffed_delimiter(path: str) -> str:
 
 
 def _width(path: str, delimiter: str) -> int:
-    """How many fields each of the first records has; 0 where they differ, or are no CSV."""
+    """Count the fields that each of the first records has; 0 where they differ, or are no CSV."""
     try:
         widths = {len(fields) for _, fields in itertools.islice(_csv_records(path, delimiter), _SNIFFED_RECORDS)}
     except InputError:
@@ -127,7 +128,7 @@ def _width(path: str, delimiter: str) -> int:
 
 
 def _notices(delimiters: Mapping[str, str], columns: Mapping[str, list[str]]) -> Iterator[str]:
-    """What a person should know of how files were understood; of several alike, the first."""
+    """Give lines on how files were understood, where a person should know; of several alike, the first."""
     told: set[str] = set()
     for path, delimiter in delimiters.items():
         if delimiter != _usual_delimiter(path) and delimiter not in told:

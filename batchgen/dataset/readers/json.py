@@ -30,7 +30,7 @@ from batchgen.dataset.row_batches import row_reader, to_json
 from batchgen.dataset.source import Source, check_same_columns, naming
 from batchgen.dataset.storage import open_bytes
 
-# How a file begins that is one array of objects, after a byte order mark. A line that is an array of anything else is no row.
+# How a file begins that is one array of objects, after a byte order mark. A line that is another array is no row.
 _ARRAY = re.compile(rb"\s*\[\s*[{\]]")
 
 
@@ -108,7 +108,7 @@ def looks_like_openai(path: str, on_bad_line: str = "fail") -> bool:
 
 @dataclass(frozen=True)
 class _Record:
-    """A row of a file before it is known to be one: a line that is not parsed, or an element. where: its file and number."""
+    """A row of a file before it is known to be one: an unparsed line, or an element. where: its file and number."""
 
     path: str
     where: str
@@ -155,7 +155,7 @@ def _lines(path: str, file: BinaryIO) -> Iterator[_Record]:
 
 
 def _elements(path: str, file: BinaryIO) -> Iterator[_Record]:
-    """The elements of a file that is one array, which are numbered from 1. Raises InputError where its JSON is not valid."""
+    """The elements of a file that is one array, numbered from 1. Raises InputError where its JSON is not valid."""
     number = 0
     try:
         for number, element in enumerate(array_elements(io.TextIOWrapper(file, encoding="utf-8-sig", newline="")), 1):
@@ -164,7 +164,8 @@ def _elements(path: str, file: BinaryIO) -> Iterator[_Record]:
         raise
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{path} is not valid JSON after element {number} of its array ({one_line(error)}): correct it, or write one object a line"
+            f"{path} is not valid JSON after element {number} of its array ({one_line(error)}): correct it, or write one "
+            "object a line"
         ) from error
 
 

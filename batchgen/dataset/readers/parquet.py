@@ -1,4 +1,4 @@
-"""Parquet files, streamed page by page; row groups before the wanted row, and columns that nobody wants, are not read."""
+"""Parquet files, streamed page by page; row groups before the wanted row, and unwanted columns, are not read."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 _PARQUET_BUFFER_BYTES = 256 << 10  # per column, so that pages are streamed instead of whole column chunks
+
+_PROBED_ROWS = 64  # of a file, which tell how large its rows are once they are decoded
 
 
 def parquet_source(paths: list[str], partitions: Partitions) -> Source:
@@ -64,7 +66,7 @@ def parquet_source(paths: list[str], partitions: Partitions) -> Source:
                 skipped += 1
             with naming(path), _open_parquet(path) as file:
                 wanted = list(range(skipped, len(sizes)))
-                rows = min(_rows_of_batch(file, group, in_files.names, batch_rows) for group in wanted)
+                rows = _rows_at_once(file, wanted, in_files.names, batch_rows)
                 for batch in file.iter_batches(rows, row_groups=wanted, columns=in_files.names, use_threads=False):
                     files.check(path)
                     yield first, partitions.extend(conform(batch, in_files), path).select(names)
@@ -74,16 +76,21 @@ def parquet_source(paths: list[str], partitions: Partitions) -> Source:
     return Source("parquet", whole, total, read, files.identity, begins_with=files.begin_with, check=files.check_all)
 
 
-def _rows_of_batch(file: pq.ParquetFile, group: int, names: list[str], batch_rows: int) -> int:
-    """How many rows of a row group are read at once. names: the columns that are."""
-    metadata = file.metadata.row_group(group)
-    size_bytes = metadata.total_byte_size
-    if len(names) < len(file.schema_arrow):
-        chunks = [metadata.column(i) for i in range(metadata.num_columns)]
-        inside = tuple(f"{name}." for name in names)
-        wanted = [c for c in chunks if c.path_in_schema in names or c.path_in_schema.startswith(inside)]
-        size_bytes = sum(chunk.total_uncompressed_size for chunk in wanted)
-    return rows_of_batch(size_bytes, metadata.num_rows, batch_rows)
+def _rows_at_once(file: pq.ParquetFile, groups: list[int], names: list[str], batch_rows: int) -> int:
+    """Find how many rows of some row groups are read at once. names: the columns that are read."""
+    inside = tuple(f"{name}." for name in names)
+    rows = batch_rows
+    for group in map(file.metadata.row_group, groups):
+        size_bytes = group.total_byte_size
+        if len(names) < len(file.schema_arrow):
+            chunks = [group.column(i) for i in range(group.num_columns)]
+            wanted = [c for c in chunks if c.path_in_schema in names or c.path_in_schema.startswith(inside)]
+            size_bytes = sum(chunk.total_uncompressed_size for chunk in wanted)
+        rows = rows_of_batch(size_bytes, group.num_rows, rows)
+    if rows > _PROBED_ROWS:  # a long value that is written once in a dictionary takes its length in every row
+        probe = next(file.iter_batches(_PROBED_ROWS, row_groups=groups, columns=names, use_threads=False), None)
+        rows = rows if probe is None else rows_of_batch(probe.nbytes, probe.num_rows, rows)
+    return rows
 
 
 def _open_parquet(path: str) -> pq.ParquetFile:
