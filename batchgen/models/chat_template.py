@@ -25,6 +25,7 @@ _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Messages that tell how a template takes content: no text of a template has these.
 _PROBES = {role: f"qzv{role}vzq" for role in ("system", "user", "assistant")}
+_BY_ACCIDENT = 32  # characters: longer texts do not stand in a prompt by accident
 
 Message = Mapping[str, Any]
 
@@ -146,31 +147,36 @@ class ChatTemplate:
         return plain
 
     def _takes_parts(self, role: Any) -> bool:
-        return self._parts_of.get(role, self._parts_of["user"])
+        takes = self._taken
+        return takes.get(role, takes["user"]) == "parts"
 
     @cached_property
-    def _parts_of(self) -> dict[str, bool]:
-        """Whether each role's content has to be a list of parts: where its text is in the prompt then, and else is not."""
+    def _taken(self) -> dict[str, str]:
+        """How the template takes each role's content: as "text", as "parts", or "not at all", so that its text is in no prompt."""
         whole = [{"role": role, "content": _PROBES[role]} for role in ("system", "user", "assistant", "user")]
-        if self._keeps(whole, *_PROBES):
-            return dict.fromkeys(_PROBES, False)
-        parts = {"user": False}
+        if self._kept(whole, *_PROBES):
+            return dict.fromkeys(_PROBES, "text")
+        taken: dict[str, str] = {}
         conversations = (("user",), ("system", "user"), ("user", "assistant", "user"))
         for role, spoken in zip(("user", "system", "assistant"), conversations, strict=True):
-            for tried in (False, True):
-                taken = {**parts, role: tried}
-                messages = [{"role": each, "content": _content(_PROBES[each], taken[each])} for each in spoken]
-                if self._keeps(messages, role):
-                    break
-            else:  # it knows no such role, or the probe is not of a form that it takes
-                tried = parts["user"] and role != "user"
-            parts[role] = tried
-        return parts
+            kept: dict[str, bool | None] = {}
+            for way in ("text", "parts"):
+                ways = {**taken, role: way}
+                kept[way] = self._kept([{"role": each, "content": _content(each, ways[each])} for each in spoken], role)
+            refused = None in kept.values()  # as templates do that know no such role
+            otherwise = taken.get("user", "text") if refused else "not at all"
+            taken[role] = next((way for way, found in kept.items() if found), otherwise)
+        return taken
 
-    def _keeps(self, messages: list[Message], *roles: str) -> bool:
-        """Whether the prompt of these messages has the text of those roles, and no parts as they are written in code."""
+    def _kept(self, messages: list[Message], *roles: str) -> bool | None:
+        """Whether the prompt of these messages has the text of those roles, and no parts as they are written in code.
+
+        None where the template refuses the messages.
+        """
         (text,) = self._template.render([self._around(messages, add_generation_prompt=True)])
-        if not isinstance(text, str) or "'type'" in text or '"type"' in text:
+        if not isinstance(text, str):
+            return None
+        if "'type'" in text or '"type"' in text:
             return False
         return all(_PROBES[role] in text for role in roles)
 
@@ -184,16 +190,19 @@ class ChatTemplate:
             return text
         for number, message in enumerate(chat.messages, 1):
             # Of the assistant's, templates leave out what was thought.
-            if message.get("role") != "assistant" and not all(_holds(text, said) for said in _texts(message)):
+            role = message.get("role")
+            left_out = self._taken.get(role) == "not at all"
+            if role != "assistant" and not all(_holds(text, said, left_out) for said in _texts(message)):
                 raise RowError(
-                    f"the model's chat template leaves out the text of message {number} ({message.get('role')}):"
+                    f"the model's chat template leaves out the text of message {number} ({role}):"
                     " give the messages in another form, or the prompt as text"
                 )
         return _cut_at_end_mark(text, chat.messages[-1]) if chat.continues else text
 
 
-def _content(text: str, as_parts: bool) -> Any:
-    return [{"type": "text", "text": text}] if as_parts else text
+def _content(role: str, way: str) -> Any:
+    """What the probe of a role says, as text or as parts."""
+    return [{"type": "text", "text": _PROBES[role]}] if way == "parts" else _PROBES[role]
 
 
 def _texts(message: Message) -> Iterator[str]:
@@ -208,8 +217,13 @@ def _texts(message: Message) -> Iterator[str]:
                 yield text
 
 
-def _holds(prompt: str, text: str) -> bool:
-    """Whether a prompt has a text: as it is but for blanks, which templates trim and fold, or as JSON."""
+def _holds(prompt: str, text: str, left_out: bool) -> bool:
+    """Whether a prompt has a text: as it is but for blanks, which templates trim and fold, or as JSON.
+
+    left_out: The template is known to write no such text: a short one, which stands in the prompt by accident, is none.
+    """
+    if left_out and 0 < len(text.strip()) < _BY_ACCIDENT:
+        return False
     if text.strip() in prompt:
         return True
     if "".join(text.split()) in "".join(prompt.split()):

@@ -181,10 +181,14 @@ def test_config_file(model, table, tmp_path):
         ("seed = 2026-01-01", "must be a whole number"),
         ("chat = 1", "chat must be true or false"),
         ("system-prompt = {a = 1}", "must be a text"),
+        ("chat-template-kwargs = {messages = 1}", "cannot have 'messages'"),
+        ("[chat-template-kwargs]\nday = 2020-01-01", "--chat-template-kwargs is for chat messages"),
         ('model = ["x"]', "must be a text"),
         ('config = "other.toml"', "is no option"),
     ):
-        config.write_text(f"{line}\n")
+        config.write_text(
+            f'model = "{model}"\ninput = "{table}"\nprompt-column = "q"\n' * ("kwargs" in line) + f"{line}\n"
+        )
         code, _, said = invoke("run", "--config", config, "-o", output)
         assert code == 2 and message in said
     config.write_text("max-toke = 2\n")

@@ -275,6 +275,7 @@ def test_a_command_says_what_was_asked(tmp_path):
     """Read back by the command line, each option has the value that it had."""
     asked = JobOptions(
         "a model", "my rows.jsonl", None, prompt_template="{{ a }} and 'b'", choices=(), chat=True, share_prefixes=False, max_model_len=64,
+        chat_template_kwargs={"enable_thinking": False}, continue_final=True, reasoning_column=False,
         sampling=SamplingParams(max_tokens=7, temperature=0.5, stop=("x y", "z"), logit_bias=((5, -1.5),)), hardware="zen4",
     )  # fmt: skip
     words = shlex.split(run_command(asked, share=True))
@@ -287,6 +288,8 @@ def test_a_command_says_what_was_asked(tmp_path):
     for option in options_of("run"):
         holder = wanted if hasattr(wanted, option.name) else wanted.sampling
         expected = getattr(holder, option.name)
+        if option.name == "chat_template_kwargs":
+            expected = json.dumps(expected)
         assert given[option.name] == expected or dict(given[option.name]) == dict(expected), option.name
     assert torchrun_command("batchgen run -m M", 2, 4).endswith("-m batchgen run -m M")
     assert "--nnodes 2 --nproc-per-node 4" in torchrun_command("batchgen run -m M", 2, 4)

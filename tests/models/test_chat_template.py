@@ -149,6 +149,12 @@ def test_each_role_gets_its_content_as_its_template_reads_it(tokenizer_of):
             CONVERSATIONS[1],
             1,
         ),
+        # One that stands in the prompt by accident.
+        (
+            "System: {% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+            [said("system", "Sys"), said("user", "a")],
+            1,
+        ),
         ("{{ messages[-1].content }}", [said("user", "first"), said("user", "second")], 1),
         ("{% for m in messages %}{{ m.content[:5] }}{% endfor %}", [said("user", "more than that")], 1),
         ("{% for m in messages %}{{ m.text }}{% endfor %}", [said("user", "there")], 1),
