@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from batchgen.core.errors import InputError, RowError
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 ENCODE_CHUNK = 64  # requests tokenized together
 R = TypeVar("R")
+# Characters that are tokenized whatever the context: a hundred bytes and more are held for each meanwhile.
+_ALWAYS_TOKENIZED = 1 << 22
+_MOST_PER_TOKEN = 16  # characters of a longer text, for each token of the context
 Texts = Mapping[tuple[str, bool], list[int]]  # (text, whether special tokens are added) -> its tokens
 
 
@@ -39,35 +43,84 @@ def chunks(requests: Iterable[R | None]) -> Iterator[list[tuple[int, R]]]:
         yield chunk
 
 
-def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request]) -> Texts:
-    """Encode together the prompts that are texts.
+@dataclass(frozen=True)
+class Room:
+    """How long texts may be.
+
+    Attributes:
+        context: Tokens that the context holds.
+        cuts: Whether prompts that are longer are cut.
+    """
+
+    context: int
+    cuts: bool
+
+    @classmethod
+    def of(cls, context: int, on_overlong: str) -> Room:
+        """on_overlong: As of `Engine`."""
+        return cls(context, on_overlong != "error")
+
+    def check(self, tokenizer: Tokenizer, text: str, what: str = "the prompt") -> None:
+        """Raises RowError for a text that cannot fit, or would take more memory than a row is worth, before it is tokenized."""
+        least = 0 if self.cuts else tokenizer.least_tokens(text)
+        if least > self.context:
+            raise RowError(f"{what} has {least:,} tokens at least, the context holds {self.context:,}")
+        most = max(_ALWAYS_TOKENIZED, _MOST_PER_TOKEN * self.context)
+        if len(text) > most:
+            raise RowError(
+                f"{what} has {len(text):,} characters, and no more than {most:,} are tokenized"
+                f" for a context of {self.context:,} tokens: cut it before"
+            )
+
+    def has(self, tokenizer: Tokenizer, text: str) -> bool:
+        """Whether `check` lets a text pass."""
+        try:
+            self.check(tokenizer, text)
+        except RowError:
+            return False
+        return True
+
+
+def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request], room: Room | None = None) -> Texts:
+    """Encode together the prompts that are texts, but for those that cannot fit.
 
     Returns:
         What `encode_prompt` asks for.
     """
     texts = [r.prompt for r in requests if isinstance(r.prompt, str) and r.prompt]
+    texts = [text for text in texts if room is None or room.has(tokenizer, text)]
     encoded = tokenizer.encode_batch(texts) if texts else ()
     return {(text, True): token_ids for text, token_ids in zip(texts, encoded, strict=True)}
 
 
-def encode_prompt(tokenizer: Tokenizer, request: Request, texts: Texts | None = None) -> list[int]:
+def encode_prompt(
+    tokenizer: Tokenizer, request: Request, room: Room | None = None, texts: Texts | None = None
+) -> list[int]:
     """The tokens of a prompt; none of an empty one.
 
     Args:
         tokenizer: The model's.
         request: Its prompt is a text, chat messages or token ids.
+        room: How long it may be; None: as long as it is.
         texts: Of `encode_texts`; None: the text is encoded here.
 
     Raises:
-        RowError: The chat template refuses the messages.
+        RowError: The chat template refuses the messages, or it is too long.
     """
     prompt = request.prompt
     if not len(prompt):
         return []
     if isinstance(prompt, str):
-        return (texts or encode_texts(tokenizer, [request]))[prompt, True]
+        if texts is None or (prompt, True) not in texts:
+            if room is not None:
+                room.check(tokenizer, prompt)
+            texts = encode_texts(tokenizer, [request])
+        return texts[prompt, True]
     if isinstance(prompt[0], dict):
-        return tokenizer.encode_chat(prompt)
+        rendered = tokenizer.render_chat(prompt)
+        if room is not None:
+            room.check(tokenizer, rendered)
+        return tokenizer.encode_batch([rendered], add_special_tokens=False)[0]
     return [int(token_id) for token_id in prompt]
 
 
@@ -77,12 +130,12 @@ def check_vocabulary(token_ids: Iterable[int], vocab_size: int, what: str) -> No
         raise RowError(f"{what} has a token id outside the model's vocabulary of {vocab_size}")
 
 
-def encode_all(tokenizer: Tokenizer, requests: Iterable[ScoreRequest]) -> Texts:
-    """The tokens of all texts that `encode_pairs` asks for."""
+def encode_all(tokenizer: Tokenizer, requests: Iterable[ScoreRequest], room: Room | None = None) -> Texts:
+    """The tokens of all texts that `encode_pairs` asks for. room: as of it."""
     wanted: dict[tuple[str, bool], list[int]] = {}
     for request in requests:
         with contextlib.suppress(RowError, InputError):  # it will be found again
-            encode_pairs(tokenizer, request, _Wanted(wanted))
+            encode_pairs(tokenizer, request, _Wanted(wanted), room)
     for special in (True, False):
         keys = [key for key in wanted if key[1] == special]
         if keys:
@@ -103,9 +156,12 @@ class _Wanted:
 
 
 def encode_pairs(
-    tokenizer: Tokenizer, request: ScoreRequest, texts: Texts
+    tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, room: Room | None = None
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The tokens of the context and of each continuation, as `ScoreRequest` says. Raises RowError."""
+    """The tokens of the context and of each continuation, as `ScoreRequest` says.
+
+    room: how long the context may be; None: as long as it is. Raises RowError.
+    """
     context, continuations = request.context, request.continuations
     if not continuations:
         raise RowError("there are no continuations")
@@ -115,6 +171,8 @@ def encode_pairs(
     special = True
     if not isinstance(context, str) and len(context) and isinstance(context[0], dict):
         context, special = tokenizer.render_chat(context), False  # it has its special tokens written out
+    if room is not None:
+        _check_to_score(tokenizer, context, continuations, room)
     if True not in are_texts:
         own = texts[context, special] if isinstance(context, str) and context else _ids(context)
         return tuple(own), [_ids(c) for c in continuations]
@@ -126,6 +184,17 @@ def encode_pairs(
         return (), [_beginning(texts[spaces + c, False], tokenizer) for c in continuations]
     own = tuple(texts[stripped, special])
     return own, [tuple(texts[stripped + spaces + c, special][len(own) :]) for c in continuations]
+
+
+def _check_to_score(tokenizer: Tokenizer, context: str | Iterable, continuations: Iterable, room: Room) -> None:
+    """Raises RowError for a context that cannot fit; continuations without one may be longer than the model's context."""
+    own = context.rstrip() if isinstance(context, str) else ""
+    if own:
+        room.check(tokenizer, own, "the text to score")
+    unbounded = Room(room.context, cuts=True)
+    for continuation in continuations:
+        if isinstance(continuation, str):
+            unbounded.check(tokenizer, continuation, "a text to score")
 
 
 def _beginning(token_ids: list[int], tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_prompt, encode_texts
+from batchgen.engine.encode import Room, Texts, check_vocabulary, chunks, encode_prompt, encode_texts
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.models.harmony import AnswerStops, Harmony
 from batchgen.runtime.grammar import Grammar
@@ -125,6 +125,7 @@ class Generation:
 
     def __init__(self, parts: EngineParts, sampling: SamplingParams, on_overlong: str) -> None:
         self._parts, self._sampling, self._on_overlong = parts, sampling, on_overlong
+        self._room = Room.of(parts.policy.max_model_len, on_overlong)
         self._in_flight: dict[int, _InFlight] = {}
         self._detectors: dict[Sequence, object] = {}
         self._finishes: dict[Sequence, _Finish] = {}
@@ -135,23 +136,24 @@ class Generation:
         """Tokenizes requests, some at a time; runs in the input thread."""
         for chunk in chunks(r if r is None or isinstance(r, Request) else Request(r) for r in requests):
             fine = [request for _, request in chunk if request.error is None]
-            texts = encode_texts(self._parts.tokenizer, [each for request in fine for each in request.each_prompt])
+            prompts = [each for request in fine for each in request.each_prompt]
+            texts = encode_texts(self._parts.tokenizer, prompts, self._room)
             for index, request in chunk:
-                prompts: list[tuple[array, SamplingParams]] = []
+                encoded: list[tuple[array, SamplingParams]] = []
                 grammar, error = None, request.error
                 if error is None:
                     try:
                         for each in request.each_prompt:
                             sampling, token_ids = self._fit(each, self._encode(each, texts))
-                            prompts.append((array("i", token_ids), sampling))
+                            encoded.append((array("i", token_ids), sampling))
                         if sampling.constrained:
                             grammar = self._parts.grammars.compile(sampling)
                     except (RowError, InputError) as problem:
                         error = str(problem)
-                yield _Prepared(index, request, tuple(prompts), error, grammar)
+                yield _Prepared(index, request, tuple(encoded), error, grammar)
 
     def _encode(self, request: Request, texts: Texts) -> list[int]:
-        token_ids = encode_prompt(self._parts.tokenizer, request, texts)
+        token_ids = encode_prompt(self._parts.tokenizer, request, self._room, texts)
         if not token_ids:
             raise RowError("the prompt is empty")
         check_vocabulary(token_ids, self._parts.config.vocab_size, "the prompt")

@@ -17,7 +17,7 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_all, encode_pairs
+from batchgen.engine.encode import Room, Texts, check_vocabulary, chunks, encode_all, encode_pairs
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.token_tree import Node, Path, paths_of, windows_of
 from batchgen.runtime.scheduling.from_policy import longest_sequence
@@ -74,13 +74,15 @@ class Scoring:
 
     def __init__(self, parts: EngineParts, on_overlong: str) -> None:
         self._parts, self._on_overlong = parts, on_overlong
+        self._room = Room.of(parts.policy.max_model_len, on_overlong)
         self._in_flight: dict[int, _InFlight] = {}
         self._scorer = parts.scorer()  # of the sweep under way
 
     def prepare(self, requests: Iterable[ScoreRequest | None]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
         for chunk in chunks(requests):
-            texts = encode_all(self._parts.tokenizer, [request for _, request in chunk if request.error is None])
+            fine = [request for _, request in chunk if request.error is None]
+            texts = encode_all(self._parts.tokenizer, fine, self._room)
             for index, request in chunk:
                 row_id = index if request.id is None else request.id
                 if request.error is not None:
@@ -188,7 +190,7 @@ def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, context
         RowError: The request cannot be scored.
         InputError: The model has no chat template.
     """
-    context, continuations = encode_pairs(tokenizer, request, texts)
+    context, continuations = encode_pairs(tokenizer, request, texts, Room.of(context_len, on_overlong))
     for number, tokens in enumerate(continuations, 1):
         if not tokens:
             raise RowError(f"continuation {number} has no tokens")
