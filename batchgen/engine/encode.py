@@ -6,7 +6,7 @@ Texts of many requests are tokenized together: first all texts are collected and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -122,6 +122,12 @@ def encode_prompt(
             room.check(tokenizer, rendered)
         return tokenizer.encode_batch([rendered], add_special_tokens=False)[0]
     return [int(token_id) for token_id in prompt]
+
+
+def begins_twice(tokenizer: Tokenizer, prompt: object, token_ids: Sequence[int]) -> bool:
+    """Whether a text begins with the token that the tokenizer puts before it as well."""
+    bos = tokenizer.begin_token_id
+    return isinstance(prompt, str) and bos is not None and list(token_ids[:2]) == [bos, bos]
 
 
 def check_vocabulary(token_ids: Iterable[int], vocab_size: int, what: str) -> None:

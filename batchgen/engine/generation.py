@@ -18,7 +18,7 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine.encode import Room, Texts, check_vocabulary, chunks, encode_prompt, encode_texts
+from batchgen.engine.encode import Room, Texts, begins_twice, check_vocabulary, chunks, encode_prompt, encode_texts
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.models.harmony import AnswerStops, Harmony
 from batchgen.runtime.grammar import Grammar
@@ -126,6 +126,7 @@ class Generation:
     def __init__(self, parts: EngineParts, sampling: SamplingParams, on_overlong: str) -> None:
         self._parts, self._sampling, self._on_overlong = parts, sampling, on_overlong
         self._room = Room.of(parts.policy.max_model_len, on_overlong)
+        self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
         self._detectors: dict[Sequence, object] = {}
         self._finishes: dict[Sequence, _Finish] = {}
@@ -157,6 +158,7 @@ class Generation:
         if not token_ids:
             raise RowError("the prompt is empty")
         check_vocabulary(token_ids, self._parts.config.vocab_size, "the prompt")
+        self._begins_twice |= begins_twice(self._parts.tokenizer, request.prompt, token_ids)
         return token_ids
 
     def _fit(self, request: Request, token_ids: list[int]) -> tuple[SamplingParams, list[int]]:
@@ -235,6 +237,7 @@ class Generation:
         """After a sweep has run: gives sequences their tokens; returns those that have ended."""
         finished, constrained = [], []
         generated = 0
+        stats.begins_twice |= self._begins_twice
         for sequence, token, known in chosen.tokens():
             generated += 1
             if known == 1 and sequence.sample_index % sequence.sampling.n == 0:

@@ -17,7 +17,7 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine.encode import Room, Texts, check_vocabulary, chunks, encode_all, encode_pairs
+from batchgen.engine.encode import Room, Texts, begins_twice, check_vocabulary, chunks, encode_all, encode_pairs
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.token_tree import Node, Path, paths_of, windows_of
 from batchgen.runtime.scheduling.from_policy import longest_sequence
@@ -75,6 +75,7 @@ class Scoring:
     def __init__(self, parts: EngineParts, on_overlong: str) -> None:
         self._parts, self._on_overlong = parts, on_overlong
         self._room = Room.of(parts.policy.max_model_len, on_overlong)
+        self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
         self._scorer = parts.scorer()  # of the sweep under way
 
@@ -98,6 +99,7 @@ class Scoring:
         tokens = tokens_of(self._parts.tokenizer, request, texts, policy.max_model_len, self._on_overlong)
         for token_ids in (tokens.context, *tokens.continuations):
             check_vocabulary(token_ids, config.vocab_size, "the text to score")
+        self._begins_twice |= begins_twice(self._parts.tokenizer, request.context, tokens.context)
         pool = longest_sequence(policy, self._parts.memory, self._parts.compute_tier)
         longest = tokens.longest_path(policy.max_model_len)
         if longest > pool:
@@ -132,6 +134,7 @@ class Scoring:
     def advance(self, scorer: Scorer, stats: EngineStats) -> list[Sequence]:
         """After a sweep has run: gives sequences their scores; returns those that have all of them."""
         finished = []
+        stats.begins_twice |= self._begins_twice
         for row, score in scorer.results():
             sequence = row.sequence
             sequence.scores.append(score)
