@@ -6,7 +6,7 @@ Texts of many requests are tokenized together: first all texts are collected and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 ENCODE_CHUNK = 64  # requests tokenized together
 R = TypeVar("R")
+# Characters that are tokenized whatever the context: a hundred bytes and more are held for each meanwhile.
+_ALWAYS_TOKENIZED = 1 << 22
+_MOST_PER_TOKEN = 16  # characters of a longer text, for each token of the context
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,46 @@ def chunks(requests: Iterable[R | None]) -> Iterator[list[tuple[int, R]]]:
         yield chunk
 
 
-def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request]) -> Texts:
-    """Encode together the prompts that are texts, and those that are chat messages.
+@dataclass(frozen=True)
+class Room:
+    """How long texts may be.
+
+    Attributes:
+        context: Tokens that the context holds.
+        cuts: Whether prompts that are longer are cut.
+    """
+
+    context: int
+    cuts: bool
+
+    @classmethod
+    def of(cls, context: int, on_overlong: str) -> Room:
+        """on_overlong: As of `Engine`."""
+        return cls(context, on_overlong != "error")
+
+    def check(self, tokenizer: Tokenizer, text: str, what: str = "the prompt") -> None:
+        """Raises RowError for a text that cannot fit, or would take more memory than a row is worth, before it is tokenized."""
+        least = 0 if self.cuts else tokenizer.least_tokens(text)
+        if least > self.context:
+            raise RowError(f"{what} has {least:,} tokens at least, the context holds {self.context:,}")
+        most = max(_ALWAYS_TOKENIZED, _MOST_PER_TOKEN * self.context)
+        if len(text) > most:
+            raise RowError(
+                f"{what} has {len(text):,} characters, and no more than {most:,} are tokenized"
+                f" for a context of {self.context:,} tokens: cut it before"
+            )
+
+    def has(self, tokenizer: Tokenizer, text: str) -> bool:
+        """Whether `check` lets a text pass."""
+        try:
+            self.check(tokenizer, text)
+        except RowError:
+            return False
+        return True
+
+
+def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request], room: Room | None = None) -> Texts:
+    """Encode together the prompts that are texts, and those that are chat messages, but for those that cannot fit.
 
     Returns:
         What `encode_prompt` asks for.
@@ -70,29 +111,37 @@ def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request]) -> Texts:
     chats = _rendered(tokenizer, [(request, request.prompt) for request in requests])
     plain = [r.prompt for r in requests if isinstance(r.prompt, str) and r.prompt]
     wanted = {(text, True) for text in plain} | {(text, False) for text in chats.values() if isinstance(text, str)}
-    return Texts(_encoded(tokenizer, wanted), chats)
+    fitting = [key for key in wanted if room is None or room.has(tokenizer, key[0])]
+    return Texts(_encoded(tokenizer, fitting), chats)
 
 
-def encode_prompt(tokenizer: Tokenizer, request: Request, texts: Texts | None = None) -> list[int]:
+def encode_prompt(
+    tokenizer: Tokenizer, request: Request, room: Room | None = None, texts: Texts | None = None
+) -> list[int]:
     """The tokens of a prompt; none of an empty one.
 
     Args:
         tokenizer: The model's.
         request: Its prompt is a text, chat messages or token ids.
+        room: How long it may be; None: as long as it is.
         texts: Of `encode_texts`; None: the text is encoded here.
 
     Raises:
-        RowError: The chat template refuses the messages.
+        RowError: The chat template refuses the messages, or it is too long.
     """
     prompt = request.prompt
     if not len(prompt):
         return []
     if isinstance(prompt, str):
-        return (texts or encode_texts(tokenizer, [request])).tokens[prompt, True]
-    if isinstance(prompt[0], dict):
-        texts = texts or encode_texts(tokenizer, [request])
-        return texts.tokens[texts.of_chat(request), False]
-    return [int(token_id) for token_id in prompt]
+        key = (prompt, True)
+    elif isinstance(prompt[0], dict):
+        texts = texts or encode_texts(tokenizer, [request], room)
+        key = (texts.of_chat(request), False)
+    else:
+        return [int(token_id) for token_id in prompt]
+    if room is not None and (texts is None or key not in texts.tokens):
+        room.check(tokenizer, key[0])
+    return (texts or encode_texts(tokenizer, [request], room)).tokens[key]
 
 
 def _rendered(tokenizer: Tokenizer, given: Iterable[tuple[Request | ScoreRequest, Any]]) -> dict[int, str | RowError]:
@@ -124,20 +173,26 @@ def _encoded(tokenizer: Tokenizer, wanted: Iterable[tuple[str, bool]]) -> dict[t
     return encoded
 
 
+def begins_twice(tokenizer: Tokenizer, prompt: object, token_ids: Sequence[int]) -> bool:
+    """Whether a text begins with the token that the tokenizer puts before it as well."""
+    bos = tokenizer.begin_token_id
+    return isinstance(prompt, str) and bos is not None and list(token_ids[:2]) == [bos, bos]
+
+
 def check_vocabulary(token_ids: Iterable[int], vocab_size: int, what: str) -> None:
     """Tokenizers may have tokens that the model has no embedding for. Raises RowError."""
     if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise RowError(f"{what} has a token id outside the model's vocabulary of {vocab_size}")
 
 
-def encode_all(tokenizer: Tokenizer, requests: Iterable[ScoreRequest]) -> Texts:
-    """The tokens of all texts that `encode_pairs` asks for."""
+def encode_all(tokenizer: Tokenizer, requests: Iterable[ScoreRequest], room: Room | None = None) -> Texts:
+    """The tokens of all texts that `encode_pairs` asks for. room: as of it."""
     requests = list(requests)
     chats = _rendered(tokenizer, [(request, request.context) for request in requests])
     wanted: dict[tuple[str, bool], list[int]] = {}
     for request in requests:
         with contextlib.suppress(RowError, InputError):  # it will be found again
-            encode_pairs(tokenizer, request, Texts(_Wanted(wanted), chats))
+            encode_pairs(tokenizer, request, Texts(_Wanted(wanted), chats), room)
     return Texts(_encoded(tokenizer, wanted), chats)
 
 
@@ -153,9 +208,12 @@ class _Wanted(dict):
 
 
 def encode_pairs(
-    tokenizer: Tokenizer, request: ScoreRequest, texts: Texts
+    tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, room: Room | None = None
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The tokens of the context and of each continuation, as `ScoreRequest` says. Raises RowError."""
+    """The tokens of the context and of each continuation, as `ScoreRequest` says.
+
+    room: how long the context may be; None: as long as it is. Raises RowError.
+    """
     context, continuations = request.context, request.continuations
     if not continuations:
         raise RowError("there are no continuations")
@@ -165,6 +223,8 @@ def encode_pairs(
     special = True
     if is_chat(context):
         context, special = texts.of_chat(request), False
+    if room is not None:
+        _check_to_score(tokenizer, context, continuations, room)
     tokens = texts.tokens
     if True not in are_texts:
         own = tokens[context, special] if isinstance(context, str) and context else _ids(context)
@@ -177,6 +237,17 @@ def encode_pairs(
         return (), [_beginning(tokens[spaces + c, False], tokenizer) for c in continuations]
     own = tuple(tokens[stripped, special])
     return own, [tuple(tokens[stripped + spaces + c, special][len(own) :]) for c in continuations]
+
+
+def _check_to_score(tokenizer: Tokenizer, context: str | Iterable, continuations: Iterable, room: Room) -> None:
+    """Raises RowError for a context that cannot fit; continuations without one may be longer than the model's context."""
+    own = context.rstrip() if isinstance(context, str) else ""
+    if own:
+        room.check(tokenizer, own, "the text to score")
+    unbounded = Room(room.context, cuts=True)
+    for continuation in continuations:
+        if isinstance(continuation, str):
+            unbounded.check(tokenizer, continuation, "a text to score")
 
 
 def _beginning(token_ids: list[int], tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -18,7 +18,16 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_prompt, encode_texts, is_chat
+from batchgen.engine.encode import (
+    Room,
+    Texts,
+    begins_twice,
+    check_vocabulary,
+    chunks,
+    encode_prompt,
+    encode_texts,
+    is_chat,
+)
 from batchgen.engine.given import each_request
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.models.harmony import AnswerStops, Harmony
@@ -126,6 +135,8 @@ class Generation:
 
     def __init__(self, parts: EngineParts, sampling: SamplingParams, on_overlong: str) -> None:
         self._parts, self._sampling, self._on_overlong = parts, sampling, on_overlong
+        self._room = Room.of(parts.policy.max_model_len, on_overlong)
+        self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
         self._detectors: dict[Sequence, object] = {}
         self._finishes: dict[Sequence, _Finish] = {}
@@ -137,9 +148,10 @@ class Generation:
         """Tokenizes requests, some at a time; runs in the input thread."""
         for chunk in chunks(each_request(requests)):
             fine = [request for _, request in chunk if request.error is None]
-            texts = encode_texts(self._parts.tokenizer, [each for request in fine for each in request.each_prompt])
+            prompts = [each for request in fine for each in request.each_prompt]
+            texts = encode_texts(self._parts.tokenizer, prompts, self._room)
             for index, request in chunk:
-                prompts: list[tuple[array, SamplingParams]] = []
+                encoded: list[tuple[array, SamplingParams]] = []
                 grammar, error = None, request.error
                 if error is None:
                     try:
@@ -147,18 +159,19 @@ class Generation:
                             sampling, token_ids = self._fit(
                                 each, self._encode(each, texts), 1 + len(request.more_prompts)
                             )
-                            prompts.append((array("i", token_ids), sampling))
+                            encoded.append((array("i", token_ids), sampling))
                         if sampling.constrained:
                             grammar = self._parts.grammars.compile(sampling)
                     except (RowError, InputError) as problem:
                         error = str(problem)
-                yield _Prepared(index, request, tuple(prompts), error, grammar)
+                yield _Prepared(index, request, tuple(encoded), error, grammar)
 
     def _encode(self, request: Request, texts: Texts) -> list[int]:
-        token_ids = encode_prompt(self._parts.tokenizer, request, texts)
+        token_ids = encode_prompt(self._parts.tokenizer, request, self._room, texts)
         if not token_ids:
             raise RowError("the prompt is empty")
         check_vocabulary(token_ids, self._parts.config.vocab_size, "the prompt")
+        self._begins_twice |= begins_twice(self._parts.tokenizer, request.prompt, token_ids)
         return token_ids
 
     def _fit(self, request: Request, token_ids: list[int], prompts: int = 1) -> tuple[SamplingParams, list[int]]:
@@ -266,6 +279,7 @@ class Generation:
         """After a sweep has run: gives sequences their tokens; returns those that have ended."""
         finished, constrained = [], []
         generated = 0
+        stats.begins_twice |= self._begins_twice
         for sequence, token, known in chosen.tokens():
             generated += 1
             if known == 1 and sequence.sample_index % sequence.sampling.n == 0:

@@ -108,4 +108,5 @@ class EngineStats:
     sweeps: int = 0
     preempted: int = 0
     peak_kv_blocks: int = 0
+    begins_twice: bool = False  # whether a prompt began with the token that the tokenizer puts before it as well
     busy_s: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "sampling": 0.0, "input_wait": 0.0})

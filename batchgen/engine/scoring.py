@@ -17,7 +17,7 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_all, encode_pairs
+from batchgen.engine.encode import Room, Texts, begins_twice, check_vocabulary, chunks, encode_all, encode_pairs
 from batchgen.engine.given import each_score_request
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.token_tree import Node, Path, paths_of, windows_of
@@ -75,13 +75,16 @@ class Scoring:
 
     def __init__(self, parts: EngineParts, on_overlong: str) -> None:
         self._parts, self._on_overlong = parts, on_overlong
+        self._room = Room.of(parts.policy.max_model_len, on_overlong)
+        self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
         self._scorer = parts.scorer()  # of the sweep under way
 
     def prepare(self, requests: Iterable[ScoreRequest | None]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
         for chunk in chunks(each_score_request(requests)):
-            texts = encode_all(self._parts.tokenizer, [request for _, request in chunk if request.error is None])
+            fine = [request for _, request in chunk if request.error is None]
+            texts = encode_all(self._parts.tokenizer, fine, self._room)
             for index, request in chunk:
                 row_id = index if request.id is None else request.id
                 if request.error is not None:
@@ -97,6 +100,7 @@ class Scoring:
         tokens = tokens_of(self._parts.tokenizer, request, texts, policy.max_model_len, self._on_overlong)
         for token_ids in (tokens.context, *tokens.continuations):
             check_vocabulary(token_ids, config.vocab_size, "the text to score")
+        self._begins_twice |= begins_twice(self._parts.tokenizer, request.context, tokens.context)
         pool = longest_sequence(policy, self._parts.memory, self._parts.compute_tier)
         longest = tokens.longest_path(policy.max_model_len)
         if longest > pool:
@@ -131,6 +135,7 @@ class Scoring:
     def advance(self, scorer: Scorer, stats: EngineStats) -> list[Sequence]:
         """After a sweep has run: gives sequences their scores; returns those that have all of them."""
         finished = []
+        stats.begins_twice |= self._begins_twice
         for row, score in scorer.results():
             sequence = row.sequence
             sequence.scores.append(score)
@@ -191,7 +196,7 @@ def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, context
         RowError: The request cannot be scored.
         InputError: The model has no chat template.
     """
-    context, continuations = encode_pairs(tokenizer, request, texts)
+    context, continuations = encode_pairs(tokenizer, request, texts, Room.of(context_len, on_overlong))
     for number, tokens in enumerate(continuations, 1):
         if not tokens:
             raise RowError(f"continuation {number} has no tokens")

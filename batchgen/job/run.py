@@ -388,12 +388,27 @@ def _workload(job: _Job, state: Run | SharedRun | None) -> EstimatedWorkload:
         return EstimatedWorkload(Workload.uniform(rows_left or UNKNOWN_ROWS, 1, longest), False)
 
 
+def _teller_of_two_beginnings(say: Callable[[str], None]) -> Callable[[EngineStats], None]:
+    """Says once of a job that a prompt begins with the token that the tokenizer puts before it as well."""
+    lines = [
+        "a prompt begins with the model's beginning-of-text token, and its tokenizer puts another before it:"
+        " leave it out of the prompts"
+    ]
+
+    def tell(stats: EngineStats) -> None:
+        if stats.begins_twice and lines:
+            say(lines.pop())
+
+    return tell
+
+
 def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> str | None:
     """Run the rows that are left into parts. None if all are done, else why not: the deadline, or too many that failed."""
     options, total_rows = job.options, job.source.dataset.num_rows
     rows = FailedRows(FailureLimit.parse(options.max_failed), state.done_rows.failed, total_rows)
     done = finished_tokens = 0
     stopped: str | None = None
+    tell_of_two = _teller_of_two_beginnings(job.progress.say)
 
     def should_stop() -> bool:
         nonlocal stopped
@@ -402,6 +417,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
         return stopped is not None
 
     def show(stats: EngineStats) -> None:
+        tell_of_two(stats)
         if job.page is not None:
             job.page.after_sweep(stats)
         job.progress.update(

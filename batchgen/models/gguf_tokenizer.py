@@ -7,6 +7,7 @@ score become one; and "gpt2", of bytes, in which pairs are merged in the order o
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,10 @@ class _Vocabulary:
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         """The value of `tokenizer.ggml.{key}`. Raises InputError for one that is not of that kind."""
         return _get(self.pairs, key, kind, default)
+
+    def array(self, key: str, *kinds: type) -> tuple | None:
+        """The values of an array, each of one of these kinds; None: there is none. Raises InputError."""
+        return _array(self.pairs, key, *kinds)
 
     def special_id(self, name: str) -> int | None:
         """The id of a special token that the vocabulary has."""
@@ -108,20 +113,28 @@ def _get(pairs: Mapping[str, Any], key: str, kind: type, default: Any = None) ->
     return found
 
 
+def _array(pairs: Mapping[str, Any], key: str, *kinds: type) -> tuple | None:
+    found = _get(pairs, key, tuple)
+    if found is not None and not all(isinstance(value, kinds) for value in found):
+        raise InputError(f"{VOCABULARY}{key} is not an array of {kinds[0].__name__}: fetch the file again")
+    return found
+
+
 def _vocabulary(pairs: Mapping[str, Any]) -> _Vocabulary:
     model = _get(pairs, "model", str)
     if model is None:
         raise InputError("it has none")
     if model not in ("llama", "gpt2"):
         raise InputError(f"tokenizer.ggml.model {model!r} is not supported; supported: llama, gpt2: {_USE_SAFETENSORS}")
-    texts = _get(pairs, "tokens", tuple)
-    if not texts or not all(isinstance(text, str) for text in texts):
+    texts = _array(pairs, "tokens", str)
+    if not texts:
         raise InputError("it has no tokens (tokenizer.ggml.tokens)")
     tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
     if len(set(tokens)) < len(tokens):
-        twice = next(token for i, token in enumerate(tokens) if token in set(tokens[:i]))
+        twice = Counter(tokens).most_common(1)[0][0]
         raise InputError(f"two of its tokens are {twice!r}: fetch the file again, or {_USE_SAFETENSORS}")
-    kinds = _get(pairs, "token_type", tuple, (_NORMAL,) * len(tokens))
+    kinds = _array(pairs, "token_type", int)
+    kinds = (_NORMAL,) * len(tokens) if kinds is None else kinds
     if len(kinds) < len(tokens):
         raise InputError(f"it has {len(tokens)} tokens, and types of {len(kinds)}: fetch the file again")
     return _Vocabulary(pairs, tokens, list(kinds[: len(tokens)]), model == "llama")
@@ -171,7 +184,7 @@ def _byte_level(words: _Vocabulary) -> tuple[Backend, bool]:
     if name not in PRE_TOKENIZERS:
         raise InputError(f"tokenizer.ggml.pre {name!r} is not supported: {_USE_SAFETENSORS}")
     kind = PRE_TOKENIZERS[name]
-    if words.get("merges", tuple) is None and name != "kimi-k2":
+    if words.array("merges", str) is None and name != "kimi-k2":
         raise InputError("it has no merges (tokenizer.ggml.merges)")
     merges = list(_merges(words))
     backend = Backend(models.BPE(vocab=words.ids, merges=merges, ignore_merges=kind.ignores_merges))
@@ -183,8 +196,8 @@ def _byte_level(words: _Vocabulary) -> tuple[Backend, bool]:
 def _merges(words: _Vocabulary) -> Iterator[tuple[str, str]]:
     """The pairs in order, each once."""
     seen = set()
-    for line in words.get("merges", tuple, ()):
-        at = line.find(" ", 1) if isinstance(line, str) else -1
+    for line in words.array("merges", str) or ():
+        at = line.find(" ", 1)
         pair = (line[:at], line[at + 1 :])
         if at < 0 or pair in seen:
             continue
@@ -207,7 +220,7 @@ def _cutting(kind: PreTokenizer, words: _Vocabulary) -> pre_tokenizers.PreTokeni
 
 def _sentencepiece(words: _Vocabulary) -> tuple[Backend, bool]:
     """As `_byte_level`."""
-    scores = words.get("scores", tuple)
+    scores = words.array("scores", float, int)
     if scores is None or len(scores) < len(words.tokens) or not all(map(math.isfinite, scores)):
         raise InputError("it has no score for each of its tokens (tokenizer.ggml.scores): fetch the file again")
     unknown = words.special_id("unknown")

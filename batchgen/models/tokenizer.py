@@ -22,6 +22,7 @@ from batchgen.core.text import repair_surrogates
 from batchgen.models.chat_template import Chat, ChatTemplate
 from batchgen.models.files import ModelFiles, cache_dir, is_trusted
 from batchgen.models.headers import gguf_pairs_sha256, read_gguf_header, read_gguf_vocabulary
+from batchgen.models.token_bound import TokenBound
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -34,6 +35,8 @@ _COPIED_FILES = (
     "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
 )  # fmt: skip
 _STORE_FOLDER = "tokenizer"  # of a weight store
+_SHORT = 1 << 16  # characters that take a fraction of a second
+_TOGETHER = 1 << 20  # characters tokenized at once: each takes more than a hundred bytes meanwhile
 _PREPARE = (
     "batchgen_prepare"  # of transformers' object: what is done to a text before the tokenizer sees it, if anything
 )
@@ -181,15 +184,34 @@ class Tokenizer:
         mode = "special tokens as text" if self._as_text else ""
         return hashlib.sha256((self.to_json() + template + mode).encode()).hexdigest()
 
+    def least_tokens(self, text: str) -> int:
+        """How many tokens a text has at least; 0: nothing is known without tokenizing it, or it is soon done."""
+        return self._bound.least(text) if len(text) > _SHORT else 0
+
+    @cached_property
+    def _bound(self) -> TokenBound:
+        return TokenBound(json.loads(self._encoder.to_str()))
+
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """The tokens of each text, of no more texts at once than memory is free for."""
+        found: list[list[int]] = []
+        group: list[str] = []
+        length = 0
+        for text in texts:
+            if group and length + len(text) > _TOGETHER:
+                found += self._encode_together(group, add_special_tokens)
+                group, length = [], 0
+            group.append(text)
+            length += len(text)
+        return found + self._encode_together(group, add_special_tokens)
+
+    def _encode_together(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         if prepare := getattr(self._hf, _PREPARE, None):
             texts = [prepare(text) for text in texts]
         try:
-            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            encodings = self._encoder.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError):  # a lone surrogate, as careless JSON holds, is no text
-            encodings = self._encoder.encode_batch_fast(
-                repair_surrogates(list(texts)), add_special_tokens=add_special_tokens
-            )
+            encodings = self._encoder.encode_batch_fast(repair_surrogates(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
 

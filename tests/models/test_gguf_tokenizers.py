@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
-from pathlib import Path
 
-import gguf
 import pytest
+from gguf_vocabularies import CONTROL, RECORDED, UNKNOWN, USER_DEFINED, byte_level, pairs_of, sentencepiece, write
 
 from batchgen.core.errors import InputError
-from batchgen.models.files import ModelFiles
 from batchgen.models.gguf_pre_tokenizers import PRE_TOKENIZERS
 from batchgen.models.gguf_tokenizer import backend_of, names_of
 from batchgen.models.tokenizer import load_tokenizer
-
-RECORDED = json.loads((Path(__file__).parent / "llama_cpp_ids.json").read_text())
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
-
-
-def pairs_of(**values):
-    return {
-        f"tokenizer.ggml.{key}": tuple(v) if isinstance(v, list) else v for key, v in values.items() if v is not None
-    }
-
-
-def byte_level(pre="gpt-2", **changes):
-    tokens = RECORDED["tokens"]
-    special = {"<|end|>": CONTROL, "<s>": CONTROL, "</s>": CONTROL, "<tool>": USER_DEFINED}
-    stated = {
-        "model": "gpt2", "pre": pre, "tokens": tokens, "merges": RECORDED["merges"],
-        "token_type": [special.get(token, 1) for token in tokens],
-        "bos_token_id": tokens.index("<s>"), "eos_token_id": tokens.index("</s>"),
-    }  # fmt: skip
-    return pairs_of(**(stated | changes))
 
 
 @pytest.mark.parametrize("kind", RECORDED["kinds"], ids=lambda kind: kind["names"][0])
@@ -107,33 +84,6 @@ def test_bytes_that_are_no_tokens_are_left_out_and_part_what_is_around_them():
 
 
 # SentencePiece
-
-
-def sentencepiece(rng, characters, count, **changes):
-    """A vocabulary at random: tokens of several characters, most made of shorter ones, with scores of their own."""
-    special = {
-        "<unk>": UNKNOWN,
-        "<s>": CONTROL,
-        "</s>": CONTROL,
-        "<|end|>": CONTROL,
-        "<tool>": USER_DEFINED,
-        "\n\n": USER_DEFINED,
-    }
-    special |= {f"<0x{byte:02X}>": BYTE for byte in range(256)}
-    parts, made = ["▁", *characters], dict.fromkeys("▁" * n for n in (2, 3, 4, 8))
-    while len(made) < count:
-        token = rng.choice(parts) + rng.choice(parts)
-        if len(token) < 9:
-            made[token] = None
-            parts.append(token)
-    tokens = list(dict.fromkeys([*special, *made, "▁", *characters]))
-    scores = [-float(i) for i in range(len(tokens))]
-    rng.shuffle(scores)
-    scores = [-1e9 if len(t) > 1 and not t.strip("▁") else score for t, score in zip(tokens, scores, strict=True)]
-    stated = {
-        "model": "llama", "tokens": tokens, "scores": scores, "token_type": [special.get(token, 1) for token in tokens],
-    }  # fmt: skip
-    return pairs_of(**(stated | changes))
 
 
 def cut_out(text, special):
@@ -210,19 +160,6 @@ def test_scores_that_do_not_say_what_is_merged_first_are_refused(tokens, scores,
 
 
 # Files
-
-
-def write(path, pairs):
-    """A GGUF of nothing but these pairs."""
-    writer = gguf.GGUFWriter(str(path), "llama")
-    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, tuple: writer.add_array}
-    for key, value in pairs.items():
-        add[type(value)](key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return ModelFiles(path, "gguf", path.name)
 
 
 def test_a_gguf_has_its_own_tokenizer_whatever_lies_beside_it_or_was_kept(tmp_path, monkeypatch):

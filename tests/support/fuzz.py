@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fuzz_tokenizers
 import pyarrow as pa
 import pyarrow.parquet as pq
 from processes import start_in_process
@@ -120,6 +121,15 @@ def damage(data: bytes, kind: Kind, rng: random.Random) -> bytes:
     for _ in range(rng.choice((1, 1, 2, 3))):
         data = _replace_a_value(data, rng) if kind.text and rng.random() < 0.6 else _damage_bytes(data, kind, rng)
     return data
+
+
+def try_tokenizer(prepared: Path, name: str, seed: int, folder: Path) -> tuple[str, str | None]:
+    """As `try_case`, of a tokenizer, which is read in this process; prepared: the folder of `fuzz_tokenizers.prepare`."""
+
+    def damaged(data: bytes, text: bool, head: bool, rng: random.Random) -> bytes:
+        return damage(data, Kind("", [], text=text, head_bytes=len(data) if head else None), rng)
+
+    return fuzz_tokenizers.try_case(prepared, name, seed, folder, damaged)
 
 
 def _damage_bytes(data: bytes, kind: Kind, rng: random.Random) -> bytes:
@@ -254,22 +264,28 @@ def main() -> None:
     """Try cases of all kinds and print those that failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=200, help="of every kind")
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=[*KINDS, *fuzz_tokenizers.KINDS])
     parser.add_argument("--first", type=int, default=0, help="seed of the first case, where --output has none yet")
     parser.add_argument("--work-dir", type=Path, required=True)
     parser.add_argument("--output", type=Path, help="JSON file with what was tried and what failed, which is added to")
     args = parser.parse_args()
     shutil.rmtree(args.work_dir, ignore_errors=True)
     args.work_dir.mkdir(parents=True)
-    (args.work_dir / "prepared").mkdir()
-    expected = prepare(args.work_dir / "prepared")
+    prepared, tokenizers = args.work_dir / "prepared", args.work_dir / "tokenizers"
+    prepared.mkdir()
+    tokenizers.mkdir()
+    expected = prepare(prepared)
+    fuzz_tokenizers.prepare(tokenizers)
     found = _found_before(args.output)
     for name in args.kinds:
         begin, first = found["seeds"].get(name, (args.first, args.first))
         codes: Counter[str] = Counter()
         failed: list[dict[str, Any]] = []
         for seed in range(first, first + args.cases):
-            code, wrong = try_case(args.work_dir / "prepared", expected, name, seed, args.work_dir / "case")
+            if name in KINDS:
+                code, wrong = try_case(prepared, expected, name, seed, args.work_dir / "case")
+            else:
+                code, wrong = try_tokenizer(tokenizers, name, seed, args.work_dir / "case")
             codes[str(code)] += 1
             if wrong:
                 failed.append({"kind": name, "seed": seed, "what": wrong})

@@ -1,0 +1,98 @@
+"""How many tokens a text has at least, known without tokenizing it: no token stands for more bytes than the longest one has.
+
+What a tokenizer may do to a text is known by name; of one that does anything else nothing is said.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+# Composed characters, and those that stand for others, may have a quarter of the bytes of what was there before; no fewer.
+_COMPOSED = 4
+_KEEPING = {"Prepend": 1, "NFC": _COMPOSED, "NFD": _COMPOSED}  # normalizers -> how many times shorter a text may become
+_CUTTING = {"ByteLevel", "Digits", "Metaspace", "UnicodeScripts", "FixedLength"}  # pre-tokenizers that lose nothing
+_BYTES_OF_UTF8 = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
+_SPACES = [chr(code) for code in range(sys.maxunicode + 1) if chr(code).isspace()]
+
+
+class TokenBound:
+    """A tokenizer's bound. state: what Hugging Face's `tokenizers` writes of it, as JSON values."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        added = state.get("added_tokens") or []
+        longest = _longest(state, [token["content"] for token in added])
+        # Some tokens take the spaces around them as well, however many.
+        self._takes_spaces = any(token.get("lstrip") or token.get("rstrip") for token in added)
+        shrinks = _shrinks(state.get("normalizer"))
+        cuts = all(_loses_nothing(step) for step in _steps(state.get("pre_tokenizer"), "pretokenizers"))
+        self._bytes_per_token = longest * shrinks if longest and shrinks and cuts else 0
+
+    def least(self, text: str) -> int:
+        """The least number of tokens that a text may have; 0: nothing is known."""
+        if not self._bytes_per_token:
+            return 0
+        size = len(text.encode("utf-8", "replace"))
+        if self._takes_spaces:
+            size -= sum(text.count(space) * len(space.encode()) for space in _SPACES)
+        return -(-size // self._bytes_per_token)
+
+
+def _longest(state: dict[str, Any], added: Iterable[str]) -> int:
+    """The most bytes that a token stands for; 0: there is no such number, as text that the vocabulary has not may vanish."""
+    model = state["model"]
+    vocabulary = model["vocab"]
+    tokens = list(vocabulary) if isinstance(vocabulary, dict) else [token for token, _ in vocabulary]
+    known = set(tokens)
+    steps = _steps(state.get("pre_tokenizer"), "pretokenizers") + _steps(state.get("normalizer"), "normalizers")
+    of_bytes = any(step.get("type") == "ByteLevel" for step in steps)
+    if model.get("type") not in ("BPE", "Unigram"):
+        return 0
+    if of_bytes:
+        if not all(character in known for character in _byte_characters()):
+            return 0
+        return max(max(map(len, tokens)), *(len(text.encode()) for text in added), 1)
+    has_bytes = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in known for byte in _BYTES_OF_UTF8)
+    unknown_apart = model["type"] == "BPE" and model.get("unk_token") and not model.get("fuse_unk")
+    if not (has_bytes or unknown_apart):
+        return 0
+    return max(4, *(len(token.encode()) for token in (*tokens, *added)))
+
+
+def _byte_characters() -> list[str]:
+    """What byte-level vocabularies write for each byte that UTF-8 has: itself where it can be seen, else the next free letter."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in seen]
+    written = {byte: chr(byte) for byte in seen} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
+    return [written[byte] for byte in _BYTES_OF_UTF8]
+
+
+def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """The steps of a sequence of normalizers or pre-tokenizers, sequences within it too."""
+    if part is None:
+        return []
+    if part.get("type") != "Sequence":
+        return [part]
+    return [step for inner in part[key] for step in _steps(inner, key)]
+
+
+def _shrinks(normalizer: dict[str, Any] | None) -> int:
+    """How many times shorter a text may become; 0: any number."""
+    times = 1
+    for step in _steps(normalizer, "normalizers"):
+        kind = step.get("type")
+        if kind == "Replace":
+            pattern = step["pattern"].get("String")
+            keeps = pattern is not None and 0 < len(pattern.encode()) <= len(step["content"].encode())
+            times *= 1 if keeps else 0
+        elif kind == "ByteLevel":
+            continue
+        else:
+            times *= _KEEPING.get(kind or "", 0)
+    return times
+
+
+def _loses_nothing(step: dict[str, Any]) -> bool:
+    kind = step.get("type")
+    return kind in _CUTTING or (kind in ("Split", "Punctuation") and step.get("behavior") not in ("Removed", None))
