@@ -59,7 +59,8 @@ def load(spec):
 
 
 @pytest.mark.parametrize(
-    "name", [".", "config.json", "generation_config.json", "model.safetensors.index.json", "model-00001-of-00010.safetensors"]
+    "name",
+    [".", "config.json", "generation_config.json", "model.safetensors.index.json", "model-00001-of-00010.safetensors"],
 )
 def test_a_directory_and_each_of_its_files(tmp_path, name):
     model = tmp_path / "model"
