@@ -21,7 +21,7 @@ from batchgen._version import __version__
 from batchgen.core.atomic_file import replace_durably, staged, storage_error, write_atomically
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import INT4, KEPT_FORMATS, PACKED_FORMATS, weight_format_of
-from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.errors import BatchgenError, InputError, one_line
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.private_files import why_untrusted
 from batchgen.core.units import format_bytes
@@ -313,9 +313,10 @@ class _Conversion:
             return
         for planned in self.planned:
             if entry := held["files"].get(planned.path.name):
-                file = file_from_json(planned.path, entry)
-                if _without_checksums(file) == planned.layout and planned.path.exists():
-                    self.finished[planned.path.name] = file
+                with contextlib.suppress(ValueError):  # what is something else is written anew
+                    file = file_from_json(planned.path, entry)
+                    if _without_checksums(file) == planned.layout and planned.path.exists():
+                        self.finished[planned.path.name] = file
 
     def check_space(self) -> None:
         """Raises BatchgenError where what is missing does not fit the disk."""
@@ -397,9 +398,16 @@ class _Conversion:
             if overwrite:
                 return None
             raise
-        differing = [
-            key for key in ("source", "dtype", "weight_format", "config") if _key(held, key) != _key(self.header, key)
-        ]
+        try:
+            differing = [
+                key
+                for key in ("source", "dtype", "weight_format", "config")
+                if _key(held, key) != _key(self.header, key)
+            ]
+        except ValueError as error:
+            raise InputError(
+                f"{found[0]} is of no weight store ({one_line(error)}): replace it with --overwrite"
+            ) from error
         if not differing:
             return held
         if overwrite:

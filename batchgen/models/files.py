@@ -22,11 +22,11 @@ from typing import Any
 
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, QUANTIZATIONS
-from batchgen.core.errors import BatchgenError, InputError, reason_of
+from batchgen.core.errors import BatchgenError, InputError, one_line, reason_of
 from batchgen.core.file_version import FileVersion, version_of
 from batchgen.core.private_files import private_folder, why_untrusted
 from batchgen.core.screen import say
-from batchgen.core.typed_json import parse_json
+from batchgen.core.typed_json import parse_json, read_typed
 from batchgen.models.config import ModelConfig
 from batchgen.models.config_files import QUANTIZATION, read_config_json, read_json_object
 from batchgen.models.gguf_fields import ROPE_FACTORS, config_of_gguf, matrix_formats
@@ -332,6 +332,19 @@ def read_store_manifest(path: Path) -> dict[str, Any]:
         raise InputError(
             f"{path} is of format version {version}, this batchgen reads {STORE_VERSION}: convert the model again with --overwrite"
         )
+    try:
+        source = read_typed(Mapping[str, Any], manifest["source"], "source")
+        read_typed(str, source["name"], "its name"), read_typed(Mapping[str, Any], source["identity"], "its identity")
+        for name, kind in (
+            ("dtype", str),
+            ("weight_format", str),
+            ("config", Mapping[str, Any]),
+            ("files", Mapping[str, Any]),
+        ):
+            read_typed(kind, manifest[name], name)
+    except (ValueError, KeyError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else one_line(error)
+        raise InputError(f"{path} is of no weight store ({what}): convert the model again with --overwrite") from error
     return manifest
 
 
@@ -475,7 +488,7 @@ def _naming(path: Path) -> Iterator[None]:
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:  # a value of the wrong kind
-        raise InputError(f"{path} is not a valid model configuration: {error}") from error
+        raise InputError(f"{path} is not a valid model configuration: {one_line(error)}") from error
 
 
 def _stored_dtype(files: ModelFiles) -> str:

@@ -8,14 +8,13 @@ read on their own or several in one request, each with its checksum. Here is wha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchgen.core.direct_io import DirectFile, aligned_buffer
 from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, PACKED_FORMATS
 from batchgen.core.errors import BatchgenError, InputError, one_line
-from batchgen.core.typed_json import read_typed
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import STORE_MANIFEST, read_store_manifest
 from batchgen.models.store_format import (
@@ -50,11 +49,10 @@ def open_store(path: Path | str) -> WeightStore:
     path = Path(path)
     manifest = read_store_manifest(path / STORE_MANIFEST)
     try:
-        entries = read_typed(Mapping[str, Any], manifest["files"], "files")
-        files = {name: file_from_json(path / name, entry) for name, entry in entries.items()}
+        files = {name: file_from_json(path / name, entry) for name, entry in manifest["files"].items()}
         config = ModelConfig.from_json(manifest["config"])
         layers = tuple(files[layer_file_name(j)] for j in range(config.num_layers))
-        kinds = read_typed(str, manifest["dtype"], "dtype"), read_typed(str, manifest["weight_format"], "weight_format")
+        kinds = manifest["dtype"], manifest["weight_format"]
         store = WeightStore(path, config, *kinds, layers, files[EMBEDDINGS_FILE], files[HEAD_FILE])
     except (LookupError, ValueError) as error:
         what = f"it has no {error}" if isinstance(error, LookupError) else one_line(error)

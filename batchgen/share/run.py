@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from batchgen.core.atomic_file import storage_error
 from batchgen.core.digest import json_sha256
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import KernelChoice
+from batchgen.core.typed_json import read_typed
 from batchgen.output.error_kinds import ErrorKind, error_kinds
 from batchgen.output.join import Dataset
 from batchgen.output.manifest import Manifest, describe_changes
@@ -36,13 +37,14 @@ from batchgen.output.part_writer import PartWriter
 from batchgen.output.parts import DamagedPart, Result, next_part_number, part_number, part_paths, scan_part
 from batchgen.output.row_map import DoneRows
 from batchgen.output.run_directory import SHARE_FOLDER, Extends, Run, open_run, run_directory, target_path
-from batchgen.share.files import DirectoryFiles, Files, read_json
+from batchgen.share.files import DirectoryFiles, Files, damaged, read_json
 from batchgen.share.lease import Lease, is_held
 from batchgen.share.part_store import PartStore, link_parts
 from batchgen.share.ranges import row_ranges
 from batchgen.share.worker import TICKS_PER_LEASE, Worker
 
 _VERSION = 1
+_LONGEST_LEASE_S = 366 * 86400.0  # more is no lease that somebody asked for
 _HURRY_S = 0.5  # how often rows are saved once no range is left to claim: others wait for these
 _LONGEST_POLL_S = 1.0
 
@@ -79,9 +81,16 @@ class SharedJob:
         record = read_json(files, "job.json")
         if record is None:
             return None
-        if record.pop("version") != _VERSION:
-            raise InputError("share/job.json is of another version of batchgen: use the same one for all workers")
-        return cls(**record)
+        try:
+            fields = read_typed(Mapping[str, Any], record)
+            if fields["version"] != _VERSION:
+                raise InputError("share/job.json is of another version of batchgen: use the same one for all workers")
+            found: SharedJob = read_typed(cls, {name: value for name, value in fields.items() if name != "version"})
+            if not 0 < found.lease_s <= _LONGEST_LEASE_S or min(found.rows, found.first_part) < 0:
+                raise ValueError("numbers that no job has")
+        except (ValueError, KeyError) as error:
+            raise damaged("job.json") from error
+        return found
 
 
 class Tally:
@@ -157,7 +166,10 @@ class SharedRun:
     def weight_format(self) -> str | None:
         """Of the layers' weights that all workers make rows with; None: nobody has begun."""
         record = read_json(self._files, "weights.json")
-        return None if record is None else str(record["weight_format"])
+        try:
+            return None if record is None else read_typed(Mapping[str, str], record)["weight_format"]
+        except (ValueError, KeyError) as error:
+            raise damaged("weights.json") from error
 
     def record_weight_format(self, weight_format: str) -> None:
         """Note what rows' weights are in, unless another worker has: then its choice stays. Raises BatchgenError."""

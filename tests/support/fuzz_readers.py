@@ -44,7 +44,9 @@ from batchgen.models.weight_store import load_extent, open_store
 from batchgen.output.run_directory import open_run
 from batchgen.share.files import DirectoryFiles
 from batchgen.share.lease import Lease, Table, WorkerRecord, claim, finish, write_worker
-from batchgen.share.status import output_status
+from batchgen.share.ranges import row_ranges
+from batchgen.share.run import SharedJob
+from batchgen.share.status import describe_status, output_status
 
 MOST_CPU_S = 3.0  # of a reader that takes milliseconds
 MOST_BYTES = 256 << 20
@@ -108,7 +110,7 @@ def _with_checksum(_: bytes, text: bytes) -> bytes:
     try:
         manifest = json.loads(text)
         return json.dumps(manifest | {"checksum": store_manifest_checksum(manifest)}).encode()
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return text
 
 
@@ -151,6 +153,35 @@ def _read_shared(folder: Path) -> None:
         assert isinstance(record.counter + record.seconds + sum(map(sum, record.ranges.values())), float | int)
 
 
+def _make_shared_run(folder: Path) -> None:
+    with open_run(folder / "out.parquet", _FINGERPRINT):
+        pass
+    files = DirectoryFiles(folder / "out.parquet.batchgen" / "share")
+    files.make()
+    files.create("job.json", SharedJob(_FINGERPRINT, 3, 60.0, 0).to_json())
+
+
+def _read_shared_run(folder: Path) -> None:
+    status = output_status(folder / "out.parquet", sleep=_sleep)
+    assert describe_status(status)
+    row_ranges(status.get("rows_left", 0))
+
+
+def _sleep(seconds: float) -> None:
+    assert 0 <= seconds < 10**8
+
+
+def _unfinished(folder: Path) -> None:
+    _store(folder)
+    (folder / "model" / "manifest.json").rename(folder / "model" / "manifest.partial.json")
+    (folder / "model" / "head.safetensors").unlink()
+
+
+def _go_on(folder: Path) -> None:
+    convert(resolve_model(str(folder / "source")), folder / "model", dtype="float32", quantization="int4")
+    _read_store(folder)
+
+
 def _plan(folder: Path) -> None:
     from command_line import planned
 
@@ -181,9 +212,11 @@ READERS = {
     "index": Reader(_sharded, "model/model.safetensors.index.json", _read_model),
     "header": Reader(_small, "model/model.safetensors", _read_model, _with_header, _header),
     "store": Reader(_store, "model/manifest.json", _read_store, _with_checksum),
+    "unfinished store": Reader(_unfinished, "model/manifest.partial.json", _go_on, _with_checksum),
     "profile": Reader(_profile, "profile.json", lambda folder: read_profile(folder / "profile.json")),
     "plan": Reader(_plan, "plan.json", lambda folder: read_plan(str(folder / "plan.json"))),
     "run manifest": Reader(_make_run, "out.parquet.batchgen/manifest.json", _open_run),
+    "shared job": Reader(_make_shared_run, "out.parquet.batchgen/share/job.json", _read_shared_run),
     "lease": Reader(_make_shared, "share/leases/000000.0000", _read_shared),
     "done": Reader(_make_shared, "share/done/000000", _read_shared),
     "worker": Reader(_make_shared, "share/workers/me", _read_shared),
@@ -221,8 +254,8 @@ def _mutate_values(text: bytes, rng: random.Random) -> bytes:
             holder[key] = [holder[key]] * rng.choice((1, 3))
         case 3:
             holder[key] = {str(holder[key])[:50]: holder[key]}
-        case 4 if isinstance(holder[key], int | float):
-            holder[key] = rng.choice((-holder[key], holder[key] * 10**9, str(holder[key]), holder[key] + 0.5))
+        case 4 if isinstance(holder[key], int | float) and abs(holder[key]) < 1e300:
+            holder[key] = rng.choice((-holder[key], holder[key] * 10**9, f"{holder[key]:g}"[:50], 1.5))
         case _:
             holder[key] = rng.choice(_VALUES)
     return json.dumps(value[""]).encode()
