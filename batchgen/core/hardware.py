@@ -14,6 +14,7 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.text_file import read_text
 
 SIXTEEN_BIT = ("bfloat16", "float16")
 HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"  # of the environment: names a profile to plan with
@@ -389,9 +390,9 @@ def _compute_from_json(values: Any, device: str) -> ComputeRates:
 def read_profile(path: str | Path) -> HardwareProfile:
     """A profile from a JSON file. Raises InputError."""
     try:
-        values = json.loads(Path(path).read_text())
+        values = json.loads(read_text(path))
     except OSError as error:
         raise InputError(f"hardware profile {path} cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"hardware profile {path} is not valid JSON: {error}") from error
     return HardwareProfile.from_json(values)

@@ -30,6 +30,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
 from batchgen.core.machine import available_memory_bytes, resident_bytes
 from batchgen.core.plan import TIERS, Plan
+from batchgen.core.text_file import read_text
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import (
@@ -650,9 +651,9 @@ def _store_hint(problem: Problem, request: PlanRequest) -> str:
 def read_plan(path: str) -> Plan:
     """A plan that `batchgen plan -o` wrote. Raises InputError."""
     try:
-        values: Any = json.loads(Path(path).read_text())
+        values: Any = json.loads(read_text(path))
     except OSError as error:
         raise InputError(f"--plan {path} cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"--plan {path} is not valid JSON: {error}") from error
     return Plan.from_json(values)
