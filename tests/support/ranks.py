@@ -1,6 +1,7 @@
 """What ranks are told to do in tests of groups: functions that their processes can import."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -18,6 +19,15 @@ from batchgen.distributed.serve import put_to_work
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+def check_memory_of_two(report: Path, log: Path) -> None:
+    """A job of two processes tells the peak memory of each, in its report and on the screen."""
+    found = json.loads(report.read_text())
+    assert [process["rank"] for process in found["processes"]] == [0, 1]
+    assert found["processes"][0]["peak_bytes"] == found["peak_bytes"]
+    assert found["processes"][1]["peak_bytes"]["cpu"] > 100e6, "torch alone takes more"
+    assert "peak memory of the 2 processes, rank 0 first: " in log.read_text()
 
 
 def add_up(group: Group, rounds: int) -> None:
