@@ -19,6 +19,7 @@ from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyF
 from batchgen.core.interrupts import keep
 from batchgen.core.request import SamplingParams
 from batchgen.core.screen import ProductLost, Screen, put, say
+from batchgen.core.text_file import read_text
 from batchgen.job.options import BenchOptions, ConvertOptions, JobOptions, PlanOptions, ProfileOptions, flag_of
 
 
@@ -183,7 +184,7 @@ def _job(options: dict[str, Any]) -> JobOptions:
 
 def _read_schema(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+        return read_text(Path(path).expanduser(), "utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise InputError(f"--json-schema {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 

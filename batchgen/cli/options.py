@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from batchgen.core.errors import InputError
+from batchgen.core.text_file import read_text
 from batchgen.job.options import AT_FILE, FILE, GROUPS, MODEL, Option, names_of, options_of
 
 _READ = {option.name: option.reads for option in options_of("run") if option.reads in (FILE, AT_FILE)}
@@ -29,10 +30,10 @@ def read_job_file(path: str | Path) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        values = tomllib.loads(Path(path).read_text())
+        values = tomllib.loads(read_text(path))
     except OSError as error:
         raise InputError(f"--config {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"--config {path} is not valid TOML: {error}") from error
     names = {key: key.replace("-", "_") for key in values}
     return {name: _beside(path, name, values[key]) for key, name in names.items()}

@@ -13,6 +13,7 @@ from typing import Any
 
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.text_file import read_text
 from batchgen.core.typed_json import parse_json
 
 SIXTEEN_BIT = ("bfloat16", "float16")
@@ -389,7 +390,7 @@ def _compute_from_json(values: Any, device: str) -> ComputeRates:
 def read_profile(path: str | Path) -> HardwareProfile:
     """A profile from a JSON file. Raises InputError."""
     try:
-        values = parse_json(Path(path).read_bytes())
+        values = parse_json(read_text(path))
     except OSError as error:
         raise InputError(f"hardware profile {path} cannot be read: {error.strerror}") from error
     except ValueError as error:

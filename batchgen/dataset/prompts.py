@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import PLAIN_CHAT, ChatOptions, Request, SamplingParams, ScoreRequest
+from batchgen.core.text_file import read_text
 from batchgen.dataset.bad_lines import bad_lines
 from batchgen.dataset.binary_text import checked_text, decoded, has_binary
 from batchgen.dataset.column_types import (
@@ -248,8 +249,7 @@ def _rows(
 
 def _read_template(path: str) -> str:
     try:
-        with open(os.path.expanduser(path), encoding="utf-8-sig") as file:
-            return file.read()
+        return read_text(os.path.expanduser(path), "utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise InputError(
             f"cannot read the template file {path} ({one_line(getattr(error, 'strerror', None) or error)}): "

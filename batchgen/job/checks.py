@@ -9,7 +9,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import format_bytes, size_bytes
 from batchgen.distributed.launch import rank_of_environment
-from batchgen.job.destination import Destination
+from batchgen.job.destination import STANDARD_OUTPUT, Destination
 from batchgen.job.failures import FailureLimit
 from batchgen.job.files import check_files, is_device
 from batchgen.job.options import JobOptions, flag_of, options_of, seconds
@@ -79,9 +79,9 @@ def check_options(options: JobOptions) -> None:
     _check_share(options)
     _check_ranks(options)
     check_grammar(options.sampling)
-    _check_path("--report", options.report)
-    _check_path("--report-html", options.report_html)
-    _check_path("--trace", options.trace)
+    check_path("--report", options.report)
+    check_path("--report-html", options.report_html)
+    check_path("--trace", options.trace)
     FailureLimit.parse(options.max_failed)
     if options.max_time is not None:
         seconds(options.max_time)
@@ -145,9 +145,9 @@ def _check_task(options: JobOptions) -> None:
         raise InputError(f"{flag_of(given[0])} has no meaning with --task score, which generates nothing: leave it out")
 
 
-def _check_path(flag: str, path: str | None) -> None:
-    """Raises InputError now rather than after hours of running."""
-    if path and is_device(path):
+def check_path(flag: str, path: str | None) -> None:
+    """Check a file that is written at the end. Raises InputError now rather than after hours of running."""
+    if not path or path == STANDARD_OUTPUT or is_device(path):
         return
-    if path and (os.path.isdir(path) or not os.access(Path(path).absolute().parent, os.W_OK)):
+    if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
         raise InputError(f"{flag} {path} cannot be written: give a file in a directory that exists")

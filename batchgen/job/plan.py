@@ -18,7 +18,7 @@ from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
 from batchgen.distributed.launch import own_share, ranks_of_host
 from batchgen.engine.loader import choose_quantization, resolve_context, store_bytes
-from batchgen.job.checks import check_options
+from batchgen.job.checks import check_options, check_path
 from batchgen.job.devices import (
     CaseOf,
     Comparison,
@@ -77,6 +77,8 @@ def run_plan(options: PlanOptions) -> list[str]:
         raise InputError("--compare puts another machine beside this one: give --hardware too")
     if options.max_block_latency is not None and seconds(options.max_block_latency) <= 0:
         raise InputError(f"--max-block-latency must be above 0, not {options.max_block_latency!r}")
+    check_path("-o", options.plan_file)
+    check_path("--html", options.html)
     progress = Progress(job.progress)
     files, config = resolve_for_planning(job.model, progress.say)
     estimated = _workload(options, files, resolve_context(config, job.max_model_len))
@@ -319,6 +321,7 @@ def _changes(given: tuple[str, ...]) -> dict[str, str]:
 def run_profile(options: ProfileOptions) -> list[str]:
     """Measures, or recalls, this machine's profile; returns the lines that show it."""
     progress = Progress("plain")
+    check_path("-o", options.output)
     where = Device("cuda") if options.device == "auto" and has_cuda() else parse_device(options.device)
     device = "cuda" if where.kind == "cuda" else "cpu"
     formats = dict.fromkeys(native_format(device) if name == "auto" else name for name in options.dtype or ("auto",))

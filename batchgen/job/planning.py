@@ -29,6 +29,7 @@ from batchgen.core.errors import InputError, one_line
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
 from batchgen.core.machine import available_memory_bytes, resident_bytes
 from batchgen.core.plan import TIERS, Plan
+from batchgen.core.text_file import read_text
 from batchgen.core.typed_json import parse_json
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
@@ -650,7 +651,7 @@ def _store_hint(problem: Problem, request: PlanRequest) -> str:
 def read_plan(path: str) -> Plan:
     """A plan that `batchgen plan -o` wrote. Raises InputError."""
     try:
-        values: Any = parse_json(Path(path).read_bytes())
+        values: Any = parse_json(read_text(path))
     except OSError as error:
         raise InputError(f"--plan {path} cannot be read: {error.strerror}") from error
     except ValueError as error:

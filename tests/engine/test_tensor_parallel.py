@@ -17,7 +17,7 @@ import torch
 from command_line import invoke
 from processes import batchgen, start_batchgen
 from rank_threads import make_parts_on_ranks
-from ranks import free_port
+from ranks import check_memory_of_two, free_port
 from thorough import quick_or
 from tiered import CPU, make_parts, make_policy, make_request
 from tiny_models import MODELS, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
@@ -183,7 +183,7 @@ def ranks_of(pid):
     return found
 
 
-def test_a_job_goes_on_after_a_rank_was_killed(job, tmp_path):
+def test_a_job_goes_on_after_a_rank_was_killed_and_reports_the_memory_of_every_process(job, tmp_path):
     arguments, texts = job
     output, log = tmp_path / "out.parquet", tmp_path / "log"
     arguments = [*arguments, "--tensor-parallel", "2", "-o", output]
@@ -199,7 +199,8 @@ def test_a_job_goes_on_after_a_rank_was_killed(job, tmp_path):
     assert said[-1].startswith("batchgen: rank 1 of 2 was killed by SIGKILL"), said
     assert said[-1].endswith("; the same command goes on from there")
     assert not output.exists()
-    assert batchgen(arguments, log) == 0, log.read_text()
+    assert batchgen([*arguments, "--report", tmp_path / "report.json"], log) == 0, log.read_text()
+    check_memory_of_two(tmp_path / "report.json", log)
     assert re.search(r"resuming: \d+ rows are done already", log.read_text())
     assert pq.read_table(output).column("text").to_pylist() == texts
 

@@ -1,6 +1,5 @@
 """`batchgen run --pipeline`: its plan, its refusals, and once a whole job in processes of its own, one of which is killed."""
 
-import json
 import os
 import queue
 import sys
@@ -12,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from planner_cases import cpu_box, opt
 from processes import batchgen, start_in_process
-from ranks import free_port
+from ranks import check_memory_of_two, free_port
 from simulated import planned_stage, stages_of
 
 from batchgen.core.device import Device
@@ -172,7 +171,7 @@ def test_stages_share_the_budgets_of_their_host(device, tiny_models, monkeypatch
     assert resolve_job(replace(options, pipeline=2), files).budgets == whole.budgets
 
 
-def test_a_stage_that_is_killed_is_named_and_the_job_goes_on(job, tmp_path):
+def test_a_stage_that_is_killed_is_named_and_the_job_goes_on_and_reports_the_memory_of_every_process(job, tmp_path):
     one, output, log = tmp_path / "one.jsonl", tmp_path / "out.jsonl", tmp_path / "log"
     assert batchgen(job(one), log) == 0, log.read_text()
     arguments = [str(a) for a in job(output, "--pipeline", 2)]
@@ -184,20 +183,9 @@ def test_a_stage_that_is_killed_is_named_and_the_job_goes_on(job, tmp_path):
     parts = Path(f"{output}.batchgen") / "parts"
     kept = sum(pq.read_metadata(path).num_rows for path in parts.glob("part-*.parquet"))
     assert 0 < kept < ROWS
-    assert batchgen(job(output, "--pipeline", 2), log) == 0, log.read_text()
+    assert batchgen(job(output, "--pipeline", 2, "--report", tmp_path / "report.json"), log) == 0, log.read_text()
     assert output.read_text() == one.read_text()
-
-
-@pytest.mark.parametrize("flag", ["--tensor-parallel", "--pipeline"])
-def test_the_report_has_the_memory_of_every_process(flag, job, tmp_path):
-    report, log = tmp_path / "report.json", tmp_path / "log"
-    arguments = job(tmp_path / "out.jsonl", flag, 2, "--report", report)
-    assert batchgen(arguments, log) == 0, log.read_text()
-    found = json.loads(report.read_text())
-    assert [process["rank"] for process in found["processes"]] == [0, 1]
-    assert found["processes"][0]["peak_bytes"] == found["peak_bytes"]
-    assert found["processes"][1]["peak_bytes"]["cpu"] > 100e6, "torch alone takes more"
-    assert "peak memory of the 2 processes, rank 0 first: " in log.read_text()
+    check_memory_of_two(tmp_path / "report.json", log)
 
 
 def launched(rank, port, arguments):

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import resumable_job
 from fake_rows import FakeDataset, expected_rows, result_of
+from processes import start_in_process
 from thorough import rotating
 
 from batchgen.core.errors import BatchgenError, InputError
@@ -663,18 +665,17 @@ def test_a_crash_at_any_step_of_going_on(tmp_path, monkeypatch, fail):
 def test_kill_9_at_random_moments(tmp_path):
     num_rows = 600
     rng = rotating("kill -9")
-    output = tmp_path / "out.parquet"
+    output, log = tmp_path / "out.parquet", tmp_path / "log"
 
-    def start(path: Path, seed: int) -> subprocess.Popen:
-        command = [
-            sys.executable,
-            str(SUPPORT / "resumable_job.py"),
-            str(path),
-            str(num_rows),
-            str(seed),
-            "0.03",
-        ]
-        return subprocess.Popen(command, env=PYTHONPATH, stdout=subprocess.PIPE, text=True)
+    def start(path: Path, seed: int):
+        return start_in_process(resumable_job.main, [str(path), str(num_rows), str(seed), "0.03"], log)
+
+    def said() -> str:
+        return log.read_text() if log.exists() else ""
+
+    def complete(path: Path, seed: int) -> bool:
+        start(path, seed).join()
+        return "complete" in said()
 
     def saved() -> int:
         return sum(
@@ -683,25 +684,26 @@ def test_kill_9_at_random_moments(tmp_path):
 
     killed, resumed = 0, []
     for seed in range(60):
+        log.unlink(missing_ok=True)
         process = start(output, seed)
-        resumed.append(int(process.stdout.readline().split()[1]))
+        while "\n" not in said():
+            assert process.is_alive(), said()
+            time.sleep(0.002)
+        resumed.append(int(said().split()[1]))
         enough = resumed[-1] + rng.randrange(80)
-        while process.poll() is None and saved() < enough:
+        while process.is_alive() and saved() < enough:
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.03))
         process.kill()
-        finished = "complete" in process.stdout.read()
-        process.wait()
-        process.stdout.close()
+        process.join()
+        finished = "complete" in said()
         killed += not finished
         if finished:
             break
     else:
-        with start(output, 99) as process:
-            assert "complete" in process.stdout.read()
+        assert complete(output, 99)
     assert killed >= 5 and resumed == sorted(resumed) and len(set(resumed)) > 4
-    with start(tmp_path / "whole.parquet", 0) as process:
-        assert "complete" in process.stdout.read()
+    assert complete(tmp_path / "whole.parquet", 0)
 
     def result(row):
         return result_of(row, fail_every=13)

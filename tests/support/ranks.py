@@ -37,6 +37,15 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+def check_memory_of_two(report: Path, log: Path) -> None:
+    """A job of two processes tells the peak memory of each, in its report and on the screen."""
+    found = json.loads(report.read_text())
+    assert [process["rank"] for process in found["processes"]] == [0, 1]
+    assert found["processes"][0]["peak_bytes"] == found["peak_bytes"]
+    assert found["processes"][1]["peak_bytes"]["cpu"] > 100e6, "torch alone takes more"
+    assert "peak memory of the 2 processes, rank 0 first: " in log.read_text()
+
+
 def add_up(group: Group) -> None:
     """Sums of all ranks' numbers, a ring of messages, and what rank 0 says meanwhile."""
     (rounds,) = heard(group)
