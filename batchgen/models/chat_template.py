@@ -59,7 +59,7 @@ class ChatTemplate:
     """
 
     text: str
-    special_tokens: Mapping[str, str]
+    special_tokens: Mapping[str, str | list[str]]
     limits: TemplateLimits = DEFAULT_LIMITS
 
     @classmethod
@@ -70,7 +70,8 @@ class ChatTemplate:
             if given:
                 raise InputError(f"the model has several chat templates, none of them the default: {', '.join(given)}")
             raise InputError("the model has no chat template: give it prompts instead of messages")
-        return cls(text, {name: str(token) for name, token in special_tokens.items() if isinstance(token, str)})
+        own = {name: list(map(str, t)) if isinstance(t, list | tuple) else str(t) for name, t in special_tokens.items()}
+        return cls(text, own)
 
     @cached_property
     def roles(self) -> frozenset[str]:
