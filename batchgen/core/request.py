@@ -191,7 +191,7 @@ _TAKEN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_fina
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How chat messages become a prompt.
+    """Options that say how chat messages become a prompt.
 
     Raises InputError.
 
@@ -229,7 +229,7 @@ class ChatOptions:
         return self.chat_template_kwargs
 
     def identity(self) -> dict[str, Any]:
-        """What tells these options from the defaults, as JSON values."""
+        """The options that differ from the defaults, as JSON values."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name))}
 
 

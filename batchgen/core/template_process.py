@@ -128,7 +128,7 @@ def _compiled(kind: str, text: str) -> jinja2.Template:
 
 
 def describe(kind: str, text: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """What a template uses.
+    """Find what a template uses.
 
     Args:
         kind: As of `environment_of`.
@@ -163,7 +163,7 @@ def _render(kind: str, text: str, variables: Mapping[str, Any], longest: int) ->
 
 
 class _Limits:
-    """What the kernel gives this process, beside what it had as it began."""
+    """Limits of this process that the kernel keeps, beside what it had as it began."""
 
     def __init__(self) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -29,7 +29,7 @@ Row = Mapping[str, Any] | Exception
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What a template may take for one row.
+    """Limits of what a template may take for one row.
 
     Attributes:
         seconds: Of processor time.
@@ -55,7 +55,7 @@ class TemplateFailed(Exception):
 
 @dataclass(frozen=True)
 class TemplateUse:
-    """What a template uses: its variables, and whether it names other templates."""
+    """The variables that a template uses, and whether it names other templates."""
 
     variables: tuple[str, ...]
     includes: bool
@@ -84,7 +84,7 @@ class SafeTemplate:
     limits: TemplateLimits = DEFAULT_LIMITS
 
     def use(self, names: Iterable[str] = ()) -> TemplateUse:
-        """What the template uses.
+        """Find what the template uses.
 
         Args:
             names: Variables that it will have, even where Jinja has a function of that name.

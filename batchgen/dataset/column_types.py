@@ -67,7 +67,7 @@ def is_message_list(column_type: pa.DataType) -> bool:
 
 
 def is_sharegpt(column_type: pa.DataType) -> bool:
-    """Whether it holds lists of ShareGPT's {from, value} and no others."""
+    """Tell whether a column holds lists of ShareGPT's {from, value} and no others."""
     names = _fields_of_items(column_type)
     return {"from", "value"} <= names and "role" not in names
 

@@ -165,7 +165,7 @@ _OF_CHAT = ("chat_template_kwargs", "reasoning_effort", "continue_final_message"
 
 
 def _chat_options(body: dict[str, Any], given: ChatOptions) -> ChatOptions:
-    """How the messages of a body become a prompt. given: variables that its own go before. Raises RowError."""
+    """Read how the messages of a body become a prompt. given: variables that its own go before. Raises RowError."""
     fields = {name: body[name] for name in _OF_CHAT if body.get(name) is not None}
     continues = _take(fields, "continue_final_message", _is_bool, "true or false", False)
     if _take(fields, "add_generation_prompt", _is_bool, "true or false", not continues) is continues:

@@ -75,7 +75,7 @@ class PromptSpec:
 
     @property
     def chat_options(self) -> ChatOptions:
-        """How messages become a prompt."""
+        """The options of how messages become a prompt."""
         return ChatOptions(self.chat_template_kwargs or {}, self.continue_final)
 
     @property
@@ -160,7 +160,7 @@ def compile_prompts(
 
 
 def _each(convert: Callable[[Any], Any]) -> Callable[[Iterable[Any]], Iterator[Any]]:
-    """What converts each value there is, and hands on those that are exceptions."""
+    """Make a function that converts each value there is, and hands on those that are exceptions."""
 
     def convert_each(values: Iterable[Any]) -> Iterator[Any]:
         for value in values:

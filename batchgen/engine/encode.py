@@ -159,7 +159,7 @@ def _rendered(tokenizer: Tokenizer, given: Iterable[tuple[Request | ScoreRequest
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether a prompt is chat messages."""
+    """Tell whether a prompt is chat messages."""
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
 
 

@@ -239,7 +239,7 @@ class Generation:
     def _thinking_of(
         self, request: Request, token_ids: array, sampling: SamplingParams
     ) -> tuple[Thinking, bool] | None:
-        """How a request's samples think between tags, and whether they begin so; None: not at all."""
+        """The tags between which a request's samples think, and whether they begin so; None where they do not think."""
         if self._harmony is not None or not request.reasoning_apart:
             return None
         thinking = Thinking.of(self._parts.tokenizer, sampling.regex)
@@ -251,7 +251,7 @@ class Generation:
     def _stops(
         self, stop: tuple[str, ...], thinking: tuple[Thinking, bool] | None
     ) -> AnswerStops | ThoughtStops | StopDetector:
-        """What watches a sample for stop strings. thinking: as of `_thinking_of`."""
+        """Make what watches a sample for stop strings. thinking: as of `_thinking_of`."""
         detector = self._parts.tokenizer.stop_detector(stop)
         if self._harmony is not None:
             return AnswerStops(self._harmony, detector)

@@ -1,4 +1,4 @@
-"""What a user should know of how a job's chat messages become prompts, said once."""
+"""Lines that tell a user how a job's chat messages become prompts, each said once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SAME_PROMPT = "the model's chat template does not read the messages: every row 
 def watch_chats(
     requests: Iterable[R], tokenizer: Callable[[], Tokenizer], notify: Callable[[str], None]
 ) -> Iterator[R]:
-    """The same requests; what is to be known of their messages is said when the first such request comes."""
+    """Hand on requests, and say what is to be known of their messages when the first such request comes."""
     first = begins_another = True
     for request in requests:
         if isinstance(request, Request | ScoreRequest) and request.error is None:

@@ -199,7 +199,7 @@ def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) ->
 
 
 def _chat_of(compiled: CompiledPrompts) -> ChatOptions:
-    """How chat messages become prompts. Raises InputError where it is said and there are none."""
+    """Return how chat messages become prompts. Raises InputError where it is said and there are none."""
     if not compiled.uses_chat and (given := compiled.chat.identity()):
         flag = "--" + next(iter(given)).replace("_", "-")
         raise InputError(f"{flag} is for chat messages, and these prompts are none: add --chat, or leave it out")

@@ -39,12 +39,12 @@ class Chat:
 
     @property
     def continues(self) -> bool:
-        """Whether the assistant's last message is continued."""
+        """True where the assistant's last message is continued."""
         return self.options.continue_final and ends_with_assistant(self.messages)
 
 
 def ends_with_assistant(messages: Sequence[Any]) -> bool:
-    """Whether the last message of a conversation is the assistant's."""
+    """Tell whether the last message of a conversation is the assistant's."""
     return bool(messages) and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant"
 
 
@@ -59,18 +59,19 @@ class ChatTemplate:
     """
 
     text: str
-    special_tokens: Mapping[str, str]
+    special_tokens: Mapping[str, str | list[str]]
     limits: TemplateLimits = DEFAULT_LIMITS
 
     @classmethod
     def of(cls, given: Any, special_tokens: Mapping[str, Any]) -> ChatTemplate:
-        """That of a tokenizer, which may have several by name. Raises InputError where it has none."""
+        """Take the template of a tokenizer, which may have several by name. Raises InputError where it has none."""
         text = given.get("default") if isinstance(given, dict) else given
         if not text:
             if given:
                 raise InputError(f"the model has several chat templates, none of them the default: {', '.join(given)}")
             raise InputError("the model has no chat template: give it prompts instead of messages")
-        return cls(text, {name: str(token) for name, token in special_tokens.items() if isinstance(token, str)})
+        own = {name: list(map(str, t)) if isinstance(t, list | tuple) else str(t) for name, t in special_tokens.items()}
+        return cls(text, own)
 
     @cached_property
     def roles(self) -> frozenset[str]:
@@ -89,7 +90,7 @@ class ChatTemplate:
 
     @property
     def reads_messages(self) -> bool:
-        """Whether the messages decide what comes out at all."""
+        """True where the messages decide what comes out at all."""
         return "messages" in self.variables
 
     def check_variables(self, names: Mapping[str, Any]) -> None:
@@ -121,7 +122,7 @@ class ChatTemplate:
         return SafeTemplate("chats", self.text, self.limits)
 
     def _variables_of(self, chat: Chat) -> dict[str, Any]:
-        """What the template gets for a conversation. Raises RowError, InputError."""
+        """Return what the template gets for a conversation. Raises RowError, InputError."""
         own = chat.options.variables
         self.check_variables(own)
         messages = [self._as_given(message) for message in chat.messages]
@@ -152,7 +153,7 @@ class ChatTemplate:
 
     @cached_property
     def _taken(self) -> dict[str, str]:
-        """How the template takes each role's content: as "text", as "parts", or "not at all", so that its text is in no prompt."""
+        """The way in which the template takes each role's content: "text", "parts", or "not at all", where it is in no prompt."""
         whole = [{"role": role, "content": _PROBES[role]} for role in ("system", "user", "assistant", "user")]
         if self._kept(whole, *_PROBES):
             return dict.fromkeys(_PROBES, "text")
@@ -169,7 +170,7 @@ class ChatTemplate:
         return taken
 
     def _kept(self, messages: list[Message], *roles: str) -> bool | None:
-        """Whether the prompt of these messages has the text of those roles, and no parts as they are written in code.
+        """Tell whether the prompt of these messages has the text of those roles, and no parts as they are written in code.
 
         None where the template refuses the messages.
         """
@@ -201,12 +202,12 @@ class ChatTemplate:
 
 
 def _content(role: str, way: str) -> Any:
-    """What the probe of a role says, as text or as parts."""
+    """Return the text of a role's probe, as it is or as parts."""
     return [{"type": "text", "text": _PROBES[role]}] if way == "parts" else _PROBES[role]
 
 
 def _texts(message: Message) -> Iterator[str]:
-    """What a message says."""
+    """Yield the texts of a message."""
     content = message.get("content")
     if isinstance(content, str):
         yield content
@@ -218,7 +219,7 @@ def _texts(message: Message) -> Iterator[str]:
 
 
 def _holds(prompt: str, text: str, left_out: bool) -> bool:
-    """Whether a prompt has a text: as it is but for blanks, which templates trim and fold, or as JSON.
+    """Tell whether a prompt has a text: as it is but for blanks, which templates trim and fold, or as JSON.
 
     left_out: The template is known to write no such text: a short one, which stands in the prompt by accident, is none.
     """

@@ -244,7 +244,7 @@ class ModelConfig:
 
     @property
     def has_channels(self) -> bool:
-        """Whether it thinks in a channel of its own before it answers (`harmony.py`); others think between tags (`thinking.py`)."""
+        """True where it thinks in a channel of its own before it answers (`harmony.py`); others think between tags (`thinking.py`)."""
         return self.family == "gpt_oss"
 
     @property

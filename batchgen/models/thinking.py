@@ -1,4 +1,4 @@
-"""What a model thinks between two tags before it answers: `<think>...</think>` of Qwen3, DeepSeek-R1 and others.
+"""Thoughts of a model between two tags before its answer: `<think>...</think>` of Qwen3, DeepSeek-R1 and others.
 
 A text begins in thoughts where it begins with the first tag, or where the prompt has ended with it, as some chat templates
 do. They end at the second tag; without one, all of the text is thoughts. What else has such a tag is an answer about it.
@@ -21,7 +21,7 @@ _TAIL_TOKENS = 16  # of a prompt, that the first tag and blanks behind it take a
 
 
 def gives_reasoning(model: str, sampling: SamplingParams) -> bool:
-    """Whether the samples of a model that is not loaded may have thoughts beside their texts. Raises InputError."""
+    """Tell whether the samples of a model that is not loaded may have thoughts beside their texts. Raises InputError."""
     files = resolve_model(model)
     return read_config(files).has_channels or Thinking.of(load_tokenizer(files), sampling.regex) is not None
 
@@ -54,7 +54,7 @@ class Thinking:
     def begins(
         self, prompt: Sequence[int], sampling: SamplingParams, continued: Sequence[Mapping[str, Any]] = ()
     ) -> bool:
-        """Whether a sample begins in thoughts.
+        """Tell whether a sample begins in thoughts.
 
         Args:
             prompt: Its tokens.
@@ -70,7 +70,7 @@ class Thinking:
         return tail.rstrip().endswith(self.begin)
 
     def split(self, token_ids: Sequence[int], begun: bool) -> Split | None:
-        """What of a sample's tokens is thoughts, and what is the answer.
+        """Tell the thoughts in a sample's tokens from the answer.
 
         Args:
             token_ids: Those of the sample, without one that ended it.
@@ -104,7 +104,7 @@ class Thinking:
 
 
 def _spells(regex: str | None, begin: str, end: str) -> bool:
-    """Whether a regular expression has both tags as they are, but for backslashes."""
+    """Tell whether a regular expression has both tags as they are, but for backslashes."""
     return re.search(f"{re.escape(begin)}.*{re.escape(end)}", _plain(regex), re.DOTALL) is not None
 
 
@@ -130,7 +130,7 @@ class ThoughtStops:
         self._undecided: list[int] | None = None if begun else []  # tokens that may be the beginning of thoughts
 
     def push(self, token_id: int) -> str | None:
-        """As `StopDetector.push`."""
+        """Take a token, as `StopDetector.push` does."""
         if self._undecided is not None:
             return self._decide([*self._undecided, token_id])
         if self._end is None:
@@ -140,7 +140,7 @@ class ThoughtStops:
         return None
 
     def _decide(self, token_ids: list[int]) -> str | None:
-        """Whether the sample begins with thoughts, as soon as its first tokens tell."""
+        """Find out whether the sample begins with thoughts, as soon as its first tokens tell."""
         tokenizer, begin = self._thinking.tokenizer, self._thinking.begin
         text = tokenizer.decode(token_ids, skip_special_tokens=False).lstrip()
         if text.startswith(begin):
@@ -155,5 +155,5 @@ class ThoughtStops:
 
     @property
     def text(self) -> str:
-        """As `StopDetector.text`."""
+        """The answer so far, as `StopDetector.text` has it."""
         return self._detector.text

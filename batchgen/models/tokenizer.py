@@ -99,7 +99,7 @@ class Tokenizer:
         return text
 
     def render_chats(self, chats: Sequence[Chat]) -> list[str | RowError]:
-        """As `render_chat`, of many together. Raises InputError where the model has no chat template."""
+        """Render many conversations together, as `render_chat` does one. Raises InputError where the model has no chat template."""
         template = self.chat_template
         refused = [self._unknown_role(chat.messages) for chat in chats]
         known = [
@@ -140,13 +140,13 @@ class Tokenizer:
         return message
 
     def writes_in_chats(self, text: str) -> bool:
-        """Whether the model's chat template has this text."""
+        """Tell whether the model's chat template has this text."""
         given = self._hf.chat_template or ""
         return any(text in template for template in (given.values() if isinstance(given, dict) else [given]))
 
     @property
     def reads_messages(self) -> bool:
-        """Whether prompts depend on messages at all; True where there is no chat template."""
+        """True where prompts depend on messages at all, and where there is no chat template."""
         return not self._hf.chat_template or self.chat_template.reads_messages
 
     def require_chat_template(self, options: ChatOptions = PLAIN_CHAT) -> None:

@@ -153,6 +153,30 @@ def test_an_openai_batch_has_variables_thoughts_and_messages_that_are_continued(
     assert base < no_thinking < effort and continues < base + 2
 
 
+def test_maps_and_engines_take_the_same_options(model, tmp_path):
+    options = {"max_tokens": 60, "dtype": "float32", "cpu_memory": "2GiB"}
+    chats = {"messages": [messages("Why?", "Because")["messages"]]}
+    lengths = []
+    for more in ({}, {"chat_template_kwargs": {"enable_thinking": False}}, {"continue_final": True}):
+        with batchgen.MapFunction(model, regex=THINKS, **options, **more) as function:
+            found = function(chats)
+            assert (found["text"], found["reasoning"]) == (["yes, it is"], ["one, two"])
+            lengths += found["prompt_tokens"]
+            engine = function._engine_here()
+            chat = batchgen.ChatOptions(more.get("chat_template_kwargs", {}), more.get("continue_final", False))
+            (completion,) = engine.generate([batchgen.Request(chats["messages"][0], chat=chat)])
+            assert completion.prompt_tokens == found["prompt_tokens"][0]
+            assert (completion.samples[0].text, completion.samples[0].reasoning) == ("yes, it is", "one, two")
+    assert lengths[2] < lengths[0] < lengths[1]
+
+
+def test_thoughts_may_stay_in_the_text(job):
+    (row,), _ = job([{"prompt": "a"}], regex=THINKS, reasoning_column=False)
+    assert row["text"] == "<think>one, two</think>\n\nyes, it is" and "reasoning" not in row
+    with pytest.raises(InputError, match="reasoning"):  # another job
+        job([{"prompt": "a"}], regex=THINKS)
+
+
 def test_a_template_that_reads_no_messages_is_told(job, model, monkeypatch):
     from batchgen.models.chat_template import ChatTemplate
 
