@@ -530,6 +530,16 @@ def test_what_is_not_known_of_rotary_positions_is_refused():
     assert "attention.sliding_window_pattern 0" in refusal("gemma2", **{"attention.sliding_window_pattern": 0})
 
 
+def test_more_experts_than_any_model_has_are_refused_before_names_are_made_of_them():
+    metadata = {"general.architecture": "qwen3moe"}
+    fields = {"context_length": 64, "block_count": 1, "embedding_length": 64, "attention.head_count": 4}
+    fields |= {"expert_feed_forward_length": 64, "expert_used_count": 2, "expert_count": 10**9}
+    metadata |= {f"qwen3moe.{name}": value for name, value in fields.items()}
+    tensors = {"token_embd.weight": TensorInfo(Path("x.gguf"), "F32", (1000, 64), 0, 0)}
+    with pytest.raises(InputError, match="expert_count 1000000000 is more than any model has"):
+        config_of_gguf(metadata, tensors, "float32")
+
+
 def test_gguf_rope_factors_and_tokens(tmp_path):
     model = make_tiny_model("llama", tmp_path)
     path = tmp_path / "model.gguf"

@@ -501,25 +501,23 @@ def test_absurd_sizes_are_refused_before_anything_is_made_of_them():
         tracemalloc.stop()
 
 
-def test_values_of_the_wrong_kind_are_input_errors(tmp_path):
-    """Whatever stands in a config.json, it is a model or one line that names the place."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_of_the_wrong_kind_are_input_errors(family, tmp_path):
+    """Whatever stands in a config.json, it is a model or one line that names the place and the key."""
     path = tmp_path / "config.json"
-    more = {"quantization_config": None, "layer_types": None, "head_dim": 128, "hidden_act": "silu"}
-    gemma = {"query_pre_attn_scalar": 64, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2}
-    configs = [
-        LLAMA_8B | more,
-        LLAMA_8B | more | GEMMA | gemma,
-        LLAMA_8B | more | PHI,
-        OPT_30B | {"enable_bias": True, "eos_token_id": 2},
-    ]
-    for config in configs:
-        for key in config:
-            for value in ("x", -1, 0, 2.5, [], ["x"], {}, {"a": {}}, True, None):
-                path.write_text(json.dumps(config | {key: value}))
-                try:
-                    read_config(ModelFiles(tmp_path, "hf", "any"))
-                except InputError as error:
-                    assert str(tmp_path) in str(error) and "\n" not in str(error)
+    base = {"architectures": [classes_of(family)[1].__name__], "num_hidden_layers": 2, "dtype": "float32"}
+    for key in sorted({*KEYS[family], *FIXED[family], *READ_APART, "quantization_config", "model_type", "layer_types"}):
+        for value in ("x", -1, 2.5, ["x"], {"a": {}}, True, None, 10**12):
+            path.write_text(json.dumps(base | {key: value}))
+            try:
+                read_config(ModelFiles(tmp_path, "hf", "any"))
+            except InputError as error:
+                assert str(tmp_path) in str(error) and "\n" not in str(error)
+                assert key in str(error) or isinstance(value, dict) or key in NAMED_OTHERWISE, (key, value, str(error))
+
+
+# A model without num_key_value_heads has as many as heads; a checkpoint's format has a name; of architectures there is one.
+NAMED_OTHERWISE = ("num_attention_heads", "quantization_config", "architectures", "num_experts_per_tok", "dtype")
 
 
 def test_neither_torch_nor_transformers_is_imported():

@@ -16,6 +16,7 @@ QWEN = {
     "hidden_size": 40,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "moe_intermediate_size": 24,
     "vocab_size": 8,
 }

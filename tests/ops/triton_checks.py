@@ -603,7 +603,8 @@ def test_a_mixture_whose_experts_are_together_is_that_of_the_cpu(shared, monkeyp
     """Weights as a device has them, as `models/experts.py` hands them to the kernels."""
     config = ModelConfig.from_hf({
         "architectures": [f"Qwen{2 if shared else 3}MoeForCausalLM"], "hidden_size": 40, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "moe_intermediate_size": 24, "vocab_size": 8, "num_experts": 8, "num_experts_per_tok": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 24, "vocab_size": 8, "num_experts": 8,
+        "num_experts_per_tok": 3,
     } | shared)  # fmt: skip
     gate_up, gate_up_bias, down, down_bias = mixture(1, 8, 40, 24, biased=True)
     tensors = {"router.weight": random(5, 8, 40), "gate_up.weight": gate_up, "down.weight": down}
