@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from batchgen.core.errors import InputError
+from batchgen.core.text import repair_surrogates
 from batchgen.core.text_file import read_text
 from batchgen.job.options import AT_FILE, FILE, GROUPS, MODEL, Option, names_of, options_of
 
@@ -95,6 +96,27 @@ def _beside(config: str | Path, key: str, value: Any) -> Any:
     return mark + pattern if glob.glob(pattern) else value
 
 
+class _Text(click.types.StringParamType):
+    """Text of an option as it can be used: nothing else is a name of a file, or can be put into a prompt."""
+
+    def __init__(self, *, names_file: bool) -> None:
+        self._names_file = names_file
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> str:
+        """Check a text. Raises click's BadParameter."""
+        text = str(super().convert(value, parameter, context))
+        if "\x00" in text:
+            self.fail("it has a NUL character", parameter, context)
+        if self._names_file and not text:
+            self.fail("it is empty: name something, or leave the option out", parameter, context)
+        if not self._names_file and not text.startswith("@") and repair_surrogates(text) != text:
+            self.fail("it is not UTF-8", parameter, context)
+        return text
+
+
+_NAMES_OF_FILES = ("FILE", "PATH", "DIR", "MODEL", "FILE|NAME")
+
+
 # Where options come from, rather than one of them.
 _CONFIG = Option(
     "config", ("--config",), MODEL, frozenset(), metavar="FILE",
@@ -146,7 +168,8 @@ def _click_option(option: Option) -> Callable:
     if option.type is bool:
         more["is_flag"] = True
     else:
-        more["type"] = click.Choice(option.choices) if option.choices else option.type
+        text = _Text(names_file=option.metavar in _NAMES_OF_FILES) if option.type is str else option.type
+        more["type"] = click.Choice(option.choices) if option.choices else text
         more |= {"metavar": option.metavar, "multiple": option.multiple}
         more["show_default"] = option.default not in (None, "", ())
     if not option.required:
