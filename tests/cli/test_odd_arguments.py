@@ -46,10 +46,10 @@ JOB = ["-m", "M", "-i", "in.jsonl", "--max-tokens", "1", "--progress", "none"]
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["run", *JOB, "-o", "out.jsonl", "--regex", "\udcff"], "'--regex': it is not UTF-8"),
-        (["run", *JOB, "-o", "out.jsonl", "--system-prompt", "a\udc80"], "'--system-prompt': it is not UTF-8"),
-        (["run", *JOB, "-o", "a\x00b"], "it has a NUL character"),
-        (["run", *JOB, "-o", "out.jsonl", "--hardware", ""], "'--hardware': it is empty"),
+        (["run", *JOB, "-o", "out.jsonl", "--regex", "\udcff"], "--regex is not UTF-8"),
+        (["run", *JOB, "-o", "out.jsonl", "--system-prompt", "a\udc80"], "--system-prompt is not UTF-8"),
+        (["run", *JOB, "-o", "a\x00b"], "--output has a NUL character"),
+        (["run", *JOB, "-o", "out.jsonl", "--hardware", ""], "--hardware is empty"),
         (["run", *JOB, "-o", "out.jsonl", "--limit", "9" * 30], "--limit must be at most 9,223,372,036,854,775,807"),
         (["run", *JOB, "-o", "out.jsonl", "--tensor-parallel", "9" * 30], "--tensor-parallel must be at most 4,096"),
         (["run", *JOB, "-o", "out.jsonl", "--pipeline", "5000"], "--pipeline must be at most 4,096"),
@@ -58,7 +58,7 @@ JOB = ["-m", "M", "-i", "in.jsonl", "--max-tokens", "1", "--progress", "none"]
             ["plan", *JOB, "--max-num-batched-tokens", "9" * 30],
             "--max-num-batched-tokens must be at most 2,147,483,647",
         ),
-        (["run", "--config", "nul.toml"], "'-o' / '--output': it has a NUL character"),
+        (["run", "--config", "nul.toml"], "--output has a NUL character"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
