@@ -14,8 +14,9 @@ from typing import Any
 import click
 
 from batchgen.core.errors import InputError
+from batchgen.core.text import repair_surrogates
 from batchgen.core.text_file import read_text
-from batchgen.job.options import AT_FILE, FILE, GROUPS, MODEL, Option, names_of, options_of
+from batchgen.job.options import AT_FILE, FILE, FILE_OR_NAME, GROUPS, MODEL, Option, names_of, options_of
 
 _READ = {option.name: option.reads for option in options_of("run") if option.reads in (FILE, AT_FILE)}
 
@@ -98,6 +99,27 @@ def _beside(config: str | Path, key: str, value: Any) -> Any:
     return mark + pattern if glob.glob(pattern) else value
 
 
+class _Text(click.types.StringParamType):
+    """Text of an option as it can be used: nothing else is a name of a file, or can be put into a prompt."""
+
+    def __init__(self, option: Option) -> None:
+        self._option = option
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> str:
+        """Check a text. Raises InputError."""
+        text, flag = str(super().convert(value, parameter, context)), self._option.flag
+        if "\x00" in text:
+            raise InputError(f"{flag} has a NUL character, which nothing can be named after or made of")
+        if not text and self._option.reads in (FILE, FILE_OR_NAME):
+            raise InputError(f"{flag} is empty: name something, or leave it out")
+        if self._option.metavar not in _NAMES_OF_FILES and not text.startswith("@") and repair_surrogates(text) != text:
+            raise InputError(f"{flag} is not UTF-8: write it in a terminal, or a file, that is")
+        return text
+
+
+_NAMES_OF_FILES = ("FILE", "PATH", "DIR", "MODEL", "FILE|NAME")
+
+
 # Where options come from, rather than one of them.
 _CONFIG = Option(
     "config", ("--config",), MODEL, frozenset(), metavar="FILE",
@@ -149,7 +171,8 @@ def _click_option(option: Option) -> Callable:
     if option.type is bool:
         more["is_flag"] = True
     else:
-        more["type"] = click.Choice(option.choices) if option.choices else option.type
+        text = _Text(option) if option.type is str else option.type
+        more["type"] = click.Choice(option.choices) if option.choices else text
         more |= {"metavar": option.metavar, "multiple": option.multiple}
         more["show_default"] = option.default not in (None, "", ())
     if not option.required:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from batchgen.core.errors import InputError
@@ -18,6 +19,9 @@ from batchgen.runtime.grammar import check_grammar
 
 # Python and what a job imports take more than this on any machine.
 _LEAST_MEMORY_BYTES = 300 << 20
+# Numbers beyond these mean nothing, and are more than what counts with them can hold.
+_MOST = {"tensor_parallel": 4096, "pipeline": 4096, "limit": sys.maxsize}
+_MOST_OF_OTHERS = (1 << 31) - 1
 
 
 def check_job(options: JobOptions) -> None:
@@ -66,9 +70,10 @@ def check_options(options: JobOptions) -> None:
         "tensor_parallel",
         "pipeline",
     ):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise InputError(f"{flag_of(name)} must be at least 1, not {value}")
+        value, most = getattr(options, name), _MOST.get(name, _MOST_OF_OTHERS)
+        if value is not None and not 1 <= value <= most:
+            bound = "at least 1" if value < 1 else f"at most {most:,}"
+            raise InputError(f"{flag_of(name)} must be {bound}, not {value}")
     if options.overwrite and options.retry_failed:
         raise InputError(
             "--overwrite and --retry-failed exclude each other: the first starts afresh, the second"
