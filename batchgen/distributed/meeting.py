@@ -87,8 +87,8 @@ class Meeting:
         self._by_file = self._secret is None
         if self._by_file and not place.on_one_host:
             raise InputError(
-                f"the ranks are on several hosts (MASTER_ADDR is {place.host}), and {SECRET} is not set: give all of them the"
-                f" same secret in {SECRET}, or in a file of mode 600 that {SECRET_FILE} names; {_MAKE_ONE}"
+                f"ranks on several hosts (MASTER_ADDR is {place.host}) need a secret: give all of them the same one in {SECRET},"
+                f" or in a file of mode 600 that {SECRET_FILE} names; {_MAKE_ONE} (on one host: MASTER_ADDR=127.0.0.1)"
             )
         if place.rank == 0 and not place.on_one_host and is_loopback(place.host):
             raise InputError(
