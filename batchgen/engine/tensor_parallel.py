@@ -93,7 +93,10 @@ def _check_cuda(size: int) -> None:
 
 
 def check_hosts(device_kind: str, size: int, of_host: int) -> None:
-    """Refuse GPUs of several hosts. device_kind: what computes. size: ranks; of_host: those on one host. Raises InputError."""
+    """Refuse GPUs of several hosts.
+
+    device_kind: what computes. size: ranks; of_host: those on one host. Raises InputError.
+    """
     if device_kind == "cuda" and of_host < size:
         raise InputError("--tensor-parallel on --device cuda is for the GPUs of one host: start all ranks there")
 

@@ -146,7 +146,10 @@ def resolve_for(
 
 
 def why_not_run(job: ResolvedJob, of_host: int | None = None) -> str:
-    """Why this version does not run the processes of a job on its device; "" where it does. of_host: how many a host has; None: all."""
+    """Say why this version does not run the processes of a job on its device; "" where it does.
+
+    of_host: how many a host has; None: all.
+    """
     size = job.options.tensor_parallel
     try:
         check_stages(job.config, job.options.pipeline, job.device)

@@ -1,4 +1,4 @@
-"""Whoever else is on the machine or the network gets nothing of a job: no code of his runs, he joins no group, and stops none."""
+"""Whoever else is on the machine or the network gets nothing of a job: no code of his runs, and he stops none."""
 
 import contextlib
 import json
