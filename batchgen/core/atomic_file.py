@@ -27,8 +27,8 @@ def staged(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A new file at `path`, on stable storage when the block ends, removed when the block raises.
 
     Removing it at once gives a full disk its space back. A killed process leaves it behind: callers give it a name
-    (`*.tmp`) that nothing but the next start's cleaning looks at, and rename it when it is whole. What is there under that name is
-    removed, not written to: in a folder that others may write to it may be a link.
+    (`*.tmp`) that nothing but the next start's cleaning looks at, and rename it when it is whole. What is there under
+    that name is removed, not written to: in a folder that others may write to it may be a link.
 
     Args:
         path: Its name.

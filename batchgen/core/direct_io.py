@@ -49,7 +49,8 @@ class DirectFile:
         Raises OSError.
 
         Args:
-            path: of the file; or of the folder in which one without a name is made, of which nothing is left however the process ends.
+            path: of the file; or of the folder in which one without a name is made, of which nothing is left however
+                the process ends.
             size_bytes: makes a file, of that size, to be written and read; None: opens one that is there, to read.
         """
         self.path = Path(path)

@@ -21,7 +21,8 @@ class LockHeld(Exception):
 def lock_file(path: Path, *, shared: bool = False) -> int:
     """Take the lock (flock) of a file, which is made where there is none, and note in it who has it.
 
-    A link is not followed, and nothing is written to a file that another user has put there, or that has another name elsewhere.
+    A link is not followed, and nothing is written to a file that another user has put there, or that has another name
+    elsewhere.
 
     Args:
         path: The file.

@@ -1,6 +1,7 @@
 """Frozen values as bytes for another process, and back: JSON, with arrays behind it. Nothing that is read names code.
 
-Only dataclasses and named tuples of a table are made, field by field. A value that occurs several times in a message is one value again.
+Only dataclasses and named tuples of a table are made, field by field. A value that occurs several times in a message is
+one value again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Table = Mapping[str, type]  # of dataclasses and named tuples, by name
 
 
 def table_of(*kinds: type) -> Table:
-    """What a reader may make."""
+    """The kinds that a reader may make."""
     return {kind.__name__: kind for kind in kinds}
 
 
@@ -36,7 +37,8 @@ def encode(value: Any, table: Table) -> bytes:
     """Make a message of a value.
 
     Args:
-        value: None, bool, int, float, str, paths, arrays, lists, tuples, mappings, and the kinds of the table, of such values.
+        value: None, bool, int, float, str, paths, arrays, lists, tuples, mappings, and the kinds of the table, of such
+            values.
         table: The kinds.
 
     Raises:
@@ -99,7 +101,7 @@ class _Writer:
         self._kept.append(value)
 
     def _items(self, values: Sequence[Any]) -> Iterable[Any]:
-        """What a list or a tuple has: its items, or all of them as one."""
+        """The items of a list or a tuple as JSON has them, or all of them as one."""
         kinds = set(map(type, values))
         if kinds <= _PLAIN:
             return values
@@ -114,7 +116,10 @@ class _Writer:
         return map(self.plain, values)
 
     def _columns(self, values: Sequence[Any], kind: type) -> list[Any]:
-        """Values of one kind, each field of all of them together; behind those that were not said before, which of them each is."""
+        """Say values of one kind, each field of all of them together.
+
+        Said are those that were not said before; behind them stands which of them each is.
+        """
         name, names = self._names[kind]
         new = {id(value): value for value in values if id(value) not in self._known}
         columns = [self.plain([getattr(value, field) for value in new.values()]) for field in names]
@@ -149,7 +154,7 @@ class _Reader:
         }
 
     def value(self, plain: Any) -> Any:
-        """What `_Writer.plain` was given."""
+        """The value that `_Writer.plain` was given."""
         if type(plain) is not list:
             return plain
         tag, *parts = plain

@@ -1,4 +1,7 @@
-"""Files and folders where other users may write too: what they put there is neither followed, nor written to, nor believed."""
+"""Files and folders where other users may write too.
+
+What they put there is neither followed, nor written to, nor believed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ class NotPrivate(OSError):
 
 
 def why_not_private(status: os.stat_result) -> str | None:
-    """Why what a stat describes may hold what another user put there; None: only this user, or root, can have written to it."""
+    """Say why what a stat describes may hold what another user put there.
+
+    None: only this user, or root, can have written to it.
+    """
     if status.st_uid not in (os.geteuid(), *_TRUSTED_BESIDE):
         return "it belongs to another user"
     if status.st_mode & stat.S_IWOTH:
@@ -39,7 +45,10 @@ def why_not_private(status: os.stat_result) -> str | None:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether a group has no member but this user, or root: many systems give each user such a group, and a umask of 0002."""
+    """Say whether a group has no member but this user, or root.
+
+    Many systems give each user such a group, and a umask of 0002.
+    """
     try:
         name = pwd.getpwuid(os.geteuid()).pw_name
         members = set(grp.getgrgid(gid).gr_mem) | {user.pw_name for user in pwd.getpwall() if user.pw_gid == gid}
@@ -69,7 +78,10 @@ def private_folder(path: Path) -> Path:
 
 
 def runtime_folder() -> Path:
-    """This user's folder for what lives as long as a process, on this machine. Raises OSError, as `private_folder` does."""
+    """This user's folder for what lives as long as a process, on this machine.
+
+    Raises OSError, as `private_folder` does.
+    """
     return private_folder(Path(tempfile.gettempdir(), f"batchgen-{os.geteuid()}"))
 
 
@@ -88,12 +100,17 @@ def open_regular(path: Path | str, flags: int, mode: int = 0o600) -> int:
 
 
 def is_ours_alone(status: os.stat_result) -> bool:
-    """Whether an open file may be written to: it is this user's, and has no other name by which it may be somebody's file."""
+    """Say whether an open file may be written to.
+
+    It is this user's then, and has no other name by which it may be somebody's file.
+    """
     return status.st_uid == os.geteuid() and status.st_nlink <= 1
 
 
 def why_untrusted(path: Path, root: Path) -> str | None:
-    """Why what a folder keeps at a path may have been put there by another user; None: only this user, or root, can have.
+    """Say why what a folder keeps at a path may have been put there by another user.
+
+    None: only this user, or root, can have put it there.
 
     Args:
         path: Of a file or folder in `root`, or `root` itself. What is not there is nobody's.
@@ -118,7 +135,9 @@ def why_untrusted(path: Path, root: Path) -> str | None:
 
 
 def open_unnamed(directory: Path, flags: int = 0) -> int:
-    """A new file in a folder, to be read and written, that has no name: nobody else opens it, and it ends with its descriptor.
+    """Make a file in a folder, to be read and written, that has no name.
+
+    Nobody else opens it, and it ends with its descriptor.
 
     Where the filesystem has no such files, it has a random name for an instant.
 

@@ -1,9 +1,9 @@
 """How two ranks prove to each other that they belong to one job, before either reads anything else that the other says.
 
-Both know a secret. Each sends a fresh random number, and each answers with an HMAC-SHA256 of both numbers, of who calls whom for what,
-and of the address that was called. So nothing that was recorded can be played again, no answer can be sent back to the one who gave
-it, and nobody can stand between two ranks at another address and pass on what they say. The caller proves itself first: a stranger who
-calls learns nothing that he could guess a secret by.
+Both know a secret. Each sends a fresh random number, and each answers with an HMAC-SHA256 of both numbers, of who calls
+whom for what, and of the address that was called. So nothing that was recorded can be played again, no answer can be
+sent back to the one who gave it, and nobody can stand between two ranks at another address and pass on what they say.
+The caller proves itself first: a stranger who calls learns nothing that he could guess a secret by.
 
 This says who is at the other end. It does not hide what is said: between hosts that is for the network to do.
 """

@@ -81,11 +81,16 @@ class Hub:
         with self._changed:
             return dict(self._ended)
 
-    def addresses(self) -> dict[int, Address]:
-        """Where other ranks listen to those above them, once all have said so. Raises BatchgenError where one has ended."""
+    def addresses(self, within_s: float) -> dict[int, Address]:
+        """Where other ranks listen to those above them, once all have said so.
+
+        Raises BatchgenError where one has ended, or does not say so in time.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or len(self._addresses) == len(self._connections))
+            self._changed.wait_for(lambda: self._ended or len(self._addresses) == len(self._connections), within_s)
         self.raise_ended()
+        if silent := self._connections.keys() - self._addresses.keys():
+            raise BatchgenError(f"rank {min(silent)} of {self._size} has come and says nothing; {_TOLD_AGAIN}")
         return {rank: address for rank, address in self._addresses.items() if address is not None}
 
     def tell(self, message: bytes) -> None:
@@ -144,7 +149,10 @@ class Line:
     """The end of any other rank."""
 
     def __init__(self, connection: socket.socket, on_lost: Callable[[], None]) -> None:
-        """connection: to rank 0, which has proved who it is. on_lost: called, in a thread, where it ends without having said so."""
+        """connection: to rank 0, which has proved who it is.
+
+        on_lost: called, in a thread, where it ends without having said so.
+        """
         self._connection = connection
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._on_lost = on_lost

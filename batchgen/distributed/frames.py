@@ -26,7 +26,10 @@ def send_json(connection: socket.socket, value: Any) -> None:
 
 
 def read_frame(connection: socket.socket, most_bytes: int | None = None) -> bytes:
-    """The next message. Raises EOFError where the other end has closed, ValueError where it says more than so much, and OSError."""
+    """The next message.
+
+    Raises EOFError where the other end has closed, ValueError where it says more than so much, and OSError.
+    """
     buffer = bytearray(_LENGTH.size)
     fill(connection, memoryview(buffer))
     length = _LENGTH.unpack(buffer)[0]

@@ -1,8 +1,9 @@
 """A group of processes that run one model together: rank 0, which leads, and others that do what it says.
 
 Rank 0 has the job: it alone reads the input, schedules, samples and writes the output. The others know nothing but what they are
-told. Every two ranks have a connection, over which each has proved to the other that it belongs to the job; nobody listens once all
-have come. Tensors of host memory go over these connections, those of a CUDA device by torch.distributed's NCCL.
+told. Every two ranks have a connection, over which each has proved to the other that it belongs to the job; nobody
+listens once all have come. Tensors of host memory go over these connections, those of a CUDA device by
+torch.distributed's NCCL.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ SWEEP_TIMEOUT_S = 900.0
 _TOLD_WITHIN_S = 5.0  # between a transfer that breaks and the news which rank has ended
 _REFUSED_S = 3.0  # for others to hear that rank 0 has refused the job, which may be starting
 _POLL_S = 0.05
-# What rank 0 says first: where ranks listen, and the name of a file for NCCL's start; or the exit code of a job that it has refused.
+# What rank 0 says first: where ranks listen, and the name of a file for NCCL's start; or the exit code of a job that it
+# has refused.
 _ADDRESSES, _NCCL, _REFUSED = "addresses", "nccl", "refused"
 
 
@@ -108,10 +110,12 @@ class Group:
         return options
 
     def _on_cuda(self) -> Any:
-        """NCCL, which connects the ranks in their first sum. It is ended where a rank is lost, or kernels would wait for it for ever.
+        """NCCL, which connects the ranks in their first sum.
 
-        What they have to know for that goes through a file that this user alone can read, and their sockets are those of loopback,
-        unless NCCL_SOCKET_IFNAME says otherwise.
+        It is ended where a rank is lost, or kernels would wait for it for ever.
+
+        What they have to know for that goes through a file that this user alone can read, and their sockets are those
+        of loopback, unless NCCL_SOCKET_IFNAME says otherwise.
         """
         if self._nccl is None:
             import torch.distributed as dist
@@ -160,7 +164,10 @@ class Group:
     # What is to be done.
 
     def tell(self, message: bytes) -> None:
-        """Say something to all other ranks, which is not empty; for rank 0. Raises BatchgenError where one has ended."""
+        """Say something to all other ranks, which is not empty; for rank 0.
+
+        Raises BatchgenError where one has ended.
+        """
         assert self._hub is not None
         self._hub.raise_ended(fate_of=self._fate_of)
         self._hub.tell(message)
@@ -225,11 +232,13 @@ def lead(
         size: Ranks, this one included.
         shares: The cores of each, of which this process keeps to its own already; None: they are shared out here, until the
             group is closed.
-        work: Of those that are started, as "module:function": called with their group. None: a launcher has started them.
+        work: Of those that are started, as "module:function": called with their group. None: a launcher has started
+            them.
         timeout_s: In which all must have come.
 
     Raises:
-        InputError: A launcher has started another number of ranks, or this is not rank 0 of them; or they have no secret.
+        InputError: A launcher has started another number of ranks, or this is not rank 0 of them; or they have no
+            secret.
         BatchgenError: A rank has not come in time, or has ended; it names it.
     """
     place = rank_of_environment()
@@ -275,13 +284,18 @@ def _meet(place: Rank, within_s: float) -> Iterator[Listener]:
 def _made(
     place: Rank, listener: Listener, processes: Processes | None, timeout_s: float, undo: contextlib.ExitStack
 ) -> Group:
-    """Rank 0's group, once all have come and know where the others listen. undo: told how to end what has been begun."""
+    """Rank 0's group, once all have come and know where the others listen.
+
+    undo: told how to end what has been begun.
+    """
     others, deadline_s = range(1, place.size), time.monotonic() + timeout_s
     gone = processes.gone if processes else dict
     hub = Hub(place.size, listener.wait_for(CONTROL, others, timeout_s, gone))
     undo.callback(hub.close, done=False)
     nccl_name = f"nccl-{secrets.token_hex(16)}"
-    hub.tell(json.dumps({_ADDRESSES: list(hub.addresses().items()), _NCCL: nccl_name}).encode())
+    hub.tell(
+        json.dumps({_ADDRESSES: list(hub.addresses(deadline_s - time.monotonic()).items()), _NCCL: nccl_name}).encode()
+    )
     left_s = deadline_s - time.monotonic()
     connections = listener.wait_for(TENSORS, others, left_s, lambda: gone() or hub.ended())
     links = TensorLinks(0, connections, SWEEP_TIMEOUT_S)
@@ -402,15 +416,18 @@ def _find_rank_zero(place: Rank, deadline_s: float, timeout_s: float) -> tuple[s
                 pass  # it does not listen yet
         time.sleep(_POLL_S)
     raise BatchgenError(
-        f"rank 0 of {place.size} did not come to {place.host}:{place.port} within {timeout_s:,.0f} s{stranger}: start it, and see"
-        f" that rank {place.rank} reaches it" + (" and has the same secret" if stranger else "")
+        f"rank 0 of {place.size} did not come to {place.host}:{place.port} within {timeout_s:,.0f} s{stranger}:"
+        f" start it, and see that rank {place.rank} reaches it" + (" and has the same secret" if stranger else "")
     )
 
 
 def _connections(
     place: Rank, rank_zero: tuple[str, int], secret: bytes, addresses: Mapping[int, Any], within_s: float
 ) -> dict[int, socket.socket]:
-    """Connections for tensors to all ranks below this one. addresses: where others than rank 0 listen. Raises BatchgenError."""
+    """Connections for tensors to all ranks below this one.
+
+    addresses: where others than rank 0 listen. Raises BatchgenError.
+    """
     found: dict[int, socket.socket] = {}
     try:
         for rank in range(place.rank):

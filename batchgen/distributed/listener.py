@@ -1,4 +1,4 @@
-"""Where a rank is called by those above it, until all of them have come; nobody listens from then on."""
+"""A socket on which a rank is called by those above it, until all of them have come; nobody listens from then on."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ class Listener:
                 raise BatchgenError(f"{ended[0]} before it had begun{why}")
             if time.monotonic() > deadline_s:
                 raise BatchgenError(
-                    f"{_ranks(missing, self.size)} did not come within {timeout_s:,.0f} s: start all {self.size} of them,"
-                    f" and see that they reach rank {self.rank}"
+                    f"{_ranks(missing, self.size)} did not come within {timeout_s:,.0f} s: start all {self.size} of"
+                    f" them, and see that they reach rank {self.rank}"
                 )
 
     def arrived(self, channel: int) -> dict[int, socket.socket]:
@@ -158,7 +158,10 @@ def call_rank(address: tuple[str, int], secret: bytes, call: Call, within_s: flo
 
 
 def listen_at(rank: int, size: int, secret: bytes, address: tuple[str, int]) -> Listener:
-    """A listener at an address that MASTER_ADDR or MASTER_PORT names. Raises InputError or BatchgenError where it cannot be."""
+    """A listener at an address that MASTER_ADDR or MASTER_PORT names.
+
+    Raises InputError or BatchgenError where it cannot be.
+    """
     host, port = address
     try:
         return Listener(rank, size, secret, address)
@@ -170,7 +173,8 @@ def listen_at(rank: int, size: int, secret: bytes, address: tuple[str, int]) -> 
         if port and "in use" in str(error):
             raise BatchgenError(f"MASTER_PORT {port} is taken on this host: give all ranks another one") from error
         raise BatchgenError(
-            f"rank {rank} cannot listen at {host}:{port} ({error.strerror}): MASTER_ADDR must be an address of rank 0's host"
+            f"rank {rank} cannot listen at {host}:{port} ({error.strerror}): MASTER_ADDR must be an address"
+            " of rank 0's host"
         ) from error
 
 

@@ -1,7 +1,8 @@
-"""Where a launcher's ranks find rank 0, and the secret that they share.
+"""The place where a launcher's ranks find rank 0, and the secret that they share.
 
-What a launcher says is an address, no more: whoever answers there has to know the secret. Several hosts have it from their user, in
-BATCHGEN_SECRET or BATCHGEN_SECRET_FILE. On one host rank 0 leaves it, with its port, in a file that this user alone can read.
+What a launcher says is an address, no more: whoever answers there has to know the secret. Several hosts have it from
+their user, in BATCHGEN_SECRET or BATCHGEN_SECRET_FILE. On one host rank 0 leaves it, with its port, in a file that this
+user alone can read.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _KEY = "batchgen/rank-0"  # of the launcher's store: where rank 0 is
 
 @dataclass(frozen=True)
 class Found:
-    """Where rank 0 is said to be, and what it has to know."""
+    """The address at which rank 0 is said to be, and the secret that it has to know."""
 
     host: str
     port: int
@@ -79,7 +80,7 @@ def _text_of(path: Path) -> str:
 
 
 class Meeting:
-    """What a rank of a launcher knows of where rank 0 is."""
+    """All that a rank of a launcher knows of where rank 0 is."""
 
     def __init__(self, place: Rank) -> None:
         """place: this process's. Raises InputError where ranks on several hosts have no secret."""
@@ -87,8 +88,9 @@ class Meeting:
         self._by_file = self._secret is None
         if self._by_file and not place.on_one_host:
             raise InputError(
-                f"the ranks are on several hosts (MASTER_ADDR is {place.host}), and {SECRET} is not set: give all of them the"
-                f" same secret in {SECRET}, or in a file of mode 600 that {SECRET_FILE} names; {_MAKE_ONE}"
+                f"ranks on several hosts (MASTER_ADDR is {place.host}) need a secret: give all of them the same one in"
+                f" {SECRET}, or in a file of mode 600 that {SECRET_FILE} names; {_MAKE_ONE} (on one host:"
+                " MASTER_ADDR=127.0.0.1)"
             )
         if place.rank == 0 and not place.on_one_host and is_loopback(place.host):
             raise InputError(
@@ -98,7 +100,7 @@ class Meeting:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where rank 0 listens: a host and a port, 0 where a launcher has MASTER_PORT itself."""
+        """The host and the port on which rank 0 listens; port 0 where a launcher has MASTER_PORT itself."""
         host = LOOPBACK if self._by_file else self._place.host
         return host, 0 if self._place.has_store else self._place.port
 
@@ -110,7 +112,10 @@ class Meeting:
         return self._secret
 
     def tell(self, port: int, within_s: float) -> None:
-        """As rank 0, say at which port it listens. Raises BatchgenError, also where the launcher's store is not reached within so many seconds."""
+        """As rank 0, say at which port it listens.
+
+        Raises BatchgenError, also where the launcher's store is not reached within so many seconds.
+        """
         place = self._place
         if self._by_file:
             content = json.dumps({"port": port, "secret": self.secret.decode()}).encode()

@@ -27,8 +27,9 @@ def serve(place: Rank, work: str, *, cores: set[int] | None = None) -> int:
 
     Args:
         place: This process's.
-        work: What it does, as "module:function", which is called with the group and returns the most bytes of each tier that the process
-            held, if it knows. It is named by whoever starts the process, never by what comes over a connection.
+        work: What it does, as "module:function", which is called with the group and returns the most bytes of each tier
+            that the process held, if it knows. It is named by whoever starts the process, never by what comes over a
+            connection.
         cores: Those that it keeps to, given by the rank 0 that has started it; None: a launcher has, and it takes its share.
     """
     started_here = cores is not None
@@ -71,7 +72,8 @@ def _lost(place: Rank, started_here: bool) -> None:
 def main() -> None:
     """The program of a rank that rank 0 has started.
 
-    Its arguments come from there, not from a connection: the work, as "module:function", a JSON list of cores, and the process of rank 0.
+    Its arguments come from there, not from a connection: the work, as "module:function", a JSON list of cores, and the
+    process of rank 0.
     """
     place = rank_of_environment()
     assert place is not None, "rank 0 has set it"

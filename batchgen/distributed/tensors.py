@@ -18,8 +18,8 @@ _BUFFER_BYTES = 4 << 20  # of the kernel's for each connection, as far as it gra
 class TensorLinks:
     """A rank's connections to all others.
 
-    One thread may send to a rank while another receives from it. All methods raise OSError where a connection breaks or nothing
-    moves for so long (TimeoutError), and EOFError where the other end has closed.
+    One thread may send to a rank while another receives from it. All methods raise OSError where a connection breaks or
+    nothing moves for so long (TimeoutError), and EOFError where the other end has closed.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
@@ -42,8 +42,9 @@ class TensorLinks:
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by the sum of those of all ranks, which is the same everywhere to the last bit.
 
-        Two ranks exchange their tensors and add; a + b is b + a in floating point, too. More of them add up each part of the tensor on
-        one rank, in the order of the ring that they form, and pass it round (Patarasuk and Yuan, 2009).
+        Two ranks exchange their tensors and add; a + b is b + a in floating point, too. More of them add up each part
+        of the tensor on one rank, in the order of the ring that they form, and pass it round (Patarasuk and Yuan,
+        2009).
         """
         import torch
 
@@ -88,7 +89,7 @@ class TensorLinks:
 
 
 def _some_sent(connection: socket.socket, left: memoryview) -> memoryview:
-    """What is left to send when as much is on its way as the kernel takes at once."""
+    """Send as much as the kernel takes at once; returns what is left."""
     if not left:
         return left
     try:
@@ -98,7 +99,7 @@ def _some_sent(connection: socket.socket, left: memoryview) -> memoryview:
 
 
 def _some_received(connection: socket.socket, room: memoryview) -> memoryview:
-    """What is left to fill when what has come is there."""
+    """Receive what has come; returns what is left to fill."""
     if not room:
         return room
     try:

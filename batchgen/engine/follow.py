@@ -1,4 +1,4 @@
-"""What a rank other than 0 does: it loads its part of a model, of the kind that rank 0 says, and runs the sweeps that rank 0 runs."""
+"""A rank other than 0 loads its part of a model, of the kind that rank 0 says, and runs the sweeps that rank 0 runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 and the other ranks tell one another about the model that they run together, as bytes.
+"""Messages, as bytes, of rank 0 and the other ranks about the model that they run together.
 
 A reader makes the kinds of values that are listed here, and no others.
 """
@@ -36,14 +36,14 @@ Answers = list[SampledToken] | list[ScoredPosition]  # of the rows of logits of 
 
 @dataclass(frozen=True)
 class StageLoads:
-    """What each stage of a pipeline loads."""
+    """The model that each stage of a pipeline loads, and its memory."""
 
     loads: Sequence[tuple[LoadRequest, MemoryPlan]]
 
 
 @dataclass(frozen=True)
 class ShardLoad:
-    """What each rank of tensor parallelism loads its part of. memory: as rank 0 has planned it."""
+    """The model that each rank of tensor parallelism loads its part of. memory: as rank 0 has planned it."""
 
     request: LoadRequest
     memory: MemoryPlan
@@ -77,7 +77,10 @@ class SentMask:
 
 @dataclass(frozen=True, eq=False)
 class SentSequence:
-    """What the sampler and the scorer ask of a `Sequence`, in the last stage. tokens: where they change logits, else none."""
+    """The part of a `Sequence` that the sampler and the scorer ask for, in the last stage.
+
+    tokens: where they change logits, else none.
+    """
 
     row_id: str | int
     sample_index: int
@@ -110,7 +113,8 @@ class SentSequence:
 
 _TABLE = messages.table_of(
     StageLoads, ShardLoad, StageSweep, ShardSweep,
-    LoadRequest, MemoryPlan, Policy, ModelFiles, ModelConfig, RopeConfig, Device, SamplingParams, KernelChoice, Measured, Shard,
+    LoadRequest, MemoryPlan, Policy, ModelFiles, ModelConfig, RopeConfig, Device, SamplingParams, KernelChoice,
+    Measured, Shard,
     WeightStore, StoreFile, Extent, StoredTensor,
     PackedBatch, Segment, Staging, Run, AttentionPlan, DecodeGroup, PrefillItem, SharedItem, LogitsRow,
     SentSequence, SentMask, SampledToken, ScoredPosition,

@@ -87,10 +87,18 @@ def _check_cuda(size: int) -> None:
             "--tensor-parallel on --device cuda needs a torch with NCCL: install one, or give --device cpu"
         )
     here = ranks_of_host(size)
-    if here < size:
-        raise InputError("--tensor-parallel on --device cuda is for the GPUs of one host: start all ranks there")
+    check_hosts("cuda", size, here)
     if here > (count := torch.cuda.device_count()):
         raise InputError(f"--tensor-parallel {size} needs {here} GPUs here, one for each rank, and torch sees {count}")
+
+
+def check_hosts(device_kind: str, size: int, of_host: int) -> None:
+    """Refuse GPUs of several hosts.
+
+    device_kind: what computes. size: ranks; of_host: those on one host. Raises InputError.
+    """
+    if device_kind == "cuda" and of_host < size:
+        raise InputError("--tensor-parallel on --device cuda is for the GPUs of one host: start all ranks there")
 
 
 def shard_quantization(shard: Shard, quantization: str) -> str:

@@ -205,7 +205,7 @@ def _outcome(
         seconds,
         _tokens(estimated) / seconds,
         {tier: sum(parts.values()) for tier, parts in plan.prediction.memory_bytes.items()},
-        not_run=why_not_run(case.job),
+        not_run=why_not_run(case.job, of_host),
         command=_command(case, options, plan, split, of_host),
     )
 

@@ -14,7 +14,7 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import parse_rate, size_bytes
 from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import choose_quantization, resolve_budgets, resolve_context, resolve_dtype
-from batchgen.engine.tensor_parallel import first_shard, shard_quantization
+from batchgen.engine.tensor_parallel import check_hosts, first_shard, shard_quantization
 from batchgen.job.options import JobOptions
 from batchgen.job.pipeline import check_stages, largest_stage
 from batchgen.models.config import ModelConfig
@@ -145,10 +145,15 @@ def resolve_for(
     return replace(_in_shards(job, shard), of_host=of_host or job.processes)
 
 
-def why_not_run(job: ResolvedJob) -> str:
-    """Why this version does not run the stages of a job on its device; "" where it does."""
+def why_not_run(job: ResolvedJob, of_host: int | None = None) -> str:
+    """Say why this version does not run the processes of a job on its device; "" where it does.
+
+    of_host: how many a host has; None: all.
+    """
+    size = job.options.tensor_parallel
     try:
         check_stages(job.config, job.options.pipeline, job.device)
+        check_hosts(job.device.kind, size, size if of_host is None else of_host)
     except InputError as error:
         return str(error)
     return ""

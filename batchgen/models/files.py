@@ -357,7 +357,9 @@ def store_manifest_checksum(manifest: dict[str, Any]) -> str:
 
 
 def cache_dir() -> Path:
-    """Where downloads and converted tokenizers are kept: $BATCHGEN_CACHE, or the user's cache directory; made with mode 0700.
+    """The folder of downloads and converted tokenizers: $BATCHGEN_CACHE, or the user's cache directory.
+
+    It is made with mode 0700.
 
     Where another user may write to it, a folder within it that is this user's alone, which a line says once.
 
@@ -385,7 +387,9 @@ def cache_dir() -> Path:
 
 
 def is_trusted(path: Path, what: str) -> bool:
-    """Whether something in the cache is there that only this user, or root, can have written; where another may have, a line says so.
+    """Say whether something in the cache is there that only this user, or root, can have written.
+
+    Where another may have, a line says so.
 
     Args:
         path: In `cache_dir()`.

@@ -26,8 +26,8 @@ class Link:
         return self.overhead_s + size / self.bytes_per_s
 
 
-# Between two processes over the loopback of a busy two-core Zen 5: sums of 8 KiB took 0.36 ms, of 4 MiB 5.4 ms. Between two
-# ranks a sum is two messages. Between hosts it stands for 10 Gbit/s.
+# Between two processes over the loopback of a busy two-core Zen 5: sums of 8 KiB took 0.36 ms, of 4 MiB 5.4 ms. Between
+# two ranks a sum is two messages. Between hosts it stands for 10 Gbit/s.
 PROCESSES = Link(8e8, 1.75e-4)
 # Between GPUs of a host: a kernel is launched and a transfer begins.
 _GPU_OVERHEAD_S = 2e-5
@@ -38,7 +38,8 @@ def link_of(hardware: HardwareProfile, given_bytes_per_s: float | None, *, gpus_
 
     Args:
         hardware: What each has.
-        given_bytes_per_s: Its rate as the user says it; None: that between processes, and between GPUs of a host of their bus, through host memory.
+        given_bytes_per_s: Its rate as the user says it; None: that between processes, and between GPUs of a host of
+            their bus, through host memory.
         gpus_of_a_host: Whether all processes are on one host, each with a GPU.
     """
     link = PROCESSES

@@ -227,7 +227,7 @@ def test_ranks_share_the_cores(size, cores, nodes, shares):
 
 
 def connected(size):
-    """Rank 0's hub, and the other ranks' ends, as threads of this process; events that say that they have lost rank 0."""
+    """Rank 0's hub, the other ranks' ends, and events that say that they have lost rank 0."""
     listener, lost, lines = Listener(0, size, SECRET, ("127.0.0.1", 0)), {}, {}
     for rank in range(1, size):
         lost[rank] = threading.Event()
@@ -244,6 +244,14 @@ def test_when_one_rank_ends_the_others_end_and_the_first_is_named():
     assert lost[2].wait(60)
     with pytest.raises(BatchgenError, match=r"^rank 1 of 3 failed: no memory; "):
         hub.raise_ended(60)
+    hub.close(done=False)
+
+
+def test_a_rank_that_has_come_and_says_nothing_is_not_waited_for_for_ever():
+    hub, lines, _ = connected(3)
+    lines[1].listens(("127.0.0.1", 1))
+    with pytest.raises(BatchgenError, match=r"^rank 2 of 3 has come and says nothing"):
+        hub.addresses(0.1)
     hub.close(done=False)
 
 

@@ -109,6 +109,10 @@ class TestTable:
         assert "--device cuda" in found["one worker"]["command"]
         assert "not run yet: " in planned("-m", shape, *LENGTHS, "--hardware", "t4", "--pipeline", 2)
 
+    def test_sums_of_gpus_are_for_one_host(self, shape):
+        found = by_name(planned_json("-m", shape, *LENGTHS, "--devices", "2x t4", "--hosts", 2))
+        assert "one host" in found["tensor parallel"]["not_run"] and not found["2 workers"]["not_run"]
+
     def test_one_device_has_one_way(self, shape):
         found = by_name(planned_json("-m", shape, *LENGTHS, "--devices", "1x zen4"))
         reasons = {name: outcome["reason"] for name, outcome in found.items()}

@@ -78,7 +78,7 @@ def test_sums_take_what_a_ring_takes(size):
 
 
 def test_links():
-    """GPUs of a host reach one another through its memory; all else is that between processes; what the user says comes first."""
+    """GPUs of a host reach one another through its memory; all else is that between processes."""
     box, gpus = cpu_box(), gpu_box(d2h_bytes_per_s=5e9)
     assert link_of(gpus, None, gpus_of_a_host=True).bytes_per_s == 5e9
     for hardware in (box, gpus):

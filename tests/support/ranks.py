@@ -17,7 +17,7 @@ from batchgen.distributed.group import Group, lead
 
 
 def start(size: int, work: Callable[..., Any], *arguments: Any) -> Group:
-    """A group whose other ranks are processes that call a function of this module with their group and what else it takes."""
+    """A group whose other ranks are processes that call a function of this module, and hear what else it takes."""
     group = lead(size, work=f"ranks:{work.__name__}")
     say(group, arguments)
     return group

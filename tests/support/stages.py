@@ -24,7 +24,10 @@ _END = object()
 
 
 class Rendezvous:
-    """What ranks of one process send each other. A send returns when it has been received, as one over a connection may."""
+    """What ranks of one process send each other.
+
+    A send returns when it has been received, as one over a connection may.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
