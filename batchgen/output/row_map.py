@@ -24,11 +24,16 @@ class RowMap:
         low, end = int(rows.min()), int(rows.max()) + 1
         if not len(held):
             first = low
-        if low < first or end > first + len(held):
-            new_first = min(low, first)
-            length = max(end - new_first, first + len(held) - new_first)
-            grown = np.zeros(max(length, len(held) * 3 // 2), held.dtype)
-            grown[first - new_first : first - new_first + len(held)] = held
+        old_end = first + len(held)
+        if low < first or end > old_end:
+            new_first, new_end = min(low, first), max(end, old_end)
+            room = len(held) // 2  # on the side that grows, where more is likely to come
+            if low < first:
+                new_first = max(0, min(new_first, first - room))
+            if end > old_end:
+                new_end = max(new_end, old_end + room)
+            grown = np.zeros(new_end - new_first, held.dtype)
+            grown[first - new_first : old_end - new_first] = held
             first, held = new_first, grown
         held[rows - first] = values
         self._span = (first, held)
