@@ -21,6 +21,7 @@ from batchgen.core.request import (
 from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_prompt, encode_texts
 from batchgen.engine.given import each_request
 from batchgen.engine.parts import EngineParts, EngineStats
+from batchgen.engine.spoilt import Spoilt
 from batchgen.models.harmony import AnswerStops, Harmony
 from batchgen.runtime.grammar import Grammar
 from batchgen.runtime.scheduling.from_policy import longest_sequence
@@ -129,6 +130,7 @@ class Generation:
         self._finishes: dict[Sequence, _Finish] = {}
         self._harmony = Harmony.of(parts.tokenizer) if parts.config.has_channels else None
         self._sampled: list[tuple[list[Sequence], Sampled]] = []  # of the sweep under way
+        self.spoilt = Spoilt()
 
     def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
@@ -235,6 +237,15 @@ class Generation:
         finished, constrained = [], []
         generated = 0
         for sequence, token, known in chosen.tokens():
+            if (
+                token.token_id == NOT_FINITE
+                and known == 1
+                and self.spoilt.may_be_of_others(
+                    sequence, failed=self._in_flight[sequence.request_index].error is not None
+                )
+            ):
+                del sequence.tokens[sequence.num_prompt :]
+                continue
             generated += 1
             if known == 1 and sequence.sample_index % sequence.sampling.n == 0:
                 stats.prompt_tokens += sequence.num_prompt
