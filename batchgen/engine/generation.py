@@ -30,6 +30,7 @@ from batchgen.engine.encode import (
 )
 from batchgen.engine.given import each_request
 from batchgen.engine.parts import EngineParts, EngineStats
+from batchgen.engine.spoilt import Spoilt
 from batchgen.models.harmony import AnswerStops, Harmony
 from batchgen.models.thinking import Thinking, ThoughtStops
 from batchgen.runtime.grammar import Grammar
@@ -143,6 +144,7 @@ class Generation:
         self._harmony = Harmony.of(parts.tokenizer) if parts.config.has_channels else None
         self._thinking: dict[Sequence, tuple[Thinking, bool]] = {}  # of those that may think, and whether they begin so
         self._sampled: list[tuple[list[Sequence], Sampled]] = []  # of the sweep under way
+        self.spoilt = Spoilt()
 
     def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
@@ -281,6 +283,15 @@ class Generation:
         generated = 0
         stats.begins_twice |= self._begins_twice
         for sequence, token, known in chosen.tokens():
+            if (
+                token.token_id == NOT_FINITE
+                and known == 1
+                and self.spoilt.may_be_of_others(
+                    sequence, failed=self._in_flight[sequence.request_index].error is not None
+                )
+            ):
+                del sequence.tokens[sequence.num_prompt :]
+                continue
             generated += 1
             if known == 1 and sequence.sample_index % sequence.sampling.n == 0:
                 stats.prompt_tokens += sequence.num_prompt

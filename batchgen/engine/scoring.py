@@ -20,6 +20,7 @@ from batchgen.core.request import (
 from batchgen.engine.encode import Room, Texts, begins_twice, check_vocabulary, chunks, encode_all, encode_pairs
 from batchgen.engine.given import each_score_request
 from batchgen.engine.parts import EngineParts, EngineStats
+from batchgen.engine.spoilt import Spoilt
 from batchgen.engine.token_tree import Node, Path, paths_of, windows_of
 from batchgen.runtime.scheduling.from_policy import longest_sequence
 from batchgen.runtime.scheduling.sequence import NOT_FINITE, Sequence
@@ -79,6 +80,7 @@ class Scoring:
         self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
         self._scorer = parts.scorer()  # of the sweep under way
+        self.spoilt = Spoilt()
 
     def prepare(self, requests: Iterable[ScoreRequest | None]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
@@ -138,6 +140,11 @@ class Scoring:
         stats.begins_twice |= self._begins_twice
         for row, score in scorer.results():
             sequence = row.sequence
+            if row.position != sequence.scored_from + len(sequence.scores):
+                continue  # of a sequence that begins again
+            if score.argmax == NOT_FINITE and self.spoilt.may_be_of_others(sequence):
+                sequence.scores.clear()
+                continue
             sequence.scores.append(score)
             if len(sequence.scores) == len(sequence.targets):
                 finished.append(sequence)

@@ -20,11 +20,13 @@ SAMPLINGS = {
     "drawn": {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01, "n": 2},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {9: 100.0, 11: -100.0}},
     "logprobs": {"logprobs": 2},
+    "one token": {"max_tokens": 1},
 }
 _rng = random.Random(11)
 _PREFIX = [_rng.randrange(20, 500) for _ in range(40)]
 GOOD = [[_rng.randrange(20, 500) for _ in range(n)] for n in (3, 40, 17)] + [[*_PREFIX, 30, 31], [*_PREFIX, 32]]
 SPOILT = [[5, 6, BAD], [*_PREFIX, BAD, 33], [BAD, *GOOD[1]]]
+ROWS = [*SPOILT, *GOOD, *SPOILT]  # some good ones have a prefix that a spoilt one has computed
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ WHERE = [in_memory, staged, pipeline, ranks]
 def completions(parts, rows, **sampling):
     params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True} | sampling)
     with Engine.from_parts(parts, sampling=params) as engine:
-        found = sorted(engine.generate([Request(row) for row in rows]), key=lambda c: c.index)
+        found = sorted(engine.generate([Request(row, id=str(row)) for row in rows]), key=lambda c: c.index)
         assert engine.used_kv_blocks == 0, "KV blocks leaked"
     return found
 
@@ -83,8 +85,8 @@ def scores(parts, rows):
 
 
 def assert_only_spoilt_rows_fail(found, healthy, answer):
-    """found: of GOOD and SPOILT, in turns."""
-    good, bad = found[: len(GOOD)], found[len(GOOD) :]
+    """found: of ROWS."""
+    good, bad = found[len(SPOILT) : -len(SPOILT)], found[: len(SPOILT)] + found[-len(SPOILT) :]
     assert [answer(c) for c in good] == [answer(c) for c in healthy]
     assert all(c.error is not None and "logits are not finite in float32" in c.error for c in bad)
     assert not any(c.samples if hasattr(c, "samples") else c.scores for c in bad)
@@ -100,9 +102,7 @@ def test_rows_whose_logits_are_nan_fail_alone(parts_of, sampling, one_bad_token,
 
     options = SAMPLINGS[sampling]
     healthy = completions(parts_of(tiny_models("llama")[0], tmp_path), GOOD, **options)
-    assert_only_spoilt_rows_fail(
-        completions(parts_of(one_bad_token, tmp_path), GOOD + SPOILT, **options), healthy, answer
-    )
+    assert_only_spoilt_rows_fail(completions(parts_of(one_bad_token, tmp_path), ROWS, **options), healthy, answer)
 
 
 @pytest.mark.parametrize("parts_of", WHERE)
@@ -111,13 +111,34 @@ def test_scores_of_logits_that_are_nan_fail_alone(parts_of, one_bad_token, tiny_
         return scored.error, [pytest.approx(score.logprob, abs=1e-4) for score in scored.scores]
 
     healthy = scores(parts_of(tiny_models("llama")[0], tmp_path), GOOD)
-    assert_only_spoilt_rows_fail(scores(parts_of(one_bad_token, tmp_path), GOOD + SPOILT), healthy, answer)
+    assert_only_spoilt_rows_fail(scores(parts_of(one_bad_token, tmp_path), ROWS), healthy, answer)
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "int8", "int4"])
+def test_blocks_that_held_nan_do_not_spoil_rows_that_use_them_later(kv_format, one_bad_token, tiny_models, tmp_path):
+    """Rows whose prompts and outputs end within a block, of which there are few."""
+    rows = [row for good, bad in zip(GOOD * 2, [*SPOILT * 3, SPOILT[0]], strict=True) for row in (bad, good)]
+
+    def found(path, rows):
+        policy = make_policy(path, CPU, gpu_batch_size=2, kv_seqs={"cpu": 2}, kv_format=kv_format, max_model_len=128)
+        return completions(make_parts(path, CPU, policy, tmp_path, longest_tokens=64, most_kv_tokens=1), rows)
+
+    spoilt, healthy = found(one_bad_token, rows), found(tiny_models("llama")[0], rows[1::2])
+    assert [c.samples for c in spoilt[1::2]] == [c.samples for c in healthy] and all(c.samples for c in healthy)
+    assert all("logits are not finite" in c.error for c in spoilt[::2])
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_packed_weights_do_not_hide_that_they_are_nan(weight_format, spoilt, tmp_path):
+    path = spoilt("model.layers.1.mlp.down_proj.weight", (3, 5), float("nan"))
+    parts = make_parts(path, CPU, make_policy(path, CPU, weight_format=weight_format, kv_seqs={"cpu": 8}), tmp_path)
+    assert all("logits are not finite" in c.error for c in completions(parts, GOOD))
 
 
 def test_a_grammar_does_not_hide_that_logits_are_nan(one_bad_token, tmp_path):
     pytest.importorskip("llguidance")
-    found = completions(in_memory(one_bad_token, tmp_path), [*GOOD, *SPOILT], regex="[a-c]{2,9}")
-    assert [c.error is None for c in found] == [True] * len(GOOD) + [False] * len(SPOILT)
+    found = completions(in_memory(one_bad_token, tmp_path), ROWS, regex="[a-c]{2,9}")
+    assert [c.error is None for c in found] == [row in GOOD for row in ROWS]
 
 
 def test_a_token_that_spoils_what_follows_it_fails_the_row_when_it_is_generated(one_bad_token, tmp_path):

@@ -284,6 +284,22 @@ class Scheduler:
         if sequence in self._followers:
             self._queue_followers(sequence)
 
+    def forget_prefix(self, sequence: Sequence) -> None:
+        """No other sequence takes over the KV of this one's prompt, or of a part of it, from now on."""
+        for pool in self.pools.values():
+            if pool.share_prefixes:
+                pool.withdraw(pool.match([*sequence.tokens[: sequence.num_prompt], 0]))
+
+    def run_alone(self, sequence: Sequence) -> None:
+        """A sequence runs again from its beginning, perhaps after it has left, with KV that it computes itself."""
+        if sequence.token_slot is not None:
+            try:
+                self._leave(sequence)
+            except ValueError:  # it has been preempted
+                self.waiting.remove(sequence)
+        sequence.takes_prefix, sequence.prefix_donor = False, None
+        self._start_over(sequence)
+
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
@@ -495,6 +511,9 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
         self.num_preempted += 1
+        self._start_over(sequence)
+
+    def _start_over(self, sequence: Sequence) -> None:
         sequence.num_computed = sequence.num_matched_blocks = sequence.num_entered_blocks = sequence.node = 0
         self.waiting.appendleft(sequence)
 

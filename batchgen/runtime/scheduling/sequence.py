@@ -74,6 +74,7 @@ class Sequence:
     scores: list[ScoredPosition] = field(default_factory=list)
     prefix_donor: Sequence | None = None  # one that computes the same first tokens, for both, and how many
     num_donated: int = 0
+    takes_prefix: bool = True  # whether it may take over KV that others have computed
     constraint: Constraint | None = None  # as far as `tokens` go: it outlives a preemption
     token_slot: int | None = None  # from its first admission to its end
     exchange_slot: int | None = None  # of class "deferred", while it is in flight
@@ -112,6 +113,8 @@ class Sequence:
     @property
     def shareable(self) -> list[int]:
         """Tokens that a prefix computed before may stand for, but for the last of them: what is asked for has to be run."""
+        if not self.takes_prefix:
+            return []
         return self.tokens[: self.next_logits_position + 1] if self.targets else self.tokens
 
     @property
