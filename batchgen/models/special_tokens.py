@@ -59,3 +59,6 @@ def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
         model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:  # nothing is merged into a special token any more, nor is one merged with anything
+        pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"])
+        model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]

@@ -1,6 +1,7 @@
 """Whole jobs over inputs that a scheduler may meet: empty ones, and lines that are no rows."""
 
 import json
+import shutil
 import tempfile
 
 import pyarrow as pa
@@ -8,6 +9,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 from command_line import invoke
+from tiny_models import make_tiny_sentencepiece_tokenizer
 
 from batchgen.dataset.storage import file_system
 
@@ -255,3 +257,18 @@ def test_penalties_and_biases_of_a_batch(model, tmp_path):
     assert plain[0]["choices"][0]["text"] not in (biased[0]["choices"][0]["text"], "")
     assert banned[0]["choices"][0]["text"] and unlike[0]["choices"][0]["text"]
     assert "logit_bias" in outside[1]["message"]
+
+
+def test_prompts_that_begin_twice_are_told_of_once(model, tmp_path):
+    """The tokenizer puts the beginning-of-text token before each prompt, and some begin with it."""
+    shutil.copytree(model, tmp_path / "model")
+    make_tiny_sentencepiece_tokenizer(tmp_path / "model")
+    told = []
+    for number, prompts in enumerate((["<s>one", "<s>two", "three"], ["one", "two"])):
+        source = tmp_path / f"{number}.jsonl"
+        source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        output = tmp_path / f"out{number}.jsonl"
+        code, _, stderr = run(tmp_path / "model", source, output, "--progress", "plain", "--hardware", "zen4")
+        assert code == 0, stderr
+        told.append(stderr.count("its tokenizer puts another before it"))
+    assert told == [1, 0]

@@ -490,6 +490,14 @@ def test_strings_that_are_longer_than_the_file_are_told(tmp_path, key, length):
         read_gguf_header(path)
 
 
+def test_arrays_within_arrays_without_end_are_told(tmp_path):
+    nested = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 50_000 + struct.pack("<IQ", 4, 0)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"k" + nested)
+    with pytest.raises(InputError, match="is truncated or not a GGUF") as caught:
+        read_gguf_header(tmp_path / "x.gguf")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 def test_norms_of_queries_that_a_family_has_not_are_refused(arch):
     """A llama's rows of queries are interleaved; whether weights of norms would be, nobody says."""

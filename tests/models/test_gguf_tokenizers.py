@@ -7,7 +7,7 @@ import os
 import random
 
 import pytest
-from gguf_vocabularies import CONTROL, RECORDED, UNKNOWN, USER_DEFINED, byte_level, pairs_of, sentencepiece, write
+from gguf_vocabularies import BYTE, CONTROL, RECORDED, UNKNOWN, USER_DEFINED, byte_level, pairs_of, sentencepiece, write
 
 from batchgen.core.errors import InputError
 from batchgen.models.gguf_pre_tokenizers import PRE_TOKENIZERS
@@ -157,6 +157,33 @@ def test_scores_that_do_not_say_what_is_merged_first_are_refused(tokens, scores,
     with pytest.raises(InputError, match=named) as caught:
         backend_of(pairs_of(model="llama", tokens=tokens, scores=scores))
     assert "\n" not in str(caught.value)
+
+
+def test_special_tokens_are_text_where_they_are_asked_to_be(tmp_path, monkeypatch):
+    """Also one that its parts could be merged to, as CodeLlama's "▁<PRE>" where "▁<" and "PRE>" are tokens."""
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "<",
+        "P",
+        ">",
+        "▁<",
+        "P>",
+        "▁<P>",
+    ]
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, 1, 1, 1, 1, 1, 1, CONTROL]
+    scores = [-float(i) for i in range(len(tokens))]
+    files = write(tmp_path / "x.gguf", pairs_of(model="llama", tokens=tokens, token_type=kinds, scores=scores))
+    parsed, as_text = (
+        load_tokenizer(files, mode).encode_batch(["<P></s>"], add_special_tokens=False)[0] for mode in ("parse", "text")
+    )
+    assert parsed == [tokens.index("▁<P>"), 2]
+    assert not {tokens.index("▁<P>"), 2} & set(as_text)
+    assert [tokens[i] for i in as_text[:2]] == ["▁<", "P>"]
 
 
 # Files
