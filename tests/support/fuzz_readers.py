@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import invoke, planned
 from quantized_checkpoints import gptq, requantize
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny_model
@@ -48,20 +49,24 @@ from batchgen.share.ranges import row_ranges
 from batchgen.share.run import SharedJob
 from batchgen.share.status import describe_status, output_status
 
-MOST_CPU_S = 3.0  # of a reader that takes milliseconds
 MOST_BYTES = 256 << 20
 _FINGERPRINT = {"input": {"rows": 3}, "sampling": {"seed": 0}}
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader of a file. make: writes it whole into a folder; file: its name there; read: reads it there."""
+    """A reader of a file. make: writes it whole into a folder; file: its name there; read: reads it there.
+
+    quick: Cases in `make test`. most_cpu_s: That a case may compute.
+    """
 
     make: Callable[[Path], Any]
     file: str
     read: Callable[[Path], Any]
     wrap: Callable[[bytes, bytes], bytes] = lambda whole, text: text  # the file around its JSON
     unwrap: Callable[[bytes], bytes] = lambda whole: whole
+    quick: int = 25
+    most_cpu_s: float = 3.0
 
 
 def _read_model(folder: Path) -> None:
@@ -183,8 +188,6 @@ def _go_on(folder: Path) -> None:
 
 
 def _plan(folder: Path) -> None:
-    from command_line import planned
-
     make_tiny_model("llama", folder / "model")
     lengths = ("--num-prompts", "8", "--input-len", "8", "--output-len", "2")
     planned("-m", folder / "model", *lengths, "--hardware", "zen4", "-o", folder / "plan.json")
@@ -192,6 +195,33 @@ def _plan(folder: Path) -> None:
 
 def _profile(folder: Path) -> None:
     shutil.copy(Path(batchgen.__file__).parent / "profiler" / "profiles" / "t4.json", folder / "profile.json")
+
+
+def _profile_and_model(folder: Path) -> None:
+    _profile(folder)
+    make_tiny_model("llama", folder / "model")
+
+
+def _plan_by_profile(folder: Path) -> None:
+    lengths = ("--num-prompts", "8", "--input-len", "8", "--output-len", "2", "--progress", "none")
+    _command("plan", "-m", folder / "model", *lengths, "--hardware", folder / "profile.json")
+
+
+def _plan_and_rows(folder: Path) -> None:
+    _plan(folder)
+    (folder / "rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+
+
+def _run_by_plan(folder: Path) -> None:
+    rows = ("-i", folder / "rows.jsonl", "-o", folder / "out.jsonl", "--max-tokens", "2", "--progress", "none")
+    _command("run", "-m", folder / "model", *rows, "--plan", folder / "plan.json")
+
+
+def _command(*args: Any) -> None:
+    """A command in this process. Raises what it ends with."""
+    code, _, said = invoke(*args)
+    if code:
+        raise BatchgenError(said)
 
 
 def _sharded(folder: Path) -> None:
@@ -215,6 +245,8 @@ READERS = {
     "unfinished store": Reader(_unfinished, "model/manifest.partial.json", _go_on, _with_checksum),
     "profile": Reader(_profile, "profile.json", lambda folder: read_profile(folder / "profile.json")),
     "plan": Reader(_plan, "plan.json", lambda folder: read_plan(str(folder / "plan.json"))),
+    "profile, planned with": Reader(_profile_and_model, "profile.json", _plan_by_profile, quick=6, most_cpu_s=30),
+    "plan, run by": Reader(_plan_and_rows, "plan.json", _run_by_plan, quick=6, most_cpu_s=30),
     "run manifest": Reader(_make_run, "out.parquet.batchgen/manifest.json", _open_run),
     "shared job": Reader(_make_shared_run, "out.parquet.batchgen/share/job.json", _read_shared_run),
     "lease": Reader(_make_shared, "share/leases/000000.0000", _read_shared),
@@ -309,7 +341,7 @@ def try_reader(reader: Reader, whole: Path, folder: Path, seed: Any) -> tuple[st
         outcome, wrong = "traceback", f"{type(error).__name__}: {error}"[:500]
     cpu_s, (_, peak) = time.process_time() - before, tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    if cpu_s > MOST_CPU_S or peak > MOST_BYTES:
+    if cpu_s > reader.most_cpu_s or peak > MOST_BYTES:
         wrong = wrong or f"computed for {cpu_s:.1f} s and took {peak >> 20} MiB"
     return outcome, wrong
 
