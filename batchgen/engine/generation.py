@@ -136,7 +136,6 @@ class Generation:
 
     def __init__(self, parts: EngineParts, sampling: SamplingParams, on_overlong: str) -> None:
         self._parts, self._sampling, self._on_overlong = parts, sampling, on_overlong
-        self._room = Room.of(parts.policy.max_model_len, on_overlong)
         self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
         self._detectors: dict[Sequence, object] = {}
@@ -151,7 +150,7 @@ class Generation:
         for chunk in chunks(each_request(requests)):
             fine = [request for _, request in chunk if request.error is None]
             prompts = [each for request in fine for each in request.each_prompt]
-            texts = encode_texts(self._parts.tokenizer, prompts, self._room)
+            texts = encode_texts(self._parts.tokenizer, prompts, self._room())
             for index, request in chunk:
                 encoded: list[tuple[array, SamplingParams]] = []
                 grammar, error = None, request.error
@@ -168,8 +167,11 @@ class Generation:
                         error = str(problem)
                 yield _Prepared(index, request, tuple(encoded), error, grammar)
 
+    def _room(self) -> Room:
+        return Room.of(self._parts.policy.max_model_len, self._on_overlong)
+
     def _encode(self, request: Request, texts: Texts) -> list[int]:
-        token_ids = encode_prompt(self._parts.tokenizer, request, self._room, texts)
+        token_ids = encode_prompt(self._parts.tokenizer, request, self._room(), texts)
         if not token_ids:
             raise RowError("the prompt is empty")
         check_vocabulary(token_ids, self._parts.config.vocab_size, "the prompt")

@@ -76,7 +76,6 @@ class Scoring:
 
     def __init__(self, parts: EngineParts, on_overlong: str) -> None:
         self._parts, self._on_overlong = parts, on_overlong
-        self._room = Room.of(parts.policy.max_model_len, on_overlong)
         self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
         self._scorer = parts.scorer()  # of the sweep under way
@@ -86,7 +85,7 @@ class Scoring:
         """Tokenizes requests, some at a time; runs in the input thread."""
         for chunk in chunks(each_score_request(requests)):
             fine = [request for _, request in chunk if request.error is None]
-            texts = encode_all(self._parts.tokenizer, fine, self._room)
+            texts = encode_all(self._parts.tokenizer, fine, self._room())
             for index, request in chunk:
                 row_id = index if request.id is None else request.id
                 if request.error is not None:
@@ -96,6 +95,9 @@ class Scoring:
                     yield _Prepared(index, row_id, request.row, request.logprobs, self._tokens(request, texts))
                 except (RowError, InputError) as problem:
                     yield _Prepared(index, row_id, request.row, error=str(problem))
+
+    def _room(self) -> Room:
+        return Room.of(self._parts.policy.max_model_len, self._on_overlong)
 
     def _tokens(self, request: ScoreRequest, texts: Texts) -> Tokens:
         config, policy = self._parts.config, self._parts.policy
