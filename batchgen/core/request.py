@@ -13,7 +13,7 @@ from batchgen.core.errors import InputError, one_line
 # limit), stop strings and stop tokens, and the bytes of its results should every sample be as long as it may be.
 MOST_SAMPLES = 16384
 MOST_STOPS = 1024
-MOST_RESULT_BYTES = 16 << 30
+MOST_RESULT_BYTES = 4 << 30
 _MOST_INT = 2**31 - 1
 # Beyond these, 32-bit floating point makes infinities and zeros of logits.
 _LEAST_PENALTY, _MOST_PENALTY = 1e-3, 1e3

@@ -58,7 +58,7 @@ def test_results_that_could_take_all_memory_are_refused(sampling, prompts, fits)
     else:
         with pytest.raises(InputError, match="lower n, max_tokens or logprobs"):
             sampling.check_result_size(prompts)
-    assert MOST_RESULT_BYTES <= 16 << 30
+    assert MOST_RESULT_BYTES <= 4 << 30
 
 
 def test_numbers_stay_as_they_were_given():
