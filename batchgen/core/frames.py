@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
-from typing import IO, Any
+from typing import Any
 
 _LENGTH = struct.Struct(">Q")
+NO_MEMORY = 3  # exit code of a process that has no memory for a message
 
 
 def framed(message: bytes) -> bytes:
@@ -13,14 +14,19 @@ def framed(message: bytes) -> bytes:
     return _LENGTH.pack(len(message)) + message
 
 
-def read_frame(file: IO[bytes]) -> bytes | None:
-    """The next message; None where the file ends before it is whole."""
-    header = file.read(_LENGTH.size)
-    if len(header) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(header)
-    message = file.read(length)
-    return message if len(message) == length else None
+def read_frame(file: Any) -> bytearray | None:
+    """The next message, however many reads an unbuffered file takes for it; None where the file ends before it is whole."""
+    header = _read(file, _LENGTH.size)
+    return None if header is None else _read(file, _LENGTH.unpack(header)[0])
+
+
+def _read(file: Any, count: int) -> bytearray | None:
+    content, done = bytearray(count), 0
+    while done < count:
+        if not (read := file.readinto(memoryview(content)[done:])):
+            return None
+        done += read
+    return content
 
 
 def write_frame(file: Any, message: bytes) -> None:

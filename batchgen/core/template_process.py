@@ -27,7 +27,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from batchgen.core.frames import read_frame, write_frame
+from batchgen.core.frames import NO_MEMORY, read_frame, write_frame
 
 
 class OverLimit(Exception):
@@ -167,6 +167,9 @@ class _Limits:
 
     def __init__(self) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # Who has started this process may ignore or block the signal, and that is inherited.
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
         with open("/proc/self/statm") as file:  # in pages, the whole address space first
             pages = int(file.read().split()[0])
         self._own_bytes = pages * resource.getpagesize()
@@ -187,6 +190,13 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for whatever libraries print
     limits = _Limits()
     write_frame(replies, b"ready")
+    try:
+        _answer_all(requests, replies, limits)
+    except MemoryError:
+        os._exit(NO_MEMORY)
+
+
+def _answer_all(requests: Any, replies: Any, limits: _Limits) -> None:
     while (frame := read_frame(requests)) is not None:
         asked = pickle.loads(frame)
         limits.set(asked["seconds"], asked["memory_bytes"])
@@ -200,7 +210,7 @@ def main() -> None:
             write_frame(replies, _reply(asked, row))
 
 
-def _reply(asked: Mapping[str, Any], row: bytes) -> bytes:
+def _reply(asked: Mapping[str, Any], row: bytearray) -> bytes:
     """The row's text behind a "t", or what is wrong with it behind an "e": its kind and its message."""
     try:
         text = _render(asked["kind"], asked["text"], pickle.loads(row), asked["length"])

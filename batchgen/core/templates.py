@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.core.errors import BatchgenError, one_line
-from batchgen.core.frames import framed, read_frame
+from batchgen.core.frames import NO_MEMORY, framed, read_frame, write_frame
 from batchgen.core.python_command import python_command
 
 # Rows that go there together: at most so many, and no further once they have so many bytes.
 _ROWS, _SENT_BYTES = 64, 1 << 20
+_END_S = 1.0  # between the end of its answers and that of the process
 Row = Mapping[str, Any] | Exception
 
 
@@ -149,15 +150,17 @@ class _Renderer:
         return results
 
     def _running(self) -> _Process:
-        """The process. A fork of this one, which has no part in the exchanges of its parent, starts its own."""
-        process = self._process
-        if process is None or process.has_ended or process.owner != os.getpid():
-            self._process = process = _Process()
-        return process
+        if self._process is None or self._process.has_ended:
+            self._process = _Process()
+        return self._process
+
+    def renew(self) -> None:
+        """In a fork, have no part in the exchanges of the parent, whose process it is that renders."""
+        self._lock, self._process = threading.Lock(), None
 
     def close(self) -> None:
         """End the process; it starts again where it is needed."""
-        if self._process is not None and self._process.owner == os.getpid():
+        if self._process is not None:
             self._process.end()
 
 
@@ -165,13 +168,14 @@ class _Process:
     """The process that renders. As a context it is ended by what is raised, perhaps between a question and its answer."""
 
     def __init__(self) -> None:
-        self.owner, self.has_ended = os.getpid(), False
+        self.has_ended = False
         # A session of its own: Ctrl-C is for the process that has started it.
         self._process = subprocess.Popen(
             python_command("batchgen.core.template_process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
+            bufsize=0,  # buffers have locks and contents of their own, which a fork of this process would have, too
         )
         if self.answer() is None:
             raise BatchgenError(
@@ -199,17 +203,18 @@ class _Process:
         }
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended: there is no answer, either
-            self._process.stdin.write(framed(pickle.dumps(asked)))
-            self._process.stdin.flush()
+            write_frame(self._process.stdin, pickle.dumps(asked))
 
-    def answer(self) -> bytes | None:
+    def answer(self) -> bytearray | None:
         """The next answer; None: the process has ended."""
         assert self._process.stdout is not None
         return read_frame(self._process.stdout)
 
-    def end(self) -> int:
-        """End it; its exit code, or minus the signal that ended it before."""
+    def end(self, within_s: float = 0.0) -> int:
+        """End it; its exit code, or minus the signal that ended it before, as it may do within so many seconds."""
         self.has_ended = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_s)
         self._process.kill()
         code = self._process.wait()
         for file in (self._process.stdin, self._process.stdout):
@@ -238,20 +243,25 @@ def _packed(rows: list[Row]) -> list[bytes | Exception]:
     return packed
 
 
-def _result(answer: bytes, limits: TemplateLimits) -> str | Exception:
+def _result(answer: bytearray, limits: TemplateLimits) -> str | Exception:
     if answer[:1] == b"t":
         return answer[1:].decode("utf-8", "surrogatepass")
     kind, text = json.loads(answer[1:])
     if kind == "MemoryError":
-        mebibytes = limits.memory_bytes >> 20
-        return TemplateFailed("", f"the row takes more than {mebibytes:,} MiB to render: shorten its values")
+        return _too_large(limits)
     if kind == "OverLimit":
         return TemplateFailed("", f"the row makes more than {limits.length:,} characters of text: shorten its values")
     return TemplateFailed(kind, text)
 
 
+def _too_large(limits: TemplateLimits) -> TemplateFailed:
+    return TemplateFailed("", f"the row takes more than {limits.memory_bytes >> 20:,} MiB to render: shorten its values")
+
+
 def _why_ended(process: _Process, limits: TemplateLimits) -> TemplateFailed:
-    code = process.end()
+    code = process.end(within_s=_END_S)
+    if code == NO_MEMORY:
+        return _too_large(limits)
     if code == -signal.SIGPROF:
         return TemplateFailed("", f"the row takes longer than {limits.seconds:g} s to render: shorten its values")
     return TemplateFailed("", f"rendering the row ended its process with code {code}: shorten its values")
@@ -259,3 +269,5 @@ def _why_ended(process: _Process, limits: TemplateLimits) -> TemplateFailed:
 
 _renderer = _Renderer()
 atexit.register(_renderer.close)
+# In a fork the lock is held for ever where another thread of the parent held it.
+os.register_at_fork(after_in_child=_renderer.renew)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -60,9 +60,8 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
         with tracing(job) as on_step:
             engine = load_engine(job, plan, lambda: tokenizer, progress, on_step, group)
             with engine:
-                requests = list(_requests(options, job.config.vocab_size))
                 loaded_s = time.monotonic()
-                _generate(engine, requests, progress)
+                _generate(engine, _requests(options, job.config.vocab_size), options.num_prompts, progress)
                 ended_s = time.monotonic()
             report = _report(options, job.files, engine, plan, ended_s - started_s, ended_s - loaded_s)
     if job.options.report:
@@ -85,17 +84,17 @@ def _model(options: BenchOptions, progress: Progress) -> ModelFiles:
 
 
 def _requests(options: BenchOptions, vocab_size: int) -> Iterator[Request]:
-    """Prompts of random tokens, which share nothing."""
+    """Prompts of random tokens, which share nothing; drawn as they are needed, for there may be any number of them."""
     draw = random.Random(options.job.sampling.seed)
     for _ in range(options.num_prompts):
-        yield Request([draw.randrange(vocab_size) for _ in range(options.input_len)])
+        yield Request(draw.choices(range(vocab_size), k=options.input_len))
 
 
-def _generate(engine: Engine, requests: list[Request], progress: Progress) -> None:
+def _generate(engine: Engine, requests: Iterable[Request], num_prompts: int, progress: Progress) -> None:
     done = 0
 
     def show(stats: EngineStats) -> None:
-        progress.update(Counts(len(requests), 0, done, 0, stats.prompt_tokens, stats.generated_tokens))
+        progress.update(Counts(num_prompts, 0, done, 0, stats.prompt_tokens, stats.generated_tokens))
 
     progress.start()
     for completion in engine.generate(requests, on_sweep=show):

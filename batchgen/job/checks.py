@@ -20,7 +20,8 @@ from batchgen.runtime.grammar import check_grammar
 # Python and what a job imports take more than this on any machine.
 _LEAST_MEMORY_BYTES = 300 << 20
 # Numbers beyond these mean nothing, and are more than what counts with them can hold.
-_MOST = {"tensor_parallel": 4096, "pipeline": 4096, "limit": sys.maxsize}
+# A sweep is simulated micro-batch by micro-batch, so that a plan with millions of them would never come to its end.
+_MOST = {"tensor_parallel": 4096, "pipeline": 4096, "limit": sys.maxsize, "num_gpu_batches": 1024}
 _MOST_OF_OTHERS = (1 << 31) - 1
 
 

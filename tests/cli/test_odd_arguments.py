@@ -53,7 +53,7 @@ JOB = ["-m", "M", "-i", "in.jsonl", "--max-tokens", "1", "--progress", "none"]
         (["run", *JOB, "-o", "out.jsonl", "--limit", "9" * 30], "--limit must be at most 9,223,372,036,854,775,807"),
         (["run", *JOB, "-o", "out.jsonl", "--tensor-parallel", "9" * 30], "--tensor-parallel must be at most 4,096"),
         (["run", *JOB, "-o", "out.jsonl", "--pipeline", "5000"], "--pipeline must be at most 4,096"),
-        (["plan", *JOB, "--num-gpu-batches", "9" * 30], "--num-gpu-batches must be at most 2,147,483,647"),
+        (["plan", *JOB, "--num-gpu-batches", "2147483647"], "--num-gpu-batches must be at most 1,024"),
         (
             ["plan", *JOB, "--max-num-batched-tokens", "9" * 30],
             "--max-num-batched-tokens must be at most 2,147,483,647",

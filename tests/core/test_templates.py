@@ -2,9 +2,11 @@
 
 import os
 import resource
+import signal
 import threading
 from datetime import date
 from decimal import Decimal
+from signal import pthread_sigmask as mask
 
 import pytest
 
@@ -147,3 +149,40 @@ def test_a_fork_renders_in_a_process_of_its_own():
         os._exit(0 if list(template.render([{"a": 2}])) == ["2"] else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert list(template.render([{"a": 3}])) == ["3"]
+
+
+@pytest.mark.parametrize(
+    "hide", [lambda: signal.signal(signal.SIGPROF, signal.SIG_IGN), lambda: mask(signal.SIG_BLOCK, [signal.SIGPROF])]
+)
+def test_the_time_limit_holds_where_the_signal_is_ignored_or_blocked(hide):
+    """Both are inherited by the process that renders, from whatever program has imported this package."""
+    handler, blocked = signal.getsignal(signal.SIGPROF), mask(signal.SIG_BLOCK, [])
+    templates._renderer.close()
+    guard = threading.Timer(5.0, lambda: templates._renderer._process._process.kill())
+    guard.start()
+    try:
+        hide()
+        endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+        (result,) = SafeTemplate("rows", endless, TemplateLimits(seconds=0.1)).render([{}])
+    finally:
+        guard.cancel()
+        templates._renderer.close()
+        signal.signal(signal.SIGPROF, handler)
+        mask(signal.SIG_SETMASK, blocked)
+    assert "takes longer than 0.1 s" in str(result)
+
+
+def test_a_fork_renders_though_another_thread_of_its_parent_was_rendering():
+    with templates._renderer._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)  # where the lock is held for ever
+            found = list(SafeTemplate("rows", "{{ x }}").render([{"x": 1}]))
+            os._exit(0 if found == ["1"] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_values_that_are_larger_than_the_memory_of_a_row_say_so(capfd):
+    small = TemplateLimits(memory_bytes=8 << 20)
+    assert "more than 8 MiB" in str(*SafeTemplate("rows", "{{ x }}", small).render([{"x": b"a" * (30 << 20)}]))
+    assert capfd.readouterr().err == ""

@@ -130,3 +130,15 @@ def test_the_recipe_runs_and_prints_its_metric(tiny_models, tmp_path, monkeypatc
     found = CliRunner().invoke(cli, args, catch_exceptions=False)
     assert found.exit_code == 0
     assert "3 prompts of 64 tokens, 32 out each" in found.output and "generated tokens/s" in found.output
+
+
+def test_prompts_are_drawn_as_they_are_needed(tiny_models, tmp_path, monkeypatch):
+    """A job of a thousand million prompts does not hold all of them before it begins."""
+
+    def generate(engine, requests, **more):
+        assert len(next(iter(requests)).prompt) == 12
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("batchgen.engine.engine.Engine.generate", generate)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(options(tiny_models("llama")[0], tmp_path, num_prompts=1_000_000_000))
