@@ -5,6 +5,7 @@ What measuring takes of the memory is gone afterwards, and it keeps to a budget 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -87,18 +88,29 @@ def _answer(command: list[str], task: Any, notify: Callable[[str], None]) -> Har
                 raise _too_small(resident_bytes() + value)
             else:
                 found = HardwareProfile.from_json(value)
+        _wait_for_end(process)
     except BrokenPipeError:
-        pass  # it has ended, and its exit code is told below
+        _wait_for_end(process)
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
     if found is None:
-        raise BatchgenError(
-            f"measuring this machine ended with code {process.returncode} and no result: run the command again with more"
-            " memory, or give --hardware a profile"
-        )
+        raise BatchgenError(f"measuring this machine {_ending(process.returncode)}, or give --hardware a profile")
     return found
+
+
+def _wait_for_end(process: subprocess.Popen[bytes]) -> None:
+    """Gives a process whose output has ended the time to end by itself, so that its exit code is its own."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=10)
+
+
+def _ending(code: int) -> str:
+    """How the process ended without a result, and what helps."""
+    if code < 0:
+        return f"was ended by signal {-code} and has no result: run the command again with more memory"
+    return f"ended with exit code {code} and no result: what it says above is the reason; mend that and run the command again"
 
 
 def _too_small(needed_bytes: int) -> InputError:

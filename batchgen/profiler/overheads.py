@@ -173,7 +173,7 @@ def _load_bytes_per_s() -> float:
 
 
 def _gguf_load_bytes_per_s() -> float | None:
-    """The same for a quantised GGUF. None without `gguf`: then no GGUF can be loaded either."""
+    """Bytes in memory per second of reading a quantised GGUF. None without `gguf`: then no GGUF can be loaded either."""
     import numpy as np
 
     try:
@@ -207,7 +207,7 @@ def _gguf_load_bytes_per_s() -> float | None:
 
 
 def _bytes_loaded_per_s(path: Path) -> float:
-    """Of a model in bfloat16, the second time."""
+    """Bytes per second of loading a model in bfloat16, the second time."""
     import torch
 
     from batchgen.models.checkpoint import open_checkpoint
@@ -221,5 +221,6 @@ def _bytes_loaded_per_s(path: Path) -> float:
     started = time.perf_counter()
     weights = Weights(checkpoint.config, residency, torch.bfloat16, checkpoint=checkpoint)
     seconds = time.perf_counter() - started
+    num_bytes = weights.num_bytes  # those that are closed have none
     weights.close()
-    return weights.num_bytes / seconds
+    return num_bytes / seconds

@@ -13,7 +13,7 @@ from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.machine import CpuTime
 from batchgen.core.python_command import python_command
-from batchgen.profiler import apart
+from batchgen.profiler import apart, overheads
 from batchgen.profiler.apart import recall_or_measure
 from batchgen.profiler.busy import why_busy
 from batchgen.profiler.cache import Wanted
@@ -58,6 +58,17 @@ class TestProcess:
     @pytest.mark.parametrize("code", ["os._exit(9)", 'say("note", "x"); os.kill(os.getpid(), 9)', ""])
     def test_one_that_dies_is_told_in_a_line(self, tmp_path, code):
         with pytest.raises(BatchgenError, match=r"no result.*--hardware"):
+            answer(tmp_path, code)
+
+    @pytest.mark.parametrize(
+        ("code", "said"),
+        [
+            ("raise SystemExit(3)", "exit code 3 and no result: what it says above"),
+            ("os.kill(os.getpid(), 9)", "signal 9 .*more memory"),
+        ],
+    )
+    def test_its_own_exit_code_is_told_and_memory_only_where_it_was_killed(self, tmp_path, code, said):
+        with pytest.raises(BatchgenError, match=said):
             answer(tmp_path, code)
 
     def test_memory_too_small_for_measuring_is_told_with_what_it_takes(self, tmp_path, monkeypatch):
@@ -108,6 +119,19 @@ class TestProcess:
                 notify=lambda line: None,
             )  # fmt: skip
         assert [task[-1] for task in tasks] == [20 * GIB, 2 * GIB, 0]
+
+
+class TestOverheads:
+    """What is measured of the engine itself, where a machine is measured for the first time."""
+
+    def test_a_sweep_takes_time_where_there_is_no_tokenizer(self):
+        assert overheads._sweep_s("cpu", 1, 1) > 0
+
+    @pytest.mark.parametrize("loading", [overheads._load_bytes_per_s, overheads._gguf_load_bytes_per_s])
+    def test_loading_has_a_rate(self, loading, monkeypatch):
+        monkeypatch.setattr(overheads, "_WIDTH", 64)
+        monkeypatch.setattr(overheads, "_ROWS", 128)
+        assert loading() > 0
 
 
 class TestMemory:
