@@ -65,7 +65,8 @@ def run(**options: Any) -> None:
     if options["report"] == "-":
         pass  # stdout is the report's
     elif report["state"] == "dry run":
-        put([json.dumps({k: v for k, v in report.items() if k != "first_prompt"}, indent=2)])
+        if not sys.stdout.isatty():  # there it would push away the lines that somebody reads
+            put([json.dumps({k: v for k, v in report.items() if k != "first_prompt"}, indent=2)])
     else:
         for line in summary(report):
             say(line, sys.stderr if options["output"] == "-" else sys.stdout)  # stdout may be the output's
@@ -186,7 +187,10 @@ def _read_schema(path: str) -> str:
     try:
         return read_text(Path(path).expanduser(), "utf-8-sig")
     except (OSError, UnicodeError) as error:
-        raise InputError(f"--json-schema {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        hint = "; write the schema to a file and give the file's name" if path.lstrip().startswith("{") else ""
+        raise InputError(
+            f"--json-schema {path} cannot be read: {getattr(error, 'strerror', None) or error}{hint}"
+        ) from error
 
 
 for _command in (run, status, plan, bench, profile, convert):
@@ -209,6 +213,8 @@ def run_cli() -> int:
         error.show(shown)
         for line in shown.getvalue().splitlines():
             say(line)
+        if isinstance(error, click.UsageError) and error.message.startswith("Got unexpected extra argument"):
+            say("A value that has spaces needs quotes around it: 'Classify: {{ text }}'")
         return error.exit_code
     except ProductLost as error:
         if error.errno == errno.EPIPE:  # whoever reads it has seen enough

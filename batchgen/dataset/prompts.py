@@ -35,6 +35,7 @@ from batchgen.dataset.sampling_column import SamplingColumn
 Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or chat messages with "role" and "content"
 Row = Mapping[str, Any] | Exception  # {column: value}, or why there are no values
 
+_NO_COLUMN = "--prompt-template names no column: every row has the same prompt (a column is written {{ name }})"
 _ROW_IS_WHOLE = '"row" in the prompt template is the whole row: the column of that name is row["row"]'
 
 
@@ -140,7 +141,7 @@ def compile_prompts(
         from batchgen.dataset.templates import compile_template
 
         columns, render = compile_template(spec.template, schema)
-        notices = (_ROW_IS_WHOLE,) if "row" in columns else ()
+        notices = (_ROW_IS_WHOLE,) if "row" in columns else () if columns else (_NO_COLUMN,)
         as_prompt = _each(lambda text: _text_prompt(text, spec, may_be_empty))
         return CompiledPrompts(
             columns, lambda rows: as_prompt(render(rows)), spec.makes_chat, spec.chat_options, notices

@@ -47,6 +47,10 @@ def compile_template(
         raise InputError('--prompt-template: self is Jinja\'s own: write row["self"] for the column of that name')
     for name in sorted(variables - set(schema.names) - {_WHOLE_ROW, _JINJAS_OWN}):
         raise InputError(f"--prompt-template: {name!r} is not a column{closest(name, schema)}")
+    if not variables and (name := next((name for name in schema.names if f"{{{name}}}" in text), None)) is not None:
+        raise InputError(
+            f"--prompt-template names no column: the column {name} is written {{{{ {name} }}}}, not {{{name}}}"
+        )
     whole_row = _WHOLE_ROW in variables
     columns = tuple(name for name in schema.names if whole_row or name in variables)
 

@@ -422,7 +422,11 @@ class JobOptions:
     )
     progress: str = _option(RUN, f"{_COMMANDS} lm_eval helm", default="auto", choices=_STYLES)
     dry_run: bool = _option(
-        RUN, "run", default=False, type=bool, help="Check everything, show the plan and the first prompt; run nothing."
+        RUN,
+        "run",
+        default=False,
+        type=bool,
+        help="Check everything, show the plan and the first prompt (as JSON too where standard output is no terminal); run nothing.",
     )
     read_before: tuple[tuple[str, str], ...] = ()
 
@@ -433,10 +437,18 @@ class PlanOptions:
 
     job: JobOptions
     num_prompts: int | None = _option(
-        INPUT, "plan", type=int, metavar="N", help="Plan for N prompts instead of an input ..."
+        INPUT,
+        "plan",
+        type=int,
+        metavar="N",
+        help="Plan for N prompts instead of an input, with --input-len and --output-len.",
     )
-    input_len: int | None = _option(INPUT, "plan", type=int, metavar="N", help="... of this many tokens each,")
-    output_len: int | None = _option(INPUT, "plan", type=int, metavar="N", help="and outputs of this many tokens.")
+    input_len: int | None = _option(
+        INPUT, "plan", type=int, metavar="N", help="With --num-prompts: prompt tokens of each."
+    )
+    output_len: int | None = _option(
+        INPUT, "plan", type=int, metavar="N", help="With --num-prompts: tokens that each generates."
+    )
     max_block_latency: str | None = _option(
         RESOURCES, "plan", metavar="TIME", help="Longest time from a block's first prompt to its last token."
     )
@@ -498,9 +510,9 @@ class BenchOptions:
     """
 
     job: JobOptions
-    num_prompts: int = _option(INPUT, "bench", default=64, type=int, metavar="N", help="Rows,")
-    input_len: int = _option(INPUT, "bench", default=512, type=int, metavar="N", help="of this many tokens each,")
-    output_len: int = _option(INPUT, "bench", default=32, type=int, metavar="N", help="and this many generated ones.")
+    num_prompts: int = _option(INPUT, "bench", default=64, type=int, metavar="N", help="Number of rows.")
+    input_len: int = _option(INPUT, "bench", default=512, type=int, metavar="N", help="Prompt tokens of each row.")
+    output_len: int = _option(INPUT, "bench", default=32, type=int, metavar="N", help="Tokens that each row generates.")
     load_format: str = _option(
         MODEL,
         "bench",

@@ -85,7 +85,7 @@ def _read(path: Path) -> Any:
     except ImportError as error:
         raise InputError(
             f"{path.name} without a tokenizer.json needs the packages sentencepiece and protobuf: "
-            'pip install "batchgen[sentencepiece]"'
+            'pip install "sentencepiece>=0.2" "protobuf>=4"'
         ) from error
     proto = sentencepiece_model_pb2.ModelProto()
     try:

@@ -291,7 +291,7 @@ def load_hf_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
         return _load_from_gguf(files)
     directory = files.path / _STORE_FOLDER if files.kind == "store" else files.path
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        raise InputError(f"{directory} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
+        raise InputError(f"{directory} has no tokenizer: copy the model's there, one of {', '.join(_TOKENIZER_FILES)}")
     return _load(directory)
 
 

@@ -183,7 +183,7 @@ def _llguidance() -> ModuleType:
     try:
         import llguidance
     except ImportError as error:
-        raise InputError("structured output needs llguidance: pip install 'batchgen[structured]'") from error
+        raise InputError("structured output needs llguidance: pip install 'llguidance>=1.7'") from error
     return llguidance
 
 

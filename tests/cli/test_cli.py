@@ -226,6 +226,35 @@ def test_dry_run_shows_the_prompt_and_writes_nothing(model, table, tmp_path):
     assert not list(tmp_path.glob("x.parquet*"))
 
 
+def test_a_dry_run_on_a_terminal_ends_with_the_prompt(model, table, tmp_path, monkeypatch, capsys):
+    line = [
+        "batchgen",
+        "run",
+        "-m",
+        model,
+        "-i",
+        table,
+        "-o",
+        str(tmp_path / "x.parquet"),
+        "--prompt-column",
+        "q",
+        "--dry-run",
+    ]
+    monkeypatch.setattr("sys.argv", line)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert commands.run_cli() == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_value_whose_quotes_were_forgotten_is_told_of(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "sys.argv",
+        ["batchgen", "run", "-m", "M", "-i", "in", "-o", "out", "--prompt-template", "Classify:", "{{", "text", "}}"],
+    )
+    assert commands.run_cli() == 2
+    assert "needs quotes around it" in capsys.readouterr().err
+
+
 def test_on_error_fail_stops_but_keeps_rows(model, table, tmp_path):
     code, _, message = run(model, table, tmp_path / "out.parquet", "--on-error", "fail")
     assert code == 1 and "row 3" in message and "null" in message

@@ -172,7 +172,7 @@ def test_a_column_named_row_does_not_hide_the_row_and_that_is_said():
     schema = pa.schema([("row", pa.string()), ("meta.text", pa.string())])
     (notice,) = compile_prompts(PromptSpec(template='{{ row["meta.text"] }}'), schema).notices
     assert 'row["row"]' in notice and "whole row" in notice
-    assert compile_prompts(PromptSpec(template="{{ 1 }}"), schema).notices == ()
+    assert not any("whole row" in notice for notice in compile_prompts(PromptSpec(template="{{ 1 }}"), schema).notices)
     assert compile_prompts(PromptSpec(template="{{ row.a }}"), pa.schema([("a", pa.string())])).notices == ()
 
 
@@ -183,6 +183,15 @@ def test_a_column_that_jinja_has_a_word_for_is_refused_with_the_way_to_it():
 
 def test_template_without_variables_is_the_same_for_every_row():
     assert prompts_of({"a": ["x", "y"]}, template="Hello") == ["Hello", "Hello"]
+
+
+def test_a_template_that_names_no_column_is_told_of_and_refused_where_braces_are_single():
+    schema = pa.schema([("text", pa.string())])
+    (notice,) = compile_prompts(PromptSpec(template="Say it"), schema).notices
+    assert "every row has the same prompt" in notice
+    assert compile_prompts(PromptSpec(template="Say {{ text }}"), schema).notices == ()
+    assert "{{ text }}, not {text}" in error_of({"text": ["a"]}, template="Say {text}")
+    assert prompts_of({"text": ["a"]}, template="{text}: {{ text }}") == ["{text}: a"]
 
 
 def test_template_row_errors():

@@ -327,7 +327,7 @@ def test_without_llguidance(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     for name in [name for name in sys.modules if name.startswith("llguidance.")]:
         monkeypatch.setitem(sys.modules, name, None)
-    hint = re.escape("pip install 'batchgen[structured]'")
+    hint = re.escape("pip install 'llguidance>=1.7'")
     with pytest.raises(InputError, match=hint):
         make_engine(model, sampling=SamplingParams(regex="only here"))
     free, bound = complete(make_engine(model), [Request([7]), Request([7], SamplingParams(regex="or here"))])

@@ -172,7 +172,7 @@ def test_the_launcher_says_how_to_install_lm_eval(monkeypatch, capsys):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert launch(monkeypatch, "--tasks", "arc_easy") == 2
-    assert "pip install 'batchgen[lmeval]'" in capsys.readouterr().err
+    assert "pip install 'lm_eval>=0.4.13,<0.5'" in capsys.readouterr().err
 
 
 def test_model_args_go_before_the_flags_of_lm_eval(llama, tmp_path):
