@@ -219,6 +219,7 @@ class NoText:
     """In place of a tokenizer where prompts are token ids and nobody reads what comes out."""
 
     eos_token_ids = ()
+    begin_token_id = None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
