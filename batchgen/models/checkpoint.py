@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -169,6 +170,7 @@ def _hf_checkpoint(
             _check_codes(*find(part, layer), *find(f"{part}_scale", layer), shape)
         elif (part, layer) not in coded:
             check_stored(*find(part, layer), shape)
+    _refuse_unread(config, names, tensors)
     if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:
         _check_tied(tensors, f"{names['embed']}.weight", f"{names['lm_head']}.weight")
 
@@ -456,6 +458,43 @@ def _part_names(config: ModelConfig, files: ModelFiles, tensors: dict[str, Tenso
         raise missing_tensor(files.path, tensors, f"{prefixes[0][0]}embed_tokens.weight")
     (prefix, of_head), table = found[0], tensor_names(config)
     return {part: prefix + name for part, name in table.items()} | {"lm_head": f"{of_head}lm_head"}
+
+
+def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
+    """Raises InputError for weights of a model with more layers, biases or norms than its config.json says.
+
+    GPTQ's files have biases that are all zero, and change nothing.
+    """
+    read = {f"{names['lm_head']}.weight"}  # of a tied model it is checked apart
+    for part, _, layer, _ in _all_parts(config):
+        stem, _, suffix = part.rpartition(".")
+        if stem in names:
+            read.add(f"{names[stem].format(layer)}.{suffix}")
+    known = set(names.values())
+    for name, info in tensors.items():
+        stem, _, suffix = name.rpartition(".")
+        found = re.search(r"(?<=layers\.)\d+(?=\.)", stem)
+        whole = f"{stem[: found.start()]}{{}}{stem[found.end() :]}" if found else stem
+        if name in read or suffix not in ("weight", "bias") or whole not in known:
+            continue
+        if found and int(found[0]) >= config.num_layers:
+            raise InputError(
+                f"{info.path} has a layer {found[0]} ({name}), and its config.json says that there are {config.num_layers}, counted "
+                "from 0: take the config.json of these weights"
+            )
+        if suffix == "weight" or not _is_zero(name, info):
+            raise InputError(
+                f"{info.path} has the tensor {name}, which the model that its config.json describes does not use: "
+                "take the config.json of these weights"
+            )
+
+
+def _is_zero(name: str, info: TensorInfo) -> bool:
+    """Tell whether a bias changes nothing."""
+    if info.dtype not in NUMBERS:
+        return False
+    read_numbers(name, info, bias := torch.empty(info.shape))
+    return not bias.any()
 
 
 def _check_codes(name: str, info: TensorInfo, scale_name: str, scale: TensorInfo, shape: tuple[int, ...]) -> None:

@@ -272,7 +272,9 @@ _FOREIGN: dict[str, tuple[Any, ...]] = {
     "transformers_weights": (None,),
     "is_causal": (True,),  # null is not true
 }
-_NOT_FOREIGN = {"qwen2": ("attention_bias",)}  # its queries, keys and values have biases, whatever this key says
+_QK_NORMS = ("qk_layernorm", "use_qk_norm", "qk_norm")
+# Of these the models have what the key speaks of, whatever it says: biases of queries, keys and values; norms of queries and keys.
+_NOT_FOREIGN = {"qwen2": ("attention_bias",), **dict.fromkeys(("qwen3", "qwen3_moe", "gemma3"), _QK_NORMS)}
 _EXPERTS = ("num_experts", "num_local_experts")
 
 

@@ -315,6 +315,36 @@ def test_an_unused_output_matrix_must_equal_the_embedding(tmp_path):
 # GGUF
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("llama", "model.layers.3.input_layernorm.weight", torch.ones(64)),  # of a deeper model
+        ("llama", "model.layers.1.self_attn.q_proj.bias", torch.full((64,), 0.1)),
+        ("llama", "model.layers.1.self_attn.q_norm.weight", torch.ones(16)),
+        ("llama", "lm_head.bias", torch.full((512,), 0.1)),
+        ("qwen2", "model.layers.0.self_attn.o_proj.bias", torch.full((64,), 0.1)),
+        ("qwen3_moe", "model.layers.0.mlp.gate.bias", torch.full((8,), 0.1)),
+        ("opt", "model.decoder.layers.3.fc1.weight", torch.ones(96, 64)),
+    ],
+)  # fmt: skip
+def test_weights_that_the_config_does_not_speak_of_are_refused(tmp_path, family, name, value):
+    make_tiny_model(family, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {name: value}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert name in message_of(tmp_path) and "take the config.json of these weights" in message_of(tmp_path)
+
+
+def test_unused_tensors_that_change_nothing_may_be_there(tmp_path):
+    """Zero biases as GPTQ's files have, frequencies of rotary positions, heads for other tasks."""
+    model = make_tiny_model("llama", tmp_path)
+    more = {"model.layers.1.self_attn.q_proj.bias": torch.zeros(64), "score.weight": torch.ones(2, 64)}
+    more |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(
+        load_file(tmp_path / "model.safetensors") | more, tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
+    assert_loads(tmp_path, model)
+
+
 @pytest.mark.parametrize("tensor_type", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
 @pytest.mark.parametrize("name", GGUF_MODELS)
 def test_gguf_tensors_are_those_written(tmp_path, monkeypatch, name, tensor_type):

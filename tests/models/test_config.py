@@ -169,7 +169,10 @@ PUBLISHED = {
     },
     "mixtral": {"output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None, "rope_theta": 1e6},
     "qwen2_moe": {"use_sliding_window": False, "max_window_layers": 21, "sliding_window": 32768, "mlp_only_layers": []},
-    "qwen3_moe": {"head_dim": 128, "max_window_layers": 48, "norm_topk_prob": True, "mlp_only_layers": [], "rope_scaling": None},
+    "qwen3_moe": {
+        "head_dim": 128, "max_window_layers": 28, "norm_topk_prob": True, "mlp_only_layers": [], "rope_scaling": None,
+        "qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0,
+    },
     "gpt_oss": {
         "initial_context_length": 4096, "experts_per_token": 4, "swiglu_limit": 7.0, "rope_theta": 150000, "rope_scaling": {
             "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
@@ -189,6 +192,17 @@ def test_what_published_files_state_is_not_refused(family):
     }
     stated |= {"_name_or_path": "x", "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": True}
     assert ModelConfig.from_hf(stated | PUBLISHED[family]).family == family
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3", "llama"])
+def test_norms_of_queries_and_keys_are_refused_where_the_family_has_none(family):
+    config_class, model_class = classes_of(family)
+    stated = {"architectures": [model_class.__name__], "model_type": config_class.model_type, "use_qk_norm": True}
+    if family == "llama":
+        with pytest.raises(InputError, match="use_qk_norm true is not supported"):
+            ModelConfig.from_hf(stated)
+    else:
+        assert ModelConfig.from_hf(stated).family == family
 
 
 def test_end_tokens_of_both_files_are_united():
