@@ -87,6 +87,7 @@ def _answer(command: list[str], task: Any, notify: Callable[[str], None]) -> Har
                 raise _too_small(resident_bytes() + value)
             else:
                 found = HardwareProfile.from_json(value)
+        process.wait()  # it has closed its end: the code below is its own, not that of being killed
     except BrokenPipeError:
         pass  # it has ended, and its exit code is told below
     finally:

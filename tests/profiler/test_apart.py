@@ -60,6 +60,10 @@ class TestProcess:
         with pytest.raises(BatchgenError, match=r"no result.*--hardware"):
             answer(tmp_path, code)
 
+    def test_the_code_that_is_told_is_its_own(self, tmp_path):
+        with pytest.raises(BatchgenError, match="ended with code 7 and"):
+            answer(tmp_path, "os.close(1); import time; time.sleep(0.2); os._exit(7)")
+
     def test_memory_too_small_for_measuring_is_told_with_what_it_takes(self, tmp_path, monkeypatch):
         monkeypatch.setattr(apart, "resident_bytes", lambda: GIB)
         with pytest.raises(
