@@ -175,8 +175,10 @@ def _encoded(tokenizer: Tokenizer, wanted: Iterable[tuple[str, bool]]) -> dict[t
 
 def begins_twice(tokenizer: Tokenizer, prompt: object, token_ids: Sequence[int]) -> bool:
     """Tell whether a text begins with the token that the tokenizer puts before it as well."""
+    if not isinstance(prompt, str):
+        return False
     bos = tokenizer.begin_token_id
-    return isinstance(prompt, str) and bos is not None and list(token_ids[:2]) == [bos, bos]
+    return bos is not None and list(token_ids[:2]) == [bos, bos]
 
 
 def check_vocabulary(token_ids: Iterable[int], vocab_size: int, what: str) -> None:
