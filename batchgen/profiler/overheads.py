@@ -221,5 +221,6 @@ def _bytes_loaded_per_s(path: Path) -> float:
     started = time.perf_counter()
     weights = Weights(checkpoint.config, residency, torch.bfloat16, checkpoint=checkpoint)
     seconds = time.perf_counter() - started
+    loaded_bytes = weights.num_bytes
     weights.close()
-    return weights.num_bytes / seconds
+    return loaded_bytes / seconds
