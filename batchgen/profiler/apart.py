@@ -29,6 +29,7 @@ from batchgen.profiler.timing import Effort
 # The least that rates can be measured in, beside a process that has torch: two thirds of it are what measuring imports and keeps, and
 # in the rest operands are still larger than the inner caches.
 _LEAST_BYTES = 352 << 20
+_END_S = 10  # of a process that has said all that it will
 _LENGTH = struct.Struct("<Q")
 _TASK = table_of(Wanted, Effort, ModelConfig, RopeConfig)  # what a task is made of
 
@@ -87,8 +88,10 @@ def _answer(command: list[str], task: Any, notify: Callable[[str], None]) -> Har
                 raise _too_small(resident_bytes() + value)
             else:
                 found = HardwareProfile.from_json(value)
-    except BrokenPipeError:
-        pass  # it has ended, and its exit code is told below
+        if found is None:
+            process.wait(_END_S)  # its own exit code is told below
+    except (BrokenPipeError, subprocess.TimeoutExpired):
+        pass  # it has ended, or has said all that it will
     finally:
         process.kill()
         process.wait()
