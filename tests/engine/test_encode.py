@@ -41,7 +41,7 @@ LONG = "The ferry left. " * 5000  # thousands of tokens, whatever they are
 def test_texts_that_cannot_fit_are_not_tokenized(tokenizer):
     room = Room.of(512, "error")
     requests = [Request("The ferry"), Request(LONG), Request([{"role": "user", "content": LONG}])]
-    texts = encode_texts(tokenizer, requests[:2], room)
+    texts = encode_texts(tokenizer, requests, room)
     assert encode_prompt(tokenizer, requests[0], room, texts) == tokenizer.encode_batch(["The ferry"])[0]
     for request in requests[1:]:
         with pytest.raises(RowError, match=r"^the prompt has \d+,\d+ tokens at least, the context holds 512$"):
@@ -58,7 +58,7 @@ def test_a_context_that_cannot_fit_is_not_tokenized_and_a_long_continuation_is(t
     texts = encode_all(tokenizer, requests, room)
     with pytest.raises(RowError, match=r"the text to score has \d+,\d+ tokens at least, the context holds 512"):
         encode_pairs(tokenizer, requests[0], texts, room)
-    assert (LONG, True) not in texts
+    assert (LONG, True) not in texts.tokens
     for request in requests[1:]:
         assert encode_pairs(tokenizer, request, texts, room) == encode_pairs(
             tokenizer, request, encode_all(tokenizer, [request])
