@@ -55,9 +55,17 @@ class TestProcess:
         with pytest.raises(InputError, match="no such disk"):
             answer(tmp_path, 'say("error", "no such disk")')
 
-    @pytest.mark.parametrize("code", ["os._exit(9)", 'say("note", "x"); os.kill(os.getpid(), 9)', ""])
-    def test_one_that_dies_is_told_in_a_line(self, tmp_path, code):
-        with pytest.raises(BatchgenError, match=r"no result.*--hardware"):
+    @pytest.mark.parametrize(
+        ("code", "exit_code"),
+        [
+            ("os._exit(9)", 9),
+            ('say("note", "x"); os.kill(os.getpid(), 9)', -9),
+            ("", 0),
+            ("os.close(1); import time; time.sleep(0.3); os._exit(7)", 7),  # it takes a while to end
+        ],
+    )
+    def test_one_that_dies_is_told_in_a_line(self, tmp_path, code, exit_code):
+        with pytest.raises(BatchgenError, match=rf"ended with code {exit_code} and no result.*--hardware"):
             answer(tmp_path, code)
 
     @pytest.mark.parametrize(
