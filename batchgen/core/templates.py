@@ -255,7 +255,9 @@ def _result(answer: bytearray, limits: TemplateLimits) -> str | Exception:
 
 
 def _too_large(limits: TemplateLimits) -> TemplateFailed:
-    return TemplateFailed("", f"the row takes more than {limits.memory_bytes >> 20:,} MiB to render: shorten its values")
+    return TemplateFailed(
+        "", f"the row takes more than {limits.memory_bytes >> 20:,} MiB to render: shorten its values"
+    )
 
 
 def _why_ended(process: _Process, limits: TemplateLimits) -> TemplateFailed:

@@ -44,7 +44,7 @@ class Hub:
     def _listen(self, rank: int) -> None:
         """Notes what a rank says, until it ends; then all of them end, so that nobody waits for one that waits for it."""
         fate = "ended"
-        with suppress(OSError, EOFError, ValueError, TypeError):
+        with suppress(Exception):  # a rank that says what is no message is as good as one that has ended
             while True:
                 kind, said = read_json(self._connections[rank])
                 if kind == _FAILED:
@@ -168,7 +168,7 @@ class Line:
             while frame := read_frame(self._connection):
                 self._messages.put(frame)
             self._messages.put(None)
-        except (OSError, EOFError):
+        except Exception:  # its end, or what is no message
             self._messages.put(None)
             self._on_lost()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.private_files import NotPrivate
 from batchgen.runtime.steps.graph import LANES, Step
 
 
@@ -21,7 +23,7 @@ class TraceWriter:
         """name: of the process in the viewer. Raises InputError where the file cannot be written."""
         self._path = Path(path)
         try:
-            self._file = self._path.open("w")
+            self._file = open(_opened(self._path), "w")  # noqa: SIM115
         except OSError as error:
             raise InputError(f"--trace {path} cannot be written: {error.strerror}") from error
         self._write("[\n" + json.dumps({"ph": "M", "name": "process_name", "pid": 1, "args": {"name": name}}))
@@ -71,3 +73,16 @@ class TraceWriter:
             raise BatchgenError(
                 f"--trace {self._path} takes no more: {error.strerror}; free some space, or leave it out"
             ) from error
+
+
+def _opened(path: Path) -> int:
+    """The descriptor of a file to be written anew, through no link but one of this user's or root's, as /dev/stdout is.
+
+    Raises OSError.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    if path.is_symlink():
+        if os.lstat(path).st_uid not in (os.geteuid(), 0):
+            raise NotPrivate("it is a link of another user", path)
+        return os.open(path, flags, 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
