@@ -12,7 +12,8 @@ def unify_schemas(first: pa.Schema, second: pa.Schema) -> pa.Schema:
 
     Texts of all kinds go together (of 32 and 64 bits, views, dictionaries), and so do integers, floats, decimals and
     times of several widths, lists of all kinds, and objects; nulls go with everything; what one file may leave out both
-    may. Numbers that would be written in another way (an integer as a float) do not.
+    may. Numbers that would be written in another way (an integer as a float, a decimal
+    of another scale) do not.
 
     Raises:
         pa.ArrowException: A column's types do not go together.
@@ -62,7 +63,9 @@ def _check_numbers(name: str, a: pa.DataType, b: pa.DataType) -> None:
         wide = any(pa.types.is_uint64(kind) for kind in (a, b)) and any(
             pa.types.is_signed_integer(kind) for kind in (a, b)
         )
-        if whole[0] != whole[1] or wide:
+        decimals = [pa.types.is_decimal(kind) for kind in (a, b)]
+        rescaled = decimals[0] != decimals[1] or (all(decimals) and a.scale != b.scale)  # 1.50 becomes 1.5, or 1.5000
+        if whole[0] != whole[1] or wide or rescaled:
             raise pa.ArrowTypeError(f"column {name} is {a} and {b}")
 
 

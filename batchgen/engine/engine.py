@@ -335,8 +335,8 @@ class Engine:
 
         Args:
             requests: Read lazily, in a thread of its own, so that millions of rows need no memory; a prompt by itself is a
-                Request with it, and None says that more may take a while. One text, or one Request, is one request. What the iterable
-                itself raises is raised here.
+                Request with it. One text, or one Request, is one request. None from an iterator says that more may take a while; in
+                a list it fails as a row of its own. What the iterable itself raises is raised here.
             should_stop: Asked before each sweep; once true, unfinished rows are dropped.
             on_sweep: Called after each sweep with the running totals.
 

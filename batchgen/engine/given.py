@@ -18,16 +18,17 @@ def each_request(given: Any) -> Iterator[Request | None]:
     """Requests to generate.
 
     Args:
-        given: Requests, prompts and Nones, one after the other; or one prompt that is a text, or one request.
+        given: Requests and prompts, one after the other; or one prompt that is a text, or one request. Of an iterator, which may
+            wait for them, a None says that more may take a while; in a list it is no prompt, and fails in its place.
 
     Yields:
-        A request for each, with its prompts as text, lists of token ids or messages. None says that more may take a while.
+        A request for each, with its prompts as text, lists of token ids or messages; and the Nones of an iterator.
 
     Raises:
         InputError: They do not come one after the other.
     """
     for one in _one_by_one(given, Request):
-        if one is None:
+        if one is None and isinstance(given, Iterator):
             yield None
             continue
         request = one if isinstance(one, Request) else Request("")
@@ -40,7 +41,7 @@ def each_request(given: Any) -> Iterator[Request | None]:
 def each_score_request(given: Any) -> Iterator[ScoreRequest | None]:
     """Requests to score, as `each_request`. Raises InputError."""
     for one in _one_by_one(given, ScoreRequest):
-        if one is None or (isinstance(one, ScoreRequest) and one.error is not None):
+        if (one is None and isinstance(given, Iterator)) or (isinstance(one, ScoreRequest) and one.error is not None):
             yield one
             continue
         try:

@@ -1,6 +1,7 @@
 """Files whose columns have types of one kind: one input, with every value as it was."""
 
 import datetime
+import decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -38,6 +39,7 @@ GO_TOGETHER = [
     ([[1, 2]] * 3, [pa.list_(pa.int64(), 2), pa.list_(pa.int32()), pa.large_list(pa.int64())]),
     (OBJECTS, [pa.struct([("x", pa.string()), ("y", pa.int64())]), pa.struct([("y", pa.int32()), ("x", pa.large_string())])]),
     ([datetime.datetime(2024, 1, 2)] * 3, [pa.timestamp("ms"), pa.timestamp("us")]),
+    ([decimal.Decimal("1.50"), None, decimal.Decimal("-7.25")], [pa.decimal128(5, 2), pa.decimal256(40, 2), pa.decimal128(9, 2)]),
     ([b"a", None, b"b"], [pa.binary(), pa.large_binary(), pa.binary_view()]),
 ]  # fmt: skip
 
@@ -81,6 +83,8 @@ def test_texts_and_bytes_are_bytes(tmp_path):
         (pa.list_(pa.int64()), pa.list_(pa.float64())),
         (pa.struct([("x", pa.int64())]), pa.struct([("x", pa.float64())])),
         (pa.list_(pa.string()), pa.string()),
+        (pa.decimal128(5, 2), pa.decimal128(7, 4)),  # 1.50 would be written 1.5000
+        (pa.list_(pa.decimal128(5, 2)), pa.list_(pa.float64())),  # or 1.5
     ],
     ids=str,
 )
@@ -89,3 +93,12 @@ def test_types_that_hold_other_values_do_not_go_together(tmp_path, kinds):
         pq.write_table(pa.table({"a": pa.nulls(2, kind)}), tmp_path / f"{i}.parquet")
     with pytest.raises(InputError, match=r"1.parquet and .*0.parquet differ in a column's type .*cast it"):
         open_dataset(tmp_path)
+
+
+def test_a_value_that_the_common_type_does_not_hold_is_told_as_such(tmp_path):
+    """A time of the year 9999 has no nanoseconds."""
+    late = datetime.datetime(9999, 12, 31)
+    for name, kind, value in (("1", "us", late), ("2", "ns", late.replace(year=2024))):
+        pq.write_table(pa.table({"a": pa.array([value], pa.timestamp(kind))}), tmp_path / f"{name}.parquet")
+    with pytest.raises(InputError, match=r"1.parquet has a value .*timestamp\[ns\].*cast it"):
+        list(open_dataset(tmp_path).batches())

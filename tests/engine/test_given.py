@@ -127,11 +127,20 @@ def test_requests_to_score_that_are_none_fail_alone(engine):
     bad += [ScoreRequest([7], (prompt,)) for prompt in (None, 5, [1.5], [True], [1 << 40], [-1], "\ud800", MESSAGES)]
     found = in_order(engine.score([good, *bad, None, TEXT, good]))
     assert found[0].scores == found[-1].scores and found[0].error is None
-    assert len(found) == len(bad) + 3
+    assert len(found) == len(bad) + 4
     for request, scored in zip(bad, found[1:], strict=False):
         assert scored.error is not None and not scored.scores, request
         assert request.id is None or scored.id == request.id
 
 
-def test_none_says_that_more_may_take_a_while():
-    assert list(each_request([None])) == [None] and list(each_score_request([None])) == [None]
+def test_none_of_an_iterator_says_that_more_may_take_a_while():
+    assert list(each_request(iter([None]))) == [None] and list(each_score_request(iter([None]))) == [None]
+
+
+def test_none_in_a_list_of_prompts_keeps_its_place(engine):
+    """As columns of tables have them: the prompts after it keep their numbers."""
+    texts = [TEXT, None, "the ferry"]
+    first, missing, last = in_order(engine.generate(texts))
+    (alone,) = engine.generate("the ferry")
+    assert (first.error, last.error, tokens(last)) == (None, None, tokens(alone))
+    assert "must be text, token ids or chat messages, not None" in missing.error

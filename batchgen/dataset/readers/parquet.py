@@ -69,11 +69,21 @@ def parquet_source(paths: list[str], partitions: Partitions) -> Source:
                 rows = _rows_at_once(file, wanted, in_files.names, batch_rows)
                 for batch in file.iter_batches(rows, row_groups=wanted, columns=in_files.names, use_threads=False):
                     files.check(path)
-                    yield first, partitions.extend(conform(batch, in_files), path).select(names)
+                    yield first, partitions.extend(_in_types(batch, in_files, path), path).select(names)
                     first += batch.num_rows
 
     total = sum(map(sum, groups))
     return Source("parquet", whole, total, read, files.identity, begins_with=files.begin_with, check=files.check_all)
+
+
+def _in_types(batch: pa.RecordBatch, schema: pa.Schema, path: str) -> pa.RecordBatch:
+    """Give rows of a file the types that hold for all files. Raises InputError where a value has no place in its."""
+    try:
+        return conform(batch, schema)
+    except pa.ArrowInvalid as error:
+        raise InputError(
+            f"{path} has a value that the type of its column in other files does not hold ({one_line(error)}): cast it"
+        ) from error
 
 
 def _rows_at_once(file: pq.ParquetFile, groups: list[int], names: list[str], batch_rows: int) -> int:
