@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 
 class FileVersion(NamedTuple):
-    """What changes with a file's content. Times of files are those of their system, mostly of a few milliseconds."""
+    """The properties of a file that change with its content.
+
+    Times of files are those of their system, mostly of a few milliseconds.
+    """
 
     device: int
     inode: int

@@ -73,7 +73,7 @@ def give_back_freed_memory() -> None:
 
 
 def trim_freed_memory() -> None:
-    """As `give_back_freed_memory`, but for what only waits to be collected, which may take a second."""
+    """Give back memory that is freed already, without collecting what only waits for it, which may take a second."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

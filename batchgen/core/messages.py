@@ -169,7 +169,7 @@ class _Reader:
         return made
 
     def _items(self, parts: list[Any]) -> list[Any]:
-        """As `_Writer._items` has them."""
+        """The items of a list, as `_Writer._items` has written them."""
         if len(parts) == 1 and type(parts[0]) is list and parts[0]:
             if parts[0][0] == _ARRAYS:
                 _, name, *shapes = parts[0]
@@ -179,7 +179,7 @@ class _Reader:
         return [self.value(part) if type(part) is list else part for part in parts]
 
     def _rows(self, name: str, count: int, columns: list[Any], numbers: list[int]) -> list[Any]:
-        """As `_Writer._columns` has them."""
+        """The rows of columns, as `_Writer._columns` has written them."""
         kind, num_fields = self._table[name]
         fields_of_all = [self.value(column) for column in columns]
         if len(columns) != num_fields or any(len(column) != count for column in fields_of_all):

@@ -86,7 +86,7 @@ def runtime_folder() -> Path:
 
 
 def open_regular(path: Path | str, flags: int, mode: int = 0o600) -> int:
-    """As os.open, but of a regular file, and never by a link. Raises OSError, of which NotPrivate is one."""
+    """Open a regular file as os.open does, but never by a link. Raises OSError, of which NotPrivate is one."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)  # a named pipe would make it wait
     except OSError as error:

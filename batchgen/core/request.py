@@ -125,7 +125,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is chosen, and nothing drawn."""
+        """Tell whether the most likely token is chosen, and nothing drawn."""
         return self.temperature < LEAST_TEMPERATURE
 
     @property

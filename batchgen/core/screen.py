@@ -45,7 +45,7 @@ class Screen:
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """Whether somebody looks at it."""
+        """Tell whether somebody looks at it."""
         with suppress(OSError, ValueError, AttributeError):
             return bool(self._stream.isatty())
         return False
@@ -66,12 +66,12 @@ class Product:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """As a text stream's. Raises ProductLost."""
+        """Write as a text stream does. Raises ProductLost."""
         with _lost():
             return int(self._stream.write(text))
 
     def flush(self) -> None:
-        """As a text stream's. Raises ProductLost."""
+        """Flush as a text stream does. Raises ProductLost."""
         with _lost():
             self._stream.flush()
 

@@ -33,9 +33,9 @@ class TemplateLimits:
     """Limits of what a template may take for one row.
 
     Attributes:
-        seconds: Of processor time.
-        memory_bytes: Of all that is held while the row is rendered, the row itself among it.
-        length: Of the text that comes out, in characters.
+        seconds: Processor time.
+        memory_bytes: Bytes of all that is held while the row is rendered, the row itself among it.
+        length: Characters of the text that comes out.
     """
 
     seconds: float = 10.0

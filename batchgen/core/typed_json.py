@@ -12,7 +12,7 @@ _LARGEST = 2**53  # of integers: what JSON readers and floating point agree on
 
 
 def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """As `json.loads`, but that it raises ValueError alone: also where values are nested too deeply for it."""
+    """Parse JSON as `json.loads` does, but raise ValueError alone: also where values are nested too deeply for it."""
     try:
         return json.loads(text, object_pairs_hook=object_pairs_hook)
     except RecursionError as error:

@@ -81,7 +81,7 @@ class Dataset:
         return self._clipped(max(begin, start_row), stop, batch_rows, names)
 
     def identity(self) -> dict[str, Any]:
-        """What decides whether this is the same input, as JSON values: names, sizes, hashes, columns.
+        """The values, as JSON has them, that decide whether this is the same input: names, sizes, hashes, columns.
 
         It is told by all of the files' contents, not by a sample. No absolute path and no time stamp, so that a copied
         input is the same input; and not the limit or the shard, which belong to the job.

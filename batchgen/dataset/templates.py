@@ -47,10 +47,9 @@ def compile_template(
         raise InputError('--prompt-template: self is Jinja\'s own: write row["self"] for the column of that name')
     for name in sorted(variables - set(schema.names) - {_WHOLE_ROW, _JINJAS_OWN}):
         raise InputError(f"--prompt-template: {name!r} is not a column{closest(name, schema)}")
-    if not variables and (name := next((name for name in schema.names if f"{{{name}}}" in text), None)) is not None:
-        raise InputError(
-            f"--prompt-template names no column: the column {name} is written {{{{ {name} }}}}, not {{{name}}}"
-        )
+    single = [] if variables else [column for column in schema.names if f"{{{column}}}" in text]
+    if single:
+        raise InputError(f"--prompt-template names no column: write {{{{ {single[0]} }}}}, not {{{single[0]}}}")
     whole_row = _WHOLE_ROW in variables
     columns = tuple(name for name in schema.names if whole_row or name in variables)
 

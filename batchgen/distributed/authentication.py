@@ -32,7 +32,7 @@ class NotAuthenticated(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """Who calls whom, and for what.
+    """A call of one rank to another: who calls whom, and for what.
 
     Attributes:
         rank, called: the rank that connects, and the one that it connects to.

@@ -77,7 +77,7 @@ class Hub:
             on_lost()
 
     def ended(self) -> dict[int, str]:
-        """What became of ranks that have ended, as far as their connections say so."""
+        """The ranks that have ended and what became of them, as far as their connections say so."""
         with self._changed:
             return dict(self._ended)
 

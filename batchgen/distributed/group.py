@@ -271,7 +271,7 @@ def lead(
 
 @contextlib.contextmanager
 def _meet(place: Rank, within_s: float) -> Iterator[Listener]:
-    """As rank 0 under a launcher, listen to the others, which find this process meanwhile. Raises BatchgenError."""
+    """Listen to the others, as rank 0 under a launcher, which find this process meanwhile. Raises BatchgenError."""
     meeting = Meeting(place)
     with contextlib.closing(listen_at(0, place.size, meeting.secret, meeting.address)) as listener:
         try:

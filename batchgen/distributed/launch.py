@@ -87,7 +87,7 @@ def rank_of_environment(environment: Mapping[str, str] | None = None) -> Rank | 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's first address is one that only the host itself reaches; False where it is not known."""
+    """Tell whether a host's first address is one that only the host itself reaches; False where it is not known."""
     with suppress(OSError, ValueError):
         address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
         return ipaddress.ip_address(str(address).partition("%")[0]).is_loopback

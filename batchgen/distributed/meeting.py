@@ -112,7 +112,7 @@ class Meeting:
         return self._secret
 
     def tell(self, port: int, within_s: float) -> None:
-        """As rank 0, say at which port it listens.
+        """Say, as rank 0, at which port it listens.
 
         Raises BatchgenError, also where the launcher's store is not reached within so many seconds.
         """
@@ -135,7 +135,7 @@ class Meeting:
                 ) from error
 
     def find(self, within_s: float) -> Found | None:
-        """As another rank, where rank 0 says that it is; None: it has said nothing. Raises BatchgenError."""
+        """The place where rank 0 says that it is, for another rank; None: it has said nothing. Raises BatchgenError."""
         place = self._place
         if self._by_file:
             with contextlib.suppress(
@@ -169,7 +169,7 @@ class Meeting:
         )
 
     def end(self) -> None:
-        """As rank 0, forget the secret: all have come, or nobody is waited for."""
+        """Forget the secret, as rank 0: all have come, or nobody is waited for."""
         if self._by_file:
             with contextlib.suppress(OSError):
                 self._path().unlink(missing_ok=True)

@@ -93,7 +93,7 @@ class Room:
             )
 
     def has(self, tokenizer: Tokenizer, text: str) -> bool:
-        """Whether `check` lets a text pass."""
+        """Tell whether `check` lets a text pass."""
         try:
             self.check(tokenizer, text)
         except RowError:

@@ -48,7 +48,7 @@ _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 
 
 class RequestHandler(Protocol):
-    """What requests of one kind take: `Generation`, `Scoring`.
+    """The handler of requests of one kind: `Generation`, `Scoring`.
 
     vocabulary_chunks: logits may come in chunks of the vocabulary. spoilt: sequences whose logits were not finite.
     """

@@ -1,4 +1,4 @@
-"""What a caller gives as requests, made into requests; what cannot be one fails as a row of its own."""
+"""Requests made of what a caller gives as such; what cannot be one fails as a row of its own."""
 
 from __future__ import annotations
 

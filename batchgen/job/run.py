@@ -273,7 +273,7 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
 
 
 def _renamed_line(source: RequestSource, options: JobOptions) -> str | None:
-    """What is said where the output's columns cannot have their usual names."""
+    """The line that is said where the output's columns cannot have their usual names."""
     names, usual = source.output_names(options), list(source.columns.types())
     if options.output_prefix or source.is_openai or names == usual:
         return None

@@ -353,7 +353,7 @@ class _Conversion:
     def _read(
         self, checkpoint: Checkpoint, dtype: torch.dtype
     ) -> Iterator[tuple[_PlannedFile, dict[str, Tensor] | None, dict[str, Tensor]]]:
-        """Of each file its tensors, None where it is finished, and how much the columns of 4-bit matrices count."""
+        """Yield each file, its tensors (None where it is finished) and how much columns of 4-bit matrices count."""
         from batchgen.models.importance import ChannelImportance, random_tokens
 
         missing = [p.path.name not in self.finished for p in self.planned]

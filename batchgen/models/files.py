@@ -264,7 +264,7 @@ def resolve_quantization(files: ModelFiles, quantization: str, *, on_cpu: bool =
 
 
 def model_identity(files: ModelFiles) -> dict[str, Any]:
-    """What makes two models the same for a resumed job, as JSON values; wherever the files lie.
+    """The values, as JSON has them, that make two models the same for a resumed job; wherever the files lie.
 
     Weight files of more than 64 MiB are sampled, not read whole: head, tail, 64 ranges between, and the middle of their tensors.
     Of a store the manifest, which has the checksums of all it holds, is enough.
@@ -289,7 +289,7 @@ def model_identity(files: ModelFiles) -> dict[str, Any]:
 
 
 def _weights_identity(paths: list[Path], tensors: Mapping[str, TensorInfo]) -> list[dict[str, Any]]:
-    """What tells each file from others. tensors: all of them."""
+    """The values that tell each file from others. tensors: all of them."""
     found = []
     for path in paths:
         version = version_of(path)

@@ -30,7 +30,7 @@ _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3: spaces behind the
 
 @dataclass
 class _Vocabulary:
-    """What a file says of its tokens.
+    """A vocabulary: what a file says of its tokens.
 
     Attributes:
         pairs: Its key-value pairs.
@@ -219,7 +219,7 @@ def _cutting(kind: PreTokenizer, words: _Vocabulary) -> pre_tokenizers.PreTokeni
 
 
 def _sentencepiece(words: _Vocabulary) -> tuple[Backend, bool]:
-    """As `_byte_level`."""
+    """The tokenizer of a SentencePiece vocabulary, and the flag that `_byte_level` gives too."""
     scores = words.array("scores", float, int)
     if scores is None or len(scores) < len(words.tokens) or not all(map(math.isfinite, scores)):
         raise InputError("it has no score for each of its tokens (tokenizer.ggml.scores): fetch the file again")

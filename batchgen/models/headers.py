@@ -40,7 +40,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF, or one of its parts, has at its beginning.
+    """The header that a GGUF, or one of its parts, has at its beginning.
 
     metadata: key-value pairs, less the long arrays (vocabulary, merges). known_tokens: the ids of those of `KNOWN` that the
     vocabulary has.
@@ -133,7 +133,7 @@ def gguf_pairs_sha256(path: Path) -> str:
 
 
 def _read_pairs(path: Path, read: Callable[[_GgufParser], T]) -> T:
-    """What is read of the pairs alone: of a file whose tensors nobody asks for."""
+    """The result of reading the pairs alone, of a file whose tensors nobody asks for."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return read(_GgufParser(path, data))

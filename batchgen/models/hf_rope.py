@@ -77,7 +77,7 @@ def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _merged(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """What is meant by `rope_scaling` that was added to a file with `rope_parameters`."""
+    """The parameters that are meant by `rope_scaling` that was added to a file with `rope_parameters`."""
     kinds = ("type", "rope_type") if any(name in old for name in ("type", "rope_type")) else ()
     return {**{name: value for name, value in new.items() if name not in kinds}, **old}
 
@@ -119,14 +119,14 @@ def _read(
 
 
 def _with_part(config: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """With the part of each head that is rotated, which may be stated outside."""
+    """Parameters with the part of each head that is rotated, which may be stated outside."""
     if "partial_rotary_factor" not in config:
         return dict(params)
     return {"partial_rotary_factor": config["partial_rotary_factor"], **params}
 
 
 def _phi3_rope(params: dict[str, Any], max_position: int, original: int, head_dim: int) -> RopeConfig:
-    """Of a part of each head, and perhaps with LongRoPE's factors."""
+    """The embedding of a part of each head, perhaps with LongRoPE's factors."""
     kind = _kind(params)
     if kind not in ("default", *_PHI3_LONGROPE):
         raise InputError(f"rope_type {kind!r} of Phi-3 is not supported; supported: default, longrope")

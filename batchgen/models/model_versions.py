@@ -1,4 +1,4 @@
-"""Whether a model's files are those they were: between what tells the model from others, its headers, and its weights."""
+"""Tests that a model's files are still those they were: its identity, its headers and its weights."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _read(path: Path) -> Any:
 
 
 def _pairs(proto: Any, directory: Path, stated: dict[str, Any]) -> dict[str, Any]:
-    """What a GGUF of the model would say."""
+    """The metadata that a GGUF of the model would have."""
     tokens = [piece.piece for piece in proto.pieces]
     scores = [piece.score for piece in proto.pieces]
     kinds = [piece.type for piece in proto.pieces]
@@ -145,7 +145,7 @@ def _added(directory: Path, stated: dict[str, Any]) -> dict[int, AddedToken]:
 
 
 def _cleaning(spec: Any) -> list[normalizers.Normalizer]:
-    """What is done to a text before its spaces are spelled otherwise."""
+    """The normalizers that clean a text before its spaces are spelled otherwise."""
     steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))

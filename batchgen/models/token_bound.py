@@ -61,7 +61,7 @@ def _longest(state: dict[str, Any], added: Iterable[str]) -> int:
 
 
 def _byte_characters() -> list[str]:
-    """What byte-level vocabularies write for each byte that UTF-8 has: itself where it can be seen, else the next free letter."""
+    """The characters that byte-level vocabularies write for bytes: visible ones as they are, else the next free one."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in seen]
     written = {byte: chr(byte) for byte in seen} | {byte: chr(256 + i) for i, byte in enumerate(rest)}

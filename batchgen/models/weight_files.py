@@ -79,7 +79,7 @@ def find_weight_files(directory: Path) -> WeightFiles:
 
 
 def no_config(directory: Path) -> InputError:
-    """What is wrong with a directory that has no config.json."""
+    """The error that says what is wrong with a directory that has no config.json."""
     what = _what_else(directory, sorted(entry.name for entry in directory.iterdir()))
     return InputError(f"{directory} has no config.json; it {f'has {what}' if what else f'holds: {listing(directory)}'}")
 
@@ -100,7 +100,7 @@ def tensors_of(files: WeightFiles) -> dict[str, TensorInfo]:
 
 
 def missing_tensor(model: Path, tensors: Iterable[str], name: str) -> InputError:
-    """What is wrong with a model whose files lack a tensor, as far as other tensors and the index tell.
+    """The error for a model whose files lack a tensor: what is wrong, as far as other tensors and the index tell.
 
     model: a directory, or a GGUF.
     """

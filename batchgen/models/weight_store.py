@@ -167,7 +167,7 @@ def is_intact(file: StoreFile) -> bool:
 
 
 def has_checksums(file: StoreFile, direct: DirectFile) -> bool:
-    """Whether all groups of an open file hold what was written. Raises OSError."""
+    """Tell whether all groups of an open file hold what was written. Raises OSError."""
     import xxhash
 
     memory = memoryview(aligned_buffer(_PIECE_BYTES))

@@ -25,7 +25,9 @@ class Columns(Protocol):
 
 @dataclass(frozen=True)
 class SampleColumns:
-    """Of generated texts: with n > 1 samples a row, text, reasoning, finish_reason, generated_tokens and logprobs are lists.
+    """The columns of generated texts.
+
+    With n > 1 samples a row, text, reasoning, finish_reason, generated_tokens and logprobs are lists.
 
     reasoning: the model may think before it answers.
     """

@@ -225,7 +225,7 @@ def _problem(grammar: str) -> str | None:
 
 @lru_cache(_KEPT_GRAMMARS)
 def _knows_format(name: str) -> bool:
-    """Whether llguidance makes texts of a format."""
+    """Tell whether llguidance makes texts of a format."""
     return _of_schema({"type": "string", "format": name}, {})[1] is None
 
 

@@ -100,7 +100,7 @@ def _mapped(schema: Schema, rewrite: Callable[[dict[str, Any]], dict[str, Any]])
 
 
 def _resolved(schema: Schema, root: Schema) -> Schema:
-    """What a local $ref refers to; anything else is as it is."""
+    """The schema that a local $ref refers to; anything else is as it is."""
     for _ in range(32):  # of references to references
         if not (
             isinstance(schema, dict)
@@ -197,7 +197,7 @@ def _values(schema: Schema) -> list[Any] | None:
 
 
 def _may_be(value: Any, schema: Schema) -> bool:
-    """Whether a value may be valid for a schema, as far as its types and values tell."""
+    """Tell whether a value may be valid for a schema, as far as its types and values tell."""
     listed = _values(schema)
     given = schema.get("type") if isinstance(schema, dict) else None
     if given == "integer" and isinstance(value, float) and not value.is_integer():
@@ -210,7 +210,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _disjoint(one: Schema, other: Schema) -> bool:
-    """Whether it can be told that no value is valid for both."""
+    """Tell whether it is certain that no value is valid for both."""
     if not _types(one) & _types(other):
         return True
     for a, b in ((one, other), (other, one)):

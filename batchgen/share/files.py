@@ -50,7 +50,7 @@ def read_json(files: Files, name: str) -> Any:
 
 
 def damaged(name: str) -> BatchgenError:
-    """What a file is whose content nobody writes."""
+    """The error of a file whose content nobody writes."""
     return BatchgenError(
         f"share/{name} in the run directory is damaged: stop all workers, remove it, and run the same command again"
     )

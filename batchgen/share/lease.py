@@ -221,7 +221,7 @@ def read_lease(files: Files, name: str, generation: int) -> Lease | None:
 
 
 def _read_worker(files: Files, worker: str) -> WorkerRecord | None:
-    """What a worker said last; None where it said nothing. Raises BatchgenError where that is damaged."""
+    """The record of what a worker said last; None where it said nothing. Raises BatchgenError where that is damaged."""
     record = read_json(files, f"workers/{worker}")
     try:
         return None if record is None else read_typed(WorkerRecord, record)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import sys
 
 import pytest
@@ -157,6 +158,12 @@ def test_a_run_directory_that_may_not_be_read_is_named_in_one_line(command, job,
 def test_a_file_in_a_directory_that_may_not_be_opened_is_refused_before_any_row(command, job, option, capfd):
     with open_folder() as folder:
         job[job.index("-o") + 1] = str(folder / "out.jsonl")
+        model = job[job.index("-m") + 1]
+        job[job.index("-m") + 1] = shutil.copytree(
+            model, folder / "model"
+        )  # the tests' own folder is its owner's alone
+        (folder / "model").chmod(0o755)
+        assert command([*job, "--dry-run"]) == 0  # imports what it needs
         (folder / "shut").mkdir()
         (folder / "shut").chmod(0)
         capfd.readouterr()

@@ -151,7 +151,7 @@ class Weights:
         self._on_demand.pop(slot, None)
 
     def read_dense(self, layer: int, slot: int) -> None:
-        """As `read`, but for the experts. The layer has been read as a whole before. Raises BatchgenError."""
+        """Read a layer, which has been read as a whole before, without its experts. Raises BatchgenError."""
         found = self._on_demand[slot] = ExpertReads(self._stretches[layer], self.config.num_experts)
         self._fetch_part(layer, slot, found.dense())
 

@@ -368,7 +368,7 @@ class Scheduler:
         return islice(self.waiting, max(1, self.limits.max_num_seqs - len(self.running)))
 
     def _waits_for_prefix(self, sequence: Sequence) -> bool:
-        """Whether its prefix donor, which has not left for good, has yet to enter blocks that it could take over."""
+        """Tell whether its prefix donor, not gone for good, has yet to enter blocks that it could take over."""
         donor = sequence.prefix_donor
         if donor is None or not self._share_prefixes:
             return False

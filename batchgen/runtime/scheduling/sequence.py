@@ -28,7 +28,7 @@ def tier_of(kv_class: str) -> str:
 
 @dataclass(frozen=True)
 class ScoredPosition:
-    """What follows one token.
+    """A position that is scored: what follows one token.
 
     The log-probabilities of the tokens asked for, the argmax (the first of equal ones), and the top-k (token, log-probability),
     best first. Where the logits hold NaN or infinity the argmax is NOT_FINITE, and the rest means nothing.
