@@ -22,6 +22,7 @@ from batchgen.cli.commands import cli
 ELSEWHERE = {
     "make ": "it installs, or runs all tests: .ci/run does",
     "pip ": "it installs",
+    "export BATCHGEN_SECRET_FILE=": "several hosts: tests/distributed/test_strangers.py has such files",
     "torchrun ": "several hosts: tests/engine/test_tensor_parallel.py and tests/job/test_pipeline_job.py start such ranks",
     "batchgen run --tensor-parallel 2 -m MODEL": "two processes: test_commands_that_take_longer, by make test-all",
     "batchgen run --model M --input data.parquet --output out.parquet --pipeline 2": "likewise",

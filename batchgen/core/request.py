@@ -165,9 +165,13 @@ class SamplingParams:
 
 
 def _check_float(name: str, value: Any) -> None:
-    """Raise InputError for an integer that is too large for a float, which JSON may have."""
+    """Raise InputError for what is no number, and for an integer that is too large for a float, which JSON may have."""
     try:
+        if isinstance(value, str):
+            raise TypeError
         float(value)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name} must be a number, not {one_line(repr(value))}") from error
     except OverflowError as error:
         raise InputError(f"{name} is too large: {one_line(repr(value))}") from error
 

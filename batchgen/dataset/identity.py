@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import xxhash
-
 from batchgen.core.errors import InputError
 from batchgen.core.text import without_credentials
 from batchgen.dataset.partitions import Partitions
@@ -180,7 +178,11 @@ def _algorithm(size_bytes: int) -> str:
 
 def _content_digest(file: BinaryIO, size_bytes: int, algorithm: str) -> dict[str, str]:
     """The digest of a file's first bytes, by its algorithm."""
-    digest = hashlib.sha256() if algorithm == "sha256" else xxhash.xxh3_128()
+    digest: Any = hashlib.sha256()
+    if algorithm != "sha256":
+        import xxhash  # not everywhere that a job of small files runs
+
+        digest = xxhash.xxh3_128()
     file.seek(0)
     left = size_bytes
     while block := file.read(min(_BLOCK_BYTES, left)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import sys
 from pathlib import Path
 
@@ -155,5 +157,15 @@ def check_path(flag: str, path: str | None) -> None:
     """Check a file that is written at the end. Raises InputError now rather than after hours of running."""
     if not path or path == STANDARD_OUTPUT or is_device(path):
         return
-    if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
-        raise InputError(f"{flag} {path} cannot be written: give a file in a directory that exists")
+    parent, reason = Path(path).absolute().parent, None
+    try:
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            reason = errno.EISDIR
+    except OSError as error:
+        reason = error.errno if error.errno != errno.ENOENT or not parent.is_dir() else None
+    if reason is None and not os.access(parent, os.W_OK):
+        reason = errno.EACCES
+    if reason is not None:
+        raise InputError(
+            f"{flag} {path} cannot be written ({os.strerror(reason)}): give a file in a directory that you may write to"
+        )

@@ -503,7 +503,8 @@ def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
         say(line)
     say(f"model {name} in {plan.dtype}; {'an unknown number of' if rows is None else f'{rows:,}'} rows")
     say(f"row {first}: {num_tokens:,} prompt tokens, {what}")
-    say(prompt)
+    for line in prompt.split("\n"):
+        say(line)
     return {
         "state": "dry run",
         "rows": rows,

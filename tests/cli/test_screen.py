@@ -158,10 +158,9 @@ def test_a_run_directory_that_may_not_be_read_is_named_in_one_line(command, job,
 def test_a_file_in_a_directory_that_may_not_be_opened_is_refused_before_any_row(command, job, option, capfd):
     with open_folder() as folder:
         job[job.index("-o") + 1] = str(folder / "out.jsonl")
-        model = job[job.index("-m") + 1]
-        job[job.index("-m") + 1] = shutil.copytree(
-            model, folder / "model"
-        )  # the tests' own folder is its owner's alone
+        # The tests' own folder is its owner's alone.
+        job[job.index("-m") + 1] = shutil.copytree(job[job.index("-m") + 1], folder / "model")
+        job[job.index("-i") + 1] = shutil.copy(job[job.index("-i") + 1], folder / "in.jsonl")
         (folder / "model").chmod(0o755)
         assert command([*job, "--dry-run"]) == 0  # imports what it needs
         (folder / "shut").mkdir()

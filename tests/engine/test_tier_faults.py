@@ -13,7 +13,7 @@ import pytest
 from thorough import rotating
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy, make_requests
 
-from batchgen.core.errors import BatchgenError
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.models.convert import find_or_convert
@@ -212,7 +212,7 @@ def test_a_closed_engine_stays_closed(engine_of):
     engine = engine_of()
     engine.close()
     engine.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(InputError, match="the engine is closed"):
         list(engine.generate(rows(1)))
 
 

@@ -101,7 +101,7 @@ def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monke
     with Engine.from_parts(parts) as engine:
         peak = peak_of_tensors(lambda: list(engine.generate(rows)))
         assert engine.stats.generated_tokens == sum(r.sampling.max_tokens for r in rows)
-    peak += parts.executor.activations.num_bytes
+        peak += parts.executor.activations.num_bytes
     reserved = parts.memory.parts["gpu"]["activations"] - DEVICE_WORKSPACE_BYTES
     reserved += parts.memory.parts["cpu"]["activations"] - WORKSPACE_BYTES - PINNED_BYTES
     if policy.head_tier == "cpu":
@@ -130,7 +130,7 @@ def test_what_is_reserved_bounds_what_scoring_makes(tiny_models, tmp_path, monke
     with Engine.from_parts(parts) as engine:
         peak = peak_of_tensors(lambda: list(engine.score(rows)))
         assert engine.stats.scored_tokens == 120 * len(rows)
-    peak += parts.executor.activations.num_bytes
+        peak += parts.executor.activations.num_bytes
     reserved = parts.memory.parts["gpu"]["activations"] - DEVICE_WORKSPACE_BYTES
     reserved += parts.memory.parts["cpu"]["activations"] - WORKSPACE_BYTES - PINNED_BYTES
     assert "logits" not in parts.memory.parts["gpu"] and parts.memory.logit_rows == 200
@@ -276,10 +276,11 @@ def test_embeddings_in_either_memory_give_the_same_tokens(tiny_models, tmp_path,
     policy, found = make_policy(model, EMULATED, activation_batches=(1 - on_host, on_host)), {}
     for tier in ("cpu", "gpu"):
         parts = make_parts(model, EMULATED, replace(policy, embedding_tier=tier), tmp_path)
-        found[tier], _ = run(parts, prompts_of(6, 20), [4] * 6)
         table = parts.executor.weights.embeddings["embed.weight"].nbytes
+        arena = parts.executor.weights.arenas[tier]
+        found[tier], _ = run(parts, prompts_of(6, 20), [4] * 6)
         moved = parts.executor.bytes_moved
-        assert table <= parts.executor.weights.arenas[tier].allocated_bytes
+        assert table <= arena.allocated_bytes
         # Into host memory only if they are made in the accelerator's, and from there only otherwise, or with the layers.
         assert (moved["h2d"] > 0) == (tier == "cpu" or on_host == 1)
         assert (moved["d2h"] > 0) == (on_host == 1)

@@ -108,8 +108,8 @@ def test_thoughts_that_a_regex_asks_for_are_a_column(job):
     assert [(row["text"], row["reasoning"], row["finish_reason"]) for row in rows] == [
         ("yes, it is", "one, two", "stop")
     ] * 2
-    with pytest.raises(InputError, match="a column named reasoning already"):
-        job([{"prompt": "a", "reasoning": "b"}], regex=THINKS, overwrite=True)
+    (row,), _ = job([{"prompt": "a", "reasoning": "b"}], regex=THINKS, overwrite=True)
+    assert (row["reasoning"], row["gen_reasoning"], row["gen_text"]) == ("b", "one, two", "yes, it is")
 
 
 def test_what_stops_an_answer_and_what_is_cut(job):

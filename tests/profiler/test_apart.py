@@ -56,23 +56,15 @@ class TestProcess:
             answer(tmp_path, 'say("error", "no such disk")')
 
     @pytest.mark.parametrize(
-        ("code", "exit_code"),
-        [
-            ("os._exit(9)", 9),
-            ('say("note", "x"); os.kill(os.getpid(), 9)', -9),
-            ("", 0),
-            ("os.close(1); import time; time.sleep(0.3); os._exit(7)", 7),  # it takes a while to end
-        ],
-    )
-    def test_one_that_dies_is_told_in_a_line(self, tmp_path, code, exit_code):
-        with pytest.raises(BatchgenError, match=rf"ended with code {exit_code} and no result.*--hardware"):
-            answer(tmp_path, code)
-
-    @pytest.mark.parametrize(
         ("code", "said"),
         [
             ("raise SystemExit(3)", "exit code 3 and no result: what it says above"),
-            ("os.kill(os.getpid(), 9)", "signal 9 .*more memory"),
+            ("", "exit code 0 and no result"),
+            (
+                "os.close(1); import time; time.sleep(0.3); os._exit(7)",
+                "exit code 7 .*--hardware",
+            ),  # it takes a while to end
+            ('say("note", "x"); os.kill(os.getpid(), 9)', "signal 9 .*more memory"),
         ],
     )
     def test_its_own_exit_code_is_told_and_memory_only_where_it_was_killed(self, tmp_path, code, said):
