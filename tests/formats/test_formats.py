@@ -1,4 +1,4 @@
-"""Files of every format that an earlier version wrote open with today's code (README.md: how they were made)."""
+"""Files of every format that earlier commits wrote open with today's code (README.md: how they were made)."""
 
 import json
 import pickle
@@ -44,7 +44,10 @@ PROMPTS = [prompt for prompt in pq.read_table(HERE / "run_directory" / "rows.par
 # Every module that writes files: the folder here that has some, or why there is none.
 WRITERS = {
     "core/atomic_file.py": "for the others",
-    "core/cores.py": "an empty file that is locked while a process looks for cores",
+    "core/cores.py": "locks: one while a process looks for cores, one for each core that it has",
+    "core/file_lock.py": "who holds a lock, for messages: in the locks of run_directory and weight_store",
+    "core/private_files.py": "files without a name, which end with their descriptor; and for the others",
+    "distributed/meeting.py": "where rank 0 listens and a secret, deleted when all ranks have come",
     "helm/jobs.py": "helm_jobs",
     "job/destination.py": "what was copied to a URL, by its digest, beside the manifest",
     "job/files.py": ("plan", "hardware_profile"),
@@ -53,7 +56,6 @@ WRITERS = {
     "lmeval/jobs.py": "run_directory, in folders whose names are checked",
     "models/convert.py": "weight_store",
     "models/files.py": "a download, which has a hash",
-    "models/gguf_tokenizer.py": "a copy for transformers, deleted at once",
     "models/tokenizer.py": "what transformers reads, kept by its version",
     "output/formats.py": "outputs: Parquet, JSON lines, CSV, Arrow",
     "output/manifest.py": "run_directory",
@@ -69,9 +71,10 @@ WRITERS = {
     "share/run.py": "what workers of one version agree on while a job runs",
     "runtime/steps/trace.py": "a timeline, for a browser",
 }
+# core/screen.py opens descriptors by their numbers, which is no file of ours.
 WRITES = re.compile(
     r"writ(e|ten)_atomically\(|staged\(Path|with staged\(|replace_durably\(|os\.(replace|rename)\(|\.write_(text|bytes)\("
-    r"|\bopen\([^)]*\"[wx]|pq\.(write_table|ParquetWriter)|def __getstate__"
+    r"|\bopen\((?!\d)[^)]*\"[wx]|os\.O_CREAT|pq\.(write_table|ParquetWriter)|def __getstate__"
 )
 
 
