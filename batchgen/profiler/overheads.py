@@ -21,6 +21,7 @@ from batchgen.profiler.measure import Overheads
 _MANY = 128  # sequences
 _LAYERS = 9
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 8, 24
+_ROWS_OF_ONE_TOKEN = 2048
 _VOCAB = 49_152  # for the sampler
 _PASSING_BYTES = 64 << 20  # more than cores have caches for, and read as fast as memory is
 
@@ -126,12 +127,11 @@ def _sweep_s(device: str, layers: int, sequences: int) -> float:
 
 def _row_s(device: str) -> float:
     """Seconds a row adds when it generates a single token: the whole way less the sweep it is in."""
-    count = 2048
     with _engine(device, 1) as engine:
         started = time.perf_counter()
-        for _ in engine.generate(_requests(count, 1)):
+        for _ in engine.generate(_requests(_ROWS_OF_ONE_TOKEN, 1)):
             pass
-        return (time.perf_counter() - started) / count
+        return (time.perf_counter() - started) / _ROWS_OF_ONE_TOKEN
 
 
 def _sampling_logits_per_s(device: str) -> float:
