@@ -190,7 +190,7 @@ def test_python_of_a_page_runs(page, reader, models):
 
 
 def _parsed(words):
-    """What click makes of a command of batchgen's: its options, their values and the job file are as they must be."""
+    """The values that click makes of a command of batchgen's: its options, their values and the job file are as they must be."""
     name, *arguments = words
     try:
         cli.commands[name].make_context(name, arguments)

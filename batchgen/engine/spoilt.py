@@ -7,7 +7,7 @@ from batchgen.runtime.scheduling.sequence import Sequence
 
 
 class Spoilt:
-    """Those of the sweeps whose results were taken last.
+    """The sequences with such logits of the sweeps whose results were taken last.
 
     A token whose KV holds NaN may spoil what is computed beside it, also of tokens before it: attention multiplies its values by zero.
     So a prefix that others take over may be spoilt by what follows it in one row.

@@ -214,7 +214,7 @@ _OF_LAYER_TYPES = tuple(family for family, keys in KEYS.items() if "layer_types"
 
 
 def _layer_types(keys: Mapping[str, Any], family: str, layers: int, window: int | None) -> list[str]:
-    """Those of a family where the file does not state them."""
+    """The values of a family where the file does not state them."""
 
     def has_window(layer: int) -> bool:
         if family in ("gemma2", "gpt_oss"):

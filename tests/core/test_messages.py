@@ -1,4 +1,4 @@
-"""What processes tell one another comes out as it went in, and nothing else comes out."""
+"""Messages between processes come out as they went in, and nothing else comes out."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""What one request may ask for: what would take all memory, or arithmetic does not hold, is refused by name."""
+"""Limits of one request: a value that would take all memory, or that arithmetic does not hold, is refused by name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What stands between the fields of CSV files: told by a name, by an option, or by the file, and then said."""
+"""Delimiters of CSV files: known by the name, by an option, or found in the file and said."""
 
 import gzip
 

@@ -1,4 +1,4 @@
-"""What tells an input from others: all of its bytes, before a job, between its runs and while it runs."""
+"""The identity of an input is all of its bytes: before a job, between its runs and while it runs."""
 
 import json
 import os

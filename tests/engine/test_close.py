@@ -17,7 +17,7 @@ FEW = SamplingParams(max_tokens=3, ignore_eos=True)
 
 
 def tensors_made(make):
-    """What `make` gives, and weak references to the tensors that it left behind."""
+    """The result of `make`, and weak references to the tensors that it left behind."""
     before = {id(o) for o in gc.get_objects() if issubclass(type(o), torch.Tensor)}
     made = make()
     return made, [weakref.ref(o) for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and id(o) not in before]
@@ -59,7 +59,7 @@ def test_a_closed_engine_says_so(tiny_models, tmp_path):
 
 
 def test_another_engine_has_the_same_budget_while_the_name_of_the_first_lives(tiny_models):
-    """What a process holds counts against the budget: beside the first one's KV there would be none for the second."""
+    """The memory that a process holds counts against the budget: beside the first one's KV there would be none for the second."""
     path, _ = tiny_models("llama")
     options = {"dtype": "float32", "cpu_memory": resident_bytes() + (400 << 20), "max_num_seqs": 4096}
     first = batchgen.Engine(str(path), **options)

@@ -48,7 +48,7 @@ def job(model, tmp_path, capfd):
 
 
 def messages(*texts):
-    """Of the user and the assistant by turns."""
+    """Messages of the user and the assistant by turns."""
     return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]}
 
 

@@ -111,7 +111,7 @@ def test_nothing_is_said_of_other_models():
 
 
 def test_composing_leaves_a_quarter_of_the_bytes_or_more():
-    """Of each character that something composes to, or stands for, the longest spelling of it."""
+    """The longest spelling of each character that something composes to, or stands for."""
     alike: dict[str, str] = {}  # of a character the longest that stands for it
     for code in range(0x110000):
         character, other = chr(code), unicodedata.normalize("NFD", chr(code))

@@ -38,7 +38,7 @@ def closed(path):
 
 
 def refusals(model) -> list[str]:
-    """What each way to a model fails with."""
+    """The errors with which each way to a model fails."""
     found = []
     for attempt in (load, lambda spec: resolve_for_planning(spec)):
         try:

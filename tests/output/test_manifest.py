@@ -1,4 +1,4 @@
-"""What outputs and manifests say of their job."""
+"""Outputs and manifests name their job."""
 
 import json
 

@@ -122,7 +122,7 @@ class TestProcess:
 
 
 class TestOverheads:
-    """What is measured of the engine itself, where a machine is measured for the first time."""
+    """Measurements of the engine itself, where a machine is measured for the first time."""
 
     def test_a_sweep_takes_time_where_there_is_no_tokenizer(self):
         assert overheads._sweep_s("cpu", 1, 1) > 0

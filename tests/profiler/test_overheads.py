@@ -1,4 +1,4 @@
-"""What the engine itself costs, which the first run on any machine measures."""
+"""The costs of the engine itself, which the first run on any machine measures."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ from batchgen.profiler import overheads
 
 
 def test_all_of_it_can_be_measured(monkeypatch):
-    """Of an engine without a tokenizer, and of weights that are loaded and given back."""
+    """The engine has no tokenizer, and weights are loaded and given back."""
     small = {"_MANY": 2, "_LAYERS": 2, "_OUTPUT_TOKENS": 3, "_PASSING_BYTES": 1 << 10, "_ROWS_OF_ONE_TOKEN": 16}
     for name, value in (small | {"_VOCAB": 64, "_WIDTH": 64, "_ROWS": 64}).items():
         monkeypatch.setattr(overheads, name, value)

@@ -83,7 +83,7 @@ def test_logprobs_are_those_of_the_model_itself():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", [0, 300, VOCAB - 1])
 def test_logits_that_are_not_finite_give_no_token_whatever_is_asked_for(value, at):
-    """Of a mask's minus infinities nobody speaks: they come later."""
+    """The minus infinities of a mask are no fault: they come later."""
     sequences, logits = of_all_kinds(), logits_of(9)
     healthy = sample(logits.clone(), sequences).tokens()
     for bad in range(9):

@@ -74,7 +74,7 @@ class Draw:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a draw.
+    """The outcome of a draw.
 
     kind: "equal", "refused", "wrong", or "too large" to be run. key: that was named, where it is refused. difference: the largest of
     log-probabilities. reason: batchgen's words, or what is wrong. by_transformers: who refuses it, too.
@@ -88,7 +88,7 @@ class Outcome:
 
 
 def draws_of(model: str, first: int, count: int, folder: Path, tokenizer: Path) -> Iterator[tuple[Draw, Outcome]]:
-    """What comes of so many configurations that can be run, from a seed on. folder: to be made and removed."""
+    """The outcomes of so many configurations that can be run, from a seed on. folder: to be made and removed."""
     seeds = itertools.count(first)
     while count:
         given = draw(model, next(seeds))

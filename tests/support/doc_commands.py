@@ -32,7 +32,7 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """What a shell makes of it, but for variables and patterns."""
+        """The words that a shell makes of it, but for variables and patterns."""
         return shlex.split(self.text, comments=True)
 
     @property

@@ -54,7 +54,7 @@ class Outcome:
 
 
 def prepare(folder: Path) -> None:
-    """What the arguments name: a model, inputs, and things of another kind in their place."""
+    """Files that the arguments name: a model, inputs, and things of another kind in their place."""
     from tiny_models import make_tiny_model
 
     make_tiny_model("llama", folder / "M")
@@ -113,7 +113,7 @@ def outcome(arguments: list[str]) -> Outcome:
 
 
 def _is_one_line(lines: list[str]) -> bool:
-    """Whether an error is said in a line of batchgen's, or as click does."""
+    """Tell whether an error is said in a line of batchgen's, or as click does."""
     errors = [line for line in lines if line.startswith(("batchgen: ", "Error: "))]
     return len(errors) == 1 and lines[-1] == errors[0]
 

@@ -43,7 +43,7 @@ def listening(pids: set[int]) -> set[tuple[ipaddress.IPv4Address | ipaddress.IPv
 
 @contextlib.contextmanager
 def watched() -> Iterator[set]:
-    """What this process and its children begin to listen on meanwhile."""
+    """The addresses on which this process and its children begin to listen meanwhile."""
     found, before, has_ended = set(), listening({os.getpid()}), threading.Event()
 
     def watch() -> None:

@@ -28,7 +28,7 @@ def say(group: Group, message: Any) -> None:
 
 
 def heard(group: Group) -> Any:
-    """What rank 0 says next."""
+    """The next message of rank 0."""
     return json.loads(group.told())
 
 

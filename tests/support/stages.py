@@ -24,7 +24,7 @@ _END = object()
 
 
 class Rendezvous:
-    """What ranks of one process send each other.
+    """Tensors and messages that ranks of one process send each other.
 
     A send returns when it has been received, as one over a connection may.
     """
