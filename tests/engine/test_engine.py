@@ -362,7 +362,7 @@ def test_samples_of_one_request_cost_in_proportion_to_their_number(tiny_models, 
 
     def steps(count):
         sampling = SamplingParams(n=count, temperature=1.0, max_tokens=1)
-        engine = batchgen.Engine(str(path), dtype="float32", cpu_memory="1GiB", max_num_seqs=8)
+        engine = batchgen.Engine(str(path), dtype="float32", cpu_memory="8GiB", max_num_seqs=8)
         compared.clear()
         sys.setprofile(lambda frame, event, argument: compared.update([event]))
         try:

@@ -48,7 +48,7 @@ def engine(tiny_models):
     with batchgen.Engine(
         str(tiny_models("llama")[0]),
         dtype="float32",
-        cpu_memory="1GiB",
+        cpu_memory="8GiB",
         sampling=SamplingParams(max_tokens=3, ignore_eos=True),
     ) as engine:
         yield engine
