@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import sys
 
 import pytest
@@ -43,8 +44,10 @@ def command(monkeypatch, capfd):
         monkeypatch.setattr(sys, "argv", ["batchgen", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdout", sys.stdout)  # main() puts others in their place
         monkeypatch.setattr(sys, "stderr", sys.stderr)
+        handler = signal.getsignal(signal.SIGINT)
         with pytest.raises(SystemExit) as ended:
             main()
+        signal.signal(signal.SIGINT, handler)  # main() leaves the one of a process that is about to end
         return ended.value.code
 
     return run
