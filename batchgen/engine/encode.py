@@ -64,7 +64,7 @@ def chunks(requests: Iterable[R | None]) -> Iterator[list[tuple[int, R]]]:
 
 
 @dataclass(frozen=True)
-class Room:
+class LengthLimit:
     """How long texts may be.
 
     Attributes:
@@ -76,7 +76,7 @@ class Room:
     cuts: bool
 
     @classmethod
-    def of(cls, context: int, on_overlong: str) -> Room:
+    def of(cls, context: int, on_overlong: str) -> LengthLimit:
         """on_overlong: As of `Engine`."""
         return cls(context, on_overlong != "error")
 
@@ -101,7 +101,7 @@ class Room:
         return True
 
 
-def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request], room: Room | None = None) -> Texts:
+def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request], limit: LengthLimit | None = None) -> Texts:
     """Encode together the prompts that are texts, and those that are chat messages, but for those that cannot fit.
 
     Returns:
@@ -111,19 +111,19 @@ def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request], room: Room |
     chats = _rendered(tokenizer, [(request, request.prompt) for request in requests])
     plain = [r.prompt for r in requests if isinstance(r.prompt, str) and r.prompt]
     wanted = {(text, True) for text in plain} | {(text, False) for text in chats.values() if isinstance(text, str)}
-    fitting = [key for key in wanted if room is None or room.has(tokenizer, key[0])]
+    fitting = [key for key in wanted if limit is None or limit.has(tokenizer, key[0])]
     return Texts(_encoded(tokenizer, fitting), chats)
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, request: Request, room: Room | None = None, texts: Texts | None = None
+    tokenizer: Tokenizer, request: Request, limit: LengthLimit | None = None, texts: Texts | None = None
 ) -> list[int]:
     """The tokens of a prompt; none of an empty one.
 
     Args:
         tokenizer: The model's.
         request: Its prompt is a text, chat messages or token ids.
-        room: How long it may be; None: as long as it is.
+        limit: How long it may be; None: as long as it is.
         texts: Of `encode_texts`; None: the text is encoded here.
 
     Raises:
@@ -135,13 +135,13 @@ def encode_prompt(
     if isinstance(prompt, str):
         key = (prompt, True)
     elif isinstance(prompt[0], dict):
-        texts = texts or encode_texts(tokenizer, [request], room)
+        texts = texts or encode_texts(tokenizer, [request], limit)
         key = (texts.of_chat(request), False)
     else:
         return [int(token_id) for token_id in prompt]
-    if room is not None and (texts is None or key not in texts.tokens):
-        room.check(tokenizer, key[0])
-    return (texts or encode_texts(tokenizer, [request], room)).tokens[key]
+    if limit is not None and (texts is None or key not in texts.tokens):
+        limit.check(tokenizer, key[0])
+    return (texts or encode_texts(tokenizer, [request], limit)).tokens[key]
 
 
 def _rendered(tokenizer: Tokenizer, given: Iterable[tuple[Request | ScoreRequest, Any]]) -> dict[int, str | RowError]:
@@ -187,14 +187,14 @@ def check_vocabulary(token_ids: Iterable[int], vocab_size: int, what: str) -> No
         raise RowError(f"{what} has a token id outside the model's vocabulary of {vocab_size}")
 
 
-def encode_all(tokenizer: Tokenizer, requests: Iterable[ScoreRequest], room: Room | None = None) -> Texts:
-    """The tokens of all texts that `encode_pairs` asks for. room: as of it."""
+def encode_all(tokenizer: Tokenizer, requests: Iterable[ScoreRequest], limit: LengthLimit | None = None) -> Texts:
+    """The tokens of all texts that `encode_pairs` asks for. limit: how long contexts may be; None: any length."""
     requests = list(requests)
     chats = _rendered(tokenizer, [(request, request.context) for request in requests])
     wanted: dict[tuple[str, bool], list[int]] = {}
     for request in requests:
         with contextlib.suppress(RowError, InputError):  # it will be found again
-            encode_pairs(tokenizer, request, Texts(_Wanted(wanted), chats), room)
+            encode_pairs(tokenizer, request, Texts(_Wanted(wanted), chats), limit)
     return Texts(_encoded(tokenizer, wanted), chats)
 
 
@@ -210,11 +210,11 @@ class _Wanted(dict):
 
 
 def encode_pairs(
-    tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, room: Room | None = None
+    tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, limit: LengthLimit | None = None
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """The tokens of the context and of each continuation, as `ScoreRequest` says.
 
-    room: how long the context may be; None: as long as it is. Raises RowError.
+    limit: how long the context may be; None: as long as it is. Raises RowError.
     """
     context, continuations = request.context, request.continuations
     if not continuations:
@@ -225,8 +225,8 @@ def encode_pairs(
     special = True
     if is_chat(context):
         context, special = texts.of_chat(request), False
-    if room is not None:
-        _check_to_score(tokenizer, context, continuations, room)
+    if limit is not None:
+        _check_to_score(tokenizer, context, continuations, limit)
     tokens = texts.tokens
     if True not in are_texts:
         own = tokens[context, special] if isinstance(context, str) and context else _ids(context)
@@ -241,12 +241,12 @@ def encode_pairs(
     return own, [tuple(tokens[stripped + spaces + c, special][len(own) :]) for c in continuations]
 
 
-def _check_to_score(tokenizer: Tokenizer, context: str | Iterable, continuations: Iterable, room: Room) -> None:
+def _check_to_score(tokenizer: Tokenizer, context: str | Iterable, continuations: Iterable, limit: LengthLimit) -> None:
     """Raises RowError for a context that cannot fit; continuations without one may be longer than the model's context."""
     own = context.rstrip() if isinstance(context, str) else ""
     if own:
-        room.check(tokenizer, own, "the text to score")
-    unbounded = Room(room.context, cuts=True)
+        limit.check(tokenizer, own, "the text to score")
+    unbounded = LengthLimit(limit.context, cuts=True)
     for continuation in continuations:
         if isinstance(continuation, str):
             unbounded.check(tokenizer, continuation, "a text to score")

@@ -19,7 +19,7 @@ from batchgen.core.request import (
     cut_overlong,
 )
 from batchgen.engine.encode import (
-    Room,
+    LengthLimit,
     Texts,
     begins_twice,
     check_vocabulary,
@@ -150,7 +150,7 @@ class Generation:
         for chunk in chunks(each_request(requests)):
             fine = [request for _, request in chunk if request.error is None]
             prompts = [each for request in fine for each in request.each_prompt]
-            texts = encode_texts(self._parts.tokenizer, prompts, self._room())
+            texts = encode_texts(self._parts.tokenizer, prompts, self._limit())
             for index, request in chunk:
                 encoded: list[tuple[array, SamplingParams]] = []
                 grammar, error = None, request.error
@@ -167,11 +167,11 @@ class Generation:
                         error = str(problem)
                 yield _Prepared(index, request, tuple(encoded), error, grammar)
 
-    def _room(self) -> Room:
-        return Room.of(self._parts.policy.max_model_len, self._on_overlong)
+    def _limit(self) -> LengthLimit:
+        return LengthLimit.of(self._parts.policy.max_model_len, self._on_overlong)
 
     def _encode(self, request: Request, texts: Texts) -> list[int]:
-        token_ids = encode_prompt(self._parts.tokenizer, request, self._room(), texts)
+        token_ids = encode_prompt(self._parts.tokenizer, request, self._limit(), texts)
         if not token_ids:
             raise RowError("the prompt is empty")
         check_vocabulary(token_ids, self._parts.config.vocab_size, "the prompt")

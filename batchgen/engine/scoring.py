@@ -17,7 +17,7 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine.encode import Room, Texts, begins_twice, check_vocabulary, chunks, encode_all, encode_pairs
+from batchgen.engine.encode import LengthLimit, Texts, begins_twice, check_vocabulary, chunks, encode_all, encode_pairs
 from batchgen.engine.given import each_score_request
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.spoilt import Spoilt
@@ -85,7 +85,7 @@ class Scoring:
         """Tokenizes requests, some at a time; runs in the input thread."""
         for chunk in chunks(each_score_request(requests)):
             fine = [request for _, request in chunk if request.error is None]
-            texts = encode_all(self._parts.tokenizer, fine, self._room())
+            texts = encode_all(self._parts.tokenizer, fine, self._limit())
             for index, request in chunk:
                 row_id = index if request.id is None else request.id
                 if request.error is not None:
@@ -96,8 +96,8 @@ class Scoring:
                 except (RowError, InputError) as problem:
                     yield _Prepared(index, row_id, request.row, error=str(problem))
 
-    def _room(self) -> Room:
-        return Room.of(self._parts.policy.max_model_len, self._on_overlong)
+    def _limit(self) -> LengthLimit:
+        return LengthLimit.of(self._parts.policy.max_model_len, self._on_overlong)
 
     def _tokens(self, request: ScoreRequest, texts: Texts) -> Tokens:
         config, policy = self._parts.config, self._parts.policy
@@ -205,7 +205,7 @@ def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, context
         RowError: The request cannot be scored.
         InputError: The model has no chat template.
     """
-    context, continuations = encode_pairs(tokenizer, request, texts, Room.of(context_len, on_overlong))
+    context, continuations = encode_pairs(tokenizer, request, texts, LengthLimit.of(context_len, on_overlong))
     for number, tokens in enumerate(continuations, 1):
         if not tokens:
             raise RowError(f"continuation {number} has no tokens")

@@ -11,7 +11,7 @@ from batchgen.core.errors import InputError, RowError
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.request import Request, SamplingParams, ScoreRequest, cut_overlong
 from batchgen.core.workload import Lengths, Workload
-from batchgen.engine.encode import Room, encode_all, encode_prompt
+from batchgen.engine.encode import LengthLimit, encode_all, encode_prompt
 from batchgen.engine.scoring import paths_to_run, tokens_of
 
 if TYPE_CHECKING:
@@ -136,15 +136,15 @@ def _sequences(
     """The sequences of one row. Raises RowError, InputError."""
     if request.error is not None:
         raise RowError(request.error)
-    room = Room.of(context, on_overlong)
+    limit = LengthLimit.of(context, on_overlong)
     if isinstance(request, ScoreRequest):
-        pair = tokens_of(tokenizer, request, encode_all(tokenizer, [request], room), context, on_overlong)
+        pair = tokens_of(tokenizer, request, encode_all(tokenizer, [request], limit), context, on_overlong)
         paths, _ = paths_to_run(pair, context)
         return [_Sampled(path.tokens, scored=len(path.targets)) for path in paths]
     own = request.sampling or sampling
     sequences = []
     for each in request.each_prompt:
-        tokens = cut_overlong(encode_prompt(tokenizer, each, room), own.max_tokens, context, on_overlong)
+        tokens = cut_overlong(encode_prompt(tokenizer, each, limit), own.max_tokens, context, on_overlong)
         if not 0 < len(tokens) < context:
             raise RowError("its prompt is too long" if tokens else "it has no prompt")
         sequences.append(_Sampled(tokens, min(own.max_tokens, context - len(tokens)), own.n))

@@ -5,7 +5,7 @@ from tiny_models import make_tiny_tokenizer
 
 from batchgen.core.errors import RowError
 from batchgen.core.request import Request, ScoreRequest
-from batchgen.engine.encode import Room, chunks, encode_all, encode_pairs, encode_prompt, encode_texts
+from batchgen.engine.encode import LengthLimit, chunks, encode_all, encode_pairs, encode_prompt, encode_texts
 from batchgen.models import tokenizer as tokenizer_module
 from batchgen.models.files import ModelFiles
 from batchgen.models.token_bound import TokenBound
@@ -39,28 +39,28 @@ LONG = "The ferry left. " * 5000  # thousands of tokens, whatever they are
 
 
 def test_texts_that_cannot_fit_are_not_tokenized(tokenizer):
-    room = Room.of(512, "error")
+    limit = LengthLimit.of(512, "error")
     requests = [Request("The ferry"), Request(LONG), Request([{"role": "user", "content": LONG}])]
-    texts = encode_texts(tokenizer, requests, room)
-    assert encode_prompt(tokenizer, requests[0], room, texts) == tokenizer.encode_batch(["The ferry"])[0]
+    texts = encode_texts(tokenizer, requests, limit)
+    assert encode_prompt(tokenizer, requests[0], limit, texts) == tokenizer.encode_batch(["The ferry"])[0]
     for request in requests[1:]:
         with pytest.raises(RowError, match=r"^the prompt has \d+,\d+ tokens at least, the context holds 512$"):
-            encode_prompt(tokenizer, request, room, texts)
+            encode_prompt(tokenizer, request, limit, texts)
     assert max(length for lengths in tokenizer.seen for length in lengths) < 100
     assert encode_prompt(tokenizer, requests[1])  # as a dry run shows it
-    assert encode_prompt(tokenizer, requests[1], Room.of(10**6, "error"))
-    assert encode_prompt(tokenizer, requests[1], Room.of(512, "truncate-left"))
+    assert encode_prompt(tokenizer, requests[1], LengthLimit.of(10**6, "error"))
+    assert encode_prompt(tokenizer, requests[1], LengthLimit.of(512, "truncate-left"))
 
 
 def test_a_context_that_cannot_fit_is_not_tokenized_and_a_long_continuation_is(tokenizer):
-    room = Room.of(512, "error")
+    limit = LengthLimit.of(512, "error")
     requests = [ScoreRequest(LONG, ("yes",)), ScoreRequest("", (LONG,)), ScoreRequest("The ferry", ("yes",))]
-    texts = encode_all(tokenizer, requests, room)
+    texts = encode_all(tokenizer, requests, limit)
     with pytest.raises(RowError, match=r"the text to score has \d+,\d+ tokens at least, the context holds 512"):
-        encode_pairs(tokenizer, requests[0], texts, room)
+        encode_pairs(tokenizer, requests[0], texts, limit)
     assert (LONG, True) not in texts.tokens
     for request in requests[1:]:
-        assert encode_pairs(tokenizer, request, texts, room) == encode_pairs(
+        assert encode_pairs(tokenizer, request, texts, limit) == encode_pairs(
             tokenizer, request, encode_all(tokenizer, [request])
         )
 
@@ -73,15 +73,15 @@ def test_no_row_is_worth_the_memory_of_a_job(tokenizer, on_overlong):
         "a" * (1 << 22) + "a",
         "has 4,194,305 characters, and no more than 4,194,304 are tokenized for a context of 512 tokens",
     )
-    room = Room.of(512, on_overlong)
+    limit = LengthLimit.of(512, on_overlong)
     for prompt in (huge, [{"role": "user", "content": huge}]):
         with pytest.raises(RowError, match=line if isinstance(prompt, str) else "are tokenized"):
-            encode_prompt(tokenizer, Request(prompt), room)
+            encode_prompt(tokenizer, Request(prompt), limit)
     request = ScoreRequest("", (huge,))
     with pytest.raises(RowError, match=line):
-        encode_pairs(tokenizer, request, encode_all(tokenizer, [request], room), room)
+        encode_pairs(tokenizer, request, encode_all(tokenizer, [request], limit), limit)
     assert tokenizer.seen == []
-    Room.of(1 << 20, on_overlong).check(tokenizer, huge)  # whose context is as long
+    LengthLimit.of(1 << 20, on_overlong).check(tokenizer, huge)  # whose context is as long
 
 
 def test_long_texts_are_tokenized_a_few_at_a_time(tokenizer, monkeypatch):
