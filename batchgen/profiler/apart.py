@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import struct
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.frames import framed, read_frame
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.machine import available_memory_bytes, keep_within, resident_bytes
 from batchgen.core.messages import decode, encode, table_of
@@ -30,7 +30,6 @@ from batchgen.profiler.timing import Effort
 # The least that rates can be measured in, beside a process that has torch: two thirds of it are what measuring imports and keeps, and
 # in the rest operands are still larger than the inner caches.
 _LEAST_BYTES = 352 << 20
-_LENGTH = struct.Struct("<Q")
 _TASK = table_of(Wanted, Effort, ModelConfig, RopeConfig)  # what a task is made of
 
 
@@ -75,8 +74,7 @@ def _answer(command: list[str], task: Any, notify: Callable[[str], None]) -> Har
     assert process.stdin is not None and process.stdout is not None
     found = None
     try:
-        content = encode(task, _TASK)
-        process.stdin.write(_LENGTH.pack(len(content)) + content)
+        process.stdin.write(framed(encode(task, _TASK)))
         process.stdin.flush()
         for line in process.stdout:
             kind, value = json.loads(line)
@@ -129,8 +127,9 @@ def main() -> None:
         out.write(json.dumps([kind, value]) + "\n")
         out.flush()
 
-    (length,) = _LENGTH.unpack(sys.stdin.buffer.read(_LENGTH.size))
-    wanted, cache_dir, offload_dir, refresh, allowed = decode(sys.stdin.buffer.read(length), _TASK)
+    if (task := read_frame(sys.stdin.buffer)) is None:  # whoever asked has ended
+        return
+    wanted, cache_dir, offload_dir, refresh, allowed = decode(bytes(task), _TASK)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch  # noqa: F401  (a part of what the process has anyway)
 

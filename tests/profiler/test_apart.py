@@ -39,8 +39,8 @@ class TestProcess:
         notes = []
         code = f"""
             from batchgen.core.messages import decode
-            read = sys.stdin.buffer.read
-            task = decode(read(struct.unpack("<Q", read(8))[0]), dict())
+            from batchgen.core.frames import read_frame
+            task = decode(bytes(read_frame(sys.stdin.buffer)), dict())
             say("note", task)
             say("note", str(os.getpid()))
             say("profile", {profile.to_json()!r})
