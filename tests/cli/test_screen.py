@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from another_user import another_user, open_folder
+from lost_streams import full, gone
 
 from batchgen.cli import main
 
@@ -22,16 +23,6 @@ def job(tiny_models, tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
     model, output = tiny_models("llama")[0], tmp_path / "out.jsonl"
     return ["run", "-m", str(model), "-i", str(tmp_path / "in.jsonl"), "-o", str(output), "--max-tokens", "2"]
-
-
-def gone():
-    reader, writer = os.pipe()
-    os.close(reader)
-    return os.fdopen(writer, "w")
-
-
-def full():
-    return open("/dev/full", "w")
 
 
 @pytest.fixture

@@ -2,29 +2,18 @@
 
 import io
 import json
-import os
 import subprocess
 import sys
 import unicodedata
 
 import pytest
+from lost_streams import full, gone
 
 from batchgen.core.errors import one_line
 from batchgen.core.screen import ProductLost, Screen, leave_standard_output, put, say, takes_product
 from batchgen.core.text import visible
 
 HOSTILE = "".join(map(chr, [*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]))  # fmt: skip
-
-
-def gone():
-    """A stream over a pipe that nobody reads."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    return os.fdopen(writer, "w")
-
-
-def full():
-    return open("/dev/full", "w")
 
 
 def closed():
