@@ -117,6 +117,7 @@ gpu-wheels:
 # The pages as a site, in build/site: the generated ones are made anew, links are checked.
 docs: install
 	$(BIN)/python docs/describe_commands.py
+	$(BIN)/python docs/describe_packages.py
 	$(BIN)/python docs/draw_sweep.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -19,10 +19,10 @@ from flexgen_check import budgets_of, inputs_of, opt_config, read_cells
 
 from batchgen.core.errors import InputError
 from batchgen.core.workload import Workload
-from batchgen.job.pipeline_time import answer_times_s
 from batchgen.planner.flow import phases_of
 from batchgen.planner.inputs import FLEXGEN, Placement
 from batchgen.planner.lp import job_seconds
+from batchgen.planner.pipeline_time import answer_times_s
 from batchgen.planner.search import Candidate, Problem, search
 from batchgen.profiler.shipped import shipped_profile
 

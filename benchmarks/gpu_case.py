@@ -41,7 +41,7 @@ from batchgen.models.files import ModelFiles, read_config, without_weights
 from batchgen.models.tokenizer import NoText
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import plan_memory
-from batchgen.runtime.steps.trace import TraceWriter
+from batchgen.schedule.trace import TraceWriter
 
 POLICIES = ("planned", "resident", "cpu", "streamed")
 PLANNER = ("highspy",)

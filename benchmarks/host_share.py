@@ -22,7 +22,7 @@ from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.generation import Generation
 from batchgen.ops.instruction_set import instruction_set
-from batchgen.runtime.scheduling.scheduler import Scheduler
+from batchgen.schedule.scheduler import Scheduler
 
 PROMPT_LEN, OUTPUT_LEN = 32, 48
 _HERE = Path(__file__).parent

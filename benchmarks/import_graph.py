@@ -4,7 +4,7 @@
     python benchmarks/import_graph.py --revision 5889c39   # those of a revision
 
 A room is what a reader finds directly in `batchgen/`: a package or a module. At two levels the packages inside packages are
-rooms too. Names of older versions that only pass on (`with_datasets`), `__main__` and `_version` are not counted. The order
+rooms too. `__main__` and `_version` are not counted. The order
 is that of the import rules in pyproject.toml; a module of another revision is put where git finds it today.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NOT_COUNTED = ("", "__main__", "_version", "with_datasets")
+NOT_COUNTED = ("", "__main__", "_version")
 Graph = dict[str, set[str]]
 
 

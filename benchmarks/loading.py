@@ -57,7 +57,7 @@ import json, resource, sys, time
 import torch, gguf.quants
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
-from batchgen.runtime.memory.residency import WeightResidency
+from batchgen.schedule.residency import WeightResidency
 from batchgen.runtime.memory.weights import Weights
 files = resolve_model(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -41,8 +41,8 @@ def stub_engine(resolved, plan, tokenizer, progress, on_step):
     from batchgen.core.plan import MemoryPlan, Policy
     from batchgen.engine.engine import Engine
     from batchgen.engine.parts import EngineParts
-    from batchgen.runtime.batch import pack
     from batchgen.runtime.sampler import sample
+    from batchgen.schedule.packed_batch import pack
 
     config = resolved.config
 

@@ -20,8 +20,8 @@ from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job.planning import PlanRequest, plan_maker, problem_of
-from batchgen.job.ways import WITH_GPU, NoWay, best_plan
 from batchgen.models.config import ModelConfig
+from batchgen.planner.strategies import WITH_GPU, NoWay, best_plan
 from batchgen.profiler.shipped import shipped_profile
 
 HERE = Path(__file__).parent

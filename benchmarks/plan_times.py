@@ -24,8 +24,8 @@ from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import store_bytes
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
-from batchgen.job.simulation import simulate_job
 from batchgen.models.config import ModelConfig
+from batchgen.planner.simulation import simulate_job
 from batchgen.profiler.shipped import shipped_profile
 
 HERE = Path(__file__).parent

@@ -32,12 +32,12 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes
-from batchgen.job.choice import choose, simulate_candidates
 from batchgen.job.planning import find_for, find_hardware, on_this_machine, plan_maker, problem_of
-from batchgen.job.simulation import simulate_job
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.lp import Allowed
+from batchgen.planner.plan_selection import choose, simulate_candidates
 from batchgen.planner.search import Candidate, Problem, search
+from batchgen.planner.simulation import simulate_job
 from batchgen.profiler.calibration import corrected_by_disk_probe
 from batchgen.profiler.emulated import emulated_profile
 

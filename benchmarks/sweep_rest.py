@@ -37,8 +37,8 @@ from batchgen.models import layers
 from batchgen.models.files import read_config, resolve_model
 from batchgen.ops import cpp
 from batchgen.runtime import executor as executors
-from batchgen.runtime.scheduling.scheduler import Scheduler
-from batchgen.runtime.steps.threads import Lanes
+from batchgen.runtime.lanes import Lanes
+from batchgen.schedule.scheduler import Scheduler
 
 HERE = Path(__file__).parent
 PRODUCTS = ("linear", "attention")

@@ -20,9 +20,9 @@ from batchgen.core.device import Device
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes
 from batchgen.job.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of
-from batchgen.job.simulation import simulate_job
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.lp import Allowed
+from batchgen.planner.simulation import simulate_job
 from batchgen.profiler.emulated import emulated_profile
 
 GIB = 1 << 30

@@ -23,9 +23,9 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes, store_bytes
 from batchgen.job.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of
-from batchgen.job.simulation import simulate_job
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.lp import Allowed
+from batchgen.planner.simulation import simulate_job
 from batchgen.profiler.calibration import corrected_by_disk_probe
 from batchgen.profiler.emulated import emulated_profile
 

@@ -27,9 +27,9 @@ from way_settings import FLIPPED, ROUND_PROCESS_BYTES, SETTINGS, SHAPE, Setting,
 from batchgen.core.plan import Plan
 from batchgen.engine.loader import process_bytes
 from batchgen.job.planning import find_for, find_hardware, on_this_machine
-from batchgen.job.simulation import simulate_job
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
+from batchgen.planner.simulation import simulate_job
 from batchgen.profiler.emulated import emulated_profile
 
 

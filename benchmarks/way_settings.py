@@ -17,8 +17,8 @@ from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import store_bytes
 from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
-from batchgen.job.ways import NoWay, best_plan, way_of, ways_for
 from batchgen.models.config import ModelConfig
+from batchgen.planner.strategies import NoWay, best_plan, way_of, ways_for
 from batchgen.profiler.emulated import own_core_profile
 
 MIB = 1 << 20

@@ -94,18 +94,17 @@ def test_where_is_what():
         assert function in defined_in(ROOT / path), f"{question} {path} does not define {function}"
 
 
-def test_package_pages_name_every_module():
-    named = set()
-    for page in (DOCS / "packages").glob("*.md"):
-        prefix = "" if page.stem == "clients" else f"{page.stem}/"
-        modules = page.read_text().partition("| module |")[2].partition("**Main values.**")[0]
-        named |= {prefix + name for name in re.findall(r"^\| `([\w/]+\.py)` \|", modules, re.MULTILINE)}
-    package = ROOT / "batchgen"
-    there = {str(path.relative_to(package)): path for path in package.rglob("*.py") if not path.stem.startswith("_")}
-    summaries = {name: (ast.get_docstring(ast.parse(path.read_text())) or "") for name, path in there.items()}
-    missing = [f"| `{name}` | {summaries[name].splitlines()[0]} |" for name in sorted(there.keys() - named)]
-    assert not missing, "docs/packages/ has no line for\n" + "\n".join(missing)
-    assert not named - there.keys(), "docs/packages/ has lines for modules that are gone"
+@pytest.mark.parametrize("page", sorted((DOCS / "packages").glob("*.md")), ids=lambda page: page.stem)
+def test_package_pages_have_the_docstrings_of_their_modules(page):
+    assert page.read_text() == load(DOCS / "describe_packages.py").described(page), (
+        "run python docs/describe_packages.py"
+    )
+
+
+def test_every_package_has_a_page():
+    pages = load(DOCS / "describe_packages.py")
+    packages = {path.parent.name for path in (ROOT / "batchgen").glob("*/__init__.py")}
+    assert packages - set(pages.CLIENTS) == {page.stem for page in (DOCS / "packages").glob("*.md")} - {"clients"}
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "packages").glob("*.md")), ids=lambda page: page.stem)
@@ -381,7 +380,6 @@ def test_the_import_graph_is_as_the_architecture_page_says():
     graph = load(ROOT / "benchmarks" / "import_graph.py")
     now = graph.count()
     assert now["cycles"] == [] and now["cycles_inside"] == {} and now["against_the_order"] == []
-    assert now["rooms"] <= 18 and now["packages_at_two_levels"] <= 21
     table = (DOCS / "architecture.md").read_text().partition("## Import graph")[2]
     numbers = [int(row) for row in re.findall(r"^\|[^|]+\| \d+ \| (\d+) \|$", table, re.MULTILINE)]
     counted = [now["rooms"], now["packages_at_two_levels"], now["arrows"], 0, 0]
@@ -400,11 +398,9 @@ def test_cycles_are_found():
     ]
 
 
-def test_the_readme_is_short_and_its_example_runs(tiny_models, capsys):
+def test_the_example_of_the_readme_runs(tiny_models, capsys):
     readme = (ROOT / "README.md").read_text()
-    assert len(readme.splitlines()) <= 120
     (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert len([line for line in example.splitlines() if line]) <= 5
     path, _ = tiny_models("llama")
     assert '"demo"' in example
     exec(example.replace('"demo"', repr(str(path))), {})

@@ -34,11 +34,11 @@ from batchgen.models.convert import find_or_convert
 from batchgen.models.files import cache_dir, read_config, resolve_model
 from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.runtime.grammar import check_grammar
-from batchgen.runtime.scheduling.adaptation import Adaptation, Change, Measured
-from batchgen.runtime.scheduling.from_policy import kv_pools, scheduler_limits
-from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler, TokenSlots
-from batchgen.runtime.scheduling.sequence import Sequence
-from batchgen.runtime.steps.cohorts import Cohorts
+from batchgen.schedule.adaptation import Adaptation, Change, Measured
+from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.from_policy import kv_pools, scheduler_limits
+from batchgen.schedule.scheduler import ScheduledSequence, Scheduler, TokenSlots
+from batchgen.schedule.sequence import Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -268,7 +268,7 @@ class Engine:
         """Make an engine around a model that is loaded already, or around anything else that runs sweeps.
 
         planned_output_len: the mean that its policy was planned for; where it is given, the engine adapts the block and
-        the streamed fraction to what it measures (`batchgen.runtime.scheduling.adaptation`).
+        the streamed fraction to what it measures (`batchgen.schedule.adaptation`).
         """
         engine = cls.__new__(cls)
         engine._init(parts, expected_output_len, planned_output_len, on_overlong, sampling)

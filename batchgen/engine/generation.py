@@ -34,8 +34,8 @@ from batchgen.engine.spoilt import Spoilt
 from batchgen.models.harmony import AnswerStops, Harmony
 from batchgen.models.thinking import Thinking, ThoughtStops
 from batchgen.runtime.grammar import Grammar
-from batchgen.runtime.scheduling.from_policy import longest_sequence
-from batchgen.runtime.scheduling.sequence import NOT_FINITE, PENDING, Sequence
+from batchgen.schedule.from_policy import longest_sequence
+from batchgen.schedule.sequence import NOT_FINITE, PENDING, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -37,21 +37,21 @@ from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import chunk_tokens, group_bytes_of_layers, plan_memory, stream_bytes
 from batchgen.runtime.grammar import Grammars
-from batchgen.runtime.memory.residency import WeightResidency
-from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
-from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler
+from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
+from batchgen.schedule.residency import WeightResidency
+from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
 
 if TYPE_CHECKING:
     from batchgen.models.layers import Reduce
     from batchgen.models.shard import Shard
     from batchgen.models.tokenizer import Tokenizer
     from batchgen.models.weight_store import WeightStore
-    from batchgen.runtime.batch import PackedBatch
     from batchgen.runtime.executor import Executor, Neighbours
+    from batchgen.runtime.lanes import OnStep
     from batchgen.runtime.memory.kv_cache import KVCache
     from batchgen.runtime.memory.tiers import Tiers
     from batchgen.runtime.memory.weights import Weights
-    from batchgen.runtime.steps.threads import OnStep
+    from batchgen.schedule.packed_batch import PackedBatch
 
 ADMISSIONS = ("continuous", "static")
 # Of the memory that is free, this part is left for everything else on the machine.
@@ -547,7 +547,7 @@ def _make_executor(
 
 def pack_for(request: LoadRequest, compute_tier: str) -> Callable[[list[ScheduledSequence]], PackedBatch]:
     """`batch.pack` with the model's numbers filled in."""
-    from batchgen.runtime.batch import pack
+    from batchgen.schedule.packed_batch import pack
 
     config = request.config
     return partial(

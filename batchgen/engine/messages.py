@@ -24,10 +24,10 @@ from batchgen.models.rope import RopeConfig
 from batchgen.models.shard import Shard
 from batchgen.models.store_format import Extent, StoredTensor, StoreFile, WeightStore
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
-from batchgen.runtime.batch import PackedBatch, Run, Segment, Staging
 from batchgen.runtime.sampler import SampledToken
-from batchgen.runtime.scheduling.sequence import LogitsRow, ScoredPosition
-from batchgen.runtime.scheduling.sequence import Sequence as InFlight
+from batchgen.schedule.packed_batch import PackedBatch, Run, Segment, Staging
+from batchgen.schedule.sequence import LogitsRow, ScoredPosition
+from batchgen.schedule.sequence import Sequence as InFlight
 
 # What other ranks do, as `distributed.serve.serve` takes it.
 WORK = "batchgen.engine.follow:follow_rank_zero"

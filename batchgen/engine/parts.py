@@ -12,7 +12,7 @@ from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.routing import RoutingCounts
 from batchgen.models.config import ModelConfig
 from batchgen.runtime.grammar import Grammars
-from batchgen.runtime.steps.cohorts import Cohorts
+from batchgen.schedule.deferred_batches import Cohorts
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer

@@ -23,13 +23,13 @@ from batchgen.engine.loader import LoadRequest, load_executor, load_words, pack_
 from batchgen.engine.messages import Answers, SentSequence, StageLoads, StageSweep, decode, encode
 from batchgen.engine.parts import EngineParts, process_peaks
 from batchgen.engine.rank_zero import RankZeroCounts
-from batchgen.runtime.batch import PackedBatch
 from batchgen.runtime.executor import Executor, OnLogits
 from batchgen.runtime.sampler import SampledToken, sample
-from batchgen.runtime.scheduling.from_policy import splitter
-from batchgen.runtime.scheduling.sequence import LogitsRow, ScoredPosition
 from batchgen.runtime.scorer import Scorer
-from batchgen.runtime.steps.cohorts import Cohorts
+from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.from_policy import splitter
+from batchgen.schedule.packed_batch import PackedBatch
+from batchgen.schedule.sequence import LogitsRow, ScoredPosition
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer

@@ -22,8 +22,8 @@ from batchgen.engine.given import each_score_request
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.spoilt import Spoilt
 from batchgen.engine.token_tree import Node, Path, paths_of, windows_of
-from batchgen.runtime.scheduling.from_policy import longest_sequence
-from batchgen.runtime.scheduling.sequence import NOT_FINITE, Sequence
+from batchgen.schedule.from_policy import longest_sequence
+from batchgen.schedule.sequence import NOT_FINITE, Sequence
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer

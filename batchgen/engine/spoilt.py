@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from batchgen.runtime.scheduling.scheduler import Scheduler
-from batchgen.runtime.scheduling.sequence import Sequence
+from batchgen.schedule.scheduler import Scheduler
+from batchgen.schedule.sequence import Sequence
 
 
 class Spoilt:

@@ -23,8 +23,8 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import ModelFiles, stored_quantization
 from batchgen.models.shard import Shard, shard_of
-from batchgen.runtime.batch import PackedBatch
-from batchgen.runtime.steps.cohorts import Cohorts
+from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.packed_batch import PackedBatch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,13 +10,13 @@ from batchgen.core.dtypes import EXPANDED, KEPT_FORMATS
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.tensor_parallel import load_on_ranks
-from batchgen.job.demand import longest_tokens, most_kv_tokens, process_share
-from batchgen.job.pipeline import stage_policy
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import stated_scheme
 from batchgen.models.quantization import FP8, describe
+from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
+from batchgen.planner.pipeline import stage_policy
 from batchgen.planner.stages import split_layers
-from batchgen.runtime.steps.trace import TraceWriter
+from batchgen.schedule.trace import TraceWriter
 
 if TYPE_CHECKING:
     from batchgen.core.plan import Plan
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from batchgen.job.progress import Progress
     from batchgen.job.resolved import ResolvedJob
     from batchgen.models.tokenizer import Tokenizer
-    from batchgen.runtime.steps.threads import OnStep
+    from batchgen.runtime.lanes import OnStep
 
 _NOT_USED = ", as weights only: scales of activations are not used"
 

@@ -44,16 +44,16 @@ from batchgen.job.planning import (
 )
 from batchgen.job.progress import Progress
 from batchgen.job.resolved import expanded_line, resolve_for, resolve_job, why_not_run
-from batchgen.job.simulation import trace_plan
 from batchgen.job.source import open_source
-from batchgen.job.ways import way_lines
 from batchgen.job.what_if import what_if
 from batchgen.job.workload import EstimatedWorkload, measure_workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, cache_dir, resolve_for_planning
 from batchgen.planner.explain import compare, explain, frontier_lines, headline, kernel_lines
 from batchgen.planner.explanation import explanation_of
-from batchgen.planner.planned_anew import planned_anew_s
+from batchgen.planner.replanned import planned_anew_s
+from batchgen.planner.simulation import trace_plan
+from batchgen.planner.strategies import way_lines
 from batchgen.profiler.emulated import emulated_profile
 from batchgen.profiler.shipped import shipped_profiles
 

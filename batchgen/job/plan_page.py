@@ -9,13 +9,13 @@ from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.job.html_charts import Bar, Span, bars, line, timeline
 from batchgen.job.html_page import COLOURS, legend, note, page, section, table
-from batchgen.job.simulation import simulate_job
-from batchgen.job.ways import way_rows
 from batchgen.models.config import ModelConfig
 from batchgen.planner.explain import TIER_NAMES, compare_rows, headline, lane_seconds
 from batchgen.planner.explanation import LANE_NAMES, Explanation, price_lines, stage_rows, total_lines
 from batchgen.planner.search import Problem, frontier
-from batchgen.runtime.steps.graph import LANES, Step
+from batchgen.planner.simulation import simulate_job
+from batchgen.planner.strategies import way_rows
+from batchgen.schedule.step_graph import LANES, Step
 
 _SIMULATED_SWEEPS = 32
 _MOST_PRICES = 10

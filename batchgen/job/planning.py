@@ -40,13 +40,9 @@ from batchgen.engine.loader import (
     store_bytes,
 )
 from batchgen.engine.tensor_parallel import KV_CLASSES
-from batchgen.job.choice import choose, simulate_candidates
-from batchgen.job.demand import kv_tokens_used
 from batchgen.job.kernels import kernels_here
-from batchgen.job.pipeline import over_stages
 from batchgen.job.resolved import ResolvedJob
 from batchgen.job.routing import known_routing
-from batchgen.job.ways import with_ways
 from batchgen.job.weight_choice import faster, quantizations_planned, without_room
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
@@ -54,8 +50,12 @@ from batchgen.models.files import cache_dir, stored_quantization
 from batchgen.models.layouts import layer_sizes, main_format, output_format
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
+from batchgen.planner.memory_requirements import kv_tokens_used
+from batchgen.planner.pipeline import over_stages
+from batchgen.planner.plan_selection import choose, simulate_candidates
 from batchgen.planner.ranks import Link, link_of, part_of_host, with_sums
 from batchgen.planner.search import Candidate, Problem, block_latency_s, search
+from batchgen.planner.strategies import with_ways
 from batchgen.profiler.apart import recall_or_measure
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe

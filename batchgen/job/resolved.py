@@ -16,10 +16,10 @@ from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import choose_quantization, resolve_budgets, resolve_context, resolve_dtype
 from batchgen.engine.tensor_parallel import check_hosts, first_shard, shard_quantization
 from batchgen.job.options import JobOptions
-from batchgen.job.pipeline import check_stages, largest_stage
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, cache_dir, read_config, resolve_quantization
 from batchgen.models.shard import Shard
+from batchgen.planner.pipeline import check_stages, largest_stage
 
 
 @dataclass(frozen=True)

@@ -474,7 +474,7 @@ def _link_overheads_s(s: CostInputs, phase: Phase, at: Placement) -> dict[str, L
 def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, Linear]) -> None:
     """Change the lanes of a layer to those of one whose experts on disk are read on demand.
 
-    The Steps are `read_dense`, `route` and `read_experts` of runtime/steps/graph.py. What all tokens need is read ahead while the
+    The Steps are `read_dense`, `route` and `read_experts` of schedule/step_graph.py. What all tokens need is read ahead while the
     layer before routes, the experts when the router has chosen, and what comes after them waits. So neither products nor
     the disk go on beside that: two chains. Of 4-bit weights only experts that were read are dequantized.
     """
@@ -502,7 +502,7 @@ def _chains(
 ) -> dict[str, Linear]:
     """Seconds of what cannot overlap within one layer of one sweep: Steps that wait for one another, or behind one another.
 
-    The Steps are those of runtime/steps/graph.py. With K = 1 micro-batch, queries go out, the CPU attends, results come
+    The Steps are those of schedule/step_graph.py. With K = 1 micro-batch, queries go out, the CPU attends, results come
     back, and activations that wait in host memory come and go, all between the same batch's products. With K >= 2 only
     activations are waited for, as they are fetched when the batch before has ended. Of two unequal batches (NEO) each waits for
     its own products and then for its part of CPU attention.

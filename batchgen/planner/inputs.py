@@ -268,7 +268,7 @@ class CostInputs:
         """The same on disk, where no prefix is shared."""
         return self.kv_blocks(self.workload.prompt_len.mean + self.workload.max_output_len)
 
-    # Layers with a sliding window give back what no later token sees (runtime/scheduling/window_pool.py), but on disk.
+    # Layers with a sliding window give back what no later token sees (schedule/window_pool.py), but on disk.
 
     @cached_property
     def window_layers(self) -> int:

@@ -25,7 +25,7 @@ from batchgen.models.layouts import main_format
 from batchgen.planner.balance import balanced
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.experts import on_demand_tokens
-from batchgen.planner.fitting import fitting
+from batchgen.planner.feasibility import fitting
 from batchgen.planner.flow import Phase, phases_of_each
 from batchgen.planner.inputs import BATCHGEN, CostInputs, RuntimeModel
 from batchgen.planner.lp import Allowed, Counts, Solution, fits, job_seconds, shortfall_bytes, solve, with_embeddings

@@ -40,9 +40,9 @@ from batchgen.planner.inputs import CostInputs
 from batchgen.planner.search import Problem, search_space
 from batchgen.profiler.timing import FULL, last_level_cache_bytes
 from batchgen.profiler.transfer import disk_rates
-from batchgen.runtime.scheduling.scheduler import ScheduledSequence
-from batchgen.runtime.scheduling.sequence import Sequence as Generated
-from batchgen.runtime.steps.graph import Step
+from batchgen.schedule.scheduler import ScheduledSequence
+from batchgen.schedule.sequence import Sequence as Generated
+from batchgen.schedule.step_graph import Step
 
 _VOCAB = 1024
 _OUTSIDE_LAYERS = ("embed", "head")
@@ -300,8 +300,8 @@ def _runner(
     import torch
 
     from batchgen.models.checkpoint import dummy_checkpoint
-    from batchgen.runtime.batch import pack
     from batchgen.runtime.in_memory import in_memory
+    from batchgen.schedule.packed_batch import pack
 
     torch_dtype = getattr(torch, dtype)
     longest = max(s.new + s.cached for s in sweeps) + 1

@@ -113,10 +113,10 @@ def copy_overhead_s(device: Device) -> float:
     """Seconds that a copy from an emulated device takes beside those of its bytes: of tokens' rows, while the device computes."""
     import torch
 
+    from batchgen.runtime.lanes import Lanes
     from batchgen.runtime.memory.transfers import Link
     from batchgen.runtime.own_core import OwnCore
-    from batchgen.runtime.steps.graph import Step
-    from batchgen.runtime.steps.threads import Lanes
+    from batchgen.schedule.step_graph import Step
 
     rate = device.d2h_bytes_per_s or math.inf
     width = int(min(_COPIED_WIDTH, max(1, rate * _LONGEST_COPY_S / 4 / _COPIED_ROWS)))
@@ -191,8 +191,8 @@ def waking_s(slowdown: float) -> float:
 
 def handover_s() -> float:
     """Seconds for a computation to learn that a Step of another lane has ended."""
-    from batchgen.runtime.steps.graph import Step
-    from batchgen.runtime.steps.threads import Lanes
+    from batchgen.runtime.lanes import Lanes
+    from batchgen.schedule.step_graph import Step
 
     times: list[float] = []
     lanes = Lanes(lambda step: times.append(time.perf_counter()))

@@ -59,9 +59,9 @@ def _engine(device: str, layers: int) -> Engine:
     import torch
 
     from batchgen.models.checkpoint import dummy_checkpoint
-    from batchgen.runtime.batch import pack
     from batchgen.runtime.in_memory import in_memory
     from batchgen.runtime.sampler import sample
+    from batchgen.schedule.packed_batch import pack
 
     config = ModelConfig.from_hf(_llama(layers, 32, 64))
     blocks, tier = 4 * _MANY, "gpu" if device == "cuda" else "cpu"
@@ -138,7 +138,7 @@ def _sampling_logits_per_s(device: str) -> float:
     import torch
 
     from batchgen.runtime.sampler import sample
-    from batchgen.runtime.scheduling.sequence import Sequence
+    from batchgen.schedule.sequence import Sequence
 
     sequences = [Sequence(i, i, 0, [1], SamplingParams()) for i in range(64)]
     logits = torch.randn(len(sequences), _VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
@@ -212,8 +212,8 @@ def _bytes_loaded_per_s(path: Path) -> float:
 
     from batchgen.models.checkpoint import open_checkpoint
     from batchgen.models.files import resolve_model
-    from batchgen.runtime.memory.residency import WeightResidency
     from batchgen.runtime.memory.weights import Weights
+    from batchgen.schedule.residency import WeightResidency
 
     checkpoint = open_checkpoint(resolve_model(str(path)))
     residency = WeightResidency.in_memory(checkpoint.config, "bfloat16")

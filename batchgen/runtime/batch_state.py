@@ -10,10 +10,10 @@ from torch import Tensor
 
 from batchgen.models.experts import Routes
 from batchgen.ops import dispatch as ops
-from batchgen.runtime.batch import PackedBatch
 from batchgen.runtime.deferred import CohortRows
 from batchgen.runtime.graphs import StaticBuffers
 from batchgen.runtime.memory.kv_cache import Moves
+from batchgen.schedule.packed_batch import PackedBatch
 
 Plans = Mapping[int | None, ops.PreparedAttention]  # by sliding window
 A, B = TypeVar("A"), TypeVar("B")

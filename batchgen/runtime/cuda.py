@@ -22,8 +22,8 @@ from batchgen.core.units import format_bytes
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import Passage, through
 from batchgen.runtime.memory.transfers import tensor_over
-from batchgen.runtime.steps.graph import LANES
-from batchgen.runtime.steps.streams import STREAMS, Driver
+from batchgen.runtime.streams import STREAMS, Driver
+from batchgen.schedule.step_graph import LANES
 
 _HOST_LANES = tuple(lane for lane in LANES if lane not in STREAMS)
 _WAIT_VALUE_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: compares as a difference, so that counters may wrap around

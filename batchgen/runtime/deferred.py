@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.memory.transfers import Link
-from batchgen.runtime.scheduling.sequence import LogitsRow
+from batchgen.schedule.sequence import LogitsRow
 
 
 @dataclass

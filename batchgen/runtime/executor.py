@@ -29,21 +29,21 @@ from batchgen.ops import scratch
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.ops.quant import kv_code_bits
-from batchgen.runtime.batch import PackedBatch, Segment, empty_batch
 from batchgen.runtime.batch_state import BatchPart, BatchState, Plans, for_each
 from batchgen.runtime.deferred import CohortRows, slices, with_cohorts
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
+from batchgen.runtime.lanes import Lanes, OnStep
 from batchgen.runtime.memory.activations import Activations
 from batchgen.runtime.memory.kv_cache import KVCache
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.own_core import OwnCore
-from batchgen.runtime.scheduling.sequence import PENDING, LogitsRow
-from batchgen.runtime.steps.cohorts import Cohorts
-from batchgen.runtime.steps.graph import Step, Sweeps
-from batchgen.runtime.steps.streams import Driver, StreamLanes
-from batchgen.runtime.steps.threads import Lanes, OnStep
+from batchgen.runtime.streams import Driver, StreamLanes
 from batchgen.runtime.token_table import TokenTable
+from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.packed_batch import PackedBatch, Segment, empty_batch
+from batchgen.schedule.sequence import PENDING, LogitsRow
+from batchgen.schedule.step_graph import Step, Sweeps
 
 CPU = torch.device("cpu")
 _BEFORE = 1 << 40  # Steps that warm up are numbered so far below the others

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
-from batchgen.runtime.batch import PackedBatch
+from batchgen.schedule.packed_batch import PackedBatch
 
 if TYPE_CHECKING:
     from batchgen.ops.dispatch import Capacity, CutPlan, DevicePlan

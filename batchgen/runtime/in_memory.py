@@ -11,17 +11,17 @@ from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.request import SamplingParams
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
-from batchgen.runtime.batch import pack
 from batchgen.runtime.devices import open_tiers
 from batchgen.runtime.executor import CPU, Executor, SweepOptions
+from batchgen.runtime.lanes import OnStep
 from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
-from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sampler import sample
-from batchgen.runtime.scheduling.block_manager import BlockManager
-from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
-from batchgen.runtime.steps.threads import OnStep
 from batchgen.runtime.warm_up import dummy_sweeps
+from batchgen.schedule.block_manager import BlockManager
+from batchgen.schedule.packed_batch import pack
+from batchgen.schedule.residency import WeightResidency
+from batchgen.schedule.scheduler import Scheduler, SchedulerLimits
 
 
 def in_memory(

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from batchgen.core.cores import on_cores, own_core
 from batchgen.ops import cpp as kernels
 from batchgen.runtime.pacing import Sleeps
-from batchgen.runtime.steps.graph import Step
+from batchgen.schedule.step_graph import Step
 
 # Of compute's Steps, those that are copies, which the links slow down.
 _COPIES = ("embed", "load_attention", "join_deferred")

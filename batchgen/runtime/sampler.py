@@ -18,7 +18,7 @@ from torch import Tensor
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import download, upload
 from batchgen.ops.sampling import Draws
-from batchgen.runtime.scheduling.sequence import NOT_FINITE, Sequence
+from batchgen.schedule.sequence import NOT_FINITE, Sequence
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
-from batchgen.runtime.scheduling.sequence import NOT_FINITE, LogitsRow, ScoredPosition
+from batchgen.schedule.sequence import NOT_FINITE, LogitsRow, ScoredPosition
 
 
 class Scorer:

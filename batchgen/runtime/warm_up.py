@@ -13,9 +13,9 @@ from itertools import count
 import numpy as np
 
 from batchgen.core.request import SamplingParams
-from batchgen.runtime.batch import PackedBatch
-from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler
-from batchgen.runtime.scheduling.sequence import LogitsRow, Sequence
+from batchgen.schedule.packed_batch import PackedBatch
+from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
+from batchgen.schedule.sequence import LogitsRow, Sequence
 
 # Keys of a context that is long enough to be attended to in parts.
 _LONG = 640

@@ -16,7 +16,7 @@ from tiered import (
 )
 
 from batchgen.engine.engine import Engine
-from batchgen.runtime.steps.cohorts import MOST_PASSED_BY
+from batchgen.schedule.deferred_batches import MOST_PASSED_BY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

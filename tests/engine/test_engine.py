@@ -115,7 +115,7 @@ def test_little_kv_changes_no_token(tiny_models, admission):
         str(path), dtype="float32", admission=admission, expected_output_len=1, max_model_len=256,
         sampling=SamplingParams(max_tokens=MAX_TOKENS), cpu_memory="2GiB",
     )  # fmt: skip
-    from batchgen.runtime.scheduling.block_manager import BlockManager
+    from batchgen.schedule.block_manager import BlockManager
 
     engine._pools = {"cpu": BlockManager(20, 16)}
     for completion in engine.generate([Request(ids) for ids in rows]):

@@ -16,7 +16,7 @@ from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy, mak
 from batchgen.core.device import Device
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.engine.engine import Engine
-from batchgen.runtime.scheduling.scheduler import Scheduler
+from batchgen.schedule.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -29,9 +29,9 @@ from batchgen.core.plan import kv_on_device
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import loader as loading
 from batchgen.engine.engine import Engine
-from batchgen.runtime.scheduling.micro_batches import ORDERS as BATCH_ORDERS
-from batchgen.runtime.scheduling.sequence import CLASSES
-from batchgen.runtime.steps.graph import KINDS
+from batchgen.schedule.micro_batches import ORDERS as BATCH_ORDERS
+from batchgen.schedule.sequence import CLASSES
+from batchgen.schedule.step_graph import KINDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -40,8 +40,8 @@ from batchgen.models.config import ARCHITECTURES
 from batchgen.models.files import read_config, resolve_model
 from batchgen.ops import cpp, int8
 from batchgen.ops import dispatch as ops
-from batchgen.runtime.scheduling.sequence import CLASSES
-from batchgen.runtime.steps.graph import KINDS
+from batchgen.schedule.sequence import CLASSES
+from batchgen.schedule.step_graph import KINDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

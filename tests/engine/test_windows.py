@@ -15,8 +15,8 @@ from tiny_models import MODELS
 
 from batchgen.engine.engine import Engine
 from batchgen.models.files import read_config, resolve_model
-from batchgen.runtime.scheduling.block_manager import BlockManager
-from batchgen.runtime.scheduling.window_pool import WindowPool
+from batchgen.schedule.block_manager import BlockManager
+from batchgen.schedule.window_pool import WindowPool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -69,7 +69,7 @@ WRITERS = {
     "share/files.py": "for the others",
     "share/part_store.py": "run_directory",
     "share/run.py": "what workers of one version agree on while a job runs",
-    "runtime/steps/trace.py": "a timeline, for a browser",
+    "schedule/trace.py": "a timeline, for a browser",
 }
 # core/screen.py opens descriptors by their numbers, which is no file of ours.
 WRITES = re.compile(

@@ -23,7 +23,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
 from batchgen.output.run_directory import errors_path
 from batchgen.runtime.grammar import Grammars
-from batchgen.runtime.scheduling.block_manager import BlockManager
+from batchgen.schedule.block_manager import BlockManager
 
 PERSON = {
     "type": "object",

@@ -20,12 +20,12 @@ from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.pipeline import _Answering
 from batchgen.job.checks import check_options
 from batchgen.job.options import JobOptions
-from batchgen.job.pipeline import check_stages, stage_policy
-from batchgen.job.pipeline_time import simulate_pipeline
 from batchgen.job.resolved import resolve_job
-from batchgen.job.simulation import simulate_job
 from batchgen.models.files import read_config, resolve_model
+from batchgen.planner.pipeline import check_stages, stage_policy
+from batchgen.planner.pipeline_time import simulate_pipeline
 from batchgen.planner.ranks import Link
+from batchgen.planner.simulation import simulate_job
 
 ROWS = 24
 

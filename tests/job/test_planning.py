@@ -15,7 +15,6 @@ from batchgen.core.hardware import HARDWARE_VARIABLE, ComputeRates
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job import planning
-from batchgen.job.demand import most_kv_tokens
 from batchgen.job.options import JobOptions
 from batchgen.job.planning import (
     PlanRequest,
@@ -36,6 +35,7 @@ from batchgen.models.files import ModelFiles, resolve_model
 from batchgen.planner.balance import balanced
 from batchgen.planner.explain import make_plan
 from batchgen.planner.memory import group_bytes
+from batchgen.planner.memory_requirements import most_kv_tokens
 from batchgen.planner.search import search
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 

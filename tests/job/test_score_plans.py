@@ -16,7 +16,6 @@ from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job.options import JobOptions
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
-from batchgen.job.simulation import memory_of, simulate_job
 from batchgen.job.source import open_source
 from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
@@ -25,6 +24,7 @@ from batchgen.planner.cost import head_lanes
 from batchgen.planner.flow import phases_of
 from batchgen.planner.memory import planned_logit_rows
 from batchgen.planner.search import search
+from batchgen.planner.simulation import memory_of, simulate_job
 
 PROMPTS = Lengths(tuple(range(50, 300, 10)))
 REQUEST = PlanRequest("model", "float16", 2048)

@@ -8,10 +8,10 @@ from planner_cases import llama_8b
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
-from batchgen.job.shortened import simulate_shortened
-from batchgen.job.ways import limited
 from batchgen.planner.explain import explain
+from batchgen.planner.sampled_simulation import simulate_shortened
 from batchgen.planner.search import in_neos_order, search
+from batchgen.planner.strategies import limited
 from batchgen.profiler.shipped import shipped_profile
 
 # The host of a g5.8xlarge: the CPU attends to as much as it can hide beside all that the GPU computes, and no more.

@@ -18,10 +18,10 @@ from batchgen.models.tokenizer import NoText
 from batchgen.ops import dispatch as ops
 from batchgen.ops import triton as triton_kernels
 from batchgen.runtime import graphs
-from batchgen.runtime.batch import pack
 from batchgen.runtime.in_memory import in_memory
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sampler import sample
+from batchgen.schedule.packed_batch import pack
 
 BLOCKS, BLOCK_SIZE, SEQS = 160, 16, 20
 _random = random.Random(5)

@@ -7,13 +7,13 @@ from planner_cases import GIB, gpu_box, opt
 
 from batchgen.core.errors import InputError
 from batchgen.core.workload import Lengths, Workload
-from batchgen.job.simulation import memory_of
 from batchgen.planner.by_layer import by_layer, by_layer_candidates
 from batchgen.planner.cost import moved_bytes, peak_bytes
 from batchgen.planner.explain import make_plan
 from batchgen.planner.inputs import FLEXGEN
 from batchgen.planner.lp import Allowed
 from batchgen.planner.search import Problem, search
+from batchgen.planner.simulation import memory_of
 
 MODEL = opt(1024, 12, 8)
 LONG = Workload(12, Lengths((4000,)), Lengths((64, 128)), 128)

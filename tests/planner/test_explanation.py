@@ -10,7 +10,7 @@ from batchgen.core.plan import STAGES, Plan, Stage
 from batchgen.core.workload import Workload
 from batchgen.planner.explain import compare_rows, explain, make_plan
 from batchgen.planner.explanation import explanation_of, price_lines, total_lines
-from batchgen.planner.planned_anew import planned_anew_s, with_more
+from batchgen.planner.replanned import planned_anew_s, with_more
 from batchgen.planner.search import Problem, search
 
 UNIFORM = Workload.uniform(400, 256, 32)

@@ -49,9 +49,9 @@ def test_a_long_job_takes_as_many_sweeps_as_the_scheduler_would():
     import random
 
     from batchgen.core.request import SamplingParams
-    from batchgen.runtime.scheduling.block_manager import BlockManager
-    from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
-    from batchgen.runtime.scheduling.sequence import Sequence
+    from batchgen.schedule.block_manager import BlockManager
+    from batchgen.schedule.scheduler import Scheduler, SchedulerLimits
+    from batchgen.schedule.sequence import Sequence
 
     draw = random.Random(3)
     rows = [(draw.randint(20, 200), draw.randint(1, 60)) for _ in range(1500)]

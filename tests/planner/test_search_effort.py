@@ -15,7 +15,7 @@ from batchgen.models.store_format import layer_groups
 from batchgen.planner import memory
 from batchgen.planner import search as searching
 from batchgen.planner.bound import lower_bound_s
-from batchgen.planner.fitting import fitting, halving
+from batchgen.planner.feasibility import fitting, halving
 from batchgen.planner.lp import Allowed, fits, solve
 from batchgen.planner.search import Problem, block_latency_s, candidates, search, search_space, search_worth
 from batchgen.profiler.shipped import shipped_profile

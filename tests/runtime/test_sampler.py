@@ -12,10 +12,10 @@ from batchgen.core.request import SamplingParams
 from batchgen.ops import dispatch as ops
 from batchgen.runtime import sampler
 from batchgen.runtime.sampler import sample
-from batchgen.runtime.scheduling.block_manager import BlockManager
-from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
-from batchgen.runtime.scheduling.sequence import NOT_FINITE, PENDING, Sequence
 from batchgen.runtime.warm_up import dummy_sweeps
+from batchgen.schedule.block_manager import BlockManager
+from batchgen.schedule.scheduler import Scheduler, SchedulerLimits
+from batchgen.schedule.sequence import NOT_FINITE, PENDING, Sequence
 
 VOCAB = 500
 

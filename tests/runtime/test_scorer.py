@@ -8,8 +8,8 @@ from thorough import some_draws
 
 from batchgen.core.request import SamplingParams
 from batchgen.engine.token_tree import paths_of, windows_of
-from batchgen.runtime.scheduling.sequence import NOT_FINITE, LogitsRow, Sequence
 from batchgen.runtime.scorer import Scorer
+from batchgen.schedule.sequence import NOT_FINITE, LogitsRow, Sequence
 
 few_tokens = st.integers(0, 2)  # so that continuations have much in common
 

@@ -29,7 +29,7 @@ from batchgen.runtime import token_table
 from batchgen.runtime.cuda import CudaLink
 from batchgen.runtime.memory import kv_cache
 from batchgen.runtime.memory.weights import OUTPUT_MATRIX, Weights
-from batchgen.runtime.steps.streams import STREAMS, StreamLanes
+from batchgen.runtime.streams import STREAMS, StreamLanes
 
 # Equal to no other device, and its tensors are the CPU's.
 DEVICE = torch.device("cpu", 0)

@@ -9,8 +9,8 @@ from planner_cases import constant
 from batchgen.core.hardware import ComputeRates
 from batchgen.core.plan import Plan, Policy, Prediction
 from batchgen.core.workload import Workload
-from batchgen.job.pipeline import stage_policy
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
+from batchgen.planner.pipeline import stage_policy
 from batchgen.planner.stages import split_layers
 
 # Copies to the accelerator that compute makes itself; the planner counts them with the link's.

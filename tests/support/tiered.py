@@ -22,8 +22,8 @@ from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.tokenizer import load_tokenizer
-from batchgen.runtime.steps.graph import LANES, Step
-from batchgen.runtime.steps.threads import Lanes
+from batchgen.runtime.lanes import Lanes
+from batchgen.schedule.step_graph import LANES, Step
 
 GIB = 1 << 30
 BUDGETS = {"gpu": GIB, "cpu": 4 * GIB, "disk": GIB}

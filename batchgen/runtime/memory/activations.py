@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchgen.models.config import ModelConfig
 from batchgen.runtime.memory.transfers import Arena
-from batchgen.runtime.steps.graph import EXCHANGE_SLOTS, HIDDEN_SLOTS
+from batchgen.schedule.step_graph import EXCHANGE_SLOTS, HIDDEN_SLOTS
 
 
 class Activations:

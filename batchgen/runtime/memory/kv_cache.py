@@ -25,10 +25,10 @@ from batchgen.models.config import ModelConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
 from batchgen.ops.quant import KV_DTYPES
-from batchgen.runtime.batch import Run, Staging
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Prefault, as_buffer
-from batchgen.runtime.steps.graph import KV_SLOTS
+from batchgen.schedule.packed_batch import Run, Staging
+from batchgen.schedule.step_graph import KV_SLOTS
 
 
 @dataclass(frozen=True)

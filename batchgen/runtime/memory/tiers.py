@@ -16,7 +16,7 @@ from batchgen.runtime.memory.transfers import Arena, Link
 from batchgen.runtime.own_core import OwnCore
 
 if TYPE_CHECKING:
-    from batchgen.runtime.steps.streams import Driver
+    from batchgen.runtime.streams import Driver
 
 
 @dataclass(frozen=True)

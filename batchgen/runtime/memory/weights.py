@@ -33,10 +33,10 @@ from batchgen.models.store_format import layer_groups
 from batchgen.models.weight_store import StoreFile, WeightStore, has_checksums, read_extent, verify, views
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.memory.expert_reads import ExpertReads, Piece, Stretch
-from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import as_buffer
-from batchgen.runtime.steps.graph import HEAD_SLOTS, WEIGHT_SLOTS
+from batchgen.schedule.residency import WeightResidency
+from batchgen.schedule.step_graph import HEAD_SLOTS, WEIGHT_SLOTS
 
 Tensors = dict[str, ops.Weight]
 

@@ -11,8 +11,8 @@ from batchgen.models import block_packer, gguf_tensors
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
 from batchgen.ops import dispatch as ops
-from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.memory.weights import Weights
+from batchgen.schedule.residency import WeightResidency
 
 
 def make(directory, family, kinds="Q4_0", *, tied=False):

@@ -1,0 +1,140 @@
+"""Which of the planner's candidates is the plan: the one that the simulator finds fastest.
+
+The cost model takes lanes to overlap as far as their Steps allow on average. The simulator has the real scheduler and the real
+Steps, so it knows what waits for what, and it decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from batchgen.core.errors import InputError
+from batchgen.core.plan import Plan
+from batchgen.planner.by_layer import by_layer_candidates
+from batchgen.planner.cost import moved_bytes
+from batchgen.planner.deferring import apex_candidates
+from batchgen.planner.inputs import CostInputs
+from batchgen.planner.sampled_simulation import simulate_shortened
+from batchgen.planner.search import TIE, Candidate, Problem, block_latency_s, candidates, first_rows_s
+
+# Kinds of plans that are looked at; most are given up early, as not even the cost model has them faster than the best one.
+_MOST_KINDS = 6
+# By how much the cost model may be slower than the simulator, which has whole sweeps where it has averages.
+_MODEL_ABOVE = 1.05
+# With several micro-batches sweeps take longer than the cost model says, in each order by a factor of its own, which is at least that of
+# the candidates simulated so far, less this.
+_NEARER_TO_MODEL = 1.2
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A candidate and the seconds that the simulator gives its sweeps. settled: whether a longer simulation would say no more."""
+
+    candidate: Candidate
+    seconds: float
+    settled: bool = True
+
+    @property
+    def slower(self) -> float:
+        """Simulated over modelled time."""
+        return self.seconds / self.candidate.seconds
+
+
+def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) -> list[Simulated]:
+    """Simulated times of the candidates that may be the fastest, the cost model's fastest first.
+
+    A candidate whose memory plan does not hold it is left out. Where none is left, the cost model's fastest stands with its
+    modelled time, and its job will say what is short.
+
+    Args:
+        problem: What is planned for.
+        plan_of: Makes a plan of a candidate.
+
+    Raises:
+        InputError: No plan fits.
+    """
+    found: list[Simulated] = []
+
+    def worth(seconds: float) -> bool:
+        return not found or seconds <= _MODEL_ABOVE * TIE * min(s.seconds for s in found)
+
+    def hopeless(inputs: CostInputs, order: str, seconds: float) -> bool:
+        return _is_slower(inputs, order, seconds, found)
+
+    fastest: Candidate | None = None
+    of_papers = apex_candidates(problem, worth), by_layer_candidates(problem, worth)
+    for candidate in itertools.chain(candidates(problem, _MOST_KINDS, worth, hopeless), *of_papers):
+        fastest = fastest or candidate
+        if hopeless(candidate.inputs, candidate.inputs.batch_order, candidate.seconds):
+            continue
+        with contextlib.suppress(InputError):
+            run = simulate_shortened(plan_of(candidate), candidate)
+            found.append(Simulated(candidate, run.seconds, run.whole))
+    assert fastest is not None  # or it would have been an InputError
+    return _settled(found, plan_of) or [Simulated(fastest, fastest.seconds)]
+
+
+def _settled(found: list[Simulated], plan_of: Callable[[Candidate], Plan]) -> list[Simulated]:
+    """The same, where those that tie for the fastest are from longer simulations."""
+    while True:
+        limit_s = TIE * min((s.seconds for s in found), default=0.0)
+        tied = [s for s in found if not s.settled and s.seconds <= limit_s]
+        if not tied:
+            return found
+        first = min(tied, key=lambda s: s.seconds)
+        run = simulate_shortened(plan_of(first.candidate), first.candidate, longer=True)
+        found = [Simulated(s.candidate, run.seconds) if s is first else s for s in found]
+
+
+def _is_slower(inputs: CostInputs, order: str, seconds: float, found: list[Simulated]) -> bool:
+    """Whether a candidate of several micro-batches would have to be much nearer to the cost model than those of its order that are known.
+
+    It is no nearer than one of the same sweeps in fewer parts. seconds: of its sweeps, by the cost model, or fewer.
+    """
+    known = [(s.candidate.inputs, s.slower) for s in found if s.candidate.inputs.num_gpu_batches > 1]
+    alike = [(other, slower) for other, slower in known if other.batch_order == order]
+    if inputs.num_gpu_batches == 1 or not alike:
+        return False
+    least = [1.0, min(slower for _, slower in alike) / _NEARER_TO_MODEL]
+    least += [
+        slower
+        for other, slower in alike
+        if other.num_gpu_batches < inputs.num_gpu_batches
+        and other.max_num_batched_tokens == inputs.max_num_batched_tokens
+    ]
+    return seconds * max(least) > TIE * min(s.seconds for s in found)
+
+
+def choose(simulated: list[Simulated], max_block_latency_s: float | None = None) -> Simulated | None:
+    """The fastest, but of those within 2 % of it the one that finishes its first rows earliest.
+
+    Where first rows are finished equally early, to a tenth, it is the one with fewer micro-batches, less movement and shorter
+    sweeps. None where all exceed the latency.
+    """
+    limit_s = max_block_latency_s or float("inf")
+    allowed = [s for s in simulated if block_latency_s(s.candidate) * s.slower <= limit_s]
+    if not allowed:
+        return None
+    fastest_s = min(s.seconds for s in allowed)
+    tied = [s for s in allowed if s.seconds <= fastest_s * TIE]
+    earliest_s = min(first_rows_s(s.candidate) * s.slower for s in tied)
+
+    def preference(s: Simulated) -> tuple[float, ...]:
+        inputs = s.candidate.inputs
+        late = int(first_rows_s(s.candidate) * s.slower > 1.1 * earliest_s)
+        first_s = first_rows_s(s.candidate) * s.slower if late else 0.0
+        moved = _moved_bytes(s.candidate)
+        return late, first_s, inputs.num_gpu_batches, moved, inputs.max_num_batched_tokens, s.seconds
+
+    return min(tied, key=preference)
+
+
+def _moved_bytes(candidate: Candidate) -> float:
+    """Over all links, in the whole job."""
+    s, at = candidate.inputs, candidate.counts.placement(candidate.inputs)
+    return s.model.num_layers * sum(
+        phase.sweeps * sum(float(count) for count in moved_bytes(s, phase, at).values()) for phase in candidate.phases
+    )

@@ -1,0 +1,311 @@
+"""A plan's job, simulated.
+
+The real scheduler and the real Steps run over rows with the lengths of the plan's workload, in the seconds that a machine's
+profile gives for them. No torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.plan import MemoryPlan, Plan
+from batchgen.core.request import SamplingParams
+from batchgen.core.workload import Lengths, Workload
+from batchgen.models.config import ModelConfig
+from batchgen.planner.flow import Phase
+from batchgen.planner.kv_memory import Demand
+from batchgen.planner.memory import plan_memory
+from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
+from batchgen.planner.step_costs import BatchLoad, StepCosts, load_of, streams_of
+from batchgen.planner.step_simulator import OnStep, Simulator, Timeline
+from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
+from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
+from batchgen.schedule.sequence import Sequence
+from batchgen.schedule.step_graph import Sweeps
+from batchgen.schedule.trace import TraceWriter
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """What a simulated job took.
+
+    total_s: seconds of all the job's sweeps. timeline: of its first `sweeps`, those that were simulated, in which `tokens` of
+    the job's `job_tokens` went through the layers.
+    """
+
+    total_s: float
+    sweeps: int
+    tokens: int
+    job_tokens: float
+    timeline: Timeline
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Of each lane, over the whole job."""
+        return {lane: seconds * self._stretch for lane, seconds in self.timeline.busy_s.items()}
+
+    @property
+    def stalled_s(self) -> dict[str, float]:
+        """In which compute waited for each lane, over the whole job."""
+        return {lane: seconds * self._stretch for lane, seconds in self.timeline.stalled_s.items()}
+
+    @property
+    def _stretch(self) -> float:
+        return self.total_s / self.timeline.total_s
+
+
+def simulate_job(
+    plan: Plan,
+    config: ModelConfig,
+    hardware: HardwareProfile,
+    *,
+    max_sweeps: int | None = None,
+    expected_output_len: int | None = None,
+    on_step: OnStep | None = None,
+) -> SimulatedRun:
+    """Simulate a plan's job.
+
+    Args:
+        plan: How it is run.
+        config: The model's configuration.
+        hardware: The machine.
+        max_sweeps: After how many the simulation ends: the rest of the job is extrapolated from the second half of them, by
+            tokens. None: all are simulated.
+        expected_output_len: As the engine's, in tokens.
+        on_step: Called for every Step, with its start and end in seconds from the first sweep.
+
+    Raises:
+        InputError: The budgets of the plan do not hold what it places.
+    """
+    job = SimulatedJob(plan, config, expected_output_len)
+    costs, sweeps = StepCosts(plan, config, hardware), Sweeps(streams_of(plan, config))
+    simulator = Simulator(shared_cores=hardware.shared_cores, on_step=on_step)
+    done = [(0.0, 0)]  # after each sweep: seconds, tokens
+    cohorts = Cohorts()
+    while len(done) - 1 != max_sweeps and (sweep := job.next_sweep()):
+        loads = sweep.loads
+        simulator.spend(costs.between_s(loads))
+        num_tokens = sum(load.tokens for load in loads)
+        steps = sweeps.steps([load.flow for load in loads], cohorts, simulator.has_ended, num_tokens)
+        simulator.run(steps, costs.sweep(loads))
+        job.end_sweep(cohorts)
+        done.append((simulator.now_s, done[-1][1] + sum(load.tokens for load in loads)))
+    timeline = simulator.timeline()
+    (half_s, half), (total_s, tokens) = done[len(done) // 2], done[-1]
+    job_tokens = plan.workload.num_seqs * (plan.workload.computed_prompt_len + plan.workload.output_len.mean - 1)
+    if job.has_work:
+        total_s += max(0.0, job_tokens - tokens) * (total_s - half_s) / (tokens - half)
+    else:
+        total_s, job_tokens = timeline.total_s, tokens
+    return SimulatedRun(total_s, len(done) - 1, tokens, job_tokens, timeline)
+
+
+def trace_plan(
+    plan: Plan, config: ModelConfig, hardware: HardwareProfile, path: str | Path, max_sweeps: int = 64
+) -> SimulatedRun:
+    """Write the timeline of a simulated job's first sweeps in the Chrome trace format. Raises InputError, BatchgenError."""
+    trace = TraceWriter(path, f"{plan.model}: plan")
+    try:
+        return simulate_job(plan, config, hardware, max_sweeps=max_sweeps, on_step=trace.add)
+    finally:
+        trace.close()
+
+
+def simulated_rows(workload: Workload, seed: int = 0) -> Iterator[tuple[int, int]]:
+    """Lengths of a workload's sequences: (prompt tokens, generated tokens) of each.
+
+    Each quantile of the lengths comes once before any comes again, so that short jobs have the workload's mean lengths too.
+    """
+    draw = random.Random(seed)
+
+    def endless(lengths: Lengths) -> Iterator[int]:
+        while True:
+            yield from draw.sample(lengths.values, len(lengths.values))
+
+    return itertools.islice(
+        zip(endless(workload.prompt_len), endless(workload.output_len), strict=True), workload.num_seqs
+    )
+
+
+def memory_of(plan: Plan, config: ModelConfig) -> MemoryPlan:
+    """The memory plan of a run. Raises InputError where the plan's budgets do not hold it."""
+    workload, context = plan.workload, plan.policy.max_model_len
+    return plan_memory(
+        config,
+        plan.policy,
+        Demand(
+            min_tokens=min(workload.max_output_len + 1, context),
+            longest_tokens=min(context, longest_tokens(plan)),
+            most_kv_tokens=most_kv_tokens(plan),
+            task=workload.task,
+        ),
+        dtype=plan.dtype,
+        budgets=plan.budgets,
+        process_bytes=process_share(plan),
+    )
+
+
+@dataclass(frozen=True)
+class SimulatedSweep:
+    """loads: of its micro-batches. phase: the same sweep as the cost model counts it, without sequences that are deferred."""
+
+    loads: list[BatchLoad]
+    phase: Phase
+
+
+class SimulatedJob:
+    """The engine's loop without an engine: rows in, sweeps out, each as long as its output is.
+
+    Attributes:
+        num_done: rows that are finished.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        config: ModelConfig,
+        expected_output_len: int | None = None,
+        rows: Iterable[tuple[int, int]] | None = None,
+        sweeps_in_flight: int = 1,
+    ) -> None:
+        """Start with nothing in flight.
+
+        Args:
+            plan: What is run.
+            config: The model's.
+            expected_output_len: As the engine's, in tokens.
+            rows: (prompt tokens, generated tokens) of each; None: those of the plan's workload.
+            sweeps_in_flight: Over the stages of a pipeline, where a sweep has run when `take_answers` says so.
+
+        Raises:
+            InputError: The budgets of the plan do not hold what it places.
+        """
+        policy, memory = plan.policy, memory_of(plan, config)
+        if not round(plan.workload.shared_prefix_len):
+            policy = replace(policy, share_prefixes=False)  # nothing would be found
+        self._plan = plan
+        self._compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
+        self._windows = any(window is not None for window in config.windows)
+        self._rows = enumerate(simulated_rows(plan.workload) if rows is None else rows)
+        self._output_len: dict[Sequence, int] = {}  # of sequences in flight
+        self._begun: list[list[Sequence]] = []  # of each micro-batch of the sweep, those whose token only begins
+        self._cohorts: dict[int, list[Sequence]] = {}  # under way, by number
+        self.num_done = 0  # rows
+        self._longest = longest_sequence(policy, memory, self._compute_tier)
+        limits = scheduler_limits(policy, memory, self._compute_tier, sweeps_in_flight)
+        self._sweeps_in_flight = sweeps_in_flight
+        self._under_way: deque[list[Sequence]] = deque()  # sequences that sample, of each sweep of a pipeline
+        expected = expected_output_len
+        self._scheduler = Scheduler(kv_pools(policy, memory), limits, (lambda s: expected) if expected else None)
+        self._split = splitter(policy, memory, self._compute_tier)
+
+    @property
+    def has_work(self) -> bool:
+        self._take_rows()
+        return self._scheduler.has_work
+
+    def next_sweep(self) -> SimulatedSweep | None:
+        """The next sweep; None when all rows are done.
+
+        It is taken to have run, but for tokens that take more than one sweep (`end_sweep`). Where there are only such, its one
+        micro-batch is empty. In a pipeline it is under way; where all sequences are in sweeps under way, it has no micro-batch.
+        """
+        if not self.has_work:
+            return None
+        sweep = self._scheduler.schedule()
+        if not sweep and self._under_way:
+            return SimulatedSweep([], _phase_of(sweep, self._plan.workload))
+        batches = self._split(sweep) or [[]]
+        self._begun = [[s.sequence for s in batch if s.defers] for batch in batches]
+        first_on_host = len(batches)
+        if self._compute_tier == "gpu":
+            first_on_host -= self._plan.policy.activation_batches[1]
+        loads = [
+            load_of(
+                batch,
+                block_size=self._plan.policy.kv_block_size,
+                compute_tier=self._compute_tier,
+                windows=self._windows,
+                hidden_on_host=k >= first_on_host,
+            )
+            for k, batch in enumerate(batches)
+        ]
+        phase = _phase_of(sweep, self._plan.workload)
+        self._commit(sweep)
+        return SimulatedSweep(loads, phase)
+
+    def _commit(self, sweep: list[ScheduledSequence]) -> None:
+        sampled = [s.sequence for s in sweep if s.samples]
+        self._scheduler.commit(sweep)
+        if self._sweeps_in_flight > 1:
+            self._under_way.append(sampled)
+        else:
+            self._sample(sampled)
+
+    def take_answers(self) -> None:
+        """The first of the sweeps under way has run."""
+        self._sample(self._under_way.popleft())
+
+    def end_sweep(self, cohorts: Cohorts) -> None:
+        """Sequences whose token has come through all layers have their next one."""
+        for cohort in cohorts.waiting:
+            if cohort.number not in self._cohorts:
+                self._cohorts[cohort.number] = self._begun[cohort.batch]
+        for cohort in cohorts.ended:
+            self._sample(self._cohorts.pop(cohort.number))
+
+    def jump(self, most_sweeps: int) -> int:
+        """Let sequences gain tokens in sweeps of decoding alone that are alike, without their being scheduled one by one; how many sweeps.
+
+        None of the sequences ends in them. Called after a sweep; where prompts are under way there are none.
+        """
+        running = self._scheduler.running
+        if any(s.num_remaining != 1 or s.kv_class == "deferred" for s in running):
+            return 0
+        sweeps = min([most_sweeps, *(self._output_len[s] - s.num_generated - 1 for s in running)]) if running else 0
+        return self._scheduler.advance(sweeps) if sweeps > 0 else 0
+
+    def _sample(self, sampled: list[Sequence]) -> None:
+        for sequence in sampled:
+            sequence.tokens.append(0)
+            if sequence.num_generated >= self._output_len[sequence]:
+                del self._output_len[sequence]
+                self._scheduler.finish(sequence)
+                self.num_done += 1
+
+    def _take_rows(self) -> None:
+        """As many as the engine holds ready. Rows that fit no pool would fail there, and are left out."""
+        workload, policy = self._plan.workload, self._plan.policy
+        while len(self._scheduler.waiting) < policy.max_num_seqs:
+            if (found := next(self._rows, None)) is None:
+                return
+            row, (prompt, output) = found
+            scored = 0 if workload.scored_len is None else min(prompt, round(workload.scored_len))
+            most = 1 if scored else min(workload.max_output_len, policy.max_model_len - prompt)
+            if most < 1 or prompt + most - 1 > self._longest:
+                continue
+            shared = min(prompt - 1, round(workload.shared_prefix_len))
+            tokens = [*range(1, shared + 1), *[-row - 1] * (prompt - shared)]
+            sequence = Sequence(row, row, 0, tokens, SamplingParams(max_tokens=most), targets=((0,),) * scored)
+            self._output_len[sequence] = min(output, most)
+            self._scheduler.add(sequence)
+
+
+def _phase_of(sweep: list[ScheduledSequence], workload: Workload) -> Phase:
+    prompts = [s for s in sweep if s.sequence.num_computed < s.sequence.num_prompt]
+    contexts = [s.num_keys for s in sweep if s.sequence.num_computed >= s.sequence.num_prompt and not s.defers]
+    return Phase(
+        sweeps=1,
+        prefill_tokens=sum(s.num_tokens for s in prompts),
+        prefill_seqs=sum(s.samples for s in prompts),
+        decode_seqs=len(contexts),
+        context=sum(contexts) / len(contexts) if contexts else workload.prompt_len.mean,
+        logits_rows_per_prompt=workload.scored_len or 1.0,
+    )

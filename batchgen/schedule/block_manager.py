@@ -1,0 +1,158 @@
+"""Who owns which KV block: allocation, reference counts, and prompt prefixes found and shared. No tensors.
+
+A block holds the KV of `block_size` consecutive tokens. Full prompt blocks are entered in a trie keyed by
+their tokens, so that a later sequence whose prompt starts the same takes the same blocks: the prefix is
+prefilled once. A block nobody uses any more stays in the trie until the space is needed; the
+longest unused goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from batchgen.schedule.block_pool import BlockPool
+from batchgen.schedule.window_pool import HOLE, WindowPool
+
+_ROOT = 0
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a sequence starts with in a pool: `blocks`, the first `num_matched` of which hold KV that it takes over.
+
+    window_table: the same for layers whose blocks are in a `WindowPool`.
+    """
+
+    blocks: list[int]
+    num_matched: int
+    window_table: list[int] | None = None
+
+
+class BlockManager(BlockPool):
+    """The blocks of one tier. Those with full prompt blocks are in the trie, and are found there.
+
+    Attributes:
+        windowed: the blocks of layers with a sliding window, where these give blocks back; None: all layers share one table. Where all
+            layers have a window, the blocks here hold nothing: they are the trie's.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, share_prefixes: bool = True, windowed: WindowPool | None = None
+    ) -> None:
+        super().__init__(num_blocks, block_size)
+        self.share_prefixes = share_prefixes
+        self.windowed = windowed
+        self._key_of: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks
+        self._node_of = [_ROOT] * num_blocks
+        self._trie: dict[tuple[int, tuple[int, ...]], int] = {}  # (parent node, tokens) -> block
+        self._last_node = _ROOT
+
+    @property
+    def longest_tokens(self) -> int:
+        """Of a sequence that has the pool to itself."""
+        longest = self.num_blocks * self.block_size
+        of_window = self.windowed.longest_tokens if self.windowed else None
+        return longest if of_window is None else min(longest, of_window)
+
+    def admit(
+        self,
+        tokens: Sequence[int],
+        num_blocks: int,
+        num_reserved: int,
+        window_fits: Callable[[Sequence[int]], bool] = lambda table: True,
+    ) -> Allocation | None:
+        """The blocks of a sequence that is to have `num_blocks` blocks in all, or None where there are not enough.
+
+        num_reserved: available blocks that are promised to others. The blocks of a known prefix are allocated now, the
+        others are the caller's to reserve. window_fits(table of the known prefix): of layers with a sliding window.
+        """
+        matched = self.match(tokens)
+        headroom = self.num_available - self.num_evictable_in(matched) - num_reserved
+        if num_blocks - len(matched) > headroom:
+            return None
+        return self._allocation(matched, window_fits)
+
+    def admit_if(
+        self,
+        tokens: Sequence[int],
+        fits: Callable[[int], bool],
+        window_fits: Callable[[Sequence[int]], bool] = lambda table: True,
+    ) -> Allocation | None:
+        """The same, where the caller decides: fits(blocks of a known prefix that several sequences have already).
+
+        Those that only one has, or none, count as new: they would have been given back.
+        """
+        matched = self.match(tokens)
+        if not fits(sum(self._users[block] > 1 for block in matched)):
+            return None
+        return self._allocation(matched, window_fits)
+
+    def _allocation(self, matched: list[int], window_fits: Callable[[Sequence[int]], bool]) -> Allocation | None:
+        table = None
+        if self.windowed is not None:
+            table = self.windowed.prefix_table([self._node_of[block] for block in matched])
+            if not window_fits(table):
+                return None
+            self.windowed.take([block for block in table if block != HOLE])
+        self.take(matched)
+        return Allocation(matched, len(matched), table)
+
+    def num_sole(self, blocks: Sequence[int]) -> int:
+        """How many blocks of a sequence have no other user: the end of its table, as only prefixes are shared."""
+        if not self.share_prefixes:
+            return len(blocks)
+        low, high = 0, len(blocks)
+        while low < high:
+            middle = (low + high) // 2
+            if self._users[blocks[middle]] > 1:
+                low = middle + 1
+            else:
+                high = middle
+        return len(blocks) - low
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """Blocks that already hold the KV of a prefix of `tokens`, in all layers. Takes no reference.
+
+        Never of all of it: the last token has yet to be run for its logits.
+        """
+        blocks: list[int] = []
+        if not self.share_prefixes:
+            return blocks
+        node, size = _ROOT, self.block_size
+        for end in range(size, len(tokens), size):
+            block = self._trie.get((node, tuple(tokens[end - size : end])))
+            if block is None:
+                break
+            blocks.append(block)
+            node = self._node_of[block]
+        if self.windowed is not None:
+            del blocks[self.windowed.longest_prefix([self._node_of[block] for block in blocks]) :]
+        return blocks
+
+    def enter(self, parent: int, tokens: Sequence[int], block: int) -> int:
+        """Makes a full block, whose KV is or is about to be written this sweep, findable. Returns its trie node.
+
+        parent: the node of the block before it, 0 for the first. If an equal block is there already, that one stays.
+        """
+        if not self.share_prefixes:
+            return _ROOT
+        key = (parent, tuple(tokens))
+        found = self._trie.get(key)
+        if found is not None:
+            return self._node_of[found]
+        self._last_node += 1
+        self._trie[key], self._key_of[block], self._node_of[block] = block, key, self._last_node
+        return self._last_node
+
+    def node(self, block: int) -> int:
+        return self._node_of[block]
+
+    def _may_be_found(self, block: int) -> bool:
+        return self._key_of[block] is not None
+
+    def _forget(self, block: int) -> None:
+        if self.windowed is not None:
+            self.windowed.forget_node(self._node_of[block])
+        del self._trie[self._key_of[block]]
+        self._key_of[block], self._node_of[block] = None, _ROOT

@@ -1,0 +1,83 @@
+"""A policy and its memory plan as the scheduler's parts: pools, limits, and the cutting of a sweep.
+
+The engine and the simulation both start from here. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from batchgen.core.plan import MemoryPlan, Policy, window_blocks
+from batchgen.schedule.block_manager import BlockManager
+from batchgen.schedule.extents import ExtentManager
+from batchgen.schedule.micro_batches import residency_of, split_batches
+from batchgen.schedule.scheduler import ScheduledSequence, SchedulerLimits
+from batchgen.schedule.window_pool import WindowPool
+
+
+def kv_pools(policy: Policy, memory: MemoryPlan) -> dict[str, BlockManager | ExtentManager]:
+    """Empty pools, by tier."""
+    return {
+        tier: ExtentManager(count, policy.kv_block_size)
+        if tier == "disk"
+        else BlockManager(count, policy.kv_block_size, policy.share_prefixes, _window_pool(tier, policy, memory))
+        for tier, count in memory.kv_blocks.items()
+    }
+
+
+def _window_pool(tier: str, policy: Policy, memory: MemoryPlan) -> WindowPool | None:
+    if memory.window is None:
+        return None
+    return WindowPool(memory.window_blocks[tier], policy.kv_block_size, memory.window)
+
+
+def scheduler_limits(
+    policy: Policy, memory: MemoryPlan, compute_tier: str, sweeps_in_flight: int = 1
+) -> SchedulerLimits:
+    """Quotas and limits. Where the CPU computes, nothing is deferred: it attends to all of its own KV."""
+    class_seqs = dict(policy.kv_seqs)
+    if compute_tier == "cpu" and "deferred" in class_seqs:
+        class_seqs["cpu"] = class_seqs.get("cpu", 0) + class_seqs.pop("deferred")
+    return SchedulerLimits(
+        policy.max_num_seqs,
+        policy.max_num_batched_tokens,
+        policy.admission,
+        class_seqs=class_seqs,
+        max_chunk_tokens=memory.batch_tokens,
+        compute_tier=compute_tier,
+        deferred_rows=policy.deferred_rows,
+        sweeps_in_flight=sweeps_in_flight,
+    )
+
+
+def longest_sequence(policy: Policy, memory: MemoryPlan, compute_tier: str) -> int:
+    """Tokens of KV that one sequence can have.
+
+    Those of the largest pool, as far as they pass through the staging buffers in one.
+    """
+
+    def blocks(tier: str, count: int) -> int:
+        own = memory.window_blocks.get(tier)
+        if memory.window is not None and own is not None and own < window_blocks(memory.window, policy.kv_block_size):
+            count = min(count, own)
+        return count if tier == compute_tier else min(count, memory.staging_blocks)
+
+    return policy.kv_block_size * max(blocks(tier, count) for tier, count in memory.kv_blocks.items())
+
+
+def splitter(
+    policy: Policy, memory: MemoryPlan, compute_tier: str
+) -> Callable[[list[ScheduledSequence]], list[list[ScheduledSequence]]]:
+    """`split_batches` with the policy's numbers filled in."""
+    return partial(
+        split_batches,
+        num_gpu_batches=policy.num_gpu_batches,
+        order=policy.batch_order,
+        max_tokens=memory.batch_tokens,
+        max_seqs=policy.batch_seqs,
+        max_staged_blocks=max(1, memory.staging_blocks),
+        block_size=policy.kv_block_size,
+        residency_of=partial(residency_of, compute_tier=compute_tier),
+        balance_tokens=policy.balance_tokens,
+    )

@@ -1,0 +1,154 @@
+"""A sweep cut into micro-batches: the parts that go through a layer one after the other. No tensors.
+
+While one batch computes, the KV of the next is loaded and that of the one before is stored (FlexGen). Two batches
+of which one has most of the decode attention that the CPU does, and the other everything else, keep both processors at
+work (NEO's asymmetric pipelining).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+from batchgen.core.plan import first_batch_cpu_share
+from batchgen.schedule.scheduler import ScheduledSequence
+from batchgen.schedule.sequence import tier_of
+
+ORDERS = ("even", "mixed", "neo")
+
+
+def residency_of(scheduled: ScheduledSequence, compute_tier: str) -> str:
+    """Where the attention of a scheduled sequence finds its KV.
+
+    "resident": in the compute device's own memory. "delegated": the CPU attends, for an accelerator, to KV that stays
+    in CPU memory. "deferred": the same, and the sweep goes on without it. "staged": its KV, past and new, passes through a staging buffer on the compute device.
+    """
+    kv_class = scheduled.sequence.kv_class
+    if tier_of(kv_class) == compute_tier:
+        return "resident"
+    if scheduled.defers:
+        return "deferred"
+    return "delegated" if kv_class == "cpu" and scheduled.decodes else "staged"
+
+
+def staged_blocks(scheduled: ScheduledSequence, block_size: int) -> int:
+    """Blocks of the staging buffer that a staged sequence takes: all its keys, those of this sweep included."""
+    return -(-scheduled.num_keys // block_size)
+
+
+def split_batches(
+    sweep: list[ScheduledSequence],
+    *,
+    num_gpu_batches: int,
+    order: str,
+    max_tokens: int,
+    max_seqs: int,
+    max_staged_blocks: int,
+    block_size: int,
+    residency_of: Callable[[ScheduledSequence], str],
+    balance_tokens: int | None = None,
+) -> list[list[ScheduledSequence]]:
+    """The micro-batches of a sweep, none of them empty.
+
+    order: "even": `num_gpu_batches` parts of about equal tokens, fewer where there are fewer sequences, in the order of the sweep, in
+        which one class comes after the other. "mixed": the same, each with its part of every class. "neo": with
+        two batches, the second has what is delegated and the first all else; where one of them would be empty, and
+        with any other number of batches, as "even".
+    balance_tokens: as of Policy, for two batches in order "neo": the first has a part of what is delegated too, and all of a sweep in which
+        nothing is.
+    max_tokens, max_seqs, max_staged_blocks: the most of each in a batch. What exceeds them is cut further, so there may be more
+        than `num_gpu_batches`. A sequence with more tokens than that is a batch of its own; with more staged blocks
+        it cannot be run, and the caller must not let it in.
+    residency_of: for the compute device at hand.
+
+    Of each residency the sweep's order is kept, so a sequence that takes over KV which another one of the sweep
+    writes comes in the same batch or a later one.
+    """
+    assert order in ORDERS, order
+    parts = []
+    for scheduled in sweep:
+        where = residency_of(scheduled)
+        blocks = staged_blocks(scheduled, block_size) if where == "staged" else 0
+        assert blocks <= max_staged_blocks, (
+            f"{blocks} blocks to stage for one sequence, capacity for {max_staged_blocks}"
+        )
+        parts.append(_Part(scheduled, where, (scheduled.num_tokens, 1, blocks)))
+    delegated = [p for p in parts if p.where == "delegated"]
+    others = [p for p in parts if p.where != "delegated"]
+    if balance_tokens is not None:
+        batches = _balanced(others, delegated, balance_tokens)
+    elif order == "neo" and num_gpu_batches == 2 and delegated and others:
+        batches = [others, delegated]
+    else:
+        batches = _cut(_mixed(parts) if order == "mixed" else parts, num_gpu_batches, _TOKENS)
+    limits = (max_tokens, max_seqs, max_staged_blocks)
+    return [[p.scheduled for p in kept] for batch in batches for kept in _within(batch, limits)]
+
+
+class _Part(NamedTuple):  # one for each sequence of a sweep
+    """load: tokens, sequences, and blocks to stage."""
+
+    scheduled: ScheduledSequence
+    where: str
+    load: tuple[int, int, int]
+
+
+_TOKENS = 0  # in a load
+
+
+def _mixed(parts: list[_Part]) -> list[_Part]:
+    """The parts of each residency evenly among those of the others, by tokens, and in their order among themselves."""
+    by_residency: dict[str, list[_Part]] = {}
+    for part in parts:
+        by_residency.setdefault(part.where, []).append(part)
+    placed: list[tuple[float, _Part]] = []
+    for members in by_residency.values():
+        total, before = sum(p.load[_TOKENS] for p in members), 0
+        for part in members:
+            placed.append(((before + part.load[_TOKENS] / 2) / total, part))
+            before += part.load[_TOKENS]
+    return [part for _, part in sorted(placed, key=lambda entry: entry[0])]
+
+
+def _balanced(others: list[_Part], delegated: list[_Part], balance_tokens: int) -> list[list[_Part]]:
+    """One batch or two, with attention of the CPU in each as long as the products of the other, by keys (NEO section 3.2).
+
+    Of what is delegated the first sequences go to the first batch.
+    """
+    tokens = sum(p.load[_TOKENS] for p in (*others, *delegated))
+    keys = list(accumulate((p.scheduled.num_keys for p in delegated), initial=0))
+    wanted = keys[-1] * first_batch_cpu_share(tokens, len(delegated), balance_tokens)
+    count = min(range(len(keys)), key=lambda n: abs(keys[n] - wanted))
+    return [batch for batch in ([*others, *delegated[:count]], delegated[count:]) if batch]
+
+
+def _within(batch: list[_Part], limits: tuple[int, int, int]) -> Iterator[list[_Part]]:
+    """The batch, cut until every part of more than one sequence keeps all limits."""
+    totals = [sum(loads) for loads in zip(*(p.load for p in batch), strict=True)]
+    excess = [total / max(1, limit) for total, limit in zip(totals, limits, strict=True)]
+    if len(batch) == 1 or max(excess) <= 1:
+        yield batch
+        return
+    # By what it exceeds the most; the parts may still exceed another limit, or this one a little.
+    kind = excess.index(max(excess))
+    for part in _cut(batch, -(-totals[kind] // limits[kind]), kind):
+        yield from _within(part, limits)
+
+
+def _cut(parts: list[_Part], num_batches: int, kind: int) -> list[list[_Part]]:
+    """Consecutive batches of about equal load: `num_batches`, or one per part where there are fewer parts."""
+    batches = []
+    left = sum(p.load[kind] for p in parts)
+    start = 0
+    for batches_left in range(min(num_batches, len(parts)), 0, -1):
+        last = len(parts) - (batches_left - 1)  # each later batch needs a part too
+        load, stop = parts[start].load[kind], start + 1
+        # A part belongs to this batch if at least half of it lies within the batch's even part of what is left.
+        while stop < last and (2 * load + parts[stop].load[kind]) * batches_left <= 2 * left:
+            load += parts[stop].load[kind]
+            stop += 1
+        batches.append(parts[start:stop])
+        left -= load
+        start = stop
+    return batches

@@ -1,0 +1,144 @@
+"""One sample of one request while it is in flight. No tensors."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from batchgen.core.plan import KV_CLASSES, KV_TIERS
+from batchgen.core.request import SamplingParams
+
+# Stands for a token that has been sampled on the device and has not reached the host yet.
+PENDING = -1
+# Stands for a token that cannot be chosen, as the logits hold NaN or infinity.
+NOT_FINITE = -2
+
+CLASSES = KV_CLASSES
+
+
+def tier_of(kv_class: str) -> str:
+    """The tier where the KV of a class lives: "gpu", "cpu" or "disk".
+
+    "cpu", "streamed" and "deferred" share one, as they only differ in where and when decode attention runs.
+    """
+    return KV_TIERS[kv_class]
+
+
+class Constraint(Protocol):
+    """The tokens that a sample's grammar allows next; `batchgen.runtime.grammar` makes it.
+
+    Attributes:
+        error: The reason why the sample cannot go on, or None.
+    """
+
+    error: str | None
+
+    def mask(self) -> np.ndarray:
+        """Bits of the tokens that may come next, int32 [words of 32 tokens], lowest bit first."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScoredPosition:
+    """A position that is scored: what follows one token.
+
+    The log-probabilities of the tokens asked for, the argmax (the first of equal ones), and the top-k (token, log-probability),
+    best first. Where the logits hold NaN or infinity the argmax is NOT_FINITE, and the rest means nothing.
+    """
+
+    logprobs: tuple[float, ...]
+    argmax: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens so far, and how far their KV has been computed.
+
+    Logits are asked for of the last token; of one that is scored, of every token from `scored_from` on: there `targets` are
+    the tokens whose log-probabilities are wanted, and `scores` what has been found so far, in order.
+
+    The last token may be PENDING: the device has it, at `token_slot` of its table of tokens.
+
+    Invariant: num_computed < len(tokens) while it is scheduled; the tokens from num_computed on are what the next sweeps run.
+    While exactly one is left the sequence decodes, while more are left it prefills. None is left while it is on its way
+    through the layers, of class "deferred", for more than one sweep.
+    """
+
+    request_index: int
+    row_id: str | int
+    sample_index: int
+    tokens: list[int]
+    sampling: SamplingParams
+    kv_class: str | None = None  # set at admission
+    num_prompt: int = 0
+    num_computed: int = 0
+    num_cached: int = 0  # prompt tokens whose KV came from another sequence
+    block_table: array = field(default_factory=lambda: array("i"))
+    window_table: array | None = None  # of layers with a sliding window; None: they share the other table
+    num_given_back: int = 0  # leading HOLEs of that
+    num_matched_blocks: int = 0  # leading blocks taken from the prefix cache
+    num_entered_blocks: int = 0  # leading blocks entered in the prefix cache, and the trie node of the last
+    node: int = 0
+    logprobs: list = field(default_factory=list)  # a SampledToken per step, if asked for
+    reserved_blocks: int = 0  # blocks promised at admission and not yet allocated
+    targets: tuple[tuple[int, ...], ...] = ()  # of the last tokens, one by one, where they are scored
+    scores: list[ScoredPosition] = field(default_factory=list)
+    prefix_donor: Sequence | None = None  # one that computes the same first tokens, for both, and how many
+    num_donated: int = 0
+    takes_prefix: bool = True  # whether it may take over KV that others have computed
+    constraint: Constraint | None = None  # as far as `tokens` go: it outlives a preemption
+    token_slot: int | None = None  # from its first admission to its end
+    exchange_slot: int | None = None  # of class "deferred", while it is in flight
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+
+    def table(self, windowed: bool) -> array:
+        """Its blocks in layers with a sliding window, or in the others."""
+        return self.window_table if windowed and self.window_table is not None else self.block_table
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that have yet to be run: one where the sequence decodes."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing left to run: all its results are there, or on their way."""
+        return self.num_remaining == 0 if self.targets else self.num_generated >= self.sampling.max_tokens
+
+    @property
+    def scored_from(self) -> int:
+        """The first position that is scored."""
+        return self.num_prompt - len(self.targets)
+
+    @property
+    def next_logits_position(self) -> int:
+        """The first position whose logits are still asked for."""
+        return self.scored_from + len(self.scores) if self.targets else len(self.tokens) - 1
+
+    @property
+    def shareable(self) -> list[int]:
+        """Tokens that a prefix computed before may stand for, but for the last of them: what is asked for has to be run."""
+        if not self.takes_prefix:
+            return []
+        return self.tokens[: self.next_logits_position + 1] if self.targets else self.tokens
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+
+class LogitsRow(NamedTuple):
+    """A row of logits: of what follows a sequence's token at `position`."""
+
+    sequence: Sequence
+    position: int

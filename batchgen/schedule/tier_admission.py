@@ -1,0 +1,102 @@
+"""What the pools of one tier let in, in one sweep: the blocks of all layers, and of those with a sliding window. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from typing import NamedTuple
+
+from batchgen.schedule.admission import Growth, Projection
+from batchgen.schedule.block_manager import Allocation, BlockManager
+from batchgen.schedule.extents import ExtentManager
+from batchgen.schedule.sequence import Sequence
+from batchgen.schedule.window_pool import HOLE
+
+
+class Expected(NamedTuple):  # one for each sequence in flight, in every sweep
+    """A sequence, the sweeps it is expected to stay for, and whether it needs more than this one for its prompt."""
+
+    sequence: Sequence
+    num_sweeps: int
+    delayed: bool
+
+
+class TierAdmission:
+    """Tells who may enter a tier.
+
+    Attributes:
+        reserves: whether a sequence's last block is reserved when it enters: in static blocks, on disk, beside class "deferred".
+    """
+
+    def __init__(
+        self, pool: BlockManager | ExtentManager, running: List[Expected], longest_sweeps: int, *, reserves: bool
+    ) -> None:
+        """running: the sequences in flight here. longest_sweeps: of any sequence that may enter."""
+        self._pool, self.reserves = pool, reserves
+        self._blocks: Projection | None = None
+        self._windows: Projection | None = None
+        if isinstance(pool, BlockManager) and not reserves:
+            self._blocks = Projection(
+                [_growth(e, e.sequence.block_table, pool.num_sole(e.sequence.block_table)) for e in running],
+                pool.num_available,
+                pool.block_size,
+                longest_sweeps,
+            )
+        if (windowed := pool.windowed) is not None:
+            growths = []
+            for e in running:
+                table = e.sequence.window_table
+                growth = _growth(e, table, windowed.num_sole(table[e.sequence.num_given_back :]))
+                growths.append(growth._replace(delayed=e.delayed or reserves))
+            sole = windowed.blocks_of_window
+            self._windows = Projection(growths, windowed.num_available, pool.block_size, longest_sweeps, sole)
+
+    def admit(self, entering: Expected, chunk: int, num_blocks: int, num_reserved: int) -> Allocation | None:
+        """The blocks of a sequence that enters, or None where there are not enough, now or at a later sweep.
+
+        Args:
+            entering: how long the sequence is expected to stay; whether it is delayed is found here.
+            chunk: tokens of it that the sweep may have.
+            num_blocks: that it is to have in all.
+            num_reserved: blocks that are promised to others.
+        """
+        pool, count = self._pool, len(entering.sequence.tokens)
+        tokens, added = entering.sequence.shareable, []
+        if isinstance(pool, ExtentManager):
+            return pool.admit(tokens, num_blocks, num_reserved)
+        windowed = pool.windowed
+        if windowed is not None:
+            # Perhaps its prefix takes up to a window of what is there.
+            chunk = min(chunk, max(0, windowed.num_available - windowed.blocks_of_window) * pool.block_size)
+
+        def growth(num_matched: int) -> Growth:
+            delayed = count - num_matched * pool.block_size > chunk
+            return Growth(count, entering.num_sweeps, num_matched, delayed=delayed)
+
+        def fits(num_shared: int) -> bool:
+            added.append((self._blocks, growth(num_shared)))
+            return self._blocks.fits(added[-1][1])
+
+        def window_fits(table: List[int]) -> bool:
+            if self._windows is None:
+                return True
+            found = [block for block in table if block != HOLE]
+            if windowed.num_available <= windowed.num_evictable_in(found):
+                return False  # its first token has no block
+            # Those that only one has, or none, count as new: they would have been given back.
+            new = sum(windowed.num_users(block) <= 1 for block in found)
+            own = growth(len(table))._replace(num_held=len(table) - new)
+            added.append((self._windows, own._replace(delayed=own.delayed or self.reserves)))
+            return self._windows.fits(added[-1][1])
+
+        if self._blocks is None:
+            allocation = pool.admit(tokens, num_blocks, num_reserved, window_fits)
+        else:
+            allocation = pool.admit_if(tokens, fits, window_fits)
+        for projection, own in added if allocation is not None else ():
+            projection.add(own)
+        return allocation
+
+
+def _growth(expected: Expected, table: List[int], num_sole: int) -> Growth:
+    count = len(expected.sequence.tokens)
+    return Growth(count, expected.num_sweeps, len(table), num_sole, delayed=expected.delayed)

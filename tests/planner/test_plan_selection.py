@@ -1,0 +1,235 @@
+"""The plan is the candidate that the simulator finds fastest, and what it says is the prediction."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planner_cases import cpu_box, gpu_box, opt
+from thorough import some_of
+
+from batchgen.core.errors import InputError
+from batchgen.core.workload import Workload
+from batchgen.job.planning import PlanRequest, plan_job, problem_of
+from batchgen.models.config import ModelConfig
+from batchgen.planner import plan_selection as choice
+from batchgen.planner import sampled_simulation as shortened
+from batchgen.planner.explain import make_plan
+from batchgen.planner.plan_selection import Simulated, choose, simulate_candidates
+from batchgen.planner.sampled_simulation import simulate_shortened
+from batchgen.planner.search import block_latency_s, candidates, first_rows_s
+from batchgen.planner.simulation import simulate_job
+from batchgen.profiler.shipped import shipped_profile
+
+SHAPES = Path(__file__).parents[2] / "recipes" / "throughput" / "shapes"
+
+
+def shape(name: str) -> ModelConfig:
+    return ModelConfig.from_hf(json.loads((SHAPES / name / "config.json").read_text()))
+
+
+def llama_70b() -> ModelConfig:
+    values = json.loads((SHAPES / "llama-3.1-8b" / "config.json").read_text())
+    sizes = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672}
+    return ModelConfig.from_hf(values | sizes)
+
+
+# The same of jobs of which only a part is simulated for a plan; before sweeps were jumped over, these were 28 and 13 % too short.
+PARTS = {"128 + 128": Workload.uniform(1024, 128, 128), "256 + 32": Workload.uniform(1024, 256, 32)}
+
+# machine, model, job, --quantization: as the cost model alone would have it, 14 to 51 % slower than predicted.
+CASES = {
+    "OPT-6.7B in 4 bits": ("t4", shape("opt-6.7b"), Workload.uniform(72, 512, 32), "int4"),
+    "Llama-70B": ("t4", llama_70b(), Workload.uniform(50, 1, 8), "none"),
+    "Llama-8B": ("h100", shape("llama-3.1-8b"), Workload.uniform(700, 500, 2), "none"),
+    "OPT-30B": ("t4", shape("opt-30b"), Workload.uniform(144, 512, 32), "none"),
+    "OPT-30B, long prompts": ("t4", shape("opt-30b"), Workload.uniform(80, 1024, 32), "none"),
+}
+
+
+def problem_and_plans(hardware, model, workload, **options):
+    request = PlanRequest("m", "float16", 2048, process_bytes=700 << 20, **options)
+    problem = problem_of(hardware, model, workload, request)
+
+    def plan_of(candidate):
+        return make_plan(
+            problem, candidate, model_name="m", max_model_len=2048, share_prefixes=True, startup_s=0.0,
+            output_len_known=True,
+        )  # fmt: skip
+
+    return problem, request, plan_of
+
+
+def planned(problem, request):
+    return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+
+
+QUICK, LONG = list(CASES)[:3], list(CASES)[3:]
+
+
+@pytest.mark.parametrize(
+    "name", [*some_of(QUICK, 1, "chosen"), *(pytest.param(name, marks=pytest.mark.thorough) for name in LONG)]
+)
+def test_the_plan_is_within_5_percent_of_the_fastest_candidate(name):
+    machine, model, workload, quantization = CASES[name]
+    hardware = shipped_profile(machine)
+    problem, request, plan_of = problem_and_plans(hardware, model, workload, quantization=quantization)
+    found = simulate_candidates(problem, plan_of)
+    assert len(found) >= 2
+    whole = [simulate_job(plan_of(s.candidate), model, hardware).total_s for s in found]
+    for simulated, seconds in zip(found, whole, strict=True):
+        assert simulated.seconds == pytest.approx(seconds, rel=0.05)
+    best = choose(found)
+    assert whole[found.index(best)] <= 1.05 * min(whole)
+    plan = planned(problem, request)
+    assert plan.policy == plan_of(best.candidate).policy
+    predicted = plan.prediction
+    rows_s = workload.num_seqs * hardware.row_overhead_s
+    assert predicted.total_s - predicted.startup_s - rows_s == pytest.approx(best.seconds)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", PARTS)
+def test_a_plan_is_within_10_percent_of_its_whole_job(name):
+    hardware, model = shipped_profile("t4"), shape("opt-30b")
+    problem, request, _ = problem_and_plans(hardware, model, PARTS[name])
+    plan = planned(problem, request)
+    predicted_s = plan.prediction.total_s - plan.prediction.startup_s - 1024 * hardware.row_overhead_s
+    assert predicted_s == pytest.approx(simulate_job(plan, model, hardware).total_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_batches"),
+    [("OPT-6.7B in 4 bits", 1), ("OPT-6.7B in 4 bits", 2), ("Llama-70B", 4), ("Llama-8B", 1), ("Llama-8B", 4)],
+)
+def test_the_cost_model_knows_what_waits_for_what(name, num_batches):
+    """Before it knew of activations that cross the bus, and of Steps behind a layer's weights, it was off by 14 to 46 %."""
+    machine, model, workload, quantization = CASES[name]
+    options = {"quantization": quantization, "num_gpu_batches": num_batches}
+    problem, _, plan_of = problem_and_plans(shipped_profile(machine), model, workload, **options)
+    best = next(candidates(problem, 1))
+    run = simulate_job(plan_of(best), model, shipped_profile(machine))
+    assert run.total_s == pytest.approx(best.seconds, rel=0.06)
+
+
+def test_an_order_that_takes_much_longer_than_modelled_is_given_up(monkeypatch):
+    """With several micro-batches only, and of the same order only; of the same sweeps in more parts it is no nearer to the model."""
+    problem, _, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
+    best = next(candidates(problem, 1))
+
+    def modelled(seconds, num_batches, order="even", tokens=4096):
+        inputs = replace(best.inputs, num_gpu_batches=num_batches, batch_order=order, max_num_batched_tokens=tokens)
+        return replace(best, inputs=inputs, realised=replace(best.realised, seconds=seconds))
+
+    offered = [
+        modelled(100, 2), modelled(100, 2, "mixed"), modelled(140, 1), modelled(105, 4, tokens=8192),
+        modelled(105, 4, "mixed", tokens=8192), modelled(145, 1), modelled(105, 4, "mixed"),
+    ]  # fmt: skip
+    took = {(2, "even"): 200.0, (2, "mixed"): 150.0, (1, "even"): 145.0, (4, "mixed"): 130.0}
+    monkeypatch.setattr(choice, "candidates", lambda *args: iter(offered))
+    monkeypatch.setattr(choice, "apex_candidates", lambda *args: iter(()))
+
+    class Run:
+        whole = True
+
+        def __init__(self, plan, candidate):
+            self.seconds = took[candidate.inputs.num_gpu_batches, candidate.inputs.batch_order]
+
+    monkeypatch.setattr(choice, "simulate_shortened", Run)
+    found = [s.candidate for s in simulate_candidates(problem, lambda candidate: None)]
+    # 105 times 2 less a fifth is 175; 105 times 1.5 less a fifth is 131, below the 145 that are known; 105 times 1.5 is 158.
+    assert found == [offered[i] for i in (0, 1, 2, 4, 5)]
+
+
+def test_neos_order_is_costed_and_tried():
+    problem, _, plan_of = problem_and_plans(
+        shipped_profile("t4"), shape("opt-6.7b"), Workload.uniform(72, 512, 32), quantization="int4", num_gpu_batches=2
+    )
+    found = list(candidates(problem, 4))
+    orders = [plan_of(candidate).policy.batch_order for candidate in found]
+    assert "neo" in orders and set(orders) <= {"even", "mixed", "neo"}
+    for candidate, order in zip(found, orders, strict=True):
+        on_cpu = candidate.counts.kv_seqs["cpu"]
+        if 0 < on_cpu < candidate.inputs.block_size:
+            assert order != "even", "the CPU would have nothing to do beside the first micro-batch"
+    neo = found[orders.index("neo")]
+    assert neo.inputs.balance is not None
+
+
+def test_where_all_is_in_memory_sweeps_are_short():
+    """A first sweep of all prompts would be no faster, and nothing would be saved before its end."""
+    problem, request, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 1100, 2), disk_memory=0)
+    plan = planned(problem, request)
+    assert plan.policy.max_num_batched_tokens <= 8192 < 48 * 1100
+
+
+def test_of_equals_the_one_whose_first_rows_are_done_first():
+    problem, _, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 1100, 2), disk_memory=0)
+    short, long = (next(candidates(replace(problem, max_num_batched_tokens=tokens), 1)) for tokens in (2048, 48 * 1100))
+    assert first_rows_s(short) < first_rows_s(long)
+    assert choose([Simulated(long, 10.0), Simulated(short, 10.1)]).candidate is short
+    assert choose([Simulated(long, 10.0), Simulated(short, 10.3)]).candidate is long
+
+
+def test_a_latency_holds_for_simulated_blocks():
+    problem, _, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
+    best = next(candidates(problem, 1))
+    latency_s = block_latency_s(best)
+    assert choose([Simulated(best, best.seconds)], latency_s * 1.01).candidate is best
+    assert choose([Simulated(best, best.seconds * 1.1)], latency_s * 1.01) is None
+
+
+@pytest.mark.parametrize("hardware", [cpu_box(), gpu_box(gpu_memory_bytes=2 << 30)], ids=lambda h: h.name)
+def test_a_shortened_job_tells_of_the_whole(hardware):
+    workload = Workload.uniform(600, 100, 40)
+    problem, _, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=64)
+    best = next(candidates(problem, 1))
+    run = simulate_shortened(plan_of(best), best)
+    assert not run.whole
+    assert run.seconds == pytest.approx(simulate_job(plan_of(best), problem.model, hardware).total_s, rel=0.06)
+
+
+@pytest.mark.parametrize("hardware", [cpu_box(), gpu_box(gpu_memory_bytes=2 << 30)], ids=lambda h: h.name)
+def test_decoding_may_be_jumped_over(monkeypatch, hardware):
+    """Sweeps that are alike but for their contexts: each is costed with the mean of theirs, in which attention is linear."""
+    workload = Workload.uniform(40, 100, 64)
+    problem, _, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=40)
+    best = next(candidates(problem, 1))
+    jumped = simulate_shortened(plan_of(best), best)
+    monkeypatch.setattr(shortened, "_JUMPS", 1 << 30)
+    each = simulate_shortened(plan_of(best), best)
+    assert jumped.whole and each.whole
+    # KV moves in blocks of 16 tokens, so a context is off by less than one of them, in at least 100.
+    assert jumped.seconds == pytest.approx(each.seconds, rel=0.05) and jumped.seconds != each.seconds
+
+
+@pytest.mark.parametrize("longer", [100.0, 130.0])
+def test_only_what_may_be_the_fastest_is_simulated_for_longer(monkeypatch, longer):
+    problem, _, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
+    best = next(candidates(problem, 1))
+    offered = [replace(best, realised=replace(best.realised, seconds=seconds)) for seconds in (90.0, 99.0, 101.0)]
+    asked = []
+
+    def run(plan, candidate, **options):
+        asked.append((candidate, bool(options)))
+        short = {90.0: 100.0, 99.0: 110.0, 101.0: 140.0}[candidate.seconds]
+        seconds = longer if options and candidate is offered[0] else short
+        return shortened.ShortenedRun(seconds, False)
+
+    monkeypatch.setattr(choice, "candidates", lambda *args: iter(offered))
+    monkeypatch.setattr(choice, "apex_candidates", lambda *args: iter(()))
+    monkeypatch.setattr(choice, "simulate_shortened", run)
+    found = simulate_candidates(problem, lambda candidate: None)
+    again = [candidate for candidate, longer_run in asked if longer_run]
+    assert again == (offered[:1] if longer == 100 else offered[:2])
+    assert choose(found).candidate is offered[0 if longer == 100 else 1]
+
+
+def test_what_no_memory_plan_holds_stands_with_its_modelled_time(monkeypatch):
+    def refuse(plan, candidate):
+        raise InputError("too small")
+
+    monkeypatch.setattr(choice, "simulate_shortened", refuse)
+    problem, _, plan_of = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(8, 100, 20))
+    (only,) = simulate_candidates(problem, plan_of)
+    assert only.slower == 1

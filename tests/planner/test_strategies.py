@@ -1,0 +1,265 @@
+"""GPU-only, FlexGen, NEO, APEX and Pie beside the plan: which one it takes as the machine changes, and what the others would take."""
+
+from dataclasses import replace
+
+import pytest
+from planner_cases import GIB, constant, cpu_box, gpu_box, opt
+
+from batchgen.core.hardware import ComputeRates, Rates
+from batchgen.core.workload import Lengths, Workload
+from batchgen.engine.loader import store_bytes
+from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
+from batchgen.planner.by_layer import by_layer
+from batchgen.planner.deferring import deferring
+from batchgen.planner.explain import make_plan
+from batchgen.planner.explanation import explanation_of
+from batchgen.planner.lp import Allowed
+from batchgen.planner.plan_selection import choose, simulate_candidates
+from batchgen.planner.sampled_simulation import simulate_shortened
+from batchgen.planner.search import search
+from batchgen.planner.simulation import simulate_job
+from batchgen.planner.strategies import ON_CPU, WITH_GPU, best_plan, limited, way_lines, way_of, ways_for, with_ways
+
+# Few layers, so that a deferred token takes few sweeps; few words, so that logits take little of a small GPU's memory.
+MODEL = replace(opt(1024, 6, 8), vocab_size=2048)
+# Decoding is what there is to do. Outputs of different lengths end one by one, as the cost model has it.
+DECODING = Workload(2000, Lengths((16,)), Lengths(tuple(range(64, 128, 4))), 128)
+TIMES = {"startup_s": 0.0, "loading_s": 0.0, "output_len_known": True}
+
+
+def slow_cpu(ratio, **changes):
+    """A GPU whose attention is `ratio` times as fast as the CPU's, with products that take as long for 1 token as for 256."""
+    gpu = replace(
+        gpu_box().gpu,
+        gemm_flops_per_s={"float16": Rates(("tokens",), ((1, 2e11), (256, 5.12e13), (1024, 6e13)))},
+        step_overhead_s=1e-6,
+    )
+    memory = {"gpu_memory_bytes": int(0.4 * GIB), "cpu_memory_bytes": int(0.8 * GIB), "dram_bytes_per_s": 1e12}
+    overheads = {"sweep_overhead_s": 1e-4, "sequence_overhead_s": 1e-7, "sampling_logits_per_s": 1e12}
+    cpu = ComputeRates(decode_attention_bytes_per_s={"float16": constant(2e11 / ratio)})
+    return gpu_box(gpu=gpu, cpu=cpu, **(memory | overheads | changes))
+
+
+def planning(hardware, workload=DECODING, model=MODEL, **options):
+    request = PlanRequest(
+        "m", "float16", 2048, **({"process_bytes": 100 << 20, "disk_memory": 0, "admission": "continuous"} | options)
+    )
+    return problem_of(hardware, model, workload, request), request
+
+
+def plan_of(problem, candidate, max_model_len=2048):
+    return make_plan(
+        problem, candidate, model_name="m", max_model_len=max_model_len, share_prefixes=True, startup_s=0.0,
+        output_len_known=True,
+    )  # fmt: skip
+
+
+def planned(hardware, workload=DECODING, **options):
+    """The plan and its time beside those of the ways."""
+    problem, request = planning(hardware, workload, **options)
+    plan = plan_job(problem, request, **TIMES)
+    return with_ways(plan, problem, plan_maker(problem, request, **TIMES))
+
+
+@pytest.mark.parametrize(("ratio", "deferred"), [(1.5, False), (10, True)])
+def test_two_batches_give_way_to_deferred_attention_as_the_cpu_gets_slower(ratio, deferred):
+    """NEO's pipelining against APEX's overlap: inequality (6) of APEX, with what memory and the length of the job allow."""
+    problem, _ = planning(slow_cpu(ratio))
+    two = search(replace(problem, num_gpu_batches=2, allowed=Allowed(kv_classes=("gpu", "cpu"))))
+    alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(kv_classes=("gpu",))))
+    beside = deferring(problem, alone)
+    for seconds_of in (lambda c: c.seconds, lambda c: simulate_shortened(plan_of(problem, c), c).seconds):
+        one_s, two_s = seconds_of(beside), seconds_of(two)
+        assert (one_s < two_s) == deferred, (one_s, two_s)
+        assert one_s < seconds_of(alone)
+
+
+def test_deferred_sequences_take_no_weights_off_the_gpu():
+    """What they need of its memory is fewer other sequences': before, layers' weights left it and came over in every sweep."""
+    problem, _ = planning(slow_cpu(10, gpu_memory_bytes=int(0.36 * GIB), h2d_bytes_per_s=1e10))
+    alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(("gpu",), ("gpu",))))
+    beside = deferring(problem, alone)
+    assert beside.counts.weight_layers == alone.counts.weight_layers
+    assert 0 < beside.counts.kv_seqs["gpu"] < alone.counts.kv_seqs["gpu"] and beside.seconds < alone.seconds
+
+
+@pytest.mark.thorough
+def test_so_does_the_plan():
+    fast, slow = (planned(slow_cpu(ratio)) for ratio in (1.5, 10))
+    assert fast.policy.num_gpu_batches == 2 and "deferred" not in fast.policy.kv_seqs
+    assert fast.policy.kv_seqs["cpu"] > fast.policy.max_num_seqs / 3, "the CPU attends to much of it"
+    assert slow.policy.num_gpu_batches == 1 and slow.policy.kv_seqs["deferred"] > slow.policy.max_num_seqs / 4
+    assert slow.policy.deferred_rows % slow.policy.kv_seqs["deferred"] == 0, "whole waves of them"
+    times = {way.name: way.seconds for way in slow.ways}
+    assert times["chosen"] < 0.97 * min(times["GPU-only"], times["NEO"]) and times["chosen"] <= times["FlexGen"]
+    assert way_of(slow.policy, WITH_GPU) == "APEX" and slow.ways[-1].words == "goes the way of APEX"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("ratio", "num_batches"), [(1.5, 2), (10, 1)])
+def test_the_choice_flips_in_simulated_whole_jobs_too(ratio, num_batches):
+    hardware = slow_cpu(ratio)
+    problem, _ = planning(hardware)
+    found = simulate_candidates(problem, lambda candidate: plan_of(problem, candidate))
+    best = choose(found)
+    assert best.seconds <= 1.02 * min(s.seconds for s in found)
+    whole = [simulate_job(plan_of(problem, s.candidate), MODEL, hardware).total_s for s in found]
+    assert whole[found.index(best)] <= 1.02 * min(whole)
+    assert best.candidate.inputs.num_gpu_batches == num_batches
+    assert bool(best.candidate.inputs.deferral) == (num_batches == 1)
+
+
+@pytest.mark.thorough
+def test_a_shortened_job_with_deferred_attention_tells_of_the_whole():
+    hardware = slow_cpu(10)
+    problem, _ = planning(hardware)
+    found = simulate_candidates(problem, lambda candidate: plan_of(problem, candidate))
+    deferring = [s for s in found if s.candidate.inputs.deferral]
+    assert deferring
+    for simulated in deferring:
+        whole_s = simulate_job(plan_of(problem, simulated.candidate), MODEL, hardware).total_s
+        assert simulated.seconds == pytest.approx(whole_s, rel=0.06)
+
+
+def fast_link():
+    """A GPU whose link to the host is fast beside its products (GH200), with memory for one long sequence and most of another."""
+    gpu = ComputeRates(
+        gemm_flops_per_s={"float16": Rates(("tokens",), ((1, 1e12), (256, 2.5e14), (1024, 5e14)))},
+        decode_attention_bytes_per_s={"float16": constant(2.5e12)},
+        prefill_attention_flops_per_s={"float16": constant(3e14)},
+        elementwise_bytes_per_s={"float16": constant(2e12)},
+        step_overhead_s=1e-6,
+    )
+    cpu = ComputeRates(decode_attention_bytes_per_s={"float16": constant(3e11)})
+    memory = {"gpu_memory_bytes": int(3.6 * GIB), "cpu_memory_bytes": 48 * GIB, "dram_bytes_per_s": 5e11}
+    overheads = {"sweep_overhead_s": 1e-4, "sequence_overhead_s": 1e-7, "sampling_logits_per_s": 1e12}
+    return gpu_box(gpu=gpu, cpu=cpu, h2d_bytes_per_s=4e11, d2h_bytes_per_s=3.7e11, **memory, **overheads)
+
+
+def few_long_rows():
+    """Of a model whose weights are small beside one sequence's KV: else it is as good to stream weights instead."""
+    workload = Workload(32, Lengths((19_000,)), Lengths(tuple(range(256, 768, 64))), 1024)
+    problem, request = planning(fast_link(), workload, replace(opt(1024, 24, 8), vocab_size=2048))
+    return problem, replace(request, max_model_len=20_100)
+
+
+def test_kv_streams_by_layer_where_it_is_a_little_larger_than_the_gpu():
+    """Few long sequences: to stream a whole one takes longer than the link hides, to stream a few layers of two does not."""
+    problem, request = few_long_rows()
+    in_tiers = ("gpu", "cpu", "disk"), ("gpu", "streamed", "disk")
+    found = [
+        search(p) for p in (by_layer(problem), *(limited(problem, *some) for some in (in_tiers, (("gpu",), ("gpu",)))))
+    ]
+    plans = [plan_of(problem, candidate, request.max_model_len) for candidate in found]
+    parted, *others = (simulate_shortened(*pair).seconds for pair in zip(plans, found, strict=True))
+    assert parted < 0.9 * min(others)
+    policy = plans[0].policy
+    assert policy.kv_seqs == {"streamed": 2} and 12 < policy.kv_layers < 24
+
+
+@pytest.mark.thorough
+def test_the_plan_then_has_kv_by_layer():
+    problem, request = few_long_rows()
+    plan = plan_job(problem, request, **TIMES)
+    plan = with_ways(plan, problem, plan_maker(problem, request, **TIMES))
+    policy, times = plan.policy, {way.name: way.seconds for way in plan.ways}
+    assert way_of(policy, WITH_GPU) == "Pie"
+    assert policy.kv_seqs == {"streamed": 2} and 12 < policy.kv_layers < 24
+    others = [times[name] for name in ("GPU-only", "NEO", "APEX", "FlexGen") if times[name]]
+    assert len(others) >= 3 and times["chosen"] < 0.9 * min(others)
+    sentences = explanation_of(plan).sentences
+    assert any(f"in {policy.kv_layers} of 24 layers" in sentence for sentence in sentences)
+    assert type(plan).from_json(plan.to_json()) == plan
+
+
+def test_a_job_that_is_too_short_defers_nothing():
+    """Others end it before one deferred token has come through all layers often enough."""
+    plan = planned(slow_cpu(10), replace(DECODING, num_seqs=100))
+    assert "deferred" not in plan.policy.kv_seqs and plan.policy.deferred_rows is None
+    (apex,) = [way for way in plan.ways if way.name == "APEX"]
+    assert apex.seconds is None and "a deferred token takes 7 sweeps" in apex.reason
+
+
+# machine, options -> the names of the ways that can be gone
+MACHINES = {
+    "GPU that holds the weights": (slow_cpu(10), {}, {"GPU-only", "FlexGen"}),
+    "GPU that does not": (slow_cpu(10, gpu_memory_bytes=int(0.15 * GIB)), {}, {"FlexGen"}),
+    "CPU": (cpu_box(), {}, {"in memory"}),
+    "CPU with little memory": (
+        cpu_box(cpu_memory_bytes=int(0.6 * GIB)), {"disk_memory": 4 * GIB}, {"streamed"},
+    ),
+}  # fmt: skip
+JOB = replace(DECODING, num_seqs=48)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_way_has_a_time_or_a_reason(name):
+    hardware, options, able = MACHINES[name]
+    plan = planned(hardware, JOB, **options)
+    *ways, chosen = plan.ways
+    assert [way.name for way in ways] == [way.name for way in ways_for(planning(hardware, JOB, **options)[0])]
+    for way in ways:
+        assert (way.seconds is None) == bool(way.reason) and way.words, way
+        assert way.seconds is None or way.seconds > 0
+    assert able <= {way.name for way in ways if way.seconds}
+    assert chosen.name == "chosen" and chosen.seconds == plan.prediction.total_s
+    # Ties go to plans that finish their first rows earlier; and what is quantised was not asked for.
+    others = [way.seconds for way in ways if way.seconds and way.name != "quantised"]
+    assert chosen.seconds <= 1.05 * min(others)
+    lines = way_lines(plan)
+    assert len(lines) == len(plan.ways) + 1 and all(
+        line.startswith(way.name) for line, way in zip(lines[1:], plan.ways, strict=True)
+    )
+    assert type(plan).from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("ways", [WITH_GPU, ON_CPU], ids=["with a GPU", "on a CPU"])
+def test_every_policy_goes_one_way(ways):
+    policy = planned(cpu_box(), replace(JOB, num_seqs=8)).policy
+    changes = {
+        "GPU-only": {"weight_layers": {"qkv": (6, 0, 0)}, "kv_seqs": {"gpu": 8}},
+        "NEO": {"weight_layers": {"qkv": (6, 0, 0)}, "kv_seqs": {"gpu": 4, "cpu": 4}, "num_gpu_batches": 2},
+        "APEX": {"weight_layers": {"qkv": (6, 0, 0)}, "kv_seqs": {"gpu": 4, "deferred": 4}},
+        "Pie": {"weight_layers": {"qkv": (6, 0, 0)}, "kv_seqs": {"streamed": 8}, "kv_layers": 4},
+        "FlexGen": {"weight_layers": {"qkv": (3, 2, 1)}, "kv_seqs": {"gpu": 4, "streamed": 4}},
+        "in memory": {"weight_layers": {"qkv": (0, 6, 0)}, "kv_seqs": {"cpu": 8}},
+        "streamed": {"weight_layers": {"qkv": (0, 3, 3)}, "kv_seqs": {"cpu": 8}},
+        "quantised": {"weight_layers": {"qkv": (0, 6, 0)}, "weight_format": "int4"},
+    }
+    for way in ways:
+        assert way_of(replace(policy, **changes[way.name]), ways) == way.name
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+def test_weights_in_4_bits_pay_for_their_own_store(has_store):
+    """The way that nobody asked for takes as long before its first sweep as a plan for which somebody does."""
+    sizes = {name: store_bytes(MODEL, "float16", name) for name in ("none", "int4")}
+    problem, beside = planning(cpu_box(), JOB, store_bytes=sizes["none"], has_int4_store=has_store)
+    own = planning(cpu_box(), JOB, quantization="int4", store_bytes=0 if has_store else sizes["int4"])
+    times = TIMES | {"loading_s": 1.0}
+    (way,) = [way for way in ON_CPU if way.name == "quantised"]
+    predicted = [best_plan(way, p, plan_maker(p, r, **times)).prediction for p, r in ((problem, beside), own)]
+    assert predicted[0].startup_s == pytest.approx(predicted[1].startup_s)
+    assert predicted[0].disk_written_bytes == predicted[1].disk_written_bytes
+    assert predicted[0].disk_written_bytes["weight store"] == (0 if has_store else sizes["int4"])
+
+
+@pytest.mark.parametrize("limit_s", [0.951, 0.2625])
+def test_the_plan_is_no_slower_than_a_way_within_the_latency(limit_s):
+    plan = planned(slow_cpu(8 if limit_s > 0.5 else 3), max_block_latency_s=limit_s)
+    *ways, chosen = plan.ways
+    assert plan.prediction.block_latency_s <= limit_s
+    assert chosen.seconds <= 1.02 * min(way.seconds for way in ways if way.seconds is not None)
+
+
+def test_a_block_of_one_has_no_second_batch():
+    plan = planned(slow_cpu(1.5), max_num_seqs=1)
+    neo = next(way for way in plan.ways if way.name == "NEO")
+    assert neo.seconds is None and "--max-num-seqs is 1" in neo.reason
+
+
+def test_most_of_a_job_with_deferred_attention_is_steady():
+    plan = planned(slow_cpu(10))
+    assert plan.policy.kv_seqs["deferred"]
+    stages = explanation_of(plan).stages
+    assert max(stages, key=lambda stage: stage.seconds).name == "steady"

@@ -1,0 +1,561 @@
+"""The scheduler and its pools under random loads: every token runs once, no block leaks, nothing starves."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thorough import some_draws
+
+from batchgen.core.plan import KV_CLASSES, window_blocks
+from batchgen.core.request import SamplingParams
+from batchgen.schedule.block_manager import BlockManager
+from batchgen.schedule.extents import ExtentManager
+from batchgen.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
+from batchgen.schedule.sequence import CLASSES, PENDING, Sequence, tier_of
+from batchgen.schedule.window_pool import HOLE, WindowPool
+
+BLOCK = 4
+
+
+def free_runs(extents):
+    """(first block, number of blocks) of each free run, in ascending order."""
+    return list(zip(extents._starts, extents._lengths, strict=True))
+
+
+def make(index, prompt, max_tokens):
+    return Sequence(index, index, 0, list(prompt), SamplingParams(max_tokens=max_tokens))
+
+
+@dataclass(frozen=True)
+class Load:
+    """prompts: (tokens, max_tokens, tokens until it ends). pools: home -> blocks. window, windowed: of layers with a sliding window, and
+    home -> their blocks; 0: they have none of their own. limits: the first one, and what they
+    change to between sweeps, where the seed says so."""
+
+    prompts: list
+    pools: dict
+    share: bool
+    limits: list
+    expected: int | None
+    seed: int
+    window: int = 0
+    windowed: dict = field(default_factory=dict)
+
+
+@st.composite
+def limits_of(draw, homes):
+    classes = [c for c in CLASSES if tier_of(c) in homes]
+    seqs = draw(st.none() | st.fixed_dictionaries({}, optional={c: st.integers(0, 6) for c in classes}))
+    return SchedulerLimits(
+        max_num_seqs=draw(st.sampled_from([1, 3, 8, 64])),
+        max_num_batched_tokens=draw(st.sampled_from([1, 5, 16, 200])),
+        class_seqs=seqs,
+        max_chunk_tokens=draw(st.sampled_from([None, None, 1, 3, 10])),
+        compute_tier="gpu" if "gpu" in homes else "cpu",
+    )
+
+
+@st.composite
+def loads(draw):
+    prefixes = [list(range(100 * p, 100 * p + draw(st.integers(0, 24)))) for p in range(3)]
+    rows = draw(
+        st.lists(
+            st.tuples(st.integers(0, 2), st.integers(1, 20), st.integers(1, 12), st.integers(1, 12)),
+            min_size=1,
+            max_size=25,
+        )
+    )
+    prompts = [
+        (prefixes[p] + [1000 + i] * own, budget, min(wish, budget)) for i, (p, own, budget, wish) in enumerate(rows)
+    ]
+    homes = draw(st.sampled_from([("cpu",), ("cpu", "disk"), ("gpu", "cpu"), ("gpu", "cpu", "disk"), ("gpu", "disk")]))
+    admission = draw(st.sampled_from(["continuous", "static"]))
+    limits = [replace(x, admission=admission) for x in draw(st.lists(limits_of(homes), min_size=1, max_size=4))]
+    open_homes = [h for h in homes if any(tier_of(c) == h and limits[0].quota(c) for c in CLASSES)]
+    if not open_homes:
+        limits[0], open_homes = replace(limits[0], class_seqs=None), list(homes)
+    # Pools of any size, but the longest row fits one of those that have quota.
+    longest = max(-(-(len(prompt) + budget - 1) // BLOCK) for prompt, budget, _ in prompts)
+    pools = {h: draw(st.integers(1, 20)) for h in homes}
+    pools[draw(st.sampled_from(open_homes))] = longest + draw(st.integers(0, 20))
+    expected = draw(st.sampled_from([None, 1, 3]))
+    window = draw(st.sampled_from([0, 0, 1, 3, 4, 5, 9, 14]))
+    # The least with which any row runs to its end, and more.
+    windowed = {h: window_blocks(window, BLOCK) + draw(st.integers(0, 15)) for h in homes if window and h != "disk"}
+    share, seed = draw(st.booleans()), draw(st.integers(0, 1 << 16))
+    return Load(prompts, pools, share, limits, expected, seed, window, windowed)
+
+
+def make_pools(sizes, share=True, window=0, windowed=()):
+    def in_memory(home, blocks):
+        own = WindowPool(windowed[home], BLOCK, window) if home in windowed else None
+        return BlockManager(blocks, BLOCK, share, own)
+
+    return {
+        home: ExtentManager(blocks, BLOCK) if home == "disk" else in_memory(home, blocks)
+        for home, blocks in sizes.items()
+    }
+
+
+def check_accounts(scheduler):
+    """What sequences hold is what the pools have given out; what is promised is there."""
+    for home, pool in scheduler.pools.items():
+        own = [s for s in scheduler.running if tier_of(s.kv_class) == home]
+        users = Counter(b for s in own for b in s.block_table)
+        assert pool.num_used == len(users)
+        assert 0 <= pool.num_used <= pool.num_blocks and all(0 <= b < pool.num_blocks for b in users)
+        assert sum(s.reserved_blocks for s in own) == scheduler._reserved[home] <= pool.num_available
+        if isinstance(pool, ExtentManager):
+            assert set(users.values()) <= {1}, "two sequences in one block of the disk"
+            free = {b for start, length in free_runs(pool) for b in range(start, start + length)}
+            assert not free & set(users) and len(free) == pool.num_available
+        else:
+            assert all(pool._users[b] == n for b, n in users.items())
+            check_windows(pool.windowed, own)
+
+
+def check_windows(pool, own):
+    """Each sequence has the blocks that its next tokens see, and of those before not one."""
+    if pool is None:
+        assert all(s.window_table is None for s in own)
+        return
+    held = {s: s.window_table[s.num_given_back :] for s in own}
+    users = Counter(b for blocks in held.values() for b in blocks)
+    assert pool.num_used == len(users) and all(pool._users[b] == n for b, n in users.items())
+    for s, blocks in held.items():
+        assert HOLE not in blocks and set(s.window_table[: s.num_given_back]) <= {HOLE}
+        # A token on its way still sees the window before it.
+        begun = s.num_computed - (s.kv_class == "deferred" and s.num_remaining == 0)
+        assert s.num_given_back == pool.first_block(begun)
+        new = len(s.block_table) * BLOCK - s.num_computed
+        assert len(blocks) <= -(-(pool.window + new) // BLOCK) + 1
+
+
+def check_quotas(scheduler, before):
+    """Nobody entered above a limit; those in flight before a limit shrank may stay."""
+    limits = scheduler.limits
+    assert len(scheduler.running) <= max(limits.max_num_seqs, len(before))
+    then, now = Counter(before.values()), Counter(s.kv_class for s in scheduler.running)
+    for kv_class, count in now.items():
+        # The only sequence in flight may be in a class without quota, where no other class could take it.
+        alone = scheduler.running[0].kv_class == kv_class != before.get(id(scheduler.running[0]))
+        assert count <= max(limits.quota(kv_class), then[kv_class], alone)
+
+
+class FakeExecutor:
+    """Writes and reads KV as batches do: in the order of the sweep, storing behind what is not at home here."""
+
+    def __init__(self, compute_tier, window):
+        self.compute_tier, self.window = compute_tier, window
+        self.content = {}  # (home, whether of layers with a window, block, offset) -> the tokens that this slot's KV was computed from
+
+    def run(self, sweep):
+        written, behind = set(), {}
+        for s in sweep:
+            sequence, home = s.sequence, tier_of(s.sequence.kv_class)
+
+            def slot(position, windowed, sequence=sequence, home=home):
+                block = sequence.table(windowed)[position // BLOCK]
+                assert block != HOLE
+                return home, windowed, block, position % BLOCK
+
+            target = self.content if home == self.compute_tier else behind
+            for windowed in (False, True) if sequence.window_table is not None else (False,):
+                first = max(0, sequence.num_computed - self.window + 1) if windowed else 0
+                for position in range(first, sequence.num_computed):
+                    kept = self.content[slot(position, windowed)]
+                    assert kept == tuple(sequence.tokens[: position + 1]), "attends to another prompt's KV"
+                for position in range(sequence.num_computed, s.num_keys):
+                    assert slot(position, windowed) not in written
+                    written.add(slot(position, windowed))
+                    target[slot(position, windowed)] = tuple(sequence.tokens[: position + 1])
+        self.content |= behind
+
+
+@settings(max_examples=some_draws(400), deadline=None)
+@given(loads())
+def test_every_token_runs_once_and_no_block_leaks(load):
+    pools = make_pools(load.pools, load.share, load.window, load.windowed)
+    expected = load.expected
+    scheduler = Scheduler(pools, load.limits[0], (lambda s: expected) if expected else None)
+    executor = FakeExecutor(load.limits[0].compute_tier, load.window)
+    change = random.Random(load.seed)
+    wanted = {}
+    for i, (prompt, budget, wish) in enumerate(load.prompts):
+        assert len(prompt) + budget - 1 <= scheduler.longest_tokens
+        scheduler.add(make(i, prompt, budget))
+        wanted[i] = wish
+    done, computed, restarts = {}, {}, 0
+    on_their_way = []  # sequences whose token takes more than one sweep
+    for _ in range(5000):
+        if not scheduler.has_work:
+            break
+        if change.random() < 0.2:
+            scheduler.limits = change.choice(load.limits)
+        for sequence in scheduler.running:
+            if sequence.kv_class in ("cpu", "streamed") and change.random() < 0.1:
+                scheduler.set_class(sequence, change.choice(["cpu", "streamed"]))
+        before = {id(s): s.kv_class for s in scheduler.running}
+        limits = scheduler.limits
+
+        sweep = scheduler.schedule()
+
+        assert sweep or on_their_way, "a scheduler with work gave an empty sweep"
+        assert all(sequence in scheduler.running for sequence in on_their_way)
+        check_quotas(scheduler, before)
+        check_accounts(scheduler)
+        decodes = sum(len(s.sequence.tokens) - s.sequence.num_computed == 1 for s in sweep)
+        assert sum(s.num_tokens for s in sweep) <= max(limits.max_num_batched_tokens, decodes)
+        assert all(s.num_tokens <= (limits.max_chunk_tokens or s.num_tokens) for s in sweep)
+        assert len({id(s.sequence) for s in sweep}) == len(sweep)
+        for s in sweep:
+            start = computed.get(s.sequence.request_index)
+            if start is None or start != s.sequence.num_computed:  # begins, for the first time or again
+                restarts += start is not None
+                assert s.sequence.num_computed == s.sequence.num_matched_blocks * BLOCK
+            computed[s.sequence.request_index] = s.num_keys
+        assert restarts <= scheduler.num_preempted
+        executor.run(sweep)
+        sampling = [s.sequence for s in sweep if s.samples]
+        begun = [s.sequence for s in sweep if s.defers]
+        scheduler.commit(sweep)
+        arrived = [s for s in on_their_way if not sweep or change.random() < 0.4]
+        on_their_way = [s for s in on_their_way if s not in arrived] + begun
+        for sequence in sampling + arrived:
+            sequence.tokens.append(5000 + sequence.num_generated)
+            if sequence.num_generated == wanted[sequence.request_index]:
+                assert sequence.num_computed == len(sequence.tokens) - 1
+                scheduler.finish(sequence)
+                done[sequence.request_index] = sequence.generated
+    assert sorted(done) == list(range(len(load.prompts)))
+    assert all(len(done[i]) == wanted[i] for i in done)
+    check_accounts(scheduler)
+    for home, pool in pools.items():
+        assert pool.num_used == 0 and pool.num_available == load.pools[home] and scheduler._reserved[home] == 0
+        if pool.windowed is not None:
+            assert pool.windowed.num_used == 0 and pool.windowed.num_available == load.windowed[home]
+    if "disk" in pools:
+        assert free_runs(pools["disk"]) == [(0, load.pools["disk"])]
+    if expected is None:
+        assert scheduler.num_preempted == 0, "worst-case admission never preempts a sequence"
+
+
+def run_prompts(prompts, **kwargs):
+    scheduler = Scheduler({"cpu": BlockManager(500, BLOCK, **kwargs)}, SchedulerLimits(64, 64))
+    for i, prompt in enumerate(prompts):
+        scheduler.add(make(i, prompt, 1))
+    ran = 0
+    while scheduler.has_work:
+        sweep = scheduler.schedule()
+        ran += sum(s.num_tokens for s in sweep)
+        scheduler.commit(sweep)
+        for s in sweep:
+            if s.sequence.num_computed == len(s.sequence.tokens):
+                scheduler.finish(s.sequence)
+    return ran
+
+
+def test_a_common_prefix_is_prefilled_once():
+    prompts = [[*range(40), 900 + i, 901 + i] for i in range(30)]
+    assert run_prompts(prompts) == 40 + 30 * 2
+    assert run_prompts(prompts, share_prefixes=False) == 30 * 42
+
+
+def test_equal_prompts_still_run_their_last_token():
+    assert run_prompts([list(range(40))] * 5) == 40 + 4 * 4
+
+
+def test_static_admission_takes_no_one_in_until_the_block_is_done():
+    scheduler = Scheduler({"cpu": BlockManager(6, BLOCK)}, SchedulerLimits(64, 64, "static"))
+    for i in range(4):  # each takes two blocks: three fit
+        scheduler.add(make(i, [i] * 4, 4))
+    entered = []
+    while scheduler.has_work:
+        sweep = scheduler.schedule()
+        entered.append(sorted(s.sequence.request_index for s in sweep))
+        sampling = [s.sequence for s in sweep if s.samples]
+        scheduler.commit(sweep)
+        for sequence in sampling:
+            sequence.tokens.append(1)
+            # Sequence 0 ends early; its quota stays unused until the whole block has ended.
+            if sequence.num_generated == (1 if sequence.request_index == 0 else 4):
+                scheduler.finish(sequence)
+    assert entered == [[0, 1, 2], [1, 2], [1, 2], [1, 2], [3], [3], [3], [3]]
+
+
+def test_releasing_a_block_twice_is_caught():
+    blocks = BlockManager(2, BLOCK)
+    block = blocks.allocate()
+    blocks.release([block])
+    with pytest.raises(AssertionError, match="twice"):
+        blocks.release([block])
+
+
+def test_classes_are_those_of_the_policy_in_its_order():
+    assert KV_CLASSES == CLASSES
+    assert [tier_of(c) for c in CLASSES] == ["gpu", "cpu", "cpu", "disk", "cpu"]
+
+
+def accelerator(sizes=None, **limits):
+    pools = make_pools(sizes or {"gpu": 50, "cpu": 50, "disk": 50})
+    return Scheduler(pools, SchedulerLimits(64, 1000, compute_tier="gpu", **limits))
+
+
+def test_sequences_take_the_first_class_with_quota_and_capacity():
+    scheduler = accelerator(
+        {"gpu": 4, "cpu": 50, "disk": 50}, class_seqs={"gpu": 9, "cpu": 1, "streamed": 2, "disk": 1}
+    )
+    for i in range(8):  # two blocks each, so the GPU holds two
+        scheduler.add(make(i, [i] * 4, 4))
+    assert [s.sequence.kv_class for s in scheduler.schedule()] == [
+        "gpu", "gpu", "cpu", "streamed", "streamed", "disk",
+    ]  # fmt: skip
+    assert len(scheduler.waiting) == 2
+
+
+def test_a_token_that_others_follow_is_not_deferred():
+    """A sequence that was preempted runs its output again, in chunks that may have one token."""
+    sequence = make(0, [1, 2], 9)
+    sequence.kv_class, sequence.num_computed = "deferred", 3
+    sequence.tokens += [7, 8, 9]
+    assert ScheduledSequence(sequence, 2).samples
+    assert not ScheduledSequence(sequence, 1).defers and not ScheduledSequence(sequence, 1).samples
+    sequence.num_computed = 4
+    assert ScheduledSequence(sequence, 1).defers
+
+
+def test_a_deferred_token_is_begun_once_and_keeps_its_sequence_in_flight():
+    scheduler = accelerator({"gpu": 4, "cpu": 3}, class_seqs={"gpu": 1, "deferred": 2})
+    resident, deferred = make(0, [1] * BLOCK, 9), make(1, [2] * BLOCK, 9)
+    for sequence in (resident, deferred):
+        scheduler.add(sequence)
+
+    def sweep():
+        made = scheduler.schedule()
+        begun = [s.sequence for s in made if s.defers]
+        assert not any(s.samples or s.logits_positions for s in made if s.defers)
+        sampled = [s.sequence for s in made if s.samples]
+        scheduler.commit(made)
+        for sequence in sampled:
+            sequence.tokens.append(7)
+        return begun, sampled
+
+    assert sweep() == ([], [resident, deferred]), "prompts go through all layers"
+    assert deferred.exchange_slot == 0 and resident.exchange_slot is None
+    assert sweep() == ([deferred], [resident])
+    younger = make(2, [3] * BLOCK, 9)
+    scheduler.add(younger)
+    for _ in range(3):
+        begun, sampled = sweep()
+        assert deferred not in begun + sampled, "its token is on its way"
+    assert deferred in scheduler.running, "the CPU may be at its KV"
+    deferred.tokens.append(PENDING)
+    assert deferred not in sweep()[0], "it may have ended"
+    deferred.tokens[-1] = 7
+    assert deferred in sweep()[0]
+    scheduler.finish(deferred)
+    assert deferred.exchange_slot is None
+
+
+def test_no_more_rows_are_deferred_than_a_job_allows():
+    """Near its end they would be in flight long after all others; what they leave is for nobody."""
+    scheduler = accelerator(class_seqs={"gpu": 1, "deferred": 2}, deferred_rows=3)
+    for i in range(6):
+        scheduler.add(make(i, [i] * BLOCK, 1))
+    classes = []
+    while scheduler.has_work:
+        made = scheduler.schedule()
+        classes.append([s.sequence.kv_class for s in made])
+        scheduler.commit(made)
+        for s in made:
+            scheduler.finish(s.sequence)
+    assert classes == [["gpu", "deferred", "deferred"], ["gpu", "deferred"], ["gpu"]]
+
+
+def test_nobody_is_preempted_for_tokens_that_are_on_their_way():
+    scheduler = accelerator({"cpu": 4}, class_seqs={"deferred": 2})
+    sequence = make(0, [1, 2, 3], 4)
+    scheduler.add(sequence)
+    scheduler.commit(scheduler.schedule())
+    sequence.tokens.append(7)
+    scheduler.commit(scheduler.schedule())
+    assert scheduler.schedule() == [] and scheduler.running == [sequence] and scheduler.num_preempted == 0
+
+
+def test_what_fits_one_pool_only_waits_for_it_and_holds_the_queue():
+    scheduler = accelerator({"gpu": 4, "cpu": 10}, class_seqs={"gpu": 4, "cpu": 4})
+    assert scheduler.longest_tokens == 40
+    first, long, last = make(0, [0] * 25, 8), make(1, [1] * 30, 8), make(2, [2] * 4, 1)
+    for sequence in (first, long, last):
+        scheduler.add(sequence)
+    sweep = scheduler.schedule()
+    assert [s.sequence for s in sweep] == [first] and first.kv_class == "cpu"
+    scheduler.commit(sweep)
+    scheduler.finish(first)
+    assert [s.sequence for s in scheduler.schedule()] == [long, last]
+    assert (long.kv_class, last.kv_class) == ("cpu", "gpu")
+
+
+def test_growth_takes_blocks_from_the_youngest_of_the_same_pool():
+    pools = make_pools({"gpu": 4, "cpu": 20}, share=False)
+    limits = SchedulerLimits(64, 1000, class_seqs={"gpu": 3, "cpu": 1}, compute_tier="gpu")
+    scheduler = Scheduler(pools, limits, lambda s: 1)
+    rows = [make(i, [i] * 4, 12) for i in range(3)]
+    rows[2] = make(2, [2] * 20, 12)  # too long for what is left of the GPU
+    old, young, other = rows
+    for sequence in rows:
+        scheduler.add(sequence)
+
+    def sweep():
+        scheduled = scheduler.schedule()
+        scheduler.commit(scheduled)
+        for s in scheduled:
+            s.sequence.tokens.append(7)
+        return [s.sequence for s in scheduled]
+
+    assert sweep() == rows
+    assert [s.kv_class for s in rows] == ["gpu", "gpu", "cpu"]
+    for _ in range(4):  # each of the two on the GPU grows to two blocks
+        assert sweep() == rows
+    assert sweep() == [old, other], "the younger one on the GPU gave way, though the one on the CPU is younger still"
+    assert scheduler.num_preempted == 1 and list(scheduler.waiting) == [young]
+
+
+def prefix_taken_in(home, same_sweep):
+    kv_class = {"gpu": "gpu", "cpu": "streamed", "disk": "disk"}[home]
+    scheduler = accelerator(class_seqs={kv_class: 2})
+    prompts = [make(0, [*range(20), 50], 4), make(1, [*range(20), 51], 4)]
+    if same_sweep:
+        for sequence in prompts:
+            scheduler.add(sequence)
+        scheduler.schedule()
+    else:
+        for sequence in prompts:
+            scheduler.add(sequence)
+            sweep = scheduler.schedule()
+            scheduler.commit(sweep)
+            for s in sweep:
+                s.sequence.tokens.append(7)
+    return prompts[1].num_cached
+
+
+def test_prefixes_are_shared_as_soon_as_their_kv_can_be_read():
+    assert prefix_taken_in("gpu", same_sweep=True) == 20
+    assert prefix_taken_in("cpu", same_sweep=True) == 0, "KV that is stored behind is there after the sweep only"
+    assert prefix_taken_in("cpu", same_sweep=False) == 20
+    assert prefix_taken_in("disk", same_sweep=False) == 0
+
+
+def test_a_prefix_in_another_pool_is_not_taken():
+    scheduler = accelerator(class_seqs={"gpu": 1, "cpu": 1})
+    rows = [make(i, [*range(20), 50 + i], 4) for i in range(2)]
+    for sequence in rows:
+        scheduler.add(sequence)
+    scheduler.schedule()
+    assert [s.kv_class for s in rows] == ["gpu", "cpu"] and rows[1].num_cached == 0
+
+
+def test_a_sweep_that_failed_leaves_no_prefix_behind():
+    pool = BlockManager(50, BLOCK)
+    scheduler = Scheduler({"cpu": pool}, SchedulerLimits(8, 12))
+    prompt = list(range(30))
+    scheduler.add(make(0, prompt, 4))
+    scheduler.commit(scheduler.schedule())  # 12 tokens are there,
+    scheduler.schedule()  # 12 more never will be
+    scheduler.finish(scheduler.running[0])
+    assert len(pool.match(prompt)) == 3 and pool.num_used == 0
+
+
+def test_a_shrunk_class_takes_no_one_in_and_its_sequences_finish():
+    scheduler = accelerator(class_seqs={"gpu": 3})
+    rows = [make(i, [i] * 4, 4) for i in range(5)]
+    for sequence in rows:
+        scheduler.add(sequence)
+    scheduler.commit(scheduler.schedule())
+    scheduler.limits = replace(scheduler.limits, class_seqs={"gpu": 1, "disk": 1})
+    for sequence in rows[:3]:
+        sequence.tokens.append(7)
+    sweep = scheduler.schedule()
+    assert [s.sequence.kv_class for s in sweep] == ["gpu", "gpu", "gpu", "disk"]
+    scheduler.commit(sweep)
+    scheduler.finish(rows[0])
+    scheduler.finish(rows[1])
+    for sequence in rows[2:4]:
+        sequence.tokens.append(7)
+    assert [s.sequence for s in scheduler.schedule()] == rows[2:4], "a quota of one, used up; the last row waits"
+
+
+def test_a_row_whose_class_lost_its_quota_still_runs():
+    scheduler = accelerator({"gpu": 2, "disk": 50}, class_seqs={"gpu": 2, "disk": 2})
+    short, long = make(0, [0] * 4, 1), make(1, [1] * 100, 1)
+    scheduler.add(short)
+    scheduler.add(long)
+    scheduler.limits = replace(scheduler.limits, class_seqs={"gpu": 2})
+    assert scheduler.longest_tokens == 8
+    sweep = scheduler.schedule()
+    assert [s.sequence for s in sweep] == [short]
+    scheduler.commit(sweep)
+    scheduler.finish(short)
+    assert [s.sequence for s in scheduler.schedule()] == [long] and long.kv_class == "disk"
+
+
+def test_set_class_moves_no_kv():
+    scheduler = accelerator(class_seqs={"cpu": 1})
+    scheduler.add(make(0, [0] * 4, 4))
+    (scheduled,) = scheduler.schedule()
+    table = list(scheduled.sequence.block_table)
+    scheduler.set_class(scheduled.sequence, "streamed")
+    assert scheduled.sequence.kv_class == "streamed" and list(scheduled.sequence.block_table) == table
+    with pytest.raises(AssertionError, match="does not move"):
+        scheduler.set_class(scheduled.sequence, "disk")
+
+
+def test_a_chunk_limit_leaves_tokens_of_the_sweep_to_other_rows():
+    scheduler = accelerator(class_seqs={"gpu": 4}, max_chunk_tokens=8)
+    for i in range(3):
+        scheduler.add(make(i, [i] * 20, 1))
+    chunks = []
+    while scheduler.has_work:
+        sweep = scheduler.schedule()
+        chunks.append([s.num_tokens for s in sweep])
+        scheduler.commit(sweep)
+        for sequence in [s.sequence for s in sweep if s.sequence.num_computed == 20]:
+            scheduler.finish(sequence)
+    assert chunks == [[8, 8, 8], [8, 8, 8], [4, 4, 4]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_only_those_that_may_enter_are_looked_at(monkeypatch, seed):
+    """The sweeps are the same as if all that wait were."""
+
+    def sweeps():
+        draw = random.Random(seed)
+        scheduler = Scheduler(
+            make_pools({"cpu": 60}), SchedulerLimits(8, 16), expected_output_len=lambda s: s.sampling.max_tokens
+        )
+        donor = None
+        for i in range(40):
+            shared = draw.random() < 0.5
+            sequence = make(i, [*(range(9) if shared else ()), *[1000 + i] * draw.randint(1, 12)], draw.randint(1, 30))
+            if shared and donor is not None:
+                sequence.prefix_donor, sequence.num_donated, sequence.sampling = donor, 8, donor.sampling
+            donor = donor or (sequence if shared else None)
+            scheduler.add(sequence)
+        found = []
+        while scheduler.has_work:
+            sweep = scheduler.schedule()
+            found.append([(s.sequence.request_index, s.num_tokens) for s in sweep])
+            sampled = [s.sequence for s in sweep if s.samples]
+            scheduler.commit(sweep)
+            for sequence in sampled:
+                sequence.tokens.append(0)
+                if sequence.is_complete:
+                    scheduler.finish(sequence)
+        return found
+
+    few = sweeps()
+    monkeypatch.setattr(Scheduler, "_may_enter", lambda self: iter(self.waiting))
+    assert few == sweeps()
