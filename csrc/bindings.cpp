@@ -7,7 +7,7 @@
 
 #include "cpu.h"
 #include "draw.h"
-#include "plan.h"
+#include "attention/plan.h"
 #include "pool.h"
 
 namespace py = pybind11;

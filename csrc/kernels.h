@@ -83,7 +83,7 @@ struct Merge {
 
 // ---- linear --------------------------------------------------------------------------------------------------------
 
-// As files number them; from 1000 on, what is in no GGUF (int4_groups.h, fp8.h).
+// As files number them; from 1000 on, what is in no GGUF (quant/int4_groups.h, quant/fp8.h).
 enum class BlockType : int {
     F32 = 0,
     F16 = 1,
@@ -113,8 +113,8 @@ enum class BlockType : int {
 // With `codes` w has rows of 8-bit codes as batchgen/ops/int8.py describes them, x is made such rows on the way, and sums are
 // made of integers.
 //
-// With a `packing` but F32 w has rows as they lie in a GGUF (blocks.h), or with `packed` panels of those (block_panels.h),
-// which become numbers of x's type as they are needed.
+// With a `packing` but F32 w has rows as they lie in a GGUF (quant/blocks.h), or with `packed` panels of those
+// (matmul/block_panels.h), which become numbers of x's type as they are needed.
 struct Linear {
     const void* x;         // [rows, depth]
     const void* packed_x;  // the same as `pack_rows` makes it, where a LinearCut asks for it
@@ -139,7 +139,7 @@ struct LinearCut {
     int64_t panels, most_panels;  // of a call, where there is enough for all threads, and at most
     int64_t packed_bytes;         // of x as `pack_rows` makes it, before all calls; 0: x is taken as it lies
     int64_t group;                // rows of a group of `pack_rows`
-    bool keeps_codes;             // panels unpacked for many rows are codes with their scales (code_panels.h)
+    bool keeps_codes;             // panels unpacked for many rows are codes with their scales (matmul/code_panels.h)
 };
 
 // Products of tile registers.

@@ -1,4 +1,4 @@
-// Linear layers of bf16, and of codes of 8 bits, in tile registers, over the panels of linear.h as they are.
+// Linear layers of bf16, and of codes of 8 bits, in tile registers, over the panels of matmul/linear.h as they are.
 //
 // Depths are worked on in blocks whose rows stay in the second-level cache for some panels; of a block's rows a part of the
 // depth at a time, so that the panel's part stays in the nearest cache while rows pass by. Sums wait in memory between parts,

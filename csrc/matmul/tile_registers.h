@@ -1,7 +1,7 @@
-// The product of tile.h, of bf16 pairs, made in tile registers: 32 rows by 32 columns of C at once.
+// The product of matmul/micro_kernel.h, of bf16 pairs, made in tile registers: 32 rows by 32 columns of C at once.
 //
-// A step is 16 depths of 32 bits. B is tile.h's operand as it is: 16 rows of it by 16 columns are what a register holds. What
-// C's elements are sums of, and in which order, depends on the depth alone.
+// A step is 16 depths of 32 bits. B is matmul/micro_kernel.h's operand as it is: 16 rows of it by 16 columns are what a
+// register holds. What C's elements are sums of, and in which order, depends on the depth alone.
 
 #ifdef BATCHGEN_TILES
 constexpr bool kTiles = true;
@@ -89,7 +89,8 @@ inline void tile_block(Tiles& tiles, int64_t rows, int64_t columns, TileOperand 
     else tile_block<1, 1, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
 }
 
-// `product` of tile.h for up to 32 rows. Both operands go on with zeros, or A with zeros and B with numbers, to whole steps.
+// `product` of matmul/micro_kernel.h for up to 32 rows. Both operands go on with zeros, or A with zeros and B with numbers, to
+// whole steps.
 template <class M>
 inline void product(Tiles& tiles, const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t b_stride,
                     int64_t columns, int64_t depth, float* c, int64_t c_stride, const float* scale) {

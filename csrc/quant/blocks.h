@@ -1,4 +1,4 @@
-// Rows of blocks as they lie in a GGUF, or as other files' codes are put (int4_groups.h, fp8.h), to rows of floats.
+// Rows of blocks as they lie in a GGUF, or as other files' codes are put (quant/int4_groups.h, quant/fp8.h), to rows of floats.
 //
 // Every packed format comes down to the same thing: a block of integers of at most 8 bits (codes), and for each run of 16 or 32
 // of them a scale and a minimum; a value is code * scale + minimum. A format is a struct that takes a block apart in this way.
@@ -8,7 +8,7 @@
 template <int Values, int Bytes, int Run>
 struct BlockShape {
     static constexpr int kValues = Values, kBytes = Bytes, kRun = Run;
-    static constexpr bool kFloats = false;  // codes are numbers of FP8 (fp8.h), and not integers
+    static constexpr bool kFloats = false;  // codes are numbers of FP8 (quant/fp8.h), and not integers
     // Where a block has its codes, if nothing is to be put together for them: bytes, or nibbles, the low ones of kNibbles bytes
     // before the high ones. 0: there is.
     static constexpr int kCodesAt = 0, kNibbles = 0;
@@ -153,8 +153,8 @@ struct MXFP4 : PlainShape<32, 17, 32, 1, 16> {
     }
 };
 
-#include "int4_groups.h"
-#include "fp8.h"
+#include "quant/int4_groups.h"
+#include "quant/fp8.h"
 
 // Blocks of 256 values. Q2_K to Q6_K: scales of runs are integers, and there is one float that they are multiplied with.
 

@@ -1,4 +1,4 @@
-// Products with rows of a GGUF that are in panels (block_panels.h), where codes become numbers of the compute dtype.
+// Products with rows of a GGUF that are in panels (matmul/block_panels.h), where codes become numbers of the compute dtype.
 //
 // In registers a code becomes its number by one multiplication and one addition, rounded once, as in `unpack_row`; a number may
 // only be +0 where it is -0 there, which changes no sum. So sums are those of the unpacked weights, bit for bit.

@@ -1,7 +1,7 @@
 // Panels of weights that are rows of a GGUF as they lie in the file, on their way through memory: some values of a vector's
-// width of rows at a time are taken apart into codes and scales (blocks.h), codes are put in the order of columns four in a
-// word, and become numbers of x's type there. These are what `unpack_blocks` makes, so sums are those of the unpacked weights,
-// bit for bit; or they stay codes, with their scales beside them (linear_digits.h).
+// width of rows at a time are taken apart into codes and scales (quant/blocks.h), codes are put in the order of columns four in
+// a word, and become numbers of x's type there. These are what `unpack_blocks` makes, so sums are those of the unpacked
+// weights, bit for bit; or they stay codes, with their scales beside them (matmul/split_bytes.h).
 
 constexpr int64_t kTaken = 256;  // values of a row at a time: whole blocks of every format
 constexpr int64_t kTakenRuns = kTaken / kLeastRun;

@@ -1,5 +1,5 @@
-// What products share in which codes are multiplied and scales applied to their sums: of integers (linear_digits.h) and of FP8
-// (linear_fp8.h).
+// What products share in which codes are multiplied and scales applied to their sums: of integers (matmul/split_bytes.h) and of
+// FP8 (matmul/fp8.h).
 
 // Scales and minimums of the runs of kTaken depths of a panel.
 struct RunScales {

@@ -1,4 +1,4 @@
-#include "plan.h"
+#include "attention/plan.h"
 
 #include <unistd.h>
 

@@ -40,7 +40,7 @@ inline void put_beside(const vi* r, uint32_t* tile, int64_t d, int64_t depth, in
     }
 }
 
-#include "linear_int8.h"
+#include "matmul/int8.h"
 
 template <class M>
 constexpr bool kCoded = __is_same(M, Bytes);
@@ -93,13 +93,13 @@ inline void gather_depths(const T* const* rows, int64_t d, int64_t values, vi* r
     transpose(r);
 }
 
-#include "linear_blocks.h"
-#include "block_panels.h"
-#include "linear_panels.h"
-#include "code_panels.h"
-#include "linear_digits.h"
-#include "linear_fp8.h"
-#include "panel_rows.h"
+#include "matmul/row_blocks.h"
+#include "matmul/block_panels.h"
+#include "matmul/dequantize.h"
+#include "matmul/code_panels.h"
+#include "matmul/split_bytes.h"
+#include "matmul/fp8.h"
+#include "matmul/panel_rows.h"
 
 // Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel]. next: the panel after it, if it has been
 // put in order, as rows of a GGUF are.
@@ -338,7 +338,7 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
     }
 }
 
-#include "linear_tiles.h"
+#include "matmul/tile_driver.h"
 
 // What is done in tile registers where there are some: products of pairs, and of bytes.
 template <class M>

@@ -4,12 +4,13 @@
 // columns, those of a run beside each other, and then codes, in words of 32 bits, a vector of words for each four depths. A
 // word has eight slots of four bits: slot i is the code of number i of these depths in the order of an operand, in that lane.
 // Codes of more than four bits have their upper bits in a second plane of words; words of which fewer bits are used share one,
-// shifted. Where codes are multiplied as bytes (linear_digits.h) slots 2 i and 2 i + 1 are byte i of both vectors of columns,
-// and a plane of codes of eight bits is the bytes of one of them; of FP8 (linear_fp8.h) planes are the bytes of two depths.
+// shifted. Where codes are multiplied as bytes (matmul/split_bytes.h) slots 2 i and 2 i + 1 are byte i of both vectors of
+// columns, and a plane of codes of eight bits is the bytes of one of them; of FP8 (matmul/fp8.h) planes are the bytes of two
+// depths.
 
 typedef uint32_t Lanes __attribute__((vector_size(4 * W)));
 
-enum class CodesAre { Integers, InTable, Float8 };  // in a table: what they stand for is looked up; fp8.h
+enum class CodesAre { Integers, InTable, Float8 };  // in a table: what they stand for is looked up; quant/fp8.h
 
 // How a code's bits lie: so many in the first plane, and in the second.
 template <int Low, int High, CodesAre Are = CodesAre::Integers>
@@ -129,7 +130,7 @@ struct ByteScales {  // Q6_K
     }
 };
 
-// Four bytes of a block: a zero point and the upper bytes of a scale (int4_groups.h), or a scale.
+// Four bytes of a block: a zero point and the upper bytes of a scale (quant/int4_groups.h), or a scale.
 struct WordScale {
     static constexpr int kBytes = 4;
     static vi words_at(const uint8_t* at, int c) { return load_int((const uint32_t*)at + c); }
@@ -199,8 +200,8 @@ inline void with_panels(BlockType type, F f) {
 // Whether w lies as products read it, numbers or codes of bytes; else panels are unpacked.
 inline bool is_operand(const Linear& args) { return args.packed && args.packing == BlockType::F32; }
 
-// Whether codes themselves are multiplied with bf16, and scales applied to their sums: integers as digits (linear_digits.h),
-// FP8 as pairs (linear_fp8.h). Tile registers cannot apply a scale between two steps.
+// Whether codes themselves are multiplied with bf16, and scales applied to their sums: integers as digits
+// (matmul/split_bytes.h), FP8 as pairs (matmul/fp8.h). Tile registers cannot apply a scale between two steps.
 #if (defined(BATCHGEN_VNNI) || defined(BATCHGEN_FAST_BF16)) && !defined(BATCHGEN_TILES)
 #define BATCHGEN_DIGITS
 constexpr bool kHasDigits = true;
