@@ -1,6 +1,6 @@
-// All kernels for one instruction set: compiled once for each, with BATCHGEN_TARGET its name and flags to match. Only C's
-// headers are used here: an inline function of the standard library compiled with these flags could be the one that the
-// whole library is linked with, and then runs on machines that lack the instructions.
+// All kernels for one instruction set: compiled once for each, with BATCHGEN_TARGET its name and flags to match. Only
+// C's headers are used here: an inline function of the standard library compiled with these flags could be the one that
+// the whole library is linked with, and then runs on machines that lack the instructions.
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
