@@ -18,7 +18,7 @@ from batchgen.planner.plan_selection import choose, simulate_candidates
 from batchgen.planner.sampled_simulation import simulate_shortened
 from batchgen.planner.search import search
 from batchgen.planner.simulation import simulate_job
-from batchgen.planner.strategies import ON_CPU, WITH_GPU, best_plan, limited, way_lines, way_of, ways_for, with_ways
+from batchgen.planner.strategies import ON_CPU, WITH_GPU, best_plan, limited, strategy_lines, strategy_of, strategies_for, with_strategies
 
 # Few layers, so that a deferred token takes few sweeps; few words, so that logits take little of a small GPU's memory.
 MODEL = replace(opt(1024, 6, 8), vocab_size=2048)
@@ -58,7 +58,7 @@ def planned(hardware, workload=DECODING, **options):
     """The plan and its time beside those of the ways."""
     problem, request = planning(hardware, workload, **options)
     plan = plan_job(problem, request, **TIMES)
-    return with_ways(plan, problem, plan_maker(problem, request, **TIMES))
+    return with_strategies(plan, problem, plan_maker(problem, request, **TIMES))
 
 
 @pytest.mark.parametrize(("ratio", "deferred"), [(1.5, False), (10, True)])
@@ -90,9 +90,9 @@ def test_so_does_the_plan():
     assert fast.policy.kv_seqs["cpu"] > fast.policy.max_num_seqs / 3, "the CPU attends to much of it"
     assert slow.policy.num_gpu_batches == 1 and slow.policy.kv_seqs["deferred"] > slow.policy.max_num_seqs / 4
     assert slow.policy.deferred_rows % slow.policy.kv_seqs["deferred"] == 0, "whole waves of them"
-    times = {way.name: way.seconds for way in slow.ways}
+    times = {way.name: way.seconds for way in slow.strategies}
     assert times["chosen"] < 0.97 * min(times["GPU-only"], times["NEO"]) and times["chosen"] <= times["FlexGen"]
-    assert way_of(slow.policy, WITH_GPU) == "APEX" and slow.ways[-1].words == "goes the way of APEX"
+    assert strategy_of(slow.policy, WITH_GPU) == "APEX" and slow.strategies[-1].words == "goes the way of APEX"
 
 
 @pytest.mark.thorough
@@ -161,9 +161,9 @@ def test_kv_streams_by_layer_where_it_is_a_little_larger_than_the_gpu():
 def test_the_plan_then_has_kv_by_layer():
     problem, request = few_long_rows()
     plan = plan_job(problem, request, **TIMES)
-    plan = with_ways(plan, problem, plan_maker(problem, request, **TIMES))
-    policy, times = plan.policy, {way.name: way.seconds for way in plan.ways}
-    assert way_of(policy, WITH_GPU) == "Pie"
+    plan = with_strategies(plan, problem, plan_maker(problem, request, **TIMES))
+    policy, times = plan.policy, {way.name: way.seconds for way in plan.strategies}
+    assert strategy_of(policy, WITH_GPU) == "Pie"
     assert policy.kv_seqs == {"streamed": 2} and 12 < policy.kv_layers < 24
     others = [times[name] for name in ("GPU-only", "NEO", "APEX", "FlexGen") if times[name]]
     assert len(others) >= 3 and times["chosen"] < 0.9 * min(others)
@@ -176,7 +176,7 @@ def test_a_job_that_is_too_short_defers_nothing():
     """Others end it before one deferred token has come through all layers often enough."""
     plan = planned(slow_cpu(10), replace(DECODING, num_seqs=100))
     assert "deferred" not in plan.policy.kv_seqs and plan.policy.deferred_rows is None
-    (apex,) = [way for way in plan.ways if way.name == "APEX"]
+    (apex,) = [way for way in plan.strategies if way.name == "APEX"]
     assert apex.seconds is None and "a deferred token takes 7 sweeps" in apex.reason
 
 
@@ -196,8 +196,8 @@ JOB = replace(DECODING, num_seqs=48)
 def test_every_way_has_a_time_or_a_reason(name):
     hardware, options, able = MACHINES[name]
     plan = planned(hardware, JOB, **options)
-    *ways, chosen = plan.ways
-    assert [way.name for way in ways] == [way.name for way in ways_for(planning(hardware, JOB, **options)[0])]
+    *ways, chosen = plan.strategies
+    assert [way.name for way in ways] == [way.name for way in strategies_for(planning(hardware, JOB, **options)[0])]
     for way in ways:
         assert (way.seconds is None) == bool(way.reason) and way.words, way
         assert way.seconds is None or way.seconds > 0
@@ -206,9 +206,9 @@ def test_every_way_has_a_time_or_a_reason(name):
     # Ties go to plans that finish their first rows earlier; and what is quantised was not asked for.
     others = [way.seconds for way in ways if way.seconds and way.name != "quantised"]
     assert chosen.seconds <= 1.05 * min(others)
-    lines = way_lines(plan)
-    assert len(lines) == len(plan.ways) + 1 and all(
-        line.startswith(way.name) for line, way in zip(lines[1:], plan.ways, strict=True)
+    lines = strategy_lines(plan)
+    assert len(lines) == len(plan.strategies) + 1 and all(
+        line.startswith(way.name) for line, way in zip(lines[1:], plan.strategies, strict=True)
     )
     assert type(plan).from_json(plan.to_json()) == plan
 
@@ -227,7 +227,7 @@ def test_every_policy_goes_one_way(ways):
         "quantised": {"weight_layers": {"qkv": (0, 6, 0)}, "weight_format": "int4"},
     }
     for way in ways:
-        assert way_of(replace(policy, **changes[way.name]), ways) == way.name
+        assert strategy_of(replace(policy, **changes[way.name]), ways) == way.name
 
 
 @pytest.mark.parametrize("has_store", [False, True])
@@ -247,14 +247,14 @@ def test_weights_in_4_bits_pay_for_their_own_store(has_store):
 @pytest.mark.parametrize("limit_s", [0.951, 0.2625])
 def test_the_plan_is_no_slower_than_a_way_within_the_latency(limit_s):
     plan = planned(slow_cpu(8 if limit_s > 0.5 else 3), max_block_latency_s=limit_s)
-    *ways, chosen = plan.ways
+    *ways, chosen = plan.strategies
     assert plan.prediction.block_latency_s <= limit_s
     assert chosen.seconds <= 1.02 * min(way.seconds for way in ways if way.seconds is not None)
 
 
 def test_a_block_of_one_has_no_second_batch():
     plan = planned(slow_cpu(1.5), max_num_seqs=1)
-    neo = next(way for way in plan.ways if way.name == "NEO")
+    neo = next(way for way in plan.strategies if way.name == "NEO")
     assert neo.seconds is None and "--max-num-seqs is 1" in neo.reason
 
 
