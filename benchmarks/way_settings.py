@@ -18,7 +18,7 @@ from batchgen.core.workload import Workload
 from batchgen.engine.loader import store_bytes
 from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.models.config import ModelConfig
-from batchgen.planner.strategies import NotApplicable, best_plan, strategy_of, strategies_for
+from batchgen.planner.strategies import NotApplicable, best_plan, strategies_for, strategy_of
 from batchgen.profiler.emulated import own_core_profile
 
 MIB = 1 << 20

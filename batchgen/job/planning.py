@@ -145,9 +145,7 @@ def make_plan(
     return replace(plan, kernels=kernels_here(plan.kernels, notify))
 
 
-def plan_case(
-    case: Case, estimated: EstimatedWorkload, *, compare_strategies: bool = False
-) -> tuple[Plan, Problem]:
+def plan_case(case: Case, estimated: EstimatedWorkload, *, compare_strategies: bool = False) -> tuple[Plan, Problem]:
     """The fastest plan for a job on a machine, and the problem that it solves.
 
     Args:

@@ -28,20 +28,20 @@ class NotApplicable(Exception):
 
 
 @dataclass(frozen=True)
-class Way:
-    """What a plan may do that goes this way.
+class Strategy:
+    """What a plan may do that goes this strategy.
 
     Attributes:
         name: of the paper, or what is special about it.
-        words: what it does, in half a sentence.
+        description: what it does, in half a sentence.
         find: its best candidates, of which the simulator chooses; raises NotApplicable, or InputError where nothing fits.
-        goes: whether a policy goes this way; of several that say so the first one counts.
+        matches: whether a policy uses the strategy; the first of several that match counts.
     """
 
     name: str
-    words: str
+    description: str
     find: Callable[[Problem], Sequence[Candidate]]
-    goes: Callable[[Policy], bool]
+    matches: Callable[[Policy], bool]
 
 
 def limited(
@@ -145,55 +145,55 @@ def _uses_disk(policy: Policy) -> bool:
 
 
 WITH_GPU = (
-    Way(
+    Strategy(
         "GPU-only",
         "weights and KV on the GPU",
         _gpu_only,
         lambda policy: _holds_weights(policy) and _classes(policy) <= {"gpu"},
     ),
-    Way(
+    Strategy(
         "NEO",
         "weights on the GPU; the CPU attends for one batch while the other one computes",
         _neo,
         lambda policy: _holds_weights(policy) and policy.num_gpu_batches > 1 and _classes(policy) <= {"gpu", "cpu"},
     ),
-    Way(
+    Strategy(
         "APEX",
         "weights on the GPU; the CPU attends beside whole sweeps",
         _apex,
         lambda policy: "deferred" in _classes(policy),
     ),
-    Way(
+    Strategy(
         "Pie",
         "weights on the GPU, KV there in some layers; in the others it streams",
         _pie,
         lambda policy: policy.kv_layers > 0 and _holds_weights(policy),
     ),
-    Way("FlexGen", "weights and KV in any tier, streamed where they are needed", _flexgen, lambda policy: True),
+    Strategy("FlexGen", "weights and KV in any tier, streamed where they are needed", _flexgen, lambda policy: True),
 )
 ON_CPU = (
-    Way(
+    Strategy(
         "quantised",
         "weights in 4 bits (--quantization int4)",
         _quantised,
         lambda policy: policy.weight_format == INT4,
     ),
-    Way("streamed", "weights or KV from disk", _streamed, _uses_disk),
-    Way("in memory", "weights and KV in memory", _in_memory, lambda policy: True),
+    Strategy("streamed", "weights or KV from disk", _streamed, _uses_disk),
+    Strategy("in memory", "weights and KV in memory", _in_memory, lambda policy: True),
 )
 
 
-def strategies_for(problem: Problem) -> tuple[Way, ...]:
+def strategies_for(problem: Problem) -> tuple[Strategy, ...]:
     """Those that there are on the problem's machine."""
     return ON_CPU if problem.hardware.gpu is None else WITH_GPU
 
 
-def strategy_of(policy: Policy, ways: tuple[Way, ...]) -> str:
+def strategy_of(policy: Policy, strategies: tuple[Strategy, ...]) -> str:
     """The name of the one that a policy goes."""
-    return next(way.name for way in ways if way.goes(policy))
+    return next(strategy.name for strategy in strategies if strategy.matches(policy))
 
 
-def best_plan(way: Way, problem: Problem, plan_of: PlanOf) -> Plan:
+def best_plan(strategy: Strategy, problem: Problem, plan_of: PlanOf) -> Plan:
     """The best plan that goes this way, simulated. Raises NotApplicable, InputError.
 
     Args:
@@ -201,7 +201,7 @@ def best_plan(way: Way, problem: Problem, plan_of: PlanOf) -> Plan:
         problem: What is planned for.
         plan_of: Makes a plan of a candidate and the seconds of its sweeps, None for those of the cost model.
     """
-    plans = [plan_of(c, simulate_shortened(plan_of(c, None), c, longer=True).seconds) for c in way.find(problem)]
+    plans = [plan_of(c, simulate_shortened(plan_of(c, None), c, longer=True).seconds) for c in strategy.find(problem)]
     limit_s = problem.max_block_latency_s or math.inf
     kept = [plan for plan in plans if plan.prediction.block_latency_s <= limit_s]
     if not kept:
@@ -214,26 +214,32 @@ def with_strategies(plan: Plan, problem: Problem, plan_of: PlanOf) -> Plan:
 
     The way that it goes itself is not searched again.
     """
-    ways = strategies_for(problem)
-    own = strategy_of(plan.policy, ways)
+    strategies = strategies_for(problem)
+    own = strategy_of(plan.policy, strategies)
     times = []
-    for way in ways:
+    for strategy in strategies:
         seconds, reason = None, ""
         try:
-            seconds = (plan if way.name == own else best_plan(way, problem, plan_of)).prediction.total_s
+            seconds = (plan if strategy.name == own else best_plan(strategy, problem, plan_of)).prediction.total_s
         except (NotApplicable, InputError) as error:
             reason = str(error)
-        times.append(StrategyTime(way.name, way.words, seconds, reason))
-    chosen = StrategyTime("chosen", f"goes the way of {own}", plan.prediction.total_s)
-    return replace(plan, ways=(*times, chosen))
+        times.append(StrategyTime(strategy.name, strategy.description, seconds, reason))
+    chosen = StrategyTime("chosen", f"uses the strategy {own}", plan.prediction.total_s)
+    return replace(plan, strategies=(*times, chosen))
 
 
 def strategy_rows(plan: Plan) -> list[list[str]]:
     """A row of cells for each way, after one that names them."""
-    rows = [["way", "time", ""]]
-    for way in plan.strategies:
-        time = "-" if way.seconds is None else format_seconds(way.seconds)
-        rows.append([way.name, time, f"{way.words}: {way.reason}" if way.reason else way.words])
+    rows = [["strategy", "time", ""]]
+    for strategy in plan.strategies:
+        time = "-" if strategy.seconds is None else format_seconds(strategy.seconds)
+        rows.append(
+            [
+                strategy.name,
+                time,
+                f"{strategy.description}: {strategy.reason}" if strategy.reason else strategy.description,
+            ]
+        )
     return rows
 
 
