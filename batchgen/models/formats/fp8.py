@@ -17,10 +17,10 @@ from torch import Tensor
 
 from batchgen.core.dtypes import FP8_FORMATS, weight_row_bytes
 from batchgen.core.errors import InputError
-from batchgen.models import reading
-from batchgen.models.headers import TensorInfo
-from batchgen.models.quantization import Scheme, fitting_blocks
-from batchgen.models.reading import check_stored, read_numbers, read_rows
+from batchgen.models.formats.quantization import Scheme, fitting_blocks
+from batchgen.models.tensor_files import reading
+from batchgen.models.tensor_files.headers import TensorInfo
+from batchgen.models.tensor_files.reading import check_stored, read_numbers, read_rows
 from batchgen.ops import cpp as kernels
 
 _NUMBERS = ("F8_E4M3",)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from batchgen.core.errors import InputError
-from batchgen.models import reading
 from batchgen.models.config import ModelConfig
-from batchgen.models.gguf_fields import place_of
-from batchgen.models.headers import TensorInfo
-from batchgen.models.reading import read_ahead, read_by_threads, read_into
+from batchgen.models.formats.gguf.fields import place_of
 from batchgen.models.rope import rotates_part
-from batchgen.models.rows_in_file import FilePart
+from batchgen.models.tensor_files import reading
+from batchgen.models.tensor_files.headers import TensorInfo
+from batchgen.models.tensor_files.reading import read_ahead, read_by_threads, read_into
+from batchgen.models.tensor_files.rows_in_file import FilePart
 from batchgen.ops import cpp as kernels
 
 Get = Callable[[str], TensorInfo]

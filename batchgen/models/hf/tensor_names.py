@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.hf_fields import GEMMA, QWEN_MIXTURES
+from batchgen.models.families import GEMMA, QWEN_MIXTURES
 
 _LLAMA_NAMES = {
     "embed": "embed_tokens",

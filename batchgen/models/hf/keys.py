@@ -7,19 +7,12 @@ mathematics (`_FOREIGN`). No file is read here, and no torch is imported.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from batchgen.core.errors import InputError
-
-# More than any model has: what is above would take all memory, layer by layer, before a weight is looked at.
-_MOST_COUNTED = (1 << 31) - 1
-_MOST = {
-    **dict.fromkeys(("num_layers", "num_hidden_layers", "block_count"), 10_000),
-    **dict.fromkeys(("num_experts", "num_local_experts", "expert_count"), 1 << 16),
-}
+from batchgen.models.stated_numbers import is_count, is_index, is_number, require_positive, shown
 
 
 @dataclass(frozen=True)
@@ -29,19 +22,6 @@ class Key:
     default: Any
     kind: str
     nullable: bool = False
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_index(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_COUNTED
-
-
-def is_number(value: Any) -> bool:
-    """Tell whether a value of JSON is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -54,8 +34,8 @@ def _is_token(value: Any) -> bool:
 
 # kind -> (whether a value is one, in words)
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "count": (_is_count, "a whole number of at least 1"),
-    "index": (_is_index, "a whole number of at least 0"),
+    "count": (is_count, "a whole number of at least 1"),
+    "index": (is_index, "a whole number of at least 0"),
     "flag": (lambda value: isinstance(value, bool), "true or false"),
     "share": (lambda value: is_number(value) and value >= 0, "a number of at least 0"),
     "positive": (lambda value: is_number(value) and value > 0, "a number above 0"),
@@ -80,7 +60,7 @@ def _ends(bos: int | None, eos: int | None) -> dict[str, Key]:
 
 
 def _rotary(theta: float = 1e4, eps: float = 1e-6, act: str = "hidden_act", activation: str = "silu") -> dict[str, Key]:
-    """Keys of all families with rotary positions, those of the positions themselves aside (`hf_rope.py`)."""
+    """Keys of all families with rotary positions, those of the positions themselves aside (`hf/rope.py`)."""
     return {"rope_theta": Key(theta, "positive"), "rms_norm_eps": Key(eps, "share"), act: Key(activation, "name")}
 
 
@@ -227,7 +207,7 @@ KEYS: dict[str, dict[str, Key]] = {
         "sliding_window": Key(128, "index", True),
     },
 }
-# Read from the file itself, because what they mean depends on which of them are there (`hf_fields.py`, `hf_rope.py`).
+# Read from the file itself, because what they mean depends on which of them are there (`hf/fields.py`, `hf/rope.py`).
 READ_APART = frozenset(
     ("architectures", "dtype", "torch_dtype", "rope_parameters", "rope_scaling", "partial_rotary_factor")
 )
@@ -326,18 +306,3 @@ def _with_own_name_of_experts(config: Mapping[str, Any], family: str) -> Mapping
     if config[other] != (count := config.get(own, KEYS[family][own].default)):
         raise InputError(f"{other} {shown(config[other])} contradicts {own} {shown(count)}")
     return config
-
-
-def require_positive(name: str, value: Any) -> None:
-    """Raises InputError unless it is a whole number of at least 1, and no more than any model has."""
-    if not _is_count(value):
-        raise InputError(f"{name} must be a whole number of at least 1, not {shown(value)}")
-    if value > (most := _MOST.get(name, _MOST_COUNTED)):
-        raise InputError(f"{name} {shown(value)} is more than any model has (at most {most:,})")
-
-
-def shown(value: Any) -> str:
-    """A value as JSON writes it, where that is short."""
-    known = {None: "null", True: "true", False: "false"}
-    text = known[value] if value is None or isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

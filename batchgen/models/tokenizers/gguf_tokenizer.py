@@ -16,9 +16,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from batchgen.core.errors import InputError
-from batchgen.models.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from batchgen.models.headers import VOCABULARY
-from batchgen.models.known_tokens import KNOWN, cut_out_ids, plain_id, special_id
+from batchgen.models.formats.gguf.header import VOCABULARY
+from batchgen.models.formats.gguf.known_tokens import KNOWN, cut_out_ids, plain_id, special_id
+from batchgen.models.tokenizers.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of tokens, in `tokenizer.ggml.token_type`
 _CUT_OUT = (_UNKNOWN, _CONTROL, _USER_DEFINED)

@@ -12,7 +12,7 @@ from typing import Any
 
 from batchgen.core.dtypes import FP8_FORMATS, GROUP_FORMATS
 from batchgen.core.errors import InputError
-from batchgen.models.headers import TensorInfo
+from batchgen.models.tensor_files.headers import TensorInfo
 
 INT8_CODES, MXFP4, FP8 = "int8", "mxfp4", "fp8"
 PACK_QUANTIZED, GPTQ, AWQ = "pack-quantized", "gptq", "awq"

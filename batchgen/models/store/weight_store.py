@@ -17,7 +17,7 @@ from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, PACKED_FORMATS
 from batchgen.core.errors import BatchgenError, InputError, one_line
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import STORE_MANIFEST, read_store_manifest
-from batchgen.models.store_format import (
+from batchgen.models.store.layout import (
     EMBEDDINGS_FILE,
     HEAD_FILE,
     Extent,

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from batchgen.core.dtypes import GROUP_FORMATS, weight_row_bytes
 from batchgen.core.errors import InputError
-from batchgen.models import reading
-from batchgen.models.headers import TensorInfo
-from batchgen.models.quantization import AWQ, GPTQ, PACK_QUANTIZED, Scheme, fitting_blocks
-from batchgen.models.reading import check_stored, read_numbers, read_rows
+from batchgen.models.formats.quantization import AWQ, GPTQ, PACK_QUANTIZED, Scheme, fitting_blocks
+from batchgen.models.tensor_files import reading
+from batchgen.models.tensor_files.headers import TensorInfo
+from batchgen.models.tensor_files.reading import check_stored, read_numbers, read_rows
 from batchgen.ops import cpp as kernels
 
 # layout -> names of codes, zero points, scales and groups of columns

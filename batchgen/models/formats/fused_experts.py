@@ -17,7 +17,7 @@ from torch import Tensor
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.headers import TensorInfo
+from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.ops import cpp as kernels
 
 _PARTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from batchgen.core.errors import InputError
-from batchgen.models.gguf_tokenizer import SPACE, backend_of, names_of
-from batchgen.models.headers import VOCABULARY
+from batchgen.models.formats.gguf.header import VOCABULARY
+from batchgen.models.tokenizers.gguf_tokenizer import SPACE, backend_of, names_of
 
 _UNIGRAM, _BPE = 1, 2  # kinds of models
 # Classes whose texts begin with BOS and end without EOS unless the files say otherwise.

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchgen.core.errors import InputError
-from batchgen.models.headers import GgufHeader, TensorInfo, read_gguf_header
+from batchgen.models.formats.gguf.header import GgufHeader, read_gguf_header
+from batchgen.models.tensor_files.headers import TensorInfo
 
 _PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 

@@ -1,4 +1,4 @@
-"""What weight files hold, read from their headers alone: safetensors and GGUF, without weights or torch."""
+"""The header of a GGUF: its key-value pairs and where its tensors lie, read without weights or torch."""
 
 from __future__ import annotations
 
@@ -12,30 +12,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from batchgen.core.errors import InputError, one_line
+from batchgen.core.errors import InputError
 from batchgen.core.file_version import FileVersion, version_of
-from batchgen.core.typed_json import parse_json, read_typed
-from batchgen.models.known_tokens import KNOWN
+from batchgen.models.formats.gguf.known_tokens import KNOWN
+from batchgen.models.tensor_files.headers import TensorInfo, check_extents
 
 T = TypeVar("T")
 VOCABULARY = "tokenizer.ggml."  # begins the names of the pairs that are about a tokenizer
-
-_MOST_HEADER_BYTES = 100_000_000  # as the safetensors package has it
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor lies. shape: rows first. dtype: as the format spells it ("BF16", "Q4_1").
-
-    offset: bytes from the start of the file. version: the file's as its header was read, which readers hold it to; None: any.
-    """
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
-    version: FileVersion | None = None
 
 
 @dataclass(frozen=True)
@@ -49,43 +32,6 @@ class GgufHeader:
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
     known_tokens: dict[str, int] = field(default_factory=dict)
-
-
-def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file. Raises InputError where the file is truncated or corrupt."""
-    try:
-        if not path.is_file():
-            raise InputError(f"{path} is not a file: fetch it again")
-        with path.open("rb") as file:
-            version = version_of(file.fileno())
-            start = 8 + int.from_bytes(file.read(8), "little")
-            if not 8 < start <= min(version.size_bytes, _MOST_HEADER_BYTES):
-                raise ValueError("its header does not fit the file")
-            entries = parse_json(file.read(start - 8), _no_name_twice)
-        entries.pop("__metadata__", None)
-        tensors = {name: _tensor_of(path, entry, start, version) for name, entry in entries.items()}
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is truncated or not safetensors ({one_line(error)}): fetch it again") from error
-    _check_extents(path, tensors, version.size_bytes)
-    return tensors
-
-
-def _tensor_of(path: Path, entry: dict[str, Any], start: int, version: FileVersion) -> TensorInfo:
-    """A tensor by its entry in the header. start: where data begin. Raises what a wrong entry leads to."""
-    shape = read_typed(tuple[int, ...], entry["shape"], "a shape")
-    begin, end = read_typed(tuple[int, int], entry["data_offsets"], "data_offsets")
-    if any(size < 0 for size in shape):
-        raise ValueError(f"a shape is {list(shape)}")
-    return TensorInfo(path, read_typed(str, entry["dtype"], "a dtype"), shape, start + begin, end - begin, version)
-
-
-def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("its header has a name twice")
-    return found
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
@@ -111,7 +57,7 @@ def _parse_gguf_header(path: Path, version: FileVersion) -> GgufHeader:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except _MALFORMED as error:
         raise InputError(f"{path} is truncated or not a GGUF ({error}): fetch it again") from error
-    _check_extents(path, header.tensors, file_bytes)
+    check_extents(path, header.tensors, file_bytes)
     return replace(header, tensors={name: replace(info, version=version) for name, info in header.tensors.items()})
 
 
@@ -141,15 +87,6 @@ def _read_pairs(path: Path, read: Callable[[_GgufParser], T]) -> T:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except _MALFORMED as error:
         raise InputError(f"{path} is truncated or not a GGUF ({error}): fetch it again") from error
-
-
-def _check_extents(path: Path, tensors: dict[str, TensorInfo], file_bytes: int) -> None:
-    for name, info in tensors.items():
-        if info.offset < 0 or info.num_bytes < 0 or info.offset + info.num_bytes > file_bytes:
-            raise InputError(
-                f"{path} is truncated: tensor {name!r} ends at byte {info.offset + info.num_bytes:,} of "
-                f"{file_bytes:,}: fetch it again"
-            )
 
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

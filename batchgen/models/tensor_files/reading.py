@@ -17,7 +17,7 @@ from torch import Tensor
 from batchgen.core.direct_io import ALIGNMENT, DirectFile, aligned, aligned_buffer
 from batchgen.core.errors import InputError
 from batchgen.core.file_version import FileVersion, version_of
-from batchgen.models.headers import TensorInfo
+from batchgen.models.tensor_files.headers import TensorInfo
 
 # Of safetensors: numbers, and what codes are stored in.
 NUMBERS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

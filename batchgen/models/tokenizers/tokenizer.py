@@ -19,10 +19,10 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError, RowError, reason_of
 from batchgen.core.request import PLAIN_CHAT, ChatOptions
 from batchgen.core.text import repair_surrogates
-from batchgen.models.chat_template import Chat, ChatTemplate
 from batchgen.models.files import ModelFiles, cache_dir, is_trusted
-from batchgen.models.headers import gguf_pairs_sha256, read_gguf_header, read_gguf_vocabulary
-from batchgen.models.token_bound import TokenBound
+from batchgen.models.formats.gguf.header import gguf_pairs_sha256, read_gguf_header, read_gguf_vocabulary
+from batchgen.models.tokenizers.chat_template import Chat, ChatTemplate
+from batchgen.models.tokenizers.token_bound import TokenBound
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -52,7 +52,7 @@ class Tokenizer:
         self._backend = hf.backend_tokenizer
         self._as_text = None
         if special_tokens == "text":
-            from batchgen.models.special_tokens import SpecialTokensAsText
+            from batchgen.models.tokenizers.special_tokens import SpecialTokensAsText
 
             self._as_text = SpecialTokensAsText(self._backend)
         self._encoder = self._as_text.backend if self._as_text else self._backend
@@ -356,7 +356,7 @@ def _empty() -> Backend:
 def _converted(directory: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of files that have to be converted."""
     if (directory / "tokenizer.model").exists():
-        from batchgen.models.sentencepiece_model import convert_model
+        from batchgen.models.tokenizers.sentencepiece_model import convert_model
 
         path = directory / "tokenizer_config.json"
         stated = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -405,7 +405,7 @@ def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
 
 def _taken_out(path: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a GGUF, made anew. Raises InputError."""
-    from batchgen.models.gguf_tokenizer import backend_of, names_of
+    from batchgen.models.tokenizers.gguf_tokenizer import backend_of, names_of
 
     pairs = read_gguf_vocabulary(path)
     template = pairs.get("tokenizer.chat_template")

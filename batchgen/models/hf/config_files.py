@@ -10,7 +10,7 @@ from typing import Any
 
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.typed_json import parse_json
-from batchgen.models.quantization import AWQ, GPTQ
+from batchgen.models.formats.quantization import AWQ, GPTQ
 
 _MOST_BYTES = 256 << 20  # an index of a million tensors has 100 MB
 QUANTIZATION = "quantization_config"

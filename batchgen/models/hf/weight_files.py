@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchgen.core.errors import InputError, one_line
-from batchgen.models.config_files import read_json_object
-from batchgen.models.headers import TensorInfo, read_safetensors_header
+from batchgen.models.hf.config_files import read_json_object
+from batchgen.models.tensor_files.headers import TensorInfo, read_safetensors_header
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _INDEX_SUFFIX = ".safetensors.index.json"

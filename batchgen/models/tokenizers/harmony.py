@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchgen.models.tokenizer import StopDetector, Tokenizer
+from batchgen.models.tokenizers.tokenizer import StopDetector, Tokenizer
 
 _MARKS = {"<|start|>": "start", "<|channel|>": "channel", "<|message|>": "message", "<|end|>": "end"}
 _ENDS = ("<|return|>", "<|call|>")  # of an answer; they count as `<|end|>`

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from batchgen.core.direct_io import aligned_buffer
 from batchgen.core.errors import InputError
-from batchgen.models.headers import TensorInfo
-from batchgen.models.reading import OfThread, SharedFile, check_version, read_into
-from batchgen.models.rows_in_file import FilePart, RowsInFile
+from batchgen.models.tensor_files.headers import TensorInfo
+from batchgen.models.tensor_files.reading import OfThread, SharedFile, check_version, read_into
+from batchgen.models.tensor_files.rows_in_file import FilePart, RowsInFile
 from batchgen.ops import cpp as kernels
 
 _PIECE_BYTES = 2 << 20  # packed at once by a thread

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from batchgen.models.headers import TensorInfo
+from batchgen.models.tensor_files.headers import TensorInfo
 
 
 @dataclass(frozen=True)

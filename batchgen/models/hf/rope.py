@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.core.errors import InputError
-from batchgen.models.hf_keys import is_number, require_positive, shown
 from batchgen.models.rope import ROPE_KINDS, RopeConfig
+from batchgen.models.stated_numbers import is_number, require_positive, shown
 
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -44,7 +44,7 @@ def read_ropes(
 
     Args:
         config: As its file has it.
-        keys: The values of `hf_keys.KEYS`.
+        keys: The values of `hf.keys.KEYS`.
         family: Its own.
         head_dim: Values of a head, of which Phi-3 may rotate some.
 

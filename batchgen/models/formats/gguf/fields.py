@@ -10,11 +10,11 @@ from typing import Any
 from batchgen.core.dtypes import GGUF_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.headers import TensorInfo
-from batchgen.models.hf_fields import ARCHITECTURES, GEMMA
-from batchgen.models.hf_keys import require_positive
-from batchgen.models.known_tokens import end_ids, special_id
+from batchgen.models.families import ARCHITECTURES, GEMMA
+from batchgen.models.formats.gguf.known_tokens import end_ids, special_id
 from batchgen.models.rope import RopeConfig
+from batchgen.models.stated_numbers import require_positive
+from batchgen.models.tensor_files.headers import TensorInfo
 
 GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
