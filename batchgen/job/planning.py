@@ -56,10 +56,10 @@ from batchgen.planner.problem import Allowed, Problem
 from batchgen.planner.ranks import Link, link_of, part_of_host, with_sums
 from batchgen.planner.search import Candidate, block_latency_s, search
 from batchgen.planner.strategies import with_strategies
-from batchgen.profiler.apart import recall_or_measure
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe
 from batchgen.profiler.emulated import emulated_profile
+from batchgen.profiler.in_subprocess import recall_or_measure
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
 _GGUF_WEIGHT_BYTES = 0.6  # of a quantised weight in its file: 4.5 to 5 bits are usual
