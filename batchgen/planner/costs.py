@@ -17,9 +17,10 @@ from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.core.routing import Routing
 from batchgen.models.config import ModelConfig
+from batchgen.planner.linear import Linear
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
-from batchgen.planner.problem import CostInputs, Linear, RuntimeModel
+from batchgen.planner.problem import CostInputs, RuntimeModel
 
 # Below these, sequences read a shared prefix one by one (ops/attention_plan.py).
 _MIN_SHARED_TOKENS, _MIN_SHARED_SEQS = 64, 4
