@@ -49,6 +49,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir, stored_quantization
 from batchgen.models.layouts import layer_sizes, main_format, output_format
 from batchgen.planner import explain
+from batchgen.planner.linear import number
 from batchgen.planner.memory_requirements import kv_tokens_used
 from batchgen.planner.pipeline import over_stages
 from batchgen.planner.plan_selection import choose, simulate_candidates
@@ -512,7 +513,7 @@ def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
     """
     s, at = best.inputs, best.counts.placement(best.inputs)
     layers = s.model.layer_params / s.model.num_params
-    seconds = whole_s * (1 - at.w_disk * layers)
+    seconds = whole_s * (1 - number(at.w_disk) * layers)
     written = _store_written_bytes(best, request)
     seconds += whole_s * bool(written) + written / s.hardware.disk_write_bytes_per_s
     return float(seconds)
@@ -576,7 +577,7 @@ def _first_touch_s(best: Candidate) -> float:
     tokens = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean)
     tokens = min(tokens, kv_tokens_used(workload, s.max_num_seqs))
     token_bytes = s.seq_kv_bytes / (s.seq_blocks * s.kv_block_size)  # of all layers
-    on_host = (at.kv_cpu + at.kv_streamed) * tokens * token_bytes
+    on_host = number(at.kv_cpu + at.kv_streamed) * tokens * token_bytes
     return float(on_host / s.hardware.first_touch_bytes_per_s)
 
 

@@ -134,7 +134,7 @@ def placement_of(s: CostInputs, amounts: Amounts[Value], rounding: Rounding) -> 
     def fullest(sizes: Mapping[str, int], tiers: Sequence[int]) -> Linear:
         """Fraction of a buffer that holds what any layer has in the tiers."""
         used = [rounding.any([groups[group][tier] for tier in tiers], layers) * size for group, size in sizes.items()]
-        return total(used) / sum(sizes.values())
+        return total(used) * (1 / sum(sizes.values()))
 
     return Placement(
         w_gpu=fraction(s.group_bytes, 0),
