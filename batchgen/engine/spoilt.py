@@ -33,7 +33,7 @@ class Spoilt:
     def tell(self, scheduler: Scheduler) -> None:
         """Forget their prefixes, and have those run again that are to."""
         for sequence, again in self._again.items():
-            scheduler.forget_prefix(sequence)
+            scheduler.invalidate_prefix(sequence)
             if again:
                 scheduler.run_alone(sequence)
         self._again.clear()

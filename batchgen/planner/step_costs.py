@@ -42,7 +42,7 @@ from batchgen.schedule.residency import WeightResidency
 from batchgen.schedule.scheduler import ScheduledSequence
 from batchgen.schedule.sequence import tier_of
 from batchgen.schedule.step_graph import BatchFlow, Step, Streams
-from batchgen.schedule.window_pool import HOLE
+from batchgen.schedule.window_pool import NULL_BLOCK
 
 _NOTHING_PLACED = Placement(*[0] * 13)
 _HEAD_ELSEWHERE = replace(_NOTHING_PLACED, head_cpu=1)
@@ -168,7 +168,7 @@ def _history_blocks(members: Sequence[ScheduledSequence], block_size: int, *, wi
     if not windowed and not any(s.sequence.num_matched_blocks for s in members):
         return sum(_blocks(s.sequence.num_computed, block_size) for s in members)  # nobody shares any
     tables = (s.sequence.table(windowed)[: _blocks(s.sequence.num_computed, block_size)] for s in members)
-    return len({block for table in tables for block in table} - {HOLE})
+    return len({block for table in tables for block in table} - {NULL_BLOCK})
 
 
 def _attended(members: Sequence[ScheduledSequence], block_size: int, *, sharing: bool) -> Attended:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from batchgen.schedule.block_pool import BlockPool
-from batchgen.schedule.window_pool import HOLE, WindowPool
+from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
 
 _ROOT = 0
 
@@ -94,7 +94,7 @@ class BlockManager(BlockPool):
             table = self.windowed.prefix_table([self._node_of[block] for block in matched])
             if not window_fits(table):
                 return None
-            self.windowed.take([block for block in table if block != HOLE])
+            self.windowed.take([block for block in table if block != NULL_BLOCK])
         self.take(matched)
         return Allocation(matched, len(matched), table)
 
@@ -130,7 +130,7 @@ class BlockManager(BlockPool):
             del blocks[self.windowed.longest_prefix([self._node_of[block] for block in blocks]) :]
         return blocks
 
-    def enter(self, parent: int, tokens: Sequence[int], block: int) -> int:
+    def insert(self, parent: int, tokens: Sequence[int], block: int) -> int:
         """Makes a full block, whose KV is or is about to be written this sweep, findable. Returns its trie node.
 
         parent: the node of the block before it, 0 for the first. If an equal block is there already, that one stays.
@@ -151,8 +151,8 @@ class BlockManager(BlockPool):
     def _may_be_found(self, block: int) -> bool:
         return self._key_of[block] is not None
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         if self.windowed is not None:
-            self.windowed.forget_node(self._node_of[block])
+            self.windowed.evict_node(self._node_of[block])
         del self._trie[self._key_of[block]]
         self._key_of[block], self._node_of[block] = None, _ROOT

@@ -24,7 +24,7 @@ from batchgen.schedule.micro_batches import residency_of
 from batchgen.schedule.scheduler import ScheduledSequence
 from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence, tier_of
 from batchgen.schedule.step_graph import BatchFlow
-from batchgen.schedule.window_pool import HOLE
+from batchgen.schedule.window_pool import NULL_BLOCK
 
 RESIDENCIES = ("resident", "staged", "delegated", "deferred")
 
@@ -304,7 +304,7 @@ def _stage(
     staged_of: dict[int, int] = {}  # host block with history -> staging block
     for s in on_host:
         for block in s.sequence.table(windowed)[: -(-s.sequence.num_computed // block_size)]:
-            if block != HOLE:
+            if block != NULL_BLOCK:
                 staged_of.setdefault(block, len(staged_of))
     tables: dict[Sequence, np.ndarray] = {}
     new_slots, host_slots = [], []
@@ -313,7 +313,7 @@ def _stage(
         sequence = s.sequence
         used, old = -(-s.num_keys // block_size), -(-sequence.num_computed // block_size)
         own = sequence.table(windowed)
-        table = [staged_of.get(b, HOLE) for b in own[:old]] + list(range(num_blocks, num_blocks + used - old))
+        table = [staged_of.get(b, NULL_BLOCK) for b in own[:old]] + list(range(num_blocks, num_blocks + used - old))
         num_blocks += used - old
         tables[sequence] = np.array(table, dtype=np.int32)
         for position in range(sequence.num_computed, s.num_keys):

@@ -9,7 +9,7 @@ from batchgen.schedule.admission import Growth, Projection
 from batchgen.schedule.block_manager import Allocation, BlockManager
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.sequence import Sequence
-from batchgen.schedule.window_pool import HOLE
+from batchgen.schedule.window_pool import NULL_BLOCK
 
 
 class Expected(NamedTuple):  # one for each sequence in flight, in every sweep
@@ -45,7 +45,7 @@ class TierAdmission:
             growths = []
             for e in running:
                 table = e.sequence.window_table
-                growth = _growth(e, table, windowed.num_sole(table[e.sequence.num_given_back :]))
+                growth = _growth(e, table, windowed.num_sole(table[e.sequence.num_freed :]))
                 growths.append(growth._replace(delayed=e.delayed or reserves))
             sole = windowed.blocks_of_window
             self._windows = Projection(growths, windowed.num_available, pool.block_size, longest_sweeps, sole)
@@ -79,7 +79,7 @@ class TierAdmission:
         def window_fits(table: List[int]) -> bool:
             if self._windows is None:
                 return True
-            found = [block for block in table if block != HOLE]
+            found = [block for block in table if block != NULL_BLOCK]
             if windowed.num_available <= windowed.num_evictable_in(found):
                 return False  # its first token has no block
             # Those that only one has, or none, count as new: they would have been given back.

@@ -1,6 +1,6 @@
 """Who owns which KV block of the layers with a sliding window, which give back what no later token sees. No tensors.
 
-A sequence's table of these blocks is as long as its other one. Of what it has given back it has HOLEs. A block of a prompt is found
+A sequence's table of these blocks is as long as its other one. Of what it has given back it has null blocks. A block of a prompt is found
 under the trie node of the block of the other layers with the same tokens (`block_manager`), also after it has been given back, until
 its memory is needed. So a prefix can be taken over as far as the last window before its end is there.
 """
@@ -13,7 +13,7 @@ from batchgen.core.plan import window_blocks
 from batchgen.schedule.block_pool import BlockPool
 
 # In a block table: a block that was given back.
-HOLE = -1
+NULL_BLOCK = -1
 _NOT_FOUND = 0  # the root, which has no block
 
 
@@ -52,19 +52,19 @@ class WindowPool(BlockPool):
     def prefix_table(self, nodes: Sequence[int]) -> list[int]:
         """The table of a sequence that takes over these blocks, as many as `longest_prefix` says. Takes no reference."""
         first = self.first_block(len(nodes) * self.block_size)
-        return [HOLE] * first + [self._block_of[node] for node in nodes[first:]]
+        return [NULL_BLOCK] * first + [self._block_of[node] for node in nodes[first:]]
 
-    def enter(self, node: int, block: int) -> None:
+    def insert(self, node: int, block: int) -> None:
         """Makes a block findable, whose KV is or is about to be written. If there is one for the node, that one stays."""
         if node != _NOT_FOUND and node not in self._block_of:
             self._block_of[node], self._node_of[block] = block, node
 
-    def forget_node(self, node: int) -> None:
+    def evict_node(self, node: int) -> None:
         """The node is no more, so its block is found no more."""
         block = self._block_of.get(node)
         if block is None:
             return
-        self._forget(block)
+        self._evict(block)
         if block in self._evictable:
             del self._evictable[block]
             self._free.append(block)
@@ -72,6 +72,6 @@ class WindowPool(BlockPool):
     def _may_be_found(self, block: int) -> bool:
         return self._node_of[block] != _NOT_FOUND
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         del self._block_of[self._node_of[block]]
         self._node_of[block] = _NOT_FOUND
