@@ -35,7 +35,7 @@ from batchgen.models.files import cache_dir, read_config, resolve_model
 from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.runtime.grammar import check_grammar
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
-from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import kv_pools, scheduler_limits
 from batchgen.schedule.scheduler import ScheduledSequence, Scheduler, TokenSlots
 from batchgen.schedule.sequence import Sequence
@@ -97,7 +97,7 @@ class _Sweep:
 class _Call:
     """One call of `generate` or `score`.
 
-    sweeps_in_flight: as of `EngineParts`. under_way: sweeps that were launched, whose results have not been taken. cohorts: sequences whose attention is deferred.
+    sweeps_in_flight: as of `EngineParts`. under_way: sweeps that were launched, whose results have not been taken. deferred_batches: sequences whose attention is deferred.
     drop: as `SweepRunner.drop`.
     """
 
@@ -107,8 +107,8 @@ class _Call:
     adaptation: Adaptation | None = None
     sweeps_in_flight: int = 1
     under_way: deque[_Sweep] = field(default_factory=deque)
-    cohorts: Cohorts = field(default_factory=Cohorts)
-    drop: Callable[[Cohorts], None] = lambda cohorts: None
+    deferred_batches: DeferredBatches = field(default_factory=DeferredBatches)
+    drop: Callable[[DeferredBatches], None] = lambda deferred_batches: None
 
     @property
     def has_work(self) -> bool:
@@ -138,7 +138,7 @@ class _Call:
                 if sweep.wait is not None:
                     sweep.wait()
         with contextlib.suppress(Exception):
-            self.drop(self.cohorts)
+            self.drop(self.deferred_batches)
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.finish(sequence)
 
@@ -406,7 +406,7 @@ class Engine:
         """One sweep: schedule it, run it, take its results. Yields those of requests that have ended."""
         started_s = time.perf_counter()
         scheduled = call.scheduler.schedule()
-        launched = self._run(call, scheduled, started_s) if scheduled or call.cohorts.waiting else None
+        launched = self._run(call, scheduled, started_s) if scheduled or call.deferred_batches.waiting else None
         for sweep in call.due(launched):
             for sequence in self._take(call, sweep):
                 result = call.handler.finish(sequence)
@@ -447,7 +447,9 @@ class Engine:
             sampling_s += time.perf_counter() - began
             return chosen
 
-        wait = parts.executor.run(batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, cohorts=call.cohorts)
+        wait = parts.executor.run(
+            batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, deferred_batches=call.deferred_batches
+        )
         call.scheduler.commit(scheduled)
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
         stats.sweeps += 1

@@ -26,7 +26,7 @@ from batchgen.engine.rank_zero import RankZeroCounts
 from batchgen.runtime.executor import Executor, OnLogits
 from batchgen.runtime.sampler import SampledToken, sample
 from batchgen.runtime.scorer import Scorer
-from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import splitter
 from batchgen.schedule.packed_batch import PackedBatch
 from batchgen.schedule.sequence import LogitsRow, ScoredPosition
@@ -126,7 +126,12 @@ class PipelineRunner(RankZeroCounts):
         self._broken = False
 
     def run(
-        self, batches: Sequence[PackedBatch], on_logits: OnLogits, *, vocabulary_chunks: bool, cohorts: Cohorts
+        self,
+        batches: Sequence[PackedBatch],
+        on_logits: OnLogits,
+        *,
+        vocabulary_chunks: bool,
+        deferred_batches: DeferredBatches,
     ) -> Callable[[], None]:
         """As of `SweepRunner`; what is returned hands the answers of the last stage to `on_logits` once they are there."""
         number = self._num_launched
@@ -147,7 +152,7 @@ class PipelineRunner(RankZeroCounts):
 
         return wait
 
-    def drop(self, cohorts: Cohorts) -> None:
+    def drop(self, deferred_batches: DeferredBatches) -> None:
         """Nothing is deferred in a pipeline."""
 
     def close(self) -> None:

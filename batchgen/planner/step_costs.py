@@ -263,16 +263,16 @@ class StepCosts:
         self._dequantize_s = dequantize_weights_s(s)
         self._dequantize_experts_s = self._dequantize_s * experts_frac(config)
         self._chunks_s: dict[tuple[int, int, int | None], float] = {}
-        self._begun: dict[int, BatchLoad] = {}  # cohort -> the micro-batch in which it began
+        self._begun: dict[int, BatchLoad] = {}  # deferred batch -> the micro-batch in which it began
 
     @property
     def element_bytes(self) -> float:
         """Of an activation."""
         return self._inputs.element_bytes
 
-    def begun(self, cohort: int, load: BatchLoad) -> None:
-        """A cohort that began its token in this micro-batch, of a sweep that was not costed."""
-        self._begun[cohort] = load
+    def begun(self, deferred_batch: int, load: BatchLoad) -> None:
+        """A deferred batch that began its token in this micro-batch, of a sweep that was not costed."""
+        self._begun[deferred_batch] = load
 
     def sweep(self, loads: Sequence[BatchLoad]) -> Callable[[Step], float]:
         """A function that gives the seconds of a Step, to be called once for each Step of a sweep over these micro-batches.
@@ -282,14 +282,14 @@ class StepCosts:
         """
         hardware = self.hardware
         computing = [self._computing(load) for load in loads]
-        joined = [0] * len(loads)  # rows of cohorts that are with the micro-batch
+        joined = [0] * len(loads)  # rows of deferred batches that are with the micro-batch
         owed_s = 0.0
 
         def seconds(step: Step) -> float:
             nonlocal owed_s
             load, batch = loads[step.batch], computing[step.batch]
-            if step.cohort is not None:
-                load = self._begun.setdefault(step.cohort, load)
+            if step.deferred_batch is not None:
+                load = self._begun.setdefault(step.deferred_batch, load)
             if step.lane == "compute":
                 if step.kind in ("embed", "load_attention", "join_deferred"):  # copies that compute makes itself
                     joined[step.batch] += load.deferred if step.kind == "join_deferred" else 0
@@ -395,7 +395,7 @@ class StepCosts:
         return float(lanes["compute"]) / max(1, self._vocabulary_chunks)
 
     def _computing_with(self, joined: int, load: BatchLoad, batch: _Computing, step: Step) -> float:
-        """Seconds of a computation in which cohorts take part: rows that have joined, and those that leave in the first layer."""
+        """Seconds of a computation in which deferred batches take part: rows that have joined, and those that leave in the first layer."""
         if step.kind not in ("pre", "post", "head") or not (joined or load.deferred):
             return batch.seconds(step)
         waking_s = self._inputs.rates.waking_overhead_s
@@ -472,7 +472,7 @@ class StepCosts:
             return (host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * s.kv_block_bytes
         if kind == "store_cache":
             return load.new_tokens * s.kv_token_bytes + load.disk_writes[0] * s.kv_block_bytes
-        residency = "delegated" if step.cohort is None else "deferred"
+        residency = "delegated" if step.deferred_batch is None else "deferred"
         queries = len(load.contexts_of(residency))  # as large as results
         result = queries * s.model.num_heads * s.model.head_dim * s.element_bytes
         return result if kind in ("load_attention", "join_deferred") else result + queries * s.kv_token_bytes

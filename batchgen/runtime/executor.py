@@ -30,7 +30,7 @@ from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.ops.quant import kv_code_bits
 from batchgen.runtime.batch_state import BatchPart, BatchState, Plans, for_each
-from batchgen.runtime.deferred import CohortRows, slices, with_cohorts
+from batchgen.runtime.deferred import DeferredBatchState, slices, with_deferred
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
 from batchgen.runtime.lanes import Lanes, OnStep
 from batchgen.runtime.memory.activations import Activations
@@ -40,7 +40,7 @@ from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.own_core import OwnCore
 from batchgen.runtime.streams import Driver, StreamLanes
 from batchgen.runtime.token_table import TokenTable
-from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.packed_batch import PackedBatch, Segment, empty_batch
 from batchgen.schedule.sequence import PENDING, LogitsRow
 from batchgen.schedule.step_graph import Step, Sweeps
@@ -135,8 +135,8 @@ class Executor:
         captured = options.captured_tokens
         self._graphs = self._make_graphs(tiers.driver, captured) if captured and tiers.driver else None
         self._batch_of: dict[int, BatchState] = {}  # Step -> what it works on
-        self._cohorts: dict[int, CohortRows] = {}  # under way, by number
-        self._cohort_of: dict[int, CohortRows] = {}  # Step -> whose it is
+        self._deferred_batches: dict[int, DeferredBatchState] = {}  # under way, by number
+        self._deferred_of: dict[int, DeferredBatchState] = {}  # Step -> whose it is
         self._on_logits: OnLogits = _nobody_takes_logits
         self._vocabulary_chunks = self._one_batch = False
         # Tokens can be taken over from one sweep to the next where embeddings need nothing of the host.
@@ -163,11 +163,11 @@ class Executor:
         on_logits: OnLogits,
         *,
         vocabulary_chunks: bool = False,
-        cohorts: Cohorts | None = None,
+        deferred_batches: DeferredBatches | None = None,
     ) -> Callable[[], None] | None:
         """Computes one sweep: the batches' KV, and the logits asked for.
 
-        cohorts: of the same job, sequences whose attention is deferred. Those that the batches begin are added, those whose last
+        deferred_batches: of the same job, sequences whose attention is deferred. Those that the batches begin are added, those whose last
         layer the sweep computes have their logits too. With some of them under way there need be no batch.
 
         vocabulary_chunks: on_logits takes chunks of the vocabulary, one after the other for the same rows, where the
@@ -177,18 +177,18 @@ class Executor:
         """
         self._vocabulary_chunks = vocabulary_chunks
         with _kernels_alone(), self._computing():
-            wait = self._run(batches, on_logits, Cohorts() if cohorts is None else cohorts)
+            wait = self._run(batches, on_logits, DeferredBatches() if deferred_batches is None else deferred_batches)
         if wait is not None and self._tokens is None:
             wait()
             return None
         return wait
 
-    def drop(self, cohorts: Cohorts) -> None:
-        """Forgets cohorts that are under way; returns when the CPU is done with their KV. Raises what a Step raised."""
-        if cohorts.waiting:
-            for cohort in cohorts.waiting:
-                self._cohorts.pop(cohort.number, None)
-            cohorts.waiting = []
+    def drop(self, deferred_batches: DeferredBatches) -> None:
+        """Forgets deferred batches that are under way; returns when the CPU is done with their KV. Raises what a Step raised."""
+        if deferred_batches.waiting:
+            for deferred_batch in deferred_batches.waiting:
+                self._deferred_batches.pop(deferred_batch.number, None)
+            deferred_batches.waiting = []
             self.lanes.drain()
 
     @torch.inference_mode()
@@ -207,17 +207,17 @@ class Executor:
         on_device = [self.kv_cache.on_device[j] for j in chosen if self.kv_cache.on_device]
         made = Sweeps(self.weights.residency.of_layers(chosen).streams(self._compute_tier, on_device))
         self._on_logits, self._vocabulary_chunks = on_logits, vocabulary_chunks
-        cohorts = Cohorts()
+        deferred_batches = DeferredBatches()
         with self.lanes.one_by_one(), _kernels_alone(), self._computing():
             for batches in sweeps:
                 to_run = batches
                 while to_run:
                     prepared: list[BatchState] = []
                     self.lanes.prepare(lambda: prepared.extend(self._prepare_all(to_run)))  # noqa: B023
-                    self.lanes.execute(self._warm_up_steps(made, prepared, chosen, cohorts))
+                    self.lanes.execute(self._warm_up_steps(made, prepared, chosen, deferred_batches))
                     self.lanes.drain()
-                    to_run = [empty_batch()] if cohorts.waiting else []  # until they are through all layers
-                self._cohorts.clear()
+                    to_run = [empty_batch()] if deferred_batches.waiting else []  # until they are through all layers
+                self._deferred_batches.clear()
                 self.lanes.prepare(lambda: [self._forget_kv(batch, chosen) for batch in batches])  # noqa: B023
         for counted in (self.weights, self.kv_cache, self.routing, *(self.links or ())):
             counted.reset_counts()
@@ -232,10 +232,10 @@ class Executor:
         return sorted({*kinds.values(), self.config.num_layers - 1})
 
     def _warm_up_steps(
-        self, made: Sweeps, batches: Sequence[BatchState], layers: Sequence[int], cohorts: Cohorts
+        self, made: Sweeps, batches: Sequence[BatchState], layers: Sequence[int], deferred_batches: DeferredBatches
     ) -> Iterator[Step]:
         """As `_bound_to`, of a model of these layers; with numbers that no later Step has."""
-        for step in made.steps([b.packed.flow(b.on_host) for b in batches], cohorts, lambda step_id: True):
+        for step in made.steps([b.packed.flow(b.on_host) for b in batches], deferred_batches, lambda step_id: True):
             of_head = step.kind in ("head", "load_head")
             step = step._replace(
                 id=step.id - _BEFORE,
@@ -259,7 +259,9 @@ class Executor:
                     pool = self.kv_cache.pools[self._compute_tier if resident else "cpu"][layer]
                     pool.index_fill_(0, blocks.to(pool.device), 0)
 
-    def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits, cohorts: Cohorts) -> Callable[[], None] | None:
+    def _run(
+        self, batches: Sequence[PackedBatch], on_logits: OnLogits, deferred_batches: DeferredBatches
+    ) -> Callable[[], None] | None:
         batches = batches or [empty_batch()]
         prepared: list[BatchState] = []
 
@@ -272,9 +274,9 @@ class Executor:
 
         self.lanes.prepare(prepare)
         self._on_logits = on_logits
-        wait = self.lanes.execute(self._bound_to(prepared, cohorts))
-        for cohort in cohorts.ended:
-            del self._cohorts[cohort.number]
+        wait = self.lanes.execute(self._bound_to(prepared, deferred_batches))
+        for deferred_batch in deferred_batches.ended:
+            del self._deferred_batches[deferred_batch.number]
         return wait
 
     @property
@@ -316,7 +318,7 @@ class Executor:
         self.weights.close()
         self._tiers.close()
         scratch.release()
-        for held in (self._ropes, self._batch_of, self._cohorts, self._cohort_of):
+        for held in (self._ropes, self._batch_of, self._deferred_batches, self._deferred_of):
             held.clear()
         self._on_logits = _nobody_takes_logits
         self._logits = self._graphs = self._tokens = None
@@ -333,7 +335,7 @@ class Executor:
             device = CPU if segment.residency in ("delegated", "deferred") else self._device
             plans = {window: self._prepared(plan, device) for window, plan in segment.plans.items()}
             if segment.residency == "deferred":
-                begins = self._prepare_cohort(packed, segment, plans)
+                begins = self._prepare_deferred(packed, segment, plans)
                 continue
             rows = self._rows_on_host(segment) if segment.residency == "delegated" else None
             tokens, slots = slice(segment.start, segment.stop), self._uploaded(segment.slots)
@@ -364,10 +366,10 @@ class Executor:
 
         return for_each(segment.slots, rows)
 
-    def _prepare_cohort(self, packed: PackedBatch, segment: Segment, plans: Plans) -> CohortRows:
+    def _prepare_deferred(self, packed: PackedBatch, segment: Segment, plans: Plans) -> DeferredBatchState:
         positions = upload(packed.positions[segment.start : segment.stop], self._device)
         slots = torch.from_numpy(packed.exchange_slots), upload(packed.exchange_slots, self._device)
-        return CohortRows(packed.deferred_rows, positions, *slots, self._rows_on_host(segment), plans)
+        return DeferredBatchState(packed.deferred_rows, positions, *slots, self._rows_on_host(segment), plans)
 
     def _prepared(self, plan: AttentionPlan, device: torch.device) -> ops.PreparedAttention:
         return ops.prepare_attention(plan, *self._attention_shape, device=device, isa=self._options.attention_isa)
@@ -410,7 +412,7 @@ class Executor:
             for kind, perform in (("pre", self._pre), ("attention", self._attention), ("post", self._post)):
                 perform(Step(-1, kind, "compute", -1, layer, 0, None, None, ()), b)
 
-    def _bound_to(self, batches: Sequence[BatchState], cohorts: Cohorts) -> Iterator[Step]:
+    def _bound_to(self, batches: Sequence[BatchState], deferred_batches: DeferredBatches) -> Iterator[Step]:
         """The sweep's Steps, each with its batch noted: those that store may run when the next sweep has begun."""
         captured = batches[0].buffers is not None
         flows = [b.packed.flow(b.on_host) for b in batches]
@@ -419,7 +421,7 @@ class Executor:
         steps = (
             self._sweeps.captured()
             if captured
-            else self._sweeps.steps(flows, cohorts, self.lanes.has_ended, num_tokens)
+            else self._sweeps.steps(flows, deferred_batches, self.lanes.has_ended, num_tokens)
         )
         for step in steps:
             self._bind(step, batches)
@@ -427,8 +429,8 @@ class Executor:
 
     def _bind(self, step: Step, batches: Sequence[BatchState]) -> None:
         batch = self._batch_of[step.id] = batches[step.batch]
-        if step.cohort is not None:  # it may be through before a lane of the host comes to its Steps
-            self._cohort_of[step.id] = self._cohorts.setdefault(step.cohort, batch.begins)
+        if step.deferred_batch is not None:  # it may be through before a lane of the host comes to its Steps
+            self._deferred_of[step.id] = self._deferred_batches.setdefault(step.deferred_batch, batch.begins)
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
         own_core = self._tiers.own_core
@@ -523,7 +525,7 @@ class Executor:
 
     def _pre(self, step: Step, b: BatchState) -> None:
         tensors = self.weights.layer(step.layer, step.weight_slot)
-        hidden = with_cohorts(b.hidden, [c.hidden for c in b.joined])
+        hidden = with_deferred(b.hidden, [c.hidden for c in b.joined])
         b.qkv = hidden.new_empty(hidden.shape[0], self.config.qkv_size)
         if len(hidden):
             for some, qkv in self._chunks(hidden, b.qkv):
@@ -534,12 +536,12 @@ class Executor:
         if leaving:
             self._leave(step, b, hidden, leaving)
 
-    def _leave(self, step: Step, b: BatchState, hidden: Tensor, leaving: Sequence[CohortRows]) -> None:
-        """Cohorts, the last rows of what has been computed, take with them what they need from here on."""
+    def _leave(self, step: Step, b: BatchState, hidden: Tensor, leaving: Sequence[DeferredBatchState]) -> None:
+        """Deferred batches, the last rows of what has been computed, take with them what they need from here on."""
         qkv, start = b.qkv, len(hidden) - sum(len(c.rows) for c in leaving)
         b.hidden, b.qkv = b.hidden[:start], qkv[:start]
-        for cohort, own in zip(leaving, slices(start, leaving), strict=True):
-            cohort.leave(hidden[own], self._qkv_for_host(step, qkv[own], cohort.positions))
+        for deferred_batch, own in zip(leaving, slices(start, leaving), strict=True):
+            deferred_batch.leave(hidden[own], self._qkv_for_host(step, qkv[own], deferred_batch.positions))
 
     def _qkv_for_host(self, step: Step, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries for attention on the CPU, keys and values as they are stored."""
@@ -603,21 +605,21 @@ class Executor:
 
     def _send_deferred(self, step: Step, b: BatchState) -> None:
         pool, window = self.kv_cache.pools["cpu"][step.layer], self.config.windows[step.layer]
-        self._cohort_of.pop(step.id).send(self.links[1], pool, window, self.activations.deferred[0])
+        self._deferred_of.pop(step.id).send(self.links[1], pool, window, self.activations.deferred[0])
 
     def _attend_deferred(self, step: Step, b: BatchState) -> None:
         pool, window = self.kv_cache.pools["cpu"][step.layer], self.config.windows[step.layer]
-        self._cohort_of.pop(step.id).attend(
+        self._deferred_of.pop(step.id).attend(
             pool, window, self.activations.deferred, self.config.num_heads, **self._softmax(step, CPU)
         )
 
     def _join_deferred(self, step: Step, b: BatchState) -> None:
-        cohort = self._cohort_of.pop(step.id)
-        cohort.join(self.links[0], self.activations.deferred[1])
-        b.joined.append(cohort)
+        deferred_batch = self._deferred_of.pop(step.id)
+        deferred_batch.join(self.links[0], self.activations.deferred[1])
+        b.joined.append(deferred_batch)
 
     def _to_go_on(self, step: Step, b: BatchState) -> tuple[Tensor, Tensor] | None:
-        """(hidden, attention's result) of the tokens that the rest of a layer is for, cohorts last; None: there are none."""
+        """(hidden, attention's result) of the tokens that the rest of a layer is for, deferred batches last; None: there are none."""
         b.qkv = None  # memory for the other batches
         found, hidden = [b.attended.pop(residency) for residency in b.parts], b.hidden
         if not found and not b.joined:
@@ -632,7 +634,7 @@ class Executor:
         if is_last and not sends and b.logits_indices is not None:
             found, hidden = [attended[b.logits_indices] for attended in found], hidden[b.logits_indices]
         found += [c.attended for c in b.joined]
-        return with_cohorts(hidden, [c.hidden for c in b.joined]), found[0] if len(found) == 1 else torch.cat(found)
+        return with_deferred(hidden, [c.hidden for c in b.joined]), found[0] if len(found) == 1 else torch.cat(found)
 
     def _route(self, step: Step, b: BatchState) -> None:
         """What of `_post` comes before the experts, so that it is known which ones to read."""
@@ -668,8 +670,8 @@ class Executor:
         for part, attended in self._chunks(hidden, attention):
             layers.post_attention(self.config, tensors, part, attended, part, **options)
         if b.joined and not is_last:
-            for cohort, own in zip(b.joined, slices(num_own, b.joined), strict=True):
-                cohort.hidden, cohort.attended = hidden[own], None
+            for deferred_batch, own in zip(b.joined, slices(num_own, b.joined), strict=True):
+                deferred_batch.hidden, deferred_batch.attended = hidden[own], None
             hidden = b.hidden.copy_(hidden[:num_own]) if b.on_host else hidden[:num_own]
         b.hidden = hidden
 
@@ -693,7 +695,7 @@ class Executor:
             b.hidden = layers.before_logits(self.config, weights.head, b.hidden)
         start, rows = weights.vocabulary_chunk(step.layer, step.weight_slot)
         stop = start + rows.shape[0]
-        wanted = [*b.packed.logits_rows, *(row for cohort in b.joined for row in cohort.rows)]
+        wanted = [*b.packed.logits_rows, *(row for deferred_batch in b.joined for row in deferred_batch.rows)]
         whole = rows.shape[0] == self.config.vocab_size
         if whole or self._vocabulary_chunks:
             count = self._options.logit_rows or len(wanted)
