@@ -19,7 +19,7 @@ from batchgen.engine.loader import store_bytes
 from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.planner.strategies import NoWay, best_plan, way_of, ways_for
-from batchgen.profiler.emulated import own_core_profile
+from batchgen.profiler.emulated import dedicated_core_profile
 
 MIB = 1 << 20
 TIMES = {"startup_s": 0.0, "loading_s": 0.0, "output_len_known": True}
@@ -144,7 +144,7 @@ def round_machine(device: Device) -> HardwareProfile:
     """The machine of two such cores, one of which is the device's: nothing is measured."""
     links: dict[str, Any] = {"h2d_bytes_per_s": device.h2d_bytes_per_s, "d2h_bytes_per_s": device.d2h_bytes_per_s}
     sizes = {"gpu_memory_bytes": device.gpu_memory_bytes}
-    return own_core_profile(replace(ROUND_CORE, gpu=ROUND_CORE.cpu, **links, **sizes), device, ROUND_CORE)
+    return dedicated_core_profile(replace(ROUND_CORE, gpu=ROUND_CORE.cpu, **links, **sizes), device, ROUND_CORE)
 
 
 def request_of(config: ModelConfig, process_bytes: int) -> PlanRequest:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.cores import on_cores, own_core
+from batchgen.core.cores import dedicated_core, on_cores
 from batchgen.core.device import Device
 from batchgen.core.dtypes import (
     BLOCK_FORMATS,
@@ -360,7 +360,7 @@ def find_for(device: Device, find: Callable[..., HardwareProfile]) -> tuple[Hard
     """
     if device.slowdown is None:
         return find(), None
-    core, others = own_core()
+    core, others = dedicated_core()
     return find(cores=others), find(cores=core)
 
 

@@ -30,6 +30,7 @@ from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.ops.quant import kv_code_bits
 from batchgen.runtime.batch_state import BatchPart, BatchState, Plans, for_each
+from batchgen.runtime.dedicated_core import DedicatedCore
 from batchgen.runtime.deferred import DeferredBatchState, slices, with_deferred
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
 from batchgen.runtime.lanes import Lanes, OnStep
@@ -37,7 +38,6 @@ from batchgen.runtime.memory.activations import Activations
 from batchgen.runtime.memory.kv_cache import KVCache
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weights import Weights
-from batchgen.runtime.own_core import OwnCore
 from batchgen.runtime.streams import Driver, StreamLanes
 from batchgen.runtime.token_table import TokenTable
 from batchgen.schedule.deferred_batches import DeferredBatches
@@ -149,7 +149,7 @@ class Executor:
         return self._compute_tier
 
     def _make_lanes(self) -> Lanes | StreamLanes:
-        on_thread = partial(_prepare_thread, own_core=self._tiers.own_core)
+        on_thread = partial(_prepare_thread, dedicated_core=self._tiers.dedicated_core)
         options = {"serial": self._options.serial, "on_step": self._options.on_step, "on_thread": on_thread}
         perform = weakref.WeakMethod(self._perform)  # lanes' threads keep no engine alive that nobody has any more
         if self._tiers.driver is None:
@@ -433,15 +433,19 @@ class Executor:
             self._deferred_of[step.id] = self._deferred_batches.setdefault(step.deferred_batch, batch.begins)
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
-        own_core = self._tiers.own_core
-        return contextlib.nullcontext() if own_core is None else own_core.computing()
+        dedicated_core = self._tiers.dedicated_core
+        return contextlib.nullcontext() if dedicated_core is None else dedicated_core.computing()
 
     def _perform(self, step: Step) -> None:
-        work, own_core, batch = getattr(self, f"_{step.kind}"), self._tiers.own_core, self._batch_of.pop(step.id)
-        if own_core is None:
+        work, dedicated_core, batch = (
+            getattr(self, f"_{step.kind}"),
+            self._tiers.dedicated_core,
+            self._batch_of.pop(step.id),
+        )
+        if dedicated_core is None:
             work(step, batch)
             return
-        with own_core.pace(step):
+        with dedicated_core.throttled(step):
             work(step, batch)
 
     # Each kind of Step by its name. Weights.
@@ -713,8 +717,8 @@ class Executor:
             b.hidden = b.logits = None
 
     def _take(self, rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:
-        own_core = self._tiers.own_core
-        with contextlib.nullcontext() if own_core is None else own_core.hosts():
+        dedicated_core = self._tiers.dedicated_core
+        with contextlib.nullcontext() if dedicated_core is None else dedicated_core.hosts():
             chosen = self._on_logits(rows, logits, start)
         if chosen is not None and self._tokens is not None:
             self._tokens.keep([row.sequence.token_slot for row in rows], chosen)
@@ -734,10 +738,10 @@ def _nobody_takes_logits(rows: Sequence[LogitsRow], logits: Tensor, start: int) 
 _of_thread = threading.local()
 
 
-def _prepare_thread(lane: str, own_core: OwnCore | None = None) -> None:
+def _prepare_thread(lane: str, dedicated_core: DedicatedCore | None = None) -> None:
     """Copies are made by their lane's thread alone: a team of threads would wait for the cores that compute has."""
-    if own_core is not None:
-        own_core.keep_lane(lane)
+    if dedicated_core is not None:
+        dedicated_core.keep_lane(lane)
     _of_thread.inference = torch.inference_mode()  # until the thread ends
     _of_thread.inference.__enter__()
     torch.set_num_threads(1)
