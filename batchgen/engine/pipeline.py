@@ -100,16 +100,16 @@ class _Scores:
         return iter(self._found)
 
 
-class _Neighbours:
-    """As of `executor.Neighbours`: the ranks before and behind."""
+class _StageRanks:
+    """`AdjacentRanks` over a group of processes, a stage in each."""
 
     def __init__(self, group: StageGroup) -> None:
         self._group = group
 
-    def receive(self, hidden: Tensor) -> None:
+    def receive_from_previous(self, hidden: Tensor) -> None:
         self._group.receive(hidden, self._group.rank - 1)
 
-    def send(self, hidden: Tensor) -> None:
+    def send_to_next(self, hidden: Tensor) -> None:
         self._group.send(hidden.contiguous(), self._group.rank + 1)
 
 
@@ -191,7 +191,7 @@ def load_pipeline(
     own, memory = loads[0]
     group.tell(encode(StageLoads(loads)))
     own = replace(own, on_step=request.on_step, on_load=request.on_load)
-    executor, _ = load_executor(own, memory, neighbours=_Neighbours(group))
+    executor, _ = load_executor(own, memory, adjacent_ranks=_StageRanks(group))
     try:
         group.ready()
     except BaseException:
@@ -276,7 +276,7 @@ def serve_stage(group: StageGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan
         BatchgenError: This stage has failed, or another one.
     """
     request, memory = loads[group.rank]
-    executor, _ = load_executor(request, memory, neighbours=_Neighbours(group))
+    executor, _ = load_executor(request, memory, adjacent_ranks=_StageRanks(group))
     with contextlib.closing(executor):
         group.ready()
         with contextlib.closing(_Answering(group)) as answering:

@@ -52,14 +52,14 @@ _BEFORE = 1 << 40  # Steps that warm up are numbered so far below the others
 OnLogits = Callable[[Sequence[LogitsRow], Tensor, int], Tensor | None]
 
 
-class Neighbours(Protocol):
-    """The stages before and behind one of a pipeline; each call waits until it is done."""
+class AdjacentRanks(Protocol):
+    """The ranks of the previous and the next stage of a pipeline. Each call waits until it is done."""
 
-    def receive(self, hidden: Tensor) -> None:
-        """Fills `hidden`, in the host's memory, with the next activations of the stage before."""
+    def receive_from_previous(self, hidden: Tensor) -> None:
+        """Fill `hidden`, in host memory, with the next activations of the previous stage."""
 
-    def send(self, hidden: Tensor) -> None:
-        """Hands activations in the host's memory to the stage behind."""
+    def send_to_next(self, hidden: Tensor) -> None:
+        """Hand activations in host memory to the next stage."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SweepOptions:
     are made together; None: a micro-batch. captured_tokens: decode sweeps up to this size become CUDA graphs (`graphs`); for models
     whose weights and KV are all on the device. attention_isa: the instruction set that attends on the CPU; "": the
     process's. reduce: as of `layers.post_attention`, on tensors of the compute device. makes_logits: False: of a rank that is not asked for them.
-    neighbours: of a stage of a pipeline. For the rest see `Lanes`.
+    adjacent_ranks: of a stage of a pipeline. For the rest see `Lanes`.
     """
 
     max_positions: int
@@ -85,7 +85,7 @@ class SweepOptions:
     attention_isa: str = ""
     reduce: layers.Reduce | None = None
     makes_logits: bool = True
-    neighbours: Neighbours | None = None
+    adjacent_ranks: AdjacentRanks | None = None
     serial: bool = False
     shared_cores: bool = False
     on_step: OnStep | None = None
@@ -510,14 +510,14 @@ class Executor:
         hidden = (
             self.activations.waiting(step.batch, shape[0]) if waits else torch.empty(shape, dtype=self.weights.dtype)
         )
-        self._options.neighbours.receive(hidden)
+        self._options.adjacent_ranks.receive_from_previous(hidden)
         b.hidden = self.links[0].bring(hidden) if self.links and not waits else hidden
 
     def _send(self, step: Step, b: BatchState) -> None:
         hidden, b.hidden = b.hidden, None
         if self.links:
             hidden = self.links[1].copy(torch.empty(hidden.shape, dtype=hidden.dtype), hidden)
-        self._options.neighbours.send(hidden)
+        self._options.adjacent_ranks.send_to_next(hidden)
 
     def _load_hidden(self, step: Step, b: BatchState) -> None:
         b.hidden = self.links[0].copy(self.activations.fetched(len(b.hidden)), b.hidden)
