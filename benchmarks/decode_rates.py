@@ -45,7 +45,7 @@ class Case:
         order = np.random.default_rng(0).permutation(used).astype(np.int32)
         slices = [SequenceSlice(1, context - 1, own) for own in order.reshape(sequences, -1)]
         row_bytes = head_dim * pool.element_size()
-        plan = plan_attention(slices, [], block_size=BLOCK, key_bytes=KV_HEADS * row_bytes)
+        plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=KV_HEADS * row_bytes)
         self.plan = kernels.attention_plan(plan, KV_HEADS, group, BLOCK, row_bytes)
         self.q = (torch.randn(sequences, KV_HEADS * group, head_dim) * head_dim**-0.5).to(pool.dtype)
         self.out = torch.empty_like(self.q)

@@ -121,7 +121,7 @@ def measure(parts: EngineParts, windows: list[list[int]], held: dict) -> Iterato
                 "nats_by_window": nats,
                 "tokens_scored": len(nats) * (len(windows[0]) - 1),
                 "weight_bytes": parts.loaded_bytes,
-                "kv_bytes_per_token": parts.config.num_layers * cache.block_bytes / cache.block_size,
+                "kv_bytes_per_token": parts.config.num_layers * cache.block_bytes / cache.kv_block_size,
                 "seconds": seconds + time.perf_counter() - started,
                 "cpu": cpu_name(),
             }

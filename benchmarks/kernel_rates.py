@@ -102,7 +102,7 @@ class Decode:
         self.bytes = self.kv.nbytes
         order = np.random.default_rng(0).permutation(used).astype(np.int32)
         slices = [SequenceSlice(1, context - 1, b) for b in order.reshape(self.sequences, -1)]
-        plan = plan_attention(slices, [], block_size=BLOCK, key_bytes=kv_heads * head_dim * 2)
+        plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=kv_heads * head_dim * 2)
         row_bytes = self.kv.shape[-1] * self.kv.element_size()
         self.plan = kernels.attention_plan(plan, kv_heads, group, BLOCK, row_bytes)
         self.q = (torch.randn(self.sequences, kv_heads * group, head_dim) * head_dim**-0.5).bfloat16()
@@ -153,7 +153,7 @@ def prefill(measured: Measured, name: str, at_least_s: float) -> None:
                 q = torch.randn(n, heads, head_dim).to(dtype) * head_dim**-0.5
                 kv = torch.randn(n // BLOCK, 2, kv_heads, BLOCK, head_dim).to(dtype)
                 slices = [SequenceSlice(n, 0, np.arange(n // BLOCK, dtype=np.int32))]
-                plan = plan_attention(slices, [], block_size=BLOCK, key_bytes=kv_heads * head_dim * 2)
+                plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=kv_heads * head_dim * 2)
                 row_bytes = head_dim * dtype.itemsize
                 made = kernels.attention_plan(plan, kv_heads, heads // kv_heads, BLOCK, row_bytes)
                 k, v = (kv[:, i].transpose(0, 1).reshape(1, kv_heads, n, head_dim) for i in range(2))

@@ -67,7 +67,7 @@ def stub_engine(resolved, plan, tokenizer, progress, on_step):
         tokenizer=tokenizer(),
         executor=Stub(),
         split=lambda sweep: [sweep],
-        pack=partial(pack, block_size=16, key_bytes=64, windows=frozenset(config.windows)),
+        pack=partial(pack, kv_block_size=16, key_bytes=64, windows=frozenset(config.windows)),
         sample=sample,
         policy=Policy(
             admission="continuous",

@@ -552,7 +552,7 @@ def pack_for(request: LoadRequest, compute_tier: str) -> Callable[[list[Schedule
     config = request.config
     return partial(
         pack,
-        block_size=request.policy.kv_block_size,
+        kv_block_size=request.policy.kv_block_size,
         key_bytes=config.num_kv_heads * config.head_dim * int(FORMAT_BYTES[request.dtype]),
         windows=frozenset(config.windows),
         compute_tier=compute_tier,

@@ -230,7 +230,7 @@ class SimulatedJob:
         loads = [
             load_of(
                 batch,
-                block_size=self._plan.policy.kv_block_size,
+                kv_block_size=self._plan.policy.kv_block_size,
                 compute_tier=self._compute_tier,
                 windows=self._windows,
                 hidden_on_host=k >= first_on_host,

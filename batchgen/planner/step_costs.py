@@ -112,7 +112,7 @@ class BatchLoad:
 def load_of(
     batch: Sequence[ScheduledSequence],
     *,
-    block_size: int,
+    kv_block_size: int,
     compute_tier: str,
     windows: bool = False,
     hidden_on_host: bool = False,
@@ -121,22 +121,22 @@ def load_of(
     by_residency: dict[str, list[ScheduledSequence]] = {}
     for scheduled in batch:
         by_residency.setdefault(residency_of(scheduled, compute_tier), []).append(scheduled)
-    attended = {name: _attended(members, block_size, sharing=True) for name, members in by_residency.items()}
+    attended = {name: _attended(members, kv_block_size, sharing=True) for name, members in by_residency.items()}
     windowed = attended
     if windows:
-        windowed = {name: _attended(members, block_size, sharing=False) for name, members in by_residency.items()}
+        windowed = {name: _attended(members, kv_block_size, sharing=False) for name, members in by_residency.items()}
     staged = by_residency.get("staged", ())
     on_disk = [s for s in staged if _on_disk(s)]
     on_host = [s for s in staged if not _on_disk(s)]
-    host_blocks = _history_blocks(on_host, block_size, windowed=False)
-    windowed_host_blocks = _history_blocks(on_host, block_size, windowed=True) if windows else host_blocks
+    host_blocks = _history_blocks(on_host, kv_block_size, windowed=False)
+    windowed_host_blocks = _history_blocks(on_host, kv_block_size, windowed=True) if windows else host_blocks
     reads: list[tuple[int, int]] = []
     writes: list[tuple[int, int]] = []
     blocks = 0
     for s in on_disk:
-        table, used = s.sequence.block_table, _blocks(s.num_keys, block_size)
-        reads += runs_of(table[: _blocks(s.sequence.num_computed, block_size)])
-        writes += runs_of(table[s.sequence.num_computed // block_size : used])
+        table, used = s.sequence.block_table, _blocks(s.num_keys, kv_block_size)
+        reads += runs_of(table[: _blocks(s.sequence.num_computed, kv_block_size)])
+        writes += runs_of(table[s.sequence.num_computed // kv_block_size : used])
         blocks += used
     return BatchLoad(
         tokens=sum([s.num_tokens for s in batch]),
@@ -159,19 +159,19 @@ def _on_disk(scheduled: ScheduledSequence) -> bool:
     return kv_class is not None and tier_of(kv_class) == "disk"
 
 
-def _blocks(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)
+def _blocks(tokens: int, kv_block_size: int) -> int:
+    return -(-tokens // kv_block_size)
 
 
-def _history_blocks(members: Sequence[ScheduledSequence], block_size: int, *, windowed: bool) -> int:
+def _history_blocks(members: Sequence[ScheduledSequence], kv_block_size: int, *, windowed: bool) -> int:
     """Different blocks that hold KV of earlier sweeps."""
     if not windowed and not any(s.sequence.num_matched_blocks for s in members):
-        return sum(_blocks(s.sequence.num_computed, block_size) for s in members)  # nobody shares any
-    tables = (s.sequence.table(windowed)[: _blocks(s.sequence.num_computed, block_size)] for s in members)
+        return sum(_blocks(s.sequence.num_computed, kv_block_size) for s in members)  # nobody shares any
+    tables = (s.sequence.table(windowed)[: _blocks(s.sequence.num_computed, kv_block_size)] for s in members)
     return len({block for table in tables for block in table} - {NULL_BLOCK})
 
 
-def _attended(members: Sequence[ScheduledSequence], block_size: int, *, sharing: bool) -> Attended:
+def _attended(members: Sequence[ScheduledSequence], kv_block_size: int, *, sharing: bool) -> Attended:
     shared_tokens = [0] * len(members)
     shared = []
     if sharing and any(s.sequence.num_matched_blocks for s in members):
@@ -183,10 +183,10 @@ def _attended(members: Sequence[ScheduledSequence], block_size: int, *, sharing:
             )
             for s in members
         ]
-        for group in find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], block_size):
-            shared.append((sum(members[i].num_tokens for i in group.members), group.num_blocks * block_size))
+        for group in find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], kv_block_size):
+            shared.append((sum(members[i].num_tokens for i in group.members), group.num_blocks * kv_block_size))
             for i in group.members:
-                shared_tokens[i] = group.num_blocks * block_size
+                shared_tokens[i] = group.num_blocks * kv_block_size
     own = list(zip(members, shared_tokens, strict=True))
     return Attended(
         tuple(s.num_keys - skip for s, skip in own if s.num_tokens == 1),

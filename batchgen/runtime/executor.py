@@ -254,7 +254,7 @@ class Executor:
                 window = self.config.windows[layer]
                 staged = segment.residency == "staged"
                 slots = packed.staging[window].host_slots if staged else segment.slots[window]
-                blocks = torch.from_numpy(np.unique(slots // self.kv_cache.shape.block_size))
+                blocks = torch.from_numpy(np.unique(slots // self.kv_cache.shape.kv_block_size))
                 if len(blocks):
                     pool = self.kv_cache.pools[self._compute_tier if resident else "cpu"][layer]
                     pool.index_fill_(0, blocks.to(pool.device), 0)
@@ -361,8 +361,8 @@ class Executor:
         shape = self.kv_cache.shape
 
         def rows(slots: np.ndarray) -> tuple[Tensor, Tensor]:
-            keys = upload(ops.kv_rows(slots, shape.kv_heads, shape.block_size).numpy(), self._device)
-            return keys, keys + shape.kv_heads * shape.block_size
+            keys = upload(ops.kv_rows(slots, shape.kv_heads, shape.kv_block_size).numpy(), self._device)
+            return keys, keys + shape.kv_heads * shape.kv_block_size
 
         return for_each(segment.slots, rows)
 
@@ -378,14 +378,14 @@ class Executor:
     def _attention_shape(self) -> tuple:
         config, shape = self.config, self.kv_cache.shape
         heads = config.num_heads, config.num_kv_heads, config.head_dim
-        return *heads, shape.block_size, self.weights.dtype, shape.dtype
+        return *heads, shape.kv_block_size, self.weights.dtype, shape.dtype
 
     # Sweeps as CUDA graphs.
 
     def _make_graphs(self, driver: Driver, most_tokens: int) -> DecodeGraphs | None:
         config = self.config
         group = config.num_heads // config.num_kv_heads
-        if not ops.can_capture(self._device, config.head_dim, group, self.kv_cache.shape.block_size):
+        if not ops.can_capture(self._device, config.head_dim, group, self.kv_cache.shape.kv_block_size):
             return None
         return DecodeGraphs(
             self._launch_layers,

@@ -1,6 +1,6 @@
 """Who owns which KV block: allocation, reference counts, and prompt prefixes found and shared. No tensors.
 
-A block holds the KV of `block_size` consecutive tokens. Full prompt blocks are entered in a trie keyed by
+A block holds the KV of `kv_block_size` consecutive tokens. Full prompt blocks are entered in a trie keyed by
 their tokens, so that a later sequence whose prompt starts the same takes the same blocks: the prefix is
 prefilled once. A block nobody uses any more stays in the trie until the space is needed; the
 longest unused goes first.
@@ -38,9 +38,9 @@ class BlockManager(BlockPool):
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, share_prefixes: bool = True, windowed: WindowPool | None = None
+        self, num_blocks: int, kv_block_size: int, share_prefixes: bool = True, windowed: WindowPool | None = None
     ) -> None:
-        super().__init__(num_blocks, block_size)
+        super().__init__(num_blocks, kv_block_size)
         self.share_prefixes = share_prefixes
         self.windowed = windowed
         self._key_of: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks
@@ -51,7 +51,7 @@ class BlockManager(BlockPool):
     @property
     def longest_tokens(self) -> int:
         """Of a sequence that has the pool to itself."""
-        longest = self.num_blocks * self.block_size
+        longest = self.num_blocks * self.kv_block_size
         of_window = self.windowed.longest_tokens if self.windowed else None
         return longest if of_window is None else min(longest, of_window)
 
@@ -119,7 +119,7 @@ class BlockManager(BlockPool):
         blocks: list[int] = []
         if not self.share_prefixes:
             return blocks
-        node, size = _ROOT, self.block_size
+        node, size = _ROOT, self.kv_block_size
         for end in range(size, len(tokens), size):
             block = self._trie.get((node, tuple(tokens[end - size : end])))
             if block is None:

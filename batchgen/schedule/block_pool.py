@@ -9,9 +9,9 @@ from collections.abc import Sequence
 class BlockPool:
     """Invariant: every block is free, or evictable (may be found, no user), or used (reference count > 0)."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, kv_block_size: int) -> None:
         self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.kv_block_size = kv_block_size
         self._free = list(range(num_blocks - 1, -1, -1))
         self._users = [0] * num_blocks
         self._evictable: OrderedDict[int, None] = OrderedDict()

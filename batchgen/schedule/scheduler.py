@@ -229,7 +229,7 @@ class Scheduler:
                 continue
             pool = self._pool(sequence)
             blocks = pool.num_available - self._reserved[tier_of(sequence.kv_class)] + sequence.reserved_blocks
-            headroom = (len(sequence.block_table) + blocks) * pool.block_size - sequence.num_computed
+            headroom = (len(sequence.block_table) + blocks) * pool.kv_block_size - sequence.num_computed
             count = min(self._chunk(sequence, budget), headroom, self._window_headroom(sequence))
             if count > 0:
                 self._grow(sequence, count)
@@ -250,7 +250,7 @@ class Scheduler:
         of_windows = Counter[str]()
         for sequence in self.running:
             tier, pool = tier_of(sequence.kv_class), self._pool(sequence)
-            blocks = -(-(sequence.num_computed + num_tokens) // pool.block_size)
+            blocks = -(-(sequence.num_computed + num_tokens) // pool.kv_block_size)
             needed[tier] += max(0, blocks - len(sequence.block_table) - sequence.reserved_blocks)
             if sequence.window_table is not None:
                 table, first = sequence.window_table, pool.windowed.first_block(sequence.num_computed + num_tokens - 1)
@@ -374,7 +374,7 @@ class Scheduler:
             return False
         if source.block_table:
             pool = self._pool(source)
-            return pool.share_prefixes and source.num_inserted_blocks < sequence.num_source_tokens // pool.block_size
+            return pool.share_prefixes and source.num_inserted_blocks < sequence.num_source_tokens // pool.kv_block_size
         return source.num_computed == 0
 
     def _queue_followers(self, source: Sequence) -> None:
@@ -405,7 +405,7 @@ class Scheduler:
         for kv_class in classes:
             tier = tier_of(kv_class)
             pool, admission = self.pools[tier], admission_to(tier)
-            num_blocks = -(-num_tokens // pool.block_size)
+            num_blocks = -(-num_tokens // pool.kv_block_size)
             allocation = admission.admit(expected, chunk, num_blocks, self._reserved[tier])
             if allocation is not None:
                 sequence.kv_class = kv_class
@@ -419,7 +419,7 @@ class Scheduler:
                     sequence.reserved_blocks = num_blocks - len(allocation.blocks)
                     self._reserved[tier] += sequence.reserved_blocks
                 matched = allocation.blocks[: allocation.num_matched]
-                sequence.num_computed = len(matched) * pool.block_size
+                sequence.num_computed = len(matched) * pool.kv_block_size
                 sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
                 sequence.num_matched_blocks = sequence.num_inserted_blocks = len(matched)
                 sequence.node = pool.node(matched[-1]) if matched else 0
@@ -448,7 +448,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Blocks for `count` more tokens; False if the sequence itself had to be preempted."""
         tier, pool = tier_of(sequence.kv_class), self._pool(sequence)
-        needed = -(-(sequence.num_computed + count) // pool.block_size)
+        needed = -(-(sequence.num_computed + count) // pool.kv_block_size)
         while len(sequence.block_table) < needed:
             if sequence.reserved_blocks:
                 sequence.reserved_blocks -= 1
@@ -487,14 +487,14 @@ class Scheduler:
             return sequence.num_remaining
         windowed = self._pool(sequence).windowed
         blocks = len(sequence.window_table) + windowed.num_available
-        return blocks * windowed.block_size - sequence.num_computed
+        return blocks * windowed.kv_block_size - sequence.num_computed
 
     def _insert_prompt_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         """Blocks filled with prompt tokens, up to token `num_tokens`, become findable."""
         pool = self._pool(sequence)
         if not pool.share_prefixes:
             return
-        size = pool.block_size
+        size = pool.kv_block_size
         for b in range(sequence.num_inserted_blocks, min(num_tokens, sequence.num_prompt) // size):
             tokens = sequence.tokens[b * size : (b + 1) * size]
             sequence.node = pool.insert(sequence.node, tokens, sequence.block_table[b])
@@ -524,12 +524,12 @@ class Scheduler:
         if pool.share_prefixes:
             # After a sweep that failed: what it was to write is not there to be found.
             pool.invalidate(
-                sequence.block_table[sequence.num_computed // pool.block_size : sequence.num_inserted_blocks]
+                sequence.block_table[sequence.num_computed // pool.kv_block_size : sequence.num_inserted_blocks]
             )
         pool.release(sequence.block_table)
         sequence.block_table = array("i")
         if sequence.window_table is not None:
-            held, unwritten = sequence.num_freed, sequence.num_computed // pool.block_size
+            held, unwritten = sequence.num_freed, sequence.num_computed // pool.kv_block_size
             pool.windowed.invalidate(sequence.window_table[max(held, unwritten) :])
             pool.windowed.release(sequence.window_table[held:])
             sequence.window_table, sequence.num_freed = None, 0

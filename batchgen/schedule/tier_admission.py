@@ -38,7 +38,7 @@ class TierAdmission:
             self._blocks = Projection(
                 [_growth(e, e.sequence.block_table, pool.num_sole(e.sequence.block_table)) for e in running],
                 pool.num_available,
-                pool.block_size,
+                pool.kv_block_size,
                 longest_sweeps,
             )
         if (windowed := pool.windowed) is not None:
@@ -48,7 +48,7 @@ class TierAdmission:
                 growth = _growth(e, table, windowed.num_sole(table[e.sequence.num_freed :]))
                 growths.append(growth._replace(delayed=e.delayed or reserves))
             sole = windowed.blocks_of_window
-            self._windows = Projection(growths, windowed.num_available, pool.block_size, longest_sweeps, sole)
+            self._windows = Projection(growths, windowed.num_available, pool.kv_block_size, longest_sweeps, sole)
 
     def admit(self, entering: Expected, chunk: int, num_blocks: int, num_reserved: int) -> Allocation | None:
         """The blocks of a sequence that enters, or None where there are not enough, now or at a later sweep.
@@ -66,10 +66,10 @@ class TierAdmission:
         windowed = pool.windowed
         if windowed is not None:
             # Perhaps its prefix takes up to a window of what is there.
-            chunk = min(chunk, max(0, windowed.num_available - windowed.blocks_of_window) * pool.block_size)
+            chunk = min(chunk, max(0, windowed.num_available - windowed.blocks_of_window) * pool.kv_block_size)
 
         def growth(num_matched: int) -> Growth:
-            delayed = count - num_matched * pool.block_size > chunk
+            delayed = count - num_matched * pool.kv_block_size > chunk
             return Growth(count, entering.num_sweeps, num_matched, delayed=delayed)
 
         def fits(num_shared: int) -> bool:

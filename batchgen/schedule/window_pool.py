@@ -20,21 +20,21 @@ _NOT_FOUND = 0  # the root, which has no block
 class WindowPool(BlockPool):
     """The blocks of one tier, for layers whose queries see the last `window` tokens at most, themselves included."""
 
-    def __init__(self, num_blocks: int, block_size: int, window: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int, kv_block_size: int, window: int) -> None:
+        super().__init__(num_blocks, kv_block_size)
         self.window = window
-        self.blocks_of_window = window_blocks(window, block_size)
+        self.blocks_of_window = window_blocks(window, kv_block_size)
         self._node_of = [_NOT_FOUND] * num_blocks
         self._block_of: dict[int, int] = {}  # node -> block
 
     @property
     def longest_tokens(self) -> int | None:
         """Of a sequence that has the pool to itself; None: of any length."""
-        return None if self.num_blocks >= self.blocks_of_window else self.num_blocks * self.block_size
+        return None if self.num_blocks >= self.blocks_of_window else self.num_blocks * self.kv_block_size
 
     def first_block(self, position: int) -> int:
         """The first block, in a sequence's table, that a token at `position` sees."""
-        return max(0, position - self.window + 1) // self.block_size
+        return max(0, position - self.window + 1) // self.kv_block_size
 
     def num_sole(self, blocks: Sequence[int]) -> int:
         """How many of these have one user."""
@@ -45,13 +45,13 @@ class WindowPool(BlockPool):
         longest = found = 0  # found: neighbouring blocks that are there, up to here
         for count, node in enumerate(nodes, 1):
             found = found + 1 if node in self._block_of else 0
-            if found >= count - self.first_block(count * self.block_size):
+            if found >= count - self.first_block(count * self.kv_block_size):
                 longest = count
         return longest
 
     def prefix_table(self, nodes: Sequence[int]) -> list[int]:
         """The table of a sequence that takes over these blocks, as many as `longest_prefix` says. Takes no reference."""
-        first = self.first_block(len(nodes) * self.block_size)
+        first = self.first_block(len(nodes) * self.kv_block_size)
         return [NULL_BLOCK] * first + [self._block_of[node] for node in nodes[first:]]
 
     def insert(self, node: int, block: int) -> None:
