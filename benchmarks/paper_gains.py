@@ -21,7 +21,7 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job.planning import PlanRequest, plan_maker, problem_of
 from batchgen.models.config import ModelConfig
-from batchgen.planner.strategies import WITH_GPU, NoWay, best_plan
+from batchgen.planner.strategies import WITH_GPU, NotApplicable, best_plan
 from batchgen.profiler.shipped import shipped_profile
 
 HERE = Path(__file__).parent
@@ -85,7 +85,7 @@ def gains(setting: Setting, output_len: int, rows: int) -> dict[str, Any]:
         try:
             predicted = best_plan(way, problem, plan_of).prediction
             seconds[way.name] = predicted.total_s - predicted.startup_s
-        except (NoWay, InputError) as error:
+        except (NotApplicable, InputError) as error:
             reasons[way.name] = str(error)
     alone = seconds.get("GPU-only")
     over = {name: alone / own - 1 if alone else None for name, own in seconds.items() if name != "GPU-only"}

@@ -14,7 +14,7 @@ from batchgen.planner.explain import TIER_NAMES, compare_rows, headline, lane_se
 from batchgen.planner.explanation import LANE_NAMES, Explanation, price_lines, stage_rows, total_lines
 from batchgen.planner.search import Problem, frontier
 from batchgen.planner.simulation import simulate_job
-from batchgen.planner.strategies import way_rows
+from batchgen.planner.strategies import strategy_rows
 from batchgen.schedule.step_graph import LANES, Step
 
 _SIMULATED_SWEEPS = 32
@@ -51,9 +51,9 @@ def plan_page(
         section("Latency and throughput", *_frontier(plan, problem)),
         section("What would help", *_prices(explained)),
     ]
-    if plan.ways:
-        header, *rows = way_rows(plan)
-        sections.append(section("The ways there are", table(header, rows)))
+    if plan.strategies:
+        header, *rows = strategy_rows(plan)
+        sections.append(section("Strategies", table(header, rows)))
     if others:
         sections.append(section("Plans side by side", *_side_by_side([("now", plan), *others])))
     title = f"Plan: {plan.model} in {plan.dtype} on {plan.hardware}"
