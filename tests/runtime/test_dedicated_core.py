@@ -101,7 +101,7 @@ def busy(seconds):
         pass
 
 
-class TestPace:
+class TestThrottle:
     @pytest.mark.parametrize("slowdown", [2.0, 5.0])
     def test_work_takes_so_many_times_as_long(self, slowdown):
         started = time.perf_counter()
