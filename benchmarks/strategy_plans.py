@@ -35,8 +35,8 @@ from tier_runs import different_rows, hardware_for, lanes_of, model_in, predicti
 
 from batchgen.core.plan import Plan
 from batchgen.engine.loader import process_bytes
-from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
+from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.simulation import simulate_job
 
 KNOWN = (*SETTINGS, FLIPPED)
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _dry(settings: list[Setting]) -> None:
-    config = ModelConfig.from_hf(LLAMA_3B | {"rope_scaling": None} | SHAPE)
+    config = config_of_hf(LLAMA_3B | {"rope_scaling": None} | SHAPE)
     for setting in settings:
         plans, reasons, follows = plans_of(setting, round_machine(setting.device), config, ROUND_PROCESS_BYTES)
         print(f"{setting.name}: the chosen plan follows {follows}; to win: {' or '.join(setting.winners)}")

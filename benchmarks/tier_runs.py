@@ -27,9 +27,9 @@ from batchgen.job.planning import find_for, find_hardware, on_this_machine
 from batchgen.models.config import ModelConfig
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.tokenizer import load_tokenizer
-from batchgen.profiler.busy import why_busy
+from batchgen.models.tokenizers.tokenizer import load_tokenizer
 from batchgen.profiler.calibration import corrected_by_disk_probe
+from batchgen.profiler.contention import contention_reason
 from batchgen.profiler.emulated import emulated_profile
 
 # About 0.4 GB of bf16 weights, 31 MB a layer: products that fill the cores, buses that can be the bottleneck.
@@ -130,7 +130,7 @@ def run_here(
         before, started = CpuTime.now(), time.perf_counter()
         done = list(engine.generate(requests))
         seconds = time.perf_counter() - started
-        busy = why_busy(before, CpuTime.now(), 1.0)
+        busy = contention_reason(before, CpuTime.now(), 1.0)
         stats = engine.stats
         failed = [c.error for c in done if c.error]
         if failed:
