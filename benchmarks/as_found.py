@@ -178,11 +178,11 @@ def tokens_per_s(engine: Engine, sequences: int, length: int, generated: int) ->
     return tokens / (time.perf_counter() - started)
 
 
-def measure(model: str, quantization: str, dtype: str) -> dict[str, float]:
+def measure(model: str, weights: str, dtype: str) -> dict[str, float]:
     """Figures of one case, in this process."""
     started = time.perf_counter()
     with Engine(
-        model, dtype=dtype, quantization=quantization, max_model_len=1024, max_num_seqs=16, share_prefixes=False
+        model, dtype=dtype, weights=weights, max_model_len=1024, max_num_seqs=16, share_prefixes=False
     ) as engine:
         found = {
             "load_s": time.perf_counter() - started,
@@ -234,7 +234,9 @@ def main() -> None:
             continue
         path, kept = file_of(case), case.split("-")[1].lower()
         os.sync()  # the first to load it must not wait for it to be written
-        sides: dict[str, list[dict[str, float]]] = {kept: [], "bf16": []} | ({"llama.cpp": []} if args.peers else {})
+        sides: dict[str, list[dict[str, float]]] = {kept: [], "dequantized": []} | (
+            {"llama.cpp": []} if args.peers else {}
+        )
         for _ in range(args.rounds):
             for side, rounds in sides.items():
                 rounds.append(measured(side, path))
@@ -242,8 +244,8 @@ def main() -> None:
             side: {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0]}
             for side, rounds in sides.items()
         }
-        found[case] = {"as_found": medians[kept], "expanded": medians["bf16"]}
-        for name, side in (("expanded", "bf16"), ("llama.cpp", "llama.cpp")):
+        found[case] = {"as_found": medians[kept], "expanded": medians["dequantized"]}
+        for name, side in (("expanded", "dequantized"), ("llama.cpp", "llama.cpp")):
             if side in medians:
                 ratios = {key: round(medians[kept][key] / value, 3) for key, value in medians[side].items()}
                 found[case] |= {name: medians[side], f"as_found_over_{name}": ratios}

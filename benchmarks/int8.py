@@ -47,7 +47,7 @@ MADE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "fp32": lambda w: w, "bf16": lambda w: w.bfloat16(), "int8": int8.quantize,
 }  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16}  # of tokens
-FORMATS = {"fp32": "none", "int8 weights": INT8}
+FORMATS = {"fp32": "native", "int8 weights": INT8}
 TARGET = 1.01  # of perplexity, against fp32
 
 
@@ -82,12 +82,12 @@ def seconds_of(x: torch.Tensor, weights: list, turn: int) -> float:
     return (clock() - started) / calls
 
 
-def load(files: ModelFiles, quantization: str, window: int, chunk: int) -> EngineParts:
+def load(files: ModelFiles, weights: str, window: int, chunk: int) -> EngineParts:
     """The model on the CPU, everything in memory, with KV for one window."""
     device, config = Device("cpu"), read_config(files)
     policy = in_memory_policy(
         config, device, dtype=DTYPE, admission="continuous", max_num_seqs=1, max_num_batched_tokens=chunk,
-        max_model_len=window, share_prefixes=False, quantization=quantization,
+        max_model_len=window, share_prefixes=False, weights=weights,
     )  # fmt: skip
     request = LoadRequest(
         files, config, policy, dtype=DTYPE, device=device, budgets=resolve_budgets(device), min_output_len=1

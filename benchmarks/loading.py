@@ -56,14 +56,14 @@ FILE = """
 import json, resource, sys, time
 import torch, gguf.quants
 from batchgen.models.checkpoint import open_checkpoint
-from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.models.files import read_config, resolve_model, resolve_weights
 from batchgen.schedule.residency import WeightResidency
 from batchgen.runtime.memory.weights import Weights
 files = resolve_model(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 started = time.perf_counter()
 config = read_config(files)
-residency = WeightResidency.in_memory(config, resolve_quantization(files, "none"))
+residency = WeightResidency.in_memory(config, resolve_weights(files, "native"))
 weights = Weights(config, residency, torch.bfloat16, checkpoint=open_checkpoint(files, config))
 taken = time.perf_counter() - started
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -89,7 +89,7 @@ def main() -> None:  # a benchmark from top to bottom
         hardware = machine(device)
         request = PlanRequest(
             "model", "bfloat16", config.max_position, process_bytes=process, share_prefixes=False,
-            store_bytes=store_bytes(config, "bfloat16", "none"), **case["budgets"],
+            store_bytes=store_bytes(config, "bfloat16", "native"), **case["budgets"],
         )  # fmt: skip
         problem = replace(problem_of(hardware, config, workload, request), **case["held"])
         plan = plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)

@@ -9,7 +9,7 @@ from tiny_models import MIXED_SIZES, make_tiny_model, mixed_types, write_tiny_gg
 
 from batchgen.models import block_packer, gguf_tensors
 from batchgen.models.checkpoint import open_checkpoint
-from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.models.files import read_config, resolve_model, resolve_weights
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.memory.weights import Weights
 from batchgen.schedule.residency import WeightResidency
@@ -25,7 +25,7 @@ def make(directory, family, kinds="Q4_0", *, tied=False):
     return (
         open_checkpoint(files, config),
         config,
-        WeightResidency.in_memory(config, resolve_quantization(files, "none")),
+        WeightResidency.in_memory(config, resolve_weights(files, "native")),
     )
 
 
@@ -88,7 +88,7 @@ def test_embeddings_that_are_the_output_matrix_are_packed_and_in_memory_once(tmp
     config = read_config(files)
     assert config.tied_embeddings
     name = str(dtype).removeprefix("torch.")
-    kept = resolve_quantization(files, "none") if tensor_type == "Q8_0" else name
+    kept = resolve_weights(files, "native") if tensor_type == "Q8_0" else name
     checkpoint = open_checkpoint(files, config)
     weights = Weights(config, WeightResidency.in_memory(config, kept), dtype, checkpoint=checkpoint)
     first = config.stage(0, config.num_layers - 1)
