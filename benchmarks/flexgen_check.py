@@ -17,10 +17,11 @@ from pathlib import Path
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
-from batchgen.planner.cost import peak_bytes
+from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.flow import Phase, phases_of
 from batchgen.planner.inputs import FLEXGEN, CostInputs, Placement, RuntimeModel
 from batchgen.planner.lp import job_seconds
+from batchgen.planner.peak_memory import peak_bytes
 from batchgen.planner.search import Candidate, Problem, search
 from batchgen.profiler.shipped import shipped_profile
 
@@ -58,7 +59,7 @@ def read_cells() -> list[Cell]:
 
 def opt_config(model: str) -> ModelConfig:
     hidden, layers, heads = SHAPES[model]
-    return ModelConfig.from_hf(
+    return config_of_hf(
         {
             "architectures": ["OPTForCausalLM"],
             "hidden_size": hidden,

@@ -38,7 +38,7 @@ from batchgen.engine.loader import (
 from batchgen.job.report import engine_report
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, without_weights
-from batchgen.models.tokenizer import NoText
+from batchgen.models.tokenizers.tokenizer import NoText
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import plan_memory
 from batchgen.schedule.trace import TraceWriter

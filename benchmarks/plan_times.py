@@ -25,6 +25,7 @@ from batchgen.core.workload import Workload
 from batchgen.engine.loader import store_bytes
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.config import ModelConfig
+from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.simulation import simulate_job
 from batchgen.profiler.shipped import shipped_profile
 
@@ -54,7 +55,7 @@ CASES = tuple(Case(model, bits, job) for model in MODELS for bits in ("native", 
 
 def plan_case(case: Case) -> tuple[Plan, ModelConfig, HardwareProfile]:
     """The plan of a case, from files that are read before."""
-    config = ModelConfig.from_hf(json.loads((SHAPES / case.model / "config.json").read_text()))
+    config = config_of_hf(json.loads((SHAPES / case.model / "config.json").read_text()))
     hardware = shipped_profile(MACHINE)
     size = store_bytes(config, "float16", case.weights)
     request = PlanRequest(

@@ -31,8 +31,8 @@ from batchgen.engine.encode import (
 from batchgen.engine.given import each_request
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.spoilt import Spoilt
-from batchgen.models.harmony import AnswerStops, Harmony
-from batchgen.models.thinking import Thinking, ThoughtStops
+from batchgen.models.tokenizers.harmony import AnswerStops, Harmony
+from batchgen.models.tokenizers.thinking import Thinking, ThoughtStops
 from batchgen.runtime.grammar import Grammar
 from batchgen.schedule.from_policy import longest_sequence
 from batchgen.schedule.sequence import NOT_FINITE, PENDING, Sequence
@@ -40,7 +40,7 @@ from batchgen.schedule.sequence import NOT_FINITE, PENDING, Sequence
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from batchgen.models.tokenizer import StopDetector
+    from batchgen.models.tokenizers.tokenizer import StopDetector
     from batchgen.runtime.sampler import Sampled, SampledToken
 
 

@@ -22,7 +22,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles
 from batchgen.models.rope import RopeConfig
 from batchgen.models.shard import Shard
-from batchgen.models.store_format import Extent, StoredTensor, StoreFile, WeightStore
+from batchgen.models.store.layout import Extent, StoredTensor, StoreFile, WeightStore
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
 from batchgen.runtime.sampler import SampledToken
 from batchgen.schedule.packed_batch import PackedBatch, Run, Segment, Staging

@@ -32,7 +32,7 @@ from batchgen.schedule.packed_batch import PackedBatch
 from batchgen.schedule.sequence import LogitsRow, ScoredPosition
 
 if TYPE_CHECKING:
-    from batchgen.models.tokenizer import Tokenizer
+    from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 
 class StageGroup(Protocol):

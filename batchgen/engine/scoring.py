@@ -26,7 +26,7 @@ from batchgen.schedule.from_policy import longest_sequence
 from batchgen.schedule.sequence import NOT_FINITE, Sequence
 
 if TYPE_CHECKING:
-    from batchgen.models.tokenizer import Tokenizer
+    from batchgen.models.tokenizers.tokenizer import Tokenizer
     from batchgen.runtime.scorer import Scorer
 
 

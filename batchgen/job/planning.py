@@ -56,7 +56,7 @@ from batchgen.planner.pipeline import over_stages
 from batchgen.planner.plan_selection import choose, simulate_candidates
 from batchgen.planner.ranks import Link, link_of, part_of_host, with_sums
 from batchgen.planner.search import Candidate, Problem, block_latency_s, search
-from batchgen.planner.strategies import with_ways
+from batchgen.planner.strategies import with_strategies
 from batchgen.profiler.apart import recall_or_measure
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe
@@ -146,13 +146,13 @@ def make_plan(
     return replace(plan, kernels=kernels_here(plan.kernels, notify))
 
 
-def plan_case(case: Case, estimated: EstimatedWorkload, *, ways: bool = False) -> tuple[Plan, Problem]:
+def plan_case(case: Case, estimated: EstimatedWorkload, *, compare_strategies: bool = False) -> tuple[Plan, Problem]:
     """The fastest plan for a job on a machine, and the problem that it solves.
 
     Args:
         case: The job and the machine.
         estimated: The job's workload.
-        ways: Whether the plan says what the ways of the papers would take.
+        compare_strategies: Whether the plan has the job's time under each strategy.
 
     Raises:
         InputError: No plan fits.
@@ -160,7 +160,7 @@ def plan_case(case: Case, estimated: EstimatedWorkload, *, ways: bool = False) -
     workload = replace(estimated.workload, routing=known_routing(case.job.files, case.job.config))
     plan, problem = _plan_formats(case, estimated._replace(workload=workload))
     case = _case_of(case, problem)
-    if ways and case.request.stages == 1:
+    if compare_strategies and case.request.stages == 1:
         plan_of = plan_maker(
             problem,
             case.request,
@@ -168,7 +168,7 @@ def plan_case(case: Case, estimated: EstimatedWorkload, *, ways: bool = False) -
             loading_s=_reading_s(case, problem),
             output_len_known=estimated.output_len_known,
         )
-        plan = with_ways(plan, problem, plan_of)
+        plan = with_strategies(plan, problem, plan_of)
     return plan, problem
 
 

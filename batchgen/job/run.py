@@ -34,20 +34,20 @@ from batchgen.job.files import check_files, write_text
 from batchgen.job.kernels import kernels_of_rows
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import JobOptions, names_of, seconds
+from batchgen.job.pages.run_page import RunPage
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.repeats import Repeats
 from batchgen.job.report import make_report, write_report
 from batchgen.job.resolved import ResolvedJob, expanded_line, resolve_job
 from batchgen.job.routing import keep_routing
-from batchgen.job.run_page import RunPage
 from batchgen.job.shared import open_output, requests_left
 from batchgen.job.source import RequestSource, open_source
 from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
 from batchgen.models.model_versions import ModelVersions, changed_file, check_unchanged, model_versions
-from batchgen.models.thinking import Thinking
+from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run
@@ -57,7 +57,7 @@ from batchgen.share.run import SharedRun
 
 if TYPE_CHECKING:
     from batchgen.distributed.group import Group
-    from batchgen.models.tokenizer import Tokenizer
+    from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 
 def run(model: str, input: Any, output: str | Path | None = None, **options: Any) -> dict[str, Any]:
@@ -339,7 +339,7 @@ def _cached_output(fingerprint: dict[str, Any], suffix: str) -> Path:
 
 
 def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
-    from batchgen.models.tokenizer import load_tokenizer
+    from batchgen.models.tokenizers.tokenizer import load_tokenizer
 
     return load_tokenizer(files, special_tokens)
 

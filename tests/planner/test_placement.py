@@ -17,13 +17,14 @@ from batchgen.core.plan import Plan, spread_layers
 from batchgen.core.units import parse_bytes
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.bound import lower_bound_s
-from batchgen.planner.cost import bounds, head_lanes, kv_bytes, layer_lanes, peak_bytes
+from batchgen.planner.costs import bounds, head_lanes, layer_lanes
 from batchgen.planner.deferring import deferring
 from batchgen.planner.explain import make_plan
 from batchgen.planner.inputs import BATCHGEN, FLEXGEN
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.lp import Allowed, Counts, job_seconds, solve
 from batchgen.planner.memory import plan_memory
+from batchgen.planner.peak_memory import kv_bytes, peak_bytes
 from batchgen.planner.search import Problem, block_latency_s, frontier, search, search_space
 
 OPT_13B = opt(5120, 40, 40)

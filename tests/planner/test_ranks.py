@@ -6,14 +6,14 @@ import pytest
 from planner_cases import GIB, cpu_box, gpu_box
 
 from batchgen.core.workload import Workload
-from batchgen.models.config import ModelConfig
+from batchgen.models.hf.config import config_of_hf
 from batchgen.models.shard import shard_of
-from batchgen.planner.cost import sums_s
+from batchgen.planner.costs import sums_s
 from batchgen.planner.flow import Phase
 from batchgen.planner.ranks import PROCESSES, Link, link_of, part_of_host, with_sums
 from batchgen.planner.search import Problem, search
 
-MODEL = ModelConfig.from_hf(
+MODEL = config_of_hf(
     {
         "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000,
         "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,

@@ -10,8 +10,8 @@ from thorough import some_of
 
 from batchgen.core.plan import KV_CLASSES
 from batchgen.core.workload import Workload
-from batchgen.models.config import ModelConfig
-from batchgen.models.store_format import layer_groups
+from batchgen.models.hf.config import config_of_hf
+from batchgen.models.store.layout import layer_groups
 from batchgen.planner import memory
 from batchgen.planner import search as searching
 from batchgen.planner.bound import lower_bound_s
@@ -37,7 +37,7 @@ FORMATS = {"compute_format": "float16", "weight_formats": ("float16",), "kv_form
 @pytest.mark.parametrize("name", some_of(TABLE, 3, "search effort"))
 def test_few_programmes_are_solved(monkeypatch, name):
     model, weights, job = TABLE[name]
-    config = ModelConfig.from_hf(json.loads((SHAPES / model / "config.json").read_text()))
+    config = config_of_hf(json.loads((SHAPES / model / "config.json").read_text()))
     hardware = shipped_profile("t4")
     solved = []
 
@@ -109,7 +109,7 @@ def test_blocks_that_take_too_long_leave_their_kind_to_smaller_ones(monkeypatch)
 def test_what_is_left_out_fits_nowhere(name):
     """And what is kept does, by the programme that is asked about a few of them."""
     model, weights, job = TABLE[name]
-    config = ModelConfig.from_hf(json.loads((SHAPES / model / "config.json").read_text()))
+    config = config_of_hf(json.loads((SHAPES / model / "config.json").read_text()))
     hardware = shipped_profile("t4")
     formats = FORMATS | {"weight_formats": (weights,)}
     problem = Problem(hardware, config, Workload.uniform(*job), budgets(hardware), **formats, num_gpu_batches=2)
@@ -134,7 +134,7 @@ def test_halves_are_asked_for_first():
 @pytest.mark.parametrize("name", some_of(TABLE, 2, "bounds"))
 def test_no_programme_beats_the_bound(name):
     model, weights, job = TABLE[name]
-    config = ModelConfig.from_hf(json.loads((SHAPES / model / "config.json").read_text()))
+    config = config_of_hf(json.loads((SHAPES / model / "config.json").read_text()))
     hardware = shipped_profile("t4")
     formats = FORMATS | {"weight_formats": (weights,)}
     problem = Problem(hardware, config, Workload.uniform(*job), budgets(hardware), **formats)

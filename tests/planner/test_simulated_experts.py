@@ -13,9 +13,9 @@ from batchgen.core.plan import Plan, Policy, Prediction
 from batchgen.core.routing import Routing
 from batchgen.core.workload import Workload
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
-from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.cost import moved_bytes
+from batchgen.models.hf.config import config_of_hf
+from batchgen.planner.costs import moved_bytes
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import BATCHGEN, CostInputs
@@ -25,7 +25,7 @@ from batchgen.planner.simulation import simulate_job
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NOTHING = Prediction(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, "compute", {"cpu": {"process": 1 << 29}}, {}, {})
-MODEL = ModelConfig.from_hf(
+MODEL = config_of_hf(
     {
         "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 32,
         "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "vocab_size": 8000, "num_experts": 128,

@@ -1,0 +1,573 @@
+// Attention of some query rows over paged KV, a tile of keys at a time, with a running softmax (online: the maximum and
+// the sum are carried along). Prefill, decode and shared prefixes are the same work with more or fewer rows: the
+// queries of all heads that share a KV head are rows of one product, so that K and V are read once for all of them.
+//
+// Of packed KV the codes themselves are multiplied. With k = scale * code + minimum for each key,
+//   q.k = scale * (q.code) + minimum * sum(q),   sum p v = sum (p scale) code + sum (p minimum).
+
+// What a head's sink adds to the sum of softmax weights, once all keys have been seen.
+inline float sink_weight(const Attention& args, int64_t head, float highest) {
+    if (!args.sinks) return 0;
+    float weight[W];
+    store(weight, exp(set1(args.sinks[head] - highest)));
+    return weight[0];
+}
+
+// exp(score - highest), to the precision of the products it goes into; 0 for a score of kLowest.
+template <class M>
+struct SoftmaxWeight {
+    static constexpr bool kRough = M::kPair == 2;
+    vf highest;
+    // A row that has seen nothing yet has no score above kLowest.
+    explicit SoftmaxWeight(float most) : highest(set1(most > kLowest ? (kRough ? most * -kLog2E : most) : 0)) {}
+    vf operator()(vf score) const {
+#ifdef BATCHGEN_FAST_BF16
+        if constexpr (kRough) return exp2_rough(fma(score, set1(kLog2E), highest));
+#endif
+        return exp(sub(score, highest));
+    }
+};
+
+template <class M, class T>
+struct Attend {
+    static constexpr bool kCodes = kBits<T> != 0;
+    using Tile = typename InTiles<T>::Type;  // of K's and V's rows
+    const Attention& args;
+    AttentionScratch<M> s;
+    const int n, group, groups;
+    AttentionItem item;
+    AttentionSpan span;  // that is under way
+    // Of each head, rows [start, start + count) of the item see the span, row r being head r % group of token r /
+    // group. What is carried along is kept for all heads, one after the other.
+    int start, count;
+    int at, rows_now;         // of the span's rows the ones whose scores there are
+    bool packs;               // whether the item has spans with more than few rows
+    bool one_run[kKeys / W];  // of each W keys of a tile, whether their rows lie one after the other
+    typename M::Tiles tiles;
+    Ahead ahead;
+
+    Attend(const Attention& args, Carve carve)
+        : args(args),
+          s(args, carve),
+          n(args.kv.head_dim),
+          group(args.heads / args.kv.kv_heads),
+          groups((args.kv.head_dim + kGroup - 1) / kGroup) {}
+
+    int rows() const { return item.num_tokens * group; }
+
+    void run(const AttentionItem& given, const AttentionItem* next) {
+        item = given;
+        const int held = item.num_heads * rows();
+        packs = false;
+        for (int i = 0; i < item.num_spans; i++) packs |= !few(item.spans[i].num_tokens * group);
+        load_queries();
+        for (int r = 0; r < held; r++) s.highest[r] = kLowest;
+        memset(s.total, 0, held * W * sizeof(float));
+        memset(s.acc, 0, held * s.columns * sizeof(float));
+        if (kCodes) memset(s.least, 0, held * kGroups * sizeof(float));
+        for (int i = 0; i < item.num_spans; i++) {
+            span = item.spans[i];
+            start = span.first_token * group, count = span.num_tokens * group;
+            if (i + 1 < item.num_spans) see(item.spans + i + 1, item);
+            else see(next ? next->spans : nullptr, next ? *next : item);
+        }
+        for (int h = 0; h < item.num_heads; h++) {
+            if (item.partial_row < 0) write(h);
+            else write_partial(h);
+        }
+    }
+
+    // Attends to a span; next: what comes then, of next_item.
+    void see(const AttentionSpan* next, const AttentionItem& next_item) {
+        // What the last row sees last, and the first row first.
+        const int64_t last = smaller(span.last_key, int64_t(span.causal) + span.num_tokens);
+        int64_t first = int64_t(span.causal) - span.window + 1;
+        first = first > span.first_key ? first : span.first_key;
+        const uint8_t *now[kKeys], *coming[kKeys], *keys[kKeys], *values[kKeys];
+        s.tile = count > kFewRows ? kKeys : kFewKeys;
+        if (first < last) key_rows(args.kv, span, item.first_head, int(first), now);
+        turn_all_queries();
+        for (int64_t key = first; key < last; key += s.tile) {
+            const int count_keys = int(smaller(s.tile, last - key));
+            const int whole = int(round_up(count_keys, few(count) ? W : kKeyStep<M>));
+            ahead.clear();
+            if (key + s.tile < last) {
+                key_rows(args.kv, span, item.first_head, int(key) + s.tile, coming);
+                look_ahead(coming, int(smaller(s.tile, last - key - s.tile)), item.num_heads);
+            } else if (next && next->first_key < next->last_key) {
+                key_rows(args.kv, *next, next_item.first_head, next->first_key, coming);
+                look_ahead(coming, int(smaller(s.tile, next->last_key - next->first_key)), next_item.num_heads);
+            }
+            for (int i = 0; i < whole && few(count); i += W) one_run[i / W] = in_one_run(now + i);
+            for (int h = 0; h < item.num_heads; h++) {
+                const int held_row = h * rows() + start, left = 2 * (item.num_heads - h);
+                if (few(count) && !kCodes) {
+                    at = 0, rows_now = count;
+                    few_pairs(held_row, int(key), count_keys, whole, h, now, left);
+                    continue;
+                }
+                for (int i = 0; i < round_up(whole, 2 * W); i++) {
+                    keys[i] = now[i] + h * args.kv.head_bytes;
+                    values[i] = keys[i] + args.kv.value_offset;
+                }
+                if (from_rows(count)) {
+                    at = 0, rows_now = count;
+                    few_in_tiles(held_row, int(key), count_keys, whole, h, keys, values, left);
+                    continue;
+                }
+                if (few_floats(count)) {
+                    few_in_floats(held_row, int(key), count_keys, whole, keys, values, left);
+                    continue;
+                }
+                if constexpr (kCodes) {
+                    if (few(count)) {
+                        at = 0, rows_now = count;
+                        few_codes(held_row, int(key), count_keys, whole, keys, values, left);
+                        continue;
+                    }
+                }
+                const int transposes = int(whole / W * (s.depth / W)), steps = whole / M::kPair;
+                ahead.spread(left * transposes);
+                if (kCodes) {
+                    read_tables<kBits<T>>(keys, whole, n, s.k_scale, s.k_minimum);
+                    read_tables<kBits<T>>(values, whole, n, s.v_scale, s.v_minimum);
+                }
+                in_bytes(keys, whole);
+                for (int i = 0; i < whole; i += W) pack_keys<Tile>(M(), keys + i, n, s, s.k + i, ahead);
+                ahead.spread((left - 1) * steps);
+                in_bytes(values, whole);
+                pack_values<Tile>(M(), values, whole, n, s, ahead);
+                // Some rows at a time, so that their scores and weights stay in the nearest cache beside K and V.
+                for (at = 0; at < count; at += kRowsAtOnce<M>) {
+                    rows_now = int(smaller(kRowsAtOnce<M>, count - at));
+                    const int64_t seen = int64_t(span.causal) + (at + rows_now - 1) / group + 1 - key;
+                    if (seen <= 0) continue;
+                    const int count_seen = int(smaller(count_keys, seen)),
+                              whole_seen = int(round_up(count_seen, kKeyStep<M>));
+                    scores(held_row + at, whole_seen);
+                    mask(int(key), count_seen, whole_seen);
+                    softmax(held_row + at, whole_seen);
+                    add_values(held_row + at, whole_seen);
+                }
+            }
+            memcpy(now, coming, sizeof now);
+        }
+    }
+
+    // Whether W rows lie one after the other.
+    bool in_one_run(const uint8_t* const* rows) const {
+        bool all = true;
+        for (int i = 1; i < W; i++) all &= rows[i] - rows[i - 1] == args.kv.row_bytes;
+        return all;
+    }
+
+    // Has rows of 5-bit codes taken from bytes, until this is done for others.
+    void in_bytes(const uint8_t** rows, int count) {
+        if constexpr (kBits<T> == 5) expand_tile(rows, count, n, s.bytes);
+        else (void)rows, (void)count;
+    }
+
+    // Whether so many rows go to tile registers with the rows of K as they lie.
+    bool from_rows(int count) const {
+        return in_tiles<M>() && !kCodes && count >= kFewestInTiles && count <= kMostInTiles && n % (2 * W) == 0;
+    }
+
+    // Whether so many rows are few.
+    bool few(int count) const {
+#ifdef BATCHGEN_FAST_BF16
+        return M::kPair == 2 && !from_rows(count) && count <= kFewest && n % (kCodes ? kGroup : 2 * W) == 0;
+#else
+        (void)count;
+        return false;
+#endif
+    }
+
+    // Whether so many rows are few for products in floats.
+    bool few_floats(int count) const {
+        return M::kPair == 1 && !kCodes && count <= kFewest && n * int(sizeof(T)) % (4 * W) == 0;
+    }
+
+    // A tile of one head with such rows, as many at a time as have their sums in registers.
+    void few_in_floats(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys,
+                       const uint8_t* const* values, int left) {
+        if constexpr (M::kPair == 1 && !kCodes) {
+            const int words = n / kInWord<T>, passes = (count + kFewAtOnce - 1) / kFewAtOnce;
+            at = 0, rows_now = count;
+            ahead.spread(left * (whole / W) * (words / W));
+            for (int i = 0; i < whole; i += W) transpose_keys(keys + i, words, s.k + i, s.tile, ahead);
+            each_few(count, [&]<int Rows>(int r) {
+                const float* a = (const float*)s.a + (held_row + r) * s.depth;
+                in_steps<few_vectors(Rows)>(whole / W, [&]<int Vectors>(int v) {
+                    transposed_scores<T, Rows, Vectors>(a, s.depth, s.k + v * W, s.tile, words,
+                                                        s.s + r * s.tile + v * W, s.tile);
+                });
+            });
+            mask(key, count_keys, whole);
+            softmax(held_row, whole);
+            const int columns = few_vectors((count + passes - 1) / passes) * W;
+            ahead.spread((left - 1) * (whole / kFetchKeys) * passes * ((n + columns - 1) / columns));
+            each_few(count, [&]<int Rows>(int r) {
+                in_steps<few_vectors(Rows)>(n / W, [&]<int Vectors>(int v) {
+                    row_values<T, Rows, Vectors>((const float*)s.p + r * s.tile, s.tile, values, whole, v * W,
+                                                 s.acc + (held_row + r) * s.columns, s.columns, s.change + r, ahead);
+                });
+            });
+        }
+    }
+
+    // What such rows are multiplied as, of all heads.
+    void turn_all_queries() {
+#ifdef BATCHGEN_TILES
+        if constexpr (in_tiles<M>())
+            for (int h = 0; h < item.num_heads && from_rows(count); h++)
+                transpose_queries(s.a + (h * rows() + start) * s.depth, s.depth, count, s.depth,
+                                  s.transposed + h * s.depth * W);
+#endif
+    }
+
+    // A tile of one head with such rows.
+    void few_in_tiles(int held_row, int key, int count_keys, int whole, int h, const uint8_t* const* keys,
+                      const uint8_t* const* values, int left) {
+#ifdef BATCHGEN_TILES
+        if constexpr (in_tiles<M>() && !kCodes) {
+            tiles.configure(count);
+            ahead.spread(left * (whole / W));
+            for (int i = 0; i < whole; i += W) {
+                ahead.fetch();
+                tile_scores(tiles, keys + i, args.kv.row_bytes, count, s.transposed + h * s.depth * W, s.depth / W,
+                            (uint8_t*)s.k, s.s + i, s.tile);
+            }
+            mask(key, count_keys, whole);
+            softmax(held_row, whole);
+            ahead.spread((left - 1) * (whole / M::kPair));
+            pack_values<T>(M(), values, whole, n, s, ahead);
+            add_values(held_row, whole);
+        }
+#else
+        (void)held_row, (void)key, (void)count_keys, (void)whole, (void)h, (void)keys, (void)values, (void)left;
+#endif
+    }
+
+    // A tile of one head with few rows. rows: those of K of the item's first head; left: what is to come of this tile,
+    // halves of heads.
+    void few_pairs(int held_row, int key, int count_keys, int whole, int h, const uint8_t* const* rows, int left) {
+#ifdef BATCHGEN_FAST_BF16
+        if constexpr (M::kPair == 2 && !kCodes) {
+            const int64_t head = h * args.kv.head_bytes, value = head + args.kv.value_offset;
+            const int64_t next = left > 2 ? args.kv.head_bytes : 0;
+            ahead.spread(left * (whole / (count == 1 ? kFetchOfOne : kFetchOfMany)) * count);
+            const uint32_t* a = s.a + held_row * s.depth;
+            with_count<kMaxHeadDim / 32>(n / 32, [&]<int Chunks>() {
+                for (int i = 0; i < whole; i += W) {
+                    const uint8_t* from = rows[i] + head;
+                    if (!one_run[i / W]) {
+                        for (int j = 0; j < W; j++) memcpy(s.k + j * s.depth, rows[i + j] + head, s.depth * 4);
+                        from = (const uint8_t*)s.k;
+                    }
+                    few_scores<Chunks>(a, s.depth, count, from, next, s.s + i, s.tile, ahead);
+                }
+            });
+            mask(key, count_keys, whole);
+            softmax(held_row, whole);
+            float* acc = s.acc + held_row * s.columns;
+            with_count<kFewest>(count, [&]<int Rows>() {
+                constexpr int kVectors = Rows > 4 ? 2 : 4;  // as many sums as there are registers for
+                ahead.spread((left - 1) * (whole / values_fetch(Rows)) * ((n + kVectors * W - 1) / (kVectors * W)));
+                int column = 0;
+                for (; column + kVectors * W <= n; column += kVectors * W)
+                    few_values<Rows, kVectors>(s.p, s.tile / 2, rows, value, next, whole, column, acc, s.columns,
+                                               s.change, ahead);
+                if (column < n)
+                    few_values<Rows, 2>(s.p, s.tile / 2, rows, value, next, whole, column, acc, s.columns, s.change,
+                                        ahead);
+            });
+        }
+#else
+        (void)held_row, (void)key, (void)count_keys, (void)whole, (void)h, (void)rows, (void)left;
+#endif
+    }
+
+    // The same of packed KV, at these rows of K and V.
+    void few_codes(int held_row, int key, int count_keys, int whole, const uint8_t** keys, const uint8_t** values,
+                   int left) {
+#ifdef BATCHGEN_FAST_BF16
+        if constexpr (M::kPair == 2) {
+            // Lines are asked for beside the products, too: many at once would take the places of those that are waited
+            // for.
+            constexpr int kRowsOfValues = kFewest / 2;
+            const int turns = (whole + 2 * W - 1) / (2 * W), passes = (count + kRowsOfValues - 1) / kRowsOfValues;
+            ahead.spread(left * (1 + passes) * turns);
+            read_tables<kBits<T>>(keys, whole, n, s.k_scale, s.k_minimum);
+            in_bytes(keys, int(round_up(whole, 2 * W)));
+            for (int i = 0; i < whole; i += 2 * W) transpose_codes(keys + i, n, s.k + i, ahead);
+            with_count<kFewest>(count, [&]<int Rows>() {
+                constexpr int kVectors = Rows > 4 ? 1 : 2;
+                for (int i = 0; i < whole; i += kVectors * W) {
+                    ahead.fetch();
+                    code_scores<Rows, kVectors>(s.fixed_q + held_row * kFixedRow, s.q_step + held_row,
+                                                s.query_sum + held_row * kGroups, groups, s.k + i, s.k_scale + i,
+                                                s.k_minimum + i, s.s + i);
+                }
+            });
+            mask(key, count_keys, whole);
+            softmax(held_row, whole);
+            ahead.spread((left - 1) * (whole / W + passes * groups));
+            read_tables<kBits<T>>(values, whole, n, s.v_scale, s.v_minimum);
+            in_bytes(values, whole);
+            interleave_codes(values, whole, n, s.v, ahead);
+            fixed_weights(s.s, count, groups, s.v_scale, s.v_minimum, whole, s.fixed_p, s.p_step,
+                          s.least + held_row * kGroups, s.change);
+            for (int r = 0; r < count; r += kRowsOfValues) {
+                with_count<kRowsOfValues>(int(smaller(kRowsOfValues, count - r)), [&]<int Rows>() {
+                    constexpr int kVectors = Rows > 3 ? 2 : 4;  // as many sums as there are registers for
+                    for (int column = 0; column < n; column += kVectors * W) {
+                        const int g = column / kGroup;
+                        if (column % kGroup == 0) ahead.fetch();
+                        code_values<Rows, kVectors>(
+                            s.fixed_p + (r * kGroups + g) * kFixedWeights, s.p_step + r * kGroups + g, s.v + column, n,
+                            whole, s.acc + (held_row + r) * s.columns + column, s.columns, s.change + r);
+                    }
+                });
+            }
+        }
+#else
+        (void)held_row, (void)key, (void)count_keys, (void)whole, (void)keys, (void)values, (void)left;
+#endif
+    }
+
+    // The lines of a tile in the order in which they lie in memory: rows of a block are next to each other, and so are
+    // heads.
+    void look_ahead(const uint8_t* const* rows, int count, int num_heads) {
+        for (int i = 0, stop; i < count; i = stop) {
+            for (stop = i + 1; stop < count && rows[stop] == rows[stop - 1] + args.kv.row_bytes;) stop++;
+            const int64_t bytes = (stop - i) * args.kv.row_bytes;
+            for (int half = 0; half < 2; half++) {
+                const uint8_t* first = rows[i] + half * args.kv.value_offset;
+                if (bytes == args.kv.head_bytes) ahead.add(first, num_heads * bytes);
+                else
+                    for (int h = 0; h < num_heads; h++) ahead.add(first + h * args.kv.head_bytes, bytes);
+            }
+        }
+    }
+
+    void load_queries() {
+        with_type(args.type, [&](auto* type) {
+            for (int h = 0; h < item.num_heads; h++)
+                for (int r = 0; r < rows(); r++)
+                    load_query((decltype(type))args.q + (item.first_token + r / group) * args.q_stride + head(h, r) * n,
+                               h * rows() + r);
+        });
+    }
+    int64_t head(int h, int r) const { return int64_t(item.first_head + h) * group + r % group; }
+
+    template <class Q>
+    void load_query(const Q* q, int r) {
+        uint32_t* a = s.a + r * s.depth;
+        if constexpr (M::kPair == 2) {
+            memset(a, 0, s.depth * 4);
+            if constexpr (sizeof(Q) == sizeof(bf16)) {
+                if (!kCodes) memcpy(a, q, n * sizeof(Q));
+                else if (packs) code_order((const bf16*)q, n, (bf16*)a);
+            }
+        } else {
+            for (int64_t i = n; i < s.depth; i++) ((float*)a)[i] = 0;
+            for (int i = 0; i < n; i += W) store_part((float*)a + i, load_part(q + i, n - i), n - i);
+        }
+#ifdef BATCHGEN_FAST_BF16
+        if constexpr (M::kPair == 2 && kCodes)
+            if (few(group)) s.q_step[r] = fixed_query(q, n, s.fixed_q + r * kFixedRow);
+#endif
+        for (int g = 0; kCodes && g < groups; g++) {
+            float all = 0;
+            for (int i = g * kGroup; i < n && i < (g + 1) * kGroup; i += W)
+                all += sum(load_part(q + i, int(smaller(n, (g + 1) * kGroup)) - i));
+            s.query_sum[r * kGroups + g] = all;
+        }
+    }
+
+    // Of one head's rows, held from held_row on.
+    void scores(int held_row, int keys) {
+        const uint32_t* a = s.a + held_row * s.depth;
+        if constexpr (!kCodes) {
+            product<M>(tiles, a, s.depth, rows_now, s.k, s.tile, keys, s.depth, s.s, s.tile, nullptr);
+        } else {
+            for (int g = 0; g < groups; g++) {
+                const int from = g * kGroup / M::kPair, depth = int(smaller(kGroup, n - g * kGroup)) / M::kPair;
+                product<M>(tiles, a + from, s.depth, rows_now, s.k + from * s.tile, s.tile, keys, depth, s.t, s.tile,
+                           nullptr);
+                for (int r = 0; r < rows_now; r++) {
+                    const vf all = set1(s.query_sum[(held_row + r) * kGroups + g]);
+                    for (int i = 0; i < keys; i += W) {
+                        vf score = mul(load(s.k_minimum + g * kKeys + i), all);
+                        score = fma(load(s.k_scale + g * kKeys + i), load(s.t + r * s.tile + i), score);
+                        float* out = s.s + r * s.tile + i;
+                        store(out, g ? add(load(out), score) : score);
+                    }
+                }
+            }
+        }
+    }
+
+    // Scores within +-softcap (Gemma 2), before keys are left out.
+    void cap(int keys) {
+        const vf by = set1(1 / args.softcap), most = set1(args.softcap);
+        for (int r = 0; r < rows_now; r++) {
+            float* row = s.s + r * s.tile;
+            for (int i = 0; i < keys; i += W) store(row + i, mul(most, tanh(mul(load(row + i), by))));
+        }
+    }
+
+    // Keys that a row does not see.
+    void mask(int key, int count_keys, int keys) {
+        if (args.softcap > 0) cap(keys);
+        const int last = at + rows_now - 1;
+        const bool whole = key + count_keys - 1 <= int64_t(span.causal) + at / group &&
+                           key > int64_t(span.causal) + last / group - span.window;
+        if (whole && count_keys == keys) return;
+        for (int r = 0; r < rows_now; r++) {
+            const int64_t own = int64_t(span.causal) + (at + r) / group;
+            const int64_t stop = smaller(count_keys, own + 1 - key), from = own - span.window + 1 - key;
+            float* row = s.s + r * s.tile;
+            for (int64_t i = stop < 0 ? 0 : stop; i < keys; i++) row[i] = kLowest;
+            for (int64_t i = 0; i < smaller(from, keys); i++) row[i] = kLowest;
+        }
+    }
+
+    void softmax(int held_row, int keys) {
+        float *highest = s.highest + held_row, *totals = s.total + held_row * W;
+        for (int first = 0; first < rows_now; first += W) {
+            const int some = int(smaller(W, rows_now - first));
+            vf most[W];
+            for (int r = 0; r < W; r++) {
+                most[r] = r < some ? set1(highest[first + r]) : zero();
+                for (int i = 0; r < some && i < keys; i += W)
+                    most[r] = max(load(s.s + (first + r) * s.tile + i), most[r]);
+            }
+            const vf before = load_part(highest + first, some), now = largest_of(most, some);
+            store_part(highest + first, now, some);
+            store(s.change + first, exp(sub(before, now)));
+        }
+        for (int r = 0; r < rows_now; r++) {
+            float* row = s.s + r * s.tile;
+            typename M::Value* p = (typename M::Value*)s.p + r * s.tile;
+            const SoftmaxWeight<M> weight_of(highest[r]);
+            vf all = mul(load(totals + r * W), set1(s.change[r]));
+            for (int i = 0; i < keys; i += W) {
+                vf weight = weight_of(load(row + i));
+                all = add(all, weight);
+                if (kCodes) store(row + i, weight);
+                else store(p + i, weight);
+            }
+            store(totals + r * W, all);
+        }
+    }
+
+    void add_values(int held_row, int keys) {
+        const int64_t stride = s.tile / M::kPair, depth = keys / M::kPair;
+        float* acc = s.acc + held_row * s.columns;
+        if constexpr (!kCodes) {
+            product<M>(tiles, s.p, stride, rows_now, s.v, s.columns, s.columns, depth, acc, s.columns, s.change);
+        } else {
+            for (int g = 0; g < groups; g++) {
+                for (int r = 0; r < rows_now; r++) {
+                    typename M::Value* p = (typename M::Value*)s.p + r * s.tile;
+                    vf all = zero();
+                    for (int i = 0; i < keys; i += W) {
+                        vf weight = load(s.s + r * s.tile + i);
+                        all = fma(weight, load(s.v_minimum + g * kKeys + i), all);
+                        store(p + i, mul(weight, load(s.v_scale + g * kKeys + i)));
+                    }
+                    float* least = s.least + (held_row + r) * kGroups + g;
+                    *least = *least * s.change[r] + sum(all);
+                }
+                const int64_t from = g * kGroup, columns = round_up(smaller(kGroup, n - from), W);
+                product<M>(tiles, s.p, stride, rows_now, s.v + from, s.columns, columns, depth, acc + from, s.columns,
+                           s.change);
+            }
+        }
+    }
+
+    vf result(int held_row, int column) const {
+        vf x = load(s.acc + held_row * s.columns + column);
+        return kCodes ? add(x, set1(s.least[held_row * kGroups + column / kGroup])) : x;
+    }
+
+    void write(int h) {
+        with_type(args.type, [&](auto* type) {
+            for (int r = 0; r < rows(); r++) {
+                auto* out =
+                    (decltype(type))args.out + (item.first_token + r / group) * args.out_stride + head(h, r) * n;
+                const int held_row = h * rows() + r;
+                // A row that sees nothing is zero, not 0 / 0.
+                const float total =
+                    sum(load(s.total + held_row * W)) + sink_weight(args, head(h, r), s.highest[held_row]);
+                const vf scale = set1(total > 0 ? 1 / total : 0);
+                for (int i = 0; i < n; i += W) store_part(out + i, mul(result(held_row, i), scale), n - i);
+            }
+        });
+    }
+
+    void write_partial(int h) {
+        for (int r = 0; r < rows(); r++) {
+            const int held_row = h * rows() + r;
+            float* out = args.partial + (item.partial_row + held_row) * (n + 2);
+            for (int i = 0; i < n; i += W) store_part(out + i, result(held_row, i), n - i);
+            out[n] = s.highest[held_row], out[n + 1] = sum(load(s.total + held_row * W));
+        }
+    }
+};
+
+// Calls f<M, T>() for products and KV of these arguments.
+template <class F>
+inline auto with_attention(const Attention& args, F f) {
+#ifdef BATCHGEN_FAST_BF16
+    if (args.type == Type::BF16 && args.kv.type == Type::BF16) return f.template operator()<Pairs, bf16>();
+    if (args.type == Type::BF16 && args.kv.type == Type::Int5) return f.template operator()<Pairs, Codes<5>>();
+    if (args.type == Type::BF16 && args.kv.type == Type::Int8) return f.template operator()<Pairs, Codes<8>>();
+#endif
+    switch (args.kv.type) {
+        case Type::BF16: return f.template operator()<Floats, bf16>();
+        case Type::F16: return f.template operator()<Floats, f16>();
+        case Type::Int5: return f.template operator()<Floats, Codes<5>>();
+        case Type::Int8: return f.template operator()<Floats, Codes<8>>();
+        default: return f.template operator()<Floats, float>();
+    }
+}
+
+inline int64_t attention_scratch(const Attention& args) {
+    return with_attention(args, [&]<class M, class T>() {
+        Carve carve{nullptr};
+        AttentionScratch<M> scratch(args, carve);
+        return carve.used;
+    });
+}
+
+// Items one after the other: while one ends, the next one's KV comes in.
+inline void attend(const Attention& args, const AttentionItem* items, int64_t count, void* scratch) {
+    with_attention(args, [&]<class M, class T>() {
+        Attend<M, T> attend(args, Carve{(uint8_t*)scratch});
+        for (int64_t i = 0; i < count; i++) attend.run(items[i], i + 1 < count ? items + i + 1 : nullptr);
+    });
+}
+
+// Puts the parts of one row together, in their order.
+inline void merge(const Attention& args, const Merge& m, const int64_t* rows) {
+    const int n = args.kv.head_dim;
+    auto part = [&](int i) { return args.partial + rows[m.first + i] * (n + 2); };
+    float highest = kLowest, total = 0;
+    for (int i = 0; i < m.count; i++) highest = part(i)[n] > highest ? part(i)[n] : highest;
+    float acc[kMaxHeadDim + W] = {};
+    for (int i = 0; i < m.count; i++) {
+        float scale[W];
+        store(scale, exp(set1(part(i)[n] - highest)));
+        total += part(i)[n + 1] * scale[0];
+        for (int j = 0; j < n; j += W)
+            store(acc + j, fma(load_part(part(i) + j, n - j), set1(scale[0]), load(acc + j)));
+    }
+    total += sink_weight(args, m.head, highest);
+    with_type(args.type, [&](auto* type) {
+        auto* out = (decltype(type))args.out + m.token * args.out_stride + int64_t(m.head) * n;
+        const vf scale = set1(total > 0 ? 1 / total : 0);
+        for (int j = 0; j < n; j += W) store_part(out + j, mul(load(acc + j), scale), n - j);
+    });
+}

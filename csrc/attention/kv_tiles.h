@@ -1,0 +1,276 @@
+// Tiles of keys for attention: from the rows of paged KV into the order in which products read them.
+
+constexpr int kKeys = 128;    // of a tile, at most: many rows share the work that there is for each of them
+constexpr int kFewKeys = 64;  // with few rows: the next tile's KV has to fit a cache beside this one's
+constexpr int kFewRows = 16;
+constexpr int kGroups = kMaxHeadDim / kGroup;
+constexpr float kLowest = -1e30f;  // below every score, and exp(kLowest - kLowest) is a number
+
+// Rows whose scores are made at once, and keys that these are made for at a time: what products in tile registers, or
+// in vectors, take.
+template <class M>
+constexpr int kRowsAtOnce = in_tiles<M>() ? 32 : 12;
+template <class M>
+constexpr int kKeyStep = in_tiles<M>() ? 32 : W;
+
+constexpr int kFewest = 8;  // rows that are not worth packing K and V for
+// Rows that tile registers take the rows of K for as they lie.
+constexpr int kFewestInTiles = 4, kMostInTiles = 16;
+// Bytes of a row in fixed point: the high parts, then the low ones. At fixed offsets, for the sake of addresses.
+constexpr int kFixedRow = 2 * kMaxHeadDim, kFixedWeights = 2 * kFewKeys;
+
+constexpr int kByteRow = kMaxHeadDim + 8;  // bytes from one row of a tile's codes to the next
+
+template <class M>
+struct AttentionScratch {
+    int64_t depth, columns;  // head_dim in units of 32 bits, and in values, rounded up to vectors
+    uint32_t *a, *p, *k, *v;
+    float *s, *t, *acc, *highest, *change;
+    float* total;                                      // [rows, W], to be added up
+    float *query_sum, *least;                          // [rows, groups]: sum of q, sum of p * minimum
+    float *k_scale, *k_minimum, *v_scale, *v_minimum;  // [groups, keys]
+    int tile;                                          // keys of a tile, and from row to row of k's, s' and p's
+    float* expanded;                                   // [W, columns + slack]
+    int64_t expanded_stride;
+    // With few rows over packed KV, whose tile is in k and v: queries and weights in fixed point.
+    int8_t *fixed_q, *fixed_p;  // [rows, kFixedRow], [kFewest, groups, kFixedWeights]
+    float *q_step, *p_step;     // [rows], [kFewest, groups]
+    uint32_t* transposed;       // [heads, depth, 16]: queries as columns, where there are few of them
+    uint8_t* bytes;             // [kKeys, kByteRow]: K's or V's codes of 5 bits
+
+    AttentionScratch(const Attention& args, Carve& carve) {
+        columns = round_up(args.kv.head_dim, W);
+        depth = round_up(args.kv.head_dim, W * M::kPair) / M::kPair;
+        a = carve.take<uint32_t>(kTileRows * depth);
+        p = carve.take<uint32_t>(kRowsAtOnce<M> * kKeys / M::kPair);
+        k = carve.take<uint32_t>(depth * kKeys);
+        v = carve.take<uint32_t>(kKeys / M::kPair * columns + 2 * W);
+        s = carve.take<float>(kRowsAtOnce<M> * kKeys);
+        t = carve.take<float>(kRowsAtOnce<M> * kKeys);
+        acc = carve.take<float>(kTileRows * columns);
+        highest = carve.take<float>(kTileRows);
+        total = carve.take<float>(kTileRows * W);
+        change = carve.take<float>(kRowsAtOnce<M> + W);
+        query_sum = carve.take<float>(kTileRows * kGroups);
+        least = carve.take<float>(kTileRows * kGroups);
+        k_scale = carve.take<float>(kGroups * kKeys);
+        k_minimum = carve.take<float>(kGroups * kKeys);
+        v_scale = carve.take<float>(kGroups * kKeys);
+        v_minimum = carve.take<float>(kGroups * kKeys);
+        expanded_stride = columns + 2 * W;
+        expanded = carve.take<float>(W * expanded_stride);
+        const int64_t fixed = M::kPair == 2 && code_bits(args.kv.type) && args.kv.head_dim % kGroup == 0;
+        fixed_q = carve.take<int8_t>(fixed * kTileRows * kFixedRow);
+        fixed_p = carve.take<int8_t>(fixed * kFewest * kGroups * kFixedWeights);
+        q_step = carve.take<float>(fixed * kTileRows);
+        p_step = carve.take<float>(fixed * kFewest * kGroups);
+        transposed = carve.take<uint32_t>(
+            in_tiles<M>() && args.kv.type == Type::BF16 ? kTileRows / kFewestInTiles * depth * kMostInTiles : 0);
+        bytes = carve.take<uint8_t>(args.kv.type == Type::Int5 ? kKeys * kByteRow : 0);
+    }
+};
+
+// What packed rows are taken as: codes of so many bits.
+template <int Bits>
+struct Codes {
+    uint8_t byte;
+};
+template <class T>
+constexpr int kBits = 0;
+template <int Bits>
+constexpr int kBits<Codes<Bits>> = Bits;
+
+// What products are made of: codes of 5 bits are brought into bytes first, the rows of a tile at a time.
+template <class T>
+struct InTiles {
+    using Type = T;
+};
+template <>
+struct InTiles<Codes<5>> {
+    using Type = Codes<8>;
+};
+
+// A row as floats, its codes where it is packed.
+template <class T>
+inline void expand_row(const T* row, int n, float* out) {
+    for (int i = 0; i < n; i += W) store(out + i, load_part(row + i, n - i));
+}
+inline void expand_row(const Codes<8>* row, int n, float* out) {
+    for (int i = 0; i < n; i += W) store(out + i, to_float(load_bytes_part(&row->byte + i, n - i)));
+}
+
+// Has `count` rows of 5-bit codes taken from bytes [count, kByteRow] at `space`.
+__attribute__((noinline)) void expand_tile(const uint8_t** rows, int count, int n, uint8_t* space) {
+    for (int i = 0; i < count; i++, space += kByteRow) {
+        expand_to_bytes(rows[i], n, space);
+        rows[i] = space;
+    }
+}
+
+// Lines of memory that the next tile will need, asked for a few at a time: all at once they would stop the work that
+// they are to overlap with.
+struct Ahead {
+    struct Run {
+        const uint8_t *start, *stop;
+    };
+    static constexpr int kPiece = 256;  // bytes, four lines: what is asked for at once
+    static constexpr int kParts = 256;  // of a piece, in which shares of calls are counted
+    Run runs[2 * kKeys * kMostHeads];
+    int count, at;
+    int64_t pieces, each, due;  // left in all runs; of a call, and due by now, in parts
+
+    void clear() { count = at = 0, pieces = each = due = 0; }
+    void add(const uint8_t* start, int64_t bytes) {
+        runs[count++] = {start, start + bytes};
+        pieces += (bytes + kPiece - 1) / kPiece;
+    }
+    // In so many calls to come, the part of all that is left.
+    void spread(int64_t calls) { each = (pieces * kParts + calls - 1) / calls; }
+    void fetch() {
+        due += each;
+        while (due >= kParts && at < count) {
+            Run& run = runs[at];
+            const uint8_t* line = run.start;
+            for (; due >= kParts && line < run.stop; line += kPiece, due -= kParts, pieces--) {
+#pragma GCC unroll 4
+                for (int i = 0; i < kPiece; i += 64) __builtin_prefetch(line + i);
+            }
+            run.start = line;
+            at += line >= run.stop;
+        }
+    }
+};
+
+// W keys as columns of K's tile at `out` [depth, kKeys].
+template <class T>
+inline void pack_keys(Floats, const uint8_t* const* rows, int n, AttentionScratch<Floats>& s, uint32_t* out,
+                      Ahead& ahead) {
+    for (int i = 0; i < W; i++) {
+        expand_row((const T*)rows[i], n, s.expanded + i * s.expanded_stride);
+        for (int64_t j = n; j < s.columns; j++) s.expanded[i * s.expanded_stride + j] = 0;
+    }
+    for (int64_t d = 0; d < s.depth; d += W) {
+        vi r[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)s.expanded + i * s.expanded_stride + d);
+        transpose(r);
+        ahead.fetch();
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) store_int(out + (d + i) * s.tile, r[i]);
+    }
+}
+
+// All keys of V's tile: a row for each, values in their order.
+template <class T>
+inline void pack_values(Floats, const uint8_t* const* rows, int keys, int n, AttentionScratch<Floats>& s,
+                        Ahead& ahead) {
+    for (int i = 0; i < keys; i++) ahead.fetch(), expand_row((const T*)rows[i], n, (float*)s.v + i * s.columns);
+}
+
+// Which values of a row are the pair at each depth of a packed K tile: those of each four codes, as `store_codes` puts
+// them.
+inline void code_order(const bf16* q, int n, bf16* out) {
+    for (int i = 0; i < n; i += 4, out += 4) out[0] = q[i], out[1] = q[i + 2], out[2] = q[i + 1], out[3] = q[i + 3];
+}
+
+#ifdef BATCHGEN_FAST_BF16
+// The integers in the low eight bits of each 16, as bf16, exactly.
+inline vi bytes_to_bf16(vi a) {
+    const vi low = as_int(to_float(and_bits(a, set1_int(0xff)))), high = as_int(to_float(shift_right<16>(a)));
+    return add_int(shift_right<16>(low), and_bits(high, set1_int(0xffff0000)));
+}
+// Four codes of W keys as pairs, in the order of `code_order`.
+inline void store_codes(vi words, uint32_t* out, int64_t stride) {
+    const vi bytes = set1_int(0x00ff00ff);
+    store_int(out, bytes_to_bf16(and_bits(words, bytes)));
+    store_int(out + stride, bytes_to_bf16(and_bits(shift_right<8>(words), bytes)));
+}
+
+template <class T>
+inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch<Pairs>& s, uint32_t* out,
+                      Ahead& ahead) {
+    constexpr bool codes = kBits<T> != 0;
+    const int words = codes ? n / 4 : n / 2;   // of 32 bits, of a row
+    if constexpr (codes && in_tiles<Pairs>())  // the last step of tile registers goes beyond the row
+        for (int64_t d = n / 2; d < s.depth; d++) store_int(out + d * s.tile, set1_int(0));
+    for (int d = 0; d < words; d += W) {
+        const int count = int(smaller(W, words - d));
+        vi r[W];
+        if (count == W) {
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)rows[i] + d);
+        } else {
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) r[i] = load_int_part((const uint32_t*)rows[i] + d, count);
+        }
+        transpose(r);
+        ahead.fetch();
+        if constexpr (codes) {
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++)
+                if (i < count) store_codes(r[i], out + 2 * i * s.tile, s.tile);
+            out += 2 * count * s.tile;
+        } else {
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) store_int(out + (d + i) * s.tile, r[i]);
+        }
+    }
+}
+
+template <class T>
+inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, AttentionScratch<Pairs>& s, Ahead& ahead) {
+    for (int i = 0; i < keys; i += 2) {
+        ahead.fetch();
+        uint32_t* out = s.v + i / 2 * s.columns;
+        const uint8_t *a = rows[i], *b = rows[i + 1];
+        if constexpr (kBits<T> == 8) {
+            for (int j = 0; j < n; j += W)
+                store_int(out + j,
+                          bytes_to_bf16(pair_bytes(load_bytes_part(a + j, n - j), load_bytes_part(b + j, n - j))));
+        } else {
+            for (int j = 0; j < n; j += 2 * W) {
+                int words = int(smaller(W, (n - j) / 2));
+                vi first, second;
+                interleave(load_int_part((const uint32_t*)(a + 2 * j), words),
+                           load_int_part((const uint32_t*)(b + 2 * j), words), first, second);
+                store_int(out + j, first);
+                if (j + W < n) store_int(out + j + W, second);
+            }
+        }
+    }
+}
+#endif
+
+// Scales and minimums of `keys` packed rows (a multiple of W) as floats [groups, kKeys].
+template <int Bits>
+__attribute__((noinline)) void read_tables(const uint8_t* const* rows, int keys, int n, float* scale, float* minimum) {
+    const int start = code_bytes(n, Bits), groups = (n + kGroup - 1) / kGroup;
+    for (int g = 0; g < groups; g++) {
+        for (int i = 0; i < keys; i += W) {
+            uint32_t words[W];
+            for (int j = 0; j < W; j++) memcpy(words + j, rows[i + j] + start + 4 * g, 4);
+            vf scales, minimums;
+            split_f16(load_int(words), scales, minimums);
+            store(scale + g * kKeys + i, scales);
+            store(minimum + g * kKeys + i, minimums);
+        }
+    }
+}
+
+// Addresses of a head's rows of K for keys [key, key + kKeys); from last_key on that of the last one.
+inline void key_rows(const KV& kv, const AttentionSpan& span, int head, int key, const uint8_t** rows) {
+    const uint8_t* row = nullptr;
+    for (int i = 0; i < kKeys;) {
+        int at = key + i;
+        if (at >= span.last_key) {
+            for (; i < kKeys; i++) rows[i] = row;
+            return;
+        }
+        int offset = at % kv.block_size;
+        int count = int(smaller(smaller(kv.block_size - offset, span.last_key - at), kKeys - i));
+        row = kv.data + int64_t(span.blocks[at / kv.block_size]) * kv.block_bytes + head * kv.head_bytes +
+              offset * kv.row_bytes;
+        for (int j = 0; j < count; j++, row += kv.row_bytes) rows[i++] = row;
+        row -= kv.row_bytes;
+    }
+}

@@ -1,0 +1,170 @@
+// Products of bf16 with rows of FP8, where there are instructions for pairs of bf16.
+//
+// A number of FP8 is one of bf16 too. So a run of 32 depths is multiplied as it is, and its scale is applied to its
+// sum, in fp32:
+//     sum += scale * (numbers . x)
+// No weight is rounded. Each element is summed up in the order of runs, wherever numbers come from, and however many
+// rows there are.
+
+#ifdef BATCHGEN_FAST_BF16
+typedef uint16_t Halves __attribute__((vector_size(4 * W)));
+constexpr int kFp8Run = 32, kRunWords = 8;  // words of x at 16 depths
+
+// The numbers that have no leading one, as bf16.
+inline PairTable small_fp8() {
+    alignas(64) bf16 numbers[32];
+    for (int i = 0; i < 32; i++) numbers[i].bits = uint16_t(float_bits(float(i % 8) * 0x1p-9f) >> 16);
+    return PairTable(numbers);
+}
+
+// Each half of `codes` has one, in its low byte. Exponents count from 7 there, from 127 in bf16.
+__attribute__((always_inline)) inline vi pairs_of_fp8(Lanes codes, const PairTable& small) {
+    const Halves code = (Halves)codes, normal = ((code & 0x7f) << 4) + 0x3c00;
+    const Halves number = (code & 0x78) == 0 ? (Halves)small.of_32((vi)codes) : normal;
+    return (vi)(number | (code & 0x80) << 8);
+}
+
+// Of kQuad depths of a panel: sink(word of the depth, vector of columns, operand).
+template <class Sink>
+__attribute__((always_inline)) inline void quad_of_fp8(CodeStretch::Planes planes, const PairTable& small, Sink sink) {
+#pragma GCC unroll 4
+    for (int group = 0; group < 4; group++) {
+        const Lanes pairs[2] = {(Lanes)load_int((const uint32_t*)planes.low + group * W),
+                                (Lanes)load_int((const uint32_t*)planes.high + group * W)};
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            sink(2 * group + i / 2, i % 2, pairs_of_fp8(pairs[i / 2] >> (8 * (i % 2)) & 0x00ff00ff, small));
+    }
+}
+
+// c [MR, kPanel] = a tile of rows times a panel, each code used as soon as it is there. next: the panel after it.
+template <class Kind, int MR>
+__attribute__((noinline)) void product_of_fp8(const CodeFormat& format, const uint8_t* panel, const uint8_t* next,
+                                              int64_t depth, const uint32_t* x, float* c) {
+    const PairTable small = small_fp8();
+    RunScales scales;
+    memset(c, 0, MR * kPanel * sizeof *c);
+    for (int64_t at = 0; at < depth; at += kTaken) {
+        const CodeStretch stretch(format, panel, depth, at, next, scales);
+        for (int64_t run = 0; run < stretch.depths / kFp8Run; run++) {
+            vf acc[MR][2];
+#pragma GCC unroll 12
+            for (int r = 0; r < MR; r++) acc[r][0] = acc[r][1] = zero();
+#pragma GCC unroll 2
+            for (int quad = 0; quad < kFp8Run / kQuad; quad++) {
+                const auto use = [&](int word, int part, vi operand) __attribute__((always_inline)) {
+#pragma GCC unroll 12
+                    for (int r = 0; r < MR; r++)
+                        acc[r][part] = dot_pairs(set1_int(x[word * MR + r]), operand, acc[r][part]);
+                };
+                quad_of_fp8(stretch.template quad<Kind>(format, run * (kFp8Run / kQuad) + quad), small, use);
+                x += kRunWords * MR;
+            }
+#pragma GCC unroll 12
+            for (int r = 0; r < MR; r++)
+#pragma GCC unroll 2
+                for (int part = 0; part < 2; part++) {
+                    float* to = c + (2 * r + part) * W;
+                    store(to, fma(acc[r][part], scales.scales[run][part], load(to)));
+                }
+        }
+    }
+}
+
+// Depths [at, at + kTaken) of a panel, or those that are left: out [depths / 2, kPanel], and their scales.
+template <class Kind>
+__attribute__((noinline)) void operand_of_fp8(const CodeFormat& format, const uint8_t* panel, const uint8_t* next,
+                                              int64_t depth, int64_t at, uint32_t* out, RunScales& scales) {
+    const PairTable small = small_fp8();
+    const CodeStretch stretch(format, panel, depth, at, next, scales);
+    for (int64_t i = 0; i < stretch.depths / kQuad; i++, out += kRunWords * kPanel)
+        quad_of_fp8(stretch.template quad<Kind>(format, i), small,
+                    [&](int word, int part, vi operand)
+                        __attribute__((always_inline)) { store_int(out + word * kPanel + part * W, operand); });
+}
+
+// The same of rows as they lie.
+template <class Format>
+__attribute__((noinline)) void operand_of_fp8_rows(const Linear& args, int64_t panel, int64_t next, int64_t at,
+                                                   uint32_t* out, RunScales& scales) {
+    using Block = typename Format::Block;
+    const PairTable small = small_fp8();
+    uint8_t heads[kTaken / Block::kValues * Format::kScaleBytes] = {};
+    for (int part = 0; part < 2; part++)
+        words_of_rows<Format>(
+            args, panel, next, part * W, at, heads, [&](int64_t depth, Lanes codes) {  // two pairs of depths
+                uint32_t* to = out + depth / 2 * kPanel + part * W;
+                store_int(to, pairs_of_fp8((codes & 0xff) | (codes << 8 & 0x00ff0000), small));
+                store_int(to + kPanel, pairs_of_fp8((codes >> 16 & 0xff) | (codes >> 8 & 0x00ff0000), small));
+            });
+    scales_of_runs<Format>(heads, Format::kScaleBytes, smaller(kTaken, args.depth - at) / Block::kValues, scales);
+}
+
+// c [MR, kPanel] += rows of a tile of `count` times some runs of an operand.
+template <int MR>
+__attribute__((noinline)) void product_of_fp8_operand(const uint32_t* x, int64_t count, const uint32_t* b, int64_t runs,
+                                                      const RunScales& scales, float* c) {
+    vf sum[MR][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; r++) sum[r][0] = load(c + r * kPanel), sum[r][1] = load(c + r * kPanel + W);
+    for (int64_t run = 0; run < runs; run++) {
+        vf acc[MR][2];
+#pragma GCC unroll 6
+        for (int r = 0; r < MR; r++) acc[r][0] = acc[r][1] = zero();
+#pragma GCC unroll 4
+        for (int word = 0; word < kFp8Run / 2; word++) {
+            const vi first = load_int(b), second = load_int(b + W);
+#pragma GCC unroll 6
+            for (int r = 0; r < MR; r++) {
+                const vi value = set1_int(x[r]);
+                acc[r][0] = dot_pairs(value, first, acc[r][0]), acc[r][1] = dot_pairs(value, second, acc[r][1]);
+            }
+            x += count, b += kPanel;
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < MR; r++)
+#pragma GCC unroll 2
+            for (int part = 0; part < 2; part++)
+                sum[r][part] = fma(acc[r][part], scales.scales[run][part], sum[r][part]);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; r++) store(c + r * kPanel, sum[r][0]), store(c + r * kPanel + W, sum[r][1]);
+}
+
+template <class Format>
+struct Fp8Products {
+    using Kind = typename Format::Kind;
+    static constexpr int kDepths = 2, kFewRows = 8;
+    const Linear& args;
+    CodeFormat format;
+    const uint32_t* x;
+
+    Fp8Products(const Linear& args, int64_t row) : args(args), format(code_format<Format>(nullptr)) {
+        x = (const uint32_t*)args.packed_x + row * args.depth / 2;
+    }
+    void operand(int64_t panel, int64_t next, int64_t at, uint32_t* out, RunScales& scales) const {
+        if (!args.packed) return operand_of_fp8_rows<Format>(args, panel, next, at, out, scales);
+        operand_of_fp8<Kind>(format, block_panel(args, panel), block_panel(args, next), args.depth, at, out, scales);
+    }
+    template <int MR>
+    void few(int64_t panel, int64_t next, float* c) const {
+        product_of_fp8<Kind, MR>(format, block_panel(args, panel), block_panel(args, next), args.depth, x, c);
+    }
+    template <int MR>
+    void some(int64_t r, int64_t i, int64_t count, int64_t at, int64_t depths, const uint32_t* b,
+              const RunScales& scales, float* c) const {
+        const uint32_t* tile = x + r * args.depth / 2 + at / 2 * count;
+        product_of_fp8_operand<MR>(tile + i, count, b, depths / kFp8Run, scales, c);
+    }
+};
+
+template <class F>
+inline void with_fp8(const Linear& args, int64_t row, F f) {
+    with_panels(args.packing, [&]<class Format>(const int8_t*) {
+        if constexpr (Format::Kind::kFloat8) f(Fp8Products<Format>(args, row));
+    });
+}
+#else  // named, but never called
+template <class F>
+void with_fp8(const Linear&, int64_t, F) {}
+#endif

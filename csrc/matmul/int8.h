@@ -1,0 +1,247 @@
+// Linear layers of weights of 8 bits: sums of integers, with a scale for each column and one for each row of x.
+//
+// batchgen/ops/int8.py says how rows of numbers become codes, and in which order sums become results; it does the same
+// in torch, bit for bit. Rows of x are made codes once for all threads. A packed panel has its columns' scales after
+// its codes.
+
+#ifdef BATCHGEN_TILES
+constexpr int kWeightOffset = 0;
+#else
+constexpr int kWeightOffset = kCodeOffset;  // which the sums are rid of by the sum of a row's codes
+#endif
+
+inline uint16_t operand_with(int16_t) { return 0; }
+inline uint32_t operand_with(int8_t) { return 0; }
+
+struct Bytes {
+    using Value = Code;
+    using Arithmetic = Apart;
+    static constexpr int kWhole = 4;
+    using Sum = vi;
+    using Operand = decltype(operand_with(Code{}));
+    using Number = uint32_t;
+    static constexpr int kPair = 4 / sizeof(Code);
+    static vi columns(const Operand* b) { return load_codes(b); }
+    static vi none() { return set1_int(0); }
+    static vi scaled(const uint32_t* c, float) { return load_int(c); }  // by one
+    static void put(uint32_t* c, vi sum) { store_int(c, sum); }
+    static vi dot(vi a, vi b, vi c) { return dot_codes(a, b, c); }
+};
+
+// Where w's scale is in a row.
+inline int64_t scale_at(const Linear& args) { return round_up(args.depth, 4); }
+
+// Rows of x as codes, and what is kept of each beside them; at `packed_x`.
+struct CodedRows {
+    float* scales;
+    int32_t* excess;  // of sums, for the offset of w's codes
+    uint8_t* codes;
+    static int64_t bytes_beside(const Linear& args) { return 8 * round_up(args.rows, 16); }
+    CodedRows(const Linear& args, const void* at) {
+        const int64_t rows = round_up(args.rows, 16);
+        scales = (float*)at, excess = (int32_t*)(scales + rows), codes = (uint8_t*)(excess + rows);
+    }
+};
+
+constexpr int kRotated = 64;  // values that are rotated together
+
+constexpr int kRotatedVectors = kRotated / W;
+
+// Signs of the second of two numbers that are added: less where the lane's number has the bit Apart.
+template <int Apart>
+struct Signs {
+    float of[W];
+    constexpr Signs() : of() {
+        for (int i = 0; i < W; i++) of[i] = i & Apart ? -1 : 1;
+    }
+};
+template <int Apart>
+constexpr Signs<Apart> kSigns;
+
+// A stage of Hadamard's matrix: of two numbers that are Apart from each other their sum and their difference.
+template <int Apart>
+__attribute__((always_inline)) inline void hadamard_stage(vf (&block)[kRotatedVectors]) {
+    constexpr int kVectors = Apart / W;
+#pragma GCC unroll 16
+    for (int i = 0; i < kRotatedVectors; i++) {
+        if constexpr (Apart < W) {
+            block[i] = fma(block[i], load(kSigns<Apart>.of), swap_lanes<Apart>(block[i]));
+        } else if (!(i & kVectors)) {
+            const vf a = block[i], b = block[i + kVectors];
+            block[i] = add(a, b), block[i + kVectors] = sub(a, b);
+        }
+    }
+}
+
+// Numbers of a row as codes are made of them: as they are, zeros beyond its end, or with whole blocks of 64 rotated by
+// Hadamard's matrix.
+template <class T>
+struct RowValues {
+    const T* x;
+    int64_t n;
+    bool rotated;
+
+    // The 64 numbers from `from` on, a multiple of 64. Loops over them are unrolled so that they stay in registers.
+    __attribute__((always_inline)) void block(int64_t from, vf (&out)[kRotatedVectors]) const {
+        T part[kRotated];
+        const bool whole = from + kRotated <= n;
+        const T* at = x + from;
+        if (!whole) {
+            memset(part, 0, sizeof part);
+            memcpy(part, at, (n - from) * sizeof(T));
+            at = part;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < kRotatedVectors; i++) out[i] = load(at + i * W);
+        if (!whole || !rotated) return;
+        hadamard_stage<1>(out), hadamard_stage<2>(out), hadamard_stage<4>(out);
+        hadamard_stage<8>(out), hadamard_stage<16>(out), hadamard_stage<32>(out);
+#pragma GCC unroll 16
+        for (int i = 0; i < kRotatedVectors; i++) out[i] = mul(out[i], set1(1.0f / 8));
+    }
+};
+
+// A row's scale, and what its numbers are multiplied with to be codes.
+struct RowScale {
+    float scale, steps;
+    template <class T>
+    explicit RowScale(const RowValues<T>& x) {
+        constexpr float kLeast = 0x1p-100f;  // what is smaller counts as zero
+        vf largest = zero(), block[kRotatedVectors];
+        for (int64_t i = 0; i < x.n; i += kRotated) {
+            x.block(i, block);
+#pragma GCC unroll 16
+            for (int j = 0; j < kRotatedVectors; j++) largest = max_or_nan(largest, block[j]);
+        }
+        uint32_t all[W], most = 0;
+        store_int(all, as_int(largest));
+        for (int i = 0; i < W; i++) most = all[i] > most ? all[i] : most;
+        float value;
+        memcpy(&value, &most, 4);
+        const bool finite = most < 0x7f800000, counts = finite && value >= kLeast;
+        scale = counts ? value / 127 : finite ? 0 : __builtin_nanf("");
+        steps = counts ? 127 / value : 0;
+    }
+};
+
+// Codes of the 64 numbers from `from` on, a multiple of 64.
+template <class T>
+inline void put_codes(const RowValues<T>& x, int64_t from, float steps, Code* out) {
+    vf block[kRotatedVectors];
+    x.block(from, block);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRotatedVectors; i++) store_codes(out + i * W, round_even(mul(block[i], set1(steps))));
+}
+
+// Whether w's rows were rotated before they became codes: their scales are negative then.
+inline bool is_rotated(const Linear& args) {
+    float first;
+    if (args.packed) memcpy(&first, packed_panel<Bytes>(args, 0) + packed_depth<Bytes>(args) * kPanel, 4);
+    else memcpy(&first, (const uint8_t*)args.w + scale_at(args), 4);
+    return __builtin_signbit(first);
+}
+
+// Tiles [tile, stop) of rows as codes, laid out as `pack_row_tiles` does: the rows of a tile together, some depths at a
+// time.
+template <class T>
+inline void pack_coded_rows(const Linear& args, int64_t tile, int64_t stop, void* out) {
+    constexpr int kWords = kRotated / Bytes::kPair, kLanes = int(kRowTile + W - 1) / W * W;
+    constexpr uint32_t kOnes = sizeof(Code) == 1 ? 0x01010101 : 0x00010001;
+    const CodedRows coded(args, out);
+    const int64_t depth = packed_depth<Bytes>(args);
+    const bool rotated = is_rotated(args);
+    for (; tile < stop; tile++) {
+        const int64_t first = tile * kRowTile, count = smaller(kRowTile, args.rows - first);
+        uint32_t* to = (uint32_t*)coded.codes + first * depth;
+        const auto row = [&](int64_t r) {
+            return RowValues<T>{(const T*)args.x + (first + r) * args.x_stride, args.depth, rotated};
+        };
+        float steps[kRowTile];
+        for (int64_t r = 0; r < count; r++) {
+            const RowScale scale(row(r));
+            steps[r] = scale.steps, coded.scales[first + r] = scale.scale;
+        }
+        vi sums[kLanes / W];  // of each row's codes
+        for (vi& some : sums) some = set1_int(0);
+        alignas(64) uint32_t codes[kLanes][kWords] = {};
+        for (int64_t d = 0; d < depth; d += kWords) {
+            for (int64_t r = 0; r < count; r++) put_codes(row(r), d * Bytes::kPair, steps[r], (Code*)codes[r]);
+            for (int64_t c = 0; c < count; c += W) {
+                for (int64_t at = d; at < smaller(depth, d + kWords); at += W) {
+                    vi r[W];
+#pragma GCC unroll 16
+                    for (int i = 0; i < W; i++) r[i] = load_int(codes[c + i] + at - d);
+                    transpose(r);
+                    if (kWeightOffset) {
+#pragma GCC unroll 16
+                        for (int i = 0; i < W; i++) sums[c / W] = dot_codes(r[i], set1_int(kOnes), sums[c / W]);
+                    }
+                    put_beside(r, to, at, depth, c, count);
+                }
+            }
+        }
+        uint32_t excess[kLanes];
+        for (int i = 0; i < kLanes; i += W) store_int(excess + i, sums[i / W]);
+        for (int64_t r = 0; r < count; r++) coded.excess[first + r] = kWeightOffset * int32_t(excess[r]);
+    }
+}
+
+// Depths [start, stop), in units of 32 bits of x, of a panel.
+inline void pack_codes(const Linear& args, int64_t panel, int64_t start, int64_t stop, Bytes::Operand* out) {
+    constexpr int kParts =
+        sizeof(uint32_t) / sizeof(Bytes::Operand);  // of the four codes of a column that are read at once
+    constexpr uint32_t kFlip = kWeightOffset ? 0x80808080 : 0;
+    for (int c = 0; c < kPanel; c += W) {
+        const uint32_t* rows[W];
+        for (int i = 0; i < W; i++) {
+            const int64_t row = weight_row(args, panel, c + i);
+            rows[i] = row < args.columns ? (const uint32_t*)((const uint8_t*)args.w + row * args.w_stride) : nullptr;
+        }
+        const int64_t end = (stop + kParts - 1) / kParts;
+        for (int64_t d = start / kParts; d < end; d += W) {
+            const int count = int(smaller(W, end - d));
+            vi r[W];
+            for (int i = 0; i < W; i++)
+                r[i] = !rows[i] ? set1_int(0) : count == W ? load_int(rows[i] + d) : load_int_part(rows[i] + d, count);
+            transpose(r);
+            for (int i = 0; i < count; i++) {
+                uint32_t fours[W];
+                store_int(fours, r[i]);
+                const int64_t first = (d + i) * kParts;
+                for (int part = 0; part < kParts && first + part < stop; part++)
+                    for (int j = 0; j < W; j++)
+                        out[(first + part - start) * kPanel + c + j] =
+                            Bytes::Operand((fours[j] ^ kFlip) >> (16 * part));
+            }
+        }
+    }
+}
+
+// The scales of a panel's columns as they lie in rows of w.
+inline void gather_scales(const Linear& args, int64_t panel, float* out) {
+    for (int c = 0; c < kPanel; c++) {
+        const int64_t row = weight_row(args, panel, c);
+        out[c] = 0;
+        if (row < args.columns) memcpy(out + c, (const uint8_t*)args.w + row * args.w_stride + scale_at(args), 4);
+    }
+}
+
+// Sums of a panel's integers as numbers.
+struct CodeSums {
+    const uint32_t* c;
+    const float* row_scales;
+    const int32_t* excess;
+    float scales[kPanel];
+    CodeSums(const Linear& args, int64_t row, int64_t panel, const void* c) : c((const uint32_t*)c) {
+        const CodedRows rows(args, args.packed_x);
+        row_scales = rows.scales + row, excess = rows.excess + row;
+        if (args.packed)
+            memcpy(scales, packed_panel<Bytes>(args, panel) + packed_depth<Bytes>(args) * kPanel, sizeof scales);
+        else gather_scales(args, panel, scales);
+        for (float& scale : scales) scale = __builtin_fabsf(scale);
+    }
+    vf operator()(int64_t r, int part) const {
+        const vi sums = sub_int(load_int(c + r * kPanel + part), set1_int(uint32_t(excess[r])));
+        return rounded(mul(mul(to_float(sums), load(scales + part)), set1(row_scales[r])));
+    }
+};

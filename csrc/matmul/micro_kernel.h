@@ -1,0 +1,137 @@
+// A small matrix product held in registers: what both linear layers and attention are made of.
+//
+// One operand, A, has its rows one after the other; of the other, B, a vector of columns lies together at each depth.
+// Both are arrays of 32 bits: a float, or a pair of bf16 from neighbouring depths where there are instructions for
+// them.
+
+struct NoTiles {};  // where products are made in vectors
+
+// What is summed up, where B lies, and where C does.
+struct FloatSums {
+    using Arithmetic = Fused;
+    static constexpr int kWhole = 1;  // depths are filled up to a multiple of it
+    using Sum = vf;
+    using Operand = uint32_t;  // a column of B at one depth
+    using Number = float;
+    static vi columns(const Operand* b) { return load_int(b); }
+    static vf none() { return zero(); }
+    static vf scaled(const float* c, float scale) { return mul(load(c), set1(scale)); }
+    static void put(float* c, vf sum) { store(c, sum); }
+};
+
+struct Floats : FloatSums {
+    using Tiles = NoTiles;
+    using Value = float;
+    static constexpr int kPair = 1;  // values in 32 bits
+    static inline vf dot(vi a, vi b, vf c) { return fma(as_float(a), as_float(b), c); }
+};
+#ifdef BATCHGEN_FAST_BF16
+struct Pairs : FloatSums {
+#ifdef BATCHGEN_TILES
+    using Tiles = batchgen::Tiles;
+#else
+    using Tiles = NoTiles;
+#endif
+    using Value = bf16;
+    static constexpr int kPair = 2;
+    static inline vf dot(vi a, vi b, vf c) { return dot_pairs(a, b, c); }
+    static inline vi to_operand(vf first, vf second) { return to_pairs(first, second); }
+    static inline void twice(vf a, vf& first, vf& second) { repeated(a, first, second); }
+};
+#endif
+
+// Accumulators fill the registers, but for a few: 12 rows of 2 vectors where there are 32 of them.
+#if defined(__aarch64__)
+constexpr int kRowTile = 12;
+#else
+constexpr int kRowTile = W == 16 ? 12 : 6;
+#endif
+constexpr int kPanel = 2 * W;
+
+// kBeside: the rows of A lie beside each other, all of them at each depth; otherwise one after the other, `a_stride`
+// apart.
+template <class M, int MR, int NR, bool kBeside>
+__attribute__((always_inline)) inline void accumulate(typename M::Sum (&acc)[MR][NR], const uint32_t* a,
+                                                      int64_t a_stride, const typename M::Operand* b, int64_t b_stride,
+                                                      int64_t depth, const uint8_t* ahead) {
+    // A pointer for every three rows: the others are within reach of an address's scaled index.
+    constexpr int kPointers = (MR + 2) / 3;
+    const uint32_t* row[kPointers];
+#pragma GCC unroll 4
+    for (int i = 0; i < kPointers; i++) row[i] = a + 3 * i * a_stride;
+#pragma GCC unroll 4
+    for (int64_t d = 0; d < depth; d++) {
+        vi columns[NR];
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; n++) columns[n] = M::columns(b + n * W);
+#pragma GCC unroll 12
+        for (int r = 0; r < MR; r++) {
+            vi value = set1_int(kBeside ? row[0][r] : row[r / 3][(r % 3) * a_stride]);
+#pragma GCC unroll 4
+            for (int n = 0; n < NR; n++) acc[r][n] = M::dot(value, columns[n], acc[r][n]);
+        }
+        b += b_stride;
+        if (ahead) __builtin_prefetch(ahead + 64 * d, 0, 2);
+#pragma GCC unroll 4
+        for (int i = 0; i < kPointers; i++) row[i] += kBeside ? MR : 1;
+    }
+}
+
+// c = a b, or c = c * scale + a b with a number for each row. For rows x columns, columns a multiple of W. ahead: what
+// will be read soon, 64 bytes for each depth, or null.
+template <class M, int MR, int NR, bool kBeside = false>
+inline void product_tile(const uint32_t* a, int64_t a_stride, const typename M::Operand* b, int64_t b_stride,
+                         int64_t depth, typename M::Number* c, int64_t c_stride, const float* scale,
+                         const uint8_t* ahead = nullptr) {
+    typename M::Sum acc[MR][NR];
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; r++) {
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; n++) acc[r][n] = scale ? M::scaled(c + r * c_stride + n * W, scale[r]) : M::none();
+    }
+    accumulate<M, MR, NR, kBeside>(acc, a, a_stride, b, b_stride, depth, ahead);
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; r++) {
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; n++) M::put(c + r * c_stride + n * W, acc[r][n]);
+    }
+}
+
+// Calls f<N>() with N = n, for n in [1, Largest].
+template <int Largest, class F>
+inline void with_count(int n, F f) {
+    if constexpr (Largest > 1) {
+        if (n < Largest) return with_count<Largest - 1>(n, f);
+    }
+    f.template operator()<Largest>();
+}
+
+template <class M>
+inline void product(NoTiles, const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t b_stride,
+                    int64_t columns, int64_t depth, float* c, int64_t c_stride, const float* scale) {
+    // Few rows go with more columns, so that there are enough sums under way.
+    constexpr int kFewRows = kRowTile / 2;
+    for (int64_t n = 0; n < columns;) {
+        int64_t left = columns - n;
+        if (rows <= kFewRows && left >= 4 * W) {
+            with_count<kFewRows>(int(rows), [&]<int MR>() {
+                product_tile<M, MR, 4>(a, a_stride, b + n, b_stride, depth, c + n, c_stride, scale);
+            });
+            n += 4 * W;
+            continue;
+        }
+        for (int64_t r = 0; r < rows; r += kRowTile) {
+            with_count<kRowTile>(int(smaller(kRowTile, rows - r)), [&]<int MR>() {
+                const float* s = scale ? scale + r : nullptr;
+                if (left >= 2 * W) {
+                    product_tile<M, MR, 2>(a + r * a_stride, a_stride, b + n, b_stride, depth, c + r * c_stride + n,
+                                           c_stride, s);
+                } else {
+                    product_tile<M, MR, 1>(a + r * a_stride, a_stride, b + n, b_stride, depth, c + r * c_stride + n,
+                                           c_stride, s);
+                }
+            });
+        }
+        n += left >= 2 * W ? 2 * W : W;
+    }
+}

@@ -1,0 +1,350 @@
+// Products of bf16 with rows of blocks whose codes are integers, where there are products of bytes (BATCHGEN_VNNI).
+//
+// The numbers that a row of x has in a run are integers of 16 bits times a power of two, so that a code times such a
+// number is two products of bytes: of its upper and of its lower digit.
+//     sum += scale * 2^e * (256 (codes . upper) + (codes . lower)) + minimum * 2^e * (1 . x)
+// Sums of a run are exact. A number of x is rounded to a multiple of 2^-14 to 2^-15 of the run's largest: bf16 has 8
+// bits, so all that are more than 2^-7 of that one stay as they are. No weight is rounded, and no code becomes a float.
+// Each element is summed up in the order of runs, wherever codes come from and however many rows there are.
+
+#ifdef BATCHGEN_DIGITS
+typedef int32_t Ints __attribute__((vector_size(4 * W)));
+typedef int8_t SmallInts __attribute__((vector_size(W)));
+
+// Codes are multiplied without a sign. Where there is no minimum, each is larger by this than what it stands for.
+template <class Format>
+constexpr int kCodesAbove = Format::Kind::kInTable ? 128 : Format::kOffset;
+
+// ---- x in digits ---------------------------------------------------------------------------------------------------
+
+// What a format's runs are: depths, whether they have a minimum, and how much larger its codes are.
+struct DigitRuns {
+    int depths;
+    bool minimums;
+    int above;
+};
+inline DigitRuns digit_runs(BlockType type) {
+    DigitRuns runs{};
+    with_panels(type, [&]<class Format>(const int8_t*) {
+        runs = {Format::Block::kRun, Format::kMinimums, kCodesAbove<Format>};
+    });
+    return runs;
+}
+
+// Tiles of x are [depth / 4, rows of the tile, 2], words of the upper digits of four depths and of the lower ones, and
+// take depth / 2 words a row. Behind all of them are, of each tile, [runs, 2, rows of the tile]: the power of two of a
+// run, and the sum of its numbers; or where there is no minimum what the sum of products is too large by, as an
+// integer.
+inline int64_t digit_factors(const Linear& args) {
+    return 2 * args.rows * (args.depth / digit_runs(args.packing).depths);
+}
+inline uint32_t* factors_of_tile(const Linear& args, const void* packed_x, int64_t row) {
+    return (uint32_t*)packed_x + args.rows * args.depth / 2 + 2 * row * (args.depth / digit_runs(args.packing).depths);
+}
+
+// One of the tile's `count` rows. If it has a NaN or an infinity, all its results are NaN.
+inline void row_in_digits(const bf16* x, int64_t depth, const DigitRuns& runs, int64_t count, uint32_t* words,
+                          uint32_t* factors) {
+    constexpr uint32_t kBias = 127, kBits = 15, kLeast = 28;  // of what is below 2^-98 digits are of 2^-113
+    constexpr float kMagic = 12582912;  // added to a small number, its integer is in the lowest bits
+    const int vectors = runs.depths / W;
+    Ints largest_of_all = {};
+    for (int64_t d = 0, run = 0; d < depth; d += runs.depths, run++) {
+        vf values[32 / W];
+        Ints most = {};
+        for (int v = 0; v < vectors; v++) {
+            values[v] = load(x + d + v * W);
+            const Ints magnitude = (Ints)as_int(values[v]) & 0x7fffffff;
+            most = magnitude > most ? magnitude : most;
+        }
+        largest_of_all = most > largest_of_all ? most : largest_of_all;
+        // All are below 2^(exponent - 126), and by more than a bit of bf16: digits have a sign, so the upper one ends
+        // at 127.
+        uint32_t exponent = (float_bits(largest(as_float((vi)most))) + 0x10000) >> 23;
+        if (exponent < kLeast) exponent = kLeast;
+        const vf factor = set1(float_with((2 * kBias - 1 + kBits - exponent) << 23));
+        Ints sums = {};
+        alignas(32) int8_t upper[32], lower[32];
+        for (int v = 0; v < vectors; v++) {
+            const Ints whole = (Ints)as_int(add(mul(values[v], factor), set1(kMagic))) - int32_t(0x4b400000);
+            const Ints high = (whole + 128) >> 8, low = whole - (high << 8);
+            const SmallInts high_bytes = __builtin_convertvector(high, SmallInts);
+            const SmallInts low_bytes = __builtin_convertvector(low, SmallInts);
+            memcpy(upper + v * W, &high_bytes, W), memcpy(lower + v * W, &low_bytes, W);
+            sums += whole;
+        }
+        const float sum_of_all = sum(to_float((vi)sums)), power = float_with((exponent + 1 - kBits) << 23);
+        factors[2 * run * count] = float_bits(power);
+        const uint32_t too_large = uint32_t(-runs.above) * uint32_t(int64_t(sum_of_all));
+        factors[(2 * run + 1) * count] = runs.minimums ? float_bits(sum_of_all * power) : too_large;
+        for (int i = 0; i < runs.depths; i += 4, words += 2 * count)
+            memcpy(words, upper + i, 4), memcpy(words + 1, lower + i, 4);
+    }
+    const vf in_order = as_float((vi)largest_of_all);
+    float each[W];
+    store(each, in_order);
+    for (float number : each)
+        if (float_bits(number) >= 0x7f800000) factors[0] = 0x7fc00000;
+}
+
+inline void pack_digits(const Linear& args, int64_t tile, int64_t stop, void* out) {
+    const DigitRuns runs = digit_runs(args.packing);
+    for (; tile < stop; tile++) {
+        const int64_t row = tile * kRowTile, count = smaller(kRowTile, args.rows - row);
+        uint32_t *words = (uint32_t*)out + row * args.depth / 2, *factors = factors_of_tile(args, out, row);
+        for (int64_t r = 0; r < count; r++)
+            row_in_digits((const bf16*)args.x + (row + r) * args.x_stride, args.depth, runs, count, words + 2 * r,
+                          factors + r);
+    }
+}
+
+// ---- codes as an operand -------------------------------------------------------------------------------------------
+
+// Bytes without a sign for codes that a table tells what they stand for.
+template <class Kind>
+struct CodeBytes {
+    explicit CodeBytes(const int8_t*) {}
+    vi operator()(Lanes codes) const { return (vi)codes; }
+};
+template <int Low, int High>
+struct CodeBytes<CodeKind<Low, High, CodesAre::InTable>> {
+    ByteTable table;
+    explicit CodeBytes(const int8_t* values) : table(values, 128) {}
+    vi operator()(Lanes codes) const { return table((vi)codes); }
+};
+
+// Four depths of a panel: the operand of each vector of columns.
+template <class Kind>
+__attribute__((always_inline)) inline void group_codes(const uint8_t* low, const uint8_t* high, int group,
+                                                       const CodeBytes<Kind>& bytes, vi& first, vi& second) {
+    if constexpr (Kind::kLow + Kind::kHigh == 8) {
+        first = load_int((const uint32_t*)low + group * W), second = load_int((const uint32_t*)high + group * W);
+    } else {
+        Lanes slots = slots_at<Kind::kLow>(low, group), upper = {};
+        if constexpr (Kind::kHigh > 0) upper = slots_at<Kind::kHigh>(high, group);
+        if constexpr (Kind::kHigh > 0 && kInSlots<Kind>) slots |= upper << Kind::kLow;
+        Lanes even = slots & 0x0f0f0f0fu, odd = slots >> 4 & 0x0f0f0f0fu;
+        if constexpr (Kind::kHigh > 0 && !kInSlots<Kind>)
+            even |= (upper & 0x0f0f0f0fu) << 4, odd |= upper & 0xf0f0f0f0u;
+        first = bytes(even), second = bytes(odd);
+    }
+}
+
+// sink(group of four depths, first operand, second) of quad i of a stretch.
+template <class Kind, class Sink>
+__attribute__((always_inline)) inline void quad_of_codes(const CodeFormat& format, const CodeStretch& stretch,
+                                                         int64_t i, const CodeBytes<Kind>& bytes, Sink sink) {
+    const auto [low, high] = stretch.quad<Kind>(format, i);
+#pragma GCC unroll 4
+    for (int group = 0; group < 4; group++) {
+        vi first, second;
+        group_codes<Kind>(low, high, group, bytes, first, second);
+        sink(group, first, second);
+    }
+}
+
+// ---- products ------------------------------------------------------------------------------------------------------
+
+// Sums of products of a run with MR rows.
+template <int MR>
+struct DigitSums {
+    vi of[MR][2][2];  // upper and lower digits, of each vector of columns
+    // factors: [2, count]. Where there is no minimum, what the sum will be too large by is taken off before anything is
+    // added.
+    template <bool Minimums>
+    __attribute__((always_inline)) void begin(const uint32_t* factors, int64_t count) {
+#pragma GCC unroll 6
+        for (int r = 0; r < MR; r++) {
+            of[r][0][0] = of[r][0][1] = set1_int(0);
+            of[r][1][0] = of[r][1][1] = set1_int(Minimums ? 0 : factors[count + r]);
+        }
+    }
+    // Four depths. x: [rows of the tile, 2].
+    __attribute__((always_inline)) void add_products(const uint32_t* x, vi first, vi second) {
+#pragma GCC unroll 6
+        for (int r = 0; r < MR; r++) {
+            const vi upper = set1_int(x[2 * r]), lower = set1_int(x[2 * r + 1]);
+            of[r][0][0] = dot_codes(upper, first, of[r][0][0]), of[r][0][1] = dot_codes(upper, second, of[r][0][1]);
+            of[r][1][0] = dot_codes(lower, first, of[r][1][0]), of[r][1][1] = dot_codes(lower, second, of[r][1][1]);
+        }
+    }
+    // c [MR, kPanel] += the run's products. factors: [2, count].
+    template <bool Minimums>
+    __attribute__((always_inline)) void put(const uint32_t* factors, int64_t count, const vf* scale, const vf* minimum,
+                                            float* c) const {
+#pragma GCC unroll 6
+        for (int r = 0; r < MR; r++) {
+            const vf power = as_float(set1_int(factors[r]));
+#pragma GCC unroll 2
+            for (int part = 0; part < 2; part++) {
+                const Lanes whole = ((Lanes)of[r][0][part] << 8) + (Lanes)of[r][1][part];
+                float* at = c + (2 * r + part) * W;
+                vf sum = fma(mul(to_float((vi)whole), power), scale[part], load(at));
+                if constexpr (Minimums) sum = fma(as_float(set1_int(factors[count + r])), minimum[part], sum);
+                store(at, sum);
+            }
+        }
+    }
+};
+
+// c [MR, kPanel] = rows of a tile of `count` times a panel, each code used as soon as it is there. next: the panel
+// after it.
+template <class Kind, int Run, bool Minimums, int MR>
+__attribute__((noinline)) void digits_of_codes(const CodeFormat& format, const uint8_t* panel, const uint8_t* next,
+                                               int64_t depth, const uint32_t* x, const uint32_t* factors, int64_t count,
+                                               float* c) {
+    const CodeBytes<Kind> bytes(format.table);
+    RunScales scales;
+    memset(c, 0, MR * kPanel * sizeof *c);
+    for (int64_t at = 0; at < depth; at += kTaken) {
+        const CodeStretch stretch(format, panel, depth, at, next, scales);
+        for (int64_t run = 0; run < stretch.depths / Run; run++) {
+            DigitSums<MR> sums;
+            sums.template begin<Minimums>(factors, count);
+#pragma GCC unroll 2
+            for (int quad = 0; quad < Run / kQuad; quad++)
+                quad_of_codes<Kind>(format, stretch, run * (Run / kQuad) + quad, bytes,
+                                    [&](int, vi first, vi second) __attribute__((always_inline)) {
+                                        sums.add_products(x, first, second);
+                                        x += 2 * count;
+                                    });
+            sums.template put<Minimums>(factors, count, scales.scales[run], scales.minimums[run], c);
+            factors += 2 * count;
+        }
+    }
+}
+
+// c [MR, kPanel] += rows of a tile of `count` times some runs of an operand.
+template <int Run, bool Minimums, int MR>
+__attribute__((noinline)) void digits_of_operand(const uint32_t* x, int64_t count, const uint32_t* b, int64_t runs,
+                                                 const RunScales& scales, const uint32_t* factors, float* c) {
+    for (int64_t run = 0; run < runs; run++) {
+        DigitSums<MR> sums;
+        sums.template begin<Minimums>(factors, count);
+#pragma GCC unroll 4
+        for (int group = 0; group < Run / 4; group++) {
+            sums.add_products(x, load_int(b), load_int(b + W));
+            x += 2 * count, b += kPanel;
+        }
+        sums.template put<Minimums>(factors, count, scales.scales[run], scales.minimums[run], c);
+        factors += 2 * count;
+    }
+}
+
+// ---- operands of some depths ---------------------------------------------------------------------------------------
+
+// Depths [at, at + kTaken) of a panel, or those that are left: out [depths / 4, kPanel], and their scales.
+template <class Kind>
+__attribute__((noinline)) void operand_of_codes(const CodeFormat& format, const uint8_t* panel, const uint8_t* next,
+                                                int64_t depth, int64_t at, uint32_t* out, RunScales& scales) {
+    const CodeBytes<Kind> bytes(format.table);
+    const CodeStretch stretch(format, panel, depth, at, next, scales);
+    for (int64_t i = 0; i < stretch.depths / kQuad; i++, out += 4 * kPanel)
+        quad_of_codes<Kind>(format, stretch, i, bytes,
+                            [&](int group, vi first, vi second) __attribute__((always_inline)) {
+                                store_int(out + group * kPanel, first), store_int(out + group * kPanel + W, second);
+                            });
+}
+
+// As `operand_of_codes`, of rows as they lie.
+template <class Format>
+__attribute__((noinline)) void operand_of_rows(const Linear& args, const int8_t* table, int64_t panel, int64_t next,
+                                               int64_t at, uint32_t* out, RunScales& scales) {
+    using Block = typename Format::Block;
+    const int64_t here = smaller(kTaken, args.depth - at), blocks = here / Block::kValues, runs = here / Block::kRun;
+    const int64_t here_bytes = blocks * Block::kBytes;
+#ifdef BATCHGEN_QUARTERS
+    if constexpr (Block::kCodesAt > 0) {
+        using Kind = typename Format::Kind;
+        const CodeBytes<Kind> bytes(table);
+        uint8_t heads[kTaken / Block::kValues * Format::kScaleBytes] = {};
+        for (int part = 0; part < 2; part++)
+            words_of_rows<Format>(args, panel, next, part * W, at, heads, [&](int64_t depth, Lanes words) {
+                uint32_t* to = out + depth / 4 * kPanel + part * W;
+                if constexpr (Block::kNibbles == 0) {
+                    store_int(to, (vi)(words ^ 0x80808080u));
+                } else {
+                    store_int(to, bytes(words & 0x0f0f0f0fu));
+                    store_int(to + Block::kNibbles / 4 * kPanel, bytes(words >> 4 & 0x0f0f0f0fu));
+                }
+            });
+        return scales_of_runs<Format>(heads, Format::kScaleBytes, blocks, scales);
+    }
+#endif
+    (void)table;
+    TakenRows taken;
+    for (int part = 0; part < 2; part++) {
+        for (int i = 0; i < W; i++) {
+            const uint8_t* row =
+                row_at(args, panel, next, part * W + i, at / Block::kValues * Block::kBytes, here_bytes);
+            if (!row) {
+                memset(taken.codes[i], -kCodesAbove<Format>, kTaken);
+                memset(taken.scales[i], 0, sizeof taken.scales[i]),
+                    memset(taken.minimums[i], 0, sizeof taken.minimums[i]);
+                continue;
+            }
+            for (int64_t b = 0; b < blocks; b++)
+                Block::take_apart(row + b * Block::kBytes, taken.codes[i] + b * Block::kValues,
+                                  taken.scales[i] + b * Format::kRuns, taken.minimums[i] + b * Format::kRuns);
+        }
+        for (int64_t d = 0; d < here; d += 4 * W) {
+            vi r[W];
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)(taken.codes[i] + d));
+            transpose(r);
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++)
+                if (d + 4 * i < here)
+                    store_int(out + (d / 4 + i) * kPanel + part * W, (vi)((Quads)r[i] + uint8_t(kCodesAbove<Format>)));
+        }
+        vf of_runs[kTakenRuns];
+        transpose_floats(taken.scales, of_runs);
+        for (int64_t i = 0; i < runs; i++) scales.scales[i][part] = of_runs[i];
+        if (!Format::kMinimums) continue;
+        transpose_floats(taken.minimums, of_runs);
+        for (int64_t i = 0; i < runs; i++) scales.minimums[i][part] = of_runs[i];
+    }
+}
+
+template <class Format>
+struct DigitProducts {
+    using Kind = typename Format::Kind;
+    static constexpr int kDepths = 4, kFewRows = kCodeRows, kRun = Format::Block::kRun;
+    const Linear& args;
+    CodeFormat format;
+    const uint32_t *x, *factors;
+
+    DigitProducts(const Linear& args, const int8_t* table, int64_t row)
+        : args(args), format(code_format<Format>(table)) {
+        x = (const uint32_t*)args.packed_x + row * args.depth / 2, factors = factors_of_tile(args, args.packed_x, row);
+    }
+    void operand(int64_t panel, int64_t next, int64_t at, uint32_t* out, RunScales& scales) const {
+        if (!args.packed) return operand_of_rows<Format>(args, format.table, panel, next, at, out, scales);
+        operand_of_codes<Kind>(format, block_panel(args, panel), block_panel(args, next), args.depth, at, out, scales);
+    }
+    template <int MR>
+    void few(int64_t panel, int64_t next, float* c) const {
+        digits_of_codes<Kind, kRun, Format::kMinimums, MR>(format, block_panel(args, panel), block_panel(args, next),
+                                                           args.depth, x, factors, MR, c);
+    }
+    template <int MR>
+    void some(int64_t r, int64_t i, int64_t count, int64_t at, int64_t depths, const uint32_t* b,
+              const RunScales& scales, float* c) const {
+        const uint32_t* tile = x + r * args.depth / 2 + at / 2 * count;
+        const uint32_t* of_tile = factors + 2 * (r * (args.depth / kRun) + at / kRun * count);
+        digits_of_operand<kRun, Format::kMinimums, MR>(tile + 2 * i, count, b, depths / kRun, scales, of_tile + i, c);
+    }
+};
+
+template <class F>
+inline void with_digits(const Linear& args, int64_t row, F f) {
+    with_panels(args.packing, [&]<class Format>(const int8_t* table) {
+        if constexpr (!Format::Kind::kFloat8) f(DigitProducts<Format>(args, table, row));
+    });
+}
+#else  // named, but never called
+inline int64_t digit_factors(const Linear&) { return 0; }
+inline void pack_digits(const Linear&, int64_t, int64_t, void*) {}
+template <class F>
+void with_digits(const Linear&, int64_t, F) {}
+#endif

@@ -1,0 +1,128 @@
+// The product of matmul/micro_kernel.h, of bf16 pairs, made in tile registers: 32 rows by 32 columns of C at once.
+//
+// A step is 16 depths of 32 bits. B is matmul/micro_kernel.h's operand as it is: 16 rows of it by 16 columns are what a
+// register holds. What C's elements are sums of, and in which order, depends on the depth alone.
+
+#ifdef BATCHGEN_TILES
+constexpr bool kTiles = true;
+constexpr int kStep = 16;  // of depth, and columns and rows of a register
+
+// Where the registers of an operand are filled from, in bytes: `half` to the second register's part, `step` from step
+// to step, `stride` from row to row.
+struct TileOperand {
+    const uint8_t* at;
+    int64_t half, step, stride;
+};
+
+// What will be read soon: in each step `lines` lines of memory, kStepLines from one step's to the next one's.
+struct TileAhead {
+    const uint8_t* at;
+    int lines;
+};
+constexpr int kStepLines = 2 * kStep;  // of a panel
+constexpr TileAhead kNothingAhead{nullptr, 0};
+
+inline void fetch(TileAhead ahead, int64_t step) {
+    for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.at + (step * kStepLines + i) * 64, 0, 2);
+}
+
+template <TileProduct Kind, int C, int A, int B>
+inline void dot(Tiles& tiles) {
+    if constexpr (Kind == TileProduct::BF16) tiles.dot_bf16<C, A, B>();
+    else if constexpr (Kind == TileProduct::I8) tiles.dot_i8<C, A, B>();
+    else tiles.dot_u8<C, A, B>();
+}
+
+// C of Rows x Columns registers, [rows, c_stride] at c: a b, or with `add` what is there and a b.
+template <int Rows, int Columns, TileProduct Kind>
+inline void tile_block(Tiles& tiles, TileOperand a, TileOperand b, int64_t steps, float* c, int64_t c_stride, bool add,
+                       TileAhead ahead) {
+    const int64_t stride = c_stride * 4;
+    float* lower = c + kStep * c_stride;
+    if (add) {
+        tiles.load<0>(c, stride);
+        if constexpr (Columns == 2) tiles.load<1>(c + kStep, stride);
+        if constexpr (Rows == 2) tiles.load<2>(lower, stride);
+        if constexpr (Rows == 2 && Columns == 2) tiles.load<3>(lower + kStep, stride);
+    } else {
+        tiles.zero<0>();
+        if constexpr (Columns == 2) tiles.zero<1>();
+        if constexpr (Rows == 2) tiles.zero<2>();
+        if constexpr (Rows == 2 && Columns == 2) tiles.zero<3>();
+    }
+    int64_t step = 0;
+    auto advance = [&] {
+        fetch(ahead, step++);
+        a.at += a.step, b.at += b.step;
+    };
+    // Two rows of registers share B's; with one, every other step has B in registers of its own, so that loads run
+    // ahead.
+    for (; step < steps; advance()) {
+        tiles.load<4>(a.at, a.stride);
+        tiles.load<6>(b.at, b.stride);
+        dot<Kind, 0, 4, 6>(tiles);
+        if constexpr (Columns == 2) tiles.load<7>(b.at + b.half, b.stride), dot<Kind, 1, 4, 7>(tiles);
+        if constexpr (Rows == 2) tiles.load<5>(a.at + a.half, a.stride), dot<Kind, 2, 5, 6>(tiles);
+        if constexpr (Rows == 2 && Columns == 2) dot<Kind, 3, 5, 7>(tiles);
+        if constexpr (Rows == 1) {
+            advance();
+            if (step == steps) break;
+            tiles.load<5>(a.at, a.stride);
+            tiles.load<2>(b.at, b.stride);
+            dot<Kind, 0, 5, 2>(tiles);
+            if constexpr (Columns == 2) tiles.load<3>(b.at + b.half, b.stride), dot<Kind, 1, 5, 3>(tiles);
+        }
+    }
+    tiles.store<0>(c, stride);
+    if constexpr (Columns == 2) tiles.store<1>(c + kStep, stride);
+    if constexpr (Rows == 2) tiles.store<2>(lower, stride);
+    if constexpr (Rows == 2 && Columns == 2) tiles.store<3>(lower + kStep, stride);
+}
+
+// The same of up to 32 rows, for which the registers are configured, and 16 or 32 columns.
+template <TileProduct Kind = TileProduct::BF16>
+inline void tile_block(Tiles& tiles, int64_t rows, int64_t columns, TileOperand a, TileOperand b, int64_t steps,
+                       float* c, int64_t c_stride, bool add, TileAhead ahead = kNothingAhead) {
+    const bool two = columns > kStep;
+    if (rows > kStep && two) tile_block<2, 2, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
+    else if (rows > kStep) tile_block<2, 1, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
+    else if (two) tile_block<1, 2, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
+    else tile_block<1, 1, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
+}
+
+// `product` of matmul/micro_kernel.h for up to 32 rows. Both operands go on with zeros, or A with zeros and B with
+// numbers, to whole steps.
+template <class M>
+inline void product(Tiles& tiles, const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b,
+                    int64_t b_stride, int64_t columns, int64_t depth, float* c, int64_t c_stride, const float* scale) {
+    for (int64_t r = 0; scale && r < rows; r++) {
+        if (scale[r] == 1) continue;
+        float* row = c + r * c_stride;
+        for (int64_t i = 0; i < columns; i += W) store(row + i, mul(load(row + i), set1(scale[r])));
+    }
+    tiles.configure(int(rows));
+    const TileOperand left{(const uint8_t*)a, kStep * a_stride * 4, kStep * 4, a_stride * 4};
+    for (int64_t n = 0; n < columns; n += 2 * kStep) {
+        const TileOperand right{(const uint8_t*)(b + n), kStep * 4, kStep * b_stride * 4, b_stride * 4};
+        tile_block(tiles, rows, columns - n, left, right, (depth + kStep - 1) / kStep, c + n, c_stride,
+                   scale != nullptr);
+    }
+}
+
+// One register's product, for tests and the check at start: c [rows, 16] += a [rows, 64 bytes] b [16, 64 bytes].
+inline void tile_dot(TileProduct kind, int rows, const void* a, const void* b, void* c) {
+    Tiles tiles;
+    tiles.configure(rows);
+    tiles.load<0>(c, 64);
+    tiles.load<4>(a, 64);
+    tiles.load<6>(b, 64);
+    switch (kind) {
+        case TileProduct::BF16: dot<TileProduct::BF16, 0, 4, 6>(tiles); break;
+        case TileProduct::I8: dot<TileProduct::I8, 0, 4, 6>(tiles); break;
+        case TileProduct::U8: dot<TileProduct::U8, 0, 4, 6>(tiles); break;
+    }
+    tiles.store<0>(c, 64);
+}
+#else
+constexpr bool kTiles = false;
+#endif

@@ -1,0 +1,26 @@
+// Weights in FP8 (E4M3) as batchgen/models/formats/fp8.py makes blocks of them: a scale, an fp32, and so many bytes, each a
+// number of a sign, four bits of exponent and three of mantissa. What is no number (127 and 255) is in no block.
+
+typedef uint32_t Fp8Bits __attribute__((vector_size(4 * W)));
+
+// The number in the lowest byte of each word; other bits do not count. Exponents count from 7 there, and from 127 in a
+// float. Those of exponent 0 have no leading one; it is subtracted, as floats without one are slow on some CPUs.
+inline vf from_e4m3(vi code) {
+    const Fp8Bits sign = ((Fp8Bits)code & 0x80) << 24, rest = (Fp8Bits)code & 0x7f;
+    const Fp8Bits normal = (rest << 20) + (120u << 23);
+    const Fp8Bits small = (Fp8Bits)as_int(sub(as_float((vi)((rest << 20) + (121u << 23))), set1(0x1p-6f)));
+    const Fp8Bits is_small = (Fp8Bits)(rest < 8);
+    return as_float((vi)((is_small & small) | (~is_small & normal) | sign));
+}
+
+template <int Values>
+struct Fp8 : PlainShape<Values, 4 + Values, 32, 4, 0> {
+    static constexpr bool kFloats = true;
+    static void run_scales(const uint8_t* block, float* scales, float*) {
+        for (int i = 0; i < Values / 32; i++) memcpy(scales + i, block, 4);
+    }
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+        run_scales(block, scales, minimums);
+        memcpy(codes, block + 4, Values);
+    }
+};

@@ -1,0 +1,216 @@
+// Numbers: rows of any type as vectors, and the functions that activations and softmax need.
+
+inline uint32_t float_bits(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, 4);
+    return bits;
+}
+inline float float_with(uint32_t bits) {
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
+template <class T>
+inline vf load_part(const T* p, int n) {
+    if (n >= W) return load(p);
+    T part[W] = {};
+    memcpy(part, p, n * sizeof(T));
+    return load(part);
+}
+
+template <class T>
+inline void store_part(T* p, vf a, int n) {
+    if (n >= W) return store(p, a);
+    T part[W];
+    store(part, a);
+    memcpy(p, part, n * sizeof(T));
+}
+
+inline vi load_bytes_part(const uint8_t* p, int n) {
+    if (n >= W) return load_bytes(p);
+    uint8_t part[W] = {};
+    memcpy(part, p, n);
+    return load_bytes(part);
+}
+
+// Lanes whose numbers differ in the bit X, below W, change places. The width is a parameter, so that the others are not
+// compiled.
+template <int X, class V = vf, int kWidth = W>
+inline V swap_lanes(V a) {
+#if __has_builtin(__builtin_shufflevector)
+    if constexpr (kWidth == 4) {
+        return __builtin_shufflevector(a, a, X, 1 ^ X, 2 ^ X, 3 ^ X);
+    } else if constexpr (kWidth == 8) {
+        return __builtin_shufflevector(a, a, X, 1 ^ X, 2 ^ X, 3 ^ X, 4 ^ X, 5 ^ X, 6 ^ X, 7 ^ X);
+    } else {
+        return __builtin_shufflevector(a, a, X, 1 ^ X, 2 ^ X, 3 ^ X, 4 ^ X, 5 ^ X, 6 ^ X, 7 ^ X, 8 ^ X, 9 ^ X, 10 ^ X,
+                                       11 ^ X, 12 ^ X, 13 ^ X, 14 ^ X, 15 ^ X);
+    }
+#else  // GCC 11
+    int order __attribute__((vector_size(4 * W)));
+    for (int i = 0; i < W; i++) order[i] = i ^ X;
+    return __builtin_shuffle(a, order);
+#endif
+}
+
+template <class T>
+inline float value_of(const T* p) {
+    float all[W];
+    store(all, load_part(p, 1));
+    return all[0];
+}
+
+// Lane i: the largest lane of r[i], for the first `count`.
+inline vf largest_of(const vf* r, int count) {
+#ifdef BATCHGEN_FAST_BF16
+    if (count > 3) return across(r, [](vf a, vf b) { return max(a, b); });
+#endif
+    float all[W] = {};
+    for (int i = 0; i < count; i++) all[i] = largest(r[i]);
+    return load(all);
+}
+
+// Calls f with a null pointer of the type.
+template <class F>
+inline auto with_type(Type type, F f) {
+    switch (type) {
+        case Type::BF16: return f((bf16*)nullptr);
+        case Type::F16: return f((f16*)nullptr);
+        default: return f((float*)nullptr);
+    }
+}
+
+constexpr float kLog2E = 1.44269504f;
+
+#ifdef BATCHGEN_SCALES_BY_POW2
+// Of at least -104, where nothing is left of exp(x).
+inline vf exp_argument(vf x) { return max(set1(-104), x); }
+inline vf times_pow2(vf x, vf p, vf n) {
+    (void)x;
+    return scale_by_pow2(p, n);
+}
+#else
+inline vf exp_argument(vf x) { return max(set1(-87.4f), min(set1(88.7f), x)); }
+inline vf times_pow2(vf x, vf p, vf n) {
+    return select_less(x, set1(-87.3f), zero(), mul(p, pow2(max(min(n, set1(127)), set1(-126)))));
+}
+#endif
+
+// How products are added up: in one rounding where the machine can; or in two, which gives the same on every machine.
+struct Fused {
+    static constexpr bool kSame = false;
+    static vf kept(vf a) { return a; }
+    static vf fma(vf a, vf b, vf c) { return batchgen::fma(a, b, c); }
+};
+struct Apart {
+    static constexpr bool kSame = true;
+    static vf kept(vf a) { return rounded(a); }
+    static vf fma(vf a, vf b, vf c) { return add(rounded(mul(a, b)), c); }
+};
+
+// Within 2 units in the last place; 0 where it would be below 2^-126 or so, of -inf too. Apart: of at least -87, at
+// most 87.
+template <class A = Fused>
+inline vf exp(vf x) {
+    const vf bounded = A::kSame ? max(set1(-87), min(set1(87), x)) : exp_argument(x);
+    const vf n = round_even(mul(bounded, set1(kLog2E)));
+    vf r = A::fma(n, set1(-0.693359375f), bounded);
+    r = A::fma(n, set1(2.12194440e-4f), r);
+    // Taylor's polynomial of degree 7: |r| <= ln(2) / 2.
+    vf p = set1(1.0f / 5040);
+    p = A::fma(p, r, set1(1.0f / 720));
+    p = A::fma(p, r, set1(1.0f / 120));
+    p = A::fma(p, r, set1(1.0f / 24));
+    p = A::fma(p, r, set1(1.0f / 6));
+    p = A::fma(p, r, set1(0.5f));
+    p = A::fma(p, r, set1(1));
+    p = A::fma(p, r, set1(1));
+    return A::kSame ? mul(p, pow2(n)) : times_pow2(x, p, n);
+}
+
+#ifdef BATCHGEN_SCALES_BY_POW2
+// 2^x within 8e-5 of itself: enough for what is rounded to bf16. x is finite.
+inline vf exp2_rough(vf x) {
+    const vf n = round_even(x), r = sub(x, n);
+    vf p = set1(0.055171682f);  // minimax in relative error, |r| <= 1 / 2
+    p = fma(p, r, set1(0.242611165f));
+    p = fma(p, r, set1(0.693260992f));
+    p = fma(p, r, set1(0.999928072f));
+    return scale_by_pow2(p, n);
+}
+#endif
+
+template <class A = Fused>
+inline vf sigmoid(vf x) {
+    return div(set1(1), add(set1(1), exp<A>(sub(zero(), x))));
+}
+
+template <class A = Fused>
+inline vf tanh(vf x) {  // 2 sigmoid(2x) - 1
+    return fma(set1(2), sigmoid<A>(add(x, x)), set1(-1));
+}
+
+// The error function: Abramowitz and Stegun 7.1.26, within 1.5e-7.
+template <class A = Fused>
+inline vf erf(vf x) {
+    vf negative = select_less(x, zero(), set1(-1), set1(1)), a = mul(x, negative);
+    vf t = div(set1(1), A::fma(set1(0.3275911f), a, set1(1)));
+    vf p = set1(1.061405429f);
+    p = A::fma(p, t, set1(-1.453152027f));
+    p = A::fma(p, t, set1(1.421413741f));
+    p = A::fma(p, t, set1(-0.284496736f));
+    p = A::fma(p, t, set1(0.254829592f));
+    vf y = sub(set1(1), A::kept(mul(mul(p, t), exp<A>(sub(zero(), mul(a, a))))));
+    return mul(y, negative);
+}
+
+template <class A = Fused>
+inline vf activate(Activation activation, vf x) {
+    switch (activation) {
+        case Activation::Relu: return max(zero(), x);
+        case Activation::Gelu: return mul(mul(set1(0.5f), x), add(set1(1), erf<A>(mul(x, set1(0.70710678f)))));
+        case Activation::GeluTanh: {
+            vf inner = A::kept(mul(set1(0.79788456f), A::fma(mul(set1(0.044715f), mul(x, x)), x, x)));
+            return mul(mul(set1(0.5f), x), add(set1(1), tanh<A>(inner)));
+        }
+        default: return x;
+    }
+}
+
+template <class A = Fused>
+inline vf silu(vf x) {
+    return mul(x, sigmoid<A>(x));
+}
+
+// What a gated activation multiplies with.
+template <class A = Fused>
+inline vf gate(Activation activation, vf x) {
+    return activation == Activation::GeluTanhMul ? activate<A>(Activation::GeluTanh, x) : silu<A>(x);
+}
+
+// A gate and what it is multiplied with.
+template <class A = Fused>
+inline vf gated(Activation activation, vf x, vf up) {
+    if (activation == Activation::SwigluOaiMul) {  // both are bounded, and 1 is added (gpt-oss)
+        const vf bounded = min(set1(7), x);
+        const vf weight = mul(bounded, sigmoid<A>(A::kept(mul(set1(1.702f), bounded))));
+        return mul(weight, add(max(set1(-7), min(set1(7), up)), set1(1)));
+    }
+    return mul(gate<A>(activation, x), up);
+}
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Pieces of one allocation, each at a multiple of 64 bytes. With a null base it only counts.
+struct Carve {
+    uint8_t* base;
+    int64_t used = 0;
+    template <class T>
+    T* take(int64_t count) {
+        T* piece = base ? (T*)(base + used) : nullptr;
+        used += round_up(count * int64_t(sizeof(T)), 64);
+        return piece;
+    }
+};
