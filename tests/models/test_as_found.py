@@ -123,7 +123,7 @@ def test_experts_that_were_expanded_are_numbers(tmp_path):
     open_checkpoint(resolve_model(str(tmp_path)))
 
 
-def test_what_none_means(tmp_path):
+def test_what_each_value_of_weights_means(tmp_path):
     files = make_gguf(tmp_path, "Q8_0")
     found = {q: resolve_weights(files, q) for q in ("auto", "native", "dequantized", "int4", "int8", "q8_0")}
     assert found == {
@@ -137,7 +137,7 @@ def test_what_none_means(tmp_path):
     assert resolve_weights(files, "auto", on_cpu=False) == "dequantized"
     with pytest.raises(InputError, match="only CPUs multiply weights in q8_0 yet: leave out --weights"):
         resolve_weights(files, "native", on_cpu=False)
-    with pytest.raises(InputError, match="'q4_0' is not one of none, bf16, int4, int8"):
+    with pytest.raises(InputError, match="'q4_0' is not one of auto, native, dequantized, int8, int4"):
         resolve_weights(files, "q4_0")
     plain = make_gguf(tmp_path / "plain", "F16")
     assert resolve_weights(plain, "native") == "native"
