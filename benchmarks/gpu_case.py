@@ -59,7 +59,7 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) ->
     from batchgen.job.options import JobOptions
     from batchgen.job.planning import machine_of, plan_job, problem_of
     from batchgen.job.resolved import resolve_job
-    from batchgen.planner.lp import Allowed
+    from batchgen.planner.problem import Allowed
 
     options = JobOptions(
         str(files.path), None, None, device=args.device, gpu_memory=args.gpu_memory, cpu_memory=args.host_memory,

@@ -99,7 +99,7 @@ def warm_up() -> None:
 
 def clear_caches() -> None:
     """So that a plan is made as a new process would make it."""
-    from batchgen.planner.flow import phases_of, phases_of_each
+    from batchgen.planner.phases import phases_of, phases_of_each
 
     phases_of.cache_clear()
     phases_of_each.cache_clear()

@@ -151,7 +151,7 @@ def test_neos_order_is_costed_and_tried():
     assert "neo" in orders and set(orders) <= {"even", "mixed", "neo"}
     for candidate, order in zip(found, orders, strict=True):
         on_cpu = candidate.counts.kv_seqs["cpu"]
-        if 0 < on_cpu < candidate.inputs.block_size:
+        if 0 < on_cpu < candidate.inputs.max_num_seqs:
             assert order != "even", "the CPU would have nothing to do beside the first micro-batch"
     neo = found[orders.index("neo")]
     assert neo.inputs.balance is not None

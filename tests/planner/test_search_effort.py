@@ -16,8 +16,9 @@ from batchgen.planner import memory
 from batchgen.planner import search as searching
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.feasibility import fitting, halving
-from batchgen.planner.lp import Allowed, fits, solve
-from batchgen.planner.search import Problem, block_latency_s, candidates, search, search_space, search_worth
+from batchgen.planner.mip import fits, solve
+from batchgen.planner.problem import Allowed, Problem
+from batchgen.planner.search import block_latency_s, candidates, search, search_space, search_worth
 from batchgen.profiler.shipped import shipped_profile
 
 SHAPES = Path(__file__).parents[2] / "recipes" / "throughput" / "shapes"
@@ -62,7 +63,7 @@ def test_few_programmes_are_solved(monkeypatch, name):
     assert solved.count(False) <= MOST_LPS and solved.count(True) <= 2 * MOST_WHOLE
     best = search(problem)
     assert best.seconds <= min(candidate.seconds for candidate in found) * (1 + 1e-3)
-    assert found[0].inputs.block_size == best.inputs.block_size  # the best comes first, in whatever order
+    assert found[0].inputs.max_num_seqs == best.inputs.max_num_seqs  # the best comes first, in whatever order
 
 
 def test_layers_are_measured_once_for_all_that_is_enumerated(monkeypatch):
@@ -141,7 +142,7 @@ def test_no_programme_beats_the_bound(name):
     kept = fitting(search_space(problem), lambda s: fits(s, IN_SWEEPS))
     for s, phases in kept[:: max(1, len(kept) // 40)]:
         found = solve(s, phases, IN_SWEEPS, integer=False)
-        assert lower_bound_s(s, phases) <= found.seconds * (1 + 1e-6), (s.num_gpu_batches, s.block_size)
+        assert lower_bound_s(s, phases) <= found.seconds * (1 + 1e-6), (s.num_gpu_batches, s.max_num_seqs)
 
 
 @pytest.mark.parametrize("hardware", [gpu_box(), cpu_box(cpu_memory_bytes=6 << 30)], ids=lambda h: h.name)

@@ -13,8 +13,8 @@ from batchgen.planner.by_layer import by_layer
 from batchgen.planner.deferring import deferring
 from batchgen.planner.explain import make_plan
 from batchgen.planner.explanation import explanation_of
-from batchgen.planner.lp import Allowed
 from batchgen.planner.plan_selection import choose, simulate_candidates
+from batchgen.planner.problem import Allowed
 from batchgen.planner.sampled_simulation import simulate_shortened
 from batchgen.planner.search import search
 from batchgen.planner.simulation import simulate_job

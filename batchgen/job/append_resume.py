@@ -8,7 +8,7 @@ from typing import Any
 from batchgen.job.source import RequestSource
 
 
-def growing_from(source: RequestSource) -> Callable[[dict[str, Any], dict[str, Any]], bool]:
+def appended_to(source: RequestSource) -> Callable[[dict[str, Any], dict[str, Any]], bool]:
     """(fingerprint before, fingerprint now) -> whether the job before had the first rows of this one, and made the same of them.
 
     Args:

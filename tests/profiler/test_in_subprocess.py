@@ -13,11 +13,11 @@ from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.machine import CpuTime
 from batchgen.core.python_command import python_command
-from batchgen.profiler import apart, overheads
-from batchgen.profiler.apart import recall_or_measure
-from batchgen.profiler.busy import why_busy
+from batchgen.profiler import in_subprocess, overheads
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import _SWEEPS, _kv_tokens, affordable_sweeps
+from batchgen.profiler.contention import contention_reason
+from batchgen.profiler.in_subprocess import recall_or_measure
 from batchgen.profiler.shipped import shipped_profile
 from batchgen.profiler.timing import Device, Effort
 from batchgen.profiler.transfer import dram_read_rate, first_touch_rate
@@ -30,7 +30,7 @@ def answer(tmp_path, code, notify=lambda line: None, task=None):
     script = tmp_path / "child.py"
     said = "import json, sys, struct, os\ndef say(kind, value): print(json.dumps([kind, value]), flush=True)\n"
     script.write_text(said + textwrap.dedent(code))
-    return apart._answer([sys.executable, str(script)], task, notify)
+    return in_subprocess._answer([sys.executable, str(script)], task, notify)
 
 
 class TestProcess:
@@ -72,7 +72,7 @@ class TestProcess:
             answer(tmp_path, code)
 
     def test_memory_too_small_for_measuring_is_told_with_what_it_takes(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(apart, "resident_bytes", lambda: GIB)
+        monkeypatch.setattr(in_subprocess, "resident_bytes", lambda: GIB)
         with pytest.raises(
             InputError, match=r"takes 3\.0 GiB of memory, more than --cpu-memory .*--hardware machine\.json"
         ):
@@ -83,7 +83,7 @@ class TestProcess:
         task = (Wanted("cpu", ("float32",)), tmp_path, tmp_path, True, 100 << 20)
         notes = []
         with pytest.raises(InputError, match="--cpu-memory"):
-            apart._answer(python_command(apart.__name__), task, notes.append)
+            in_subprocess._answer(python_command(in_subprocess.__name__), task, notes.append)
         assert notes == [] and not list(tmp_path.iterdir())
 
     def test_an_interrupt_ends_it(self, tmp_path):
@@ -101,18 +101,18 @@ class TestProcess:
     def test_it_ends_with_its_parent(self, monkeypatch):
         ended = []
         read, write = os.pipe()
-        monkeypatch.setattr(apart.os, "read", lambda number, count, whole=os.read: whole(read, count))
-        monkeypatch.setattr(apart.os, "_exit", ended.append)
+        monkeypatch.setattr(in_subprocess.os, "read", lambda number, count, whole=os.read: whole(read, count))
+        monkeypatch.setattr(in_subprocess.os, "_exit", ended.append)
         os.close(write)
-        apart._end_with_parent()
+        in_subprocess._end_with_parent()
         assert ended == [1]
         os.close(read)
 
     def test_its_memory_is_what_the_budget_leaves_beside_this_process(self, tmp_path, monkeypatch):
         tasks = []
-        monkeypatch.setattr(apart, "_answer", lambda command, task, notify: tasks.append(task))
-        monkeypatch.setattr(apart, "resident_bytes", lambda: GIB)
-        monkeypatch.setattr(apart, "available_memory_bytes", lambda: 20 * GIB)
+        monkeypatch.setattr(in_subprocess, "_answer", lambda command, task, notify: tasks.append(task))
+        monkeypatch.setattr(in_subprocess, "resident_bytes", lambda: GIB)
+        monkeypatch.setattr(in_subprocess, "available_memory_bytes", lambda: 20 * GIB)
         for budget in (None, 3 * GIB, GIB // 2):
             recall_or_measure(
                 Wanted("cpu", ("float32",)), cache_dir=tmp_path, offload_dir=tmp_path, refresh=False, memory_bytes=budget,
@@ -179,15 +179,15 @@ class TestBusy:
         return before, CpuTime(120.0, 30.0 + spent.get("others", 0.0), 1.0 + spent.get("stolen", 0.0))
 
     def test_a_machine_that_is_left_alone(self):
-        assert why_busy(*self.after(others=1.0, stolen=0.4), spread=1.1) is None
-        assert why_busy(None, None, 1.1) is None
-        assert why_busy(CpuTime(1.0, 0.0, 0.0), CpuTime(1.0, 0.0, 0.0), 1.1) is None
+        assert contention_reason(*self.after(others=1.0, stolen=0.4), spread=1.1) is None
+        assert contention_reason(None, None, 1.1) is None
+        assert contention_reason(CpuTime(1.0, 0.0, 0.0), CpuTime(1.0, 0.0, 0.0), 1.1) is None
 
     def test_others_their_host_and_times_that_differ_each_tell(self):
-        assert "other processes took 50%" in why_busy(*self.after(others=10.0), spread=1.1)
-        assert "the host took 10%" in why_busy(*self.after(stolen=2.0), spread=1.1)
-        assert "2.5 times" in why_busy(*self.after(), spread=2.5)
-        assert "2.5 times" in why_busy(None, None, 2.5)
+        assert "other processes took 50%" in contention_reason(*self.after(others=10.0), spread=1.1)
+        assert "the host took 10%" in contention_reason(*self.after(stolen=2.0), spread=1.1)
+        assert "2.5 times" in contention_reason(*self.after(), spread=2.5)
+        assert "2.5 times" in contention_reason(None, None, 2.5)
 
     @pytest.mark.skipif(CpuTime.now() is None, reason="the kernel does not count")
     def test_own_work_is_not_that_of_others(self):

@@ -1,4 +1,4 @@
-"""Placement as a linear programme: FlexGen's equation (1), over the cost terms of costs.py.
+"""The fastest placement as a mixed-integer programme (MIP): FlexGen's equation (1), over the lanes of costs.py.
 
 The unknowns are counts: layers per weight tensor and tier, sequences per KV class, micro-batches whose activations stay
 on the GPU. As real numbers they make the LP, a bound no placement can beat; as integers the placement that can be
@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from batchgen.core.plan import KV_CLASSES, TIERS
-from batchgen.planner.costs import bounds, can_delegate, head_lanes, layer_lanes, sweep_overhead_s
-from batchgen.planner.flow import Phase
-from batchgen.planner.inputs import CostInputs, Linear, Placement
+from batchgen.planner.costs import bounds, can_delegate, head_lanes, job_seconds, layer_lanes, sweep_overhead_s
 from batchgen.planner.linear import Affine, Programme, total
 from batchgen.planner.peak_memory import peak_bytes
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Counts, Placement, staged_classes
+from batchgen.planner.problem import Allowed, CostInputs, Linear
 
 GIB = 1 << 30
 # Integer placements are proven this close to the fastest one, and to the one that moves least.
@@ -24,78 +25,6 @@ _MOVING_GAP = 0.01
 # The solver keeps rows to within some bytes; the runtime keeps budgets to the byte.
 _TOLERANCE_BYTES = 64 << 10
 _MOVING = ("h2d", "d2h", "disk_read", "disk_write")
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """What a plan may use.
-
-    Attributes:
-        weight_tiers, kv_classes: subsets of policy.TIERS and policy.KV_CLASSES.
-        kv_by_layer: KV of class "streamed", the only one then, stays on the GPU in some layers (Policy.kv_layers).
-    """
-
-    weight_tiers: tuple[str, ...] = TIERS
-    kv_classes: tuple[str, ...] = KV_CLASSES
-    kv_by_layer: bool = False
-
-
-@dataclass(frozen=True)
-class Counts:
-    """A placement in whole things: policy.Policy's weight_layers, kv_seqs, activation_batches, tiers of the head and embeddings, kv_layers."""
-
-    weight_layers: dict[str, tuple[float, float, float]]
-    kv_seqs: dict[str, float]
-    activation_batches: tuple[float, float]
-    head_on_gpu: float
-    embeddings_on_gpu: float = 0
-    kv_layers: float = 0
-
-    def placement(self, s: CostInputs) -> Placement:
-        """Each group as parts of 1, and the buffers that the placement needs."""
-        sizes, layers = s.group_bytes, s.model.num_layers
-
-        def weights(tier: int) -> float:
-            return sum(self.weight_layers[t][tier] * size for t, size in sizes.items()) / (layers * s.layer_bytes)
-
-        def peak(groups: Mapping[str, int], tiers: Sequence[int]) -> float:
-            used = (size for t, size in groups.items() if any(self.weight_layers[t][i] > 0 for i in tiers))
-            return sum(used) / sum(groups.values())
-
-        experts = sum(self.weight_layers[group][2] * size for group, size in s.expert_bytes.items())
-        kv = {name: self.kv_seqs.get(name, 0) for name in KV_CLASSES}
-        staying = self.kv_layers / layers  # of the KV of class "streamed"
-        delegates = int(s.on_gpu and kv["cpu"] > 0)
-        attends = int(delegates or s.deferred_seqs > 0)  # the CPU
-        passing = max(-(-sum(kv[c] for c in _staged(s)) // s.equal_parts), attends)
-        staged = passing * s.longest_blocks + attends * s.delegated_prompt_blocks
-        if s.runtime.attends_disk_kv_on_cpu:
-            on_disk = -(-kv["disk"] // s.equal_parts) * s.longest_blocks
-        else:
-            on_disk = staged if kv["disk"] else 0
-        batches = sum(self.activation_batches)
-        return Placement(
-            w_gpu=weights(0),
-            w_cpu=weights(1),
-            w_disk=weights(2),
-            kv_gpu=kv["gpu"] / s.swept_seqs + staying,
-            kv_cpu=kv["cpu"] / s.swept_seqs,
-            kv_streamed=kv["streamed"] / s.swept_seqs - staying,
-            kv_disk=kv["disk"] / s.swept_seqs,
-            act_gpu=self.activation_batches[0] / batches,
-            act_cpu=self.activation_batches[1] / batches,
-            head_gpu=self.head_on_gpu,
-            head_cpu=1 - self.head_on_gpu,
-            streamed_peak=peak(s.slot_group_bytes, (1, 2)),
-            disk_peak=peak(s.disk_group_bytes, (2,)),
-            staged_blocks=staged,
-            disk_blocks=on_disk,
-            delegates=delegates,
-            acts_wait=int(self.activation_batches[1] > 0),
-            stages=int(s.on_gpu and any(kv[c] > 0 for c in _staged(s))),
-            embed_gpu=self.embeddings_on_gpu,
-            experts_disk=experts / (layers * sum(s.expert_bytes.values())) if experts else 0,
-        )
 
 
 @dataclass(frozen=True)
@@ -131,20 +60,6 @@ def with_embeddings(s: CostInputs, found: Solution) -> Solution:
     if peak_bytes(s, placement)["gpu"] > s.budgets["gpu"] - _TOLERANCE_BYTES:
         return found
     return replace(found, counts=counts, placement=placement)
-
-
-def job_seconds(s: CostInputs, phases: Sequence[Phase], at: Placement) -> float:
-    """T = T_pre l + T_gen (n - 1) l (FlexGen A.3), for any sequence of phases, with what is not in the layers."""
-    seconds: float = sum(
-        phase.sweeps
-        * (
-            s.model.num_layers * max(bounds(s.runtime, layer_lanes(s, phase, at)))
-            + max(bounds(s.runtime, head_lanes(s, phase, at)))
-            + sweep_overhead_s(s, phase)
-        )
-        for phase in phases
-    )
-    return seconds
 
 
 def solve(
@@ -266,9 +181,9 @@ class _PlacementProgramme(Programme):
         """Placement.staged_blocks and those after it, the same as in `Counts.placement`."""
         s, batches = self.s, self.s.num_gpu_batches
         parts = s.equal_parts
-        delegates: Linear = self._any([self.kv["cpu"]], s.block_size) if s.on_gpu else 0
+        delegates: Linear = self._any([self.kv["cpu"]], s.max_num_seqs) if s.on_gpu else 0
         passing = self._count(s.batch_seqs)
-        self.at_most(total(self.kv[c] for c in _staged(s)), passing * parts)
+        self.at_most(total(self.kv[c] for c in staged_classes(s)), passing * parts)
         attends: Linear = 1 if s.deferred_seqs else delegates  # the CPU
         self.at_most(attends, passing)
         staged = passing * s.longest_blocks + attends * s.delegated_prompt_blocks
@@ -282,10 +197,12 @@ class _PlacementProgramme(Programme):
             # As many as are staged, if any sequence is on disk.
             most = s.batch_seqs * s.longest_blocks + s.delegated_prompt_blocks
             on_disk = self.column()
-            self.at_most(staged - most * (1 - self._any([self.kv["disk"]], s.block_size)), on_disk)
+            self.at_most(staged - most * (1 - self._any([self.kv["disk"]], s.max_num_seqs)), on_disk)
             self.at_most(self.kv["disk"] * (s.longest_blocks / parts), on_disk)
         waiting: Linear = self._any([self.activations[1]], batches) if s.on_gpu else 0
-        stages: Linear = self._any([self.kv[c] for c in _staged(s)], s.block_size) if s.on_gpu and batches > 1 else 0
+        stages: Linear = (
+            self._any([self.kv[c] for c in staged_classes(s)], s.max_num_seqs) if s.on_gpu and batches > 1 else 0
+        )
         flags = {"delegates": delegates, "acts_wait": waiting, "stages": stages}
         return {"staged_blocks": staged, "disk_blocks": on_disk} | flags
 
@@ -342,13 +259,6 @@ class _PlacementProgramme(Programme):
                 saved = price * self.value(expression) * (1 - 1 / 1.1)
                 lanes[lane] = lanes.get(lane, 0.0) + saved
         return memory, lanes
-
-
-def _staged(s: CostInputs) -> tuple[str, ...]:
-    """KV classes of which all KV passes through a staging buffer of the compute device in every sweep."""
-    if not s.on_gpu:
-        return ("disk",)
-    return ("streamed",) if s.runtime.attends_disk_kv_on_cpu else ("streamed", "disk")
 
 
 def _class_exists(s: CostInputs, kv_class: str) -> bool:

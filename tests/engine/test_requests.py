@@ -9,7 +9,7 @@ import torch
 import batchgen
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
-from batchgen.engine.given import each_request, each_score_request
+from batchgen.engine.requests import each_request, each_score_request
 
 TEXT = "The ferry left"
 MESSAGES = [{"role": "user", "content": TEXT}]

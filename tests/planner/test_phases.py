@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from thorough import some_draws
 
 from batchgen.core.workload import Lengths, Workload
-from batchgen.planner.flow import deferral_of, phases_of
+from batchgen.planner.phases import deferral_of, phases_of
 
 
 @settings(max_examples=some_draws(60), deadline=None)
@@ -15,18 +15,18 @@ from batchgen.planner.flow import deferral_of, phases_of
     rows=st.integers(1, 5000),
     prompts=st.lists(st.integers(1, 900), min_size=1, max_size=5),
     outputs=st.lists(st.integers(1, 300), min_size=1, max_size=5),
-    block_size=st.integers(1, 400),
+    max_num_seqs=st.integers(1, 400),
     budget=st.integers(64, 8192),
     admission=st.sampled_from(["continuous", "static"]),
 )
-def test_every_token_is_accounted_for(rows, prompts, outputs, block_size, budget, admission):
+def test_every_token_is_accounted_for(rows, prompts, outputs, max_num_seqs, budget, admission):
     workload = Workload(rows, Lengths(tuple(prompts)), Lengths(tuple(outputs)), max(outputs))
-    phases = phases_of(workload, admission, block_size, budget)
+    phases = phases_of(workload, admission, max_num_seqs, budget)
     prefilled = sum(s.sweeps * s.prefill_tokens for s in phases)
     generated = sum(s.sweeps * s.sampled for s in phases)
     assert prefilled == pytest.approx(rows * workload.prompt_len.mean, rel=1e-6)
     assert generated == pytest.approx(rows * workload.output_len.mean, rel=1e-6)
-    assert all(s.decode_seqs <= block_size * 1.05 + 1 for s in phases)
+    assert all(s.decode_seqs <= max_num_seqs * 1.05 + 1 for s in phases)
 
 
 def test_static_admission_is_flexgens_block_schedule():
@@ -55,8 +55,8 @@ def test_a_long_job_takes_as_many_sweeps_as_the_scheduler_would():
 
     draw = random.Random(3)
     rows = [(draw.randint(20, 200), draw.randint(1, 60)) for _ in range(1500)]
-    for block_size, budget in ((32, 512), (64, 256), (200, 4096)):
-        scheduler = Scheduler({"cpu": BlockManager(1 << 16, 16, False)}, SchedulerLimits(block_size, budget))
+    for max_num_seqs, budget in ((32, 512), (64, 256), (200, 4096)):
+        scheduler = Scheduler({"cpu": BlockManager(1 << 16, 16, False)}, SchedulerLimits(max_num_seqs, budget))
         for i, (prompt, output) in enumerate(rows):
             scheduler.add(Sequence(i, i, 0, [1] * prompt, SamplingParams(max_tokens=output)))
         sweeps = 0
@@ -71,8 +71,8 @@ def test_a_long_job_takes_as_many_sweeps_as_the_scheduler_would():
                         scheduler.finish(sequence)
             sweeps += 1
         workload = Workload(len(rows), Lengths.of(p for p, _ in rows), Lengths.of(o for _, o in rows), 60)
-        expected = sum(s.sweeps for s in phases_of(workload, "continuous", block_size, budget))
-        assert expected == pytest.approx(sweeps, rel=0.08), (block_size, budget)
+        expected = sum(s.sweeps for s in phases_of(workload, "continuous", max_num_seqs, budget))
+        assert expected == pytest.approx(sweeps, rel=0.08), (max_num_seqs, budget)
 
 
 def test_a_shared_prefix_is_not_computed_again():

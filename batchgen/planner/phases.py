@@ -88,11 +88,11 @@ def deferral_of(workload: Workload, swept_seqs: int, most_seqs: int, sweeps_per_
 def phases_of(
     workload: Workload,
     admission: str,
-    block_size: int,
+    max_num_seqs: int,
     max_num_batched_tokens: float,
     deferral: Deferral | None = None,
 ) -> tuple[Phase, ...]:
-    """The phases of a whole job with at most `block_size` sequences in flight.
+    """The phases of a whole job with at most `max_num_seqs` sequences in flight.
 
     Args:
         admission: "continuous" refills the block at once, "static" when the whole block has ended.
@@ -100,9 +100,9 @@ def phases_of(
     """
     if deferral is not None:
         others = replace(workload, num_seqs=workload.num_seqs - deferral.rows)
-        phases = phases_of(others, admission, block_size, max_num_batched_tokens)
+        phases = phases_of(others, admission, max_num_seqs, max_num_batched_tokens)
         return _with_deferred(phases, workload, deferral, max_num_batched_tokens)
-    return phases_of_each(workload, ((admission, block_size, max_num_batched_tokens),))[0]
+    return phases_of_each(workload, ((admission, max_num_seqs, max_num_batched_tokens),))[0]
 
 
 @lru_cache(maxsize=16)

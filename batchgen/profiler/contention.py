@@ -8,7 +8,7 @@ from batchgen.core.machine import CpuTime
 _MOST_OTHERS_FRAC, _MOST_STOLEN_FRAC, _MOST_SPREAD = 0.15, 0.05, 1.5
 
 
-def why_busy(before: CpuTime | None, after: CpuTime | None, spread: float) -> str | None:
+def contention_reason(before: CpuTime | None, after: CpuTime | None, spread: float) -> str | None:
     """Say why a measurement cannot be trusted.
 
     Args:

@@ -27,11 +27,11 @@ class _First:
     waiting: list[Request] = field(default_factory=list)
 
 
-class Repeats:
+class Deduplication:
     """Takes repeats out of a job's requests, and puts their results in among the others'.
 
     Greedy completions depend on the prompt and the sampling parameters alone, so that rows have what they would have had. One
-    thread reads `firsts` while another reads `with_repeats`.
+    thread reads `unique` while another reads `with_duplicates`.
 
     Attributes:
         count: rows that were not computed.
@@ -47,15 +47,15 @@ class Repeats:
         self._num_waiting = self._result_bytes = 0
         self._lock = threading.Lock()
 
-    def firsts(self, requests: Iterable[Any]) -> Iterator[Any]:
+    def unique(self, requests: Iterable[Any]) -> Iterator[Any]:
         """The requests that have to be computed."""
         for request in requests:
             key = self._key(request)
             if key is None or not self._is_repeat(key, request):
                 yield request
 
-    def with_repeats(self, results: Iterable[Any]) -> Iterator[Any]:
-        """The results of `firsts`, in their order, and those of repeats as soon as there are any."""
+    def with_duplicates(self, results: Iterable[Any]) -> Iterator[Any]:
+        """The results of `unique`, in their order, and those of repeats as soon as there are any."""
         for result in results:
             self._take(result)
             yield result

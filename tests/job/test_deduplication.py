@@ -8,8 +8,8 @@ import pytest
 
 import batchgen
 from batchgen.core.request import Completion, Request, Sample, SamplingParams, ScoreRequest
-from batchgen.job import repeats as module
-from batchgen.job.repeats import Repeats
+from batchgen.job import deduplication as module
+from batchgen.job.deduplication import Deduplication
 
 GREEDY = SamplingParams(max_tokens=4)
 
@@ -22,11 +22,11 @@ def completed(request, error=None):
 
 
 def run(requests, ahead, error=None):
-    """(rows computed, results by row, the Repeats), of an engine that has read `ahead` requests more than it has answered."""
-    repeats, computed = Repeats(GREEDY), []
+    """(rows computed, results by row, the Deduplication), of an engine that has read `ahead` requests more than it has answered."""
+    repeats, computed = Deduplication(GREEDY), []
 
     def engine():
-        source, under_way = repeats.firsts(requests), []
+        source, under_way = repeats.unique(requests), []
         for request in source:
             computed.append(request.row)
             under_way.append(request)
@@ -35,7 +35,7 @@ def run(requests, ahead, error=None):
         yield from (completed(request, error) for request in under_way)
 
     results = {}
-    for result in repeats.with_repeats(engine()):
+    for result in repeats.with_duplicates(engine()):
         assert result.row not in results
         results[result.row] = result
     return computed, results, repeats
@@ -73,13 +73,13 @@ def test_errors_are_shared_too():
     ],
 )
 def test_what_differs_is_computed(other):
-    repeats = Repeats(GREEDY)
-    assert len(list(repeats.firsts([Request("a", row=0), other]))) == 2
+    repeats = Deduplication(GREEDY)
+    assert len(list(repeats.unique([Request("a", row=0), other]))) == 2
 
 
 def test_draws_are_computed_each():
-    repeats = Repeats(SamplingParams(temperature=0.5))
-    assert len(list(repeats.firsts([Request("a", row=row) for row in range(3)]))) == 3
+    repeats = Deduplication(SamplingParams(temperature=0.5))
+    assert len(list(repeats.unique([Request("a", row=row) for row in range(3)]))) == 3
 
 
 def test_parameters_of_the_job_are_those_of_requests_without_any():
@@ -108,7 +108,7 @@ def test_a_job_gives_the_rows_of_one_without_repeats(tiny_models, tmp_path, monk
     options = {"max_tokens": 6, "dtype": "float32", "cpu_memory": "2GiB"}
     once = batchgen.run(str(path), str(tmp_path / "in.parquet"), tmp_path / "once.parquet", **options)
     assert once["rows_ok"] == 40 and once["rows_repeated"] == 35
-    monkeypatch.setattr(Repeats, "_key", lambda self, request: None)
+    monkeypatch.setattr(Deduplication, "_key", lambda self, request: None)
     each = batchgen.run(str(path), str(tmp_path / "in.parquet"), tmp_path / "each.parquet", **options)
     assert each["rows_repeated"] == 0 and each["generated_tokens"] > 4 * once["generated_tokens"]
     assert pq.read_table(tmp_path / "once.parquet").equals(pq.read_table(tmp_path / "each.parquet"))

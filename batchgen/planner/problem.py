@@ -1,27 +1,29 @@
-"""What the cost of a sweep depends on.
+"""A planning problem, and the inputs of the cost model that the search enumerates for it.
 
-Inputs are fixed while placement is decided; a placement is what is decided; a runtime model says what the runtime can do.
+`CostInputs` are fixed while the placement (placement.py) is decided; a `RuntimeModel` says what the runtime can do.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import FORMAT_BYTES, kv_row_bytes, weight_row_bytes
 from batchgen.core.hardware import ComputeRates, HardwareProfile
-from batchgen.core.plan import window_blocks
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, KV_CLASSES, TIERS, window_blocks
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import end_bytes, main_format, output_format, output_row_bytes
-from batchgen.planner.flow import Deferral
 from batchgen.planner.kv_memory import chunk_blocks, giving_window, kv_block_bytes
 from batchgen.planner.memory import disk_bytes, expert_bytes, group_bytes, group_tensors_of_layers, slot_bytes
+from batchgen.planner.phases import Deferral
 
+# Most sequences in flight that are looked at.
+_MOST_SEQS = 8192
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
 
 Linear = Any  # a number, or an expression of unknowns (linear.py)
@@ -75,7 +77,7 @@ class CostInputs:
     Memory budgets in bytes, None where there is no such tier.
 
     Attributes:
-        block_size: sequences in flight.
+        max_num_seqs: sequences in flight.
         process_bytes: host memory the process takes before any of the model's.
         longest_tokens: of a sequence that staging buffers must hold; None: the longest of the workload.
         batch_order: of policy.Policy.
@@ -92,7 +94,7 @@ class CostInputs:
     weight_format: str
     kv_format: str
     admission: str
-    block_size: int
+    max_num_seqs: int
     num_gpu_batches: int
     max_num_batched_tokens: int
     kv_block_size: int
@@ -106,13 +108,13 @@ class CostInputs:
 
     @property
     def deferred_seqs(self) -> int:
-        """Sequences of the block that gain a token in so many sweeps as `flow.Deferral` says."""
+        """Sequences of the block that gain a token in so many sweeps as `phases.Deferral` says."""
         return self.deferral.seqs if self.deferral else 0
 
     @property
     def swept_seqs(self) -> int:
         """The others, which gain one in every sweep."""
-        return self.block_size - self.deferred_seqs
+        return self.max_num_seqs - self.deferred_seqs
 
     @property
     def on_gpu(self) -> bool:
@@ -129,7 +131,7 @@ class CostInputs:
 
     @property
     def gpu_batch_size(self) -> int:
-        return -(-self.block_size // self.num_gpu_batches)
+        return -(-self.max_num_seqs // self.num_gpu_batches)
 
     @property
     def equal_parts(self) -> int:
@@ -139,12 +141,12 @@ class CostInputs:
     @property
     def batch_seqs(self) -> int:
         """Most sequences of one micro-batch."""
-        return -(-self.block_size // self.equal_parts)
+        return -(-self.max_num_seqs // self.equal_parts)
 
     @property
     def batch_tokens(self) -> int:
         """Most tokens of one micro-batch."""
-        return -(-max(self.max_num_batched_tokens, self.block_size) // self.equal_parts)
+        return -(-max(self.max_num_batched_tokens, self.max_num_seqs) // self.equal_parts)
 
     @cached_property
     def one_batch(self) -> CostInputs:
@@ -323,47 +325,51 @@ class CostInputs:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where things live, as fractions: each group adds up to 1.
-
-    FlexGen's wg wc wd, cg cc cd, hg hc (4.2) with the KV classes of docs/packages/runtime.md, of the sequences that are not
-    deferred, whose number is fixed (`CostInputs.deferral`). Members are numbers, or linear
-    expressions. Those below are no fractions: buffers are sized by them.
+class Allowed:
+    """What a plan may use.
 
     Attributes:
-        streamed_peak, disk_peak: the largest fraction of any one layer that is not on the GPU, or is on disk.
-        staged_blocks: KV blocks of one buffer on the compute device, for sequences that live elsewhere.
-        disk_blocks: of one buffer in host memory, for KV from and to disk.
-        delegates: 1 if the CPU attends to any sequence for a GPU.
-        acts_wait: 1 if the activations of any micro-batch wait in host memory.
-        stages: 1 if KV of any sequence comes to the GPU for its attention.
-        embed_gpu: 1 if the input embeddings are on the GPU; it counts in memory alone, as the rows that come over
-            otherwise are few.
-        experts_disk: of the bytes of all experts, those on disk, as a fraction.
+        weight_tiers, kv_classes: subsets of policy.TIERS and policy.KV_CLASSES.
+        kv_by_layer: KV of class "streamed", the only one then, stays on the GPU in some layers (Policy.kv_layers).
     """
 
-    w_gpu: Linear
-    w_cpu: Linear
-    w_disk: Linear
-    kv_gpu: Linear
-    kv_cpu: Linear
-    kv_streamed: Linear
-    kv_disk: Linear
-    act_gpu: Linear
-    act_cpu: Linear
-    head_gpu: Linear
-    head_cpu: Linear
-    streamed_peak: Linear
-    disk_peak: Linear
-    staged_blocks: Linear = 0
-    disk_blocks: Linear = 0
-    delegates: Linear = 0
-    acts_wait: Linear = 0
-    stages: Linear = 0
-    embed_gpu: float = 0
-    experts_disk: Linear = 0
+    weight_tiers: tuple[str, ...] = TIERS
+    kv_classes: tuple[str, ...] = KV_CLASSES
+    kv_by_layer: bool = False
 
-    @property
-    def w_streamed(self) -> Linear:
-        """Weights that come over the bus in every sweep."""
-        return self.w_cpu + self.w_disk
+
+@dataclass(frozen=True)
+class Problem:
+    """What the search is given.
+
+    Attributes:
+        budgets: bytes per tier of policy.TIERS; "gpu" only where there is one.
+        weight_formats, kv_formats: those the user allows, the compute format among them unless quantisation is asked
+            for.
+        max_num_seqs, num_gpu_batches, max_num_batched_tokens: fixed by the user, or None.
+        max_block_latency_s: longest time from a block's first prompt to its last token.
+        longest_tokens: of a sequence that staging buffers must hold; None: the longest of the workload.
+        sharing: processes that share what the user gives of host memory and disk; `budgets` are of one of them.
+        offers_int4: whether the user could ask for it.
+    """
+
+    hardware: HardwareProfile
+    model: ModelConfig
+    workload: Workload
+    budgets: Mapping[str, int]
+    compute_format: str
+    weight_formats: tuple[str, ...]
+    kv_formats: tuple[str, ...]
+    admissions: tuple[str, ...] = ("continuous", "static")
+    runtime: RuntimeModel = BATCHGEN
+    allowed: Allowed = field(default_factory=Allowed)
+    max_num_seqs: int | None = None
+    most_seqs: int = _MOST_SEQS
+    num_gpu_batches: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_block_latency_s: float | None = None
+    kv_block_size: int = DEFAULT_KV_BLOCK_SIZE
+    process_bytes: int = 0
+    longest_tokens: int | None = None
+    sharing: int = 1
+    offers_int4: bool = True
