@@ -153,7 +153,7 @@ def request_of(config: ModelConfig, process_bytes: int) -> PlanRequest:
     """The plan request of every setting."""
     return PlanRequest(
         "model", "bfloat16", config.max_position, process_bytes=process_bytes, share_prefixes=False,
-        store_bytes=store_bytes(config, "bfloat16", "none"),
+        store_bytes=store_bytes(config, "bfloat16", "native"),
     )  # fmt: skip
 
 

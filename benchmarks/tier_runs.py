@@ -103,7 +103,7 @@ def run_here(
     files = resolve_model(str(model))
     store = None
     if needs_store(policy):
-        store = find_or_convert(files, work_dir, "bfloat16", "int4" if policy.weight_format == "int4" else "none")
+        store = find_or_convert(files, work_dir, "bfloat16", "int4" if policy.weight_format == "int4" else "native")
     longest = max(len(r) for r in rows) + max(output_lens)
     request = LoadRequest(
         files,

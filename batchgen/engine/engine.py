@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.core.device import parse_device
+from batchgen.core.dtypes import AUTO
 from batchgen.core.errors import InputError
 from batchgen.core.machine import trim_freed_memory
 from batchgen.core.plan import Policy
@@ -18,7 +19,7 @@ from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.generation import Generation
 from batchgen.engine.loader import (
     LoadRequest,
-    choose_quantization,
+    choose_weights,
     in_memory_policy,
     needs_store,
     resolve_budgets,
@@ -29,7 +30,7 @@ from batchgen.engine.non_finite import NonFiniteSequences
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.prefetch import Prefetch
 from batchgen.engine.scoring import Scoring
-from batchgen.engine.tensor_parallel import first_shard, load_on_ranks, shard_quantization
+from batchgen.engine.tensor_parallel import first_shard, load_on_ranks, shard_weights
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import cache_dir, read_config, resolve_model
 from batchgen.models.model_versions import check_unchanged, model_versions
@@ -153,7 +154,7 @@ class Engine:
         model: A local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
         dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored), "float32",
             "bfloat16" or "float16". On a GPU "auto" is 16 bits: float16 before compute capability 8.0.
-        quantization: Of the layers' matrices: "none" (as they are found; packed ones expanded to `dtype` where that takes at most half
+        weights: Of the layers' matrices: "none" (as they are found; packed ones expanded to `dtype` where that takes at most half
             of the memory), "bf16" (expanded always), "int4" (4 bits; packed once, in the cache directory), or "int8" (8 bits,
             multiplied as integers with tokens quantized to 8 bits). One of compressed-tensors W8A8 is "int8" by itself.
         kv_cache_dtype: "auto" (KV as the model computes), "int8" or "int4".
@@ -182,7 +183,7 @@ class Engine:
         model: str = "demo",
         *,
         dtype: str = "auto",
-        quantization: str = "none",
+        weights: str = AUTO,
         kv_cache_dtype: str = "auto",
         device: str = "auto",
         cpu_memory: int | str | None = None,
@@ -209,14 +210,14 @@ class Engine:
         dtype = resolve_dtype(config, dtype, where)
         shard = None
         if tensor_parallel != 1:
-            shard = first_shard(files, config, tensor_parallel, where, quantization)
+            shard = first_shard(files, config, tensor_parallel, where, weights)
             config = shard.config
         budgets = resolve_budgets(
             where, cpu_memory=cpu_memory, gpu_memory=gpu_memory, processes=ranks_of_host(tensor_parallel)
         )
-        quantization = choose_quantization(files, config, quantization, dtype, where, lambda: budgets["cpu"])
+        weights = choose_weights(files, config, weights, dtype, where, lambda: budgets["cpu"])
         if shard is not None:
-            quantization = shard_quantization(shard, quantization)
+            weights = shard_weights(shard, weights)
         policy = in_memory_policy(
             config,
             where,
@@ -226,12 +227,12 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=resolve_context(config, max_model_len),
             share_prefixes=share_prefixes,
-            quantization=quantization,
+            weights=weights,
             kv_cache_dtype=kv_cache_dtype,
         )
         store = None
         if needs_store(policy):
-            store = find_or_convert(files, cache_dir(), dtype, quantization, shard=shard)
+            store = find_or_convert(files, cache_dir(), dtype, weights, shard=shard)
         request = LoadRequest(
             files,
             config,
