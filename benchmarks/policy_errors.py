@@ -14,6 +14,7 @@ Writes benchmarks/results/policy_errors.json, after each round; with --only, set
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import statistics
 from collections.abc import Iterator
@@ -119,6 +120,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="measure no job")
     parser.add_argument("-o", "--output", type=Path, default=results_of("policy_errors"))
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     for setting in SETTINGS:
         if not args.only or setting.name in args.only:
             _setting(setting, args)
@@ -148,9 +150,7 @@ def _setting(setting: Setting, args: argparse.Namespace) -> None:
     work_dir = args.work_dir / ("larger" if setting.shape is LARGER else "smaller")
     model = model_in(work_dir, setting.shape)
     config = read_config(resolve_model(str(model)))
-    find = partial(
-        find_hardware, None, dtype="bfloat16", in_rows=("bfloat16",), offload_dir=work_dir, model=config, notify=print
-    )
+    find = partial(find_hardware, None, dtype="bfloat16", in_rows=("bfloat16",), offload_dir=work_dir, model=config)
     cpu, core = find_for(setting.device, find)
     process = process_bytes()
     hardware = corrected_by_disk_probe(on_this_machine(cpu), work_dir)

@@ -10,6 +10,7 @@ sweep and not just in sum.
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -36,11 +37,10 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=256, help="and most tokens of a sweep")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     model = model_in(args.work_dir)
     config = read_config(resolve_model(str(model)))
-    profile = on_this_machine(
-        find_hardware(None, dtype="bfloat16", offload_dir=args.work_dir, model=config, notify=print)
-    )
+    profile = on_this_machine(find_hardware(None, dtype="bfloat16", offload_dir=args.work_dir, model=config))
     rows, lens = prompts(args.rows, PROMPT), [OUTPUT] * args.rows
 
     def planned(rate: float):

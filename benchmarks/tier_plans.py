@@ -11,6 +11,7 @@ which runs the same Steps as the executor.
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -67,12 +68,13 @@ def main() -> None:  # a benchmark from top to bottom
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", action="append", help="names of policies")
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     model = model_in(args.work_dir)
     config = read_config(resolve_model(str(model)))
     workload = Workload.uniform(args.rows, PROMPT, OUTPUT)
 
     def machine(device: Device) -> HardwareProfile:
-        found = find_hardware(None, dtype="bfloat16", offload_dir=args.work_dir, model=config, notify=print)
+        found = find_hardware(None, dtype="bfloat16", offload_dir=args.work_dir, model=config)
         profile = corrected_by_disk_probe(on_this_machine(found), args.work_dir)
         return emulated_profile(profile, device) if device.accelerated else profile
 

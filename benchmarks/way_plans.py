@@ -15,6 +15,7 @@ are there.
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="plan and simulate, measure nothing")
     parser.add_argument("-o", "--output", type=Path, default=results_of("way_plans"))
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     known = (*SETTINGS, FLIPPED)
     settings = [setting for setting in known if not args.only or setting.name in args.only]
     if args.dry:
@@ -72,9 +74,7 @@ def _dry(settings: list[Setting]) -> None:
 def _measure(setting: Setting, work_dir: Path, rounds: int) -> dict[str, Any]:
     model = model_in(work_dir, SHAPE)
     config = read_config(resolve_model(str(model)))
-    find = partial(
-        find_hardware, None, dtype="bfloat16", in_rows=("bfloat16",), offload_dir=work_dir, model=config, notify=print
-    )
+    find = partial(find_hardware, None, dtype="bfloat16", in_rows=("bfloat16",), offload_dir=work_dir, model=config)
     cpu, core = find_for(setting.device, find)
     process = process_bytes()
     hardware = emulated_profile(on_this_machine(cpu), setting.device, core)
