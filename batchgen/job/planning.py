@@ -126,7 +126,6 @@ def make_plan(
     estimate: Callable[[], EstimatedWorkload],
     *,
     started_s: float,
-    notify: Callable[[str], None],
 ) -> Plan:
     """The plan that a job is run by: the one it was given, or else the fastest on this machine.
 
@@ -134,7 +133,6 @@ def make_plan(
         job: What to plan for.
         estimate: Gives its workload; called where no plan is given.
         started_s: When the command started, of time.monotonic.
-        notify: Told what is measured.
 
     Raises:
         InputError: The given plan is for something else, or there is none that fits.
@@ -143,8 +141,8 @@ def make_plan(
         plan = runnable(read_plan(job.options.plan), job)
     else:
         workload = estimate()
-        plan, _ = plan_case(case_here(job, started_s=started_s, notify=notify), workload)
-    return replace(plan, kernels=kernels_here(plan.kernels, notify))
+        plan, _ = plan_case(case_here(job, started_s=started_s), workload)
+    return replace(plan, kernels=kernels_here(plan.kernels))
 
 
 def plan_case(case: Case, estimated: EstimatedWorkload, *, compare_strategies: bool = False) -> tuple[Plan, Problem]:
@@ -234,9 +232,9 @@ def _reading_s(case: Case, problem: Problem) -> float:
     return loading_s(problem.hardware, job.process_config, request.dtype, job.files.kind, weight_format)
 
 
-def case_here(job: ResolvedJob, *, started_s: float, notify: Callable[[str], None]) -> Case:
+def case_here(job: ResolvedJob, *, started_s: float) -> Case:
     """A job on this machine, with what it may use of it; measured where it was not before. Raises InputError."""
-    hardware, request = machine_of(job, notify)
+    hardware, request = machine_of(job)
     return Case(job, hardware, request, time.monotonic() - started_s)
 
 
@@ -264,7 +262,7 @@ def request_of(job: ResolvedJob) -> PlanRequest:
     )
 
 
-def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[HardwareProfile, PlanRequest]:
+def machine_of(job: ResolvedJob) -> tuple[HardwareProfile, PlanRequest]:
     """This machine, with the device that the job names, and what its plan may use of it. Raises InputError."""
     config, dtype, device, weights = job.process_config, job.dtype, job.device, job.options.weights
     may_stream = _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < store_bytes(config, dtype, weights)
@@ -279,7 +277,6 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         formats=formats,
         in_rows=in_rows,
         memory_bytes=job.budgets["cpu"],
-        notify=notify,
     )
     profile, core = find_for(device, find)
     if profile.gpu is not None and device.kind != "cuda":
@@ -378,7 +375,6 @@ def find_hardware(
     model: ModelConfig | None = None,
     memory_bytes: int | None = None,
     cores: frozenset[int] | None = None,
-    notify: Callable[[str], None] = lambda line: None,
 ) -> HardwareProfile:
     """Find the profile of a machine.
 
@@ -394,7 +390,6 @@ def find_hardware(
         model: Whose layers' shapes are measured; None: rates for models of any size.
         memory_bytes: What measuring and this process may take of the host's memory together; None: what is free.
         cores: To measure on; None: all that this process may use.
-        notify: Told what is measured.
 
     Raises:
         InputError: There is no such profile, or it cannot be measured.
@@ -419,7 +414,6 @@ def find_hardware(
             offload_dir=offload_dir,
             refresh=refresh,
             memory_bytes=memory_bytes,
-            notify=notify,
         )
         return corrected_by_probe(profile, dtype)
 
