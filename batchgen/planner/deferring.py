@@ -14,12 +14,12 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import TIERS
 from batchgen.planner.costs import can_delegate, decode_attention_s, layer_lanes, slowest_s
 from batchgen.planner.linear import number
-from batchgen.planner.memory import group_bytes
+from batchgen.planner.memory import peak_bytes
 from batchgen.planner.mip import solve
-from batchgen.planner.peak_memory import peak_bytes
 from batchgen.planner.phases import deferral_of, phases_of
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import Candidate, max_num_seqs_choices, realised_candidate, search
+from batchgen.planner.sizes import group_bytes
 
 # Of the time in which the CPU has nothing else to do, so much is given to deferred attention: sweeps are not all equally long.
 _DEFERRED_FRAC = 0.9

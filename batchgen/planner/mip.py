@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from batchgen.core.plan import KV_CLASSES, TIERS
 from batchgen.planner.costs import bounds, can_delegate, head_lanes, job_seconds, layer_lanes, sweep_overhead_s
 from batchgen.planner.linear import Expression, Linear, number, total
-from batchgen.planner.peak_memory import peak_bytes
+from batchgen.planner.memory import peak_bytes
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Amounts, Counts, Placement, placement_of
 from batchgen.planner.problem import Allowed, CostInputs

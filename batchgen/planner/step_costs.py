@@ -34,10 +34,10 @@ from batchgen.planner.costs import (
     sweep_overhead_s,
 )
 from batchgen.planner.linear import number
-from batchgen.planner.memory import group_bytes_of_layers, group_tensors_of_layers
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import BATCHGEN, CostInputs
+from batchgen.planner.sizes import group_bytes_of_layers, group_tensors_of_layers
 from batchgen.schedule.extents import runs_of
 from batchgen.schedule.micro_batches import residency_of
 from batchgen.schedule.residency import WeightResidency

@@ -20,7 +20,7 @@ from batchgen.models.files import read_config, resolve_model, resolve_weights
 from batchgen.models.layouts import is_quantized
 from batchgen.models.store.weight_store import load_extent
 from batchgen.ops import cpp
-from batchgen.planner.memory import group_bytes
+from batchgen.planner.sizes import group_bytes
 
 OPTIONS = {"dtype": "float32", "cpu_memory": "2GiB", "max_tokens": 4}
 

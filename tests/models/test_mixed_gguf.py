@@ -27,7 +27,7 @@ from batchgen.models.convert import convert, find_or_convert
 from batchgen.models.files import read_config, resolve_model, resolve_weights, weight_tensors
 from batchgen.models.layouts import layer_sizes, main_format, stored_tensors
 from batchgen.ops import cpp
-from batchgen.planner.memory import group_bytes, group_bytes_of_layers, slot_bytes
+from batchgen.planner.sizes import group_bytes, group_bytes_of_layers, slot_bytes
 
 
 def make(directory, family, kinds=None):

@@ -10,7 +10,7 @@ from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.by_layer import by_layer, by_layer_candidates
 from batchgen.planner.costs import moved_bytes
 from batchgen.planner.explain import make_plan
-from batchgen.planner.peak_memory import peak_bytes
+from batchgen.planner.memory import peak_bytes
 from batchgen.planner.problem import FLEXGEN, Allowed, Problem
 from batchgen.planner.search import search
 from batchgen.planner.simulation import memory_of

@@ -21,9 +21,8 @@ from batchgen.planner.costs import bounds, head_lanes, job_seconds, layer_lanes
 from batchgen.planner.deferring import deferring
 from batchgen.planner.explain import make_plan
 from batchgen.planner.kv_memory import Demand
-from batchgen.planner.memory import plan_memory
+from batchgen.planner.memory import kv_bytes, peak_bytes, plan_memory
 from batchgen.planner.mip import solve
-from batchgen.planner.peak_memory import kv_bytes, peak_bytes
 from batchgen.planner.placement import Counts
 from batchgen.planner.problem import BATCHGEN, FLEXGEN, Allowed, Problem
 from batchgen.planner.search import block_latency_s, frontier, search, search_space

@@ -9,7 +9,7 @@ from batchgen.core.plan import window_blocks
 from batchgen.core.workload import Workload
 from batchgen.planner.costs import streamed_kv_bytes
 from batchgen.planner.explain import make_plan
-from batchgen.planner.peak_memory import kv_bytes
+from batchgen.planner.memory import kv_bytes
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import search
 from batchgen.planner.simulation import memory_of
