@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class Stage:
     """Layers [first, stop) of the model, and how they are run.
 
-    policy: of these layers. What concerns rows is the same in all stages: block, micro-batches, KV classes, admission.
+    policy: of these layers. What concerns rows is the same in all stages: block, micro-batches, KV placements, admission.
     """
 
     first: int
@@ -203,7 +203,7 @@ def check_stages(request: LoadRequest, stages: Sequence[Stage], size: int) -> No
     if any(stage.policy.kv_seqs.get("deferred") for stage in stages):
         raise InputError("a pipeline has no sequences whose attention is deferred: plan it with --pipeline")
     if any(stage.policy.kv_layers for stage in stages):
-        raise InputError('a pipeline keeps KV of class "streamed" in host memory: plan it with --pipeline')
+        raise InputError('a pipeline keeps KV of placement "streamed" in host memory: plan it with --pipeline')
     assert [s.first for s in stages] + [request.config.num_layers] == [0] + [s.stop for s in stages], (
         "layers are missing"
     )

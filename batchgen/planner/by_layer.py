@@ -38,7 +38,7 @@ def may_part(problem: Problem) -> bool:
         problem.hardware.gpu is not None
         and not problem.runtime.serial
         and "gpu" in allowed.weight_tiers
-        and {"gpu", "streamed"} <= set(allowed.kv_classes)
+        and {"gpu", "streamed"} <= set(allowed.kv_placements)
     )
 
 

@@ -33,7 +33,7 @@ def apex_candidates(problem: Problem, worth: Callable[[float], bool]) -> Iterato
     """
     if not may_defer(problem) or layers_bytes(problem) > problem.budgets["gpu"]:
         return
-    on_gpu = replace(problem.allowed, weight_tiers=("gpu",), kv_classes=("gpu",))
+    on_gpu = replace(problem.allowed, weight_tiers=("gpu",), kv_placements=("gpu",))
     with contextlib.suppress(InputError):
         base = search(replace(problem, num_gpu_batches=1, admissions=("continuous",), allowed=on_gpu))
         if worth(base.seconds):
@@ -54,7 +54,7 @@ def may_defer(problem: Problem) -> bool:
     return (
         problem.hardware.gpu is not None
         and not problem.runtime.serial
-        and "deferred" in problem.allowed.kv_classes
+        and "deferred" in problem.allowed.kv_placements
         and "continuous" in problem.admissions
         and problem.num_gpu_batches in (None, 1)
         and problem.max_num_seqs is None
@@ -73,7 +73,7 @@ def deferring(
     allowed = replace(
         problem.allowed,
         weight_tiers=_weight_tiers(base),
-        kv_classes=tuple(c for c, n in base.counts.kv_seqs.items() if n),
+        kv_placements=tuple(c for c, n in base.counts.kv_seqs.items() if n),
     )
     sizes = [s.max_num_seqs, *(size for size in reversed(max_num_seqs_choices(problem)) if size < s.max_num_seqs)]
     for swept_seqs in sizes[: 1 + _SMALLER_SIZES]:

@@ -1,6 +1,6 @@
 """The fastest placement as a mixed-integer programme (MIP): FlexGen's equation (1), over the lanes of costs.py.
 
-The unknowns are counts: layers per weight tensor and tier, sequences per KV class, micro-batches whose activations stay
+The unknowns are counts: layers per weight tensor and tier, sequences per KV placement, micro-batches whose activations stay
 on the GPU. As real numbers they make the LP, a bound no placement can beat; as integers the placement that can be
 carried out. Both come from the same rows.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from batchgen.core.plan import KV_CLASSES, TIERS
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.plan import TIERS
 from batchgen.planner.costs import bounds, can_delegate, head_lanes, job_seconds, layer_lanes, sweep_overhead_s
 from batchgen.planner.linear import Affine, Programme, total
 from batchgen.planner.peak_memory import peak_bytes
@@ -133,11 +134,11 @@ class _PlacementProgramme(Programme):
         s = self.s
         sizes, layers = s.group_bytes, s.model.num_layers
         tiers = [t for t in allowed.weight_tiers if t in s.budgets]
-        classes = [c for c in allowed.kv_classes if _class_exists(s, c)]
+        classes = [c for c in allowed.kv_placements if _class_exists(s, c)]
         self.weights = {
             tensor: tuple(self._count(layers if tier in tiers else 0) for tier in TIERS) for tensor in sizes
         }
-        self.kv = {c: self._count(s.swept_seqs if c in classes else 0) for c in KV_CLASSES}
+        self.kv: dict[str, Affine] = {c: self._count(s.swept_seqs if c in classes else 0) for c in KVPlacement}
         self.kv_layers = self._count(layers - 1) if allowed.kv_by_layer else Affine({})
         staying = self.kv_layers * (1 / layers)
         batches = s.num_gpu_batches
@@ -261,10 +262,10 @@ class _PlacementProgramme(Programme):
         return memory, lanes
 
 
-def _class_exists(s: CostInputs, kv_class: str) -> bool:
+def _class_exists(s: CostInputs, kv_placement: str) -> bool:
     """Whether sequences can be placed there: how many are deferred is fixed before."""
-    if kv_class == "deferred":
+    if kv_placement == "deferred":
         return False
     if not s.on_gpu:
-        return kv_class in ("cpu", "disk")
-    return kv_class != "cpu" or can_delegate(s)
+        return kv_placement in ("cpu", "disk")
+    return kv_placement != "cpu" or can_delegate(s)

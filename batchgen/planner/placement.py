@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from batchgen.core.plan import KV_CLASSES
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.planner.problem import CostInputs, Linear
 
 
@@ -13,7 +13,7 @@ from batchgen.planner.problem import CostInputs, Linear
 class Placement:
     """Where things live, as fractions: each group adds up to 1.
 
-    FlexGen's wg wc wd, cg cc cd, hg hc (4.2) with the KV classes of docs/packages/runtime.md, of the sequences that are not
+    FlexGen's wg wc wd, cg cc cd, hg hc (4.2) with the KV placements of docs/packages/runtime.md, of the sequences that are not
     deferred, whose number is fixed (`CostInputs.deferral`). Members are numbers, or linear
     expressions. Those below are no fractions: buffers are sized by them.
 
@@ -79,8 +79,8 @@ class Counts:
             return sum(used) / sum(groups.values())
 
         experts = sum(self.weight_layers[group][2] * size for group, size in s.expert_bytes.items())
-        kv = {name: self.kv_seqs.get(name, 0) for name in KV_CLASSES}
-        staying = self.kv_layers / layers  # of the KV of class "streamed"
+        kv: dict[str, float] = {name: self.kv_seqs.get(name, 0) for name in KVPlacement}
+        staying = self.kv_layers / layers  # of the KV of placement "streamed"
         delegates = int(s.on_gpu and kv["cpu"] > 0)
         attends = int(delegates or s.deferred_seqs > 0)  # the CPU
         passing = max(-(-sum(kv[c] for c in staged_classes(s)) // s.equal_parts), attends)
@@ -115,7 +115,7 @@ class Counts:
 
 
 def staged_classes(s: CostInputs) -> tuple[str, ...]:
-    """KV classes of which all KV passes through a staging buffer of the compute device in every sweep."""
+    """KV placements of which all KV passes through a staging buffer of the compute device in every sweep."""
     if not s.on_gpu:
         return ("disk",)
     return ("streamed",) if s.runtime.attends_disk_kv_on_cpu else ("streamed", "disk")

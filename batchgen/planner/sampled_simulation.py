@@ -238,7 +238,7 @@ def _ratio(samples: Sequence[_Sample]) -> float:
 def _by_mix(samples: Sequence[_Sample], first_frac: float) -> dict[Mix, float]:
     """Simulated over modelled seconds of sweeps of each mix.
 
-    A block fills one KV class after the other, and has them mixed later. first_frac: the part of the rows that are of the first block.
+    A block fills one KV placement after the other, and has them mixed later. first_frac: the part of the rows that are of the first block.
     """
     found: dict[Mix, float] = {}
     for mix in {sample.mix for sample in samples}:

@@ -51,7 +51,7 @@ def limited(
     """The problem with weights and KV in fewer tiers and classes. Raises NotApplicable where the user wants something else."""
     allowed = problem.allowed
     tiers = tuple(tier for tier in allowed.weight_tiers if tier in weights)
-    classes = tuple(name for name in allowed.kv_classes if name in kv)
+    classes = tuple(name for name in allowed.kv_placements if name in kv)
     if num_gpu_batches is not None and problem.num_gpu_batches not in (None, num_gpu_batches):
         raise NotApplicable(f"takes {num_gpu_batches} micro-batches, --num-gpu-batches is {problem.num_gpu_batches}")
     if num_gpu_batches is not None and problem.max_num_seqs is not None and problem.max_num_seqs % num_gpu_batches:
@@ -60,7 +60,7 @@ def limited(
         raise NotApplicable("is not among what this plan may do")
     return replace(
         problem,
-        allowed=replace(allowed, weight_tiers=tiers, kv_classes=classes),
+        allowed=replace(allowed, weight_tiers=tiers, kv_placements=classes),
         num_gpu_batches=num_gpu_batches or problem.num_gpu_batches,
     )
 

@@ -74,8 +74,8 @@ def planned(hardware, workload=DECODING, **options):
 def test_two_batches_give_way_to_deferred_attention_as_the_cpu_gets_slower(ratio, deferred):
     """NEO's pipelining against APEX's overlap: inequality (6) of APEX, with what memory and the length of the job allow."""
     problem, _ = planning(slow_cpu(ratio))
-    two = search(replace(problem, num_gpu_batches=2, allowed=Allowed(kv_classes=("gpu", "cpu"))))
-    alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(kv_classes=("gpu",))))
+    two = search(replace(problem, num_gpu_batches=2, allowed=Allowed(kv_placements=("gpu", "cpu"))))
+    alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(kv_placements=("gpu",))))
     beside = deferring(problem, alone)
     for seconds_of in (lambda c: c.seconds, lambda c: simulate_shortened(plan_of(problem, c), c).seconds):
         one_s, two_s = seconds_of(beside), seconds_of(two)
