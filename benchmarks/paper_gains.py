@@ -21,7 +21,8 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job.planning import PlanRequest, plan_maker, problem_of
 from batchgen.models.config import ModelConfig
-from batchgen.planner.strategies import WITH_GPU, NotApplicable, best_plan
+from batchgen.planner.strategies import WITH_GPU, NotApplicable
+from batchgen.planner.strategy_times import best_plan
 from batchgen.profiler.shipped import shipped_profile
 
 HERE = Path(__file__).parent

@@ -55,7 +55,7 @@ from batchgen.planner.pipeline import over_stages
 from batchgen.planner.plan_selection import choose, simulate_candidates
 from batchgen.planner.ranks import Link, link_of, part_of_host, with_sums
 from batchgen.planner.search import Candidate, Problem, block_latency_s, search
-from batchgen.planner.strategies import with_strategies
+from batchgen.planner.strategy_times import with_strategies
 from batchgen.profiler.apart import recall_or_measure
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe

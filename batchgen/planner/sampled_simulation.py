@@ -45,14 +45,14 @@ Mix = tuple[bool, int]
 
 
 @dataclass(frozen=True)
-class ShortenedRun:
+class SampledRun:
     """seconds: of all sweeps of the job. whole: whether all its rows were scheduled."""
 
     seconds: float
     whole: bool
 
 
-def simulate_shortened(plan: Plan, candidate: Candidate, *, longer: bool = False) -> ShortenedRun:
+def simulate_sampled(plan: Plan, candidate: Candidate, *, longer: bool = False) -> SampledRun:
     """The time of a candidate, given as a plan too.
 
     Args:
@@ -77,7 +77,7 @@ def simulate_shortened(plan: Plan, candidate: Candidate, *, longer: bool = False
     if len(rows) == s.workload.num_seqs and not job.has_work:
         alike = [job_seconds(s, [sweep.together], at) for sweep in sweeps]
         seconds = sum(each * _between(numbers, ratios, i) for i, each in enumerate(alike))
-        return ShortenedRun(seconds, True)
+        return SampledRun(seconds, True)
     samples = [
         _Sample(
             _mix(sweep.phase, s.swept_seqs), sweep.later, (1 + sweep.jumped) * took_s, (1 + sweep.jumped) * modelled[i]
@@ -90,7 +90,7 @@ def simulate_shortened(plan: Plan, candidate: Candidate, *, longer: bool = False
     seconds = sum(
         job_seconds(s, [phase], at) * by_mix.get(_mix(phase, s.swept_seqs), overall) for phase in candidate.phases
     )
-    return ShortenedRun(seconds, False)
+    return SampledRun(seconds, False)
 
 
 def _shortened_rows(s: CostInputs, filled: float) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from batchgen.core.units import parse_bytes
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.costs import bounds, head_lanes, layer_lanes
-from batchgen.planner.deferring import deferring
+from batchgen.planner.deferred_attention import with_deferred_attention
 from batchgen.planner.explain import make_plan
 from batchgen.planner.inputs import BATCHGEN, FLEXGEN
 from batchgen.planner.kv_memory import Demand
@@ -140,7 +140,7 @@ def test_what_is_planned_fits_the_memory_that_the_runtime_takes(p):
         return
     check_memory(p, best)
     if best.inputs.on_gpu and best.inputs.num_gpu_batches == 1 and best.inputs.admission == "continuous":
-        beside = deferring(replace(p, block_size=None), best)
+        beside = with_deferred_attention(replace(p, block_size=None), best)
         if beside is not None:
             assert beside.counts.kv_seqs["deferred"] == beside.inputs.deferred_seqs > 0
             check_placement(beside)

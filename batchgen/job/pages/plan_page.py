@@ -14,7 +14,7 @@ from batchgen.planner.explain import TIER_NAMES, compare_rows, headline, lane_se
 from batchgen.planner.explanation import LANE_NAMES, Explanation, price_lines, stage_rows, total_lines
 from batchgen.planner.search import Problem, frontier
 from batchgen.planner.simulation import simulate_job
-from batchgen.planner.strategies import strategy_rows
+from batchgen.planner.strategy_times import strategy_rows
 from batchgen.schedule.step_graph import LANES, Step
 
 _SIMULATED_SWEEPS = 32
