@@ -22,7 +22,7 @@ from batchgen.core.workload import Workload
 from batchgen.planner.flow import phases_of
 from batchgen.planner.inputs import FLEXGEN, Placement
 from batchgen.planner.lp import job_seconds
-from batchgen.planner.pipeline_time import answer_times_s
+from batchgen.planner.pipeline import answer_times_s
 from batchgen.planner.search import Candidate, Problem, search
 from batchgen.profiler.shipped import shipped_profile
 

@@ -51,9 +51,9 @@ from batchgen.models.layouts import layer_sizes, main_format, output_format
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
 from batchgen.planner.memory_requirements import kv_tokens_used
+from batchgen.planner.parallel import Link, link_of, part_of_host, with_all_reduce
 from batchgen.planner.pipeline import over_stages
 from batchgen.planner.plan_selection import choose, simulate_candidates
-from batchgen.planner.ranks import Link, link_of, part_of_host, with_sums
 from batchgen.planner.search import Candidate, Problem, block_latency_s, search
 from batchgen.planner.strategy_times import with_strategies
 from batchgen.profiler.apart import recall_or_measure
@@ -342,9 +342,9 @@ def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str,
 
 
 def process_profile(hardware: HardwareProfile, job: ResolvedJob, *, whole: bool) -> HardwareProfile:
-    """What one process of a job has. whole: as of `ranks.part_of_host`."""
+    """What one process of a job has. whole: as of `parallel.part_of_host`."""
     part = part_of_host(hardware, job.of_host, whole=whole)
-    return part if job.shard is None else with_sums(part, job.shard.size, _link_of(hardware, job))
+    return part if job.shard is None else with_all_reduce(part, job.shard.size, _link_of(hardware, job))
 
 
 def _link_of(hardware: HardwareProfile, job: ResolvedJob) -> Link:

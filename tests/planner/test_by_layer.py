@@ -81,5 +81,5 @@ def test_kv_by_layer_is_not_tried_where_it_is_not_allowed(changes):
 
 def test_kv_by_layer_is_not_tried_where_weights_do_not_fit():
     assert not candidates_by_layer(problem_with(GIB // 4))
-    with pytest.raises(NotApplicable, match="more than the GPU's 256.0 MiB"):
+    with pytest.raises(NotApplicable, match="more than the GPU's 256"):
         PIE.restrict(problem_with(GIB // 4))

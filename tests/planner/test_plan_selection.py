@@ -13,7 +13,7 @@ from batchgen.core.workload import Workload
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.planner import plan_selection as choice
-from batchgen.planner import sampled_simulation as shortened
+from batchgen.planner import sampled_simulation as sampled
 from batchgen.planner.explain import make_plan
 from batchgen.planner.plan_selection import Simulated, choose, simulate_candidates
 from batchgen.planner.sampled_simulation import simulate_sampled
@@ -127,7 +127,7 @@ def test_an_order_that_takes_much_longer_than_modelled_is_given_up(monkeypatch):
     ]  # fmt: skip
     took = {(2, "even"): 200.0, (2, "mixed"): 150.0, (1, "even"): 145.0, (4, "mixed"): 130.0}
     monkeypatch.setattr(choice, "candidates", lambda *args: iter(offered))
-    monkeypatch.setattr(choice, "apex_candidates", lambda *args: iter(()))
+    monkeypatch.setattr(choice, "added_candidates", lambda *args: iter(()))
 
     class Run:
         whole = True
@@ -180,7 +180,7 @@ def test_a_latency_holds_for_simulated_blocks():
 
 
 @pytest.mark.parametrize("hardware", [cpu_box(), gpu_box(gpu_memory_bytes=2 << 30)], ids=lambda h: h.name)
-def test_a_shortened_job_tells_of_the_whole(hardware):
+def test_a_sampled_job_tells_of_the_whole(hardware):
     workload = Workload.uniform(600, 100, 40)
     problem, _, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=64)
     best = next(candidates(problem, 1))
@@ -196,7 +196,7 @@ def test_decoding_may_be_jumped_over(monkeypatch, hardware):
     problem, _, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=40)
     best = next(candidates(problem, 1))
     jumped = simulate_sampled(plan_of(best), best)
-    monkeypatch.setattr(shortened, "_JUMPS", 1 << 30)
+    monkeypatch.setattr(sampled, "_JUMPS", 1 << 30)
     each = simulate_sampled(plan_of(best), best)
     assert jumped.whole and each.whole
     # KV moves in blocks of 16 tokens, so a context is off by less than one of them, in at least 100.
@@ -214,10 +214,10 @@ def test_only_what_may_be_the_fastest_is_simulated_for_longer(monkeypatch, longe
         asked.append((candidate, bool(options)))
         short = {90.0: 100.0, 99.0: 110.0, 101.0: 140.0}[candidate.seconds]
         seconds = longer if options and candidate is offered[0] else short
-        return shortened.SampledRun(seconds, False)
+        return sampled.SampledRun(seconds, False)
 
     monkeypatch.setattr(choice, "candidates", lambda *args: iter(offered))
-    monkeypatch.setattr(choice, "apex_candidates", lambda *args: iter(()))
+    monkeypatch.setattr(choice, "added_candidates", lambda *args: iter(()))
     monkeypatch.setattr(choice, "simulate_sampled", run)
     found = simulate_candidates(problem, lambda candidate: None)
     again = [candidate for candidate, longer_run in asked if longer_run]
