@@ -21,6 +21,7 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job.planning import PlanRequest, plan_maker, problem_of
 from batchgen.models.config import ModelConfig
+from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.strategies import WITH_GPU, NotApplicable
 from batchgen.planner.strategy_times import best_plan
 from batchgen.profiler.shipped import shipped_profile
@@ -51,7 +52,7 @@ def settings() -> list[Setting]:
     llama_3 = json.loads(
         (HERE.parent / "recipes" / "throughput" / "shapes" / "llama-3.1-8b" / "config.json").read_text()
     )
-    a10g, llama_3 = shipped_profile("a10g"), ModelConfig.from_hf(llama_3)
+    a10g, llama_3 = shipped_profile("a10g"), config_of_hf(llama_3)
     found = [
         Setting(
             f"A10G, host {name}",
@@ -63,7 +64,7 @@ def settings() -> list[Setting]:
         )
         for name, share in HOSTS.items()
     ]
-    return [*found, Setting("T4", shipped_profile("t4"), ModelConfig.from_hf(LLAMA_2), 200)]
+    return [*found, Setting("T4", shipped_profile("t4"), config_of_hf(LLAMA_2), 200)]
 
 
 def around(mean: int) -> Lengths:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.planner.costs import moved_bytes
-from batchgen.planner.inputs import CostInputs
+from batchgen.planner.problem import CostInputs, Problem
 from batchgen.planner.sampled_simulation import simulate_sampled
-from batchgen.planner.search import TIE, Candidate, Problem, block_latency_s, candidates, first_rows_s
+from batchgen.planner.search import TIE, Candidate, block_latency_s, candidates, first_rows_s
 from batchgen.planner.strategies import added_candidates
 
 # Kinds of plans that are looked at; most are given up early, as not even the cost model has them faster than the best one.

@@ -17,9 +17,9 @@ from batchgen.core.units import format_bytes
 from batchgen.planner.deferred_attention import may_defer, with_deferred_attention
 from batchgen.planner.kv_memory import giving_window
 from batchgen.planner.memory import group_bytes
+from batchgen.planner.problem import Problem
 from batchgen.planner.search import (
     Candidate,
-    Problem,
     Prune,
     in_neos_order,
     prune_nothing,
@@ -105,8 +105,8 @@ class Strategy:
             raise NotApplicable(
                 f"takes {self.gpu_batches} micro-batches, --num-gpu-batches is {problem.num_gpu_batches}"
             )
-        if problem.block_size is not None and problem.block_size % self.gpu_batches:
-            raise NotApplicable(f"takes {self.gpu_batches} micro-batches, --max-num-seqs is {problem.block_size}")
+        if problem.max_num_seqs is not None and problem.max_num_seqs % self.gpu_batches:
+            raise NotApplicable(f"takes {self.gpu_batches} micro-batches, --max-num-seqs is {problem.max_num_seqs}")
 
 
 def _layer_weights_bytes(problem: Problem) -> int:

@@ -10,8 +10,9 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan, StrategyTime
 from batchgen.core.units import format_seconds
 from batchgen.planner.explain import aligned
+from batchgen.planner.problem import Problem
 from batchgen.planner.sampled_simulation import simulate_sampled
-from batchgen.planner.search import Candidate, Problem
+from batchgen.planner.search import Candidate
 from batchgen.planner.strategies import NotApplicable, Strategy, best_candidates, strategies_for, strategy_of
 
 PlanOf = Callable[[Candidate, float | None], Plan]  # candidate, seconds of its sweeps; None for those of the cost model

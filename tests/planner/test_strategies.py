@@ -12,8 +12,8 @@ from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.planner.deferred_attention import with_deferred_attention
 from batchgen.planner.explain import make_plan
 from batchgen.planner.explanation import explanation_of
-from batchgen.planner.lp import Allowed
 from batchgen.planner.plan_selection import choose, simulate_candidates
+from batchgen.planner.problem import Allowed
 from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.search import search
 from batchgen.planner.simulation import simulate_job
