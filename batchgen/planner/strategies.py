@@ -252,7 +252,7 @@ FLEXGEN = Strategy(
 )
 QUANTISED = Strategy(
     "quantised",
-    "weights in 4 bits (--quantization int4)",
+    "weights in 4 bits (--weights int4)",
     lambda policy: policy.weight_format == INT4,
     weight_formats=(INT4,),
 )

@@ -21,7 +21,7 @@ from batchgen.planner.phases import Phase
 from batchgen.planner.simulation import SimulatedJob
 from batchgen.planner.step_costs import BatchLoad, StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator
-from batchgen.schedule.deferred_batches import Cohort, Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatch, DeferredBatches
 from batchgen.schedule.step_graph import Step, Sweeps
 
 _LAYER_STEPS = 6  # of one micro-batch in one layer, about
@@ -43,7 +43,7 @@ class ScheduledSweep:
     loads: list[BatchLoad]
     phase: Phase
     answered: int = 0
-    deferred_batches: tuple[tuple[Cohort, BatchLoad], ...] = ()
+    deferred_batches: tuple[tuple[DeferredBatch, BatchLoad], ...] = ()
     jumped: int = 0
     later: bool = False
 
@@ -69,7 +69,7 @@ def scheduled_sweeps(
         in_flight: Most sweeps under way at once, over the stages of a pipeline.
         most_jumped: Most sweeps of decoding alone that are jumped over after each one.
     """
-    deferred_batches, loads = Cohorts(), dict[int, BatchLoad]()
+    deferred_batches, loads = DeferredBatches(), dict[int, BatchLoad]()
     numbers = itertools.count(-1, -1)  # `Sweeps` counts up from 0
     scheduled = answered = 0
     while True:
@@ -81,7 +81,7 @@ def scheduled_sweeps(
         if not sweep.loads:  # all sequences are under way
             answered = _answered(job, answered, in_flight)
             continue
-        begun = [Cohort(next(numbers), k) for k, load in enumerate(sweep.loads) if load.deferred]
+        begun = [DeferredBatch(next(numbers), k) for k, load in enumerate(sweep.loads) if load.deferred]
         loads |= {batch.number: sweep.loads[batch.batch] for batch in begun}
         before = tuple((batch, loads[batch.number]) for batch in deferred_batches.waiting)
         deferred = sum(loads[batch.number].deferred for batch in (*deferred_batches.waiting, *begun))
@@ -158,7 +158,7 @@ class SimulatedStage:
         Returns:
             When each micro-batch's activations are with the next stage, and the seconds of the sweep's deferred attention.
         """
-        deferred_batches = Cohorts([replace(batch) for batch, _ in sweep.deferred_batches])
+        deferred_batches = DeferredBatches([replace(batch) for batch, _ in sweep.deferred_batches])
         for batch, load in sweep.deferred_batches:
             self.costs.begun(batch.number, load)
         seconds, self._sent_s, self._deferred_s = self.costs.sweep(sweep.loads), {}, 0.0
