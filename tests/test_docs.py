@@ -203,7 +203,7 @@ def figures():  # a line or two for each of the files
     yield "continuous_vs_static", f"{statistics.mean(read('continuous_vs_static')['ratios']):.2f} times"
     ratios = {name: found.get("ratio_to_fp32") for name, found in read("int4_perplexity")["results"].items()}
     yield "int4_perplexity", f"{ratios['int4 weights']:.2f} times"
-    yield "int4_perplexity", f"{ratios['int8 KV']:.4f} and {ratios['int4 KV']:.3f} times"
+    yield "int4_perplexity", f"{ratios['int8 KV']:.4f} and {ratios['int5 KV']:.3f} times"
     errors = sorted(abs(job["error"]) for job in read("plan_accuracy")["jobs"])
     yield "plan_accuracy", f"six within {errors[5]:.0%}"
     yield "plan_accuracy", f"two predicted {100 * errors[6]:.0f} and {errors[7]:.0%} too long"
