@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 .PHONY: install packages package quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-all lint bench kill-check gpu-check gpu-wheels helm-check sanitize neon docs clean
 
 # The kernels are compiled while packages are fetched: by pip alone the one would wait for the other.
-$(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
+$(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(MAKE) --no-print-directory --jobs 2 packages package
 	touch $@
@@ -59,7 +59,7 @@ test-all: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/simd/*.h
+	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
@@ -77,7 +77,7 @@ sanitize: install
 neon: install
 	$(BIN)/python -m pip install --quiet ziglang
 	mkdir -p build
-	$(BIN)/python -m ziglang c++ -target aarch64-linux-gnu -std=gnu++20 -O3 -Wall -c csrc/target.cpp \
+	$(BIN)/python -m ziglang c++ -target aarch64-linux-gnu -std=gnu++20 -O3 -Wall -Icsrc -c csrc/target.cpp \
 		-DBATCHGEN_TARGET=neon '-DBATCHGEN_SIMD="simd/neon.h"' -o build/neon.o
 
 # The tests that need HELM, in an environment of its own: it pins older packages than the others run with. torchvision, which
@@ -85,7 +85,7 @@ neon: install
 helm-check: $(HELM_VENV)/.installed
 	$(HELM_VENV)/bin/python -m pytest tests/helm/test_helm_rows.py tests/helm/test_helm_jobs.py tests/helm/test_helm_run.py tests/integration/test_helm_recipe.py
 
-$(HELM_VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
+$(HELM_VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/*/*)
 	test -x $(HELM_VENV)/bin/python || $(PYTHON) -m venv $(HELM_VENV)
 	$(HELM_VENV)/bin/python -c "import torch" 2>/dev/null || $(HELM_VENV)/bin/python -m pip install --quiet torch==2.13.0
 	$(HELM_VENV)/bin/python -m pip install --quiet torchvision==0.28.0 -e ".[helm]" accelerate hypothesis pytest pytest-timeout

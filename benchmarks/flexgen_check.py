@@ -17,10 +17,10 @@ from pathlib import Path
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
-from batchgen.planner.cost import peak_bytes
 from batchgen.planner.flow import Phase, phases_of
 from batchgen.planner.inputs import FLEXGEN, CostInputs, Placement, RuntimeModel
 from batchgen.planner.lp import job_seconds
+from batchgen.planner.peak_memory import peak_bytes
 from batchgen.planner.search import Candidate, Problem, search
 from batchgen.profiler.shipped import shipped_profile
 

@@ -7,7 +7,7 @@
 
 #include "cpu.h"
 #include "draw.h"
-#include "plan.h"
+#include "attention/plan.h"
 #include "pool.h"
 
 namespace py = pybind11;
@@ -55,10 +55,12 @@ struct Attending {
     std::vector<int64_t> pieces;  // where each begins among the items, and the end
     static constexpr int64_t kMergesAtOnce = 16;
 
-    Attending(const Attention& given, const AttentionPlan& plan) : kernels(kernels_of(plan.isa)), args(given), plan(plan) {
+    Attending(const Attention& given, const AttentionPlan& plan)
+        : kernels(kernels_of(plan.isa)), args(given), plan(plan) {
         partial.reset(new float[plan.partial_rows() * (args.kv.head_dim + 2)]);  // not filled
         args.partial = partial.get();
-        // Several items at once, while there is enough for all threads: where one ends, the next one's KV comes in already.
+        // Several items at once, while there is enough for all threads: where one ends, the next one's KV comes in
+        // already.
         const int64_t most = std::min<int64_t>(plan.cost() / (16 * num_threads()), kPieceCost);
         int64_t cost = most;
         for (size_t i = 0; i < plan.items().size(); i++) {
@@ -68,7 +70,9 @@ struct Attending {
         pieces.push_back(plan.items().size());
     }
     int64_t first_phase() const { return int64_t(pieces.size()) - 1; }
-    int64_t count() const { return first_phase() + (int64_t(plan.merges().size()) + kMergesAtOnce - 1) / kMergesAtOnce; }
+    int64_t count() const {
+        return first_phase() + (int64_t(plan.merges().size()) + kMergesAtOnce - 1) / kMergesAtOnce;
+    }
     void operator()(int64_t i) const {
         if (i < first_phase()) {
             kernels.attend(args, plan.items().data() + pieces[i], pieces[i + 1] - pieces[i],
@@ -83,8 +87,8 @@ struct Attending {
     static constexpr int64_t kPieceCost = 5 * 32768;  // of decode items: so many keys and heads, some megabytes
 };
 
-Attention attention_args(const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int type,
-                         Address kv, int kv_type, int head_dim, float softcap, Address sinks) {
+Attention attention_args(const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride,
+                         int type, Address kv, int kv_type, int head_dim, float softcap, Address sinks) {
     Attention args{};
     args.q = at(q), args.out = at(out), args.q_stride = q_stride, args.out_stride = out_stride;
     args.type = Type(type);
@@ -118,13 +122,15 @@ struct PanelCalls {
     Linear args;
     const LinearCut& cut;
     int64_t first, stop, block, blocks, piece, pieces;
-    int64_t groups, groups_at_once, packs;  // where the kernels want x put in order first, some groups of rows at a time
+    int64_t groups, groups_at_once,
+        packs;  // where the kernels want x put in order first, some groups of rows at a time
 
     // beside: how many others there are at the same time, of about the same size.
     PanelCalls(const Kernels& kernels, const Linear& given, const LinearCut& cut, int64_t first, int64_t stop,
                int64_t beside = 0)
         : kernels(kernels), args(given), cut(cut), first(first), stop(stop) {
-        const int64_t panels = stop - first, depth = kernels.panel_bytes(args) / (4 * kernels.panel), tile = cut.row_tile;
+        const int64_t panels = stop - first, depth = kernels.panel_bytes(args) / (4 * kernels.panel),
+                      tile = cut.row_tile;
         // As many rows at once as the kernels would have. Fewer where threads would have nothing to do.
         blocks = (args.rows + cut.rows - 1) / cut.rows;
         while ((beside + 1) * blocks * panels < 3 * num_threads() && args.rows > blocks * tile) blocks++;
@@ -132,7 +138,8 @@ struct PanelCalls {
         blocks = (args.rows + block - 1) / block;
         // Pieces of at least a microsecond or two.
         const int64_t panel_cost = std::min(args.rows, block) * depth * kernels.panel;
-        piece = std::clamp<int64_t>((1 << 19) / std::max<int64_t>(1, panel_cost), cut.panels, std::max(cut.panels, panels));
+        piece =
+            std::clamp<int64_t>((1 << 19) / std::max<int64_t>(1, panel_cost), cut.panels, std::max(cut.panels, panels));
         piece = std::max<int64_t>(1, std::min(piece, (beside + 1) * blocks * panels / (4 * num_threads())));
         // A gated panel makes half a panel of results: two of them, or threads would write to the same lines of memory.
         // Of blocks in panels a few rows are multiplied with two panels at a time: one alone would be multiplied twice.
@@ -168,7 +175,8 @@ void run_linear_rows(const Kernels& kernels, const Linear& args, const LinearCut
     constexpr int64_t kMostUnpacked = 4 << 20;  // bytes of panels that are unpacked for all rows
     const int64_t panels = num_panels(kernels, args);
     // Within the kernels a panel would be unpacked again for each block of rows.
-    if (args.packing == BlockType::F32 || args.rows <= cut.rows) return run_linear_panels(kernels, args, cut, 0, panels);
+    if (args.packing == BlockType::F32 || args.rows <= cut.rows)
+        return run_linear_panels(kernels, args, cut, 0, panels);
     const int64_t bytes = kernels.panel_bytes(args), some = std::max<int64_t>(2, kMostUnpacked / bytes / 2 * 2);
     auto* unpacked = static_cast<uint8_t*>(scratch(std::min(some, panels) * bytes, 2));
     for (int64_t first = 0; first < panels; first += some) {
@@ -213,7 +221,8 @@ void run_together(const Kernels& kernels, const std::vector<Linear>& layers, con
         bytes += (cuts[i].packed_bytes + 63) / 64 * 64;
     }
     auto* packed = static_cast<uint8_t*>(bytes ? scratch(bytes, 1) : nullptr);
-    for (size_t i = 0; i < calls.size(); i++) calls[i].args.packed_x = calls[i].groups ? packed + packed_at[i] : nullptr;
+    for (size_t i = 0; i < calls.size(); i++)
+        calls[i].args.packed_x = calls[i].groups ? packed + packed_at[i] : nullptr;
     const auto within = [](const std::vector<int64_t>& begins, int64_t i) {
         return size_t(std::upper_bound(begins.begin(), begins.end(), i) - begins.begin() - 1);
     };
@@ -229,7 +238,8 @@ void run_together(const Kernels& kernels, const std::vector<Linear>& layers, con
     run(packs.back() + items.back(), item, packs.back());
 }
 
-// Layers of one shape, each with rows of its own. Those with so many rows that all threads are busy with one go by themselves.
+// Layers of one shape, each with rows of its own. Those with so many rows that all threads are busy with one go by
+// themselves.
 void run_grouped(const Kernels& kernels, const std::vector<Linear>& layers) {
     std::vector<Linear> some;
     std::vector<LinearCut> cuts;
@@ -287,7 +297,8 @@ PYBIND11_MODULE(_kernels, m) {
 
     m.attr("MAX_GROUP") = kTileRows;
     py::class_<AttentionPlan>(m, "AttentionPlan")
-        .def(py::init<int, int, int, int>(), py::arg("kv_heads"), py::arg("group"), py::arg("block_size"), py::arg("row_bytes"))
+        .def(py::init<int, int, int, int>(), py::arg("kv_heads"), py::arg("group"), py::arg("block_size"),
+             py::arg("row_bytes"))
         .def("add_decode",
              [](AttentionPlan& plan, int start, const Array<int32_t>& blocks, const Array<int64_t>& num_keys,
                 const Array<int64_t>& first_key) {
@@ -305,14 +316,16 @@ PYBIND11_MODULE(_kernels, m) {
         .def("finish", &AttentionPlan::finish)
         .def_readwrite("isa", &AttentionPlan::isa);
 
-    m.def("attention", [](const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int type,
-                          Address kv, int kv_type, int head_dim, float softcap, Address sinks) {
-        Attending work(attention_args(plan, q, q_stride, out, out_stride, type, kv, kv_type, head_dim, softcap, sinks), plan);
+    m.def("attention", [](const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride,
+                          int type, Address kv, int kv_type, int head_dim, float softcap, Address sinks) {
+        Attending work(attention_args(plan, q, q_stride, out, out_stride, type, kv, kv_type, head_dim, softcap, sinks),
+                       plan);
         py::gil_scoped_release release;
         run(work.count(), std::cref(work), work.first_phase());
     });
 
-    m.def("packed_bytes", [](int64_t columns, int64_t depth, int type, bool codes, int activation, const std::string& isa) {
+    m.def("packed_bytes", [](int64_t columns, int64_t depth, int type, bool codes, int activation,
+                             const std::string& isa) {
         Linear args{};
         args.columns = columns, args.depth = depth, args.type = Type(type), args.activation = Activation(activation);
         args.codes = codes;
@@ -335,8 +348,8 @@ PYBIND11_MODULE(_kernels, m) {
         const Kernels& kernels = kernels_of(isa);
         return num_panels(kernels, args) * kernels.panel * row_bytes;
     });
-    m.def("arrange", [](Address w, int64_t row_bytes, int64_t columns, int64_t depth, int type, int packing, int activation,
-                        Address out, const std::string& isa) {
+    m.def("arrange", [](Address w, int64_t row_bytes, int64_t columns, int64_t depth, int type, int packing,
+                        int activation, Address out, const std::string& isa) {
         Linear args{};
         args.w = at(w), args.w_stride = row_bytes, args.columns = columns, args.depth = depth, args.type = Type(type);
         args.packing = BlockType(packing), args.activation = Activation(activation);
@@ -345,8 +358,8 @@ PYBIND11_MODULE(_kernels, m) {
         over_rows(num_panels(kernels, args), depth * kernels.panel,
                   [&](int64_t panel, int64_t stop) { kernels.arrange_panels(args, panel, stop, at(out)); });
     });
-    m.def("packed_rows", [](Address w, int64_t row_bytes, int64_t columns, int64_t depth, int type, int packing, Address rows,
-                            int64_t count, Address out, const std::string& isa) {
+    m.def("packed_rows", [](Address w, int64_t row_bytes, int64_t columns, int64_t depth, int type, int packing,
+                            Address rows, int64_t count, Address out, const std::string& isa) {
         Linear args{};
         args.w = at(w), args.w_stride = row_bytes, args.columns = columns, args.depth = depth, args.type = Type(type);
         args.packing = BlockType(packing), args.packed = true;
@@ -355,21 +368,23 @@ PYBIND11_MODULE(_kernels, m) {
             if (which[i] < 0 || which[i] >= columns) throw py::index_error("no such row: " + std::to_string(which[i]));
         const Kernels& kernels = kernels_of(isa);
         py::gil_scoped_release release;
-        over_rows(count, depth * 4, [&](int64_t i, int64_t stop) { kernels.rows_of_panels(args, which, i, stop, at(out)); });
+        over_rows(count, depth * 4,
+                  [&](int64_t i, int64_t stop) { kernels.rows_of_panels(args, which, i, stop, at(out)); });
     });
-    m.def("linear", [](Address x, int64_t x_stride, int64_t rows, Address w, int64_t w_stride, int64_t columns, int64_t depth,
-                       int type, bool codes, bool packed, int packing, int activation, Address bias, Address residual,
-                       int64_t residual_stride, Address out, int64_t out_stride, int out_type, const std::string& isa) {
-        Linear args{};
-        args.x = at(x), args.w = at(w), args.bias = at(bias), args.residual = at(residual), args.out = at(out);
-        args.x_stride = x_stride, args.w_stride = w_stride, args.residual_stride = residual_stride;
-        args.out_stride = out_stride, args.rows = rows, args.columns = columns, args.depth = depth;
-        args.type = Type(type), args.out_type = Type(out_type), args.activation = Activation(activation);
-        args.packed = packed, args.codes = codes, args.packing = BlockType(packing);
-        const Kernels& kernels = kernels_of(isa);
-        py::gil_scoped_release release;
-        run_linear(kernels, args);
-    });
+    m.def("linear",
+          [](Address x, int64_t x_stride, int64_t rows, Address w, int64_t w_stride, int64_t columns, int64_t depth,
+             int type, bool codes, bool packed, int packing, int activation, Address bias, Address residual,
+             int64_t residual_stride, Address out, int64_t out_stride, int out_type, const std::string& isa) {
+              Linear args{};
+              args.x = at(x), args.w = at(w), args.bias = at(bias), args.residual = at(residual), args.out = at(out);
+              args.x_stride = x_stride, args.w_stride = w_stride, args.residual_stride = residual_stride;
+              args.out_stride = out_stride, args.rows = rows, args.columns = columns, args.depth = depth;
+              args.type = Type(type), args.out_type = Type(out_type), args.activation = Activation(activation);
+              args.packed = packed, args.codes = codes, args.packing = BlockType(packing);
+              const Kernels& kernels = kernels_of(isa);
+              py::gil_scoped_release release;
+              run_linear(kernels, args);
+          });
 
     m.def("grouped_linear",
           [](Address x, int64_t x_stride, const Array<int64_t>& rows, const Array<int64_t>& w, int64_t w_stride,
@@ -397,8 +412,8 @@ PYBIND11_MODULE(_kernels, m) {
         return tile_dot != nullptr;
     });
 
-    m.def("norm", [](Address x, int64_t x_stride, int64_t rows, int64_t columns, Address weight, Address bias, float eps,
-                     int type, Address out, int64_t out_stride) {
+    m.def("norm", [](Address x, int64_t x_stride, int64_t rows, int64_t columns, Address weight, Address bias,
+                     float eps, int type, Address out, int64_t out_stride) {
         const Norm args{at(x), at(weight), at(bias), at(out), x_stride, out_stride, columns, Type(type), eps};
         const Kernels& kernels = active_kernels();
         py::gil_scoped_release release;
@@ -406,53 +421,57 @@ PYBIND11_MODULE(_kernels, m) {
     });
 
     // Rows by expert, those of one in the order of tokens (counting sort). Returns how many rows each expert has.
-    m.def("sort_by_expert",
-          [](Address chosen, int64_t tokens, int64_t choices, int64_t experts, Address token_of_row, Address row_of_choice) {
-              const auto* expert = at<const int64_t>(chosen);
-              std::vector<int64_t> counts(experts), next(experts);
-              for (int64_t i = 0; i < tokens * choices; i++) {
-                  if (expert[i] < 0 || expert[i] >= experts)
-                      throw py::index_error("no such expert: " + std::to_string(expert[i]));
-                  counts[expert[i]]++;
-              }
-              for (int64_t e = 1; e < experts; e++) next[e] = next[e - 1] + counts[e - 1];
-              for (int64_t i = 0; i < tokens * choices; i++) {
-                  const int64_t row = at<int64_t>(row_of_choice)[i] = next[expert[i]]++;
-                  at<int64_t>(token_of_row)[row] = i / choices;
-              }
-              return counts;
-          });
-    m.def("gather_rows", [](Address x, int64_t stride_bytes, int64_t row_bytes, Address rows, int64_t count, Address out) {
-        py::gil_scoped_release release;
-        over_rows(count, row_bytes / 4, [&](int64_t i, int64_t stop) {
-            for (; i < stop; i++)
-                memcpy(at<uint8_t>(out) + i * row_bytes, at<uint8_t>(x) + at<int64_t>(rows)[i] * stride_bytes, row_bytes);
-        });
+    m.def("sort_by_expert", [](Address chosen, int64_t tokens, int64_t choices, int64_t experts, Address token_of_row,
+                               Address row_of_choice) {
+        const auto* expert = at<const int64_t>(chosen);
+        std::vector<int64_t> counts(experts), next(experts);
+        for (int64_t i = 0; i < tokens * choices; i++) {
+            if (expert[i] < 0 || expert[i] >= experts)
+                throw py::index_error("no such expert: " + std::to_string(expert[i]));
+            counts[expert[i]]++;
+        }
+        for (int64_t e = 1; e < experts; e++) next[e] = next[e - 1] + counts[e - 1];
+        for (int64_t i = 0; i < tokens * choices; i++) {
+            const int64_t row = at<int64_t>(row_of_choice)[i] = next[expert[i]]++;
+            at<int64_t>(token_of_row)[row] = i / choices;
+        }
+        return counts;
     });
+    m.def("gather_rows",
+          [](Address x, int64_t stride_bytes, int64_t row_bytes, Address rows, int64_t count, Address out) {
+              py::gil_scoped_release release;
+              over_rows(count, row_bytes / 4, [&](int64_t i, int64_t stop) {
+                  for (; i < stop; i++)
+                      memcpy(at<uint8_t>(out) + i * row_bytes, at<uint8_t>(x) + at<int64_t>(rows)[i] * stride_bytes,
+                             row_bytes);
+              });
+          });
     m.def("weighted_sums", [](Address made, Address rows, Address shares, int64_t tokens, int choices, int64_t columns,
                               int type, Address out, bool in_fp32) {
-        const WeightedSums args{at(made), at<int64_t>(rows), at<float>(shares), at(out), columns, choices, Type(type), in_fp32};
+        const WeightedSums args{at(made), at<int64_t>(rows), at<float>(shares), at(out),
+                                columns,  choices,           Type(type),        in_fp32};
         const Kernels& kernels = active_kernels();
         py::gil_scoped_release release;
-        over_rows(tokens, columns * choices, [&](int64_t token, int64_t stop) { kernels.weighted_sums(args, token, stop); });
+        over_rows(tokens, columns * choices,
+                  [&](int64_t token, int64_t stop) { kernels.weighted_sums(args, token, stop); });
     });
 
-    m.def("rotary_store",
-          [](Address qkv, int64_t qkv_stride, int64_t tokens, int type, int heads, int kv_heads, int head_dim, Address cos,
-             Address sin, Address positions, float scale, Address q_norm, Address k_norm, float eps, Address rotation,
-             Address q_out, Address kv, int kv_type, int block_size, Address slots, Address k_out, Address v_out) {
-              RotaryStore args{};
-              args.qkv = at(qkv), args.qkv_stride = qkv_stride, args.type = Type(type), args.heads = heads;
-              args.cos = at<float>(cos), args.sin = at<float>(sin), args.positions = at<int64_t>(positions);
-              args.scale = scale, args.q_norm = at(q_norm), args.k_norm = at(k_norm), args.eps = eps;
-              args.rotation = at<float>(rotation), args.q_out = at(q_out), args.slots = at<int64_t>(slots);
-              args.k_out = at(k_out), args.v_out = at(v_out);
-              args.kv = make_kv(kv, kv_type, block_size, kv_heads, head_dim);
-              const Kernels& kernels = active_kernels();
-              py::gil_scoped_release release;
-              over_rows(tokens, (heads + 2 * kv_heads) * head_dim * 2,
-                        [&](int64_t token, int64_t stop) { kernels.rotary_store(args, token, stop); });
-          });
+    m.def("rotary_store", [](Address qkv, int64_t qkv_stride, int64_t tokens, int type, int heads, int kv_heads,
+                             int head_dim, Address cos, Address sin, Address positions, float scale, Address q_norm,
+                             Address k_norm, float eps, Address rotation, Address q_out, Address kv, int kv_type,
+                             int block_size, Address slots, Address k_out, Address v_out) {
+        RotaryStore args{};
+        args.qkv = at(qkv), args.qkv_stride = qkv_stride, args.type = Type(type), args.heads = heads;
+        args.cos = at<float>(cos), args.sin = at<float>(sin), args.positions = at<int64_t>(positions);
+        args.scale = scale, args.q_norm = at(q_norm), args.k_norm = at(k_norm), args.eps = eps;
+        args.rotation = at<float>(rotation), args.q_out = at(q_out), args.slots = at<int64_t>(slots);
+        args.k_out = at(k_out), args.v_out = at(v_out);
+        args.kv = make_kv(kv, kv_type, block_size, kv_heads, head_dim);
+        const Kernels& kernels = active_kernels();
+        py::gil_scoped_release release;
+        over_rows(tokens, (heads + 2 * kv_heads) * head_dim * 2,
+                  [&](int64_t token, int64_t stop) { kernels.rotary_store(args, token, stop); });
+    });
 
     m.def("quantize", [](Address x, int64_t rows, int64_t columns, int type, Address packed, int bits) {
         Quant args{};
@@ -474,41 +493,42 @@ PYBIND11_MODULE(_kernels, m) {
 
     m.def("unpack_blocks", [](Address packed, int64_t row_bytes, int64_t rows, int64_t columns, int packing,
                               int64_t interleaved, int type, Address out) {
-        const Blocks args{at<uint8_t>(packed), at(out), columns, row_bytes, interleaved, BlockType(packing), Type(type)};
+        const Blocks args{at<uint8_t>(packed), at(out),   columns, row_bytes, interleaved,
+                          BlockType(packing),  Type(type)};
         const Kernels& kernels = active_kernels();
         py::gil_scoped_release release;
         over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.unpack_blocks(args, row, stop); });
     });
 
-    m.def("argmax",
-          [](Address logits, int64_t stride, int64_t rows, int64_t columns, Address index, Address maximum, Address lse) {
-              const Argmax args{at<float>(logits), stride, columns, at<int64_t>(index), at<float>(maximum), at<float>(lse)};
-              const Kernels& kernels = active_kernels();
-              py::gil_scoped_release release;
-              over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.argmax(args, row, stop); });
-          });
-    m.def("draw",
-          [](Address logits, int64_t stride, int64_t columns, const Array<float>& temperature, const Array<int64_t>& top_k,
-             const Array<double>& top_p, const Array<double>& min_p, const Array<double>& uniform, Address index) {
-              const Kernels& kernels = active_kernels();
-              const int64_t rows = temperature.size();
-              auto row = [&](int64_t i) {
-                  float* weights = static_cast<float*>(scratch(columns * sizeof(float)));
-                  kernels.softmax_weights(at<float>(logits) + i * stride, columns, temperature.data()[i], weights);
-                  const Filter filter{top_k.data()[i], top_p.data()[i], min_p.data()[i]};
-                  at<int64_t>(index)[i] = draw(weights, columns, filter, uniform.data()[i]);
-              };
-              py::gil_scoped_release release;
-              run(rows, row);
-          });
-    m.def("forbid",
-          [](Address logits, int64_t stride, int64_t columns, const Array<int64_t>& rows, const Array<int32_t>& allowed) {
-              const int64_t words = allowed.shape(1);
-              const auto* masks = reinterpret_cast<const uint32_t*>(allowed.data());
-              const int64_t* row = rows.data();
-              py::gil_scoped_release release;
-              over_rows(rows.size(), columns, [&](int64_t i, int64_t stop) {
-                  for (; i < stop; i++) forbid(at<float>(logits) + row[i] * stride, columns, masks + i * words);
-              });
-          });
+    m.def("argmax", [](Address logits, int64_t stride, int64_t rows, int64_t columns, Address index, Address maximum,
+                       Address lse) {
+        const Argmax args{at<float>(logits), stride, columns, at<int64_t>(index), at<float>(maximum), at<float>(lse)};
+        const Kernels& kernels = active_kernels();
+        py::gil_scoped_release release;
+        over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.argmax(args, row, stop); });
+    });
+    m.def("draw", [](Address logits, int64_t stride, int64_t columns, const Array<float>& temperature,
+                     const Array<int64_t>& top_k, const Array<double>& top_p, const Array<double>& min_p,
+                     const Array<double>& uniform, Address index) {
+        const Kernels& kernels = active_kernels();
+        const int64_t rows = temperature.size();
+        auto row = [&](int64_t i) {
+            float* weights = static_cast<float*>(scratch(columns * sizeof(float)));
+            kernels.softmax_weights(at<float>(logits) + i * stride, columns, temperature.data()[i], weights);
+            const Filter filter{top_k.data()[i], top_p.data()[i], min_p.data()[i]};
+            at<int64_t>(index)[i] = draw(weights, columns, filter, uniform.data()[i]);
+        };
+        py::gil_scoped_release release;
+        run(rows, row);
+    });
+    m.def("forbid", [](Address logits, int64_t stride, int64_t columns, const Array<int64_t>& rows,
+                       const Array<int32_t>& allowed) {
+        const int64_t words = allowed.shape(1);
+        const auto* masks = reinterpret_cast<const uint32_t*>(allowed.data());
+        const int64_t* row = rows.data();
+        py::gil_scoped_release release;
+        over_rows(rows.size(), columns, [&](int64_t i, int64_t stop) {
+            for (; i < stop; i++) forbid(at<float>(logits) + row[i] * stride, columns, masks + i * words);
+        });
+    });
 }

@@ -67,8 +67,9 @@ const Kernels* built(std::string_view name) {
     return nullptr;
 }
 
-// Whether a product in tile registers comes out right, again and again: some virtual machines have lost what is in them.
-// With small integers there is nothing to round, so all bits count. spoil: something is changed, for a test of this.
+// Whether a product in tile registers comes out right, again and again: some virtual machines have lost what is in
+// them. With small integers there is nothing to round, so all bits count. spoil: something is changed, for a test of
+// this.
 bool tiles_work(const Kernels& kernels, bool spoil) {
     constexpr int kRounds = 2000;  // a millisecond or so
     uint16_t a16[16][32], b16[16][32];
@@ -116,7 +117,8 @@ bool cpu_has_dot_products() {
 
 #if defined(__x86_64__)
 
-// Asks Linux for tile registers, for this process and all threads to come; cheap. Not before 5.16, and some sandboxes refuse.
+// Asks Linux for tile registers, for this process and all threads to come; cheap. Not before 5.16, and some sandboxes
+// refuse.
 bool permit_tiles() {
 #if defined(__linux__)
     constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -159,10 +161,12 @@ struct Found {
         pairs = avx512_vnni && __builtin_cpu_supports("avx512bf16");
         const Kernels *tiles = built("amx"), *twin = built("amx_plain");
         if (!tiles) return;
-        // For tests, on any machine: AMX is there, but the system, its permission or the check is not. Takes it away only.
+        // For tests, on any machine: AMX is there, but the system, its permission or the check is not. Takes it away
+        // only.
         const char* lacking = std::getenv("BATCHGEN_AMX_WITHOUT");
         const std::string given = lacking ? lacking : "";
-        const std::string without = given == "system" || given == "permission" || (given == "check" && twin) ? given : "";
+        const std::string without =
+            given == "system" || given == "permission" || (given == "check" && twin) ? given : "";
         if (without.empty() && !(pairs && cpu_has_tiles())) return;
         std::string& reason = unavailable["amx"];
         if (without == "system" || (without.empty() && !system_keeps_tiles()))
@@ -249,7 +253,9 @@ const Kernels& active_kernels() {
     return *kernels;
 }
 
-const Kernels& kernels_of(const std::string& name) { return name.empty() ? active_kernels() : named(name, "instruction set "); }
+const Kernels& kernels_of(const std::string& name) {
+    return name.empty() ? active_kernels() : named(name, "instruction set ");
+}
 
 void use_kernels(const std::string& name) { active.store(&named(name, "instruction set "), std::memory_order_release); }
 

@@ -29,7 +29,8 @@ std::map<std::string, std::string> unavailable_kernels();
 // The one that BATCHGEN_ISA names, else the fastest. Throws WrongEnvironment for a name that is not among them.
 const Kernels& active_kernels();
 
-// The one of this name, a plain twin perhaps; "": the active one. Throws std::invalid_argument for one that is not there.
+// The one of this name, a plain twin perhaps; "": the active one. Throws std::invalid_argument for one that is not
+// there.
 const Kernels& kernels_of(const std::string& name);
 
 // For tests: from now on this one is the active one.

@@ -35,7 +35,9 @@ void keep_nucleus(float* weights, int64_t count, double top_p) {
     std::vector<int64_t> likely;
     for (int64_t i = 0; i < count; i++)
         if (weights[i] > 0 && weights[i] >= least) likely.push_back(i);
-    const auto less = [&](int64_t a, int64_t b) { return weights[a] < weights[b] || (weights[a] == weights[b] && a > b); };
+    const auto less = [&](int64_t a, int64_t b) {
+        return weights[a] < weights[b] || (weights[a] == weights[b] && a > b);
+    };
     std::make_heap(likely.begin(), likely.end(), less);
     auto end = likely.end();
     for (double before = 0; end != likely.begin() && before < wanted; end--) {
@@ -51,7 +53,8 @@ void keep_nucleus(float* weights, int64_t count, double top_p) {
 }  // namespace
 
 int64_t draw(float* weights, int64_t count, const Filter& filter, double uniform) {
-    if (filter.min_p > 0) std::replace_if(weights, weights + count, [&](float weight) { return weight < filter.min_p; }, 0.0f);
+    if (filter.min_p > 0)
+        std::replace_if(weights, weights + count, [&](float weight) { return weight < filter.min_p; }, 0.0f);
     if (filter.top_k > 0 && filter.top_k < count) keep_largest(weights, count, filter.top_k);
     if (filter.top_p < 1) keep_nucleus(weights, count, filter.top_p);
     std::vector<double> blocks((count + kBlock - 1) / kBlock);

@@ -1,5 +1,5 @@
-// What a kernel is given, and the table of kernels that each instruction set fills in. Plain data: this header is shared by
-// translation units compiled with different flags, so it includes nothing that has inline functions.
+// What a kernel is given, and the table of kernels that each instruction set fills in. Plain data: this header is
+// shared by translation units compiled with different flags, so it includes nothing that has inline functions.
 #pragma once
 #include <stdint.h>
 
@@ -15,7 +15,15 @@ struct f16 {
 // Numbered as in batchgen/ops/cpp.py. Int5, Int8: rows packed in groups of 64 as batchgen/ops/quant.py describes them.
 enum class Type : int { F32 = 0, BF16 = 1, F16 = 2, Int5 = 3, Int8 = 4 };
 
-enum class Activation : int { None = 0, Relu = 1, Gelu = 2, GeluTanh = 3, SiluMul = 4, GeluTanhMul = 5, SwigluOaiMul = 6 };
+enum class Activation : int {
+    None = 0,
+    Relu = 1,
+    Gelu = 2,
+    GeluTanh = 3,
+    SiluMul = 4,
+    GeluTanhMul = 5,
+    SwigluOaiMul = 6
+};
 // Whether it takes two columns, one of them the gate of the other.
 inline bool is_gated(Activation activation) { return activation >= Activation::SiluMul; }
 
@@ -28,14 +36,16 @@ constexpr int kNoWindow = INT32_MAX;
 
 // Bits of a code, a quantized value; 0: numbers are stored as they are.
 inline int code_bits(Type type) { return type == Type::Int5 ? 5 : type == Type::Int8 ? 8 : 0; }
-// Bytes of a group of up to kGroup codes: of 4 and 5 bits the nibbles of two codes in each, of 5 bits then the fifth bits of
-// either half.
+// Bytes of a group of up to kGroup codes: of 4 and 5 bits the nibbles of two codes in each, of 5 bits then the fifth
+// bits of either half.
 inline int group_bytes(int size, int bits) {
     const int half = (size + 1) / 2;
     return bits == 8 ? size : bits == 5 ? half + 2 * ((half + 7) / 8) : half;
 }
 // Bytes of the codes of a packed row of n values; its table of (scale, minimum) follows.
-inline int code_bytes(int n, int bits) { return n / kGroup * group_bytes(kGroup, bits) + group_bytes(n % kGroup, bits); }
+inline int code_bytes(int n, int bits) {
+    return n / kGroup * group_bytes(kGroup, bits) + group_bytes(n % kGroup, bits);
+}
 inline int packed_bytes(int n, int bits) { return code_bytes(n, bits) + (n + kGroup - 1) / kGroup * 4; }
 
 // ---- attention -----------------------------------------------------------------------------------------------------
@@ -60,8 +70,8 @@ struct Attention {
     float* partial;  // [rows, head_dim + 2]: unnormalised result, maximum score, sum of softmax weights
 };
 
-// A range of keys for some of an item's tokens [first_token, first_token + num_tokens), counted from the item's first. Token i
-// of them sees the keys k of [first_key, last_key) with k <= causal + i and k > causal + i - window.
+// A range of keys for some of an item's tokens [first_token, first_token + num_tokens), counted from the item's first.
+// Token i of them sees the keys k of [first_key, last_key) with k <= causal + i and k > causal + i - window.
 struct AttentionSpan {
     int32_t first_token, num_tokens;
     int32_t first_key, last_key, causal, window;
@@ -83,7 +93,7 @@ struct Merge {
 
 // ---- linear --------------------------------------------------------------------------------------------------------
 
-// As files number them; from 1000 on, what is in no GGUF (int4_groups.h, fp8.h).
+// As files number them; from 1000 on, what is in no GGUF (quant/int4_groups.h, quant/fp8.h).
 enum class BlockType : int {
     F32 = 0,
     F16 = 1,
@@ -110,11 +120,11 @@ enum class BlockType : int {
 
 // out = activation(x wᵀ + bias) + residual; with a gated one w has the gate's rows before the other half's.
 //
-// With `codes` w has rows of 8-bit codes as batchgen/ops/int8.py describes them, x is made such rows on the way, and sums are
-// made of integers.
+// With `codes` w has rows of 8-bit codes as batchgen/ops/int8.py describes them, x is made such rows on the way, and
+// sums are made of integers.
 //
-// With a `packing` but F32 w has rows as they lie in a GGUF (blocks.h), or with `packed` panels of those (block_panels.h),
-// which become numbers of x's type as they are needed.
+// With a `packing` but F32 w has rows as they lie in a GGUF (quant/blocks.h), or with `packed` panels of those
+// (matmul/block_panels.h), which become numbers of x's type as they are needed.
 struct Linear {
     const void* x;         // [rows, depth]
     const void* packed_x;  // the same as `pack_rows` makes it, where a LinearCut asks for it
@@ -139,7 +149,7 @@ struct LinearCut {
     int64_t panels, most_panels;  // of a call, where there is enough for all threads, and at most
     int64_t packed_bytes;         // of x as `pack_rows` makes it, before all calls; 0: x is taken as it lies
     int64_t group;                // rows of a group of `pack_rows`
-    bool keeps_codes;             // panels unpacked for many rows are codes with their scales (code_panels.h)
+    bool keeps_codes;             // panels unpacked for many rows are codes with their scales (matmul/code_panels.h)
 };
 
 // Products of tile registers.

@@ -8,8 +8,8 @@ inline vf first_lanes(vf a, int n) {
     return load(part);
 }
 
-// The sum of what `add_to(sum, values)` adds, for `of(values)` of a row: in four chains, as an addition takes as long as
-// loading several vectors.
+// The sum of what `add_to(sum, values)` adds, for `of(values)` of a row: in four chains, as an addition takes as long
+// as loading several vectors.
 template <class T, class F, class G>
 inline float sum_over(const T* x, int64_t n, F of, G add_to) {
     vf sums[4] = {zero(), zero(), zero(), zero()};
@@ -28,7 +28,8 @@ template <bool kLayer, class T>
 inline void norm_row(const T* x, const T* weight, const T* bias, int64_t n, float eps, T* out) {
     vf mean = zero();
     const auto centred = [&](vf v) { return kLayer ? sub(v, mean) : v; };
-    if (kLayer) mean = set1(sum_over(x, n, [](vf v) { return v; }, [](vf all, vf v) { return add(all, v); }) / float(n));
+    if (kLayer)
+        mean = set1(sum_over(x, n, [](vf v) { return v; }, [](vf all, vf v) { return add(all, v); }) / float(n));
     const float squares = sum_over(x, n, centred, [](vf all, vf v) { return fma(v, v, all); });
     const vf scale = set1(1 / __builtin_sqrtf(squares / float(n) + eps));
     const auto vector = [&](int64_t i, int count) {

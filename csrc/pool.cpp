@@ -20,8 +20,8 @@
 namespace batchgen {
 namespace {
 
-// How long a thread looks for work, or for others to be done, before it sleeps: longer than what is between two kernels of
-// a sweep, as waking up takes tens of microseconds.
+// How long a thread looks for work, or for others to be done, before it sleeps: longer than what is between two kernels
+// of a sweep, as waking up takes tens of microseconds.
 constexpr std::chrono::microseconds kAwake(200);
 
 constexpr int kMostThreads = 8192;
@@ -89,7 +89,8 @@ class Pool {
         }
     }
 
-    // A worker on the caller's core moves to another one: pinned there, it would wait for the caller, and the caller for it.
+    // A worker on the caller's core moves to another one: pinned there, it would wait for the caller, and the caller
+    // for it.
     void free_caller_core() {
         const int cpu = sched_getcpu();
         if (cpu == caller_cpu_.exchange(cpu, std::memory_order_relaxed)) return;
@@ -176,7 +177,8 @@ class Pool {
     std::atomic<int> caller_cpu_{-1};
 };
 
-// What the environment says, else a thread for each CPU. OMP_NUM_THREADS is for others too: what is no number there is theirs.
+// What the environment says, else a thread for each CPU. OMP_NUM_THREADS is for others too: what is no number there is
+// theirs.
 int default_threads() {
     const char *own = std::getenv("BATCHGEN_NUM_THREADS"), *shared = std::getenv("OMP_NUM_THREADS");
     if (own && *own) {

@@ -7,8 +7,8 @@
 
 namespace batchgen {
 
-// A loop whose items may run at once and in any order; those from `first_phase` on begin when all before them are done. When
-// an item throws, those that have not begun are left out.
+// A loop whose items may run at once and in any order; those from `first_phase` on begin when all before them are done.
+// When an item throws, those that have not begun are left out.
 struct Loop {
     int64_t count;
     int64_t first_phase;
@@ -23,8 +23,8 @@ struct Loop {
     void help();
 };
 
-// Threads that a loop is shared by, the caller among them. Throws WrongEnvironment (cpu.h) for a BATCHGEN_NUM_THREADS that
-// is no number of threads.
+// Threads that a loop is shared by, the caller among them. Throws WrongEnvironment (cpu.h) for a BATCHGEN_NUM_THREADS
+// that is no number of threads.
 int num_threads();
 // For the loops after it. At least 1.
 void set_num_threads(int count);

@@ -1,6 +1,6 @@
-// All kernels for one instruction set: compiled once for each, with BATCHGEN_TARGET its name and flags to match. Only C's
-// headers are used here: an inline function of the standard library compiled with these flags could be the one that the
-// whole library is linked with, and then runs on machines that lack the instructions.
+// All kernels for one instruction set: compiled once for each, with BATCHGEN_TARGET its name and flags to match. Only
+// C's headers are used here: an inline function of the standard library compiled with these flags could be the one that
+// the whole library is linked with, and then runs on machines that lack the instructions.
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
@@ -23,17 +23,17 @@ namespace {
 #include "simd/tile_config.h"
 #include BATCHGEN_TILES
 #endif
-#include "numeric.h"
-#include "tile.h"
-#include "tile_registers.h"
-#include "blocks.h"
-#include "linear.h"
+#include "simd/numeric.h"
+#include "matmul/micro_kernel.h"
+#include "matmul/tile_registers.h"
+#include "quant/blocks.h"
+#include "matmul/linear.h"
 #include "norm.h"
 #include "experts.h"
-#include "quant.h"
-#include "attention_tiles.h"
-#include "attention_few.h"
-#include "attention.h"
+#include "quant/groups.h"
+#include "attention/kv_tiles.h"
+#include "attention/small_m.h"
+#include "attention/attention.h"
 #include "rotary.h"
 #include "logits.h"
 

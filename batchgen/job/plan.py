@@ -31,7 +31,7 @@ from batchgen.job.devices import (
 )
 from batchgen.job.files import check_files, write_text
 from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
-from batchgen.job.plan_page import plan_page
+from batchgen.job.pages.plan_page import plan_page
 from batchgen.job.planning import (
     Case,
     case_here,

@@ -339,7 +339,9 @@ def _weight_formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tup
         in_rows += [layers if layers in (INT8, *BLOCK_FORMATS) else job.dtype] if streams and layers != INT4 else []
         # Chunks of an output matrix that come over lie as they are stored.
         in_rows += [output] if job.device.accelerated and output in BLOCK_FORMATS else []
-    return tuple(name for name in (INT4, INT8, *BLOCK_FORMATS) if name in (layers, output)), tuple(dict.fromkeys(in_rows))
+    return tuple(name for name in (INT4, INT8, *BLOCK_FORMATS) if name in (layers, output)), tuple(
+        dict.fromkeys(in_rows)
+    )
 
 
 def process_profile(hardware: HardwareProfile, job: ResolvedJob, *, whole: bool) -> HardwareProfile:

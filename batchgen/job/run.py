@@ -34,13 +34,13 @@ from batchgen.job.files import check_files, write_text
 from batchgen.job.kernels import kernels_of_rows
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import JobOptions, names_of, seconds
+from batchgen.job.pages.run_page import RunPage
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.repeats import Repeats
 from batchgen.job.report import make_report, write_report
 from batchgen.job.resolved import ResolvedJob, expanded_line, resolve_job
 from batchgen.job.routing import keep_routing
-from batchgen.job.run_page import RunPage
 from batchgen.job.shared import open_output, requests_left
 from batchgen.job.source import RequestSource, open_source
 from batchgen.job.weight_choice import in_format_of_rows

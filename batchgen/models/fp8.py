@@ -3,7 +3,7 @@
 A weight is its number of 8 bits times a scale: one for the matrix, for each row, or for each block of rows and columns
 (`weight_block_size`, as DeepSeek and Qwen have them). Scales of activations, which files may have too (`input_scale`), are not used.
 
-In memory and in weight stores they are rows of blocks (`FP8_FORMATS`, csrc/fp8.h): a scale in fp32, and the numbers that it is for.
+In memory and in weight stores they are rows of blocks (`FP8_FORMATS`, csrc/quant/fp8.h): a scale in fp32, and the numbers that it is for.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ group. They differ in where these lie. Words are little-endian, nibble i of a wo
 
 `g_idx` [columns] says which group each column is of, where that is not the order of columns (act-order).
 
-In memory and in weight stores they are rows of blocks (`GROUP_FORMATS`, csrc/int4_groups.h), without loss: of each group four bytes, the
+In memory and in weight stores they are rows of blocks (`GROUP_FORMATS`, csrc/quant/int4_groups.h), without loss: of each group four bytes, the
 first of which is the zero point and the others are the upper ones of the scale in fp32, which holds those of 16 bits; then its codes, for
 each 32 of them 16 bytes, the first half in the low nibbles.
 """

@@ -6,7 +6,7 @@ codes are those of the row rotated (`rotate`), and |scale| counts; the rows of a
 
 `linear` makes codes of each row of x in the same way, rotated where the weight is, so that sums are those of integers, exact in any order. What follows is
 done in fp32, each operation rounded to nearest even by itself, in the order of `_finished`. The kernels do the same on every
-instruction set (csrc/linear_int8.h): a result does not depend on the machine, nor on the rows beside it.
+instruction set (csrc/matmul/int8.h): a result does not depend on the machine, nor on the rows beside it.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _parts(rows: int, width: int) -> Iterator[slice]:
     return (slice(start, min(rows, start + step)) for start in range(0, rows, step))
 
 
-# Functions as csrc/numeric.h has them (`Apart`).
+# Functions as csrc/simd/numeric.h has them (`Apart`).
 
 
 def _polynomial(x: Tensor, first: float, *others: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchgen.planner.cost import products_s
+from batchgen.planner.costs import products_s
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import Balance, CostInputs
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from batchgen.core.hardware import known
-from batchgen.planner.cost import (
+from batchgen.planner.costs import (
     can_delegate,
     decode_attention_s,
     dequantize_weights_s,
@@ -15,7 +15,6 @@ from batchgen.planner.cost import (
     experts_skipped_frac,
     linear_s,
     moved_bytes,
-    peak_bytes,
     prefill_attention_s,
     shared_attention_s,
     streamed_kv_bytes,
@@ -23,6 +22,7 @@ from batchgen.planner.cost import (
 )
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import CostInputs, Placement
+from batchgen.planner.peak_memory import peak_bytes
 
 _NOTHING = Placement(
     w_gpu=0, w_cpu=0, w_disk=0, kv_gpu=0, kv_cpu=0, kv_streamed=0, kv_disk=0, act_gpu=0, act_cpu=0, head_gpu=0, head_cpu=0,
@@ -36,7 +36,7 @@ def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
 
     Compute with decode attention split between GPU and CPU at its best, what the GPU cannot hold and must cross the bus or be
     attended to by the CPU, and what must come from disk. Of what does not fit, that is away which costs least: KV, as far as
-    there is any, or weights. With one micro-batch nothing but attention runs beside that of the CPU (`chain` of `cost._chains`).
+    there is any, or weights. With one micro-batch nothing but attention runs beside that of the CPU (`chain` of `costs._chains`).
     """
     layers = s.model.num_layers
     weights, kv = s.layer_bytes * layers, s.block_size * s.seq_kv_bytes

@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from batchgen.core.errors import InputError
 from batchgen.core.plan import TIERS
-from batchgen.planner.cost import bounds, can_delegate, decode_attention_s, layer_lanes, peak_bytes
+from batchgen.planner.costs import bounds, can_delegate, decode_attention_s, layer_lanes
 from batchgen.planner.flow import deferral_of, phases_of
 from batchgen.planner.lp import solve
 from batchgen.planner.memory import group_bytes
+from batchgen.planner.peak_memory import peak_bytes
 from batchgen.planner.search import Candidate, Problem, block_sizes, realised_candidate, search
 
 # Of the time in which the CPU has nothing else to do, so much is given to deferred attention: sweeps are not all equally long.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from batchgen.planner.cost import bounds, elementwise_s, layer_lanes, linear_s, longer_in_rows_s
+from batchgen.planner.costs import bounds, elementwise_s, layer_lanes, linear_s, longer_in_rows_s
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import CostInputs, Placement
 
@@ -16,7 +16,7 @@ def on_demand_tokens(s: CostInputs, at: Placement) -> int:
     """The most tokens of a decoding sweep that is done sooner where of experts on disk only those touched are read, after the router.
 
     Reading all of them goes on beside the products of the layers before. Reading some waits for the layer's router, and its
-    products wait for that; what all tokens need is still read ahead (`cost.layer_lanes`).
+    products wait for that; what all tokens need is still read ahead (`costs.layer_lanes`).
     """
     if s.on_gpu or not at.experts_disk:
         return 0

@@ -1,4 +1,4 @@
-"""Placement as a linear programme: FlexGen's equation (1), over the cost terms of cost.py.
+"""Placement as a linear programme: FlexGen's equation (1), over the cost terms of costs.py.
 
 The unknowns are counts: layers per weight tensor and tier, sequences per KV class, micro-batches whose activations stay
 on the GPU. As real numbers they make the LP, a bound no placement can beat; as integers the placement that can be
@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from batchgen.core.plan import KV_CLASSES, TIERS
-from batchgen.planner.cost import bounds, can_delegate, head_lanes, layer_lanes, peak_bytes, sweep_overhead_s
+from batchgen.planner.costs import bounds, can_delegate, head_lanes, layer_lanes, sweep_overhead_s
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import CostInputs, Linear, Placement
 from batchgen.planner.linear import Affine, Programme, total
+from batchgen.planner.peak_memory import peak_bytes
 
 GIB = 1 << 30
 # Integer placements are proven this close to the fastest one, and to the one that moves least.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.planner.by_layer import by_layer_candidates
-from batchgen.planner.cost import moved_bytes
+from batchgen.planner.costs import moved_bytes
 from batchgen.planner.deferring import apex_candidates
 from batchgen.planner.inputs import CostInputs
 from batchgen.planner.sampled_simulation import simulate_shortened

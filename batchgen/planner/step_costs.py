@@ -16,7 +16,7 @@ from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_lay
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
-from batchgen.planner.cost import (
+from batchgen.planner.costs import (
     COPIES_SENT,
     after_router_frac,
     before_attention_frac,

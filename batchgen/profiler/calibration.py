@@ -27,7 +27,7 @@ from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
-from batchgen.planner.cost import (
+from batchgen.planner.costs import (
     before_attention_frac,
     decode_attention_s,
     elementwise_s,

@@ -88,7 +88,8 @@ struct ByteTable {
 };
 // out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
 inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
-    const __m128i found = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), _mm_loadu_si128((const __m128i*)index));
+    const __m128i found =
+        _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), _mm_loadu_si128((const __m128i*)index));
     _mm_storeu_si128((__m128i*)out, found);
 }
 inline vf low_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_and_si256(a, _mm256_set1_epi32(15))); }
@@ -143,7 +144,8 @@ inline vf max_or_nan(vf a, vf b) {
 }
 
 // Products of codes, which are integers of 8 bits with a sign. Code: what those of x are kept in, so many in 32 bits.
-// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut off.
+// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut
+// off.
 #ifdef BATCHGEN_VNNI
 using Code = int8_t;
 constexpr int kCodeOffset = 128;  // codes of w are without a sign, and so much larger

@@ -1,4 +1,5 @@
-// AVX-512 (F, BW, VL, DQ), with BATCHGEN_VNNI its products of bytes, and with BATCHGEN_FAST_BF16 those of bf16 pairs too.
+// AVX-512 (F, BW, VL, DQ), with BATCHGEN_VNNI its products of bytes, and with BATCHGEN_FAST_BF16 those of bf16 pairs
+// too.
 
 constexpr int W = 16;
 using vf = __m512;
@@ -85,7 +86,8 @@ struct ByteTable {
 };
 // out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
 inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
-    const __m128i found = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), _mm_loadu_si128((const __m128i*)index));
+    const __m128i found =
+        _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), _mm_loadu_si128((const __m128i*)index));
     _mm_storeu_si128((__m128i*)out, found);
 }
 inline vf low_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_and_si512(a, _mm512_set1_epi32(15))); }
@@ -135,7 +137,9 @@ __attribute__((always_inline)) inline void transpose(vi* r) {
 
 inline vi sub_int(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 // Of |a| and |b|; no number where one is none: compared as integers it is above all numbers.
-inline vf max_or_nan(vf a, vf b) { return as_float(_mm512_max_epi32(as_int(_mm512_abs_ps(a)), as_int(_mm512_abs_ps(b)))); }
+inline vf max_or_nan(vf a, vf b) {
+    return as_float(_mm512_max_epi32(as_int(_mm512_abs_ps(a)), as_int(_mm512_abs_ps(b))));
+}
 
 // Of two vectors the halves of each 128 bits, or of all 512, joined: the first one's are before the second one's.
 template <class F>
@@ -146,8 +150,8 @@ template <class F>
 inline vf join_lanes(vf a, vf b, F join) {
     return join(_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4(a, b, 0x4e));
 }
-// Lane i: all lanes of r[i] joined two by two. Those that are 2 apart first, then 8, 1 and 4: in this order most steps take a
-// blend instead of a second shuffle.
+// Lane i: all lanes of r[i] joined two by two. Those that are 2 apart first, then 8, 1 and 4: in this order most steps
+// take a blend instead of a second shuffle.
 template <class F>
 inline vf across(const vf* r, F join) {
     vf halves[2];
@@ -181,7 +185,8 @@ inline vi dot_bytes(vi a, vi b, vi c) {
 inline vi load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
     const auto at = [](const uint8_t* p) { return _mm_loadu_si128((const __m128i*)p); };
     const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(at(a)), at(b), 1);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_inserti128_si256(_mm256_castsi128_si256(at(c)), at(d), 1), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low),
+                              _mm256_inserti128_si256(_mm256_castsi128_si256(at(c)), at(d), 1), 1);
 }
 // Of each 128 bits the four words: r[i] becomes word i of r[0] to r[3], in the first 128 bits, the second and so on.
 __attribute__((always_inline)) inline void transpose_quarters(vi* r) {
@@ -209,8 +214,8 @@ inline void repeated(vf a, vf& first, vf& second) {
 }
 // The pairs (a_i, b_i) of 32 bf16 each, first and second half of them.
 inline void interleave(vi a, vi b, vi& first, vi& second) {
-    const vi low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
-                                    35, 3, 34, 2, 33, 1, 32, 0);
+    const vi low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                    36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     first = _mm512_permutex2var_epi16(a, low, b);
     second = _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b);
 }
@@ -236,7 +241,8 @@ inline vi set1_bytes(const int8_t* four) {
     return _mm512_set1_epi32(bits);
 }
 // The 32 bytes of each of four rows as (a_i, b_i, c_i, d_i): first and second half of them.
-inline void interleave_four(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d, vi& first, vi& second) {
+inline void interleave_four(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d, vi& first,
+                            vi& second) {
     auto both = [](const uint8_t* p, const uint8_t* q) {
         return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p)),
                                   _mm256_loadu_si256((const __m256i*)q), 1);
@@ -244,8 +250,8 @@ inline void interleave_four(const uint8_t* a, const uint8_t* b, const uint8_t* c
     const vi ac = both(a, c), bd = both(b, d);
     // Pairs of a and b in the lower, of c and d in the upper half; of each 16 bytes the first 8, and the others.
     const vi even = _mm512_unpacklo_epi8(ac, bd), odd = _mm512_unpackhi_epi8(ac, bd);
-    const vi order = _mm512_set_epi16(55, 39, 54, 38, 53, 37, 52, 36, 51, 35, 50, 34, 49, 33, 48, 32, 23, 7, 22, 6, 21, 5, 20,
-                                      4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const vi order = _mm512_set_epi16(55, 39, 54, 38, 53, 37, 52, 36, 51, 35, 50, 34, 49, 33, 48, 32, 23, 7, 22, 6, 21,
+                                      5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     first = _mm512_permutex2var_epi16(even, order, odd);
     second = _mm512_permutex2var_epi16(even, _mm512_add_epi16(order, _mm512_set1_epi16(8)), odd);
 }
@@ -258,7 +264,8 @@ inline vf rounded(vf a) {
 }
 
 // Products of codes, which are integers of 8 bits with a sign. Code: what those of x are kept in, so many in 32 bits.
-// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut off.
+// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut
+// off.
 #ifdef BATCHGEN_VNNI
 using Code = int8_t;
 constexpr int kCodeOffset = 128;  // codes of w are without a sign, and so much larger
@@ -272,5 +279,7 @@ constexpr int kCodeOffset = 0;
 inline vi load_codes(const uint16_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
 inline vi dot_codes(vi x, vi w, vi c) { return _mm512_add_epi32(c, _mm512_madd_epi16(x, w)); }
 // Floats that are such integers.
-inline void store_codes(Code* p, vf a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a))); }
+inline void store_codes(Code* p, vf a) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a)));
+}
 #endif

@@ -97,7 +97,8 @@ inline vf max_or_nan(vf a, vf b) {
 }
 
 // Products of codes, which are integers of 8 bits with a sign. Code: what those of x are kept in, so many in 32 bits.
-// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut off.
+// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut
+// off.
 using Code = int8_t;
 constexpr int kCodeOffset = 0;
 inline vi load_codes(const uint32_t* p) { return load_int(p); }

@@ -1,6 +1,6 @@
-// No instruction set in particular: BATCHGEN_WIDTH floats at a time, by default four, in the compiler's own vectors, whatever
-// it makes of them. With 16 and BATCHGEN_FAST_BF16 it does what avx512.h does with its products, so that the code above those
-// runs on any machine, sanitizers included; it is not fast then.
+// No instruction set in particular: BATCHGEN_WIDTH floats at a time, by default four, in the compiler's own vectors,
+// whatever it makes of them. With 16 and BATCHGEN_FAST_BF16 it does what avx512.h does with its products, so that the
+// code above those runs on any machine, sanitizers included; it is not fast then.
 
 #ifndef BATCHGEN_WIDTH
 #define BATCHGEN_WIDTH 4
@@ -169,7 +169,9 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
 }
 
 // The halves of each 32 bits: bf16, and floats of 16 bits.
-inline void split_bf16(vi words, vf& low, vf& high) { low = as_float(words << 16), high = as_float(words & 0xffff0000u); }
+inline void split_bf16(vi words, vf& low, vf& high) {
+    low = as_float(words << 16), high = as_float(words & 0xffff0000u);
+}
 inline void split_f16(vi words, vf& low, vf& high) {
     for (int i = 0; i < W; i++) {
         low[i] = to_float(f16{uint16_t(words[i])});
@@ -201,7 +203,8 @@ inline vi dot_bytes(vi a, vi b, vi c) {
 inline vf rounded(vf a) { return a; }
 
 // Products of codes, which are integers of 8 bits with a sign. Code: what those of x are kept in, so many in 32 bits.
-// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut off.
+// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut
+// off.
 using Code = int8_t;
 constexpr int kCodeOffset = 128;  // codes of w are without a sign, and so much larger
 inline vi load_codes(const uint32_t* p) { return load_int(p); }
@@ -237,8 +240,8 @@ inline vf scale_by_pow2(vf p, vf n) {
 }
 #define BATCHGEN_SCALES_BY_POW2
 
-// The second of the pairs first, each product rounded on its own, as documented for the instruction; which treats numbers
-// below 2^-126 as zero, and this does not.
+// The second of the pairs first, each product rounded on its own, as documented for the instruction; which treats
+// numbers below 2^-126 as zero, and this does not.
 inline vf dot_pairs(vi a, vi b, vf c) {
     c = fma(as_float(a & 0xffff0000u), as_float(b & 0xffff0000u), c);
     return fma(as_float(a << 16), as_float(b << 16), c);
@@ -296,10 +299,11 @@ inline vi shift_right(vi a) {
     return a >> N;
 }
 inline vi to_int(vf a) {
-    const vf whole = select((a < 4e6f) & (a > -4e6f), round_even(a), a);  // beyond them there are no fractions to speak of
+    const vf whole =
+        select((a < 4e6f) & (a > -4e6f), round_even(a), a);  // beyond them there are no fractions to speak of
     const vs fits = (a < 0x1p31f) & (a >= -0x1p31f);
-    return as_int(
-        select(fits, as_float((vi) __builtin_convertvector(select(fits, whole, vf{}), vs)), as_float(set1_int(0x80000000))));
+    return as_int(select(fits, as_float((vi) __builtin_convertvector(select(fits, whole, vf{}), vs)),
+                         as_float(set1_int(0x80000000))));
 }
 inline void store_low_bytes(int8_t* p, vi a) {
     for (int i = 0; i < W; i++) p[i] = int8_t(a[i]);
@@ -309,7 +313,8 @@ inline vi set1_bytes(const int8_t* four) {
     memcpy(&bits, four, 4);
     return set1_int(bits);
 }
-inline void interleave_four(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d, vi& first, vi& second) {
+inline void interleave_four(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d, vi& first,
+                            vi& second) {
     uint8_t fours[2 * W][4];
     for (int i = 0; i < 2 * W; i++) fours[i][0] = a[i], fours[i][1] = b[i], fours[i][2] = c[i], fours[i][3] = d[i];
     memcpy(&first, fours, sizeof first);

@@ -1,4 +1,5 @@
-// Shapes of the eight tile registers, as LDTILECFG reads them, for one block of a product: up to 32 rows of C by 32 columns.
+// Shapes of the eight tile registers, as LDTILECFG reads them, for one block of a product: up to 32 rows of C by 32
+// columns.
 //
 //   0 1 | C, rows 0..15: two tiles beside each other      4 | A, rows 0..15      6 7 | B, two tiles beside each other
 //   2 3 | C, rows 16..31                                  5 | A, rows 16..31
@@ -17,8 +18,8 @@ struct TileConfigs {
         for (int rows = 1; rows <= 32; rows++) {
             TileConfig& config = of[rows];
             const uint8_t upper = uint8_t(rows < 16 ? rows : 16), lower = uint8_t(rows - upper), whole = 16;
-            const uint8_t each[8] = {upper, upper, lower ? lower : whole, lower ? lower : whole, upper, lower ? lower : upper,
-                                     whole, whole};
+            const uint8_t each[8] = {
+                upper, upper, lower ? lower : whole, lower ? lower : whole, upper, lower ? lower : upper, whole, whole};
             config.palette = 1;
             for (int i = 0; i < 8; i++) config.rows[i] = each[i], config.row_bytes[i] = 64;
         }

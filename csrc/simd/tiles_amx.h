@@ -1,7 +1,8 @@
 // Tile registers and their products: AMX. What each operation means is in tiles_plain.h, which does the same in C++.
 //
-// Written as instructions, because the compilers' intrinsics take registers as literals only, not as parameters of templates,
-// and GCC's do not say that they read and write memory: stores before a load, or reads after a store, might change places.
+// Written as instructions, because the compilers' intrinsics take registers as literals only, not as parameters of
+// templates, and GCC's do not say that they read and write memory: stores before a load, or reads after a store, might
+// change places.
 
 struct Tiles {
     const TileConfig* config = nullptr;

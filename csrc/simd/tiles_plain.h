@@ -1,12 +1,16 @@
-// Tile registers and their products in plain C++, for machines without them. Shapes that the hardware would refuse trap here.
+// Tile registers and their products in plain C++, for machines without them. Shapes that the hardware would refuse trap
+// here.
 //
 // In all of them row d of B has the values of four bytes that go with the d-th four bytes of a row of A.
-//   dot_bf16: TDPBF16PS. The even and the odd values of a row of A are summed up on their own, from zero on, in order of depth,
-//     each product added in one rounding to nearest even; then the two sums are added up, and that to C. So a tile's product
-//     is a sum by itself, of 32 depths, and which tiles a sum is made of matters; rows beside it do not. Numbers below 2^-126,
-//     operands or sums, are zero to the hardware whatever the thread's MXCSR says; here they are not. Products of two bf16 are
-//     exact in fp32, so that a product and a sum are rounded as the hardware's one step is.
-//   dot_i8, dot_u8: TDPBSSD, TDPBUSD. Bytes of A with a sign, or without one, times bytes of B with one; sums modulo 2^32.
+//   dot_bf16: TDPBF16PS. The even and the odd values of a row of A are summed up on their own, from zero on, in order
+//   of depth,
+//     each product added in one rounding to nearest even; then the two sums are added up, and that to C. So a tile's
+//     product is a sum by itself, of 32 depths, and which tiles a sum is made of matters; rows beside it do not.
+//     Numbers below 2^-126, operands or sums, are zero to the hardware whatever the thread's MXCSR says; here they are
+//     not. Products of two bf16 are exact in fp32, so that a product and a sum are rounded as the hardware's one step
+//     is.
+//   dot_i8, dot_u8: TDPBSSD, TDPBUSD. Bytes of A with a sign, or without one, times bytes of B with one; sums modulo
+//   2^32.
 
 struct Tiles {
     const TileConfig* config = nullptr;

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 import batchgen
 from batchgen.cli import commands
 from batchgen.core.errors import InputError
-from batchgen.job.html_charts import Bar, Span, bars, histogram, line, ticks, timeline
-from batchgen.job.html_page import escaped, page
-from batchgen.job.run_page import rates_over_time
+from batchgen.job.pages.charts import Bar, Span, bars, histogram, line, ticks, timeline
+from batchgen.job.pages.html_page import escaped, page
+from batchgen.job.pages.run_page import rates_over_time
 
 HOSTILE = '<script>alert(1)</script><img src="http://evil.example/x" onerror=alert(2)> & "quoted" \x00 {row}'
 VOID = {"meta", "br"}

@@ -20,7 +20,7 @@ from batchgen.job.source import open_source
 from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
 from batchgen.models.tokenizer import load_tokenizer
-from batchgen.planner.cost import head_lanes
+from batchgen.planner.costs import head_lanes
 from batchgen.planner.flow import phases_of
 from batchgen.planner.memory import planned_logit_rows
 from batchgen.planner.search import search

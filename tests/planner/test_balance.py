@@ -8,7 +8,7 @@ from planner_cases import constant, gpu_box, inputs_of_batches, llama_8b
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.planner.balance import balanced
-from batchgen.planner.cost import layer_lanes, unequal_batches
+from batchgen.planner.costs import layer_lanes, unequal_batches
 from batchgen.planner.flow import Phase
 from batchgen.planner.lp import Counts
 

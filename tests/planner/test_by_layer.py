@@ -8,10 +8,11 @@ from planner_cases import GIB, gpu_box, opt
 from batchgen.core.errors import InputError
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.by_layer import by_layer, by_layer_candidates
-from batchgen.planner.cost import moved_bytes, peak_bytes
+from batchgen.planner.costs import moved_bytes
 from batchgen.planner.explain import make_plan
 from batchgen.planner.inputs import FLEXGEN
 from batchgen.planner.lp import Allowed
+from batchgen.planner.peak_memory import peak_bytes
 from batchgen.planner.search import Problem, search
 from batchgen.planner.simulation import memory_of
 

@@ -12,7 +12,7 @@ from batchgen.core.routing import Routing
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.bound import lower_bound_s
-from batchgen.planner.cost import bounds, experts_touched, layer_lanes, linear_s, moved_bytes
+from batchgen.planner.costs import bounds, experts_touched, layer_lanes, linear_s, moved_bytes
 from batchgen.planner.experts import break_even_tokens, on_demand_tokens
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import BATCHGEN, CostInputs

@@ -11,7 +11,7 @@ from thorough import quick_or
 
 from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.core.workload import Lengths, Workload
-from batchgen.planner.cost import bounds, layer_lanes
+from batchgen.planner.costs import bounds, layer_lanes
 from batchgen.planner.flow import Phase
 from batchgen.planner.lp import Allowed, Counts
 from batchgen.planner.search import Problem, search

@@ -17,13 +17,14 @@ from batchgen.core.plan import Plan, spread_layers
 from batchgen.core.units import parse_bytes
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.bound import lower_bound_s
-from batchgen.planner.cost import bounds, head_lanes, kv_bytes, layer_lanes, peak_bytes
+from batchgen.planner.costs import bounds, head_lanes, layer_lanes
 from batchgen.planner.deferring import deferring
 from batchgen.planner.explain import make_plan
 from batchgen.planner.inputs import BATCHGEN, FLEXGEN
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.lp import Allowed, Counts, job_seconds, solve
 from batchgen.planner.memory import plan_memory
+from batchgen.planner.peak_memory import kv_bytes, peak_bytes
 from batchgen.planner.search import Problem, block_latency_s, frontier, search, search_space
 
 OPT_13B = opt(5120, 40, 40)
@@ -112,13 +113,12 @@ def problems(draw):
             [("gpu", "cpu", "streamed", "disk"), ("gpu", "streamed", "disk"), ("gpu", "cpu", "disk"), ("disk",)]
         )
     )
-    formats = st.sampled_from([("float16",), ("int4",)])
     return problem(
         hardware,
         model,
         workload,
-        weight_formats=draw(formats),
-        kv_formats=draw(formats),
+        weight_formats=(draw(st.sampled_from(["float16", "int4"])),),
+        kv_formats=(draw(st.sampled_from(["float16", "int5"])),),
         allowed=Allowed(kv_classes=classes),
         block_size=draw(st.integers(1, 600)),
         num_gpu_batches=draw(st.sampled_from([None, 1, 2, 3])),

@@ -8,7 +8,7 @@ from planner_cases import GIB, cpu_box, gpu_box
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.shard import shard_of
-from batchgen.planner.cost import sums_s
+from batchgen.planner.costs import sums_s
 from batchgen.planner.flow import Phase
 from batchgen.planner.ranks import PROCESSES, Link, link_of, part_of_host, with_sums
 from batchgen.planner.search import Problem, search

@@ -15,7 +15,7 @@ from batchgen.core.workload import Workload
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.cost import moved_bytes
+from batchgen.planner.costs import moved_bytes
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import BATCHGEN, CostInputs

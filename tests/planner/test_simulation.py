@@ -27,7 +27,7 @@ from batchgen.engine.engine import Engine
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.cost import head_lanes, layer_lanes, linear_s
+from batchgen.planner.costs import head_lanes, layer_lanes, linear_s
 from batchgen.planner.flow import Phase
 from batchgen.planner.lp import Counts
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens

@@ -7,8 +7,9 @@ from planner_cases import GIB, cpu_box, gemma3_27b, gpt_oss_20b, gpu_box, llama_
 
 from batchgen.core.plan import window_blocks
 from batchgen.core.workload import Workload
-from batchgen.planner.cost import kv_bytes, streamed_kv_bytes
+from batchgen.planner.costs import streamed_kv_bytes
 from batchgen.planner.explain import make_plan
+from batchgen.planner.peak_memory import kv_bytes
 from batchgen.planner.search import Problem, search
 from batchgen.planner.simulation import memory_of
 

@@ -15,7 +15,7 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.engine.engine import Engine
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.cost import bounds, head_lanes, layer_lanes, linear_s, moved_bytes
+from batchgen.planner.costs import bounds, head_lanes, layer_lanes, linear_s, moved_bytes
 from batchgen.planner.flow import Phase, phases_of
 from batchgen.planner.inputs import LANES, RuntimeModel
 from batchgen.planner.lp import Counts

@@ -167,6 +167,14 @@ class TestMeasure:
         assert set(measured.measured["seconds"]) < set(after.measured["seconds"])
         assert HardwareProfile.from_json(json.loads(json.dumps(after.to_json()))) == after
 
+    def test_the_rate_of_dequantizing_is_merged_in(self, measured):
+        lines = []
+        after = add_dequantizing(measured, "float32", notify=lines.append, effort=TINY)
+        assert 1e6 < after.cpu.expand_bytes_per_s < 1e13
+        assert dataclasses.replace(after.cpu, expand_bytes_per_s=None) == measured.cpu
+        assert len(lines) == 1 and "int4" in lines[0]
+        assert set(measured.measured["seconds"]) < set(after.measured["seconds"])
+
     @pytest.mark.parametrize(
         ("packing", "dtype", "key"),
         [("int8", "float32", "int8"), ("int8", "bfloat16", "int8"), ("q4_1", "float32", "q4_1 float32")],
@@ -614,7 +622,9 @@ class TestCache:
         assert load.measured == [("float32",)] and set(eight.cpu.gemm_flops_per_s) == {"float32", "int8"}
         assert eight.cpu.gemm_flops_per_s["float32"] == first.cpu.gemm_flops_per_s["float32"]
         count = len(load.notes)
-        assert self.without_sizes(load(weight_formats=("int8",))) == self.without_sizes(eight) and len(load.notes) == count
+        assert (
+            self.without_sizes(load(weight_formats=("int8",))) == self.without_sizes(eight) and len(load.notes) == count
+        )
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
     def test_what_cannot_be_measured_is_refused_before_anything_is(self, load):

@@ -1,4 +1,4 @@
-"""What a page is made of: its frame, sections, tables and texts. All text that comes from elsewhere is escaped here or in `html_charts`."""
+"""The frame, sections, tables and texts of an HTML page. All text from elsewhere is escaped here or in `charts`."""
 
 from __future__ import annotations
 

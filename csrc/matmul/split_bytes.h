@@ -1,10 +1,10 @@
 // Products of bf16 with rows of blocks whose codes are integers, where there are products of bytes (BATCHGEN_VNNI).
 //
-// The numbers that a row of x has in a run are integers of 16 bits times a power of two, so that a code times such a number is
-// two products of bytes: of its upper and of its lower digit.
+// The numbers that a row of x has in a run are integers of 16 bits times a power of two, so that a code times such a
+// number is two products of bytes: of its upper and of its lower digit.
 //     sum += scale * 2^e * (256 (codes . upper) + (codes . lower)) + minimum * 2^e * (1 . x)
-// Sums of a run are exact. A number of x is rounded to a multiple of 2^-14 to 2^-15 of the run's largest: bf16 has 8 bits, so
-// all that are more than 2^-7 of that one stay as they are. No weight is rounded, and no code becomes a float.
+// Sums of a run are exact. A number of x is rounded to a multiple of 2^-14 to 2^-15 of the run's largest: bf16 has 8
+// bits, so all that are more than 2^-7 of that one stay as they are. No weight is rounded, and no code becomes a float.
 // Each element is summed up in the order of runs, wherever codes come from and however many rows there are.
 
 #ifdef BATCHGEN_DIGITS
@@ -25,15 +25,19 @@ struct DigitRuns {
 };
 inline DigitRuns digit_runs(BlockType type) {
     DigitRuns runs{};
-    with_panels(type,
-                [&]<class Format>(const int8_t*) { runs = {Format::Block::kRun, Format::kMinimums, kCodesAbove<Format>}; });
+    with_panels(type, [&]<class Format>(const int8_t*) {
+        runs = {Format::Block::kRun, Format::kMinimums, kCodesAbove<Format>};
+    });
     return runs;
 }
 
-// Tiles of x are [depth / 4, rows of the tile, 2], words of the upper digits of four depths and of the lower ones, and take
-// depth / 2 words a row. Behind all of them are, of each tile, [runs, 2, rows of the tile]: the power of two of a run, and the
-// sum of its numbers; or where there is no minimum what the sum of products is too large by, as an integer.
-inline int64_t digit_factors(const Linear& args) { return 2 * args.rows * (args.depth / digit_runs(args.packing).depths); }
+// Tiles of x are [depth / 4, rows of the tile, 2], words of the upper digits of four depths and of the lower ones, and
+// take depth / 2 words a row. Behind all of them are, of each tile, [runs, 2, rows of the tile]: the power of two of a
+// run, and the sum of its numbers; or where there is no minimum what the sum of products is too large by, as an
+// integer.
+inline int64_t digit_factors(const Linear& args) {
+    return 2 * args.rows * (args.depth / digit_runs(args.packing).depths);
+}
 inline uint32_t* factors_of_tile(const Linear& args, const void* packed_x, int64_t row) {
     return (uint32_t*)packed_x + args.rows * args.depth / 2 + 2 * row * (args.depth / digit_runs(args.packing).depths);
 }
@@ -42,7 +46,7 @@ inline uint32_t* factors_of_tile(const Linear& args, const void* packed_x, int64
 inline void row_in_digits(const bf16* x, int64_t depth, const DigitRuns& runs, int64_t count, uint32_t* words,
                           uint32_t* factors) {
     constexpr uint32_t kBias = 127, kBits = 15, kLeast = 28;  // of what is below 2^-98 digits are of 2^-113
-    constexpr float kMagic = 12582912;                        // added to a small number, its integer is in the lowest bits
+    constexpr float kMagic = 12582912;  // added to a small number, its integer is in the lowest bits
     const int vectors = runs.depths / W;
     Ints largest_of_all = {};
     for (int64_t d = 0, run = 0; d < depth; d += runs.depths, run++) {
@@ -54,7 +58,8 @@ inline void row_in_digits(const bf16* x, int64_t depth, const DigitRuns& runs, i
             most = magnitude > most ? magnitude : most;
         }
         largest_of_all = most > largest_of_all ? most : largest_of_all;
-        // All are below 2^(exponent - 126), and by more than a bit of bf16: digits have a sign, so the upper one ends at 127.
+        // All are below 2^(exponent - 126), and by more than a bit of bf16: digits have a sign, so the upper one ends
+        // at 127.
         uint32_t exponent = (float_bits(largest(as_float((vi)most))) + 0x10000) >> 23;
         if (exponent < kLeast) exponent = kLeast;
         const vf factor = set1(float_with((2 * kBias - 1 + kBits - exponent) << 23));
@@ -88,7 +93,8 @@ inline void pack_digits(const Linear& args, int64_t tile, int64_t stop, void* ou
         const int64_t row = tile * kRowTile, count = smaller(kRowTile, args.rows - row);
         uint32_t *words = (uint32_t*)out + row * args.depth / 2, *factors = factors_of_tile(args, out, row);
         for (int64_t r = 0; r < count; r++)
-            row_in_digits((const bf16*)args.x + (row + r) * args.x_stride, args.depth, runs, count, words + 2 * r, factors + r);
+            row_in_digits((const bf16*)args.x + (row + r) * args.x_stride, args.depth, runs, count, words + 2 * r,
+                          factors + r);
     }
 }
 
@@ -118,15 +124,16 @@ __attribute__((always_inline)) inline void group_codes(const uint8_t* low, const
         if constexpr (Kind::kHigh > 0) upper = slots_at<Kind::kHigh>(high, group);
         if constexpr (Kind::kHigh > 0 && kInSlots<Kind>) slots |= upper << Kind::kLow;
         Lanes even = slots & 0x0f0f0f0fu, odd = slots >> 4 & 0x0f0f0f0fu;
-        if constexpr (Kind::kHigh > 0 && !kInSlots<Kind>) even |= (upper & 0x0f0f0f0fu) << 4, odd |= upper & 0xf0f0f0f0u;
+        if constexpr (Kind::kHigh > 0 && !kInSlots<Kind>)
+            even |= (upper & 0x0f0f0f0fu) << 4, odd |= upper & 0xf0f0f0f0u;
         first = bytes(even), second = bytes(odd);
     }
 }
 
 // sink(group of four depths, first operand, second) of quad i of a stretch.
 template <class Kind, class Sink>
-__attribute__((always_inline)) inline void quad_of_codes(const CodeFormat& format, const CodeStretch& stretch, int64_t i,
-                                                         const CodeBytes<Kind>& bytes, Sink sink) {
+__attribute__((always_inline)) inline void quad_of_codes(const CodeFormat& format, const CodeStretch& stretch,
+                                                         int64_t i, const CodeBytes<Kind>& bytes, Sink sink) {
     const auto [low, high] = stretch.quad<Kind>(format, i);
 #pragma GCC unroll 4
     for (int group = 0; group < 4; group++) {
@@ -142,7 +149,8 @@ __attribute__((always_inline)) inline void quad_of_codes(const CodeFormat& forma
 template <int MR>
 struct DigitSums {
     vi of[MR][2][2];  // upper and lower digits, of each vector of columns
-    // factors: [2, count]. Where there is no minimum, what the sum will be too large by is taken off before anything is added.
+    // factors: [2, count]. Where there is no minimum, what the sum will be too large by is taken off before anything is
+    // added.
     template <bool Minimums>
     __attribute__((always_inline)) void begin(const uint32_t* factors, int64_t count) {
 #pragma GCC unroll 6
@@ -179,7 +187,8 @@ struct DigitSums {
     }
 };
 
-// c [MR, kPanel] = rows of a tile of `count` times a panel, each code used as soon as it is there. next: the panel after it.
+// c [MR, kPanel] = rows of a tile of `count` times a panel, each code used as soon as it is there. next: the panel
+// after it.
 template <class Kind, int Run, bool Minimums, int MR>
 __attribute__((noinline)) void digits_of_codes(const CodeFormat& format, const uint8_t* panel, const uint8_t* next,
                                                int64_t depth, const uint32_t* x, const uint32_t* factors, int64_t count,
@@ -231,15 +240,16 @@ __attribute__((noinline)) void operand_of_codes(const CodeFormat& format, const 
     const CodeBytes<Kind> bytes(format.table);
     const CodeStretch stretch(format, panel, depth, at, next, scales);
     for (int64_t i = 0; i < stretch.depths / kQuad; i++, out += 4 * kPanel)
-        quad_of_codes<Kind>(format, stretch, i, bytes, [&](int group, vi first, vi second) __attribute__((always_inline)) {
-            store_int(out + group * kPanel, first), store_int(out + group * kPanel + W, second);
-        });
+        quad_of_codes<Kind>(format, stretch, i, bytes,
+                            [&](int group, vi first, vi second) __attribute__((always_inline)) {
+                                store_int(out + group * kPanel, first), store_int(out + group * kPanel + W, second);
+                            });
 }
 
 // As `operand_of_codes`, of rows as they lie.
 template <class Format>
-__attribute__((noinline)) void operand_of_rows(const Linear& args, const int8_t* table, int64_t panel, int64_t next, int64_t at,
-                                               uint32_t* out, RunScales& scales) {
+__attribute__((noinline)) void operand_of_rows(const Linear& args, const int8_t* table, int64_t panel, int64_t next,
+                                               int64_t at, uint32_t* out, RunScales& scales) {
     using Block = typename Format::Block;
     const int64_t here = smaller(kTaken, args.depth - at), blocks = here / Block::kValues, runs = here / Block::kRun;
     const int64_t here_bytes = blocks * Block::kBytes;
@@ -265,10 +275,12 @@ __attribute__((noinline)) void operand_of_rows(const Linear& args, const int8_t*
     TakenRows taken;
     for (int part = 0; part < 2; part++) {
         for (int i = 0; i < W; i++) {
-            const uint8_t* row = row_at(args, panel, next, part * W + i, at / Block::kValues * Block::kBytes, here_bytes);
+            const uint8_t* row =
+                row_at(args, panel, next, part * W + i, at / Block::kValues * Block::kBytes, here_bytes);
             if (!row) {
                 memset(taken.codes[i], -kCodesAbove<Format>, kTaken);
-                memset(taken.scales[i], 0, sizeof taken.scales[i]), memset(taken.minimums[i], 0, sizeof taken.minimums[i]);
+                memset(taken.scales[i], 0, sizeof taken.scales[i]),
+                    memset(taken.minimums[i], 0, sizeof taken.minimums[i]);
                 continue;
             }
             for (int64_t b = 0; b < blocks; b++)
@@ -302,7 +314,8 @@ struct DigitProducts {
     CodeFormat format;
     const uint32_t *x, *factors;
 
-    DigitProducts(const Linear& args, const int8_t* table, int64_t row) : args(args), format(code_format<Format>(table)) {
+    DigitProducts(const Linear& args, const int8_t* table, int64_t row)
+        : args(args), format(code_format<Format>(table)) {
         x = (const uint32_t*)args.packed_x + row * args.depth / 2, factors = factors_of_tile(args, args.packed_x, row);
     }
     void operand(int64_t panel, int64_t next, int64_t at, uint32_t* out, RunScales& scales) const {
@@ -315,8 +328,8 @@ struct DigitProducts {
                                                            args.depth, x, factors, MR, c);
     }
     template <int MR>
-    void some(int64_t r, int64_t i, int64_t count, int64_t at, int64_t depths, const uint32_t* b, const RunScales& scales,
-              float* c) const {
+    void some(int64_t r, int64_t i, int64_t count, int64_t at, int64_t depths, const uint32_t* b,
+              const RunScales& scales, float* c) const {
         const uint32_t* tile = x + r * args.depth / 2 + at / 2 * count;
         const uint32_t* of_tile = factors + 2 * (r * (args.depth / kRun) + at / kRun * count);
         digits_of_operand<kRun, Format::kMinimums, MR>(tile + 2 * i, count, b, depths / kRun, scales, of_tile + i, c);

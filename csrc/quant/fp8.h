@@ -1,10 +1,10 @@
-// Weights in FP8 (E4M3) as batchgen/models/fp8.py makes blocks of them: a scale, an fp32, and so many bytes, each a number of a
-// sign, four bits of exponent and three of mantissa. What is no number (127 and 255) is in no block.
+// Weights in FP8 (E4M3) as batchgen/models/fp8.py makes blocks of them: a scale, an fp32, and so many bytes, each a
+// number of a sign, four bits of exponent and three of mantissa. What is no number (127 and 255) is in no block.
 
 typedef uint32_t Fp8Bits __attribute__((vector_size(4 * W)));
 
-// The number in the lowest byte of each word; other bits do not count. Exponents count from 7 there, and from 127 in a float.
-// Those of exponent 0 have no leading one; it is subtracted, as floats without one are slow on some CPUs.
+// The number in the lowest byte of each word; other bits do not count. Exponents count from 7 there, and from 127 in a
+// float. Those of exponent 0 have no leading one; it is subtracted, as floats without one are slow on some CPUs.
 inline vf from_e4m3(vi code) {
     const Fp8Bits sign = ((Fp8Bits)code & 0x80) << 24, rest = (Fp8Bits)code & 0x7f;
     const Fp8Bits normal = (rest << 20) + (120u << 23);

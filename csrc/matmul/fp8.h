@@ -1,10 +1,10 @@
 // Products of bf16 with rows of FP8, where there are instructions for pairs of bf16.
 //
-// A number of FP8 is one of bf16 too. So a run of 32 depths is multiplied as it is, and its scale is applied to its sum, in
-// fp32:
+// A number of FP8 is one of bf16 too. So a run of 32 depths is multiplied as it is, and its scale is applied to its
+// sum, in fp32:
 //     sum += scale * (numbers . x)
-// No weight is rounded. Each element is summed up in the order of runs, wherever numbers come from, and however many rows
-// there are.
+// No weight is rounded. Each element is summed up in the order of runs, wherever numbers come from, and however many
+// rows there are.
 
 #ifdef BATCHGEN_FAST_BF16
 typedef uint16_t Halves __attribute__((vector_size(4 * W)));
@@ -54,7 +54,8 @@ __attribute__((noinline)) void product_of_fp8(const CodeFormat& format, const ui
             for (int quad = 0; quad < kFp8Run / kQuad; quad++) {
                 const auto use = [&](int word, int part, vi operand) __attribute__((always_inline)) {
 #pragma GCC unroll 12
-                    for (int r = 0; r < MR; r++) acc[r][part] = dot_pairs(set1_int(x[word * MR + r]), operand, acc[r][part]);
+                    for (int r = 0; r < MR; r++)
+                        acc[r][part] = dot_pairs(set1_int(x[word * MR + r]), operand, acc[r][part]);
                 };
                 quad_of_fp8(stretch.template quad<Kind>(format, run * (kFp8Run / kQuad) + quad), small, use);
                 x += kRunWords * MR;
@@ -84,17 +85,18 @@ __attribute__((noinline)) void operand_of_fp8(const CodeFormat& format, const ui
 
 // The same of rows as they lie.
 template <class Format>
-__attribute__((noinline)) void operand_of_fp8_rows(const Linear& args, int64_t panel, int64_t next, int64_t at, uint32_t* out,
-                                                   RunScales& scales) {
+__attribute__((noinline)) void operand_of_fp8_rows(const Linear& args, int64_t panel, int64_t next, int64_t at,
+                                                   uint32_t* out, RunScales& scales) {
     using Block = typename Format::Block;
     const PairTable small = small_fp8();
     uint8_t heads[kTaken / Block::kValues * Format::kScaleBytes] = {};
     for (int part = 0; part < 2; part++)
-        words_of_rows<Format>(args, panel, next, part * W, at, heads, [&](int64_t depth, Lanes codes) {  // two pairs of depths
-            uint32_t* to = out + depth / 2 * kPanel + part * W;
-            store_int(to, pairs_of_fp8((codes & 0xff) | (codes << 8 & 0x00ff0000), small));
-            store_int(to + kPanel, pairs_of_fp8((codes >> 16 & 0xff) | (codes >> 8 & 0x00ff0000), small));
-        });
+        words_of_rows<Format>(
+            args, panel, next, part * W, at, heads, [&](int64_t depth, Lanes codes) {  // two pairs of depths
+                uint32_t* to = out + depth / 2 * kPanel + part * W;
+                store_int(to, pairs_of_fp8((codes & 0xff) | (codes << 8 & 0x00ff0000), small));
+                store_int(to + kPanel, pairs_of_fp8((codes >> 16 & 0xff) | (codes >> 8 & 0x00ff0000), small));
+            });
     scales_of_runs<Format>(heads, Format::kScaleBytes, smaller(kTaken, args.depth - at) / Block::kValues, scales);
 }
 
@@ -122,7 +124,8 @@ __attribute__((noinline)) void product_of_fp8_operand(const uint32_t* x, int64_t
 #pragma GCC unroll 6
         for (int r = 0; r < MR; r++)
 #pragma GCC unroll 2
-            for (int part = 0; part < 2; part++) sum[r][part] = fma(acc[r][part], scales.scales[run][part], sum[r][part]);
+            for (int part = 0; part < 2; part++)
+                sum[r][part] = fma(acc[r][part], scales.scales[run][part], sum[r][part]);
     }
 #pragma GCC unroll 6
     for (int r = 0; r < MR; r++) store(c + r * kPanel, sum[r][0]), store(c + r * kPanel + W, sum[r][1]);
@@ -148,8 +151,8 @@ struct Fp8Products {
         product_of_fp8<Kind, MR>(format, block_panel(args, panel), block_panel(args, next), args.depth, x, c);
     }
     template <int MR>
-    void some(int64_t r, int64_t i, int64_t count, int64_t at, int64_t depths, const uint32_t* b, const RunScales& scales,
-              float* c) const {
+    void some(int64_t r, int64_t i, int64_t count, int64_t at, int64_t depths, const uint32_t* b,
+              const RunScales& scales, float* c) const {
         const uint32_t* tile = x + r * args.depth / 2 + at / 2 * count;
         product_of_fp8_operand<MR>(tile + i, count, b, depths / kFp8Run, scales, c);
     }

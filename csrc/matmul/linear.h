@@ -1,8 +1,8 @@
 // Linear layers: out = activation(x wᵀ + bias) + residual.
 //
-// w is worked on a panel of kPanel columns at a time, packed so that a vector of columns lies together at each depth: once
-// beforehand, or, where weights pass through memory, when a panel is needed. An element's sum is taken in the order of depth,
-// whatever rows are beside it: a row's result does not depend on its batch.
+// w is worked on a panel of kPanel columns at a time, packed so that a vector of columns lies together at each depth:
+// once beforehand, or, where weights pass through memory, when a panel is needed. An element's sum is taken in the
+// order of depth, whatever rows are beside it: a row's result does not depend on its batch.
 
 constexpr int64_t kPackedRows = 4;     // fewer are taken as they lie
 constexpr int64_t kDepthBlock = 1024;  // of 32 bits: a panel of it stays in a cache beside the rows
@@ -12,8 +12,8 @@ inline int64_t packed_depth(const Linear& args) {
     return (round_up(args.depth, M::kWhole) + M::kPair - 1) / M::kPair;
 }
 
-// The row of w that is column `c` of a panel; with a gated one a vector of the gate is beside one of what it is multiplied
-// with.
+// The row of w that is column `c` of a panel; with a gated one a vector of the gate is beside one of what it is
+// multiplied with.
 inline int64_t weight_row(const Linear& args, int64_t panel, int c) {
     if (!is_gated(args.activation)) return panel * kPanel + c;
     const int64_t column = panel * W + c % W, half = args.columns / 2;
@@ -40,7 +40,7 @@ inline void put_beside(const vi* r, uint32_t* tile, int64_t d, int64_t depth, in
     }
 }
 
-#include "linear_int8.h"
+#include "matmul/int8.h"
 
 template <class M>
 constexpr bool kCoded = __is_same(M, Bytes);
@@ -64,7 +64,8 @@ inline const typename M::Operand* packed_panel(const Linear& args, int64_t panel
 // Calls f with the kind of product and x's type.
 template <class F>
 inline auto with_products(const Linear& args, F f) {
-    if (args.codes) return with_type(args.type, [&](auto* type) { return f.template operator()<Bytes, __typeof__(*type)>(); });
+    if (args.codes)
+        return with_type(args.type, [&](auto* type) { return f.template operator()<Bytes, __typeof__(*type)>(); });
 #ifdef BATCHGEN_FAST_BF16
     if (args.type == Type::BF16) return f.template operator()<Pairs, bf16>();
 #endif
@@ -75,8 +76,8 @@ inline auto with_products(const Linear& args, F f) {
     }
 }
 
-// Depths [d, d + W) of W rows, in units of 32 bits, of which `values` are there: r[i] is what all rows have at depth d + i. A
-// row that is null is zeros.
+// Depths [d, d + W) of W rows, in units of 32 bits, of which `values` are there: r[i] is what all rows have at depth d
+// + i. A row that is null is zeros.
 template <class M, class T>
 inline void gather_depths(const T* const* rows, int64_t d, int64_t values, vi* r) {
 #pragma GCC unroll 16
@@ -93,18 +94,19 @@ inline void gather_depths(const T* const* rows, int64_t d, int64_t values, vi* r
     transpose(r);
 }
 
-#include "linear_blocks.h"
-#include "block_panels.h"
-#include "linear_panels.h"
-#include "code_panels.h"
-#include "linear_digits.h"
-#include "linear_fp8.h"
-#include "panel_rows.h"
+#include "matmul/row_blocks.h"
+#include "matmul/block_panels.h"
+#include "matmul/dequantize.h"
+#include "matmul/code_panels.h"
+#include "matmul/split_bytes.h"
+#include "matmul/fp8.h"
+#include "matmul/panel_rows.h"
 
-// Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel]. next: the panel after it, if it has been
-// put in order, as rows of a GGUF are.
+// Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel]. next: the panel after it, if it
+// has been put in order, as rows of a GGUF are.
 template <class M, class T>
-inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t start, int64_t stop, typename M::Operand* out) {
+inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t start, int64_t stop,
+                       typename M::Operand* out) {
     if constexpr (kCoded<M>) {
         return pack_codes(args, panel, start, stop, out);
     } else {
@@ -132,8 +134,8 @@ inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t 
     }
 }
 
-// Tiles [tile, stop) of kRowTile rows of x, the rows of a tile beside each other at each depth: [tiles, depth, rows of the
-// tile]. Rows as they lie, far apart, take each other's places in the nearest cache.
+// Tiles [tile, stop) of kRowTile rows of x, the rows of a tile beside each other at each depth: [tiles, depth, rows of
+// the tile]. Rows as they lie, far apart, take each other's places in the nearest cache.
 template <class M, class T>
 inline void pack_row_tiles(const Linear& args, int64_t tile, int64_t stop, void* out) {
     const int64_t depth = packed_depth<M>(args);
@@ -143,7 +145,8 @@ inline void pack_row_tiles(const Linear& args, int64_t tile, int64_t stop, void*
         for (int64_t c = 0; c < count; c += W) {
             const int64_t lanes = smaller(W, count - c);
             const T* rows[W];
-            for (int i = 0; i < W; i++) rows[i] = i < lanes ? (const T*)args.x + (row + c + i) * args.x_stride : nullptr;
+            for (int i = 0; i < W; i++)
+                rows[i] = i < lanes ? (const T*)args.x + (row + c + i) * args.x_stride : nullptr;
             for (int64_t d = 0; d < depth; d += W) {
                 const int64_t depths = smaller(W, depth - d);
                 vi r[W];
@@ -237,7 +240,8 @@ inline void finish(const Linear& args, int64_t row, int64_t panel, int64_t rows,
             vf x = add(sums(r, part), bias);
             if (has_gate) x = A::kept(gated<A>(args.activation, x, add(sums(r, W), second_bias)));
             else x = A::kept(activate<A>(args.activation, x));
-            if (args.residual) x = add(x, load_part((const T*)args.residual + (row + r) * args.residual_stride + column, n));
+            if (args.residual)
+                x = add(x, load_part((const T*)args.residual + (row + r) * args.residual_stride + column, n));
             store_part((O*)args.out + (row + r) * args.out_stride + column, x, n);
         }
     }
@@ -338,7 +342,7 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
     }
 }
 
-#include "linear_tiles.h"
+#include "matmul/tile_driver.h"
 
 // What is done in tile registers where there are some: products of pairs, and of bytes.
 template <class M>
@@ -349,7 +353,8 @@ constexpr bool in_tiles() {
 inline LinearCut linear_cut(const Linear& args) {
     return with_products(args, [&]<class M, class T>() {
         if constexpr (in_tiles<M>()) return tile_cut<M>(args);
-        // As many rows at once as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth fetching.
+        // As many rows at once as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth
+        // fetching.
         const int64_t depth = packed_depth<M>(args), rows = 96 * 1024 / depth / kRowTile * kRowTile;
         const int64_t tiled = round_up(args.rows, kRowTile) * depth * 4;
         int64_t packed = args.rows >= kPackedRows ? tiled : 0;
@@ -381,16 +386,17 @@ inline int64_t linear_scratch(const Linear& args, int64_t rows, int64_t panels) 
 }
 
 template <class M, class T, class O>
-inline void linear_of(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, int64_t next_panel,
-                      void* scratch) {
+inline void linear_of(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop,
+                      int64_t next_panel, void* scratch) {
     if constexpr (in_tiles<M>()) linear_tiles<M, T, O>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
     else linear_block<M, T, O>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
 }
 
-inline void linear(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, int64_t next_panel,
-                   void* scratch) {
+inline void linear(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop,
+                   int64_t next_panel, void* scratch) {
     with_products(args, [&]<class M, class T>() {
-        if (args.out_type == Type::F32) linear_of<M, T, float>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
+        if (args.out_type == Type::F32)
+            linear_of<M, T, float>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
         else linear_of<M, T, T>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
     });
 }

@@ -1,15 +1,16 @@
 // Rows of a GGUF put in the order in which products read them: panels of kPanel columns, in as many bytes.
 //
-// A panel has its columns' blocks, one depth of them after the other. Of a block there are first the scales and minimums of all
-// columns, those of a run beside each other, and then codes, in words of 32 bits, a vector of words for each four depths. A
-// word has eight slots of four bits: slot i is the code of number i of these depths in the order of an operand, in that lane.
-// Codes of more than four bits have their upper bits in a second plane of words; words of which fewer bits are used share one,
-// shifted. Where codes are multiplied as bytes (linear_digits.h) slots 2 i and 2 i + 1 are byte i of both vectors of columns,
-// and a plane of codes of eight bits is the bytes of one of them; of FP8 (linear_fp8.h) planes are the bytes of two depths.
+// A panel has its columns' blocks, one depth of them after the other. Of a block there are first the scales and
+// minimums of all columns, those of a run beside each other, and then codes, in words of 32 bits, a vector of words for
+// each four depths. A word has eight slots of four bits: slot i is the code of number i of these depths in the order of
+// an operand, in that lane. Codes of more than four bits have their upper bits in a second plane of words; words of
+// which fewer bits are used share one, shifted. Where codes are multiplied as bytes (matmul/split_bytes.h) slots 2 i
+// and 2 i + 1 are byte i of both vectors of columns, and a plane of codes of eight bits is the bytes of one of them; of
+// FP8 (matmul/fp8.h) planes are the bytes of two depths.
 
 typedef uint32_t Lanes __attribute__((vector_size(4 * W)));
 
-enum class CodesAre { Integers, InTable, Float8 };  // in a table: what they stand for is looked up; fp8.h
+enum class CodesAre { Integers, InTable, Float8 };  // in a table: what they stand for is looked up; quant/fp8.h
 
 // How a code's bits lie: so many in the first plane, and in the second.
 template <int Low, int High, CodesAre Are = CodesAre::Integers>
@@ -18,8 +19,9 @@ struct CodeKind {
     static constexpr bool kInTable = Are == CodesAre::InTable, kFloat8 = Are == CodesAre::Float8;
 };
 
-// What a panel's block has before its codes, for W columns from `c` on: `get` gives scale and minimum of a run, `put` takes
-// those of one column of a block as it lies in the file. `at`: where the panel's block begins, zeros before the first `put`.
+// What a panel's block has before its codes, for W columns from `c` on: `get` gives scale and minimum of a run, `put`
+// takes those of one column of a block as it lies in the file. `at`: where the panel's block begins, zeros before the
+// first `put`.
 
 inline vf halves_at(const uint8_t* at, int c) { return load((const f16*)at + c); }
 inline void put_half(const uint8_t* block, int c, uint8_t* at) { memcpy(at + 2 * c, block, 2); }
@@ -40,7 +42,9 @@ struct HalfScaleAndMinimum {
     static void get(const uint8_t* at, int, int c, vf& scale, vf& minimum) {
         scale = halves_at(at, c), minimum = halves_at(at, kPanel + c);
     }
-    static void put(const uint8_t* block, int c, uint8_t* at) { put_half(block, c, at), put_half(block + 2, kPanel + c, at); }
+    static void put(const uint8_t* block, int c, uint8_t* at) {
+        put_half(block, c, at), put_half(block + 2, kPanel + c, at);
+    }
 };
 
 struct ExponentScale {
@@ -55,8 +59,8 @@ struct ExponentScale {
     static void put(const uint8_t* block, int c, uint8_t* at) { at[c] = block[0]; }
 };
 
-// Two floats, and of each run a scale and a minimum of 6 bits: the low four of both in a byte, the others of two columns in
-// one.
+// Two floats, and of each run a scale and a minimum of 6 bits: the low four of both in a byte, the others of two
+// columns in one.
 struct SixBitPairs {
     static constexpr int kBytes = 16, kRunBytes = kPanel + W;
     static constexpr bool kMinimums = true;
@@ -79,7 +83,8 @@ struct SixBitPairs {
     }
 };
 
-// A float, and of each run a scale of 6 bits less 32: the low four of two columns in a byte, the others of two runs as well.
+// A float, and of each run a scale of 6 bits less 32: the low four of two columns in a byte, the others of two runs as
+// well.
 template <class Block, int At, int Offset>
 struct SixBitScales {
     static constexpr int kRuns = Block::kValues / Block::kRun, kBytes = 2 + kRuns * 3 / 4;
@@ -88,7 +93,8 @@ struct SixBitScales {
         const uint8_t* p = at + 2 * kPanel;
         const Lanes low = (Lanes)load_bytes(p + run * W) >> (c / W * 4) & 15;
         const Lanes high = (Lanes)load_bytes(p + (kRuns + run / 2) * W) >> (run % 2 * 4 + c / W * 2) & 3;
-        scale = mul(halves_at(at, c), sub(to_float((vi)(low | high << 4)), set1(32))), minimum = mul(scale, set1(-Offset));
+        scale = mul(halves_at(at, c), sub(to_float((vi)(low | high << 4)), set1(32))),
+        minimum = mul(scale, set1(-Offset));
     }
     static void put(const uint8_t* block, int c, uint8_t* at) {
         put_half(block + At, c, at);
@@ -121,7 +127,8 @@ struct ByteScales {  // Q6_K
     static constexpr int kBytes = 18;
     static constexpr bool kMinimums = false;
     static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
-        scale = mul(halves_at(at, c), load((const int8_t*)at + (2 + run) * kPanel + c)), minimum = mul(scale, set1(-32));
+        scale = mul(halves_at(at, c), load((const int8_t*)at + (2 + run) * kPanel + c)),
+        minimum = mul(scale, set1(-32));
     }
     static void put(const uint8_t* block, int c, uint8_t* at) {
         put_half(block + 208, c, at);
@@ -129,7 +136,7 @@ struct ByteScales {  // Q6_K
     }
 };
 
-// Four bytes of a block: a zero point and the upper bytes of a scale (int4_groups.h), or a scale.
+// Four bytes of a block: a zero point and the upper bytes of a scale (quant/int4_groups.h), or a scale.
 struct WordScale {
     static constexpr int kBytes = 4;
     static vi words_at(const uint8_t* at, int c) { return load_int((const uint32_t*)at + c); }
@@ -199,8 +206,8 @@ inline void with_panels(BlockType type, F f) {
 // Whether w lies as products read it, numbers or codes of bytes; else panels are unpacked.
 inline bool is_operand(const Linear& args) { return args.packed && args.packing == BlockType::F32; }
 
-// Whether codes themselves are multiplied with bf16, and scales applied to their sums: integers as digits (linear_digits.h),
-// FP8 as pairs (linear_fp8.h). Tile registers cannot apply a scale between two steps.
+// Whether codes themselves are multiplied with bf16, and scales applied to their sums: integers as digits
+// (matmul/split_bytes.h), FP8 as pairs (matmul/fp8.h). Tile registers cannot apply a scale between two steps.
 #if (defined(BATCHGEN_VNNI) || defined(BATCHGEN_FAST_BF16)) && !defined(BATCHGEN_TILES)
 #define BATCHGEN_DIGITS
 constexpr bool kHasDigits = true;
@@ -214,7 +221,8 @@ template <>
 constexpr bool kHasFp8<Pairs> = !kTiles;
 #endif
 inline bool in_digits(const Linear& args) {
-    return kHasDigits && args.type == Type::BF16 && !args.codes && args.packing != BlockType::F32 && !is_fp8(args.packing);
+    return kHasDigits && args.type == Type::BF16 && !args.codes && args.packing != BlockType::F32 &&
+           !is_fp8(args.packing);
 }
 template <class M>
 inline bool in_fp8(const Linear& args) {
@@ -297,7 +305,8 @@ inline void arrange_panel(const Linear& args, int64_t panel, uint8_t* out) {
     float scales[kTakenRuns], minimums[kTakenRuns];
     memset(out, 0, block_panel_bytes(args));
     for (int64_t at = 0; at < args.depth; at += kTaken) {
-        const int64_t here = smaller(kTaken, args.depth - at), first = at / Block::kValues, blocks = here / Block::kValues;
+        const int64_t here = smaller(kTaken, args.depth - at), first = at / Block::kValues,
+                      blocks = here / Block::kValues;
         uint8_t* to = out + first * Format::kBlockBytes;
         for (int c = 0; c < kPanel; c++) {
             const int64_t row = weight_row(args, panel, c);
@@ -312,7 +321,8 @@ inline void arrange_panel(const Linear& args, int64_t panel, uint8_t* out) {
             vi r[2][W];
             for (int part = 0; part < 2; part++) {
                 for (int i = 0; i < W; i++)
-                    r[part][i] = (vi)((Quads)load_int((const uint32_t*)(codes[part * W + i] + d)) + uint8_t(Format::kOffset));
+                    r[part][i] =
+                        (vi)((Quads)load_int((const uint32_t*)(codes[part * W + i] + d)) + uint8_t(Format::kOffset));
                 transpose(r[part]);
             }
             for (int i = 0; i < W && d + 4 * i < here; i++) {

@@ -1,7 +1,7 @@
 // Attention of few query rows, where packing K and V would be most of the work.
 
-// Products in floats from the rows of K and V. Rows are whole vectors of 32 bits here. Sums are made in the order of `product`
-// over packed tiles: results are the same, bit for bit.
+// Products in floats from the rows of K and V. Rows are whole vectors of 32 bits here. Sums are made in the order of
+// `product` over packed tiles: results are the same, bit for bit.
 
 // W keys as columns of 32-bit words: out [words, stride].
 __attribute__((noinline)) void transpose_keys(const uint8_t* const* keys, int words, uint32_t* out, int64_t stride,
@@ -93,8 +93,8 @@ static_assert(W % kFetchKeys == 0);
 
 // acc [Rows, stride] * change + softmax weights [Rows, p_stride] of `keys` rows of V, for Vectors vectors of columns.
 template <class T, int Rows, int Vectors>
-__attribute__((noinline)) void row_values(const float* p, int64_t p_stride, const uint8_t* const* values, int keys, int column,
-                                          float* acc, int64_t stride, const float* change, Ahead& ahead) {
+__attribute__((noinline)) void row_values(const float* p, int64_t p_stride, const uint8_t* const* values, int keys,
+                                          int column, float* acc, int64_t stride, const float* change, Ahead& ahead) {
     vf all[Rows][Vectors];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
@@ -126,17 +126,17 @@ __attribute__((noinline)) void row_values(const float* p, int64_t p_stride, cons
 #ifdef BATCHGEN_FAST_BF16
 // Products of pairs straight from the rows of K and V. Head sizes are multiples of 32 here.
 
-// Keys between two fetches: the less there is to do for each, the more often, as what is asked for at once may be too much.
-// Scores are made a row at a time, so that many rows fetch more often anyway.
+// Keys between two fetches: the less there is to do for each, the more often, as what is asked for at once may be too
+// much. Scores are made a row at a time, so that many rows fetch more often anyway.
 constexpr int kFetchOfOne = 2, kFetchOfMany = 8;
 constexpr int values_fetch(int rows) { return rows > 4 ? kFetchOfMany : rows > 2 ? 4 : kFetchOfOne; }
 
-// Scores of W keys, rows one after the other, for each row of a [rows, a_stride]: out [rows, out_stride]. next: how far behind
-// them the rows lie that are read next, which are asked for once more: what memory is too busy for is not fetched the first
-// time.
+// Scores of W keys, rows one after the other, for each row of a [rows, a_stride]: out [rows, out_stride]. next: how far
+// behind them the rows lie that are read next, which are asked for once more: what memory is too busy for is not
+// fetched the first time.
 template <int Chunks>
-__attribute__((noinline)) void few_scores(const uint32_t* a, int64_t a_stride, int rows, const uint8_t* keys, int64_t next,
-                                          float* out, int64_t out_stride, Ahead& ahead) {
+__attribute__((noinline)) void few_scores(const uint32_t* a, int64_t a_stride, int rows, const uint8_t* keys,
+                                          int64_t next, float* out, int64_t out_stride, Ahead& ahead) {
     const auto row = [&]<bool First, int FetchAt>(int r) __attribute__((always_inline)) {
         vi q[Chunks];
 #pragma GCC unroll 8
@@ -160,12 +160,12 @@ __attribute__((noinline)) void few_scores(const uint32_t* a, int64_t a_stride, i
     for (int r = 1; r < rows; r++) row.template operator()<false, kFetchOfMany>(r);
 }
 
-// acc [Rows, stride] * change + softmax weights of `keys` rows of V, `offset` bytes after `values`, for Vectors vectors of
-// columns from `column` on. next: as in `few_scores`.
+// acc [Rows, stride] * change + softmax weights of `keys` rows of V, `offset` bytes after `values`, for Vectors vectors
+// of columns from `column` on. next: as in `few_scores`.
 template <int Rows, int Vectors>
-__attribute__((noinline)) void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const* values, int64_t offset,
-                                          int64_t next, int keys, int column, float* acc, int64_t stride, const float* change,
-                                          Ahead& ahead) {
+__attribute__((noinline)) void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const* values,
+                                          int64_t offset, int64_t next, int keys, int column, float* acc,
+                                          int64_t stride, const float* change, Ahead& ahead) {
     vf all[Rows][Vectors];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
@@ -202,14 +202,14 @@ __attribute__((noinline)) void few_values(const uint32_t* p, int64_t p_stride, c
 }
 
 // Packed KV. Its codes, the quantized values, are bytes here, and there is an instruction that adds up four products of
-// bytes. The other factor, a query or a weight, is split for it into two bytes, x ~ step (256 high + low): closer than bf16 is.
-// Head sizes are multiples of kGroup. The larger functions are not inlined: in one function for all, vectors do not keep their
-// registers.
+// bytes. The other factor, a query or a weight, is split for it into two bytes, x ~ step (256 high + low): closer than
+// bf16 is. Head sizes are multiples of kGroup. The larger functions are not inlined: in one function for all, vectors
+// do not keep their registers.
 
 constexpr float kFixedMost = 127 * 256;  // the largest number in fixed point
 
-// Integers of W numbers. Those of what is no number, as of 0 / 0, are 0; where that is to be seen, the step is no number
-// either.
+// Integers of W numbers. Those of what is no number, as of 0 / 0, are 0; where that is to be seen, the step is no
+// number either.
 inline void store_fixed(vf x, int8_t* high, int8_t* low) {
     const vi whole = to_int(x);
     store_low_bytes(low, whole);  // as a number of -128 .. 127, so that the high part may be one more
@@ -246,7 +246,8 @@ __attribute__((noinline)) void transpose_codes(const uint8_t* const* keys, int n
 // Scores of Vectors * W keys for each of Rows queries.
 template <int Rows, int Vectors>
 __attribute__((noinline)) void code_scores(const int8_t* q, const float* steps, const float* query_sum, int groups,
-                                           const uint32_t* words, const float* scale, const float* minimum, float* out) {
+                                           const uint32_t* words, const float* scale, const float* minimum,
+                                           float* out) {
     for (int g = 0; g < groups; g++, q += kGroup, scale += kKeys, minimum += kKeys) {
         vi high[Rows][Vectors], low[Rows][Vectors];
 #pragma GCC unroll 8
@@ -295,8 +296,8 @@ __attribute__((noinline)) void interleave_codes(const uint8_t* const* values, in
     }
 }
 
-// Softmax weights of `keys` keys of some rows times V's scales, in fixed point: out [rows, kGroups, kFixedWeights], with a step
-// for each row and group [rows, kGroups]. least [rows, kGroups] * change + weights times minimums.
+// Softmax weights of `keys` keys of some rows times V's scales, in fixed point: out [rows, kGroups, kFixedWeights],
+// with a step for each row and group [rows, kGroups]. least [rows, kGroups] * change + weights times minimums.
 __attribute__((noinline)) void fixed_weights(const float* weights, int rows, int groups, const float* scale,
                                              const float* minimum, int keys, int8_t* out, float* step, float* least,
                                              const float* change) {
@@ -335,10 +336,12 @@ __attribute__((noinline)) void fixed_weights(const float* weights, int rows, int
     }
 }
 
-// acc [Rows, stride] * change + weights of keys, four at a time, times codes of V, for Vectors * W of one group's columns.
+// acc [Rows, stride] * change + weights of keys, four at a time, times codes of V, for Vectors * W of one group's
+// columns.
 template <int Rows, int Vectors>
 __attribute__((noinline)) void code_values(const int8_t* weights, const float* steps, const uint32_t* codes,
-                                           int64_t codes_stride, int keys, float* acc, int64_t stride, const float* change) {
+                                           int64_t codes_stride, int keys, float* acc, int64_t stride,
+                                           const float* change) {
     vi sums[Rows][Vectors][2];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
@@ -385,8 +388,8 @@ inline void transpose_queries(const uint32_t* q, int64_t stride, int rows, int64
     }
 }
 
-// Scores of 16 keys for the rows that registers are configured for: out [rows, out_stride]. Keys that do not lie one after
-// the other are brought together in `space`.
+// Scores of 16 keys for the rows that registers are configured for: out [rows, out_stride]. Keys that do not lie one
+// after the other are brought together in `space`.
 inline void tile_scores(Tiles& tiles, const uint8_t* const* keys, int64_t row_bytes, int rows, const uint32_t* queries,
                         int64_t steps, uint8_t* space, float* out, int64_t out_stride) {
     const uint8_t* k = keys[0];

@@ -44,8 +44,8 @@ inline V swap_lanes(V a) {
     } else if constexpr (kWidth == 8) {
         return __builtin_shufflevector(a, a, X, 1 ^ X, 2 ^ X, 3 ^ X, 4 ^ X, 5 ^ X, 6 ^ X, 7 ^ X);
     } else {
-        return __builtin_shufflevector(a, a, X, 1 ^ X, 2 ^ X, 3 ^ X, 4 ^ X, 5 ^ X, 6 ^ X, 7 ^ X, 8 ^ X, 9 ^ X, 10 ^ X, 11 ^ X,
-                                       12 ^ X, 13 ^ X, 14 ^ X, 15 ^ X);
+        return __builtin_shufflevector(a, a, X, 1 ^ X, 2 ^ X, 3 ^ X, 4 ^ X, 5 ^ X, 6 ^ X, 7 ^ X, 8 ^ X, 9 ^ X, 10 ^ X,
+                                       11 ^ X, 12 ^ X, 13 ^ X, 14 ^ X, 15 ^ X);
     }
 #else  // GCC 11
     int order __attribute__((vector_size(4 * W)));
@@ -109,7 +109,8 @@ struct Apart {
     static vf fma(vf a, vf b, vf c) { return add(rounded(mul(a, b)), c); }
 };
 
-// Within 2 units in the last place; 0 where it would be below 2^-126 or so, of -inf too. Apart: of at least -87, at most 87.
+// Within 2 units in the last place; 0 where it would be below 2^-126 or so, of -inf too. Apart: of at least -87, at
+// most 87.
 template <class A = Fused>
 inline vf exp(vf x) {
     const vf bounded = A::kSame ? max(set1(-87), min(set1(87), x)) : exp_argument(x);

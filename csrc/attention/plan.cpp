@@ -1,4 +1,4 @@
-#include "plan.h"
+#include "attention/plan.h"
 
 #include <unistd.h>
 
@@ -10,8 +10,9 @@ namespace {
 
 constexpr int kPartKeys = 1024;
 constexpr int kTileKeys = 64;
-// K and V of a tile of keys, of all heads of an item, at most and at least: a core's cache has it beside the next one, which is
-// fetched meanwhile, and what products use. Longer runs of memory are read faster, until the next tile pushes this one out.
+// K and V of a tile of keys, of all heads of an item, at most and at least: a core's cache has it beside the next one,
+// which is fetched meanwhile, and what products use. Longer runs of memory are read faster, until the next tile pushes
+// this one out.
 constexpr long kMostTileBytes = 256 << 10, kFewestTileBytes = 32 << 10;
 constexpr int kHeadRows = 72;  // rows of several heads together: with more there is nothing to gain from it
 
@@ -57,8 +58,8 @@ void AttentionPlan::add(int first_token, int num_tokens, std::vector<AttentionSp
     const int most = std::max(1, std::min(most_heads_, kHeadRows / (num_tokens * group_)));
     const int pieces = (kv_heads_ + most - 1) / most, heads = (kv_heads_ + pieces - 1) / pieces;
     for (int head = 0; head < kv_heads_; head += heads)
-        items_.push_back(
-            {first_token, num_tokens, head, std::min(heads, kv_heads_ - head), spans_.back().get(), int32_t(spans.size()), -1});
+        items_.push_back({first_token, num_tokens, head, std::min(heads, kv_heads_ - head), spans_.back().get(),
+                          int32_t(spans.size()), -1});
 }
 
 void AttentionPlan::add_decode(int start, int sequences, const int32_t* blocks, int stride, const int64_t* num_keys,
@@ -86,8 +87,8 @@ void AttentionPlan::add_shared(int start, int stop, const int32_t* blocks, int n
 // Tokens [start, stop) in tiles: those of prompts with their own keys, after the keys that all of them share.
 void AttentionPlan::add_prompts(const Shared* shared, int start, int stop) {
     const int most = std::max(1, kTileRows / group_);
-    auto prompt =
-        std::lower_bound(prompts_.begin(), prompts_.end(), start, [](const Prompt& p, int token) { return p.stop <= token; });
+    auto prompt = std::lower_bound(prompts_.begin(), prompts_.end(), start,
+                                   [](const Prompt& p, int token) { return p.stop <= token; });
     for (int first = start; first < stop; first += most) {
         const int last = std::min(stop, first + most);
         std::vector<AttentionSpan> spans;
@@ -164,8 +165,9 @@ void AttentionPlan::finish() {
     mark_partial();
     for (const AttentionItem& item : items_) cost_ += batchgen::cost(item);
     // The longest first: no thread is left with one at the end.
-    std::stable_sort(items_.begin(), items_.end(),
-                     [](const AttentionItem& a, const AttentionItem& b) { return batchgen::cost(a) > batchgen::cost(b); });
+    std::stable_sort(items_.begin(), items_.end(), [](const AttentionItem& a, const AttentionItem& b) {
+        return batchgen::cost(a) > batchgen::cost(b);
+    });
 }
 
 }  // namespace batchgen

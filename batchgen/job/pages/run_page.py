@@ -11,10 +11,10 @@ from typing import Any
 from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.engine.parts import EngineStats
-from batchgen.job.finished_rows import FinishedRows, finished_rows
-from batchgen.job.html_charts import Bar, bars, columns, histogram, line
-from batchgen.job.html_page import legend, note, page, section, table
-from batchgen.job.plan_page import placement
+from batchgen.job.pages.charts import Bar, bars, columns, histogram, line
+from batchgen.job.pages.finished_rows import FinishedRows, finished_rows
+from batchgen.job.pages.html_page import legend, note, page, section, table
+from batchgen.job.pages.plan_page import placement
 from batchgen.job.source import RequestSource
 from batchgen.planner.explanation import LANE_NAMES
 

@@ -1,7 +1,8 @@
 // A small matrix product held in registers: what both linear layers and attention are made of.
 //
-// One operand, A, has its rows one after the other; of the other, B, a vector of columns lies together at each depth. Both
-// are arrays of 32 bits: a float, or a pair of bf16 from neighbouring depths where there are instructions for them.
+// One operand, A, has its rows one after the other; of the other, B, a vector of columns lies together at each depth.
+// Both are arrays of 32 bits: a float, or a pair of bf16 from neighbouring depths where there are instructions for
+// them.
 
 struct NoTiles {};  // where products are made in vectors
 
@@ -47,11 +48,12 @@ constexpr int kRowTile = W == 16 ? 12 : 6;
 #endif
 constexpr int kPanel = 2 * W;
 
-// kBeside: the rows of A lie beside each other, all of them at each depth; otherwise one after the other, `a_stride` apart.
+// kBeside: the rows of A lie beside each other, all of them at each depth; otherwise one after the other, `a_stride`
+// apart.
 template <class M, int MR, int NR, bool kBeside>
-__attribute__((always_inline)) inline void accumulate(typename M::Sum (&acc)[MR][NR], const uint32_t* a, int64_t a_stride,
-                                                      const typename M::Operand* b, int64_t b_stride, int64_t depth,
-                                                      const uint8_t* ahead) {
+__attribute__((always_inline)) inline void accumulate(typename M::Sum (&acc)[MR][NR], const uint32_t* a,
+                                                      int64_t a_stride, const typename M::Operand* b, int64_t b_stride,
+                                                      int64_t depth, const uint8_t* ahead) {
     // A pointer for every three rows: the others are within reach of an address's scaled index.
     constexpr int kPointers = (MR + 2) / 3;
     const uint32_t* row[kPointers];
@@ -75,11 +77,12 @@ __attribute__((always_inline)) inline void accumulate(typename M::Sum (&acc)[MR]
     }
 }
 
-// c = a b, or c = c * scale + a b with a number for each row. For rows x columns, columns a multiple of W. ahead: what will be
-// read soon, 64 bytes for each depth, or null.
+// c = a b, or c = c * scale + a b with a number for each row. For rows x columns, columns a multiple of W. ahead: what
+// will be read soon, 64 bytes for each depth, or null.
 template <class M, int MR, int NR, bool kBeside = false>
-inline void product_tile(const uint32_t* a, int64_t a_stride, const typename M::Operand* b, int64_t b_stride, int64_t depth,
-                         typename M::Number* c, int64_t c_stride, const float* scale, const uint8_t* ahead = nullptr) {
+inline void product_tile(const uint32_t* a, int64_t a_stride, const typename M::Operand* b, int64_t b_stride,
+                         int64_t depth, typename M::Number* c, int64_t c_stride, const float* scale,
+                         const uint8_t* ahead = nullptr) {
     typename M::Sum acc[MR][NR];
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
@@ -121,11 +124,11 @@ inline void product(NoTiles, const uint32_t* a, int64_t a_stride, int64_t rows, 
             with_count<kRowTile>(int(smaller(kRowTile, rows - r)), [&]<int MR>() {
                 const float* s = scale ? scale + r : nullptr;
                 if (left >= 2 * W) {
-                    product_tile<M, MR, 2>(a + r * a_stride, a_stride, b + n, b_stride, depth, c + r * c_stride + n, c_stride,
-                                           s);
+                    product_tile<M, MR, 2>(a + r * a_stride, a_stride, b + n, b_stride, depth, c + r * c_stride + n,
+                                           c_stride, s);
                 } else {
-                    product_tile<M, MR, 1>(a + r * a_stride, a_stride, b + n, b_stride, depth, c + r * c_stride + n, c_stride,
-                                           s);
+                    product_tile<M, MR, 1>(a + r * a_stride, a_stride, b + n, b_stride, depth, c + r * c_stride + n,
+                                           c_stride, s);
                 }
             });
         }

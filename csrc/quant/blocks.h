@@ -1,16 +1,17 @@
-// Rows of blocks as they lie in a GGUF, or as other files' codes are put (int4_groups.h, fp8.h), to rows of floats.
+// Rows of blocks as they lie in a GGUF, or as other files' codes are put (quant/int4_groups.h, quant/fp8.h), to rows of
+// floats.
 //
-// Every packed format comes down to the same thing: a block of integers of at most 8 bits (codes), and for each run of 16 or 32
-// of them a scale and a minimum; a value is code * scale + minimum. A format is a struct that takes a block apart in this way.
-// Codes and scales are so short that the product is exact, and a minimum of -0 adds nothing, not even a sign: the results are
-// those of any other order of computing.
+// Every packed format comes down to the same thing: a block of integers of at most 8 bits (codes), and for each run of
+// 16 or 32 of them a scale and a minimum; a value is code * scale + minimum. A format is a struct that takes a block
+// apart in this way. Codes and scales are so short that the product is exact, and a minimum of -0 adds nothing, not
+// even a sign: the results are those of any other order of computing.
 
 template <int Values, int Bytes, int Run>
 struct BlockShape {
     static constexpr int kValues = Values, kBytes = Bytes, kRun = Run;
-    static constexpr bool kFloats = false;  // codes are numbers of FP8 (fp8.h), and not integers
-    // Where a block has its codes, if nothing is to be put together for them: bytes, or nibbles, the low ones of kNibbles bytes
-    // before the high ones. 0: there is.
+    static constexpr bool kFloats = false;  // codes are numbers of FP8 (quant/fp8.h), and not integers
+    // Where a block has its codes, if nothing is to be put together for them: bytes, or nibbles, the low ones of
+    // kNibbles bytes before the high ones. 0: there is.
     static constexpr int kCodesAt = 0, kNibbles = 0;
 };
 
@@ -62,8 +63,8 @@ inline void bytes_of_bits(const uint8_t* p, uint8_t* out) {
 }
 #endif
 
-// As `nibble_halves`, with the 32 bits at `fifth` above the nibbles; Signed: less 16, so that upper bits are ones where it is
-// 0.
+// As `nibble_halves`, with the 32 bits at `fifth` above the nibbles; Signed: less 16, so that upper bits are ones where
+// it is 0.
 template <bool Signed>
 inline void five_bit_halves(const uint8_t* p, const uint8_t* fifth, int8_t* codes) {
     uint8_t set[32];
@@ -153,10 +154,11 @@ struct MXFP4 : PlainShape<32, 17, 32, 1, 16> {
     }
 };
 
-#include "int4_groups.h"
-#include "fp8.h"
+#include "quant/int4_groups.h"
+#include "quant/fp8.h"
 
-// Blocks of 256 values. Q2_K to Q6_K: scales of runs are integers, and there is one float that they are multiplied with.
+// Blocks of 256 values. Q2_K to Q6_K: scales of runs are integers, and there is one float that they are multiplied
+// with.
 
 // Two bits of each of 32 bytes for every 32 values: 128 values of 32 bytes, twice.
 inline void two_bits(const uint8_t* p, int8_t* codes) {
@@ -217,7 +219,8 @@ inline void six_bit_scales(const uint8_t* block, float* scales, float* minimums)
     const float scale = half_at(block), minimum = half_at(block + 2);
     uint8_t scale_codes[8], minimum_codes[8];
     six_bit_codes(block + 4, scale_codes, minimum_codes);
-    for (int i = 0; i < 8; i++) scales[i] = scale * float(scale_codes[i]), minimums[i] = -(minimum * float(minimum_codes[i]));
+    for (int i = 0; i < 8; i++)
+        scales[i] = scale * float(scale_codes[i]), minimums[i] = -(minimum * float(minimum_codes[i]));
 }
 
 struct Q2_K : BlockShape<256, 84, 16> {
@@ -245,14 +248,17 @@ struct Q3_K : BlockShape<256, 110, 16> {
         uint8_t six_bits[16];
         scale_codes(block, six_bits);
         const vf scale = set1(half_at(block + 108));
-        for (int i = 0; i < 16; i += W) store(scales + i, mul(scale, sub(to_float(load_bytes(six_bits + i)), set1(32))));
+        for (int i = 0; i < 16; i += W)
+            store(scales + i, mul(scale, sub(to_float(load_bytes(six_bits + i)), set1(32))));
         two_bits(block + 32, codes);
         add_bits_by_32<2>(block, codes, -4);  // the third bit counts 4 where it is not set
     }
 };
 
 struct Q4_K : PlainShape<256, 144, 32, 16, 32> {
-    static void run_scales(const uint8_t* block, float* scales, float* minimums) { six_bit_scales(block, scales, minimums); }
+    static void run_scales(const uint8_t* block, float* scales, float* minimums) {
+        six_bit_scales(block, scales, minimums);
+    }
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
         run_scales(block, scales, minimums);
         nibbles_by_32(block + 16, codes);
@@ -291,7 +297,8 @@ struct IQ4_XS : PlainShape<256, 136, 32, 8, 16> {
     // The scales of runs, 32 larger.
     static void scale_codes(const uint8_t* block, uint8_t* codes) {
         for (int run = 0; run < 8; run++)
-            codes[run] = uint8_t((block[4 + run / 2] >> run % 2 * 4 & 15) | (block[2 + run / 4] >> run % 4 * 2 & 3) << 4);
+            codes[run] =
+                uint8_t((block[4 + run / 2] >> run % 2 * 4 & 15) | (block[2 + run / 4] >> run % 4 * 2 & 3) << 4);
     }
     static void run_scales(const uint8_t* block, float* scales, float*) {
         uint8_t six_bits[8];
@@ -338,12 +345,14 @@ inline void take_row_apart(const uint8_t* packed, int64_t n, int8_t* codes, floa
     for (float& minimum : own_minimums) minimum = -0.0f;  // of formats that have none
     for (; n > 0; n -= Block::kValues, packed += Block::kBytes, codes += Block::kValues) {
         Block::take_apart(packed, codes, own_scales, own_minimums);
-        for (int i = 0; i < kRuns * kEach; i++) *scales++ = own_scales[i / kEach], *minimums++ = own_minimums[i / kEach];
+        for (int i = 0; i < kRuns * kEach; i++)
+            *scales++ = own_scales[i / kEach], *minimums++ = own_minimums[i / kEach];
     }
 }
 
 // Of a packed format.
-inline void take_apart(BlockType type, const uint8_t* packed, int64_t n, int8_t* codes, float* scales, float* minimums) {
+inline void take_apart(BlockType type, const uint8_t* packed, int64_t n, int8_t* codes, float* scales,
+                       float* minimums) {
     switch (type) {
         case BlockType::Q4_0: return take_row_apart<Q4_0>(packed, n, codes, scales, minimums);
         case BlockType::Q4_1: return take_row_apart<Q4_1>(packed, n, codes, scales, minimums);

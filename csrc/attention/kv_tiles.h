@@ -6,8 +6,8 @@ constexpr int kFewRows = 16;
 constexpr int kGroups = kMaxHeadDim / kGroup;
 constexpr float kLowest = -1e30f;  // below every score, and exp(kLowest - kLowest) is a number
 
-// Rows whose scores are made at once, and keys that these are made for at a time: what products in tile registers, or in
-// vectors, take.
+// Rows whose scores are made at once, and keys that these are made for at a time: what products in tile registers, or
+// in vectors, take.
 template <class M>
 constexpr int kRowsAtOnce = in_tiles<M>() ? 32 : 12;
 template <class M>
@@ -107,8 +107,8 @@ __attribute__((noinline)) void expand_tile(const uint8_t** rows, int count, int 
     }
 }
 
-// Lines of memory that the next tile will need, asked for a few at a time: all at once they would stop the work that they
-// are to overlap with.
+// Lines of memory that the next tile will need, asked for a few at a time: all at once they would stop the work that
+// they are to overlap with.
 struct Ahead {
     struct Run {
         const uint8_t *start, *stop;
@@ -143,7 +143,8 @@ struct Ahead {
 
 // W keys as columns of K's tile at `out` [depth, kKeys].
 template <class T>
-inline void pack_keys(Floats, const uint8_t* const* rows, int n, AttentionScratch<Floats>& s, uint32_t* out, Ahead& ahead) {
+inline void pack_keys(Floats, const uint8_t* const* rows, int n, AttentionScratch<Floats>& s, uint32_t* out,
+                      Ahead& ahead) {
     for (int i = 0; i < W; i++) {
         expand_row((const T*)rows[i], n, s.expanded + i * s.expanded_stride);
         for (int64_t j = n; j < s.columns; j++) s.expanded[i * s.expanded_stride + j] = 0;
@@ -161,11 +162,13 @@ inline void pack_keys(Floats, const uint8_t* const* rows, int n, AttentionScratc
 
 // All keys of V's tile: a row for each, values in their order.
 template <class T>
-inline void pack_values(Floats, const uint8_t* const* rows, int keys, int n, AttentionScratch<Floats>& s, Ahead& ahead) {
+inline void pack_values(Floats, const uint8_t* const* rows, int keys, int n, AttentionScratch<Floats>& s,
+                        Ahead& ahead) {
     for (int i = 0; i < keys; i++) ahead.fetch(), expand_row((const T*)rows[i], n, (float*)s.v + i * s.columns);
 }
 
-// Which values of a row are the pair at each depth of a packed K tile: those of each four codes, as `store_codes` puts them.
+// Which values of a row are the pair at each depth of a packed K tile: those of each four codes, as `store_codes` puts
+// them.
 inline void code_order(const bf16* q, int n, bf16* out) {
     for (int i = 0; i < n; i += 4, out += 4) out[0] = q[i], out[1] = q[i + 2], out[2] = q[i + 1], out[3] = q[i + 3];
 }
@@ -184,7 +187,8 @@ inline void store_codes(vi words, uint32_t* out, int64_t stride) {
 }
 
 template <class T>
-inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch<Pairs>& s, uint32_t* out, Ahead& ahead) {
+inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch<Pairs>& s, uint32_t* out,
+                      Ahead& ahead) {
     constexpr bool codes = kBits<T> != 0;
     const int words = codes ? n / 4 : n / 2;   // of 32 bits, of a row
     if constexpr (codes && in_tiles<Pairs>())  // the last step of tile registers goes beyond the row
@@ -221,7 +225,8 @@ inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, Atte
         const uint8_t *a = rows[i], *b = rows[i + 1];
         if constexpr (kBits<T> == 8) {
             for (int j = 0; j < n; j += W)
-                store_int(out + j, bytes_to_bf16(pair_bytes(load_bytes_part(a + j, n - j), load_bytes_part(b + j, n - j))));
+                store_int(out + j,
+                          bytes_to_bf16(pair_bytes(load_bytes_part(a + j, n - j), load_bytes_part(b + j, n - j))));
         } else {
             for (int j = 0; j < n; j += 2 * W) {
                 int words = int(smaller(W, (n - j) / 2));
@@ -263,8 +268,8 @@ inline void key_rows(const KV& kv, const AttentionSpan& span, int head, int key,
         }
         int offset = at % kv.block_size;
         int count = int(smaller(smaller(kv.block_size - offset, span.last_key - at), kKeys - i));
-        row =
-            kv.data + int64_t(span.blocks[at / kv.block_size]) * kv.block_bytes + head * kv.head_bytes + offset * kv.row_bytes;
+        row = kv.data + int64_t(span.blocks[at / kv.block_size]) * kv.block_bytes + head * kv.head_bytes +
+              offset * kv.row_bytes;
         for (int j = 0; j < count; j++, row += kv.row_bytes) rows[i++] = row;
         row -= kv.row_bytes;
     }

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from batchgen.job.html_page import COLOURS, escaped
+from batchgen.job.pages.html_page import COLOURS, escaped
 
 _WIDTH, _LABEL, _VALUE, _ROW = 860, 190, 180, 24
 _PLOT_HEIGHT, _LEFT, _BOTTOM, _TOP = 260, 80, 42, 14

@@ -12,9 +12,10 @@ namespace batchgen {
 // What an item takes, in some unit.
 int64_t cost(const AttentionItem& item);
 
-// Tokens of prompts are cut so that their rows fill a tile of the kernel; keys of a single query into parts of equal size. With
-// shared keys, tokens of several prompts fill a tile together, and each goes on to its own keys. A row's result depends on
-// its own keys and where they are shared, not on what else is in the batch or on the number of threads.
+// Tokens of prompts are cut so that their rows fill a tile of the kernel; keys of a single query into parts of equal
+// size. With shared keys, tokens of several prompts fill a tile together, and each goes on to its own keys. A row's
+// result depends on its own keys and where they are shared, not on what else is in the batch or on the number of
+// threads.
 class AttentionPlan {
   public:
     // row_bytes: of K of one token and KV head.
@@ -23,7 +24,8 @@ class AttentionPlan {
     // Sequences of one query each: token start + i sees keys [first_key[i], num_keys[i]) of blocks[i * stride ...].
     void add_decode(int start, int sequences, const int32_t* blocks, int stride, const int64_t* num_keys,
                     const int64_t* first_key);
-    // Queries [start, stop) of one sequence, the first at key `offset`; window: keys that each sees, or 0: all before it.
+    // Queries [start, stop) of one sequence, the first at key `offset`; window: keys that each sees, or 0: all before
+    // it.
     void add_prefill(int start, int stop, const int32_t* blocks, int num_blocks, int offset, int window);
     // Queries [start, stop) of several sequences that see every key of the blocks, beside the rest of their own.
     void add_shared(int start, int stop, const int32_t* blocks, int num_blocks);
@@ -44,7 +46,8 @@ class AttentionPlan {
     const std::vector<int64_t>& merge_rows() const { return merge_rows_; }
 
   private:
-    // Queries [start, stop) of a sequence at keys `offset`.. of `blocks`, its own ones, or what several sequences share.
+    // Queries [start, stop) of a sequence at keys `offset`.. of `blocks`, its own ones, or what several sequences
+    // share.
     struct Prompt {
         int start, stop;
         const int32_t* blocks;

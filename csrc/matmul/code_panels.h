@@ -1,5 +1,5 @@
-// What products share in which codes are multiplied and scales applied to their sums: of integers (linear_digits.h) and of FP8
-// (linear_fp8.h).
+// What products share in which codes are multiplied and scales applied to their sums: of integers
+// (matmul/split_bytes.h) and of FP8 (matmul/fp8.h).
 
 // Scales and minimums of the runs of kTaken depths of a panel.
 struct RunScales {
@@ -59,8 +59,8 @@ struct CodeStretch {
     }
 };
 
-// Bytes [start, start + count) of the row of column c; null: there is none. The same of panel `next` are fetched into the
-// second cache: as many rows as a panel has are too many for the hardware to follow.
+// Bytes [start, start + count) of the row of column c; null: there is none. The same of panel `next` are fetched into
+// the second cache: as many rows as a panel has are too many for the hardware to follow.
 inline const uint8_t* row_at(const Linear& args, int64_t panel, int64_t next, int c, int64_t start, int64_t count) {
     const auto* w = (const uint8_t*)args.w;
     const int64_t row = weight_row(args, panel, c), ahead = weight_row(args, next, c);
@@ -81,12 +81,12 @@ constexpr int64_t depth_of_byte(int64_t byte) {
     else return byte / Block::kNibbles * 2 * Block::kNibbles + byte % Block::kNibbles;
 }
 
-// Rows of W columns from `c` on whose codes are bytes or nibbles where they lie, kTaken depths of them or those that are left:
-// sink(depth, words) takes 4 bytes of codes of each column, four times in a row. What a panel has before its codes goes to
-// `heads` [blocks, Format::kScaleBytes]; it is zeros where no row is.
+// Rows of W columns from `c` on whose codes are bytes or nibbles where they lie, kTaken depths of them or those that
+// are left: sink(depth, words) takes 4 bytes of codes of each column, four times in a row. What a panel has before its
+// codes goes to `heads` [blocks, Format::kScaleBytes]; it is zeros where no row is.
 template <class Format, class Sink>
-__attribute__((always_inline)) inline void words_of_rows(const Linear& args, int64_t panel, int64_t next, int c, int64_t at,
-                                                         uint8_t* heads, Sink sink) {
+__attribute__((always_inline)) inline void words_of_rows(const Linear& args, int64_t panel, int64_t next, int c,
+                                                         int64_t at, uint8_t* heads, Sink sink) {
     using Block = typename Format::Block;
     static const uint8_t nothing[kTaken / Block::kValues * Block::kBytes] = {};
     constexpr int kPiece = 16, kCodeBytes = Block::kValues / (Block::kNibbles ? 2 : 1);
@@ -113,7 +113,8 @@ __attribute__((always_inline)) inline void words_of_rows(const Linear& args, int
 }
 #endif
 
-// A panel that has been unpacked for many rows: an operand, words of so many depths, and then the scales of each stretch.
+// A panel that has been unpacked for many rows: an operand, words of so many depths, and then the scales of each
+// stretch.
 inline RunScales* unpacked_scales(const Linear& args, int depths, uint32_t* panel) {
     return (RunScales*)(panel + args.depth / depths * kPanel);
 }
@@ -125,12 +126,13 @@ inline int64_t unpacked_panel_bytes(const Linear& args, int depths) {
 //     kDepths: depths of a word of an operand; kFewRows: rows that are multiplied with codes in registers, at most
 //     operand(panel, next, at, out, scales): kTaken depths of a panel, or those that are left
 //     few<MR>(panel, next, c): c [MR, kPanel] = all rows times a panel
-//     some<MR>(r, i, count, at, depths, b, scales, c): c += rows r + i and on, of a tile of `count` rows from r on, times an
-//     operand
+//     some<MR>(r, i, count, at, depths, b, scales, c): c += rows r + i and on, of a tile of `count` rows from r on,
+//     times an operand
 constexpr int kCodeRows = kRowTile / 2;  // so that sums of a run stay in registers
 
 template <class Products>
-inline void unpack_panel_of_codes(const Linear& args, const Products& products, int64_t panel, int64_t next, uint32_t* out) {
+inline void unpack_panel_of_codes(const Linear& args, const Products& products, int64_t panel, int64_t next,
+                                  uint32_t* out) {
     RunScales* scales = unpacked_scales(args, Products::kDepths, out);
     for (int64_t at = 0; at < args.depth; at += kTaken)
         products.operand(panel, next, at, out + at / Products::kDepths * kPanel, scales[at / kTaken]);
@@ -138,8 +140,8 @@ inline void unpack_panel_of_codes(const Linear& args, const Products& products, 
 
 // `rows` rows times some panels: finish(panel) takes the sums in c [rows, kPanel] of each.
 template <class Products, class Finish>
-inline void products_of_panels(const Linear& args, const Products& products, int64_t rows, int64_t panel, int64_t panel_stop,
-                               int64_t next_panel, uint32_t* space, float* c, Finish finish) {
+inline void products_of_panels(const Linear& args, const Products& products, int64_t rows, int64_t panel,
+                               int64_t panel_stop, int64_t next_panel, uint32_t* space, float* c, Finish finish) {
     for (; panel < panel_stop; panel++) {
         const int64_t next = panel + 1 < panel_stop ? panel + 1 : next_panel;
         if (args.packed && !args.unpacked && rows <= Products::kFewRows) {

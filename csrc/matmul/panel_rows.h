@@ -1,12 +1,13 @@
-// Rows of a weight that is packed in panels, as numbers again: an output matrix that is the embeddings too is in memory once.
+// Rows of a weight that is packed in panels, as numbers again: an output matrix that is the embeddings too is in memory
+// once.
 
 // Where the two parts of a code lie among the words of its four depths: the bits of the first plane, and those above.
 struct CodePlace {
     int plane, lane, shift;
 };
 
-// Of a column of a panel. Nothing is known here of how a word's bits are laid out: of each part of a code, all ones, it is seen
-// where `planes_of` puts it.
+// Of a column of a panel. Nothing is known here of how a word's bits are laid out: of each part of a code, all ones, it
+// is seen where `planes_of` puts it.
 template <class M, class T, class Kind>
 struct ColumnPlaces {
     CodePlace of[4][2];  // by depth and part
@@ -35,7 +36,8 @@ inline uint32_t code_part(const uint8_t* plane, int plane_bits, int64_t group, C
     return word >> (group % (4 / plane_bits) * plane_bits + place.shift) & ((1u << bits) - 1);
 }
 
-// A row of blocks, of the codes, scales and minimums that were put in order: numbers are those of `unpack_row`, bit for bit.
+// A row of blocks, of the codes, scales and minimums that were put in order: numbers are those of `unpack_row`, bit for
+// bit.
 template <class M, class Format, class T>
 __attribute__((noinline)) void row_of_blocks(const Linear& args, int64_t row, const int8_t* table, T* out) {
     using Block = typename Format::Block;

@@ -1,8 +1,9 @@
-// Linear layers of bf16, and of codes of 8 bits, in tile registers, over the panels of linear.h as they are.
+// Linear layers of bf16, and of codes of 8 bits, in tile registers, over the panels of matmul/linear.h as they are.
 //
-// Depths are worked on in blocks whose rows stay in the second-level cache for some panels; of a block's rows a part of the
-// depth at a time, so that the panel's part stays in the nearest cache while rows pass by. Sums wait in memory between parts,
-// which changes nothing about them: each is a sum of steps in the order of depth, whatever the rows and the parts.
+// Depths are worked on in blocks whose rows stay in the second-level cache for some panels; of a block's rows a part of
+// the depth at a time, so that the panel's part stays in the nearest cache while rows pass by. Sums wait in memory
+// between parts, which changes nothing about them: each is a sum of steps in the order of depth, whatever the rows and
+// the parts.
 
 #ifdef BATCHGEN_TILES
 constexpr int64_t kBlockSteps = 32;  // of a block of depths, at most: 1,024 values of bf16
@@ -24,8 +25,8 @@ struct DepthCut {
     }
 };
 
-// Whether x is put in order first: to be made codes, to fill up the last step with zeros, and where rows as they lie would take
-// each other's places in the caches, being far apart, or by multiples of a page.
+// Whether x is put in order first: to be made codes, to fill up the last step with zeros, and where rows as they lie
+// would take each other's places in the caches, being far apart, or by multiples of a page.
 template <class M>
 inline bool packs_rows(const Linear& args) {
     return kCoded<M> || args.depth % kStepValues<M> != 0 ||
@@ -37,10 +38,12 @@ inline int64_t row_groups(const Linear& args) { return (args.rows + kStep - 1) /
 template <class M>
 inline LinearCut tile_cut(const Linear& args) {
     const DepthCut<M> cut(args);
-    const int64_t packed = row_groups(args) * cut.steps * kRegisterBytes + (kCoded<M> ? CodedRows::bytes_beside(args) : 0);
+    const int64_t packed =
+        row_groups(args) * cut.steps * kRegisterBytes + (kCoded<M> ? CodedRows::bytes_beside(args) : 0);
     const bool one = cut.block == cut.steps;
-    return {2 * kStep, kMostRows, one ? 1 : kBlockPanels, one ? INT32_MAX : kBlockPanels, packs_rows<M>(args) ? packed : 0,
-            kStep,     false};
+    return {
+        2 * kStep, kMostRows, one ? 1 : kBlockPanels, one ? INT32_MAX : kBlockPanels, packs_rows<M>(args) ? packed : 0,
+        kStep,     false};
 }
 
 // Where registers of x that is put in order lie.
@@ -66,7 +69,8 @@ inline void pack_tile_rows(const Linear& args, int64_t group, int64_t stop, void
         }
         for (int64_t step = 0; step < cut.steps; step++) {
             const int64_t from = step / cut.block * cut.block, each = smaller(cut.block, cut.steps - from);
-            uint8_t* to = registers + (from * groups + r / kStep * each + step - from) * kRegisterBytes + r % kStep * 64;
+            uint8_t* to =
+                registers + (from * groups + r / kStep * each + step - from) * kRegisterBytes + r % kStep * 64;
             const int64_t first = step * kStepValues<M>;
             if constexpr (kCoded<M>) {
                 put_codes(values, first, steps_of_row, (Code*)to);
@@ -107,10 +111,11 @@ inline void tile_panel(Tiles& tiles, int64_t rows, TileOperand a, TileOperand b,
         tiles.configure(int(count));
         const TileOperand left{a.at + row / kStep * a.half + from * a.step, a.half, a.step, a.stride};
         const TileOperand right{b.at + from * b.step, b.half, b.step, b.stride};
-        tile_block<kTileProduct<M>>(tiles, count, kPanel, left, right, stop - from, c + row * kPanel, kPanel, add || from,
-                                    fetched);
+        tile_block<kTileProduct<M>>(tiles, count, kPanel, left, right, stop - from, c + row * kPanel, kPanel,
+                                    add || from, fetched);
     };
-    const int64_t parts = whole > at_once ? (steps + kNearSteps - 1) / kNearSteps : 1, part = (steps + parts - 1) / parts;
+    const int64_t parts = whole > at_once ? (steps + kNearSteps - 1) / kNearSteps : 1,
+                  part = (steps + parts - 1) / parts;
     for (int64_t from = 0; from < steps; from += part)
         for (int64_t row = 0; row < whole; row += at_once) block(row, at_once, from, smaller(steps, from + part));
     if (whole < rows) block(whole, rows - whole, 0, steps);
@@ -135,14 +140,17 @@ inline void linear_tiles(const Linear& args, int64_t row, int64_t row_stop, int6
     Carve carve{(uint8_t*)scratch};
     const TileScratch<M> s(args, rows, panel_stop - panel, carve);
     const auto packed = [&](int64_t p, int64_t step) { return packed_panel<M>(args, p) + step * kStep * kPanel; };
-    const auto operand = [](const uint32_t* b) { return TileOperand{(const uint8_t*)b, 64, kStep * kPanel * 4, kPanel * 4}; };
+    const auto operand = [](const uint32_t* b) {
+        return TileOperand{(const uint8_t*)b, 64, kStep * kPanel * 4, kPanel * 4};
+    };
     Tiles tiles;
     for (int64_t from = 0; from < cut.steps; from += cut.block) {
         const int64_t stop = smaller(cut.steps, from + cut.block), end = smaller(stop * kStep, depth);
         const TileOperand a = rows_of<M>(args, row, from, stop);
         for (int64_t p = panel; p < panel_stop; p++) {
             float* c = s.c + (cut.block == cut.steps ? 0 : (p - panel) * rows * kPanel);
-            // Steps of the panel as it lies; those after them are in s.b, with zeros where the depth ends within a step.
+            // Steps of the panel as it lies; those after them are in s.b, with zeros where the depth ends within a
+            // step.
             const int64_t whole = is_operand(args) ? end / kStep - from : 0, begin = (from + whole) * kStep;
             const int64_t next = p + 1 < panel_stop ? p + 1 : next_panel;
             if (!is_operand(args)) pack_panel<M, T>(args, p, next, begin, end, s.b);

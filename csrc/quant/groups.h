@@ -122,10 +122,12 @@ template <class T>
 inline void stream_group(const uint8_t* packed, vf scale, vf minimum, T* out) {
     constexpr int kHalf = kGroup / 2;
     for (int i = 0; i < kHalf; i += W) stream(out + i, fma(low_nibbles(load_bytes(packed + i)), scale, minimum));
-    for (int i = 0; i < kHalf; i += W) stream(out + kHalf + i, fma(high_nibbles(load_bytes(packed + i)), scale, minimum));
+    for (int i = 0; i < kHalf; i += W)
+        stream(out + kHalf + i, fma(high_nibbles(load_bytes(packed + i)), scale, minimum));
 }
 
-// Streamed: past the caches, for results that are larger than they are. Written through them, every line would be read first.
+// Streamed: past the caches, for results that are larger than they are. Written through them, every line would be read
+// first.
 template <bool Streamed, class T>
 inline void dequantize_row(const uint8_t* packed, int64_t n, T* out) {
     constexpr int kAhead = 6144;  // bytes: memory's latency takes this much reading

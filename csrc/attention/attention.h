@@ -1,6 +1,6 @@
-// Attention of some query rows over paged KV, a tile of keys at a time, with a running softmax (online: the maximum and the
-// sum are carried along). Prefill, decode and shared prefixes are the same work with more or fewer rows: the queries of all
-// heads that share a KV head are rows of one product, so that K and V are read once for all of them.
+// Attention of some query rows over paged KV, a tile of keys at a time, with a running softmax (online: the maximum and
+// the sum are carried along). Prefill, decode and shared prefixes are the same work with more or fewer rows: the
+// queries of all heads that share a KV head are rows of one product, so that K and V are read once for all of them.
 //
 // Of packed KV the codes themselves are multiplied. With k = scale * code + minimum for each key,
 //   q.k = scale * (q.code) + minimum * sum(q),   sum p v = sum (p scale) code + sum (p minimum).
@@ -37,8 +37,8 @@ struct Attend {
     const int n, group, groups;
     AttentionItem item;
     AttentionSpan span;  // that is under way
-    // Of each head, rows [start, start + count) of the item see the span, row r being head r % group of token r / group. What
-    // is carried along is kept for all heads, one after the other.
+    // Of each head, rows [start, start + count) of the item see the span, row r being head r % group of token r /
+    // group. What is carried along is kept for all heads, one after the other.
     int start, count;
     int at, rows_now;         // of the span's rows the ones whose scores there are
     bool packs;               // whether the item has spans with more than few rows
@@ -142,7 +142,8 @@ struct Attend {
                     rows_now = int(smaller(kRowsAtOnce<M>, count - at));
                     const int64_t seen = int64_t(span.causal) + (at + rows_now - 1) / group + 1 - key;
                     if (seen <= 0) continue;
-                    const int count_seen = int(smaller(count_keys, seen)), whole_seen = int(round_up(count_seen, kKeyStep<M>));
+                    const int count_seen = int(smaller(count_keys, seen)),
+                              whole_seen = int(round_up(count_seen, kKeyStep<M>));
                     scores(held_row + at, whole_seen);
                     mask(int(key), count_seen, whole_seen);
                     softmax(held_row + at, whole_seen);
@@ -197,8 +198,8 @@ struct Attend {
             each_few(count, [&]<int Rows>(int r) {
                 const float* a = (const float*)s.a + (held_row + r) * s.depth;
                 in_steps<few_vectors(Rows)>(whole / W, [&]<int Vectors>(int v) {
-                    transposed_scores<T, Rows, Vectors>(a, s.depth, s.k + v * W, s.tile, words, s.s + r * s.tile + v * W,
-                                                        s.tile);
+                    transposed_scores<T, Rows, Vectors>(a, s.depth, s.k + v * W, s.tile, words,
+                                                        s.s + r * s.tile + v * W, s.tile);
                 });
             });
             mask(key, count_keys, whole);
@@ -247,8 +248,8 @@ struct Attend {
 #endif
     }
 
-    // A tile of one head with few rows. rows: those of K of the item's first head; left: what is to come of this tile, halves
-    // of heads.
+    // A tile of one head with few rows. rows: those of K of the item's first head; left: what is to come of this tile,
+    // halves of heads.
     void few_pairs(int held_row, int key, int count_keys, int whole, int h, const uint8_t* const* rows, int left) {
 #ifdef BATCHGEN_FAST_BF16
         if constexpr (M::kPair == 2 && !kCodes) {
@@ -274,10 +275,11 @@ struct Attend {
                 ahead.spread((left - 1) * (whole / values_fetch(Rows)) * ((n + kVectors * W - 1) / (kVectors * W)));
                 int column = 0;
                 for (; column + kVectors * W <= n; column += kVectors * W)
-                    few_values<Rows, kVectors>(s.p, s.tile / 2, rows, value, next, whole, column, acc, s.columns, s.change,
-                                               ahead);
+                    few_values<Rows, kVectors>(s.p, s.tile / 2, rows, value, next, whole, column, acc, s.columns,
+                                               s.change, ahead);
                 if (column < n)
-                    few_values<Rows, 2>(s.p, s.tile / 2, rows, value, next, whole, column, acc, s.columns, s.change, ahead);
+                    few_values<Rows, 2>(s.p, s.tile / 2, rows, value, next, whole, column, acc, s.columns, s.change,
+                                        ahead);
             });
         }
 #else
@@ -286,10 +288,12 @@ struct Attend {
     }
 
     // The same of packed KV, at these rows of K and V.
-    void few_codes(int held_row, int key, int count_keys, int whole, const uint8_t** keys, const uint8_t** values, int left) {
+    void few_codes(int held_row, int key, int count_keys, int whole, const uint8_t** keys, const uint8_t** values,
+                   int left) {
 #ifdef BATCHGEN_FAST_BF16
         if constexpr (M::kPair == 2) {
-            // Lines are asked for beside the products, too: many at once would take the places of those that are waited for.
+            // Lines are asked for beside the products, too: many at once would take the places of those that are waited
+            // for.
             constexpr int kRowsOfValues = kFewest / 2;
             const int turns = (whole + 2 * W - 1) / (2 * W), passes = (count + kRowsOfValues - 1) / kRowsOfValues;
             ahead.spread(left * (1 + passes) * turns);
@@ -311,17 +315,17 @@ struct Attend {
             read_tables<kBits<T>>(values, whole, n, s.v_scale, s.v_minimum);
             in_bytes(values, whole);
             interleave_codes(values, whole, n, s.v, ahead);
-            fixed_weights(s.s, count, groups, s.v_scale, s.v_minimum, whole, s.fixed_p, s.p_step, s.least + held_row * kGroups,
-                          s.change);
+            fixed_weights(s.s, count, groups, s.v_scale, s.v_minimum, whole, s.fixed_p, s.p_step,
+                          s.least + held_row * kGroups, s.change);
             for (int r = 0; r < count; r += kRowsOfValues) {
                 with_count<kRowsOfValues>(int(smaller(kRowsOfValues, count - r)), [&]<int Rows>() {
                     constexpr int kVectors = Rows > 3 ? 2 : 4;  // as many sums as there are registers for
                     for (int column = 0; column < n; column += kVectors * W) {
                         const int g = column / kGroup;
                         if (column % kGroup == 0) ahead.fetch();
-                        code_values<Rows, kVectors>(s.fixed_p + (r * kGroups + g) * kFixedWeights, s.p_step + r * kGroups + g,
-                                                    s.v + column, n, whole, s.acc + (held_row + r) * s.columns + column,
-                                                    s.columns, s.change + r);
+                        code_values<Rows, kVectors>(
+                            s.fixed_p + (r * kGroups + g) * kFixedWeights, s.p_step + r * kGroups + g, s.v + column, n,
+                            whole, s.acc + (held_row + r) * s.columns + column, s.columns, s.change + r);
                     }
                 });
             }
@@ -331,7 +335,8 @@ struct Attend {
 #endif
     }
 
-    // The lines of a tile in the order in which they lie in memory: rows of a block are next to each other, and so are heads.
+    // The lines of a tile in the order in which they lie in memory: rows of a block are next to each other, and so are
+    // heads.
     void look_ahead(const uint8_t* const* rows, int count, int num_heads) {
         for (int i = 0, stop; i < count; i = stop) {
             for (stop = i + 1; stop < count && rows[stop] == rows[stop - 1] + args.kv.row_bytes;) stop++;
@@ -388,7 +393,8 @@ struct Attend {
         } else {
             for (int g = 0; g < groups; g++) {
                 const int from = g * kGroup / M::kPair, depth = int(smaller(kGroup, n - g * kGroup)) / M::kPair;
-                product<M>(tiles, a + from, s.depth, rows_now, s.k + from * s.tile, s.tile, keys, depth, s.t, s.tile, nullptr);
+                product<M>(tiles, a + from, s.depth, rows_now, s.k + from * s.tile, s.tile, keys, depth, s.t, s.tile,
+                           nullptr);
                 for (int r = 0; r < rows_now; r++) {
                     const vf all = set1(s.query_sum[(held_row + r) * kGroups + g]);
                     for (int i = 0; i < keys; i += W) {
@@ -434,7 +440,8 @@ struct Attend {
             vf most[W];
             for (int r = 0; r < W; r++) {
                 most[r] = r < some ? set1(highest[first + r]) : zero();
-                for (int i = 0; r < some && i < keys; i += W) most[r] = max(load(s.s + (first + r) * s.tile + i), most[r]);
+                for (int i = 0; r < some && i < keys; i += W)
+                    most[r] = max(load(s.s + (first + r) * s.tile + i), most[r]);
             }
             const vf before = load_part(highest + first, some), now = largest_of(most, some);
             store_part(highest + first, now, some);
@@ -488,10 +495,12 @@ struct Attend {
     void write(int h) {
         with_type(args.type, [&](auto* type) {
             for (int r = 0; r < rows(); r++) {
-                auto* out = (decltype(type))args.out + (item.first_token + r / group) * args.out_stride + head(h, r) * n;
+                auto* out =
+                    (decltype(type))args.out + (item.first_token + r / group) * args.out_stride + head(h, r) * n;
                 const int held_row = h * rows() + r;
                 // A row that sees nothing is zero, not 0 / 0.
-                const float total = sum(load(s.total + held_row * W)) + sink_weight(args, head(h, r), s.highest[held_row]);
+                const float total =
+                    sum(load(s.total + held_row * W)) + sink_weight(args, head(h, r), s.highest[held_row]);
                 const vf scale = set1(total > 0 ? 1 / total : 0);
                 for (int i = 0; i < n; i += W) store_part(out + i, mul(result(held_row, i), scale), n - i);
             }
@@ -552,7 +561,8 @@ inline void merge(const Attention& args, const Merge& m, const int64_t* rows) {
         float scale[W];
         store(scale, exp(set1(part(i)[n] - highest)));
         total += part(i)[n + 1] * scale[0];
-        for (int j = 0; j < n; j += W) store(acc + j, fma(load_part(part(i) + j, n - j), set1(scale[0]), load(acc + j)));
+        for (int j = 0; j < n; j += W)
+            store(acc + j, fma(load_part(part(i) + j, n - j), set1(scale[0]), load(acc + j)));
     }
     total += sink_weight(args, m.head, highest);
     with_type(args.type, [&](auto* type) {

@@ -1,7 +1,8 @@
 // Linear layers of weights of 8 bits: sums of integers, with a scale for each column and one for each row of x.
 //
-// batchgen/ops/int8.py says how rows of numbers become codes, and in which order sums become results; it does the same in
-// torch, bit for bit. Rows of x are made codes once for all threads. A packed panel has its columns' scales after its codes.
+// batchgen/ops/int8.py says how rows of numbers become codes, and in which order sums become results; it does the same
+// in torch, bit for bit. Rows of x are made codes once for all threads. A packed panel has its columns' scales after
+// its codes.
 
 #ifdef BATCHGEN_TILES
 constexpr int kWeightOffset = 0;
@@ -140,7 +141,8 @@ inline bool is_rotated(const Linear& args) {
     return __builtin_signbit(first);
 }
 
-// Tiles [tile, stop) of rows as codes, laid out as `pack_row_tiles` does: the rows of a tile together, some depths at a time.
+// Tiles [tile, stop) of rows as codes, laid out as `pack_row_tiles` does: the rows of a tile together, some depths at a
+// time.
 template <class T>
 inline void pack_coded_rows(const Linear& args, int64_t tile, int64_t stop, void* out) {
     constexpr int kWords = kRotated / Bytes::kPair, kLanes = int(kRowTile + W - 1) / W * W;
@@ -186,7 +188,8 @@ inline void pack_coded_rows(const Linear& args, int64_t tile, int64_t stop, void
 
 // Depths [start, stop), in units of 32 bits of x, of a panel.
 inline void pack_codes(const Linear& args, int64_t panel, int64_t start, int64_t stop, Bytes::Operand* out) {
-    constexpr int kParts = sizeof(uint32_t) / sizeof(Bytes::Operand);  // of the four codes of a column that are read at once
+    constexpr int kParts =
+        sizeof(uint32_t) / sizeof(Bytes::Operand);  // of the four codes of a column that are read at once
     constexpr uint32_t kFlip = kWeightOffset ? 0x80808080 : 0;
     for (int c = 0; c < kPanel; c += W) {
         const uint32_t* rows[W];
@@ -207,7 +210,8 @@ inline void pack_codes(const Linear& args, int64_t panel, int64_t start, int64_t
                 const int64_t first = (d + i) * kParts;
                 for (int part = 0; part < kParts && first + part < stop; part++)
                     for (int j = 0; j < W; j++)
-                        out[(first + part - start) * kPanel + c + j] = Bytes::Operand((fours[j] ^ kFlip) >> (16 * part));
+                        out[(first + part - start) * kPanel + c + j] =
+                            Bytes::Operand((fours[j] ^ kFlip) >> (16 * part));
             }
         }
     }
@@ -231,7 +235,8 @@ struct CodeSums {
     CodeSums(const Linear& args, int64_t row, int64_t panel, const void* c) : c((const uint32_t*)c) {
         const CodedRows rows(args, args.packed_x);
         row_scales = rows.scales + row, excess = rows.excess + row;
-        if (args.packed) memcpy(scales, packed_panel<Bytes>(args, panel) + packed_depth<Bytes>(args) * kPanel, sizeof scales);
+        if (args.packed)
+            memcpy(scales, packed_panel<Bytes>(args, panel) + packed_depth<Bytes>(args) * kPanel, sizeof scales);
         else gather_scales(args, panel, scales);
         for (float& scale : scales) scale = __builtin_fabsf(scale);
     }

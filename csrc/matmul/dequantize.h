@@ -1,7 +1,9 @@
-// Products with rows of a GGUF that are in panels (block_panels.h), where codes become numbers of the compute dtype.
+// Products with rows of a GGUF that are in panels (matmul/block_panels.h), where codes become numbers of the compute
+// dtype.
 //
-// In registers a code becomes its number by one multiplication and one addition, rounded once, as in `unpack_row`; a number may
-// only be +0 where it is -0 there, which changes no sum. So sums are those of the unpacked weights, bit for bit.
+// In registers a code becomes its number by one multiplication and one addition, rounded once, as in `unpack_row`; a
+// number may only be +0 where it is -0 there, which changes no sum. So sums are those of the unpacked weights, bit for
+// bit.
 
 // Where a code lies in its half of a word, of four slots: codes of at most four bits in their slots, others in bytes.
 template <class Kind>
@@ -11,8 +13,8 @@ constexpr int bits_below(int place) {
     return kInSlots<Kind> ? 4 * place : 8 * (place / 2);
 }
 
-// Scales and minimums of 256 depths of a panel, as lanes of an operand take them. Scales are those of the four places in half a
-// word: a code is not shifted down, its scale is smaller by as much.
+// Scales and minimums of 256 depths of a panel, as lanes of an operand take them. Scales are those of the four places
+// in half a word: a code is not shifted down, its scale is smaller by as much.
 template <class M>
 struct PanelScales {
     static constexpr int kVectors = 2 * M::kPair;  // of an operand's columns at one depth
@@ -158,8 +160,8 @@ struct Stretch {
         format.scales(blocks, count, scales);
     }
     template <class T, class Kind, class Sink>
-    __attribute__((always_inline)) void quad(const PanelFormat<M>& format, int64_t i, const typename TableOf<Kind>::Of& table,
-                                             Sink sink) const {
+    __attribute__((always_inline)) void quad(const PanelFormat<M>& format, int64_t i,
+                                             const typename TableOf<Kind>::Of& table, Sink sink) const {
         for (int64_t line = 0; line < ahead_of_quad; line += 64) __builtin_prefetch(ahead + i * ahead_of_quad + line);
         constexpr int64_t kLowBytes = kPanel * kQuad * Kind::kLow / 8, kHighBytes = kPanel * kQuad * Kind::kHigh / 8;
         const int64_t block = i >> format.quads_of_block, within = i - (block << format.quads_of_block);
@@ -192,7 +194,8 @@ inline const uint8_t* block_panel(const Linear& args, int64_t panel) {
     return (const uint8_t*)args.w + panel * block_panel_bytes(args);
 }
 
-// Depths [start, stop), in units of 32 bits and whole quads, of a panel: out [stop - start, kPanel]. next: the panel after it.
+// Depths [start, stop), in units of 32 bits and whole quads, of a panel: out [stop - start, kPanel]. next: the panel
+// after it.
 template <class M, class T>
 inline void numbers_of_panel(const Linear& args, int64_t panel, int64_t next, int64_t start, int64_t stop,
                              typename M::Operand* out) {
@@ -213,8 +216,8 @@ struct FewRows {
     int64_t row_stride, depth_stride;
 };
 
-// c [panels, MR, kPanel] = rows of x times panels, each number used as soon as it is there. next: what is read after each
-// panel.
+// c [panels, MR, kPanel] = rows of x times panels, each number used as soon as it is there. next: what is read after
+// each panel.
 template <class M, class T, class Kind, int MR>
 __attribute__((noinline)) void product_of_kind(const PanelFormat<M>& format, const uint8_t* const* panels,
                                                const uint8_t* const* next, int64_t depth, FewRows x, float* c) {
@@ -254,13 +257,14 @@ __attribute__((noinline)) void product_of_kind(const PanelFormat<M>& format, con
 
 // Of `panels_at_once` panels; next: those after them.
 template <class M, class T>
-inline void product_of_few(const Linear& args, int rows, const int64_t (&panels)[2], const int64_t (&next)[2], FewRows x,
-                           float* c) {
+inline void product_of_few(const Linear& args, int rows, const int64_t (&panels)[2], const int64_t (&next)[2],
+                           FewRows x, float* c) {
     const uint8_t* at[] = {block_panel(args, panels[0]), block_panel(args, panels[1])};
     const uint8_t* after[] = {block_panel(args, next[0]), block_panel(args, next[1])};
     with_panels(args.packing, [&]<class Format>(const int8_t* table) {
         with_count<kRowsOfPacked>(rows, [&]<int MR>() {
-            product_of_kind<M, T, typename Format::Kind, MR>(panel_format<M, Format>(table), at, after, args.depth, x, c);
+            product_of_kind<M, T, typename Format::Kind, MR>(panel_format<M, Format>(table), at, after, args.depth, x,
+                                                             c);
         });
     });
 }

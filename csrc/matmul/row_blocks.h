@@ -1,7 +1,7 @@
-// Panels of weights that are rows of a GGUF as they lie in the file, on their way through memory: some values of a vector's
-// width of rows at a time are taken apart into codes and scales (blocks.h), codes are put in the order of columns four in a
-// word, and become numbers of x's type there. These are what `unpack_blocks` makes, so sums are those of the unpacked weights,
-// bit for bit; or they stay codes, with their scales beside them (linear_digits.h).
+// Panels of weights that are rows of a GGUF as they lie in the file, on their way through memory: some values of a
+// vector's width of rows at a time are taken apart into codes and scales (quant/blocks.h), codes are put in the order
+// of columns four in a word, and become numbers of x's type there. These are what `unpack_blocks` makes, so sums are
+// those of the unpacked weights, bit for bit; or they stay codes, with their scales beside them (matmul/split_bytes.h).
 
 constexpr int64_t kTaken = 256;  // values of a row at a time: whole blocks of every format
 constexpr int64_t kTakenRuns = kTaken / kLeastRun;
@@ -41,8 +41,8 @@ inline void put_depths(vf first, vf second, typename M::Operand* out) {
     }
 }
 
-// Depths [from, stop) of the stretch, multiples of kLeastRun, to `out`, where the first of them goes. Floats: codes are FP8's.
-// number(code, depth) is what goes there.
+// Depths [from, stop) of the stretch, multiples of kLeastRun, to `out`, where the first of them goes. Floats: codes are
+// FP8's. number(code, depth) is what goes there.
 template <class M, class T, bool Floats, class Number>
 inline void put_numbers(const TakenRows& taken, int64_t from, int64_t stop, typename M::Operand* out, Number number) {
     constexpr int kEach = W * 4;  // codes of a row that are put in order together
@@ -81,7 +81,8 @@ inline void take_rows(const Linear& args, int64_t panel, int c, int64_t at, Take
     for (int i = 0; i < W; i++) {
         const int64_t row = weight_row(args, panel, c + i);
         if (row < args.columns) {
-            take_apart(args.packing, packed + row * args.w_stride, here, taken.codes[i], taken.scales[i], taken.minimums[i]);
+            take_apart(args.packing, packed + row * args.w_stride, here, taken.codes[i], taken.scales[i],
+                       taken.minimums[i]);
         } else {
             memset(taken.codes[i], 0, sizeof taken.codes[i]);
             memset(taken.scales[i], 0, sizeof taken.scales[i]), memset(taken.minimums[i], 0, sizeof taken.minimums[i]);

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes, format_seconds
-from batchgen.job.html_charts import Bar, Span, bars, line, timeline
-from batchgen.job.html_page import COLOURS, legend, note, page, section, table
+from batchgen.job.pages.charts import Bar, Span, bars, line, timeline
+from batchgen.job.pages.html_page import COLOURS, legend, note, page, section, table
 from batchgen.models.config import ModelConfig
 from batchgen.planner.explain import TIER_NAMES, compare_rows, headline, lane_seconds
 from batchgen.planner.explanation import LANE_NAMES, Explanation, price_lines, stage_rows, total_lines

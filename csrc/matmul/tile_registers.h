@@ -1,14 +1,14 @@
-// The product of tile.h, of bf16 pairs, made in tile registers: 32 rows by 32 columns of C at once.
+// The product of matmul/micro_kernel.h, of bf16 pairs, made in tile registers: 32 rows by 32 columns of C at once.
 //
-// A step is 16 depths of 32 bits. B is tile.h's operand as it is: 16 rows of it by 16 columns are what a register holds. What
-// C's elements are sums of, and in which order, depends on the depth alone.
+// A step is 16 depths of 32 bits. B is matmul/micro_kernel.h's operand as it is: 16 rows of it by 16 columns are what a
+// register holds. What C's elements are sums of, and in which order, depends on the depth alone.
 
 #ifdef BATCHGEN_TILES
 constexpr bool kTiles = true;
 constexpr int kStep = 16;  // of depth, and columns and rows of a register
 
-// Where the registers of an operand are filled from, in bytes: `half` to the second register's part, `step` from step to step,
-// `stride` from row to row.
+// Where the registers of an operand are filled from, in bytes: `half` to the second register's part, `step` from step
+// to step, `stride` from row to row.
 struct TileOperand {
     const uint8_t* at;
     int64_t half, step, stride;
@@ -55,7 +55,8 @@ inline void tile_block(Tiles& tiles, TileOperand a, TileOperand b, int64_t steps
         fetch(ahead, step++);
         a.at += a.step, b.at += b.step;
     };
-    // Two rows of registers share B's; with one, every other step has B in registers of its own, so that loads run ahead.
+    // Two rows of registers share B's; with one, every other step has B in registers of its own, so that loads run
+    // ahead.
     for (; step < steps; advance()) {
         tiles.load<4>(a.at, a.stride);
         tiles.load<6>(b.at, b.stride);
@@ -80,8 +81,8 @@ inline void tile_block(Tiles& tiles, TileOperand a, TileOperand b, int64_t steps
 
 // The same of up to 32 rows, for which the registers are configured, and 16 or 32 columns.
 template <TileProduct Kind = TileProduct::BF16>
-inline void tile_block(Tiles& tiles, int64_t rows, int64_t columns, TileOperand a, TileOperand b, int64_t steps, float* c,
-                       int64_t c_stride, bool add, TileAhead ahead = kNothingAhead) {
+inline void tile_block(Tiles& tiles, int64_t rows, int64_t columns, TileOperand a, TileOperand b, int64_t steps,
+                       float* c, int64_t c_stride, bool add, TileAhead ahead = kNothingAhead) {
     const bool two = columns > kStep;
     if (rows > kStep && two) tile_block<2, 2, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
     else if (rows > kStep) tile_block<2, 1, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
@@ -89,10 +90,11 @@ inline void tile_block(Tiles& tiles, int64_t rows, int64_t columns, TileOperand 
     else tile_block<1, 1, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
 }
 
-// `product` of tile.h for up to 32 rows. Both operands go on with zeros, or A with zeros and B with numbers, to whole steps.
+// `product` of matmul/micro_kernel.h for up to 32 rows. Both operands go on with zeros, or A with zeros and B with
+// numbers, to whole steps.
 template <class M>
-inline void product(Tiles& tiles, const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t b_stride,
-                    int64_t columns, int64_t depth, float* c, int64_t c_stride, const float* scale) {
+inline void product(Tiles& tiles, const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b,
+                    int64_t b_stride, int64_t columns, int64_t depth, float* c, int64_t c_stride, const float* scale) {
     for (int64_t r = 0; scale && r < rows; r++) {
         if (scale[r] == 1) continue;
         float* row = c + r * c_stride;
@@ -102,7 +104,8 @@ inline void product(Tiles& tiles, const uint32_t* a, int64_t a_stride, int64_t r
     const TileOperand left{(const uint8_t*)a, kStep * a_stride * 4, kStep * 4, a_stride * 4};
     for (int64_t n = 0; n < columns; n += 2 * kStep) {
         const TileOperand right{(const uint8_t*)(b + n), kStep * 4, kStep * b_stride * 4, b_stride * 4};
-        tile_block(tiles, rows, columns - n, left, right, (depth + kStep - 1) / kStep, c + n, c_stride, scale != nullptr);
+        tile_block(tiles, rows, columns - n, left, right, (depth + kStep - 1) / kStep, c + n, c_stride,
+                   scale != nullptr);
     }
 }
 
