@@ -17,7 +17,7 @@ from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompt
 from batchgen.dataset.storage import is_url
 from batchgen.job.options import names_of, options_of
 from batchgen.models.files import model_identity, resolve_model
-from batchgen.models.thinking import gives_reasoning
+from batchgen.models.tokenizers.thinking import gives_reasoning
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_prefix, output_schema
 
@@ -181,7 +181,7 @@ class MapFunction:
         self._forget_engine()
 
     def _model_identity(self) -> dict:
-        from batchgen.models.tokenizer import load_tokenizer
+        from batchgen.models.tokenizers.tokenizer import load_tokenizer
 
         files = resolve_model(self._model)
         return {"files": model_identity(files), "tokenizer": load_tokenizer(files).identity()}

@@ -19,11 +19,12 @@ from flexgen_check import budgets_of, inputs_of, opt_config, read_cells
 
 from batchgen.core.errors import InputError
 from batchgen.core.workload import Workload
-from batchgen.planner.flow import phases_of
-from batchgen.planner.inputs import FLEXGEN, Placement
-from batchgen.planner.lp import job_seconds
+from batchgen.planner.costs import job_seconds
+from batchgen.planner.phases import phases_of
 from batchgen.planner.pipeline_time import answer_times_s
-from batchgen.planner.search import Candidate, Problem, search
+from batchgen.planner.placement import Placement
+from batchgen.planner.problem import FLEXGEN, Problem
+from batchgen.planner.search import Candidate, search
 from batchgen.profiler.shipped import shipped_profile
 
 HERE = Path(__file__).parent
@@ -66,7 +67,7 @@ def rates_over(model: str, stages: int, block: int) -> Rates:
         admissions=("static",),
         runtime=FLEXGEN,
         kv_block_size=1,
-        block_size=stages * block,
+        max_num_seqs=stages * block,
         max_num_batched_tokens=stages * block * PROMPT,  # all prompts of a block go through in one sweep
     )
     planned = search(problem)
@@ -94,11 +95,11 @@ def rates_of(block: int, sequences: int, total_s: float, decoding_s: float, at: 
 
 def sweep_seconds(planned: Candidate, stages: int) -> tuple[float, float]:
     """Seconds of a stage for the prompts of one block, and for a token of each of its sequences."""
-    block = planned.inputs.block_size // stages
+    block = planned.inputs.max_num_seqs // stages
     inputs = replace(
         planned.inputs,
         workload=Workload.uniform(block, PROMPT, OUTPUT),
-        block_size=block,
+        max_num_seqs=block,
         num_gpu_batches=-(-planned.inputs.num_gpu_batches // stages),
         max_num_batched_tokens=block * PROMPT,
     )
@@ -129,7 +130,7 @@ def paper_rates(model: str) -> Rates:
     cell = next(c for c in read_cells() if (c.table, c.model) == (15, model) and not c.compressed)
     inputs, phases, at = inputs_of(cell)
     decoding_s = job_seconds(inputs, [phase for phase in phases if not phase.prefill_tokens], at)
-    return rates_of(cell.block_size, cell.block_size, job_seconds(inputs, phases, at), decoding_s, at)
+    return rates_of(cell.max_num_seqs, cell.max_num_seqs, job_seconds(inputs, phases, at), decoding_s, at)
 
 
 def compare() -> list[dict]:

@@ -38,7 +38,7 @@ from batchgen.engine.loader import (
 from batchgen.job.report import engine_report
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, without_weights
-from batchgen.models.tokenizer import NoText
+from batchgen.models.tokenizers.tokenizer import NoText
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import plan_memory
 from batchgen.schedule.trace import TraceWriter
@@ -59,7 +59,7 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) ->
     from batchgen.job.options import JobOptions
     from batchgen.job.planning import machine_of, plan_job, problem_of
     from batchgen.job.resolved import resolve_job
-    from batchgen.planner.lp import Allowed
+    from batchgen.planner.problem import Allowed
 
     options = JobOptions(
         str(files.path), None, None, device=args.device, gpu_memory=args.gpu_memory, cpu_memory=args.host_memory,

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from batchgen.models import experts
-from batchgen.models.config import ModelConfig
+from batchgen.models.hf.config import config_of_hf
 from batchgen.ops import dispatch as ops
 from batchgen.profiler.timing import FULL, Device, Trial
 
@@ -28,7 +28,7 @@ TOKENS = (16, 256, 4096)
 
 def measure(dtype: torch.dtype) -> list[dict[str, float]]:
     """Seconds of each way, for several numbers of tokens."""
-    config, device = ModelConfig.from_hf(SHAPE), Device("cuda")
+    config, device = config_of_hf(SHAPE), Device("cuda")
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes = {
         "router.weight": (config.num_experts, hidden),

@@ -38,7 +38,7 @@ from batchgen.engine.parts import EngineParts
 from batchgen.job.report import versions
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import ModelFiles, read_config, resolve_model
-from batchgen.models.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.tokenizer import load_tokenizer
 
 HERE = Path(__file__).parent
 DTYPE = "float32"

@@ -34,7 +34,7 @@ from batchgen.engine.loader import LoadRequest, in_memory_policy, load_parts, re
 from batchgen.engine.parts import EngineParts
 from batchgen.job.report import versions
 from batchgen.models.files import ModelFiles, read_config, resolve_model
-from batchgen.models.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.tokenizer import load_tokenizer
 from batchgen.ops import dispatch as ops
 from batchgen.ops import int8
 from batchgen.ops.instruction_set import instruction_set

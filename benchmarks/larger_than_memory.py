@@ -29,7 +29,7 @@ from batchgen.core.dtypes import BLOCK_FORMATS
 from batchgen.core.machine import available_cores, cpu_name
 from batchgen.core.units import format_bytes, parse_bytes
 from batchgen.job.report import versions
-from batchgen.models.config import ModelConfig
+from batchgen.models.hf.config import config_of_hf
 
 HERE = Path(__file__).parent
 BATCHGEN = Path(sys.executable).with_name("batchgen")
@@ -53,7 +53,7 @@ class Job:
         random_model.make_model(self.model, num_hidden_layers=args.layers)
         if "llama.cpp" in args.engines:
             random_model.write_gguf(self.model, self.gguf)
-        self.config = ModelConfig.from_hf(json.loads((self.model / "config.json").read_text()))
+        self.config = config_of_hf(json.loads((self.model / "config.json").read_text()))
         self.prompts = random_model.prompt_ids(self.rows, self.prompt_tokens, self.config.vocab_size)
 
     def write_json(self, rows: int) -> Path:

@@ -37,7 +37,7 @@ import torch, transformers, gguf.quants
 from transformers import PreTrainedTokenizerFast
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
-import batchgen.models.checkpoint, batchgen.models.tokenizer
+import batchgen.models.checkpoint, batchgen.models.tokenizers.tokenizer
 import batchgen.runtime.executor, batchgen.runtime.sampler, batchgen.runtime.scorer
 from batchgen.ops import cpp
 dtype, how = sys.argv[1:]

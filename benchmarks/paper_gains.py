@@ -21,7 +21,8 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job.planning import PlanRequest, plan_maker, problem_of
 from batchgen.models.config import ModelConfig
-from batchgen.planner.strategies import WITH_GPU, NoWay, best_plan
+from batchgen.models.hf.config import config_of_hf
+from batchgen.planner.strategies import WITH_GPU, NotApplicable, best_plan
 from batchgen.profiler.shipped import shipped_profile
 
 HERE = Path(__file__).parent
@@ -50,7 +51,7 @@ def settings() -> list[Setting]:
     llama_3 = json.loads(
         (HERE.parent / "recipes" / "throughput" / "shapes" / "llama-3.1-8b" / "config.json").read_text()
     )
-    a10g, llama_3 = shipped_profile("a10g"), ModelConfig.from_hf(llama_3)
+    a10g, llama_3 = shipped_profile("a10g"), config_of_hf(llama_3)
     found = [
         Setting(
             f"A10G, host {name}",
@@ -62,7 +63,7 @@ def settings() -> list[Setting]:
         )
         for name, share in HOSTS.items()
     ]
-    return [*found, Setting("T4", shipped_profile("t4"), ModelConfig.from_hf(LLAMA_2), 200)]
+    return [*found, Setting("T4", shipped_profile("t4"), config_of_hf(LLAMA_2), 200)]
 
 
 def around(mean: int) -> Lengths:
@@ -85,7 +86,7 @@ def gains(setting: Setting, output_len: int, rows: int) -> dict[str, Any]:
         try:
             predicted = best_plan(way, problem, plan_of).prediction
             seconds[way.name] = predicted.total_s - predicted.startup_s
-        except (NoWay, InputError) as error:
+        except (NotApplicable, InputError) as error:
             reasons[way.name] = str(error)
     alone = seconds.get("GPU-only")
     over = {name: alone / own - 1 if alone else None for name, own in seconds.items() if name != "GPU-only"}

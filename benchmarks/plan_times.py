@@ -25,6 +25,7 @@ from batchgen.core.workload import Workload
 from batchgen.engine.loader import store_bytes
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.config import ModelConfig
+from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.simulation import simulate_job
 from batchgen.profiler.shipped import shipped_profile
 
@@ -56,7 +57,7 @@ CASES = tuple(Case(model, bits, job) for model in MODELS for bits in ("none", "i
 
 def plan_case(case: Case) -> tuple[Plan, ModelConfig, HardwareProfile]:
     """The plan of a case, from files that are read before."""
-    config = ModelConfig.from_hf(json.loads((SHAPES / case.model / "config.json").read_text()))
+    config = config_of_hf(json.loads((SHAPES / case.model / "config.json").read_text()))
     hardware = shipped_profile(MACHINE)
     size = store_bytes(config, "float16", case.quantization)
     request = PlanRequest(
@@ -100,7 +101,7 @@ def warm_up() -> None:
 
 def clear_caches() -> None:
     """So that a plan is made as a new process would make it."""
-    from batchgen.planner.flow import phases_of, phases_of_each
+    from batchgen.planner.phases import phases_of, phases_of_each
 
     phases_of.cache_clear()
     phases_of_each.cache_clear()

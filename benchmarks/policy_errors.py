@@ -34,9 +34,9 @@ from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes
 from batchgen.job.planning import find_for, find_hardware, on_this_machine, plan_maker, problem_of
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.lp import Allowed
 from batchgen.planner.plan_selection import choose, simulate_candidates
-from batchgen.planner.search import Candidate, Problem, search
+from batchgen.planner.problem import Allowed, Problem
+from batchgen.planner.search import Candidate, search
 from batchgen.planner.simulation import simulate_job
 from batchgen.profiler.calibration import corrected_by_disk_probe
 from batchgen.profiler.emulated import emulated_profile
@@ -84,7 +84,7 @@ def held(setting: Setting, draw: random.Random) -> dict[str, Any]:
     classes = tuple(draw.sample(setting.classes, draw.randint(1, len(setting.classes))))
     return {
         "num_gpu_batches": batches,
-        "block_size": draw.choice([size for size in _BLOCKS if size % batches == 0]),
+        "max_num_seqs": draw.choice([size for size in _BLOCKS if size % batches == 0]),
         "admissions": (draw.choice(("continuous", "continuous", "static")),),
         "allowed": Allowed(classes, draw.choice(setting.tiers)),
     }
@@ -97,7 +97,7 @@ def drawn(problem: Problem, setting: Setting, seed: int) -> Iterator[tuple[str, 
         own = held(setting, draw)
         allowed = own["allowed"]
         words = (
-            f"{own['num_gpu_batches']} batches of {own['block_size'] // own['num_gpu_batches']}, {own['admissions'][0]},"
+            f"{own['num_gpu_batches']} batches of {own['max_num_seqs'] // own['num_gpu_batches']}, {own['admissions'][0]},"
             f" weights {'+'.join(allowed.weight_tiers)}, KV {'+'.join(sorted(allowed.kv_classes))}"
         )
         try:

@@ -22,6 +22,7 @@ from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.convert import _Conversion, _plan_files
 from batchgen.models.files import STORE_FORMAT, STORE_VERSION
+from batchgen.models.hf.config import config_of_hf
 from batchgen.models.layouts import embedding_layout, head_layout, is_quantized, layer_layout, tensor_shapes
 
 # name -> (config.json, format of the layers' matrices)
@@ -63,7 +64,7 @@ def config_of(shape: str, layers: int | None = None) -> tuple[ModelConfig, str]:
     if shape == "gpt-oss-20b":
         kinds = ["sliding_attention", "full_attention"] * layers
         fields = fields | {"layer_types": kinds[:layers]}
-    return ModelConfig.from_hf(fields | {"num_hidden_layers": layers}), weight_format
+    return config_of_hf(fields | {"num_hidden_layers": layers}), weight_format
 
 
 def write_store(path: Path, shape: str, layers: int | None = None, seed: int = 0) -> Path:

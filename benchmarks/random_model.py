@@ -242,10 +242,10 @@ def _interleave_rotary(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def _rope_factors(config: dict[str, Any]) -> np.ndarray:
     """What each rotary frequency is divided by under llama3 scaling: `rope_freqs` of a GGUF."""
-    from batchgen.models.config import ModelConfig
+    from batchgen.models.hf.config import config_of_hf
     from batchgen.models.rope import RopeConfig
 
-    rope, head = ModelConfig.from_hf(config).rope, config["head_dim"]
+    rope, head = config_of_hf(config).rope, config["head_dim"]
     plain = np.array(RopeConfig(rope.theta).inv_freq(head))
     return (plain / np.array(rope.inv_freq(head))).astype(np.float32)  # [head_dim / 2]
 

@@ -21,7 +21,7 @@ from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes
 from batchgen.job.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.lp import Allowed
+from batchgen.planner.problem import Allowed
 from batchgen.planner.simulation import simulate_job
 from batchgen.profiler.emulated import emulated_profile
 
@@ -50,7 +50,7 @@ def main() -> None:
             "model", "bfloat16", config.max_position, process_bytes=process_bytes(), share_prefixes=False
         )
         problem = problem_of(hardware, config, Workload.uniform(args.rows, PROMPT, OUTPUT), request)
-        problem = replace(problem, allowed=Allowed(("cpu",), ("gpu",)), block_size=args.block, num_gpu_batches=1,
+        problem = replace(problem, allowed=Allowed(("cpu",), ("gpu",)), max_num_seqs=args.block, num_gpu_batches=1,
                           max_num_batched_tokens=args.block)  # fmt: skip
         return device, hardware, plan_job(problem, request, startup_s=0, loading_s=0, output_len_known=True)
 

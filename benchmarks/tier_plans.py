@@ -24,7 +24,7 @@ from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes, store_bytes
 from batchgen.job.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.lp import Allowed
+from batchgen.planner.problem import Allowed
 from batchgen.planner.simulation import simulate_job
 from batchgen.profiler.calibration import corrected_by_disk_probe
 from batchgen.profiler.emulated import emulated_profile
@@ -42,21 +42,21 @@ def cases(cpu_memory: int) -> list[dict[str, Any]]:
     return [
         emulated | {"name": "planned", "held": {}},
         emulated | {"name": "KV on the device", "held": {"allowed": Allowed(RESIDENT, ("gpu",)), "num_gpu_batches": 1}},
-        emulated | {"name": "streamed KV", "held": {"allowed": Allowed(RESIDENT, ("streamed",)), "block_size": 64}},
-        emulated | {"name": "CPU attention", "held": {"allowed": Allowed(RESIDENT, ("cpu",)), "block_size": 64,
+        emulated | {"name": "streamed KV", "held": {"allowed": Allowed(RESIDENT, ("streamed",)), "max_num_seqs": 64}},
+        emulated | {"name": "CPU attention", "held": {"allowed": Allowed(RESIDENT, ("cpu",)), "max_num_seqs": 64,
                                                       "num_gpu_batches": 2}},
         emulated | {"name": "weights streamed, small block", "held": {"allowed": Allowed(("cpu",), ("gpu",)),
-                                                                      "block_size": 8, "num_gpu_batches": 1}},
+                                                                      "max_num_seqs": 8, "num_gpu_batches": 1}},
         emulated | {"name": "static, four batches", "held": {"admissions": ("static",), "num_gpu_batches": 4,
-                                                             "allowed": Allowed(RESIDENT), "block_size": 64}},
-        emulated | {"name": "weights on disk", "held": {"allowed": Allowed(("disk",), ("gpu",)), "block_size": 32,
+                                                             "allowed": Allowed(RESIDENT), "max_num_seqs": 64}},
+        emulated | {"name": "weights on disk", "held": {"allowed": Allowed(("disk",), ("gpu",)), "max_num_seqs": 32,
                                                         "num_gpu_batches": 1}},
         disk | {"name": "planned", "held": {}},
-        disk | {"name": "weights on disk, small block", "held": {"allowed": Allowed(("disk",), ("cpu",)), "block_size": 4}},
-        disk | {"name": "weights on disk", "held": {"allowed": Allowed(("disk",), ("cpu",)), "block_size": 48}},
-        disk | {"name": "KV on disk", "held": {"allowed": Allowed(("cpu", "disk"), ("disk",)), "block_size": 48,
+        disk | {"name": "weights on disk, small block", "held": {"allowed": Allowed(("disk",), ("cpu",)), "max_num_seqs": 4}},
+        disk | {"name": "weights on disk", "held": {"allowed": Allowed(("disk",), ("cpu",)), "max_num_seqs": 48}},
+        disk | {"name": "KV on disk", "held": {"allowed": Allowed(("cpu", "disk"), ("disk",)), "max_num_seqs": 48,
                                                "num_gpu_batches": 1}},
-        disk | {"name": "static", "held": {"admissions": ("static",), "block_size": 32}},
+        disk | {"name": "static", "held": {"admissions": ("static",), "max_num_seqs": 32}},
     ]  # fmt: skip
 
 

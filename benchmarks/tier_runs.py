@@ -28,8 +28,8 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts, needs_store, resolve_budgets
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.tokenizer import load_tokenizer
-from batchgen.profiler.busy import why_busy
+from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.profiler.contention import contention_reason
 
 RESULTS = Path(__file__).parent / "results"
 # About 0.4 GB of bf16 weights, 31 MB a layer: products that fill the cores, buses that can be the bottleneck.
@@ -122,7 +122,7 @@ def run_here(  # one run, told by its command line
         before, started = CpuTime.now(), time.perf_counter()
         done = list(engine.generate(requests))
         seconds = time.perf_counter() - started
-        busy = why_busy(before, CpuTime.now(), 1.0)
+        busy = contention_reason(before, CpuTime.now(), 1.0)
         stats = engine.stats
         failed = [c.error for c in done if c.error]
         if failed:

@@ -27,8 +27,8 @@ from way_settings import FLIPPED, ROUND_PROCESS_BYTES, SETTINGS, SHAPE, Setting,
 from batchgen.core.plan import Plan
 from batchgen.engine.loader import process_bytes
 from batchgen.job.planning import find_for, find_hardware, on_this_machine
-from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
+from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.simulation import simulate_job
 from batchgen.profiler.emulated import emulated_profile
 
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _dry(settings: list[Setting]) -> None:
-    config = ModelConfig.from_hf(LLAMA_3B | {"rope_scaling": None} | SHAPE)
+    config = config_of_hf(LLAMA_3B | {"rope_scaling": None} | SHAPE)
     for setting in settings:
         plans, reasons, goes = plans_of(setting, round_machine(setting.device), config, ROUND_PROCESS_BYTES)
         print(f"{setting.name}: chosen goes the way of {goes}; to win: {' or '.join(setting.winners)}")

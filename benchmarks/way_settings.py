@@ -18,7 +18,7 @@ from batchgen.core.workload import Workload
 from batchgen.engine.loader import store_bytes
 from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.models.config import ModelConfig
-from batchgen.planner.strategies import NoWay, best_plan, way_of, ways_for
+from batchgen.planner.strategies import NotApplicable, best_plan, strategies_for, strategy_of
 from batchgen.profiler.emulated import own_core_profile
 
 MIB = 1 << 20
@@ -163,14 +163,14 @@ def plans_of(
     problem = problem_of(hardware, config, setting.workload, request)
     plans = {"chosen": plan_job(problem, request, **TIMES)}
     reasons = {}
-    for way in ways_for(problem):
+    for way in strategies_for(problem):
         if setting.ways and way.name not in setting.ways:
             continue
         try:
             plans[way.name] = best_plan(way, problem, plan_maker(problem, request, **TIMES))
-        except (NoWay, InputError) as error:
+        except (NotApplicable, InputError) as error:
             reasons[way.name] = str(error)
-    return plans, reasons, way_of(plans["chosen"].policy, ways_for(problem))
+    return plans, reasons, strategy_of(plans["chosen"].policy, strategies_for(problem))
 
 
 def seconds_of(plans: dict[str, Plan]) -> Iterator[tuple[str, float]]:

@@ -231,7 +231,7 @@ def figures():  # a line or two for each of the files
     short = [1 - plan["planned_s"] / plan["measured_s"] for s in ways for plan in s["plans"] if plan["way"] == "chosen"]
     yield "way_plans", f"{100 * min(short):.0f} to {max(short):.0%} too short"
     taken = {plan["way"]: plan["measured_s"] for plan in flipped["plans"]}
-    words = f"NEO's way takes {taken['NEO'] / taken['APEX']:.2f} times as long as APEX's; the plan goes {flipped['chosen_goes']}'s"
+    words = f"NEO's strategy takes {taken['NEO'] / taken['APEX']:.2f} times as long as APEX's; the plan uses {flipped['chosen_goes']}'s"
     yield "way_plans", f"{words}, which takes {flipped['chosen_against_fastest']:.2f} times as long as NEO's"
     planning = read("plan_times")
     error, planning_s = planning["prediction_error"], planning["planning_cpu_s"]

@@ -26,9 +26,9 @@ GGUF_FORMATS = {
     "mxfp4": (32, 17),
 }
 # Weights of 4 bits with a scale and a zero point for so many values of a row, as of GPTQ, AWQ and compressed-tensors
-# (models/group_codes.py): values and bytes of a block.
+# (models/formats/group_codes.py): values and bytes of a block.
 GROUP_FORMATS = {"w4_g32": (32, 20), "w4_g64": (64, 36), "w4_g128": (128, 68)}
-# Weights in FP8 with a scale for so many values of a row (models/fp8.py).
+# Weights in FP8 with a scale for so many values of a row (models/formats/fp8.py).
 FP8_FORMATS = {"fp8_g32": (32, 36), "fp8_g128": (128, 132)}
 # Rows of blocks: weights that are multiplied as they were found, and hold the numbers that they are expanded to.
 BLOCK_FORMATS = {**GGUF_FORMATS, **GROUP_FORMATS, **FP8_FORMATS}

@@ -262,18 +262,18 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class WayTime:
-    """What a job would take if it were run in one of the ways of the papers.
+class StrategyTime:
+    """The time of a job under one strategy.
 
     Attributes:
-        name: of the way, or "chosen".
-        words: what it does.
-        seconds: of the whole job; None where it cannot be run so.
-        reason: why not.
+        name: name of the strategy, or "chosen".
+        description: what the strategy does.
+        seconds: seconds of the whole job; None where the strategy does not apply.
+        reason: why the strategy does not apply.
     """
 
     name: str
-    words: str
+    description: str
     seconds: float | None
     reason: str = ""
 
@@ -299,7 +299,7 @@ class Plan:
         budgets: bytes per tier it was made for.
         placement_bytes: weights, KV and activations -> tier -> bytes.
         kernels: what each shape of the model runs on on the CPU.
-        ways: what the job would take in each way that was compared, and in this one.
+        strategies: the job's time under each strategy that was compared, and under this plan.
         other_weights: where the weights' format was left to the plan.
     """
 
@@ -312,7 +312,7 @@ class Plan:
     placement_bytes: Mapping[str, Mapping[str, float]]
     prediction: Prediction
     kernels: KernelChoice = PROCESS_SET
-    ways: tuple[WayTime, ...] = ()
+    strategies: tuple[StrategyTime, ...] = ()
     other_weights: OtherWeights | None = None
 
     def to_json(self) -> dict[str, Any]:

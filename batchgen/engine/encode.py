@@ -14,7 +14,7 @@ from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import Request, ScoreRequest
 
 if TYPE_CHECKING:
-    from batchgen.models.tokenizer import Tokenizer
+    from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 ENCODE_CHUNK = 64  # requests tokenized together
 R = TypeVar("R")
@@ -149,7 +149,7 @@ def _rendered(tokenizer: Tokenizer, given: Iterable[tuple[Request | ScoreRequest
     chats = [(request, value) for request, value in given if is_chat(value)]
     if not chats:
         return {}
-    from batchgen.models.chat_template import Chat
+    from batchgen.models.tokenizers.chat_template import Chat
 
     try:
         texts = tokenizer.render_chats([Chat(messages, request.chat) for request, messages in chats])

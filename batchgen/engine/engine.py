@@ -25,10 +25,10 @@ from batchgen.engine.loader import (
     resolve_context,
     resolve_dtype,
 )
+from batchgen.engine.non_finite import NonFiniteSequences
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.prefetch import Prefetch
 from batchgen.engine.scoring import Scoring
-from batchgen.engine.spoilt import Spoilt
 from batchgen.engine.tensor_parallel import first_shard, load_on_ranks, shard_quantization
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import cache_dir, read_config, resolve_model
@@ -50,11 +50,11 @@ _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 class RequestHandler(Protocol):
     """The handler of requests of one kind: `Generation`, `Scoring`.
 
-    vocabulary_chunks: logits may come in chunks of the vocabulary. spoilt: sequences whose logits were not finite.
+    vocabulary_chunks: logits may come in chunks of the vocabulary. non_finite: sequences whose logits were not finite.
     """
 
     vocabulary_chunks: bool
-    spoilt: Spoilt
+    non_finite: NonFiniteSequences
 
     def prepare(self, requests: Iterable) -> Iterator:
         """Requests ready to start; runs in the input thread."""
@@ -198,7 +198,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
-        from batchgen.models.tokenizer import load_tokenizer  # imports transformers
+        from batchgen.models.tokenizers.tokenizer import load_tokenizer  # imports transformers
 
         where = parse_device(device)
         sampling = sampling or SamplingParams()
@@ -470,7 +470,7 @@ class Engine:
         ran = time.perf_counter()
         generated = stats.generated_tokens
         finished = call.handler.advance(sweep.result or call.handler.end_sweep(), stats)
-        call.handler.spoilt.tell(call.scheduler)
+        call.handler.non_finite.invalidate(call.scheduler)
         for sequence in finished:
             call.scheduler.finish(sequence)
         stats.busy_s["compute"] += ran - started

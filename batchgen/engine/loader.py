@@ -44,8 +44,8 @@ from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
 if TYPE_CHECKING:
     from batchgen.models.layers import Reduce
     from batchgen.models.shard import Shard
-    from batchgen.models.tokenizer import Tokenizer
-    from batchgen.models.weight_store import WeightStore
+    from batchgen.models.store.weight_store import WeightStore
+    from batchgen.models.tokenizers.tokenizer import Tokenizer
     from batchgen.runtime.executor import Executor, Neighbours
     from batchgen.runtime.lanes import OnStep
     from batchgen.runtime.memory.kv_cache import KVCache
@@ -109,7 +109,7 @@ def resolve_budget(cpu_memory: int | str | None, processes: int = 1) -> int:
 
 def process_bytes() -> int:
     """Host memory of the running process without any model, once all that a job imports is there."""
-    import batchgen.models.tokenizer
+    import batchgen.models.tokenizers.tokenizer
     import batchgen.runtime.executor  # noqa: F401
 
     if resident_bytes() > TYPICAL_PROCESS_BYTES:  # what a model has left behind, perhaps; looking for it takes a while

@@ -15,7 +15,7 @@ from batchgen.runtime.grammar import Grammars
 from batchgen.schedule.deferred_batches import Cohorts
 
 if TYPE_CHECKING:
-    from batchgen.models.tokenizer import Tokenizer
+    from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 
 class SweepRunner(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from batchgen.core.device import Device
 from batchgen.core.dtypes import AS_FOUND, CODE_GROUP, EXPANDED, INT4, INT8, KEPT_FORMATS
@@ -16,9 +16,9 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import LoadRequest, load_executor, load_parts
-from batchgen.engine.messages import WORK, ShardLoad, ShardSweep, decode, encode
+from batchgen.engine.messages import WORK, ShardLoad, SweepMessage, decode, encode
 from batchgen.engine.parts import EngineParts, SweepRunner, process_peaks
-from batchgen.engine.rank_zero import RankZeroCounts
+from batchgen.engine.ranks import RankGroup, RankZeroCounts
 from batchgen.models.config import ModelConfig
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import ModelFiles, stored_quantization
@@ -29,26 +29,11 @@ from batchgen.schedule.packed_batch import PackedBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from batchgen.models.tokenizer import Tokenizer
-    from batchgen.models.weight_store import WeightStore
+    from batchgen.models.store.weight_store import WeightStore
+    from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 # Where KV may be. Whether a sequence whose attention is deferred joins a sweep depends on time, which differs between ranks.
 KV_CLASSES = ("gpu", "cpu", "streamed", "disk")
-
-
-class Ranks(Protocol):
-    """What tensor parallelism needs of `distributed.group.Group`."""
-
-    rank: int
-    size: int
-
-    def all_reduce(self, tensor: Tensor) -> None: ...
-    def check(self) -> None: ...
-    def tell(self, message: bytes) -> None: ...
-    def told(self) -> bytes: ...
-    def ready(self) -> None: ...
-    def peaks(self) -> list[dict[str, int] | None]: ...
-    def close(self, *, done: bool = True) -> None: ...
 
 
 def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Device, quantization: str) -> Shard:
@@ -57,7 +42,7 @@ def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Devic
     Args:
         files: The model.
         config: Its configuration.
-        size: Ranks.
+        size: RankGroup.
         device: What computes.
         quantization: What is asked for, as `--quantization` has it.
 
@@ -135,7 +120,7 @@ def load_on_ranks(
     request: LoadRequest,
     tokenizer: Callable[[], Tokenizer],
     shares: list[set[int]] | None = None,
-    group: Ranks | None = None,
+    group: RankGroup | None = None,
 ) -> EngineParts:
     """Load a model in this process, or its shard and the others in as many as there are, which are started.
 
@@ -156,7 +141,7 @@ def load_on_ranks(
     return load_parts_on_ranks(request, tokenizer, group or lead(request.shard.size, shares, work=WORK))
 
 
-def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer], ranks: Ranks) -> EngineParts:
+def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer], ranks: RankGroup) -> EngineParts:
     """Load a model on all ranks; for rank 0.
 
     Args:
@@ -173,7 +158,7 @@ def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer]
         parts = load_parts(
             replace(request, reduce=ranks.all_reduce),
             tokenizer,
-            lambda memory: ranks.tell(encode(ShardLoad(for_others, memory))),
+            lambda memory: ranks.broadcast(encode(ShardLoad(for_others, memory))),
         )
         try:
             ranks.ready()
@@ -186,7 +171,7 @@ def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer]
     return replace(parts, executor=LeadingRunner(parts.executor, ranks), peaks_of_others=ranks.peaks)
 
 
-def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> dict[str, int]:
+def follow_sweeps(ranks: RankGroup, request: LoadRequest, memory: MemoryPlan) -> dict[str, int]:
     """Be another rank than 0: load its part, and run the sweeps that rank 0 runs, until that ends.
 
     Args:
@@ -207,7 +192,7 @@ def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> dic
     try:
         ranks.ready()
         while True:
-            sweep: ShardSweep = decode(ranks.told())
+            sweep: SweepMessage = decode(ranks.receive_broadcast())
             if wait := executor.run(sweep.batches, _no_logits, vocabulary_chunks=sweep.vocabulary_chunks):
                 wait()
     except EOFError:
@@ -233,7 +218,7 @@ def rank_store(request: LoadRequest, shard: Shard) -> WeightStore:
 class LeadingRunner(RankZeroCounts):
     """Rank 0's executor, which has the others run the same sweeps. As `parts.SweepRunner`."""
 
-    def __init__(self, executor: SweepRunner, ranks: Ranks) -> None:
+    def __init__(self, executor: SweepRunner, ranks: RankGroup) -> None:
         super().__init__(executor)
         self._ranks = ranks
         self._in_sweep = False
@@ -243,7 +228,7 @@ class LeadingRunner(RankZeroCounts):
     ) -> None:
         """As `Executor.run`; the sweep has run when this returns. Raises BatchgenError where a rank is lost."""
         self._in_sweep = True
-        self._ranks.tell(encode(ShardSweep([_for_others(batch) for batch in batches], vocabulary_chunks)))
+        self._ranks.broadcast(encode(SweepMessage([_for_others(batch) for batch in batches], vocabulary_chunks)))
         # Tokens are on rank 0's device alone: another sweep cannot begin with them before this one has run.
         if wait := self._executor.run(batches, on_logits, vocabulary_chunks=vocabulary_chunks, cohorts=cohorts):
             wait()

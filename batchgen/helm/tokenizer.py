@@ -13,7 +13,7 @@ from helm.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer, WrappedP
 from batchgen.core.errors import RowError
 
 if TYPE_CHECKING:
-    from batchgen.models.chat_template import ChatTemplate
+    from batchgen.models.tokenizers.chat_template import ChatTemplate
 
 _loaded: dict[str, WrappedPreTrainedTokenizer] = {}
 _loading = Lock()
@@ -29,7 +29,7 @@ class BatchgenTokenizer(HuggingFaceTokenizer):
     def get_wrapped_tokenizer(self) -> WrappedPreTrainedTokenizer:
         """The transformers tokenizer, loaded once a process. Raises InputError where it is missing or broken."""
         from batchgen.models.files import resolve_model
-        from batchgen.models.tokenizer import load_hf_tokenizer
+        from batchgen.models.tokenizers.tokenizer import load_hf_tokenizer
 
         with _loading:
             if self._model not in _loaded:
@@ -55,7 +55,7 @@ class PromptTokens:
 
     def encode_chat(self, messages: list[dict]) -> list[int]:
         """The tokens of a conversation. Raises RowError where the chat template refuses it."""
-        from batchgen.models.chat_template import Chat, ChatTemplate
+        from batchgen.models.tokenizers.chat_template import Chat, ChatTemplate
 
         with self._wrapped as hf:
             if self._template is None:

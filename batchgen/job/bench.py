@@ -27,7 +27,7 @@ from batchgen.job.report import engine_report, write_report
 from batchgen.job.resolved import resolve_job
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.files import ModelFiles, resolve_model, without_weights
-from batchgen.models.tokenizer import NoText, load_tokenizer
+from batchgen.models.tokenizers.tokenizer import NoText, load_tokenizer
 from batchgen.planner.explain import headline
 
 

@@ -9,7 +9,7 @@ from batchgen.core.request import Request, ScoreRequest
 from batchgen.engine.encode import is_chat
 
 if TYPE_CHECKING:
-    from batchgen.models.tokenizer import Tokenizer
+    from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 R = TypeVar("R")
 
@@ -40,6 +40,6 @@ def watch_chats(
 
 
 def _ends_with_assistant(messages: object) -> bool:
-    from batchgen.models.chat_template import ends_with_assistant
+    from batchgen.models.tokenizers.chat_template import ends_with_assistant
 
     return ends_with_assistant(messages)  # type: ignore[arg-type]  # they are chat messages

@@ -12,7 +12,7 @@ from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.tensor_parallel import load_on_ranks
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import stated_scheme
-from batchgen.models.quantization import FP8, describe
+from batchgen.models.formats.quantization import FP8, describe
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
 from batchgen.planner.pipeline import stage_policy
 from batchgen.planner.stages import split_layers
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from batchgen.engine.parts import EngineParts
     from batchgen.job.progress import Progress
     from batchgen.job.resolved import ResolvedJob
-    from batchgen.models.tokenizer import Tokenizer
+    from batchgen.models.tokenizers.tokenizer import Tokenizer
     from batchgen.runtime.lanes import OnStep
 
 _NOT_USED = ", as weights only: scales of activations are not used"

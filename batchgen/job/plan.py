@@ -53,7 +53,7 @@ from batchgen.planner.explain import compare, explain, frontier_lines, headline,
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.replanned import planned_anew_s
 from batchgen.planner.simulation import trace_plan
-from batchgen.planner.strategies import way_lines
+from batchgen.planner.strategies import strategy_lines
 from batchgen.profiler.emulated import emulated_profile
 from batchgen.profiler.shipped import shipped_profiles
 
@@ -97,7 +97,7 @@ def run_plan(options: PlanOptions) -> list[str]:
         return _limited(_case_there(split.of(replace(job, hardware=hardware)), files, config, of_host), options)
 
     case = case_of()
-    plan, problem = plan_case(case, estimated, ways=True)
+    plan, problem = plan_case(case, estimated, compare_strategies=True)
     anew = None
     if options.explain or options.html:
         anew = planned_anew_s(problem, plan.prediction, lambda p: plan_problem(case, p, estimated).prediction.total_s)
@@ -120,7 +120,7 @@ def run_plan(options: PlanOptions) -> list[str]:
         lines += ["", *compare([("now", plan), *others]), *impossible]
     if options.compare:
         lines += ["", *_beside_this_machine(here, plan, estimated)]
-    lines += ["", *way_lines(plan)] if plan.ways else []
+    lines += ["", *strategy_lines(plan)] if plan.strategies else []
     lines += ["", *device_lines(on_devices)] if on_devices else []
     if options.frontier:
         lines += ["", *frontier_lines(problem)]
@@ -256,7 +256,7 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> Estimate
         return EstimatedWorkload(uniform, True)
     if any(length is not None for length in lengths):
         raise InputError("--num-prompts, --input-len and --output-len stand in for an --input: give one or the other")
-    from batchgen.models.tokenizer import load_tokenizer
+    from batchgen.models.tokenizers.tokenizer import load_tokenizer
 
     source = open_source(job)
     tokenizer = load_tokenizer(files, job.special_tokens)

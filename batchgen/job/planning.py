@@ -49,17 +49,17 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir, stored_quantization
 from batchgen.models.layouts import layer_sizes, main_format, output_format
 from batchgen.planner import explain
-from batchgen.planner.lp import Allowed
 from batchgen.planner.memory_requirements import kv_tokens_used
 from batchgen.planner.pipeline import over_stages
 from batchgen.planner.plan_selection import choose, simulate_candidates
+from batchgen.planner.problem import Allowed, Problem
 from batchgen.planner.ranks import Link, link_of, part_of_host, with_sums
-from batchgen.planner.search import Candidate, Problem, block_latency_s, search
-from batchgen.planner.strategies import with_ways
-from batchgen.profiler.apart import recall_or_measure
+from batchgen.planner.search import Candidate, block_latency_s, search
+from batchgen.planner.strategies import with_strategies
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe
 from batchgen.profiler.emulated import emulated_profile
+from batchgen.profiler.in_subprocess import recall_or_measure
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
 _GGUF_WEIGHT_BYTES = 0.6  # of a quantised weight in its file: 4.5 to 5 bits are usual
@@ -145,13 +145,13 @@ def make_plan(
     return replace(plan, kernels=kernels_here(plan.kernels, notify))
 
 
-def plan_case(case: Case, estimated: EstimatedWorkload, *, ways: bool = False) -> tuple[Plan, Problem]:
+def plan_case(case: Case, estimated: EstimatedWorkload, *, compare_strategies: bool = False) -> tuple[Plan, Problem]:
     """The fastest plan for a job on a machine, and the problem that it solves.
 
     Args:
         case: The job and the machine.
         estimated: The job's workload.
-        ways: Whether the plan says what the ways of the papers would take.
+        compare_strategies: Whether the plan has the job's time under each strategy.
 
     Raises:
         InputError: No plan fits.
@@ -159,7 +159,7 @@ def plan_case(case: Case, estimated: EstimatedWorkload, *, ways: bool = False) -
     workload = replace(estimated.workload, routing=known_routing(case.job.files, case.job.config))
     plan, problem = _plan_formats(case, estimated._replace(workload=workload))
     case = _case_of(case, problem)
-    if ways and case.request.stages == 1:
+    if compare_strategies and case.request.stages == 1:
         plan_of = plan_maker(
             problem,
             case.request,
@@ -167,7 +167,7 @@ def plan_case(case: Case, estimated: EstimatedWorkload, *, ways: bool = False) -
             loading_s=_reading_s(case, problem),
             output_len_known=estimated.output_len_known,
         )
-        plan = with_ways(plan, problem, plan_of)
+        plan = with_strategies(plan, problem, plan_of)
     return plan, problem
 
 
@@ -465,7 +465,7 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
         kv_formats=kv_formats[request.kv_cache_dtype],
         admissions=("continuous", "static") if request.admission is None else (request.admission,),
         allowed=Allowed(tiers) if request.ranks == request.stages == 1 else Allowed(tiers, KV_CLASSES),
-        block_size=request.max_num_seqs,
+        max_num_seqs=request.max_num_seqs,
         num_gpu_batches=request.num_gpu_batches,
         max_num_batched_tokens=request.max_num_batched_tokens,
         max_block_latency_s=request.max_block_latency_s,
@@ -579,7 +579,7 @@ def _first_touch_s(best: Candidate) -> float:
         return 0.0
     workload = s.workload
     tokens = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean)
-    tokens = min(tokens, kv_tokens_used(workload, s.block_size))
+    tokens = min(tokens, kv_tokens_used(workload, s.max_num_seqs))
     token_bytes = s.seq_kv_bytes / (s.seq_blocks * s.kv_block_size)  # of all layers
     on_host = (at.kv_cpu + at.kv_streamed) * tokens * token_bytes
     return float(on_host / s.hardware.first_touch_bytes_per_s)

@@ -27,6 +27,7 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
 from batchgen.job.chat_notices import watch_chats
 from batchgen.job.checks import check_job
+from batchgen.job.deduplication import Deduplication
 from batchgen.job.destination import Destination, make_output_folder
 from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
@@ -37,7 +38,6 @@ from batchgen.job.options import JobOptions, names_of, seconds
 from batchgen.job.pages.run_page import RunPage
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
-from batchgen.job.repeats import Repeats
 from batchgen.job.report import make_report, write_report
 from batchgen.job.resolved import ResolvedJob, expanded_line, resolve_job
 from batchgen.job.routing import keep_routing
@@ -47,7 +47,7 @@ from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
 from batchgen.models.model_versions import ModelVersions, changed_file, check_unchanged, model_versions
-from batchgen.models.thinking import Thinking
+from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run
@@ -57,7 +57,7 @@ from batchgen.share.run import SharedRun
 
 if TYPE_CHECKING:
     from batchgen.distributed.group import Group
-    from batchgen.models.tokenizer import Tokenizer
+    from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 
 def run(model: str, input: Any, output: str | Path | None = None, **options: Any) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class _Job:
     progress: Progress
     started_s: float
     deadline_s: float | None
-    repeats: Repeats
+    repeats: Deduplication
     destination: Destination | None = None
     page: RunPage | None = None
     group: Group | None = None
@@ -189,7 +189,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             progress.say(renamed)
         for notice in source.notices:
             progress.say(notice)
-        page, repeats = RunPage() if options.report_html else None, Repeats(options.sampling)
+        page, repeats = RunPage() if options.report_html else None, Deduplication(options.sampling)
         job = _Job(
             resolved,
             source,
@@ -339,7 +339,7 @@ def _cached_output(fingerprint: dict[str, Any], suffix: str) -> Path:
 
 
 def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
-    from batchgen.models.tokenizer import load_tokenizer
+    from batchgen.models.tokenizers.tokenizer import load_tokenizer
 
     return load_tokenizer(files, special_tokens)
 
@@ -442,11 +442,11 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     requests = rows.watch(requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop))
     requests = watch_chats(requests, job.tokenizer, job.progress.say)
     if not options.share:  # nothing may hold rows of a worker back: it claims more as they come out
-        requests = job.repeats.firsts(requests)
+        requests = job.repeats.unique(requests)
     results = run(requests, should_stop=should_stop, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
         try:
-            for result in job.repeats.with_repeats(results):
+            for result in job.repeats.with_duplicates(results):
                 writer.add(result.row, _row_result(options, job.source, result))
                 done += 1
                 if isinstance(result, Completion):

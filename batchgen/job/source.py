@@ -14,7 +14,7 @@ from batchgen.core.units import parse_shard
 from batchgen.dataset import Dataset, open_dataset
 from batchgen.dataset.continuations import ContinuationSpec
 from batchgen.job.standard_input import STANDARD_INPUT, StandardInput
-from batchgen.models.thinking import Thinking
+from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.output.columns import Columns, SampleColumns, ScoreColumns
 from batchgen.output.formats import check_writable
 from batchgen.output.join import output_schema
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from batchgen.dataset.prompts import CompiledPrompts, PromptSpec
     from batchgen.job.options import JobOptions
     from batchgen.models.config import ModelConfig
-    from batchgen.models.tokenizer import Tokenizer
+    from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 
 class DoneRows(Protocol):

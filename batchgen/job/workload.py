@@ -17,7 +17,7 @@ from batchgen.engine.scoring import paths_to_run, tokens_of
 if TYPE_CHECKING:
     from batchgen.job.options import JobOptions
     from batchgen.job.source import RequestSource
-    from batchgen.models.tokenizer import Tokenizer
+    from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 # Neighbouring rows often share a prefix, far ones differ in length: several stretches of rows are read.
 _STRETCHES, _STRETCH_ROWS = 8, 32

@@ -27,7 +27,7 @@ from batchgen.lmeval.generation import generation
 from batchgen.lmeval.jobs import Workplace, nested_token_lists, token_lists
 from batchgen.lmeval.texts import Texts
 from batchgen.models.files import cache_dir, model_identity, resolve_model
-from batchgen.models.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
 from batchgen.core.errors import InputError
-from batchgen.models.tokenizer import Tokenizer
+from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 _CHUNK = 1024  # texts tokenized at once
 

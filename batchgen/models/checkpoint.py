@@ -17,14 +17,17 @@ from torch import Tensor
 
 from batchgen.core.dtypes import BLOCK_FORMATS, INT8, KEPT_FORMATS, PACKED_FORMATS
 from batchgen.core.errors import InputError
-from batchgen.models import fp8, fused_experts, gguf_tensors, group_codes, reading
 from batchgen.models.config import ModelConfig
 from batchgen.models.cutting import Fill, FillCut, cut_tensors, cut_while_filling
+from batchgen.models.families import GEMMA
 from batchgen.models.files import ModelFiles, read_config, stated_scheme, stored_quantization, weight_tensors
-from batchgen.models.fp8 import Fp8Numbers
-from batchgen.models.group_codes import GroupCodes
-from batchgen.models.headers import TensorInfo
-from batchgen.models.hf_fields import GEMMA
+from batchgen.models.formats import fp8, fused_experts, group_codes
+from batchgen.models.formats.fp8 import Fp8Numbers
+from batchgen.models.formats.gguf import tensors as gguf_tensors
+from batchgen.models.formats.group_codes import GroupCodes
+from batchgen.models.formats.quantization import FP8, GROUP_LAYOUTS, Scheme
+from batchgen.models.hf.tensor_names import tensor_names
+from batchgen.models.hf.weight_files import missing_tensor
 from batchgen.models.layouts import (
     Layout,
     Stored,
@@ -34,15 +37,21 @@ from batchgen.models.layouts import (
     stored_tensors,
     tensor_shapes,
 )
-from batchgen.models.quantization import FP8, GROUP_LAYOUTS, Scheme
-from batchgen.models.reading import CHUNK_VALUES, NUMBERS, check_stored, read_bytes, read_into, read_numbers
 from batchgen.models.rope import rotates_part
-from batchgen.models.rows_in_file import FilePart, RowsInFile
 from batchgen.models.shard import Cut, Shard
-from batchgen.models.store_format import StoreFile
-from batchgen.models.tensor_names import tensor_names
-from batchgen.models.weight_files import missing_tensor
-from batchgen.models.weight_store import load_extent, open_store, read_extent
+from batchgen.models.store.layout import StoreFile
+from batchgen.models.store.weight_store import load_extent, open_store, read_extent
+from batchgen.models.tensor_files import reading
+from batchgen.models.tensor_files.headers import TensorInfo
+from batchgen.models.tensor_files.reading import (
+    CHUNK_VALUES,
+    NUMBERS,
+    check_stored,
+    read_bytes,
+    read_into,
+    read_numbers,
+)
+from batchgen.models.tensor_files.rows_in_file import FilePart, RowsInFile
 from batchgen.ops import int8
 
 # (part, layer) -> the name of its tensor, and where that lies

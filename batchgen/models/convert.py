@@ -40,7 +40,7 @@ from batchgen.models.files import (
     store_manifest_checksum,
 )
 from batchgen.models.model_versions import check_unchanged, model_versions
-from batchgen.models.tokenizer import save_tokenizer
+from batchgen.models.tokenizers.tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from batchgen.models.checkpoint import Checkpoint
     from batchgen.models.shard import Shard
-    from batchgen.models.weight_store import Extent, StoreFile, WeightStore
+    from batchgen.models.store.weight_store import Extent, StoreFile, WeightStore
 
 _LOCK = "convert.lock"
 _OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head)\.safetensors|tokenizer")
@@ -85,7 +85,7 @@ def convert(
     where the disk is full or another process is at it.
     """
     from batchgen.models.checkpoint import open_checkpoint
-    from batchgen.models.weight_store import open_store
+    from batchgen.models.store.weight_store import open_store
 
     target = Path(target)
     if dtype not in DTYPES:
@@ -179,7 +179,7 @@ def find_or_convert(
     quantization: of `models.files.resolve_quantization`. notify: is told before a conversion, or the wait, begins. on_layer, shard and
     errors as `convert`.
     """
-    from batchgen.models.weight_store import open_store
+    from batchgen.models.store.weight_store import open_store
 
     if shard is None and files.kind == "store":
         store = open_store(files.path)
@@ -206,7 +206,7 @@ def find_or_convert(
 
 def made_before(files: ModelFiles, target: Path) -> WeightStore | None:
     """The store that an earlier job made of the model in `target` (`store_path`); None where there is none, or not all of it."""
-    from batchgen.models.weight_store import open_store
+    from batchgen.models.store.weight_store import open_store
 
     if (target / STORE_MANIFEST).exists():
         with contextlib.suppress(InputError):  # what is missing is made anew
@@ -264,7 +264,7 @@ class _PlannedFile:
 def _plan_files(checkpoint: Checkpoint, target: Path, dtype: str, weight_format: str) -> list[_PlannedFile]:
     """All files of the store, in the order of writing."""
     from batchgen.models.layouts import stored_tensors
-    from batchgen.models.store_format import EMBEDDINGS_FILE, HEAD_FILE, lay_out, layer_file_name, layer_groups
+    from batchgen.models.store.layout import EMBEDDINGS_FILE, HEAD_FILE, lay_out, layer_file_name, layer_groups
 
     config = checkpoint.config
 
@@ -300,7 +300,7 @@ class _Conversion:
 
         Raises InputError where `target` is not ours to change.
         """
-        from batchgen.models.store_format import file_from_json
+        from batchgen.models.store.layout import file_from_json
 
         for leftover in self.target.glob("*.tmp"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -332,7 +332,7 @@ class _Conversion:
         """Checks what is there and writes the rest."""
         import torch
 
-        from batchgen.models.weight_store import is_intact
+        from batchgen.models.store.weight_store import is_intact
 
         dtype = getattr(torch, self.header["dtype"])
         for planned in self.planned:
@@ -419,7 +419,7 @@ class _Conversion:
 
     def _note(self) -> None:
         """Puts `finished` on disk. The store is not complete from here until `run` says so."""
-        from batchgen.models.store_format import file_to_json
+        from batchgen.models.store.layout import file_to_json
 
         names = [p.path.name for p in self.planned if p.path.name in self.finished]
         manifest = {**self.header, "files": {name: file_to_json(self.finished[name]) for name in names}}

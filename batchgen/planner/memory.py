@@ -19,7 +19,7 @@ from batchgen.core.plan import (
 )
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import end_bytes, layer_sizes, output_row_bytes
-from batchgen.models.store_format import layer_groups
+from batchgen.models.store.layout import layer_groups
 from batchgen.planner.kv_memory import Demand, kv_block_bytes, kv_pools
 
 # Attention gathers and score tiles, allocator slack, tokenizer and writer buffers.

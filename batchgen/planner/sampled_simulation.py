@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from batchgen.core.plan import Plan
-from batchgen.planner.flow import Phase
-from batchgen.planner.inputs import CostInputs, Placement
-from batchgen.planner.lp import job_seconds
+from batchgen.planner.costs import job_seconds
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Placement
+from batchgen.planner.problem import CostInputs
 from batchgen.planner.search import Candidate
 from batchgen.planner.simulation import SimulatedJob, simulated_rows
 from batchgen.planner.step_costs import BatchLoad, StepCosts, streams_of

@@ -33,9 +33,10 @@ from batchgen.planner.costs import (
     sums_s,
     sweep_overhead_s,
 )
-from batchgen.planner.flow import Phase
-from batchgen.planner.inputs import BATCHGEN, CostInputs, Placement
 from batchgen.planner.memory import group_bytes_of_layers, group_tensors_of_layers
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Placement
+from batchgen.planner.problem import BATCHGEN, CostInputs
 from batchgen.schedule.extents import runs_of
 from batchgen.schedule.micro_batches import residency_of
 from batchgen.schedule.residency import WeightResidency
@@ -224,7 +225,7 @@ class StepCosts:
             weight_format=policy.weight_format,
             kv_format=policy.kv_format,
             admission=policy.admission,
-            block_size=policy.max_num_seqs,
+            max_num_seqs=policy.max_num_seqs,
             num_gpu_batches=1,
             max_num_batched_tokens=policy.max_num_batched_tokens,
             kv_block_size=policy.kv_block_size,

@@ -14,8 +14,8 @@ from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, MemoryPlan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineParts, EngineStats
-from batchgen.models.config import ModelConfig
-from batchgen.models.tokenizer import NoText
+from batchgen.models.hf.config import config_of_hf
+from batchgen.models.tokenizers.tokenizer import NoText
 from batchgen.profiler.measure import Overheads
 
 _MANY = 128  # sequences
@@ -63,7 +63,7 @@ def _engine(device: str, layers: int) -> Engine:
     from batchgen.runtime.sampler import sample
     from batchgen.schedule.packed_batch import pack
 
-    config = ModelConfig.from_hf(_llama(layers, 32, 64))
+    config = config_of_hf(_llama(layers, 32, 64))
     blocks, tier = 4 * _MANY, "gpu" if device == "cuda" else "cpu"
     policy = Policy(
         admission="continuous",

@@ -14,7 +14,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.request import Completion, SamplingParams
 from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
 from batchgen.job.options import names_of
-from batchgen.models.thinking import gives_reasoning
+from batchgen.models.tokenizers.thinking import gives_reasoning
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_schema
 from batchgen.output.row_result import RowResult

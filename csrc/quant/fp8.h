@@ -1,4 +1,4 @@
-// Weights in FP8 (E4M3) as batchgen/models/fp8.py makes blocks of them: a scale, an fp32, and so many bytes, each a
+// Weights in FP8 (E4M3) as batchgen/models/formats/fp8.py makes blocks of them: a scale, an fp32, and so many bytes, each a
 // number of a sign, four bits of exponent and three of mantissa. What is no number (127 and 255) is in no block.
 
 typedef uint32_t Fp8Bits __attribute__((vector_size(4 * W)));

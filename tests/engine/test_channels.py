@@ -7,8 +7,8 @@ from tiny_models import make_tiny_tokenizer
 
 from batchgen.core.request import SamplingParams
 from batchgen.engine.generation import Generation, _Finish
-from batchgen.models.harmony import AnswerStops, Harmony
-from batchgen.models.tokenizer import Tokenizer
+from batchgen.models.tokenizers.harmony import AnswerStops, Harmony
+from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 MARKS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
 THOUGHTS = "<|channel|>analysis<|message|>Two; and two.<|end|><|start|>assistant"

@@ -30,7 +30,7 @@ from batchgen.models.checkpoint import dummy_checkpoint, open_checkpoint
 from batchgen.models.convert import convert, find_or_convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.shard import shard_of
-from batchgen.models.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.tokenizer import load_tokenizer
 
 
 def loaded(checkpoint, config):

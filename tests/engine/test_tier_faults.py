@@ -18,7 +18,7 @@ from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import resolve_model
-from batchgen.models.weight_store import open_store
+from batchgen.models.store.weight_store import open_store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

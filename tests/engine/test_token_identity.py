@@ -36,7 +36,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import warm_up
-from batchgen.models.config import ARCHITECTURES
+from batchgen.models.families import ARCHITECTURES
 from batchgen.models.files import read_config, resolve_model
 from batchgen.ops import cpp, int8
 from batchgen.ops import dispatch as ops

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.core.errors import InputError
-from batchgen.models.config import ModelConfig
+from batchgen.models.hf.config import config_of_hf
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -41,7 +41,7 @@ class TestBound:
     matrix make W = 752 bytes; a token has 2 x 2 x 4 numbers or 32 bytes of KV. Three rows of 5 + 4 tokens read that of
     5 + 6 + 7 tokens each, so K = 1,728 bytes. A row takes 2 x 320 x 8 + 2 x 40 x 4 + 4 x 4 x 2 x 15 = 5,920 FLOPs."""
 
-    MODEL = ModelConfig.from_hf(
+    MODEL = config_of_hf(
         {
             "architectures": ["LlamaForCausalLM"], "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 2,
             "num_attention_heads": 1, "vocab_size": 10,

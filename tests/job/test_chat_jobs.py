@@ -178,7 +178,7 @@ def test_thoughts_may_stay_in_the_text(job):
 
 
 def test_a_template_that_reads_no_messages_is_told(job, model, monkeypatch):
-    from batchgen.models.chat_template import ChatTemplate
+    from batchgen.models.tokenizers.chat_template import ChatTemplate
 
     monkeypatch.setattr(ChatTemplate, "of", classmethod(lambda cls, *given: cls("the same", {})))
     report, said = job([messages("Why?")], dry_run=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.models.config import ModelConfig
+from batchgen.models.hf.config import config_of_hf
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -20,7 +20,7 @@ def test_no_two_settings_are_won_by_the_same_way():
 
 @pytest.mark.parametrize("setting", (*SETTINGS, FLIPPED), ids=lambda setting: setting.name)
 def test_the_plan_goes_the_way_that_is_meant_to_win(setting):
-    config = ModelConfig.from_hf(LLAMA_3B | {"rope_scaling": None} | SHAPE)
+    config = config_of_hf(LLAMA_3B | {"rope_scaling": None} | SHAPE)
     plans, _, goes = plans_of(setting, round_machine(setting.device), config, ROUND_PROCESS_BYTES)
     assert goes in setting.winners
     seconds = dict(seconds_of(plans))

@@ -35,7 +35,7 @@ from batchgen.lmeval.__main__ import main
 from batchgen.lmeval.generation import generation
 from batchgen.lmeval.model import BatchgenLM
 from batchgen.lmeval.texts import Texts
-from batchgen.models.tokenizer import Tokenizer
+from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 TASKS = ROOT / "recipes" / "lm_eval"

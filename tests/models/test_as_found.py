@@ -18,7 +18,7 @@ from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert, find_or_convert
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
 from batchgen.models.layouts import is_quantized
-from batchgen.models.weight_store import load_extent
+from batchgen.models.store.weight_store import load_extent
 from batchgen.ops import cpp
 from batchgen.planner.memory import group_bytes
 

@@ -11,11 +11,11 @@ from gguf_blocks import random_rows
 
 from batchgen.core.dtypes import BLOCK_FORMATS
 from batchgen.core.errors import InputError
-from batchgen.models import block_packer
-from batchgen.models.block_packer import BlockPacker
-from batchgen.models.headers import TensorInfo
-from batchgen.models.reading import SharedFile
-from batchgen.models.rows_in_file import FilePart, RowsInFile
+from batchgen.models.tensor_files import block_packer
+from batchgen.models.tensor_files.block_packer import BlockPacker
+from batchgen.models.tensor_files.headers import TensorInfo
+from batchgen.models.tensor_files.reading import SharedFile
+from batchgen.models.tensor_files.rows_in_file import FilePart, RowsInFile
 from batchgen.ops import cpp as kernels
 
 OFFSET = 4096 + 32  # as GGUFs have it: no page begins there
@@ -138,9 +138,9 @@ def test_where_direct_reads_fail_files_are_read_as_usual(tmp_path, small_pieces,
     def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    monkeypatch.setattr("batchgen.models.reading.DirectFile.read", read)
+    monkeypatch.setattr("batchgen.models.tensor_files.reading.DirectFile.read", read)
     if refusal == "no cache":
-        monkeypatch.setattr("batchgen.models.reading.os.preadv", refuse)
+        monkeypatch.setattr("batchgen.models.tensor_files.reading.os.preadv", refuse)
     assert_packed(rows, ordered)
 
 

@@ -8,8 +8,8 @@ from tiny_models import make_tiny_tokenizer
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import ChatOptions
 from batchgen.core.templates import TemplateLimits
-from batchgen.models.chat_template import Chat, ChatTemplate
-from batchgen.models.tokenizer import Tokenizer
+from batchgen.models.tokenizers.chat_template import Chat, ChatTemplate
+from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 
 def said(role, content, **more):

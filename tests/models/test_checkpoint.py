@@ -26,11 +26,13 @@ from tiny_models import (
 
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import dummy_checkpoint, open_checkpoint
-from batchgen.models.config import ARCHITECTURES, ModelConfig
+from batchgen.models.families import ARCHITECTURES
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.gguf_fields import GGUF_ARCHITECTURES, config_of_gguf
-from batchgen.models.headers import TensorInfo, read_gguf_header
+from batchgen.models.formats.gguf.fields import GGUF_ARCHITECTURES, config_of_gguf
+from batchgen.models.formats.gguf.header import read_gguf_header
+from batchgen.models.hf.config import config_of_hf
 from batchgen.models.shard import shard_of
+from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.ops import cpp
 
 VARIANTS = [
@@ -183,7 +185,7 @@ def test_tensors_are_those_saved(tmp_path, family, overrides, max_shard_size):
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes_are_converted(tmp_path, monkeypatch, stored, wanted):
     # pieces much smaller than a tensor, and no divisor of its size
-    monkeypatch.setattr("batchgen.models.reading.CHUNK_VALUES", 1000)
+    monkeypatch.setattr("batchgen.models.tensor_files.reading.CHUNK_VALUES", 1000)
     model = make_tiny_model("llama", tmp_path, dtype=stored)
     assert f"torch.{read_config(resolve_model(str(tmp_path))).dtype}" == str(stored)
     assert_loads(tmp_path, model, wanted)
@@ -348,7 +350,7 @@ def test_unused_tensors_that_change_nothing_may_be_there(tmp_path):
 @pytest.mark.parametrize("tensor_type", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
 @pytest.mark.parametrize("name", GGUF_MODELS)
 def test_gguf_tensors_are_those_written(tmp_path, monkeypatch, name, tensor_type):
-    monkeypatch.setattr("batchgen.models.reading.CHUNK_VALUES", 5000)
+    monkeypatch.setattr("batchgen.models.tensor_files.reading.CHUNK_VALUES", 5000)
     family, overrides = GGUF_MODELS[name]
     model = make_tiny_model(family, tmp_path, **overrides)
     path = tmp_path / "model.gguf"
@@ -729,7 +731,7 @@ def test_dummy_rows_differ_in_a_tensor_larger_than_the_pool(monkeypatch):
     from test_config import LLAMA_8B
 
     monkeypatch.setattr("batchgen.models.checkpoint._DUMMY_VALUES", (1 << 12) + 3)
-    config = replace(ModelConfig.from_hf(LLAMA_8B), vocab_size=300, embed_size=64, hidden_size=64)
+    config = replace(config_of_hf(LLAMA_8B), vocab_size=300, embed_size=64, hidden_size=64)
     embed = dummy_checkpoint(config).load_embeddings(torch.float32)["embed.weight"]
     assert len(torch.unique(embed, dim=0)) == 300
 

@@ -11,9 +11,9 @@ import batchgen
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert, find_or_convert
+from batchgen.models.families import MIXTURES
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
-from batchgen.models.hf_fields import MIXTURES
-from batchgen.models.weight_store import open_store
+from batchgen.models.store.weight_store import open_store
 from batchgen.ops import int8
 
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False, "group_size": None}

@@ -15,9 +15,11 @@ import transformers
 from tiny_models import FAMILIES, classes_of, make_tiny_model
 
 from batchgen.core.errors import InputError
-from batchgen.models.config import ARCHITECTURES, ModelConfig, RopeConfig
+from batchgen.models.config import ModelConfig, RopeConfig
+from batchgen.models.families import ARCHITECTURES
 from batchgen.models.files import ModelFiles, read_config
-from batchgen.models.hf_keys import FIXED, IGNORED, KEYS, READ_APART
+from batchgen.models.hf.config import config_of_hf
+from batchgen.models.hf.keys import FIXED, IGNORED, KEYS, READ_APART
 from batchgen.models.layers import rope_table
 
 LLAMA_8B = {
@@ -80,7 +82,7 @@ def hf_model(family: str, **overrides):
 
 def config_of(model) -> ModelConfig:
     stated = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    return ModelConfig.from_hf(json.loads(json.dumps(stated, default=str)))
+    return config_of_hf(json.loads(json.dumps(stated, default=str)))
 
 
 @pytest.mark.parametrize(("family", "overrides"), [*((family, {}) for family in FAMILIES), *VARIANTS])
@@ -97,7 +99,7 @@ def test_parameter_count_is_that_of_transformers(family, overrides):
 
 
 def test_counts_of_published_models():
-    llama, opt = ModelConfig.from_hf(LLAMA_8B), ModelConfig.from_hf(OPT_30B)
+    llama, opt = config_of_hf(LLAMA_8B), config_of_hf(OPT_30B)
     assert llama.num_params == 8_030_261_248
     assert llama.kv_bytes_per_token(2) == 131_072
     assert (llama.dtype, llama.eos_token_ids) == ("bfloat16", (128001, 128008, 128009))
@@ -135,8 +137,8 @@ def test_old_and_new_spelling_mean_the_same():
     new = {k: v for k, v in LLAMA_8B.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
     new |= {"rope_parameters": {**LLAMA_8B["rope_scaling"], "rope_theta": 500000.0}, "dtype": "bfloat16"}
     old_type = {k: v for k, v in LLAMA_8B["rope_scaling"].items() if k != "rope_type"} | {"type": "llama3"}
-    assert ModelConfig.from_hf(new) == ModelConfig.from_hf(LLAMA_8B)
-    assert ModelConfig.from_hf(LLAMA_8B | {"rope_scaling": old_type}) == ModelConfig.from_hf(LLAMA_8B)
+    assert config_of_hf(new) == config_of_hf(LLAMA_8B)
+    assert config_of_hf(LLAMA_8B | {"rope_scaling": old_type}) == config_of_hf(LLAMA_8B)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -144,7 +146,7 @@ def test_a_config_that_states_only_shapes_takes_the_defaults_of_transformers(fam
     fields = {"architectures": [classes_of(family)[1].__name__], "hidden_size": 64, "num_hidden_layers": 2}
     fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96}
-    assert ModelConfig.from_hf(fields) == config_of(hf_model(family, **fields))
+    assert config_of_hf(fields) == config_of(hf_model(family, **fields))
 
 
 # What published files have beside the plain keys.
@@ -191,7 +193,7 @@ def test_what_published_files_state_is_not_refused(family):
         "auto_map": {"AutoConfig": "x.Y"},
     }
     stated |= {"_name_or_path": "x", "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": True}
-    assert ModelConfig.from_hf(stated | PUBLISHED[family]).family == family
+    assert config_of_hf(stated | PUBLISHED[family]).family == family
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3", "llama"])
@@ -200,15 +202,15 @@ def test_norms_of_queries_and_keys_are_refused_where_the_family_has_none(family)
     stated = {"architectures": [model_class.__name__], "model_type": config_class.model_type, "use_qk_norm": True}
     if family == "llama":
         with pytest.raises(InputError, match="use_qk_norm true is not supported"):
-            ModelConfig.from_hf(stated)
+            config_of_hf(stated)
     else:
-        assert ModelConfig.from_hf(stated).family == family
+        assert config_of_hf(stated).family == family
 
 
 def test_end_tokens_of_both_files_are_united():
     base = {k: v for k, v in LLAMA_8B.items() if k != "eos_token_id"}
-    assert ModelConfig.from_hf(base | {"eos_token_id": 7}, {"eos_token_id": [9, 7]}).eos_token_ids == (9, 7)
-    assert ModelConfig.from_hf(base | {"eos_token_id": None}).eos_token_ids == ()
+    assert config_of_hf(base | {"eos_token_id": 7}, {"eos_token_id": [9, 7]}).eos_token_ids == (9, 7)
+    assert config_of_hf(base | {"eos_token_id": None}).eos_token_ids == ()
 
 
 ROPES = [
@@ -262,7 +264,7 @@ def test_rope_is_that_of_transformers(parameters, theta, head_dim):
         rope_parameters={**parameters, "rope_theta": theta},
     )
     reference = LlamaRotaryEmbedding(hf)
-    rope = ModelConfig.from_hf(hf.to_dict() | {"architectures": ["LlamaForCausalLM"]}).rope
+    rope = config_of_hf(hf.to_dict() | {"architectures": ["LlamaForCausalLM"]}).rope
     ours = np.array(rope.inv_freq(head_dim), dtype=np.float32)
     theirs = reference.inv_freq.numpy()
     # Every operation is the same, so equal powers give equal bits; torch's powers may be one unit in the last
@@ -287,7 +289,7 @@ def test_longrope_is_that_of_transformers(part, context):
         hidden_size=128, num_attention_heads=4, max_position_embeddings=1024, original_max_position_embeddings=256,
         rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": part, **scaling},
     )  # fmt: skip
-    config = ModelConfig.from_hf(hf.to_dict() | {"architectures": ["Phi3ForCausalLM"]})
+    config = config_of_hf(hf.to_dict() | {"architectures": ["Phi3ForCausalLM"]})
     cos, sin = rope_table(config.rope, config.head_dim, context)
     wanted = Phi3RotaryEmbedding(hf)(torch.zeros(1), torch.arange(context)[None])
     for found, meant, rest in ((cos, wanted[0][0], 1.0), (sin, wanted[1][0], 0.0)):
@@ -303,7 +305,7 @@ def test_rope_factors_divide_each_frequency():
 
 def test_yarn_lengthens_the_context():
     rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    config = ModelConfig.from_hf(LLAMA_8B | {"max_position_embeddings": 32768, "rope_scaling": rope})
+    config = config_of_hf(LLAMA_8B | {"max_position_embeddings": 32768, "rope_scaling": rope})
     assert config.max_position == 131072
 
 
@@ -409,7 +411,7 @@ REFUSED = [
 @pytest.mark.parametrize(("change", "named"), REFUSED)
 def test_what_is_not_supported_is_refused_by_name(change, named):
     with pytest.raises(InputError) as caught:
-        ModelConfig.from_hf(LLAMA_8B | change)
+        config_of_hf(LLAMA_8B | change)
     message = str(caught.value)
     assert "\n" not in message
     for word in named:
@@ -419,9 +421,9 @@ def test_what_is_not_supported_is_refused_by_name(change, named):
 def test_unknown_layer_types_are_refused():
     qwen = LLAMA_8B | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2}
     with pytest.raises(InputError, match="linear_attention"):
-        ModelConfig.from_hf(qwen | {"layer_types": ["full_attention", "linear_attention"]})
+        config_of_hf(qwen | {"layer_types": ["full_attention", "linear_attention"]})
     with pytest.raises(InputError, match="layer_types: 1 do not fit 2"):
-        ModelConfig.from_hf(qwen | {"layer_types": ["full_attention"]})
+        config_of_hf(qwen | {"layer_types": ["full_attention"]})
 
 
 @pytest.mark.parametrize("kinds", ["ff", "sf", "ss"])
@@ -429,14 +431,14 @@ def test_mistral_with_layer_types_has_windows_where_these_say_so(kinds):
     """Transformers takes it for a Ministral then."""
     types = [{"f": "full_attention", "s": "sliding_attention"}[kind] for kind in kinds]
     mistral = LLAMA_8B | {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2, "rope_scaling": None}
-    config = ModelConfig.from_hf(mistral | {"sliding_window": 16, "layer_types": types})
+    config = config_of_hf(mistral | {"sliding_window": 16, "layer_types": types})
     assert config.windows == tuple(16 if kind == "s" else None for kind in kinds)
 
 
 @pytest.mark.parametrize("activation", ["silu", "swish", "quick_gelu"])
 def test_activations_that_opt_cannot_have_are_refused_before_weights_are_read(activation):
     with pytest.raises(InputError, match=f"activation_function '{activation}'.*relu"):
-        ModelConfig.from_hf(OPT_30B | {"activation_function": activation})
+        config_of_hf(OPT_30B | {"activation_function": activation})
 
 
 class TestKeysAreThoseOfTransformers:
@@ -496,11 +498,11 @@ class TestScalingBesideRopeParameters:
         stated = {"architectures": [classes_of(family)[1].__name__], "rope_scaling": card}
         stated |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}
         with pytest.raises(InputError, match=r'rope_scaling beside rope_parameters.*"rope_theta": 5000000\.0'):
-            ModelConfig.from_hf(stated)
+            config_of_hf(stated)
 
     def test_it_is_taken_where_both_ways_of_reading_it_are_one(self, family):
         stated = {"architectures": [classes_of(family)[1].__name__], "rope_scaling": QWEN_CARD | {"rope_theta": 5e6}}
-        rope = ModelConfig.from_hf(stated | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}).rope
+        rope = config_of_hf(stated | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}).rope
         assert (rope.kind, rope.factor, rope.theta) == ("yarn", 4.0, 5e6)
 
 
@@ -509,7 +511,7 @@ def test_absurd_sizes_are_refused_before_anything_is_made_of_them():
     try:
         for key in ("num_hidden_layers", "num_local_experts", "num_attention_heads", "vocab_size", "head_dim"):
             with pytest.raises(InputError, match=key):
-                ModelConfig.from_hf(MIXTRAL | {key: 10**10})
+                config_of_hf(MIXTRAL | {key: 10**10})
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -557,17 +559,17 @@ class TestElementwiseBytes:
     def test_llama(self):
         norms, rotary, kv_write, activation, adds = 2 * 16, 2 * (8 + 4), 2 * 8, 24 + 12, 2 * 24
         expected = norms + rotary + kv_write + activation + adds
-        config = ModelConfig.from_hf(self.LLAMA)
+        config = config_of_hf(self.LLAMA)
         assert config.elementwise_bytes_per_token(2) == 2 * expected
         assert config.elementwise_bytes_per_token(4) == 4 * expected
 
     def test_norms_of_queries_and_keys_count(self):
-        plain = ModelConfig.from_hf(self.LLAMA)
+        plain = config_of_hf(self.LLAMA)
         normed = dataclasses.replace(plain, qk_norm=True)
         assert normed.elementwise_bytes_per_token(2) - plain.elementwise_bytes_per_token(2) == 2 * 2 * (8 + 4)
 
     def test_opt(self):
-        config = ModelConfig.from_hf(
+        config = config_of_hf(
             {
                 "architectures": ["OPTForCausalLM"],
                 "hidden_size": 8,

@@ -23,8 +23,8 @@ from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert, find_or_convert, store_path
 from batchgen.models.files import model_identity, read_config, resolve_for_planning, resolve_model, weight_paths
-from batchgen.models.tokenizer import load_tokenizer
-from batchgen.models.weight_store import open_store
+from batchgen.models.store.weight_store import open_store
+from batchgen.models.tokenizers.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Which day has two sailings?"}]
 
@@ -175,7 +175,7 @@ torch.set_num_threads(1)  # forked children have no other threads
 from batchgen.models.convert import convert
 from batchgen.models.files import resolve_model
 from batchgen.core.errors import InputError
-from batchgen.models.weight_store import open_store
+from batchgen.models.store.weight_store import open_store
 from test_convert import content
 
 files, reference, target = resolve_model(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from batchgen.models.config import ModelConfig
 from batchgen.models.experts import experts, route, split_experts
+from batchgen.models.hf.config import config_of_hf
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 
@@ -23,7 +23,7 @@ QWEN = {
 
 
 def mixture(num_experts, k, norm_topk=True, seed=0, **fields):
-    config = ModelConfig.from_hf(
+    config = config_of_hf(
         QWEN | {"num_experts": num_experts, "num_experts_per_tok": k, "norm_topk_prob": norm_topk} | fields
     )
     generator = torch.Generator().manual_seed(seed)

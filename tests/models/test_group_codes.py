@@ -18,9 +18,9 @@ from batchgen.engine.loader import choose_quantization
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.models.formats.quantization import read_scheme
 from batchgen.models.layouts import is_quantized
-from batchgen.models.quantization import read_scheme
-from batchgen.models.weight_store import load_extent
+from batchgen.models.store.weight_store import load_extent
 from batchgen.ops import cpp
 from batchgen.planner.memory import group_bytes
 
@@ -72,7 +72,7 @@ CASES = [(name, family) for name in SCHEMES for family in ALL]
 @pytest.mark.parametrize(("name", "family"), covering(CASES, 30, "codes"))
 def test_numbers_are_those_that_the_format_defines(tmp_path, monkeypatch, name, family):
     """Every tensor, however the family fuses them; and what is kept as found is these numbers too, in a store as well."""
-    monkeypatch.setattr("batchgen.models.reading.CHUNK_VALUES", 3000)  # rows a few at a time
+    monkeypatch.setattr("batchgen.models.tensor_files.reading.CHUNK_VALUES", 3000)  # rows a few at a time
     scheme, kept = SCHEMES[name]
     files, plain = make(tmp_path, family, scheme)
     assert resolve_quantization(files, "none") == (kept or "none")

@@ -3,8 +3,8 @@
 import pytest
 from tiny_models import make_tiny_tokenizer
 
-from batchgen.models.harmony import Harmony
-from batchgen.models.tokenizer import NoText, Tokenizer
+from batchgen.models.tokenizers.harmony import Harmony
+from batchgen.models.tokenizers.tokenizer import NoText, Tokenizer
 
 MARKS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>"]
 

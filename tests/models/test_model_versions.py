@@ -14,12 +14,12 @@ from tiny_models import make_tiny_model, write_tiny_gguf
 from batchgen.core.errors import InputError
 from batchgen.models import convert as conversion
 from batchgen.models.as_weights import as_weights
-from batchgen.models.block_packer import BlockPacker
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
 from batchgen.models.files import model_identity, resolve_model, weight_tensors
 from batchgen.models.layouts import stored_tensors
 from batchgen.models.model_versions import changed_file, check_unchanged, model_versions
+from batchgen.models.tensor_files.block_packer import BlockPacker
 
 
 def edit(path) -> None:

@@ -9,7 +9,7 @@ from config_draws import MODELS, draw, draws_of, try_draw
 from thorough import SEED, quick_or
 from tiny_models import FAMILIES, classes_of, make_tiny_tokenizer
 
-from batchgen.models import config as model_config
+from batchgen.models.hf import config as model_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from batchgen.core.errors import InputError
-from batchgen.models import reading
-from batchgen.models.headers import TensorInfo
-from batchgen.models.reading import read_by_threads
+from batchgen.models.tensor_files import reading
+from batchgen.models.tensor_files.headers import TensorInfo
+from batchgen.models.tensor_files.reading import read_by_threads
 
 OFFSET = 4096 + 32  # as GGUFs have it: no page begins there
 

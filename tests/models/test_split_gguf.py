@@ -11,7 +11,6 @@ from tiny_models import make_tiny_model, make_tiny_tokenizer, mixed_types, write
 
 import batchgen
 from batchgen.core.errors import InputError
-from batchgen.models import gguf_tensors
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
 from batchgen.models.files import (
@@ -22,7 +21,8 @@ from batchgen.models.files import (
     weight_paths,
     weight_tensors,
 )
-from batchgen.models.tokenizer import load_tokenizer
+from batchgen.models.formats.gguf import tensors as gguf_tensors
+from batchgen.models.tokenizers.tokenizer import load_tokenizer
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 KINDS = {"numbers": "F32", "one format": "Q8_0", "formats of their own": mixed_types("qwen2")}

@@ -4,8 +4,8 @@ import pytest
 from tiny_models import make_tiny_tokenizer
 
 from batchgen.core.request import SamplingParams
-from batchgen.models.thinking import Split, Thinking, ThoughtStops
-from batchgen.models.tokenizer import NoText, Tokenizer
+from batchgen.models.tokenizers.thinking import Split, Thinking, ThoughtStops
+from batchgen.models.tokenizers.tokenizer import NoText, Tokenizer
 
 PLAIN = SamplingParams()
 

@@ -10,7 +10,7 @@ import pytest
 from tiny_models import TEXT, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from batchgen.models.token_bound import TokenBound
+from batchgen.models.tokenizers.token_bound import TokenBound
 
 NFC = normalizers.NFC()
 NORMALIZERS = {

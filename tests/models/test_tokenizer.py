@@ -23,9 +23,9 @@ from tiny_models import (
 )
 
 from batchgen.core.errors import InputError, RowError
-from batchgen.models import tokenizer as tokenizer_module
 from batchgen.models.files import ModelFiles, resolve_model
-from batchgen.models.tokenizer import Tokenizer, load_tokenizer
+from batchgen.models.tokenizers import tokenizer as tokenizer_module
+from batchgen.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = ["", " ", "Question: which day?", "  two  spaces\n\n\ttab", "naïve 日本語 😀👩‍👩‍👧 é"]
 TEXTS += TEXT.split("\n")
@@ -476,7 +476,7 @@ def test_threads_may_share_a_tokenizer(tokenizers):
 
 def test_importing_the_module_does_not_import_transformers():
     heavy = "{'torch', 'transformers', 'tokenizers'}"
-    code = f"import sys, batchgen.models.tokenizer; assert not {heavy} & set(sys.modules)"
+    code = f"import sys, batchgen.models.tokenizers.tokenizer; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

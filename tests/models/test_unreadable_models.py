@@ -14,7 +14,7 @@ from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_for_planning, resolve_model
 from batchgen.models.model_versions import model_versions
-from batchgen.models.weight_store import open_store
+from batchgen.models.store.weight_store import open_store
 
 
 @contextmanager

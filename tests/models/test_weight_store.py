@@ -20,7 +20,7 @@ from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.importance import ChannelImportance, random_tokens
 from batchgen.models.layouts import is_quantized
-from batchgen.models.weight_store import load_extent, open_store, read_extent, verify, views
+from batchgen.models.store.weight_store import load_extent, open_store, read_extent, verify, views
 from batchgen.ops import int8
 from batchgen.ops.quant import dequantize, quantize
 
@@ -146,7 +146,7 @@ def test_several_groups_in_one_request(store_path):
 @pytest.mark.parametrize("quantization", ["none", "int4", "int8"])
 def test_loading_in_small_pieces(store_path, monkeypatch, quantization, dtype):
     store = open_store(store_path(quantization))
-    monkeypatch.setattr("batchgen.models.weight_store._PIECE_BYTES", 1000)
+    monkeypatch.setattr("batchgen.models.store.weight_store._PIECE_BYTES", 1000)
     for file in store.files:
         for extent in file.extents.values():
             stored = read_extent(file, extent)

@@ -13,8 +13,8 @@ from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineParts
 from batchgen.models.checkpoint import dummy_checkpoint
-from batchgen.models.config import ModelConfig
-from batchgen.models.tokenizer import NoText
+from batchgen.models.hf.config import config_of_hf
+from batchgen.models.tokenizers.tokenizer import NoText
 from batchgen.ops import dispatch as ops
 from batchgen.ops import triton as triton_kernels
 from batchgen.runtime import graphs
@@ -103,7 +103,7 @@ CONFIGS = {"llama": LLAMA, "windows": LLAMA | WINDOWS, "opt": OPT, "experts": LL
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_captured_sweeps_give_the_same_tokens(config, monkeypatch):
     monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
-    config = ModelConfig.from_hf(config)
+    config = config_of_hf(config)
     expected = tokens(engine(config, monkeypatch, captured=False))
     made = engine(config, monkeypatch, captured=True)
     made_graphs, replayed = made.parts.executor._graphs, 0
@@ -124,7 +124,7 @@ def test_captured_sweeps_give_the_same_tokens(config, monkeypatch):
 
 
 def test_sweeps_with_prompts_are_not_captured(monkeypatch):
-    made = engine(ModelConfig.from_hf(LLAMA), monkeypatch, captured=True)
+    made = engine(config_of_hf(LLAMA), monkeypatch, captured=True)
     seen = []
     buffers = made.parts.executor._graphs.buffers
     made.parts.executor._graphs.buffers = lambda packed: (
@@ -137,7 +137,7 @@ def test_sweeps_with_prompts_are_not_captured(monkeypatch):
 def test_few_graphs_are_kept(monkeypatch):
     monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
     monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
-    made = engine(ModelConfig.from_hf(LLAMA), monkeypatch, captured=True)
+    made = engine(config_of_hf(LLAMA), monkeypatch, captured=True)
     assert len(tokens(made)) == len(PROMPTS)
     assert len(made.parts.executor._graphs._buffers) <= 2
 

@@ -17,8 +17,8 @@ from thorough import quick_or, some_of
 from triton_device import DEVICE
 
 from batchgen.core.dtypes import KV_CODE_BITS, code_bytes, kv_row_bytes
-from batchgen.models.config import ModelConfig
 from batchgen.models.experts import experts, split_experts
+from batchgen.models.hf.config import config_of_hf
 from batchgen.ops import dispatch as ops
 from batchgen.ops import quant, reference
 from batchgen.ops import triton as triton_kernels
@@ -601,7 +601,7 @@ def test_launches_of_experts_do_not_depend_on_routes():
 @pytest.mark.parametrize("shared", [{}, {"shared_expert_intermediate_size": 56}], ids=["", "shared"])
 def test_a_mixture_whose_experts_are_together_is_that_of_the_cpu(shared, monkeypatch):
     """Weights as a device has them, as `models/experts.py` hands them to the kernels."""
-    config = ModelConfig.from_hf({
+    config = config_of_hf({
         "architectures": [f"Qwen{2 if shared else 3}MoeForCausalLM"], "hidden_size": 40, "num_hidden_layers": 1,
         "num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 24, "vocab_size": 8, "num_experts": 8,
         "num_experts_per_tok": 3,

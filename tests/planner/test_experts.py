@@ -10,15 +10,15 @@ from batchgen.core.dtypes import FORMAT_BYTES, INT8, KEPT_FORMATS, MIXED, block_
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.routing import Routing
 from batchgen.core.workload import Workload
-from batchgen.models.config import ModelConfig
+from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.bound import lower_bound_s
-from batchgen.planner.costs import bounds, experts_touched, layer_lanes, linear_s, moved_bytes
+from batchgen.planner.costs import bounds, experts_touched, job_seconds, layer_lanes, linear_s, moved_bytes
 from batchgen.planner.experts import break_even_tokens, on_demand_tokens
-from batchgen.planner.flow import Phase
-from batchgen.planner.inputs import BATCHGEN, CostInputs
-from batchgen.planner.lp import Counts, job_seconds
 from batchgen.planner.memory import expert_bytes
-from batchgen.planner.search import Problem, search
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Counts
+from batchgen.planner.problem import BATCHGEN, CostInputs, Problem
+from batchgen.planner.search import search
 
 SIZES = {
     "hidden_size": 64,
@@ -31,7 +31,7 @@ SIZES = {
 
 def mixture(num_experts, k):
     fields = {"num_experts": num_experts, "num_experts_per_tok": k, "intermediate_size": 32}
-    return ModelConfig.from_hf({"architectures": ["Qwen3MoeForCausalLM"], **SIZES, **fields})
+    return config_of_hf({"architectures": ["Qwen3MoeForCausalLM"], **SIZES, **fields})
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_routing_that_cannot_be_is_refused(fields):
 def test_an_expert_has_its_bytes_in_every_format(weight_format):
     fields = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 512}
     sizes = SIZES | {"hidden_size": 512, "num_attention_heads": 8, "moe_intermediate_size": 512}
-    model = ModelConfig.from_hf({"architectures": ["Qwen3MoeForCausalLM"], **sizes, **fields})
+    model = config_of_hf({"architectures": ["Qwen3MoeForCausalLM"], **sizes, **fields})
     values = 3 * 512 * 512  # gate, up, down
     found = sum(expert_bytes(model, "float32", weight_format).values())
     assert values * FORMAT_BYTES[block_format(weight_format)] == pytest.approx(found, rel=0.1)
@@ -135,7 +135,7 @@ def inputs(model, hardware=None, **changes):
     fields = {
         "hardware": hardware or cpu_box(), "model": model, "workload": Workload.uniform(8, 1, 16), "runtime": BATCHGEN,
         "compute_format": "float16", "weight_format": "float16", "kv_format": "float16", "admission": "continuous",
-        "block_size": 8, "num_gpu_batches": 1, "max_num_batched_tokens": 512, "kv_block_size": 16,
+        "max_num_seqs": 8, "num_gpu_batches": 1, "max_num_batched_tokens": 512, "kv_block_size": 16,
         "budgets": {"cpu": 8 * GIB, "disk": 0}, "process_bytes": 0,
     }  # fmt: skip
     return CostInputs(**fields | changes)
@@ -146,14 +146,14 @@ def everywhere(model, *counts):
 
 
 def placed(s, weight_layers):
-    return Counts(weight_layers, {"cpu": s.block_size}, (0, 1), 0).placement(s)
+    return Counts(weight_layers, {"cpu": s.max_num_seqs}, (0, 1), 0).placement(s)
 
 
 def most_tokens(s, weight_layers):
     return on_demand_tokens(s, placed(s, weight_layers))
 
 
-QWEN_30B = ModelConfig.from_hf(
+QWEN_30B = config_of_hf(
     {
         "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 32,
         "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "vocab_size": 8000, "num_experts": 128,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from thorough import quick_or
 
-from batchgen.planner.inputs import FLEXGEN, LANES
-from batchgen.planner.lp import Allowed, job_seconds
+from batchgen.planner.costs import job_seconds
+from batchgen.planner.problem import FLEXGEN, LANES, Allowed
 from batchgen.planner.search import search
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -43,7 +43,7 @@ def test_predictions_are_close_to_what_was_measured():
 @pytest.mark.parametrize("cell", CHECKED, ids=label)
 def test_our_policy_is_predicted_at_least_as_fast_as_the_papers(cell):
     own = flexgen_check.own_plan(cell)
-    assert cell.block_size * cell.output / own.seconds >= flexgen_check.predict(cell) * 0.9999
+    assert cell.max_num_seqs * cell.output / own.seconds >= flexgen_check.predict(cell) * 0.9999
     hardware = flexgen_check.hardware_of(cell)
     assert own.inputs.budgets == flexgen_check.budgets_of(hardware)
 
@@ -61,7 +61,7 @@ def test_cpu_attention_matters_for_30b_and_little_for_175b():
     without = Allowed(kv_classes=("gpu", "streamed", "disk"))
     thirty, large = cell_of("30B"), next(c for c in CHECKED if c.model == "175B")
     plan = flexgen_check.own_plan(thirty)
-    assert plan.counts.kv_seqs["cpu"] > plan.inputs.block_size / 2
+    assert plan.counts.kv_seqs["cpu"] > plan.inputs.max_num_seqs / 2
     loss = own_seconds(thirty, allowed=without) / plan.seconds
     assert loss > 1.05
     no_delegation = replace(FLEXGEN, attends_disk_kv_on_cpu=False)

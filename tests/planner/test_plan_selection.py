@@ -12,6 +12,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.workload import Workload
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.config import ModelConfig
+from batchgen.models.hf.config import config_of_hf
 from batchgen.planner import plan_selection as choice
 from batchgen.planner import sampled_simulation as shortened
 from batchgen.planner.explain import make_plan
@@ -25,13 +26,13 @@ SHAPES = Path(__file__).parents[2] / "recipes" / "throughput" / "shapes"
 
 
 def shape(name: str) -> ModelConfig:
-    return ModelConfig.from_hf(json.loads((SHAPES / name / "config.json").read_text()))
+    return config_of_hf(json.loads((SHAPES / name / "config.json").read_text()))
 
 
 def llama_70b() -> ModelConfig:
     values = json.loads((SHAPES / "llama-3.1-8b" / "config.json").read_text())
     sizes = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672}
-    return ModelConfig.from_hf(values | sizes)
+    return config_of_hf(values | sizes)
 
 
 # The same of jobs of which only a part is simulated for a plan; before sweeps were jumped over, these were 28 and 13 % too short.
@@ -150,7 +151,7 @@ def test_neos_order_is_costed_and_tried():
     assert "neo" in orders and set(orders) <= {"even", "mixed", "neo"}
     for candidate, order in zip(found, orders, strict=True):
         on_cpu = candidate.counts.kv_seqs["cpu"]
-        if 0 < on_cpu < candidate.inputs.block_size:
+        if 0 < on_cpu < candidate.inputs.max_num_seqs:
             assert order != "even", "the CPU would have nothing to do beside the first micro-batch"
     neo = found[orders.index("neo")]
     assert neo.inputs.balance is not None

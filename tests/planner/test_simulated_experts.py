@@ -13,19 +13,19 @@ from batchgen.core.plan import Plan, Policy, Prediction
 from batchgen.core.routing import Routing
 from batchgen.core.workload import Workload
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
-from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.costs import moved_bytes
+from batchgen.models.hf.config import config_of_hf
+from batchgen.planner.costs import job_seconds, moved_bytes
 from batchgen.planner.explanation import explanation_of
-from batchgen.planner.flow import Phase
-from batchgen.planner.inputs import BATCHGEN, CostInputs
-from batchgen.planner.lp import Counts, job_seconds
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Counts
+from batchgen.planner.problem import BATCHGEN, CostInputs
 from batchgen.planner.simulation import simulate_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NOTHING = Prediction(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, "compute", {"cpu": {"process": 1 << 29}}, {}, {})
-MODEL = ModelConfig.from_hf(
+MODEL = config_of_hf(
     {
         "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 32,
         "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "vocab_size": 8000, "num_experts": 128,
@@ -82,7 +82,7 @@ def cost_inputs(plan, config, hardware):
     s = CostInputs(
         hardware=hardware, model=config, workload=plan.workload, runtime=BATCHGEN, compute_format=plan.dtype,
         weight_format=policy.weight_format, kv_format=policy.kv_format, admission=policy.admission,
-        block_size=policy.max_num_seqs, num_gpu_batches=policy.num_gpu_batches,
+        max_num_seqs=policy.max_num_seqs, num_gpu_batches=policy.num_gpu_batches,
         max_num_batched_tokens=policy.max_num_batched_tokens, kv_block_size=policy.kv_block_size, budgets=plan.budgets,
         process_bytes=0, on_demand_tokens=policy.on_demand_tokens,
     )  # fmt: skip

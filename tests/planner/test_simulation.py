@@ -28,9 +28,9 @@ from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.costs import head_lanes, layer_lanes, linear_s
-from batchgen.planner.flow import Phase
-from batchgen.planner.lp import Counts
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Counts
 from batchgen.planner.simulation import simulate_job, simulated_rows, trace_plan
 from batchgen.planner.step_costs import Attended, StepCosts, load_of, streams_of
 from batchgen.planner.step_simulator import Simulator, simulate
@@ -307,7 +307,7 @@ def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_class, box):
     count, context = 32, 401  # no block is full, so that what is in whole blocks is easy to count
     layer, head, _ = spent(plan, model, hardware, decoding(kv_class, count, context), hidden_on_host=True)
     inputs = StepCosts(plan, model, hardware)._inputs
-    at = Counts(counts, {kv_class: 32}, (0, 1), 0).placement(replace(inputs, block_size=32))
+    at = Counts(counts, {kv_class: 32}, (0, 1), 0).placement(replace(inputs, max_num_seqs=32))
     phase = Phase(1, 0, 0, count, context)
     expected = layer_lanes(inputs, phase, at)
     resident = layer_lanes(inputs, phase, replace(at, w_gpu=1, w_cpu=0, w_disk=0))["compute"]

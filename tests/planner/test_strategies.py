@@ -13,12 +13,21 @@ from batchgen.planner.by_layer import by_layer
 from batchgen.planner.deferring import deferring
 from batchgen.planner.explain import make_plan
 from batchgen.planner.explanation import explanation_of
-from batchgen.planner.lp import Allowed
 from batchgen.planner.plan_selection import choose, simulate_candidates
+from batchgen.planner.problem import Allowed
 from batchgen.planner.sampled_simulation import simulate_shortened
 from batchgen.planner.search import search
 from batchgen.planner.simulation import simulate_job
-from batchgen.planner.strategies import ON_CPU, WITH_GPU, best_plan, limited, way_lines, way_of, ways_for, with_ways
+from batchgen.planner.strategies import (
+    ON_CPU,
+    WITH_GPU,
+    best_plan,
+    limited,
+    strategies_for,
+    strategy_lines,
+    strategy_of,
+    with_strategies,
+)
 
 # Few layers, so that a deferred token takes few sweeps; few words, so that logits take little of a small GPU's memory.
 MODEL = replace(opt(1024, 6, 8), vocab_size=2048)
@@ -55,10 +64,10 @@ def plan_of(problem, candidate, max_model_len=2048):
 
 
 def planned(hardware, workload=DECODING, **options):
-    """The plan and its time beside those of the ways."""
+    """The plan and its time beside those of the strategies."""
     problem, request = planning(hardware, workload, **options)
     plan = plan_job(problem, request, **TIMES)
-    return with_ways(plan, problem, plan_maker(problem, request, **TIMES))
+    return with_strategies(plan, problem, plan_maker(problem, request, **TIMES))
 
 
 @pytest.mark.parametrize(("ratio", "deferred"), [(1.5, False), (10, True)])
@@ -90,9 +99,9 @@ def test_so_does_the_plan():
     assert fast.policy.kv_seqs["cpu"] > fast.policy.max_num_seqs / 3, "the CPU attends to much of it"
     assert slow.policy.num_gpu_batches == 1 and slow.policy.kv_seqs["deferred"] > slow.policy.max_num_seqs / 4
     assert slow.policy.deferred_rows % slow.policy.kv_seqs["deferred"] == 0, "whole waves of them"
-    times = {way.name: way.seconds for way in slow.ways}
+    times = {strategy.name: strategy.seconds for strategy in slow.strategies}
     assert times["chosen"] < 0.97 * min(times["GPU-only"], times["NEO"]) and times["chosen"] <= times["FlexGen"]
-    assert way_of(slow.policy, WITH_GPU) == "APEX" and slow.ways[-1].words == "goes the way of APEX"
+    assert strategy_of(slow.policy, WITH_GPU) == "APEX" and slow.strategies[-1].description == "uses the strategy APEX"
 
 
 @pytest.mark.thorough
@@ -161,9 +170,9 @@ def test_kv_streams_by_layer_where_it_is_a_little_larger_than_the_gpu():
 def test_the_plan_then_has_kv_by_layer():
     problem, request = few_long_rows()
     plan = plan_job(problem, request, **TIMES)
-    plan = with_ways(plan, problem, plan_maker(problem, request, **TIMES))
-    policy, times = plan.policy, {way.name: way.seconds for way in plan.ways}
-    assert way_of(policy, WITH_GPU) == "Pie"
+    plan = with_strategies(plan, problem, plan_maker(problem, request, **TIMES))
+    policy, times = plan.policy, {strategy.name: strategy.seconds for strategy in plan.strategies}
+    assert strategy_of(policy, WITH_GPU) == "Pie"
     assert policy.kv_seqs == {"streamed": 2} and 12 < policy.kv_layers < 24
     others = [times[name] for name in ("GPU-only", "NEO", "APEX", "FlexGen") if times[name]]
     assert len(others) >= 3 and times["chosen"] < 0.9 * min(others)
@@ -176,11 +185,11 @@ def test_a_job_that_is_too_short_defers_nothing():
     """Others end it before one deferred token has come through all layers often enough."""
     plan = planned(slow_cpu(10), replace(DECODING, num_seqs=100))
     assert "deferred" not in plan.policy.kv_seqs and plan.policy.deferred_rows is None
-    (apex,) = [way for way in plan.ways if way.name == "APEX"]
+    (apex,) = [strategy for strategy in plan.strategies if strategy.name == "APEX"]
     assert apex.seconds is None and "a deferred token takes 7 sweeps" in apex.reason
 
 
-# machine, options -> the names of the ways that can be gone
+# machine, options -> the names of the strategies that apply
 MACHINES = {
     "GPU that holds the weights": (slow_cpu(10), {}, {"GPU-only", "FlexGen"}),
     "GPU that does not": (slow_cpu(10, gpu_memory_bytes=int(0.15 * GIB)), {}, {"FlexGen"}),
@@ -193,28 +202,30 @@ JOB = replace(DECODING, num_seqs=48)
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_every_way_has_a_time_or_a_reason(name):
+def test_every_strategy_has_a_time_or_a_reason(name):
     hardware, options, able = MACHINES[name]
     plan = planned(hardware, JOB, **options)
-    *ways, chosen = plan.ways
-    assert [way.name for way in ways] == [way.name for way in ways_for(planning(hardware, JOB, **options)[0])]
-    for way in ways:
-        assert (way.seconds is None) == bool(way.reason) and way.words, way
-        assert way.seconds is None or way.seconds > 0
-    assert able <= {way.name for way in ways if way.seconds}
+    *strategies, chosen = plan.strategies
+    assert [strategy.name for strategy in strategies] == [
+        strategy.name for strategy in strategies_for(planning(hardware, JOB, **options)[0])
+    ]
+    for strategy in strategies:
+        assert (strategy.seconds is None) == bool(strategy.reason) and strategy.description, strategy
+        assert strategy.seconds is None or strategy.seconds > 0
+    assert able <= {strategy.name for strategy in strategies if strategy.seconds}
     assert chosen.name == "chosen" and chosen.seconds == plan.prediction.total_s
     # Ties go to plans that finish their first rows earlier; and what is quantised was not asked for.
-    others = [way.seconds for way in ways if way.seconds and way.name != "quantised"]
+    others = [strategy.seconds for strategy in strategies if strategy.seconds and strategy.name != "quantised"]
     assert chosen.seconds <= 1.05 * min(others)
-    lines = way_lines(plan)
-    assert len(lines) == len(plan.ways) + 1 and all(
-        line.startswith(way.name) for line, way in zip(lines[1:], plan.ways, strict=True)
+    lines = strategy_lines(plan)
+    assert len(lines) == len(plan.strategies) + 1 and all(
+        line.startswith(strategy.name) for line, strategy in zip(lines[1:], plan.strategies, strict=True)
     )
     assert type(plan).from_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize("ways", [WITH_GPU, ON_CPU], ids=["with a GPU", "on a CPU"])
-def test_every_policy_goes_one_way(ways):
+@pytest.mark.parametrize("strategies", [WITH_GPU, ON_CPU], ids=["with a GPU", "on a CPU"])
+def test_every_policy_uses_one_strategy(strategies):
     policy = planned(cpu_box(), replace(JOB, num_seqs=8)).policy
     changes = {
         "GPU-only": {"weight_layers": {"qkv": (6, 0, 0)}, "kv_seqs": {"gpu": 8}},
@@ -226,35 +237,35 @@ def test_every_policy_goes_one_way(ways):
         "streamed": {"weight_layers": {"qkv": (0, 3, 3)}, "kv_seqs": {"cpu": 8}},
         "quantised": {"weight_layers": {"qkv": (0, 6, 0)}, "weight_format": "int4"},
     }
-    for way in ways:
-        assert way_of(replace(policy, **changes[way.name]), ways) == way.name
+    for strategy in strategies:
+        assert strategy_of(replace(policy, **changes[strategy.name]), strategies) == strategy.name
 
 
 @pytest.mark.parametrize("has_store", [False, True])
 def test_weights_in_4_bits_pay_for_their_own_store(has_store):
-    """The way that nobody asked for takes as long before its first sweep as a plan for which somebody does."""
+    """The strategy that nobody asked for takes as long before its first sweep as a plan for which somebody does."""
     sizes = {name: store_bytes(MODEL, "float16", name) for name in ("none", "int4")}
     problem, beside = planning(cpu_box(), JOB, store_bytes=sizes["none"], has_int4_store=has_store)
     own = planning(cpu_box(), JOB, quantization="int4", store_bytes=0 if has_store else sizes["int4"])
     times = TIMES | {"loading_s": 1.0}
-    (way,) = [way for way in ON_CPU if way.name == "quantised"]
-    predicted = [best_plan(way, p, plan_maker(p, r, **times)).prediction for p, r in ((problem, beside), own)]
+    (strategy,) = [strategy for strategy in ON_CPU if strategy.name == "quantised"]
+    predicted = [best_plan(strategy, p, plan_maker(p, r, **times)).prediction for p, r in ((problem, beside), own)]
     assert predicted[0].startup_s == pytest.approx(predicted[1].startup_s)
     assert predicted[0].disk_written_bytes == predicted[1].disk_written_bytes
     assert predicted[0].disk_written_bytes["weight store"] == (0 if has_store else sizes["int4"])
 
 
 @pytest.mark.parametrize("limit_s", [0.951, 0.2625])
-def test_the_plan_is_no_slower_than_a_way_within_the_latency(limit_s):
+def test_the_plan_is_no_slower_than_any_strategy_within_the_latency(limit_s):
     plan = planned(slow_cpu(8 if limit_s > 0.5 else 3), max_block_latency_s=limit_s)
-    *ways, chosen = plan.ways
+    *strategies, chosen = plan.strategies
     assert plan.prediction.block_latency_s <= limit_s
-    assert chosen.seconds <= 1.02 * min(way.seconds for way in ways if way.seconds is not None)
+    assert chosen.seconds <= 1.02 * min(strategy.seconds for strategy in strategies if strategy.seconds is not None)
 
 
 def test_a_block_of_one_has_no_second_batch():
     plan = planned(slow_cpu(1.5), max_num_seqs=1)
-    neo = next(way for way in plan.ways if way.name == "NEO")
+    neo = next(strategy for strategy in plan.strategies if strategy.name == "NEO")
     assert neo.seconds is None and "--max-num-seqs is 1" in neo.reason
 
 

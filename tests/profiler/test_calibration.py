@@ -11,14 +11,14 @@ from planner_cases import cpu_box
 
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
-from batchgen.models.config import ModelConfig
+from batchgen.models.hf.config import config_of_hf
 from batchgen.profiler import calibration
 from batchgen.profiler.calibration import calibrated, corrected_by_disk_probe, corrected_by_probe
 from batchgen.profiler.calibration import fit as fit_within
 from batchgen.profiler.shipped import shipped_profile
 from batchgen.profiler.transfer import DiskRates
 
-TINY = ModelConfig.from_hf(
+TINY = config_of_hf(
     {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 64,

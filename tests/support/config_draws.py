@@ -22,9 +22,9 @@ from tiny_models import FAMILIES, classes_of, randomize
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
+from batchgen.models.families import ARCHITECTURES
 from batchgen.models.files import resolve_for_planning
-from batchgen.models.hf_fields import ARCHITECTURES
-from batchgen.models.hf_keys import IGNORED
+from batchgen.models.hf.keys import IGNORED
 
 MARGIN = 1e-3  # log-probabilities in fp32 may differ by so much
 MODELS = (*FAMILIES, "gemma3 with images")

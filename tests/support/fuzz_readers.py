@@ -41,7 +41,7 @@ from batchgen.models.files import (
     store_manifest_checksum,
 )
 from batchgen.models.model_versions import model_versions
-from batchgen.models.weight_store import load_extent, open_store
+from batchgen.models.store.weight_store import load_extent, open_store
 from batchgen.output.run_directory import open_run
 from batchgen.share.files import DirectoryFiles
 from batchgen.share.lease import Lease, Table, WorkerRecord, claim, finish, write_worker

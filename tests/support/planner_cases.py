@@ -5,8 +5,9 @@ from __future__ import annotations
 from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
-from batchgen.planner.inputs import CostInputs
-from batchgen.planner.search import Problem, search_space
+from batchgen.models.hf.config import config_of_hf
+from batchgen.planner.problem import CostInputs, Problem
+from batchgen.planner.search import search_space
 
 GIB = 1 << 30
 
@@ -73,7 +74,7 @@ def cpu_box(**changes) -> HardwareProfile:
 
 
 def opt(hidden: int, layers: int, heads: int) -> ModelConfig:
-    return ModelConfig.from_hf(
+    return config_of_hf(
         {
             "architectures": ["OPTForCausalLM"],
             "hidden_size": hidden,
@@ -88,7 +89,7 @@ def opt(hidden: int, layers: int, heads: int) -> ModelConfig:
 
 def llama_8b() -> ModelConfig:
     """Llama-3.1-8B's shape."""
-    return ModelConfig.from_hf(
+    return config_of_hf(
         {
             "architectures": ["LlamaForCausalLM"],
             "hidden_size": 4096,
@@ -105,7 +106,7 @@ def llama_8b() -> ModelConfig:
 
 def gpt_oss_20b() -> ModelConfig:
     """gpt-oss-20b's shape: every second layer sees 128 tokens."""
-    return ModelConfig.from_hf(
+    return config_of_hf(
         {
             "architectures": ["GptOssForCausalLM"],
             "hidden_size": 2880,
@@ -125,7 +126,7 @@ def gpt_oss_20b() -> ModelConfig:
 
 def gemma3_27b() -> ModelConfig:
     """Gemma 3 27B's shape: of six layers, five see 1024 tokens."""
-    return ModelConfig.from_hf(
+    return config_of_hf(
         {
             "architectures": ["Gemma3ForCausalLM"],
             "hidden_size": 5376,
@@ -155,7 +156,7 @@ def inputs_of_batches(hardware: HardwareProfile, model: ModelConfig, num_gpu_bat
         compute_format="float16",
         weight_formats=("float16",),
         kv_formats=("float16",),
-        block_size=64,
+        max_num_seqs=64,
         num_gpu_batches=num_gpu_batches,
         admissions=("continuous",),
         **held,

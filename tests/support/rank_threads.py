@@ -10,7 +10,7 @@ from batchgen.engine.follow import follow_rank_zero
 from batchgen.engine.tensor_parallel import load_parts_on_ranks
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.shard import shard_of
-from batchgen.models.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.tokenizer import load_tokenizer
 
 _TIMEOUT_S = 120
 
@@ -45,11 +45,11 @@ class RankThread:
     def check(self):
         assert not self.shared.failures
 
-    def tell(self, message):
+    def broadcast(self, message):
         for messages in self.shared.messages[1:]:
             messages.put(bytes(message))
 
-    def told(self):
+    def receive_broadcast(self):
         message = self.shared.messages[self.rank].get(timeout=_TIMEOUT_S)
         if message is None:
             raise EOFError

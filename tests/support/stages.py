@@ -18,7 +18,7 @@ from batchgen.engine.parts import EngineParts
 from batchgen.engine.pipeline import Stage, load_pipeline
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.tokenizer import load_tokenizer
 
 _END = object()
 
@@ -61,7 +61,7 @@ class Rendezvous:
 
 
 class ThreadGroup:
-    """As of `engine.pipeline.StageGroup`."""
+    """As of `engine.ranks.RankGroup`."""
 
     def __init__(self, rank: int, rendezvous: Rendezvous) -> None:
         self.rank, self.size, self._all = rank, rendezvous.size, rendezvous
@@ -71,11 +71,11 @@ class ThreadGroup:
     def peaks(self) -> list[dict[str, int] | None]:
         return [self.found_peaks.get(rank) for rank in range(1, self.size)]
 
-    def tell(self, message) -> None:
+    def broadcast(self, message) -> None:
         for messages in self._all.messages[1:]:
             messages.put(bytes(message))
 
-    def told(self):
+    def receive_broadcast(self):
         content = self._all.messages[self.rank].get()
         if content is _END:
             raise EOFError

@@ -22,15 +22,15 @@ from batchgen.core.file_version import FileVersion
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import VOCABULARY_CHUNKS
 from batchgen.models.as_weights import as_weights
-from batchgen.models.block_packer import BlockPacker
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import MATRICES, split_experts
 from batchgen.models.layers import is_gated
 from batchgen.models.layouts import Stored, is_quantized, layer_layout, stored_tensors, tensor_shapes
-from batchgen.models.rows_in_file import RowsInFile
-from batchgen.models.store_format import layer_groups
-from batchgen.models.weight_store import StoreFile, WeightStore, has_checksums, read_extent, verify, views
+from batchgen.models.store.layout import layer_groups
+from batchgen.models.store.weight_store import StoreFile, WeightStore, has_checksums, read_extent, verify, views
+from batchgen.models.tensor_files.block_packer import BlockPacker
+from batchgen.models.tensor_files.rows_in_file import RowsInFile
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.memory.expert_reads import ExpertReads, Piece, Stretch
 from batchgen.runtime.memory.tiers import Tiers

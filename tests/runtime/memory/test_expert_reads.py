@@ -7,7 +7,7 @@ import pytest
 
 from batchgen.core.direct_io import ALIGNMENT
 from batchgen.models.layouts import Stored
-from batchgen.models.store_format import lay_out
+from batchgen.models.store.layout import lay_out
 from batchgen.runtime.memory.expert_reads import ExpertReads, Stretch
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from batchgen.core.errors import BatchgenError
-from batchgen.models.config import ModelConfig
+from batchgen.models.hf.config import config_of_hf
 from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Link
@@ -35,7 +35,7 @@ FORMATS = [
 def config(tiny_models):
     """Two KV heads of 16."""
     path = tiny_models("llama", num_hidden_layers=LAYERS)[0]
-    return ModelConfig.from_hf(json.loads((path / "config.json").read_text()))
+    return config_of_hf(json.loads((path / "config.json").read_text()))
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import pytest
 import torch
 from tiny_models import MIXED_SIZES, make_tiny_model, mixed_types, write_tiny_gguf
 
-from batchgen.models import block_packer, gguf_tensors
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.models.formats.gguf import tensors as gguf_tensors
+from batchgen.models.tensor_files import block_packer
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.memory.weights import Weights
 from batchgen.schedule.residency import WeightResidency

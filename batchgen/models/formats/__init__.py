@@ -1,0 +1,1 @@
+"""The formats of weights that other programs write."""

@@ -1,0 +1,415 @@
+"""What a GGUF's key-value pairs and the names of its tensors mean, family by family. No file is read here, and no torch is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.core.dtypes import GGUF_FORMATS
+from batchgen.core.errors import InputError
+from batchgen.models.config import ModelConfig
+from batchgen.models.families import ARCHITECTURES, GEMMA
+from batchgen.models.formats.gguf.known_tokens import end_ids, special_id
+from batchgen.models.rope import RopeConfig
+from batchgen.models.stated_numbers import require_positive
+from batchgen.models.tensor_files.headers import TensorInfo
+
+GGUF_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+_LLAMA_MIXTURE = "MixtralForCausalLM"  # of architecture "llama" too, with experts
+# Whether the weights of the experts chosen are made to add up to 1, where the file does not say.
+_NORM_TOPK = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "gpt_oss": True}
+# Role of a matrix (`layouts.role`) -> its name in a layer; with experts gate, up and down have "_exps" behind theirs.
+_MATRICES = {
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "out": "attn_output",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+    "shared.gate": "ffn_gate_shexp",
+    "shared.up": "ffn_up_shexp",
+    "shared.down": "ffn_down_shexp",
+}
+_VECTORS = {
+    "input_norm": "attn_norm",
+    "post_norm": "ffn_norm",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "router": "ffn_gate_inp",
+    "shared_gate": "ffn_gate_inp_shexp",
+}
+_GEMMA_VECTORS = {"out_norm": "post_attention_norm", "down_norm": "post_ffw_norm"}
+# Of Phi-3: matrices that are one tensor, one after the other in its rows.
+_FUSED = {"q": "attn_qkv", "k": "attn_qkv", "v": "attn_qkv", "gate": "ffn_up", "up": "ffn_up"}
+_QK_NORMS = ("qwen3", "qwen3_moe", "gemma3")  # families that have norms of queries and keys
+# Layers of the models of 27B, which alone scale queries by another size than that of a head; no file says so.
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+_GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # of so many layers the last one sees all
+_ENDS = {"embed": "token_embd", "final_norm": "output_norm", "lm_head": "output"}
+_EXPERT = re.compile(r"experts\.(\d+)\.(gate|up|down)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part of a layout is.
+
+    name: of the tensor. of: the first, the one behind the last, and how many there are in all, of the tensor's rows, or where
+    `is_expert` of its experts, which come first in its shape; None: it is the whole tensor.
+    """
+
+    name: str
+    of: tuple[int, int, int] | None = None
+    is_expert: bool = False
+
+
+def place_of(config: ModelConfig, part: str, layer: int) -> Place:
+    """The place of a part in the file.
+
+    part: of `layouts.layout_of`, unfused: "experts.3.gate.weight".
+    """
+    stem, suffix = part.rsplit(".", 1)
+    if suffix == "sinks":  # "attention.{layer}"
+        return Place(f"blk.{stem.split('.')[1]}.attn_sinks.weight")
+    if stem in _ENDS:
+        return Place(f"{_ENDS[stem]}.{suffix}")
+    if of_expert := _EXPERT.fullmatch(stem):
+        expert = int(of_expert[1])
+        name = f"blk.{layer}.{_MATRICES[of_expert[2]]}_exps.{suffix}"
+        return Place(name, (expert, expert + 1, config.num_experts), is_expert=True)
+    if config.family == "phi3" and stem in _FUSED:
+        return Place(f"blk.{layer}.{_FUSED[stem]}.{suffix}", _fused_rows(config, stem))
+    if stem == "post_norm" and config.family == "gpt_oss":
+        return Place(f"blk.{layer}.post_attention_norm.{suffix}")
+    return Place(f"blk.{layer}.{(_MATRICES | _VECTORS | _GEMMA_VECTORS)[stem]}.{suffix}")
+
+
+def _fused_rows(config: ModelConfig, stem: str) -> tuple[int, int, int]:
+    """`Place.of` a matrix of Phi-3."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    inner = config.intermediate_size
+    first, rows = {"q": (0, q), "k": (q, kv), "v": (q + kv, kv), "gate": (0, inner), "up": (inner, inner)}[stem]
+    return first, first + rows, 2 * inner if stem in ("gate", "up") else q + 2 * kv
+
+
+def config_of_gguf(
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    dtype: str,
+    rope_factors: Mapping[str, tuple[float, ...]] | None = None,
+    known_tokens: Mapping[str, int] | None = None,
+) -> ModelConfig:
+    """The configuration of a GGUF.
+
+    Args:
+        metadata: Its key-value pairs.
+        tensors: Those that it has.
+        dtype: That it states.
+        rope_factors: The values of those of `ROPE_FACTORS` that it has, by name.
+        known_tokens: The ids of those of `known_tokens.KNOWN` that its vocabulary has.
+
+    Raises:
+        InputError: The model is not supported, or something is missing.
+    """
+    arch = metadata.get("general.architecture")
+    if arch not in GGUF_ARCHITECTURES:
+        raise InputError(f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}")
+    fields = {k.removeprefix(f"{arch}."): v for k, v in metadata.items() if k.startswith(f"{arch}.")}
+    experts = _get_or(fields, "expert_count", 0)
+    architecture = _LLAMA_MIXTURE if arch == "llama" and experts else GGUF_ARCHITECTURES[arch]
+    family = ARCHITECTURES[architecture]
+    if bool(experts) != (family in _NORM_TOPK):
+        raise InputError(f"a GGUF of architecture {arch!r} with {experts} experts (expert_count) is not supported")
+    if "token_embd.weight" not in tensors:
+        raise InputError("the GGUF has no tensor token_embd.weight")
+    _refuse_fused_biases(arch, tensors)
+    _refuse_unknown_norms(arch, family, tensors)
+    hidden = _require_int(fields, "embedding_length")
+    heads = _require_int(fields, "attention.head_count")
+    layers = _require_int(fields, "block_count")
+    if layers > len(tensors):
+        raise InputError(
+            f"the GGUF states {layers:,} layers (block_count) and has {len(tensors):,} tensors: fetch it again"
+        )
+    head_dim = _get_or(fields, "attention.key_length", hidden // heads)
+    if fields.get("attention.value_length", head_dim) != head_dim:
+        raise InputError("GGUFs whose key and value heads differ in size are not supported")
+    if family != "phi3" and fields.get("rope.dimension_count", head_dim) != head_dim:
+        raise InputError(
+            f"GGUFs of architecture {arch!r} that rotate part of each head (rope.dimension_count) are not supported"
+        )
+    context, gpt_oss, gemma = _require_int(fields, "context_length"), family == "gpt_oss", family in GEMMA
+    layer_formats, end_formats = _formats(tensors, layers)
+    return ModelConfig(
+        architecture=architecture,
+        family=family,
+        num_layers=layers,
+        hidden_size=hidden,
+        **_mlps(fields, family, tensors, layers),
+        num_heads=heads,
+        num_kv_heads=_get_or(fields, "attention.head_count_kv", heads),
+        head_dim=head_dim,
+        vocab_size=tensors["token_embd.weight"].shape[0],
+        max_position=context,
+        norm="rms",
+        norm_eps=float(fields.get("attention.layer_norm_rms_epsilon", 1e-6)),
+        activation="swiglu_oai" if gpt_oss else "gelu_tanh" if gemma else "silu",
+        gated_mlp=True,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        out_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias=gpt_oss or "blk.0.ffn_down.bias" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        tied_embeddings="output.weight" not in tensors,
+        rope=_rope(fields, family, head_dim, context, rope_factors or {}),
+        local_rope=_local_rope(fields, family),
+        windows=_windows(fields, family, layers),
+        embed_size=hidden,
+        bos_token_id=special_id(metadata, "bos"),
+        eos_token_ids=end_ids(metadata, known_tokens or {}),
+        dtype=dtype,
+        output_norms=gemma,
+        embedding_scale=hidden**0.5 if gemma else 1.0,
+        query_scale=_query_scale(fields, family, layers, hidden, heads, head_dim),
+        **_softcaps(fields, family),
+        router_bias=gpt_oss,
+        sinks=gpt_oss,
+        layer_formats=layer_formats,
+        end_formats=end_formats,
+    )
+
+
+def _refuse_fused_biases(arch: str, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raises InputError where matrices that are one in the file (Phi-3's) have biases, which no model of such a family has."""
+    found = [name for name in tensors if name.endswith((".attn_qkv.bias", ".ffn_up.bias"))]
+    if arch == "phi3" and found:
+        raise InputError(f"GGUFs of architecture {arch!r} with biases ({found[0]}) are not supported")
+
+
+def _refuse_unknown_norms(arch: str, family: str, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raises InputError where queries and keys have norms that no model of this family has.
+
+    In files of architecture "llama" rows of queries and keys are interleaved. Whether the weights of such norms are too, no
+    file says, and there is no program that both writes and reads them.
+    """
+    found = [name for name in tensors if name.endswith((".attn_q_norm.weight", ".attn_k_norm.weight"))]
+    if found and family not in _QK_NORMS:
+        raise InputError(
+            f"GGUFs of architecture {arch!r} with norms of queries and keys ({found[0]}) are not supported: "
+            "use the model's safetensors"
+        )
+
+
+def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorInfo], layers: int) -> dict[str, Any]:
+    """The fields of a ModelConfig that say which MLPs layers have, and how wide they are."""
+    if family not in _NORM_TOPK:
+        return {"intermediate_size": _require_int(fields, "feed_forward_length")}
+    if fields.get("expert_gating_func", 1) not in (0, 1, 4) or fields.get("expert_weights_scale", 1.0) not in (
+        0.0,
+        1.0,
+    ):
+        raise InputError(
+            "GGUFs whose experts are not chosen by a softmax (expert_gating_func), or scaled, are not supported"
+        )
+    width = "feed_forward_length" if family == "mixtral" else "expert_feed_forward_length"
+    shared = "ffn_gate_shexp" if family == "qwen2_moe" else None
+    # A layer of one MLP has neither a router nor experts.
+    dense = tuple(
+        j
+        for j in range(layers)
+        if f"blk.{j}.ffn_gate.weight" in tensors and f"blk.{j}.ffn_gate_inp.weight" not in tensors
+    )
+    return {
+        "intermediate_size": _require_int(fields, width) if width in fields else _rows(tensors, "ffn_gate_exps"),
+        "num_experts": _require_int(fields, "expert_count"),
+        "experts_per_token": _require_int(fields, "expert_used_count"),
+        "norm_topk": bool(_get_or(fields, "expert_weights_norm", _NORM_TOPK[family])),
+        "shared_expert_size": _get_or(fields, "expert_shared_feed_forward_length", _rows(tensors, shared))
+        if shared
+        else 0,
+        "dense_layers": dense,
+        "dense_size": _require_int(fields, "feed_forward_length") if dense else 0,
+    }
+
+
+def _rows(tensors: Mapping[str, TensorInfo], name: str) -> int:
+    """Rows of a layer's matrix, where older files do not state them. Raises InputError where no layer has it."""
+    found = next((info for full, info in tensors.items() if full.endswith(f".{name}.weight")), None)
+    if found is None or len(found.shape) < 2:
+        raise InputError(f"the GGUF has no tensor blk.0.{name}.weight: it is incomplete")
+    return found.shape[-2]
+
+
+def _windows(fields: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
+    window = fields.get("attention.sliding_window")
+    if window is None:
+        # Of files from before the key was written: Gemma 2, and Phi-3 with contexts of 4,096.
+        of_phi3 = family == "phi3" and fields.get("context_length") == 4096
+        window = 4096 if family == "gemma2" else 2047 if of_phi3 else None
+    window = window or None
+    if family == "gpt_oss":  # every second layer sees all
+        return tuple(None if layer % 2 else window for layer in range(layers))
+    if family not in GEMMA:
+        return (window,) * layers
+    pattern = fields.get("attention.sliding_window_pattern", _GEMMA_PERIOD[family])
+    if isinstance(pattern, tuple):  # of each layer, whether it has a window
+        if len(pattern) != layers:
+            raise InputError(f"attention.sliding_window_pattern has {len(pattern)} layers of {layers}")
+        return tuple(window if local else None for local in pattern)
+    if pattern < 1:
+        raise InputError(f"attention.sliding_window_pattern {pattern} is not supported")
+    return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
+
+
+def _query_scale(
+    fields: Mapping[str, Any], family: str, layers: int, hidden: int, heads: int, head_dim: int
+) -> float | None:
+    """Of queries: what the file states, or what is known of Gemma's sizes; None: by the size of a head."""
+    if stated := fields.get("attention.scale"):
+        return float(stated)
+    if family not in GEMMA:
+        return None
+    return float(hidden // heads if layers == _GEMMA_27B[family] else head_dim) ** -0.5
+
+
+def _softcaps(fields: Mapping[str, Any], family: str) -> dict[str, float]:
+    """The fields of a ModelConfig for caps of scores and logits; older files of Gemma 2 leave them out."""
+    if family not in GEMMA:
+        return {}
+    of_scores, of_logits = (50.0, 30.0) if family == "gemma2" else (0.0, 0.0)
+    return {
+        "attention_softcap": float(_get_or(fields, "attn_logit_softcapping", of_scores)),
+        "logit_softcap": float(_get_or(fields, "final_logit_softcapping", of_logits)),
+    }
+
+
+# Tensors that have divisors of rotary frequencies.
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+
+def _rope(
+    fields: Mapping[str, Any], family: str, head_dim: int, context: int, factors: Mapping[str, tuple[float, ...]]
+) -> RopeConfig:
+    every, short, long = (factors.get(name) for name in ROPE_FACTORS)
+    if family == "phi3":
+        return _phi3_rope(fields, head_dim, context, every, short, long)
+    if short or long:
+        raise InputError(f"rope factors for short and long contexts ({ROPE_FACTORS[1]}) are supported of Phi-3 alone")
+    linear = fields.get("rope.scale_linear")  # how older files spell linear scaling
+    kind = fields.get("rope.scaling.type", "linear" if linear else "none")
+    rope = RopeConfig(
+        theta=float(fields.get("rope.freq_base", 10000.0)),
+        kind="default" if kind == "none" else kind,
+        factor=float(fields.get("rope.scaling.factor") or linear or 1.0) if kind != "none" else 1.0,
+        original_max_position=fields.get("rope.scaling.original_context_length", context),
+        beta_fast=fields.get("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=fields.get("rope.scaling.yarn_beta_slow", 1.0),
+        truncate=family != "gpt_oss",
+        factors=every,
+    )
+    extra = fields.get("rope.scaling.attn_factor")  # GGUF's multiplies yarn's own scaling
+    if rope.kind != "yarn" or extra is None:
+        return rope
+    return RopeConfig(**{**rope.__dict__, "attention_factor": extra * rope.attention_scaling()})
+
+
+def _phi3_rope(
+    fields: Mapping[str, Any],
+    head_dim: int,
+    context: int,
+    every: tuple[float, ...] | None,
+    short: tuple[float, ...] | None,
+    long: tuple[float, ...] | None,
+) -> RopeConfig:
+    """Of a part of each head perhaps, and perhaps with LongRoPE's factors, which nothing but their tensors tells."""
+    kind = _get_or(fields, "rope.scaling.type", "none")
+    if kind not in ("none", "longrope"):
+        raise InputError(f"rope type {kind!r} of Phi-3 is not supported; supported: none, longrope")
+    rotated = _get_or(fields, "rope.dimension_count", head_dim)
+    rope = RopeConfig(
+        theta=float(fields.get("rope.freq_base", 10000.0)),
+        rotated=None if rotated == head_dim else rotated,
+        factors=every,
+    )
+    if kind == "none" and not (short or long):
+        return rope
+    original = _get_or(fields, "rope.scaling.original_context_length", context)
+    scaled = {
+        "kind": "longrope",
+        "factor": context / original,
+        "original_max_position": original,
+        "attention_factor": fields.get("rope.scaling.attn_factor"),
+        "short_factors": short,
+        "long_factors": long,
+    }
+    return RopeConfig(**{**rope.__dict__, **scaled})
+
+
+def _local_rope(fields: Mapping[str, Any], family: str) -> RopeConfig | None:
+    """Rotary positions of Gemma's layers with a window, which no file scales."""
+    theta = fields.get("rope.freq_base_swa", 10000.0 if family == "gemma3" else None)
+    return RopeConfig(theta=float(theta)) if family in GEMMA and theta is not None else None
+
+
+# Formats.
+
+
+def _formats(
+    tensors: Mapping[str, TensorInfo], layers: int
+) -> tuple[tuple[tuple[tuple[str, str], ...], ...], tuple[tuple[str, str], ...]]:
+    """`ModelConfig.layer_formats` and `end_formats`."""
+    of_layers = matrix_formats(tensors, layers)
+    of_ends = {part: _format(tensors.get(f"{_ENDS[part]}.weight")) for part in ("embed", "lm_head")}
+    ends = tuple((part, found) for part, found in of_ends.items() if found)
+    alike = len({found for formats in of_layers for found in formats.values()}) <= 1
+    if alike:
+        return (), ends
+    return tuple(tuple((r, found) for r, found in formats.items() if found) for formats in of_layers), ends
+
+
+def matrix_formats(tensors: Mapping[str, TensorInfo], layers: int) -> list[dict[str, str]]:
+    """For each layer the format of each matrix that it has, by role; "": it is in numbers, or in blocks that no kernel knows."""
+    found = []
+    for layer in range(layers):
+        names = {
+            role: [name for name in (f"blk.{layer}.{own}.weight" for own in _names_of(role)) if name in tensors]
+            for role in _MATRICES
+        }
+        found.append({role: _format(tensors[own[0]]) for role, own in names.items() if own})
+    return found
+
+
+def _names_of(role: str) -> tuple[str, ...]:
+    """What a layer's matrix may be called: by itself, of experts, or where it is fused with others."""
+    own = _MATRICES[role]
+    fused = (_FUSED[role],) if role in _FUSED else ()
+    return own, f"{own}_exps", *fused
+
+
+def _format(info: TensorInfo | None) -> str:
+    kind = info.dtype.lower() if info else ""
+    return kind if kind in GGUF_FORMATS else ""
+
+
+def _get_or(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value, or the default where the key is absent or null."""
+    value = config.get(key)
+    return default if value is None else value
+
+
+def _require_int(config: Mapping[str, Any], key: str) -> int:
+    if config.get(key) is None:
+        raise InputError(f"the model's configuration has no {key!r}")
+    require_positive(key, config[key])
+    return config[key]

@@ -1,0 +1,207 @@
+"""The header of a GGUF: its key-value pairs and where its tensors lie, read without weights or torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from batchgen.core.errors import InputError
+from batchgen.core.file_version import FileVersion, version_of
+from batchgen.models.formats.gguf.known_tokens import KNOWN
+from batchgen.models.tensor_files.headers import TensorInfo, check_extents
+
+T = TypeVar("T")
+VOCABULARY = "tokenizer.ggml."  # begins the names of the pairs that are about a tokenizer
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """The header that a GGUF, or one of its parts, has at its beginning.
+
+    metadata: key-value pairs, less the long arrays (vocabulary, merges). known_tokens: the ids of those of `KNOWN` that the
+    vocabulary has.
+    """
+
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    known_tokens: dict[str, int] = field(default_factory=dict)
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Key-value pairs and tensors of one file of a GGUF, versions 2 and 3. Raises InputError where it is corrupt.
+
+    Long arrays are stepped over: a vocabulary of 50,000 takes milliseconds. What was read is kept for as long as the file
+    stays as it is.
+    """
+    try:
+        version = version_of(path)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    return _parse_gguf_header(path, version)
+
+
+@lru_cache(maxsize=64)  # files: a model may be in many
+def _parse_gguf_header(path: Path, version: FileVersion) -> GgufHeader:
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            header = _GgufParser(path, data).header()
+            file_bytes = len(data)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except _MALFORMED as error:
+        raise InputError(f"{path} is truncated or not a GGUF ({error}): fetch it again") from error
+    check_extents(path, header.tensors, file_bytes)
+    return replace(header, tensors={name: replace(info, version=version) for name, info in header.tensors.items()})
+
+
+def read_gguf_vocabulary(path: Path) -> dict[str, Any]:
+    """The key-value pairs of a GGUF, and whole what is about its tokenizer. Raises InputError where it is corrupt."""
+    return _read_pairs(path, lambda parser: parser.pairs(lambda key: key.startswith(VOCABULARY)))
+
+
+def gguf_pairs_sha256(path: Path) -> str:
+    """sha256 over all key-value pairs of a GGUF as they stand in the file. Raises InputError where it is corrupt."""
+
+    def digest(parser: _GgufParser) -> str:
+        start = parser.position
+        parser.pairs(lambda key: False)
+        with memoryview(parser.data) as data:
+            return hashlib.sha256(data[start : parser.position]).hexdigest()
+
+    return _read_pairs(path, digest)
+
+
+def _read_pairs(path: Path, read: Callable[[_GgufParser], T]) -> T:
+    """The result of reading the pairs alone, of a file whose tensors nobody asks for."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return read(_GgufParser(path, data))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except _MALFORMED as error:
+        raise InputError(f"{path} is truncated or not a GGUF ({error}): fetch it again") from error
+
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_LONG_ARRAY = 1024
+_MALFORMED = (ValueError, KeyError, OverflowError, RecursionError, struct.error)
+
+
+class _GgufParser:
+    """Walks through the header; `position` is the next byte."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        if data[:4] != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        self.position = 4
+        if (version := self.scalar("I")) not in (2, 3):
+            raise ValueError(f"version {version} is not 2 or 3")
+        self.num_tensors, self.num_pairs = self.scalar("Q"), self.scalar("Q")
+        self.known_tokens: dict[str, int] = {}
+
+    def header(self) -> GgufHeader:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        metadata = self.pairs(lambda key: False)
+        extents, known = {}, {kind.value for kind in GGMLQuantizationType}
+        for _ in range(self.num_tensors):
+            name = self.string()
+            if (num_dims := self.scalar("I")) > 8:
+                raise ValueError(f"tensor {name!r} has {num_dims} dimensions")
+            shape = tuple(self.scalar("Q") for _ in range(num_dims))[::-1]
+            if (number := self.scalar("I")) not in known:
+                raise ValueError(f"tensor {name!r} has the unknown type {number}")
+            kind = GGMLQuantizationType(number)
+            block_size, block_bytes = GGML_QUANT_SIZES[kind]
+            if block_size > 1 and (not shape or shape[-1] % block_size):
+                raise ValueError(
+                    f"tensor {name!r} has rows of {shape[-1:]} values in {kind.name}'s blocks of {block_size}"
+                )
+            extents[name] = (kind.name, shape, self.scalar("Q"), math.prod(shape) // block_size * block_bytes)
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"its alignment is {alignment!r}")
+        start = -(-self.position // alignment) * alignment
+        tensors = {
+            name: TensorInfo(self.path, kind, shape, start + offset, num_bytes)
+            for name, (kind, shape, offset, num_bytes) in extents.items()
+        }
+        return GgufHeader(metadata, tensors, self.known_tokens)
+
+    def pairs(self, is_whole: Callable[[str], bool]) -> dict[str, Any]:
+        """All key-value pairs. is_whole: told a key, whether its value is wanted though it be a long array."""
+        pairs = {}
+        for _ in range(self.num_pairs):
+            key = self.string()
+            if key == f"{VOCABULARY}tokens":
+                self.known_tokens = self.places_of(KNOWN)
+            pairs[key] = self.value(self.scalar("I"), is_whole(key))
+        return {key: value for key, value in pairs.items() if value is not None}
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from(f"<{code}", self.data, self.position)
+        self.position += struct.calcsize(f"<{code}")
+        return value
+
+    def string(self) -> str:
+        length = self.scalar("Q")
+        raw = self.data[self.position : self.position + length]
+        if len(raw) != length:
+            raise ValueError("a string runs past the end")
+        self.position += length
+        return raw.decode("utf-8", errors="replace")
+
+    def places_of(self, words: tuple[str, ...]) -> dict[str, int]:
+        """Where words stand in the array of strings at `position`, which stays; of those that are there."""
+        start, found, wanted = self.position, dict[str, int](), {word.encode(): word for word in words}
+        kind, item_kind, count = self.scalar("I"), self.scalar("I"), self.scalar("Q")
+        if (kind, item_kind) == (_ARRAY, _STRING):
+            lengths = {len(word) for word in wanted}
+            unpack_length, position = struct.Struct("<Q").unpack_from, self.position
+            for i in range(count):
+                (length,) = unpack_length(self.data, position)
+                position += 8 + length
+                if length in lengths and (word := wanted.get(self.data[position - length : position])):
+                    found[word] = i
+        self.position = start
+        return found
+
+    def value(self, kind: int, is_whole: bool) -> Any:
+        """The value at `position`; None for an array too long to be about the model's shape, unless `is_whole`."""
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return self.scalar(_SCALARS[kind])
+        item_kind, count = self.scalar("I"), self.scalar("Q")
+        if item_kind == _ARRAY:
+            found = [self.value(item_kind, is_whole) for _ in range(count)]
+            return tuple(found) if is_whole or count <= _LONG_ARRAY else None
+        if item_kind == _STRING:
+            return self.strings(count, is_whole)
+        size = struct.calcsize(f"<{_SCALARS[item_kind]}")
+        if count * size > len(self.data) - self.position:
+            raise ValueError("an array runs past the end")
+        start, self.position = self.position, self.position + count * size
+        if not is_whole and count > _LONG_ARRAY:
+            return None
+        return struct.unpack_from(f"<{count}{_SCALARS[item_kind]}", self.data, start)
+
+    def strings(self, count: int, is_whole: bool) -> tuple[str, ...] | None:
+        """An array of strings, as of `value`."""
+        if is_whole or count <= _LONG_ARRAY:
+            return tuple(self.string() for _ in range(count))
+        unpack_length, position = struct.Struct("<Q").unpack_from, self.position
+        for _ in range(count):
+            position += 8 + unpack_length(self.data, position)[0]
+        self.position = position
+        return None

@@ -1,0 +1,77 @@
+"""The configuration of a model that a `config.json` describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.models.config import ModelConfig
+from batchgen.models.families import ARCHITECTURES, GEMMA
+from batchgen.models.hf.fields import (
+    read_activation,
+    read_architecture,
+    read_biases,
+    read_config_keys,
+    read_heads,
+    read_mlps,
+    read_query_scale,
+    read_windows,
+    stated_dtype,
+    token_ids,
+)
+from batchgen.models.hf.rope import read_ropes
+
+
+def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+    """From a parsed `config.json`, in transformers' old spelling or that of version 5.
+
+    Raises InputError for an architecture, rope type or quantised format that is not supported.
+    """
+    architecture = read_architecture(config)
+    family = ARCHITECTURES[architecture]
+    dtype = stated_dtype(config) or "float32"
+    config, keys = read_config_keys(config, architecture)
+    opt, gemma, gpt_oss = family == "opt", family in GEMMA, family == "gpt_oss"
+    hidden, layers = keys["hidden_size"], keys["num_hidden_layers"]
+    heads, kv_heads, head_dim = read_heads(keys, family)
+    max_position = keys["max_position_embeddings"]
+    rope, local_rope = (None, None) if opt else read_ropes(config, keys, family, head_dim)
+    if rope is not None and rope.kind == "yarn":
+        max_position = max(max_position, int(rope.original_max_position * rope.factor))
+    norm_first = keys.get("do_layer_norm_before", True)
+    return ModelConfig(
+        architecture=architecture,
+        family=family,
+        num_layers=layers,
+        hidden_size=hidden,
+        **read_mlps(keys, family, layers),
+        **read_biases(keys, family),
+        router_bias=gpt_oss,
+        sinks=gpt_oss,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=keys["vocab_size"],
+        max_position=max_position,
+        norm="layer" if opt else "rms",
+        norm_eps=1e-5 if opt else float(keys["rms_norm_eps"]),
+        activation=read_activation(keys, family),
+        gated_mlp=not opt,
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
+        tied_embeddings=keys["tie_word_embeddings"],
+        rope=rope,
+        windows=read_windows(config, keys, family, layers),
+        embed_size=keys.get("word_embed_proj_dim") or hidden,
+        position_offset=2 if opt else 0,
+        norm_first=norm_first,
+        final_norm=norm_first and not keys.get("_remove_final_layer_norm", False),
+        bos_token_id=keys["bos_token_id"],
+        eos_token_ids=token_ids((generation_config or {}).get("eos_token_id"), keys["eos_token_id"]),
+        dtype=dtype,
+        local_rope=local_rope,
+        output_norms=gemma,
+        embedding_scale=hidden**0.5 if gemma else 1.0,
+        query_scale=read_query_scale(keys),
+        attention_softcap=float(keys.get("attn_logit_softcapping") or 0),
+        logit_softcap=float(keys.get("final_logit_softcapping") or 0),
+    )

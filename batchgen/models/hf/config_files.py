@@ -1,0 +1,82 @@
+"""The JSON files of a Hugging Face directory: objects, read whole or refused in a line; and `config.json` with what lies beside it."""
+
+from __future__ import annotations
+
+import math
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchgen.core.errors import InputError, one_line
+from batchgen.core.typed_json import parse_json
+from batchgen.models.formats.quantization import AWQ, GPTQ
+
+_MOST_BYTES = 256 << 20  # an index of a million tensors has 100 MB
+QUANTIZATION = "quantization_config"
+# Where older checkpoints state how they are quantized, and what states no `quant_method` there: AutoGPTQ's file, and AutoAWQ's.
+_BESIDE = {"quantize_config.json": GPTQ, "quant_config.json": AWQ}
+_MODELOPT = "hf_quant_config.json"
+# All that says what a model is, beside its weights and its tokenizer.
+STATES_MODEL = ("config.json", "generation_config.json", *_BESIDE, _MODELOPT)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A file that is one JSON object. Raises InputError where it cannot be read or is something else."""
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+            raise InputError(f"{path} is no file of JSON of at most {_MOST_BYTES >> 20} MiB: fetch it again")
+        value = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON ({one_line(error)}): fetch it again") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path} is not a JSON object: fetch it again")
+    if (key := _key_of_no_number(value)) is not None:
+        raise InputError(f"{path} has a {key} that is no finite number: fetch it again")
+    return value
+
+
+def _key_of_no_number(value: Any) -> str | None:
+    """Where in a value of JSON NaN or an infinity stands, also as transformers spells it, in an object; None: nowhere."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else ""
+    if isinstance(value, dict) and list(value) == ["__float__"]:
+        return ""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, each in items:
+        if not isinstance(each, str) and (inside := _key_of_no_number(each)) is not None:
+            return f"{name}.{inside}".rstrip(".")
+    return None
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """A model's `config.json`; its `quantization_config` may come from a file beside it, as older checkpoints have it.
+
+    Raises InputError where a file is broken, or the model is in a format that is not read.
+    """
+    config = read_json_object(path)
+    if _is_of_mlx(config.get("quantization")):
+        raise InputError(
+            f"{path} is of a model that MLX has quantized: take the original model's directory, or its GPTQ, AWQ or GGUF"
+        )
+    if config.get(QUANTIZATION) or path.name != "config.json":
+        return config
+    if stated := config.get("compression_config"):  # what compressed-tensors called it at first
+        return config | {QUANTIZATION: _with_method(stated, "compressed-tensors")}
+    for name, method in _BESIDE.items():
+        if (path.parent / name).exists():
+            return config | {QUANTIZATION: _with_method(read_json_object(path.parent / name), method)}
+    if (path.parent / _MODELOPT).exists():
+        return config | {QUANTIZATION: {"quant_method": "modelopt"}}
+    return config
+
+
+def _is_of_mlx(stated: Any) -> bool:
+    return isinstance(stated, Mapping) and "bits" in stated
+
+
+def _with_method(stated: Any, method: str) -> Any:
+    return {"quant_method": method} | stated if isinstance(stated, dict) else stated

@@ -1,0 +1,211 @@
+"""What the keys of a `config.json` mean, family by family. No file is read here, and no torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.core.errors import InputError
+from batchgen.models.families import ARCHITECTURES, MIXTURES, QWEN_MIXTURES
+from batchgen.models.formats.quantization import INT8_CODES, MXFP4, describe, read_scheme
+from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
+from batchgen.models.stated_numbers import shown
+
+# Models that take images too, whose text model alone is read.
+_WITH_IMAGES = ("Gemma3ForConditionalGeneration",)
+# Where model_type is not the family.
+_MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text", "Gemma3ForConditionalGeneration": "gemma3"}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+# Activations that linear layers end with, and those of a gate, which are one with the product that follows.
+_ALONE, _GATES = ("relu", "gelu", "gelu_tanh"), ("silu", "gelu_tanh")
+# What a file with a text_config states outside of it.
+_OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+
+
+def read_config_keys(config: Mapping[str, Any], architecture: str) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The keys of a `config.json` that are of the text model, as they are stated, and the values of those that are read.
+
+    Raises InputError naming a key that is of the wrong kind or says what is not supported.
+    """
+    family = ARCHITECTURES[architecture]
+    if architecture in _WITH_IMAGES:
+        config = _text_part(config, family)
+    _refuse_quantization(config.get("quantization_config"), family)
+    return config, read_keys(config, family)
+
+
+def stated_dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype that a `config.json` states; None: it does not. Raises InputError."""
+    text = config.get("text_config")
+    for keys in (config, text if isinstance(text, Mapping) else {}):
+        for name in ("dtype", "torch_dtype"):
+            if (stated := keys.get(name)) is None:
+                continue
+            if not isinstance(stated, str):
+                raise InputError(f"{name} must be a name, not {shown(stated)}")
+            return stated.removeprefix("torch.")
+    return None
+
+
+def _text_part(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:
+    """`text_config`, with what is stated outside of it. Raises InputError where one contradicts the other."""
+    text = {} if config.get("text_config") is None else config["text_config"]
+    if not isinstance(text, Mapping):
+        raise InputError(f"text_config must be an object, not {shown(text)}")
+    refuse_unsupported(config, family)
+    if text.get("final_logit_softcapping") is not None:
+        raise InputError(
+            "final_logit_softcapping in text_config is not supported: transformers does not apply it there"
+        )
+    defaults = {name: key.default for name, key in KEYS[family].items() if name not in ("bos_token_id", "eos_token_id")}
+    defaults |= dict.fromkeys(("rope_scaling", "rope_parameters", "partial_rotary_factor"))
+    for name, default in defaults.items():
+        inside = text.get(name, default)
+        outside = config.get(name, True if name == "tie_word_embeddings" else inside)
+        if outside != inside:
+            raise InputError(f"{name} {shown(outside)} contradicts that of text_config, {shown(inside)}")
+    ends = token_ids(config.get("eos_token_id"), text.get("eos_token_id", KEYS[family]["eos_token_id"].default))
+    return {**text, **{name: config[name] for name in _OUTER_KEYS if name in config}, "eos_token_id": list(ends)}
+
+
+def _refuse_quantization(quantization: Any, family: str) -> None:
+    if quantization is None or quantization == {}:
+        return
+    scheme = read_scheme(quantization)
+    of_mixture = family in MIXTURES and scheme.layout == INT8_CODES
+    if of_mixture or (scheme.layout == MXFP4) != (family == "gpt_oss"):
+        raise InputError(f"{family} checkpoints in {describe(scheme)} are not supported: take one in bfloat16")
+
+
+def read_heads(keys: Mapping[str, Any], family: str) -> tuple[int, int, int]:
+    """(query heads, key/value heads, head_dim)."""
+    heads, hidden = keys["num_attention_heads"], keys["hidden_size"]
+    kv_heads, head_dim = (keys.get(name) for name in ("num_key_value_heads", "head_dim"))
+    if head_dim is None:
+        if hidden % heads:
+            raise InputError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
+        head_dim = hidden // heads
+    return heads, kv_heads or heads, head_dim
+
+
+def read_activation(keys: Mapping[str, Any], family: str) -> str:
+    if family == "gpt_oss":
+        return "swiglu_oai"
+    names = ("activation_function", "hidden_activation", "hidden_act")
+    name, stated = next((name, keys[name]) for name in names if name in keys)
+    computed = _ALONE if family == "opt" else _GATES
+    known = {own: found for own, found in _ACTIVATIONS.items() if found in computed}
+    if stated not in known:
+        raise InputError(f"{name} {stated!r} is not supported for this family; supported: {', '.join(known)}")
+    return known[stated]
+
+
+def read_architecture(config: Mapping[str, Any]) -> str:
+    stated, model_type = config.get("architectures") or [], config.get("model_type")
+    if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
+        raise InputError(f"architectures must be a list of names, not {shown(stated)}")
+    types = {name: _MODEL_TYPES.get(name, family) for name, family in ARCHITECTURES.items()}
+    # Some configs state the model type only.
+    found = stated or [name for name, known in types.items() if known == model_type] or [f"model_type {model_type!r}"]
+    architecture = found[0]
+    if architecture not in ARCHITECTURES:
+        advice = ": its text model may be there as a GGUF" if architecture.endswith("ForConditionalGeneration") else ""
+        raise InputError(f"architecture {architecture} is not supported{advice}; supported: {', '.join(ARCHITECTURES)}")
+    if model_type not in (None, types[architecture]):
+        raise InputError(
+            f"model_type {shown(model_type)} contradicts architecture {architecture}, which is "
+            f"{types[architecture]!r}: take the model's own config.json, or a GGUF of it"
+        )
+    return architecture
+
+
+def read_mlps(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
+    """The fields of a ModelConfig that say which MLPs layers have, and how wide they are."""
+    if family not in MIXTURES:
+        return {"intermediate_size": keys["ffn_dim" if family == "opt" else "intermediate_size"]}
+    count, width = MIXTURES[family]
+    dense = _dense_layers(keys, layers) if family in QWEN_MIXTURES else ()
+    if len(dense) == layers:  # no mixture at all
+        return {"intermediate_size": keys["intermediate_size"]}
+    return {
+        "intermediate_size": keys[width],
+        "num_experts": keys[count],
+        "experts_per_token": keys["num_experts_per_tok"],
+        "norm_topk": keys.get("norm_topk_prob", True),
+        "shared_expert_size": keys.get("shared_expert_intermediate_size", 0),
+        "dense_layers": dense,
+        "dense_size": keys["intermediate_size"] if dense else 0,
+    }
+
+
+def _dense_layers(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Layers with one MLP in place of experts: those named, and all but every `decoder_sparse_step`-th."""
+    named, step = set(keys["mlp_only_layers"] or ()), keys["decoder_sparse_step"]
+    return tuple(layer for layer in range(layers) if layer in named or (layer + 1) % step)
+
+
+def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, bool]:
+    """The fields of a ModelConfig that say which linear layers have biases."""
+    if family == "opt":
+        return dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), keys["enable_bias"])
+    attention = keys.get("attention_bias", False)
+    return {
+        "qkv_bias": attention or keys.get("qkv_bias", family == "qwen2"),
+        "out_bias": attention,
+        "mlp_bias": family == "gpt_oss" or keys.get("mlp_bias", False),
+    }
+
+
+def read_query_scale(keys: Mapping[str, Any]) -> float | None:
+    """Gemma's, of queries; None: by the size of a head."""
+    return keys["query_pre_attn_scalar"] ** -0.5 if "query_pre_attn_scalar" in keys else None
+
+
+def read_windows(
+    config: Mapping[str, Any], keys: Mapping[str, Any], family: str, layers: int
+) -> tuple[int | None, ...]:
+    """For each layer how many positions a token sees; None: all of them."""
+    window = keys.get("sliding_window") if keys.get("use_sliding_window", True) else None
+    types = keys.get("layer_types")
+    types = _layer_types(keys, family, layers, window) if types is None else types
+    if family not in _OF_LAYER_TYPES and (stated := config.get("layer_types")) not in (None, types):
+        raise InputError(
+            f"layer_types {shown(stated)} contradicts sliding_window {shown(window)}, which holds for all layers"
+        )
+    if unknown := sorted(set(types) - {"sliding_attention", "full_attention"}):
+        raise InputError(f"layer_types: layer type {unknown[0]!r} is not supported")
+    if window is None and "sliding_attention" in types:
+        raise InputError("layer_types: layers with sliding attention need a sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+_OF_LAYER_TYPES = tuple(family for family, keys in KEYS.items() if "layer_types" in keys)
+
+
+def _layer_types(keys: Mapping[str, Any], family: str, layers: int, window: int | None) -> list[str]:
+    """The values of a family where the file does not state them."""
+
+    def has_window(layer: int) -> bool:
+        if family in ("gemma2", "gpt_oss"):
+            return layer % 2 == 0
+        if family == "gemma3":
+            return bool((layer + 1) % keys["sliding_window_pattern"])
+        if family == "qwen2_moe":
+            return keys["use_sliding_window"] and layer % 2 == 0 and layer < keys["max_window_layers"]
+        return window is not None and layer >= keys.get("max_window_layers", 0)
+
+    return ["sliding_attention" if has_window(layer) else "full_attention" for layer in range(layers)]
+
+
+def token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
+    """The ids in `values`, flattened, each once, in order."""
+    lists = [value if isinstance(value, list) else [value] for value in values if value is not None]
+    return tuple(dict.fromkeys(i for ids in lists for i in ids))

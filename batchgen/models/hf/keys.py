@@ -1,0 +1,308 @@
+"""The keys of a `config.json` that batchgen knows, family by family, and what becomes of all others.
+
+A key of transformers' configuration classes is read (`KEYS`), or changes no logits (`IGNORED`), or is refused unless it has the
+value that batchgen computes with (`FIXED`). Keys that these classes do not have say nothing, but for a few that state other
+mathematics (`_FOREIGN`). No file is read here, and no torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.core.errors import InputError
+from batchgen.models.stated_numbers import is_count, is_index, is_number, require_positive, shown
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key that is read: its value where it is left out, what its values are (a name in `_CHECKS`), whether null is one."""
+
+    default: Any
+    kind: str
+    nullable: bool = False
+
+
+def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# kind -> (whether a value is one, in words)
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "count": (is_count, "a whole number of at least 1"),
+    "index": (is_index, "a whole number of at least 0"),
+    "flag": (lambda value: isinstance(value, bool), "true or false"),
+    "share": (lambda value: is_number(value) and value >= 0, "a number of at least 0"),
+    "positive": (lambda value: is_number(value) and value > 0, "a number above 0"),
+    "name": (lambda value: isinstance(value, str), "a name"),
+    "names": (_list_of(lambda value: isinstance(value, str)), "a list of names"),
+    "layers": (_list_of(_is_token), "a list of layers"),
+    "token": (_is_token, "a token id"),
+    "tokens": (lambda value: _is_token(value) or _list_of(_is_token)(value), "a token id or a list of them"),
+}
+
+
+def _counts(**values: int) -> dict[str, Key]:
+    return {name: Key(value, "count") for name, value in values.items()}
+
+
+def _flags(**values: bool) -> dict[str, Key]:
+    return {name: Key(value, "flag") for name, value in values.items()}
+
+
+def _ends(bos: int | None, eos: int | None) -> dict[str, Key]:
+    return {"bos_token_id": Key(bos, "token", True), "eos_token_id": Key(eos, "tokens", True)}
+
+
+def _rotary(theta: float = 1e4, eps: float = 1e-6, act: str = "hidden_act", activation: str = "silu") -> dict[str, Key]:
+    """Keys of all families with rotary positions, those of the positions themselves aside (`hf/rope.py`)."""
+    return {"rope_theta": Key(theta, "positive"), "rms_norm_eps": Key(eps, "share"), act: Key(activation, "name")}
+
+
+_HEADS_NULL = Key(None, "count", True)
+_WINDOW = Key(4096, "index", True)  # 0 in files of models that do not use it
+_TYPES = {"layer_types": Key(None, "names", True)}
+_QWEN_WINDOWS = {**_flags(use_sliding_window=False), "sliding_window": _WINDOW}
+_QWEN_EXPERTS = {
+    "mlp_only_layers": Key(None, "layers", True),
+    **_counts(decoder_sparse_step=1),
+    **_flags(norm_topk_prob=False),
+}
+# Where transformers' class lacks the key, which its model reads nevertheless: it may be left out, and not be null.
+_DERIVED_HEAD = {"head_dim": Key(None, "count")}
+_GEMMA = {
+    **_rotary(act="hidden_activation", activation="gelu_pytorch_tanh"),
+    **_counts(hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8),
+    **_counts(num_key_value_heads=4, head_dim=256),
+    **_flags(attention_bias=False, tie_word_embeddings=True),
+    **_ends(2, 1),
+    **_TYPES,
+    "query_pre_attn_scalar": Key(256, "positive"),
+    "sliding_window": _WINDOW,
+}
+KEYS: dict[str, dict[str, Key]] = {
+    "opt": {
+        **_counts(vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072, num_attention_heads=12),
+        **_counts(max_position_embeddings=2048),
+        **_flags(do_layer_norm_before=True, _remove_final_layer_norm=False, enable_bias=True, tie_word_embeddings=True),
+        **_ends(2, 2),
+        "word_embed_proj_dim": Key(None, "count", True),
+        "activation_function": Key("relu", "name"),
+    },
+    "llama": {
+        **_rotary(),
+        **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
+        **_counts(num_attention_heads=32, max_position_embeddings=2048),
+        **_flags(attention_bias=False, mlp_bias=False, tie_word_embeddings=False),
+        **_ends(1, 2),
+        "num_key_value_heads": _HEADS_NULL,
+        "head_dim": _HEADS_NULL,
+    },
+    "mistral": {
+        **_rotary(),
+        **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
+        **_counts(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072),
+        **_flags(tie_word_embeddings=False),
+        **_ends(1, 2),
+        **_TYPES,
+        "head_dim": _HEADS_NULL,
+        "sliding_window": _WINDOW,
+    },
+    "qwen2": {
+        **_rotary(),
+        **_counts(vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32),
+        **_counts(num_attention_heads=32, max_position_embeddings=32768),
+        **_flags(tie_word_embeddings=False),
+        **_ends(None, None),
+        **_QWEN_WINDOWS,
+        **_TYPES,
+        **_DERIVED_HEAD,
+        "num_key_value_heads": Key(32, "count", True),
+        "max_window_layers": Key(28, "index"),
+    },
+    "qwen3": {
+        **_rotary(),
+        **_counts(vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32),
+        **_counts(num_attention_heads=32, head_dim=128, max_position_embeddings=32768),
+        **_flags(attention_bias=False, tie_word_embeddings=False),
+        **_ends(None, None),
+        **_QWEN_WINDOWS,
+        **_TYPES,
+        "num_key_value_heads": Key(32, "count", True),
+        "max_window_layers": Key(28, "index"),
+    },
+    "gemma2": {
+        **_GEMMA,
+        **_counts(vocab_size=256000, max_position_embeddings=8192),
+        "attn_logit_softcapping": Key(50.0, "positive", True),
+        "final_logit_softcapping": Key(30.0, "positive", True),
+    },
+    "gemma3": {
+        **_GEMMA,
+        **_counts(vocab_size=262208, max_position_embeddings=131072),
+        "rope_theta": Key(1e6, "positive"),
+        "rope_local_base_freq": Key(1e4, "positive"),
+        "sliding_window_pattern": Key(6, "count"),
+        "final_logit_softcapping": Key(None, "positive", True),
+    },
+    "phi3": {
+        **_rotary(eps=1e-5),
+        **_counts(vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32),
+        **_counts(num_attention_heads=32, max_position_embeddings=4096, original_max_position_embeddings=4096),
+        **_flags(tie_word_embeddings=False),
+        **_ends(1, 32000),
+        **_DERIVED_HEAD,
+        "num_key_value_heads": _HEADS_NULL,
+        "sliding_window": Key(None, "index", True),
+    },
+    "mixtral": {
+        **_rotary(theta=1e6, eps=1e-5),
+        **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
+        **_counts(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072),
+        **_counts(num_experts_per_tok=2, num_local_experts=8),
+        **_flags(tie_word_embeddings=False),
+        **_ends(1, 2),
+        "head_dim": _HEADS_NULL,
+        "sliding_window": Key(None, "index", True),
+    },
+    "qwen2_moe": {
+        **_rotary(),
+        **_counts(vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=24),
+        **_counts(num_attention_heads=16, num_key_value_heads=16, max_position_embeddings=32768),
+        **_counts(moe_intermediate_size=1408, shared_expert_intermediate_size=5632),
+        **_counts(num_experts_per_tok=4, num_experts=60),
+        **_flags(tie_word_embeddings=False, qkv_bias=True),
+        **_ends(None, None),
+        **_QWEN_WINDOWS,
+        **_QWEN_EXPERTS,
+        **_TYPES,
+        **_DERIVED_HEAD,
+        "max_window_layers": Key(28, "index"),
+    },
+    "qwen3_moe": {
+        **_rotary(),
+        **_counts(vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24),
+        **_counts(num_attention_heads=32, num_key_value_heads=4, max_position_embeddings=32768),
+        **_counts(moe_intermediate_size=768, num_experts_per_tok=8, num_experts=128),
+        **_flags(attention_bias=False, tie_word_embeddings=False),
+        **_ends(None, None),
+        **_QWEN_WINDOWS,
+        **_QWEN_EXPERTS,
+        **_DERIVED_HEAD,
+    },
+    "gpt_oss": {
+        "rope_theta": Key(150000.0, "positive"),
+        "rms_norm_eps": Key(1e-5, "share"),
+        **_counts(vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=36),
+        **_counts(num_attention_heads=64, num_key_value_heads=8, head_dim=64, max_position_embeddings=131072),
+        **_counts(num_experts_per_tok=4, num_local_experts=128),
+        **_flags(attention_bias=True, tie_word_embeddings=False),
+        **_ends(None, None),
+        **_TYPES,
+        "sliding_window": Key(128, "index", True),
+    },
+}
+# Read from the file itself, because what they mean depends on which of them are there (`hf/fields.py`, `hf/rope.py`).
+READ_APART = frozenset(
+    ("architectures", "dtype", "torch_dtype", "rope_parameters", "rope_scaling", "partial_rotary_factor")
+)
+# Keys of transformers' classes that change no logits.
+_OF_TRAINING = (
+    "dropout",
+    "attention_dropout",
+    "layerdrop",
+    "resid_pdrop",
+    "embd_pdrop",
+    "initializer_range",
+    "init_std",
+)
+_OF_OUTPUTS = ("output_hidden_states", "output_router_logits", "return_dict", "use_cache", "id2label", "label2id")
+_OF_LOSSES = ("problem_type", "router_aux_loss_coef", "router_jitter_noise")
+_OF_FORM = ("transformers_version", "chunk_size_feed_forward", "pad_token_id", "pretraining_tp")
+IGNORED = frozenset((*_OF_TRAINING, *_OF_OUTPUTS, *_OF_LOSSES, *_OF_FORM))
+_EVERYWHERE: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,)}
+_CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, False)}
+_NORM_TOPK: dict[str, tuple[Any, ...]] = {"norm_topk_prob": (None, True)}  # which other mixtures of experts have
+_NO_ROPE: dict[str, tuple[Any, ...]] = {"rope_scaling": (None,), "rope_parameters": (None,)}
+# Keys that batchgen computes with these values alone.
+FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(KEYS, _EVERYWHERE),
+    "opt": {**_EVERYWHERE, **_NO_ROPE, "layer_norm_elementwise_affine": (True,)},
+    "gemma2": {**_EVERYWHERE, **_CAUSAL},
+    # Transformers does not apply the cap, the name says that it is applied: nobody can say what is meant.
+    "gemma3": {**_EVERYWHERE, **_CAUSAL, "attn_logit_softcapping": (None,)},
+    "mixtral": {**_EVERYWHERE, **_NORM_TOPK},
+    "gpt_oss": {**_EVERYWHERE, **_NORM_TOPK, "hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+}
+# Keys that no class of these families has, and that state other mathematics where they are more than these values.
+_FOREIGN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (None, 1)),
+    **dict.fromkeys(("attention_multiplier", "scale_emb", "scale_depth", "dim_model_base"), (None, 1)),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "alibi", "use_alibi"), (None, False)),
+    **dict.fromkeys(("qk_layernorm", "use_qk_norm", "qk_norm", "use_parallel_residual"), (None, False)),
+    **dict.fromkeys(("use_bidirectional_attention", "add_cross_attention"), (None, False)),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "clip_qkv", "kv_sharing_modes"), (None,)),
+    **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval", "kv_lora_rank", "n_routed_experts"), (None,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "per_layer_config"), (None,)),
+    "transformers_weights": (None,),
+    "is_causal": (True,),  # null is not true
+}
+_QK_NORMS = ("qk_layernorm", "use_qk_norm", "qk_norm")
+# Of these the models have what the key speaks of, whatever it says: biases of queries, keys and values; norms of queries and keys.
+_NOT_FOREIGN = {"qwen2": ("attention_bias",), **dict.fromkeys(("qwen3", "qwen3_moe", "gemma3"), _QK_NORMS)}
+_EXPERTS = ("num_experts", "num_local_experts")
+
+
+def read_keys(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The value of every key in `KEYS` of a family: what is stated, or else what transformers takes.
+
+    Raises InputError naming the key, where a value is of the wrong kind, or a key says what is not supported.
+    """
+    refuse_unsupported(config, family)
+    config = _with_own_name_of_experts(config, family)
+    return {name: _value(config, name, key) for name, key in KEYS[family].items()}
+
+
+def _value(config: Mapping[str, Any], name: str, key: Key) -> Any:
+    value = config.get(name, key.default)
+    if value is None and (key.nullable or name not in config):
+        return None
+    if key.kind == "count":
+        require_positive(name, value)
+    check, words = _CHECKS[key.kind]
+    if not check(value):
+        raise InputError(f"{name} must be {words}, not {shown(value)}")
+    return value
+
+
+def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
+    """Raises InputError for a key with a value that batchgen does not compute with."""
+    own = KEYS[family]
+    exempt = _NOT_FOREIGN.get(family, ())
+    foreign = {name: known for name, known in _FOREIGN.items() if name not in own and name not in exempt}
+    for name, known in {**foreign, **FIXED[family]}.items():
+        if name in config and not any(config[name] == value for value in known):
+            raise InputError(
+                f"{name} {shown(config[name])} is not supported for this family ({family}); supported: "
+                f"{', '.join(map(shown, known))}"
+            )
+
+
+def _with_own_name_of_experts(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:
+    """The number of experts under the family's own name; files may have the other, by the version of transformers."""
+    if (own := next((name for name in _EXPERTS if name in KEYS[family]), None)) is None:
+        return config
+    (other,) = set(_EXPERTS) - {own}
+    if other not in config:
+        return config
+    if own not in config and family != "qwen2_moe":  # of which transformers does not read the other name
+        require_positive(other, config[other])
+        return {**config, own: config[other]}
+    if config[other] != (count := config.get(own, KEYS[family][own].default)):
+        raise InputError(f"{other} {shown(config[other])} contradicts {own} {shown(count)}")
+    return config

@@ -1,0 +1,209 @@
+"""Rotary positions as a `config.json` states them: keys of their own, `rope_scaling`, or transformers 5's `rope_parameters`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.core.errors import InputError
+from batchgen.models.rope import ROPE_KINDS, RopeConfig
+from batchgen.models.stated_numbers import is_number, require_positive, shown
+
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_PHI3_LONGROPE = ("su", "yarn", "longrope")  # with its earlier names
+# Keys of each kind, without which it is refused, and others that it reads.
+_NEEDED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+_OPTIONAL = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("factor", "attention_factor"),
+}
+# Of all kinds; "finetuned" is a note that older files with YaRN have.
+_COMMON = (
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned"),
+)
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_SCALED = ("llama3", "yarn", "longrope")
+
+
+def read_ropes(
+    config: Mapping[str, Any], keys: Mapping[str, Any], family: str, head_dim: int
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Rotary positions of layers, and where they differ those of layers with a window.
+
+    Args:
+        config: As its file has it.
+        keys: The values of `hf.keys.KEYS`.
+        family: Its own.
+        head_dim: Values of a head, of which Phi-3 may rotate some.
+
+    Raises:
+        InputError: A value is of the wrong kind, not supported, or can be read in two ways.
+    """
+    old, new = (_table(config, name) for name in ("rope_scaling", "rope_parameters"))
+    if family == "gemma3":
+        return _read_gemma3(config, keys, old, new)
+    if any(name in table for table in (old, new) for name in _LAYER_TYPES):
+        raise InputError("rope parameters that differ between layer types are not supported for this family")
+    if family == "gpt_oss" and config.get("rope_parameters") is None:
+        new = {} if old else _GPT_OSS_ROPE
+    taken = _read(config, keys, family, old or new, head_dim)  # transformers takes one of them, not both
+    if old and new and taken != (merged := _read(config, keys, family, _merged(new, old), head_dim)):
+        raise InputError(
+            "rope_scaling beside rope_parameters can be read in two ways: "
+            f'remove rope_scaling and put what it says into rope_parameters, with "rope_theta": {merged.theta!r}'
+        )
+    return taken, None
+
+
+def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InputError(f"{name} must be an object, not {shown(value)}")
+    return value
+
+
+def _merged(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that are meant by `rope_scaling` that was added to a file with `rope_parameters`."""
+    kinds = ("type", "rope_type") if any(name in old for name in ("type", "rope_type")) else ()
+    return {**{name: value for name, value in new.items() if name not in kinds}, **old}
+
+
+def _read_gemma3(
+    config: Mapping[str, Any], keys: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]
+) -> tuple[RopeConfig, RopeConfig]:
+    if unknown := [name for name in new if name not in _LAYER_TYPES]:
+        raise InputError(
+            f"rope_parameters of Gemma 3 are those of {' and '.join(_LAYER_TYPES)}, and have {shown(unknown[0])}"
+        )
+    everywhere, local = (_table(new, name) for name in _LAYER_TYPES)
+    if old and not everywhere and config.get("rope_parameters") is not None:
+        raise InputError("rope_scaling beside rope_parameters without full_attention is not supported: put it there")
+    # In its old spelling rope_scaling is added to what all layers have, "rope_type" first of all.
+    everywhere = {"rope_type": "default", **everywhere, **old} if old else everywhere
+    found = []
+    for params, theta in ((everywhere, "rope_theta"), (local, "rope_local_base_freq")):
+        if params.get("truncate", True) is not True:  # which transformers does not read of layer types
+            raise InputError(
+                f"truncate {shown(params['truncate'])} in rope parameters of a layer type is not supported"
+            )
+        found.append(
+            _rope({"rope_theta": keys[theta], **_with_part(config, params)}, keys["max_position_embeddings"], None)
+        )
+    return found[0], found[1]
+
+
+def _read(
+    config: Mapping[str, Any], keys: Mapping[str, Any], family: str, stated: Mapping[str, Any], head_dim: int
+) -> RopeConfig:
+    params = {"rope_theta": keys["rope_theta"], **_with_part(config, stated)}
+    original = keys.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    if "original_max_position_embeddings" in config:
+        require_positive("original_max_position_embeddings", original)
+    if family == "phi3":
+        return _phi3_rope(params, keys["max_position_embeddings"], original, head_dim)
+    return _rope(params, keys["max_position_embeddings"], original)
+
+
+def _with_part(config: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters with the part of each head that is rotated, which may be stated outside."""
+    if "partial_rotary_factor" not in config:
+        return dict(params)
+    return {"partial_rotary_factor": config["partial_rotary_factor"], **params}
+
+
+def _phi3_rope(params: dict[str, Any], max_position: int, original: int, head_dim: int) -> RopeConfig:
+    """The embedding of a part of each head, perhaps with LongRoPE's factors."""
+    kind = _kind(params)
+    if kind not in ("default", *_PHI3_LONGROPE):
+        raise InputError(f"rope_type {kind!r} of Phi-3 is not supported; supported: default, longrope")
+    part = _number(params, "partial_rotary_factor", 1.0)
+    if not 0 < part <= 1:
+        raise InputError(f"partial_rotary_factor must be above 0 and at most 1, not {part}")
+    named = {**params, "rope_type": "longrope" if kind in _PHI3_LONGROPE else kind, "partial_rotary_factor": 1.0}
+    named.pop("type", None)
+    rotated = None if part == 1 else int(head_dim * part)
+    return _rope(named, max_position, original, rotated)
+
+
+def _rope(params: Mapping[str, Any], max_position: int, original: int | None, rotated: int | None = None) -> RopeConfig:
+    """original: the context length before scaling that is stated outside of `params`, which then rules."""
+    kind = _kind(params)
+    if kind not in ROPE_KINDS:
+        raise InputError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    needed, optional = _NEEDED.get(kind, ()), _OPTIONAL.get(kind, ())
+    may_be_null = ("factor",) if kind == "yarn" else ()
+    if missing := [n for n in needed if n not in params or (params[n] is None and n not in may_be_null)]:
+        raise InputError(f"rope_type {kind!r} needs {' and '.join(missing)}")
+    for name, value in params.items():
+        if name not in (*_COMMON, *needed, *optional) and value is not None:
+            raise InputError(
+                f"{name} {shown(value)} is not known for rope_type {kind!r}: transformers does not read it, so remove it"
+            )
+    if _number(params, "partial_rotary_factor", 1.0) != 1.0:
+        raise InputError("models that rotate part of each head (partial_rotary_factor) are not supported")
+    theta, fields = _number(params, "rope_theta", None), _fields(params, (*needed, *optional))
+    if kind in _SCALED:
+        original = original or params.get("original_max_position_embeddings", max_position)
+        require_positive("original_max_position_embeddings", original)
+        fields["original_max_position"] = original
+        if fields.get("factor") is None and kind != "llama3":
+            fields["factor"] = max_position / original
+    return RopeConfig(theta=theta, kind=kind, rotated=rotated, **fields)
+
+
+def _kind(params: Mapping[str, Any]) -> str:
+    """By either name; both must say the same."""
+    kind = params.get("rope_type", params.get("type", "default"))
+    if not isinstance(kind, str):
+        raise InputError(f"rope_type must be a name, not {shown(kind)}")
+    if params.get("type", kind) != kind:
+        raise InputError(f"type {shown(params['type'])} contradicts rope_type {kind!r}")
+    return kind
+
+
+def _fields(params: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of a RopeConfig that are stated; null means what transformers makes of it."""
+    found: dict[str, Any] = {}
+    for name in names:
+        if name in ("short_factor", "long_factor"):
+            found[f"{name}s"] = _numbers(params, name)
+        elif name == "truncate":  # null is not true
+            found[name] = _flag(params, name)
+        elif params.get(name) is not None and (params[name] or name not in ("beta_fast", "beta_slow")):
+            found[name] = _number(params, name, None)
+    return found
+
+
+def _number(params: Mapping[str, Any], name: str, default: float | None) -> float:
+    value = params.get(name, default)
+    if not is_number(value):
+        raise InputError(f"{name} must be a number, not {shown(value)}")
+    return float(value)
+
+
+def _numbers(params: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    value = params[name]
+    if not isinstance(value, list) or not value or not all(is_number(each) and each > 0 for each in value):
+        raise InputError(f"{name} must be a list of numbers above 0, not {shown(value)}")
+    return tuple(value)
+
+
+def _flag(params: Mapping[str, Any], name: str) -> bool:
+    value = params.get(name, True)
+    if value is not None and not isinstance(value, bool):
+        raise InputError(f"{name} must be true or false, not {shown(value)}")
+    return bool(value)

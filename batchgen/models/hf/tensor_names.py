@@ -1,0 +1,75 @@
+"""What the parts of a model's tensors are called in its files, family by family; {} stands for the layer."""
+
+from __future__ import annotations
+
+from batchgen.models.config import ModelConfig
+from batchgen.models.families import GEMMA, QWEN_MIXTURES
+
+_LLAMA_NAMES = {
+    "embed": "embed_tokens",
+    "final_norm": "norm",
+    "input_norm": "layers.{}.input_layernorm",
+    "q": "layers.{}.self_attn.q_proj",
+    "k": "layers.{}.self_attn.k_proj",
+    "v": "layers.{}.self_attn.v_proj",
+    "q_norm": "layers.{}.self_attn.q_norm",
+    "k_norm": "layers.{}.self_attn.k_norm",
+    "out": "layers.{}.self_attn.o_proj",
+    "post_norm": "layers.{}.post_attention_layernorm",
+    "gate": "layers.{}.mlp.gate_proj",
+    "up": "layers.{}.mlp.up_proj",
+    "down": "layers.{}.mlp.down_proj",
+}
+_GEMMA_NAMES = _LLAMA_NAMES | {
+    "out_norm": "layers.{}.post_attention_layernorm",
+    "post_norm": "layers.{}.pre_feedforward_layernorm",
+    "down_norm": "layers.{}.post_feedforward_layernorm",
+}
+_PHI3_NAMES = _LLAMA_NAMES | {"qkv": "layers.{}.self_attn.qkv_proj", "gate_up": "layers.{}.mlp.gate_up_proj"}
+_OPT_NAMES = {
+    "embed": "embed_tokens",
+    "positions": "embed_positions",
+    "embed_proj": "project_in",
+    "head_proj": "project_out",
+    "final_norm": "final_layer_norm",
+    "input_norm": "layers.{}.self_attn_layer_norm",
+    "q": "layers.{}.self_attn.q_proj",
+    "k": "layers.{}.self_attn.k_proj",
+    "v": "layers.{}.self_attn.v_proj",
+    "out": "layers.{}.self_attn.out_proj",
+    "post_norm": "layers.{}.final_layer_norm",
+    "up": "layers.{}.fc1",
+    "down": "layers.{}.fc2",
+}
+
+
+def tensor_names(config: ModelConfig) -> dict[str, str]:
+    """Part -> name in safetensors, without the prefix that all names of a checkpoint carry."""
+    families = {
+        **_mixture_names(config.num_experts),
+        "gpt_oss": _gpt_oss_names(config.num_layers),
+        "opt": _OPT_NAMES,
+        "phi3": _PHI3_NAMES,
+        **dict.fromkeys(GEMMA, _GEMMA_NAMES),
+    }
+    return families.get(config.family, _LLAMA_NAMES)
+
+
+def _gpt_oss_names(num_layers: int) -> dict[str, str]:
+    """Experts are fused; sinks of all layers are loaded together."""
+    names = _LLAMA_NAMES | {"router": "layers.{}.mlp.router", "experts": "layers.{}.mlp.experts"}
+    return names | {f"attention.{layer}": f"layers.{layer}.self_attn" for layer in range(num_layers)}
+
+
+def _mixture_names(num_experts: int) -> dict[str, dict[str, str]]:
+    """Of each family with a mixture of experts."""
+    mixtral, qwen = dict(_LLAMA_NAMES), dict(_LLAMA_NAMES)
+    mixtral["router"], qwen["router"] = "layers.{}.block_sparse_moe.gate", "layers.{}.mlp.gate"
+    for e in range(num_experts):
+        for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+            mixtral[f"experts.{e}.{part}"] = f"layers.{{}}.block_sparse_moe.experts.{e}.{name}"
+            qwen[f"experts.{e}.{part}"] = f"layers.{{}}.mlp.experts.{e}.{part}_proj"
+    qwen["shared_gate"] = "layers.{}.mlp.shared_expert_gate"
+    for part in ("gate", "up", "down"):
+        qwen[f"shared.{part}"] = f"layers.{{}}.mlp.shared_expert.{part}_proj"
+    return {"mixtral": mixtral, **dict.fromkeys(QWEN_MIXTURES, qwen)}

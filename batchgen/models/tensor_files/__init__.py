@@ -1,0 +1,1 @@
+"""Tensors in files: headers, and how bytes and numbers are read."""

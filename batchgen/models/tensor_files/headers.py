@@ -1,0 +1,74 @@
+"""The headers of safetensors files, read without weights or torch, and where a tensor of any file lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.core.errors import InputError, one_line
+from batchgen.core.file_version import FileVersion, version_of
+from batchgen.core.typed_json import parse_json, read_typed
+
+_MOST_HEADER_BYTES = 100_000_000  # as the safetensors package has it
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies. shape: rows first. dtype: as the format spells it ("BF16", "Q4_1").
+
+    offset: bytes from the start of the file. version: the file's as its header was read, which readers hold it to; None: any.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    version: FileVersion | None = None
+
+
+def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file. Raises InputError where the file is truncated or corrupt."""
+    try:
+        if not path.is_file():
+            raise InputError(f"{path} is not a file: fetch it again")
+        with path.open("rb") as file:
+            version = version_of(file.fileno())
+            start = 8 + int.from_bytes(file.read(8), "little")
+            if not 8 < start <= min(version.size_bytes, _MOST_HEADER_BYTES):
+                raise ValueError("its header does not fit the file")
+            entries = parse_json(file.read(start - 8), _no_name_twice)
+        entries.pop("__metadata__", None)
+        tensors = {name: _tensor_of(path, entry, start, version) for name, entry in entries.items()}
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is truncated or not safetensors ({one_line(error)}): fetch it again") from error
+    check_extents(path, tensors, version.size_bytes)
+    return tensors
+
+
+def _tensor_of(path: Path, entry: dict[str, Any], start: int, version: FileVersion) -> TensorInfo:
+    """A tensor by its entry in the header. start: where data begin. Raises what a wrong entry leads to."""
+    shape = read_typed(tuple[int, ...], entry["shape"], "a shape")
+    begin, end = read_typed(tuple[int, int], entry["data_offsets"], "data_offsets")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"a shape is {list(shape)}")
+    return TensorInfo(path, read_typed(str, entry["dtype"], "a dtype"), shape, start + begin, end - begin, version)
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("its header has a name twice")
+    return found
+
+
+def check_extents(path: Path, tensors: dict[str, TensorInfo], file_bytes: int) -> None:
+    for name, info in tensors.items():
+        if info.offset < 0 or info.num_bytes < 0 or info.offset + info.num_bytes > file_bytes:
+            raise InputError(
+                f"{path} is truncated: tensor {name!r} ends at byte {info.offset + info.num_bytes:,} of "
+                f"{file_bytes:,}: fetch it again"
+            )

@@ -1,0 +1,281 @@
+"""The tokenizer that a GGUF's key-value pairs describe, with the ids that llama.cpp would give.
+
+Two kinds of vocabulary are known, by `tokenizer.ggml.model`: "llama", SentencePiece's, in which of all neighbours those with the best
+score become one; and "gpt2", of bytes, in which pairs are merged in the order of a list. All others are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+from batchgen.core.errors import InputError
+from batchgen.models.formats.gguf.header import VOCABULARY
+from batchgen.models.formats.gguf.known_tokens import KNOWN, cut_out_ids, plain_id, special_id
+from batchgen.models.tokenizers.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of tokens, in `tokenizer.ggml.token_type`
+_CUT_OUT = (_UNKNOWN, _CONTROL, _USER_DEFINED)
+SPACE = "▁"  # stands for a space in SentencePiece's vocabularies
+_USE_SAFETENSORS = "use the model's safetensors"
+_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3: spaces behind these are kept
+
+
+@dataclass
+class _Vocabulary:
+    """A vocabulary: what a file says of its tokens.
+
+    Attributes:
+        pairs: Its key-value pairs.
+        tokens: Their texts, by id.
+        kinds: Of each, one of the numbers above or another.
+        is_sentencepiece: The kind of the vocabulary.
+    """
+
+    pairs: Mapping[str, Any]
+    tokens: list[str]
+    kinds: list[int]
+    is_sentencepiece: bool
+    ids: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ids = {token: i for i, token in enumerate(self.tokens)}
+        known = {text: self.ids[text] for text in KNOWN if text in self.ids}
+        for token_id in cut_out_ids(self.pairs, known):
+            if self.kinds[token_id] not in _CUT_OUT:
+                self.kinds[token_id] = _CONTROL
+        if (plain := plain_id(known)) is not None:
+            self.kinds[plain] = _NORMAL
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value of `tokenizer.ggml.{key}`. Raises InputError for one that is not of that kind."""
+        return _get(self.pairs, key, kind, default)
+
+    def array(self, key: str, *kinds: type) -> tuple | None:
+        """The values of an array, each of one of these kinds; None: there is none. Raises InputError."""
+        return _array(self.pairs, key, *kinds)
+
+    def special_id(self, name: str) -> int | None:
+        """The id of a special token that the vocabulary has."""
+        found = special_id(self.pairs, name)
+        return found if found is not None and 0 <= found < len(self.tokens) else None
+
+    @property
+    def cut_out(self) -> Iterator[tuple[str, int]]:
+        """The tokens, with their kinds, that are found in a text before anything else is done to it."""
+        for token, kind in zip(self.tokens, self.kinds, strict=True):
+            if kind in _CUT_OUT:
+                yield token, kind
+
+
+def backend_of(pairs: Mapping[str, Any], model: models.Model | None = None) -> Backend:
+    """The tokenizer of a GGUF.
+
+    Args:
+        pairs: Of `headers.read_gguf_vocabulary`.
+        model: In place of the one that the pairs describe.
+
+    Raises:
+        InputError: It has none, or one whose ids would not be llama.cpp's.
+    """
+    words = _vocabulary(pairs)
+    if model is not None:
+        backend, begins_with_bos = Backend(model), True
+    else:
+        backend, begins_with_bos = _sentencepiece(words) if words.is_sentencepiece else _byte_level(words)
+    named_phi3 = any(name in str(pairs.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
+    _refuse_overlaps([token for token, _ in words.cut_out])
+    backend.add_tokens([_added(token, kind, named_phi3) for token, kind in words.cut_out])
+    backend.post_processor = _around(words, begins_with_bos)
+    return backend
+
+
+def names_of(pairs: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens of a GGUF by what transformers calls them: "bos_token" and so on."""
+    words = _vocabulary(pairs)
+    ids = {own: words.special_id(name) for name, own in _NAMES.items()}
+    return {own: words.tokens[i] for own, i in ids.items() if i is not None}
+
+
+def _get(pairs: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
+    found = pairs.get(VOCABULARY + key)
+    if found is None:
+        return default
+    if not isinstance(found, kind):
+        raise InputError(f"{VOCABULARY}{key} is not what it should be, {kind.__name__}: fetch the file again")
+    return found
+
+
+def _array(pairs: Mapping[str, Any], key: str, *kinds: type) -> tuple | None:
+    found = _get(pairs, key, tuple)
+    if found is not None and not all(isinstance(value, kinds) for value in found):
+        raise InputError(f"{VOCABULARY}{key} is not an array of {kinds[0].__name__}: fetch the file again")
+    return found
+
+
+def _vocabulary(pairs: Mapping[str, Any]) -> _Vocabulary:
+    model = _get(pairs, "model", str)
+    if model is None:
+        raise InputError("it has none")
+    if model not in ("llama", "gpt2"):
+        raise InputError(f"tokenizer.ggml.model {model!r} is not supported; supported: llama, gpt2: {_USE_SAFETENSORS}")
+    texts = _array(pairs, "tokens", str)
+    if not texts:
+        raise InputError("it has no tokens (tokenizer.ggml.tokens)")
+    tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
+    if len(set(tokens)) < len(tokens):
+        twice = Counter(tokens).most_common(1)[0][0]
+        raise InputError(f"two of its tokens are {twice!r}: fetch the file again, or {_USE_SAFETENSORS}")
+    kinds = _array(pairs, "token_type", int)
+    kinds = (_NORMAL,) * len(tokens) if kinds is None else kinds
+    if len(kinds) < len(tokens):
+        raise InputError(f"it has {len(tokens)} tokens, and types of {len(kinds)}: fetch the file again")
+    return _Vocabulary(pairs, tokens, list(kinds[: len(tokens)]), model == "llama")
+
+
+def _added(token: str, kind: int, of_phi3: bool) -> AddedToken:
+    return AddedToken(
+        token, normalized=False, special=kind != _USER_DEFINED, rstrip=of_phi3 and token not in _NOT_STRIPPED
+    )
+
+
+def _refuse_overlaps(tokens: list[str]) -> None:
+    """Raises InputError for tokens of which the first in a text may hide a longer one that begins in it.
+
+    llama.cpp cuts the longest token out of a text first, `tokenizers` the first in the text. Runs of one character are cut alike.
+    """
+    by_begin: dict[str, list[str]] = {}
+    for token in tokens:
+        for at in range(1, len(token)):
+            by_begin.setdefault(token[:at], []).append(token)
+    for token in tokens:
+        for at in range(1, len(token)):
+            for longer in by_begin.get(token[at:], ()):
+                if len(longer.encode()) > len(token.encode()) and len({*token, *longer}) > 1:
+                    raise InputError(f"its tokens {token!r} and {longer!r} may overlap in a text: {_USE_SAFETENSORS}")
+
+
+def _around(words: _Vocabulary, begins_with_bos: bool) -> processors.PostProcessor:
+    """Puts BOS before a text and EOS behind it, as the file says."""
+    template, tokens = ["$A"], []
+    for name, is_there in (
+        ("bos", words.get("add_bos_token", bool, begins_with_bos)),
+        ("eos", words.get("add_eos_token", bool, False)),
+    ):
+        if not is_there:
+            continue
+        if (token_id := words.special_id(name)) is None:
+            raise InputError(f"it adds {name.upper()} to texts, and does not say which token that is")
+        template = [name, *template] if name == "bos" else [*template, name]
+        tokens.append({"id": name, "ids": [token_id], "tokens": [words.tokens[token_id]]})
+    return processors.TemplateProcessing(single=template, special_tokens=tokens)
+
+
+def _byte_level(words: _Vocabulary) -> tuple[Backend, bool]:
+    """The tokenizer, and whether a text begins with BOS unless the file says otherwise."""
+    name = words.get("pre", str, "default")
+    if name not in PRE_TOKENIZERS:
+        raise InputError(f"tokenizer.ggml.pre {name!r} is not supported: {_USE_SAFETENSORS}")
+    kind = PRE_TOKENIZERS[name]
+    if words.array("merges", str) is None and name != "kimi-k2":
+        raise InputError("it has no merges (tokenizer.ggml.merges)")
+    merges = list(_merges(words))
+    backend = Backend(models.BPE(vocab=words.ids, merges=merges, ignore_merges=kind.ignores_merges))
+    backend.pre_tokenizer = _cutting(kind, words)
+    backend.decoder = decoders.ByteLevel()
+    return backend, kind.begins_with_bos
+
+
+def _merges(words: _Vocabulary) -> Iterator[tuple[str, str]]:
+    """The pairs in order, each once."""
+    seen = set()
+    for line in words.array("merges", str) or ():
+        at = line.find(" ", 1)
+        pair = (line[:at], line[at + 1 :])
+        if at < 0 or pair in seen:
+            continue
+        seen.add(pair)
+        if missing := next((part for part in (*pair, "".join(pair)) if part not in words.ids), None):
+            raise InputError(f"its merges have {missing!r}, which is no token: {_USE_SAFETENSORS}")
+        yield pair
+
+
+def _cutting(kind: PreTokenizer, words: _Vocabulary) -> pre_tokenizers.PreTokenizer:
+    """Cuts texts into words of bytes. Bytes that are no tokens are left out, and part what is around them."""
+    missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - words.ids.keys())
+    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in kind.splits]
+    steps = [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    if missing:
+        escaped = "".join(rf"\x{{{ord(character):X}}}" for character in missing)
+        steps.append(pre_tokenizers.Split(Regex(f"[{escaped}]"), "removed"))
+    return pre_tokenizers.Sequence(steps)
+
+
+def _sentencepiece(words: _Vocabulary) -> tuple[Backend, bool]:
+    """The tokenizer of a SentencePiece vocabulary, and the flag that `_byte_level` gives too."""
+    scores = words.array("scores", float, int)
+    if scores is None or len(scores) < len(words.tokens) or not all(map(math.isfinite, scores)):
+        raise InputError("it has no score for each of its tokens (tokenizer.ggml.scores): fetch the file again")
+    unknown = words.special_id("unknown")
+    merges = _merges_by_score(words, scores)
+    backend = Backend(
+        models.BPE(
+            vocab=words.ids,
+            merges=merges,
+            unk_token=None if unknown is None else words.tokens[unknown],
+            fuse_unk=False,
+            byte_fallback=True,
+        )
+    )
+    has_prefix = words.get("add_space_prefix", bool, True)
+    spaces = normalizers.Replace(" ", SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if has_prefix else spaces
+    last = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last])
+    return backend, True
+
+
+def _merges_by_score(words: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
+    """All pairs that make a token, the best score first.
+
+    Of pairs of one score llama.cpp takes the first in the text, and a list has no equals. In a run of one character, where parts are
+    never longer than those before them, the first has the longest parts, so these come first in the list.
+    """
+    # Nothing of a text that is cut out before is ever put together, unless its spaces are spelled otherwise.
+    whole = {token for token, _ in words.cut_out if SPACE not in token}
+    pairs = []
+    for token_id, token in enumerate(words.tokens):
+        if token in whole:
+            continue
+        for at in range(len(token) - 1, 0, -1):
+            left, right = token[:at], token[at:]
+            if left in words.ids and right in words.ids:
+                pairs.append((-scores[token_id], -at, -len(right), left, right))
+            elif (len(left) == 1 or left in words.ids) and (len(right) == 1 or right in words.ids):
+                missing = left if left not in words.ids else right
+                raise InputError(f"it has the token {token!r} and not {missing!r}: {_USE_SAFETENSORS}")
+    pairs.sort(key=lambda pair: pair[:3])
+    _refuse_ties(pairs)
+    return [pair[3:] for pair in pairs]
+
+
+def _refuse_ties(pairs: list[tuple[float, int, int, str, str]]) -> None:
+    """Raises InputError for two tokens of one score of which one may begin within the other, unless both are runs of one character."""
+    by_score: dict[float, list[tuple[str, str]]] = {}
+    for score, _, _, left, right in pairs:
+        by_score.setdefault(score, []).append((left, right))
+    for score, tied in by_score.items():
+        made_from = {right: left + right for left, right in tied}
+        for left, right in tied:
+            other, token = made_from.get(left, left + right), left + right
+            if other != token and len({*other, *token}) > 1:
+                raise InputError(
+                    f"its tokens {other!r} and {token!r} have the same score, {-score:g}: {_USE_SAFETENSORS}"
+                )
