@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import changes_results
+from batchgen.core.dtypes import NATIVE, changes_results
 from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, refusing_what_is_denied
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
@@ -314,9 +314,9 @@ def _fingerprint(job: _Job) -> dict[str, Any]:
         fingerprint["reasoning"] = thinking.begin
     if options.task != "generate":
         fingerprint["task"] = options.task
-    quantization = options.quantization if changes_results(options.quantization) else "none"
-    if (quantization, options.kv_cache_dtype) != ("none", "auto"):
-        fingerprint["formats"] = [quantization, options.kv_cache_dtype]
+    weights = options.weights if changes_results(options.weights) else NATIVE
+    if (weights, options.kv_cache_dtype) != (NATIVE, "auto"):
+        fingerprint["formats"] = [weights, options.kv_cache_dtype]
     return fingerprint
 
 

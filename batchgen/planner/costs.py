@@ -265,7 +265,7 @@ def _attended_in_layer(s: CostInputs, phase: Phase) -> Phase:
 def deferred_attention_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of CPU attention to deferred sequences beside one layer of a sweep, which they do not hold up.
 
-    N_C of APEX's inequality (6), times the whole sweep. The rate is that of a cohort of all of them.
+    N_C of APEX's inequality (6), times the whole sweep. The rate is that of a deferred batch of all of them.
     """
     if not phase.deferred_tokens:
         return 0.0

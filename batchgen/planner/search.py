@@ -407,7 +407,7 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
 
 
 def _no_rates(problem: Problem) -> str:
-    return f"{problem.hardware.name} has no rates for the formats asked for: allow another --quantization"
+    return f"{problem.hardware.name} has no rates for the formats asked for: allow another --weights"
 
 
 def _supported(s: CostInputs) -> bool:
@@ -518,7 +518,7 @@ def explain_infeasible(problem: Problem) -> str:
     # Where only one tier is allowed the caller does not offer formats either.
     least_bytes = min(FORMAT_BYTES[main_format(problem.model, name)] for name in problem.weight_formats)
     open_choice = problem.offers_int4 and len(problem.allowed.weight_tiers) > 1 and FORMAT_BYTES[INT4] < least_bytes
-    hint = "; --quantization int4 would need less" if open_choice else ""
+    hint = "; --weights int4 would need less" if open_choice else ""
     if changes:
         return f"no plan fits: {what}; give at least {', or '.join(changes)}{hint}"
     larger = ", or ".join(f"{format_at_least(needed[tier])} of {_TIER_WORDS[tier]}" for tier in by_shortfall)

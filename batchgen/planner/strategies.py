@@ -175,7 +175,7 @@ WITH_GPU = (
 ON_CPU = (
     Strategy(
         "quantised",
-        "weights in 4 bits (--quantization int4)",
+        "weights in 4 bits (--weights int4)",
         _quantised,
         lambda policy: policy.weight_format == INT4,
     ),

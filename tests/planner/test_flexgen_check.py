@@ -15,7 +15,6 @@ from batchgen.planner.search import search
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import flexgen_check
-import flexgen_pipeline
 
 CELLS = flexgen_check.read_cells()
 CHECKED = [cell for cell in CELLS if cell.checked]
@@ -119,26 +118,3 @@ def test_the_page_shows_every_cell():
     assert [*table[:2], *table[2::every]] == flexgen_check.markdown(every).splitlines()
     cells = json.loads((Path(flexgen_check.HERE) / "flexgen_cells.json").read_text())["cells"]
     assert len(table) == 2 + len(cells)
-
-
-FOUR_HOSTS = json.loads((Path(flexgen_check.HERE) / "results" / "flexgen_pipeline.json").read_text())["models"]
-
-
-def test_four_hosts_scale_as_table_3_says():
-    """OPT-30B, of which nothing is odd: decoding 4.2 times as fast on four hosts as on one, the whole job 3.2 times."""
-    row = next(row for row in FOUR_HOSTS if row["model"] == "30B")
-    for measured, predicted in flexgen_pipeline.scaling(row).values():
-        assert predicted == pytest.approx(measured, rel=0.2)
-    paper = flexgen_pipeline.paper_rates("30B")
-    for kind in flexgen_pipeline.KINDS:
-        assert getattr(paper, kind) == pytest.approx(row["measured"][kind][0], rel=0.2)
-
-
-@pytest.mark.parametrize("row", FOUR_HOSTS, ids=lambda row: row["model"])
-def test_four_hosts_take_what_the_result_says(row):
-    for hosts, stages in (("one", 1), ("four", flexgen_pipeline.STAGES)):
-        found = flexgen_pipeline.rates_over(row["model"], stages, row[hosts]["block"])
-        for kind in flexgen_pipeline.KINDS:
-            assert getattr(found, kind) == pytest.approx(row[hosts][kind], rel=1e-3)
-    page = (Path(__file__).parents[2] / "docs" / "flexgen_check.md").read_text()
-    assert page.split("<!-- four -->\n")[1].strip() == flexgen_pipeline.markdown(FOUR_HOSTS)

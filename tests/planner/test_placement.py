@@ -368,7 +368,7 @@ def test_what_cannot_fit_is_told_with_the_smallest_change():
     with pytest.raises(InputError) as caught:
         search(problem(small, budgets=budgets(small) | {"disk": GIB // 32}))
     text = str(caught.value)
-    assert "no plan fits" in text and "--quantization int4" in text and "\n" not in text
+    assert "no plan fits" in text and "--weights int4" in text and "\n" not in text
     # The change it names is enough, and half of it is not.
     least = parse_bytes(text.split("--disk-memory ")[1].split(" (")[0])
     search(problem(replace(small, disk_bytes=int(least * 1.01))))
@@ -442,4 +442,4 @@ def test_four_bits_are_advised_where_they_can_be_asked_for():
     for offers in (True, False):
         with pytest.raises(InputError) as refused:
             search(replace(small, offers_int4=offers))
-        assert ("--quantization int4" in str(refused.value)) == offers
+        assert ("--weights int4" in str(refused.value)) == offers

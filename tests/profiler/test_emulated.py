@@ -20,7 +20,7 @@ from batchgen.planner.phases import Phase, phases_of
 from batchgen.planner.placement import Counts
 from batchgen.planner.problem import LANES, Problem, RuntimeModel
 from batchgen.planner.search import search, search_space
-from batchgen.profiler.emulated import copy_overhead_s, emulated_profile, own_core_profile, piece_times
+from batchgen.profiler.emulated import copy_overhead_s, dedicated_core_profile, emulated_profile, piece_times
 from batchgen.runtime.memory.transfers import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,7 +79,7 @@ class TestProfile:
         assert profile.cpu.step_overhead_s == box().cpu.step_overhead_s
 
 
-class TestOwnCore:
+class TestDedicatedCore:
     DEVICE = parse_device("emulated:gpu-memory=512MiB,h2d=2GB/s,slowdown=4,cpu-slowdown=2")
 
     def test_a_copy_takes_longer_than_its_bytes(self, monkeypatch):
@@ -110,7 +110,7 @@ class TestOwnCore:
             assert getattr(profile.gpu, attention)[key] == getattr(core.cpu, attention)[key].scaled(1 / 4)
         assert profile.sampling_logits_per_s == core.sampling_logits_per_s, "the host samples"
         assert profile.gpu.step_overhead_s > 4 * core.cpu.step_overhead_s
-        slept = own_core_profile(profile, self.DEVICE, core, 1e-4)
+        slept = dedicated_core_profile(profile, self.DEVICE, core, 1e-4)
         assert slept.gpu.waking_overhead_s == pytest.approx(4e-4), "after a sleep its core is slower"
         assert slept.cpu.waking_overhead_s == pytest.approx(2e-4)
         assert HardwareProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile

@@ -1,4 +1,4 @@
-"""HELM runs side by side: deployments of one model under several clients, runs of the same entries, and what they wrote.
+"""HELM runs side by side: deployments of one model under several clients, runs of the same entries, and their results.
 
 HELM itself is not imported here; the Python that runs this has it, and batchgen.
 """
@@ -14,7 +14,7 @@ from typing import Any
 RUNNER = "batchgen.helm.runner.BatchgenRunner"
 BATCHGEN = "batchgen.helm.client.BatchgenClient"
 HUGGING_FACE = "helm.clients.huggingface_client.HuggingFaceClient"
-RAW_LOGITS = "peers.helm_raw_logits.RawLogitsClient"
+RAW_LOGITS = "helm_raw_logits.RawLogitsClient"
 MODEL = "local/model"
 SUITE = "suite"
 

@@ -1,6 +1,6 @@
-"""Mixtures of experts of well-known shapes with random weights of about 4 bits: as a weight store, and as a GGUF of the same shape.
+"""Mixtures of experts of well-known shapes with random weights of about 4 bits, as a weight store and as a GGUF.
 
-Both are written in pieces. The two hold different numbers, as their speed alone is compared. Token i is the word "wI".
+Both are written in pieces. They hold different numbers, as their speed alone is compared. Token i is the word "wI".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from random_model import _write_tokenizer
+from random_model import write_word_tokenizer
 from torch import Tensor
 
 from batchgen import __version__
@@ -106,7 +106,7 @@ def write_store(path: Path, shape: str, layers: int | None = None, seed: int = 0
     work.start(overwrite=True)
     work.check_space()
     (path / "tokenizer").mkdir(exist_ok=True)
-    _write_tokenizer(path / "tokenizer", config.vocab_size)
+    write_word_tokenizer(path / "tokenizer", config.vocab_size)
     work.run(checkpoint, lambda done, total: None)
     return path
 

@@ -1,4 +1,4 @@
-"""Settings of an emulated accelerator and a job, in each of which something else is scarce, so that another way is the fastest.
+"""Settings of an emulated accelerator and a job, in each of which something else is scarce and another strategy the fastest.
 
 The accelerator has a core of its own. The model is small, with as many KV heads as query heads, so that attention is a large part of
 a sweep, and few layers: a deferred token takes a sweep for each and one more, and jobs that are measured have to last for that.
@@ -19,7 +19,7 @@ from batchgen.engine.loader import store_bytes
 from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.planner.strategies import NotApplicable, best_plan, strategies_for, strategy_of
-from batchgen.profiler.emulated import own_core_profile
+from batchgen.profiler.emulated import dedicated_core_profile
 
 MIB = 1 << 20
 TIMES = {"startup_s": 0.0, "loading_s": 0.0, "output_len_known": True}
@@ -40,9 +40,9 @@ class Setting:
     """A device, and rows of equal lengths in tokens.
 
     Attributes:
-        scarce: what there is too little of, and so which way is to be the fastest.
-        winners: names of ways; the plan is to go one of them.
-        ways: those that are looked at beside the plan; none: all.
+        scarce: what there is too little of, and so which strategy is to be the fastest.
+        winners: names of strategies, of which the plan is to follow one.
+        strategies: those that are looked at beside the plan; empty for all.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Setting:
     rows: int
     prompt: int
     output: int
-    ways: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
 
     @property
     def workload(self) -> Workload:
@@ -62,7 +62,8 @@ class Setting:
 SETTINGS = (
     Setting(
         "all fits",
-        "nothing: all KV fits the device, a second batch would double what each layer takes by itself, and the CPU attends slowly",
+        "nothing: all KV fits the device, a second batch would double what each layer takes by itself, and the CPU attends"
+        " slowly",
         ("GPU-only",),
         Device("emulated", 320 * MIB, 2e8, 2e8, slowdown=1.0, cpu_slowdown=64.0, step_overhead_s=2e-3),
         rows=64,
@@ -89,7 +90,8 @@ SETTINGS = (
     ),
     Setting(
         "slow CPU",
-        "memory of the device, its link and the CPU: a second batch would double what each layer takes by itself, for too little attention",
+        "memory of the device, its link and the CPU: a second batch would double what each layer takes by itself, for too"
+        " little attention",
         ("APEX",),
         Device("emulated", 256 * MIB, 2e8, 2e8, slowdown=1.0, cpu_slowdown=6.0, step_overhead_s=5e-3),
         rows=480,
@@ -105,7 +107,7 @@ FLIPPED = replace(
     scarce="as with the slow CPU, but it attends to so many sequences that a second batch pays",
     winners=("NEO",),
     device=replace(SETTINGS[-1].device, cpu_slowdown=1.5),
-    ways=("NEO", "APEX"),
+    strategies=("NEO", "APEX"),
 )
 
 
@@ -141,35 +143,39 @@ ROUND_PROCESS_BYTES = 300 * MIB
 
 
 def round_machine(device: Device) -> HardwareProfile:
-    """The machine of two such cores, one of which is the device's: nothing is measured."""
+    """The machine of two cores in round numbers, one of which is the device's."""
     links: dict[str, Any] = {"h2d_bytes_per_s": device.h2d_bytes_per_s, "d2h_bytes_per_s": device.d2h_bytes_per_s}
     sizes = {"gpu_memory_bytes": device.gpu_memory_bytes}
-    return own_core_profile(replace(ROUND_CORE, gpu=ROUND_CORE.cpu, **links, **sizes), device, ROUND_CORE)
+    return dedicated_core_profile(replace(ROUND_CORE, gpu=ROUND_CORE.cpu, **links, **sizes), device, ROUND_CORE)
 
 
 def request_of(config: ModelConfig, process_bytes: int) -> PlanRequest:
-    """What is asked of each plan."""
+    """The plan request of every setting."""
     return PlanRequest(
         "model", "bfloat16", config.max_position, process_bytes=process_bytes, share_prefixes=False,
-        store_bytes=store_bytes(config, "bfloat16", "none"),
+        store_bytes=store_bytes(config, "bfloat16", "native"),
     )  # fmt: skip
 
 
 def plans_of(
     setting: Setting, hardware: HardwareProfile, config: ModelConfig, process_bytes: int
 ) -> tuple[dict[str, Plan], dict[str, str], str]:
-    """The plan that is chosen and the best one of every way, why others cannot be gone, and which way the chosen one goes."""
+    """Plans for a setting.
+
+    Returns:
+        The chosen plan and the best one of every strategy; why others cannot be followed; and the strategy that the chosen plan follows.
+    """
     request = request_of(config, process_bytes)
     problem = problem_of(hardware, config, setting.workload, request)
     plans = {"chosen": plan_job(problem, request, **TIMES)}
     reasons = {}
-    for way in strategies_for(problem):
-        if setting.ways and way.name not in setting.ways:
+    for strategy in strategies_for(problem):
+        if setting.strategies and strategy.name not in setting.strategies:
             continue
         try:
-            plans[way.name] = best_plan(way, problem, plan_maker(problem, request, **TIMES))
+            plans[strategy.name] = best_plan(strategy, problem, plan_maker(problem, request, **TIMES))
         except (NotApplicable, InputError) as error:
-            reasons[way.name] = str(error)
+            reasons[strategy.name] = str(error)
     return plans, reasons, strategy_of(plans["chosen"].policy, strategies_for(problem))
 
 
