@@ -50,6 +50,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir, stored_weights
 from batchgen.models.layouts import layer_sizes, main_format, output_format
 from batchgen.planner import explain
+from batchgen.planner.linear import number
 from batchgen.planner.memory_requirements import kv_tokens_used
 from batchgen.planner.pipeline import over_stages
 from batchgen.planner.plan_selection import choose, simulate_candidates
@@ -125,7 +126,6 @@ def make_plan(
     estimate: Callable[[], EstimatedWorkload],
     *,
     started_s: float,
-    notify: Callable[[str], None],
 ) -> Plan:
     """The plan that a job is run by: the one it was given, or else the fastest on this machine.
 
@@ -133,7 +133,6 @@ def make_plan(
         job: What to plan for.
         estimate: Gives its workload; called where no plan is given.
         started_s: When the command started, of time.monotonic.
-        notify: Told what is measured.
 
     Raises:
         InputError: The given plan is for something else, or there is none that fits.
@@ -142,8 +141,8 @@ def make_plan(
         plan = runnable(read_plan(job.options.plan), job)
     else:
         workload = estimate()
-        plan, _ = plan_case(case_here(job, started_s=started_s, notify=notify), workload)
-    return replace(plan, kernels=kernels_here(plan.kernels, notify))
+        plan, _ = plan_case(case_here(job, started_s=started_s), workload)
+    return replace(plan, kernels=kernels_here(plan.kernels))
 
 
 def plan_case(case: Case, estimated: EstimatedWorkload, *, compare_strategies: bool = False) -> tuple[Plan, Problem]:
@@ -233,9 +232,9 @@ def _reading_s(case: Case, problem: Problem) -> float:
     return loading_s(problem.hardware, job.process_config, request.dtype, job.files.kind, weight_format)
 
 
-def case_here(job: ResolvedJob, *, started_s: float, notify: Callable[[str], None]) -> Case:
+def case_here(job: ResolvedJob, *, started_s: float) -> Case:
     """A job on this machine, with what it may use of it; measured where it was not before. Raises InputError."""
-    hardware, request = machine_of(job, notify)
+    hardware, request = machine_of(job)
     return Case(job, hardware, request, time.monotonic() - started_s)
 
 
@@ -263,7 +262,7 @@ def request_of(job: ResolvedJob) -> PlanRequest:
     )
 
 
-def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[HardwareProfile, PlanRequest]:
+def machine_of(job: ResolvedJob) -> tuple[HardwareProfile, PlanRequest]:
     """This machine, with the device that the job names, and what its plan may use of it. Raises InputError."""
     config, dtype, device, weights = job.process_config, job.dtype, job.device, job.options.weights
     may_stream = _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < store_bytes(config, dtype, weights)
@@ -280,7 +279,6 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         kv_formats=() if kv_cache_dtype == "auto" else (kv_cache_dtype,),
         in_rows=in_rows,
         memory_bytes=job.budgets["cpu"],
-        notify=notify,
     )
     profile, core = find_for(device, find)
     if profile.gpu is not None and device.kind != "cuda":
@@ -381,7 +379,6 @@ def find_hardware(
     model: ModelConfig | None = None,
     memory_bytes: int | None = None,
     cores: frozenset[int] | None = None,
-    notify: Callable[[str], None] = lambda line: None,
 ) -> HardwareProfile:
     """Find the profile of a machine.
 
@@ -398,7 +395,6 @@ def find_hardware(
         model: Whose layers' shapes are measured; None: rates for models of any size.
         memory_bytes: What measuring and this process may take of the host's memory together; None: what is free.
         cores: To measure on; None: all that this process may use.
-        notify: Told what is measured.
 
     Raises:
         InputError: There is no such profile, or it cannot be measured.
@@ -423,7 +419,6 @@ def find_hardware(
             offload_dir=offload_dir,
             refresh=refresh,
             memory_bytes=memory_bytes,
-            notify=notify,
         )
         return corrected_by_probe(profile, dtype)
 
@@ -518,7 +513,7 @@ def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
     """
     s, at = best.inputs, best.counts.placement(best.inputs)
     layers = s.model.layer_params / s.model.num_params
-    seconds = whole_s * (1 - at.w_disk * layers)
+    seconds = whole_s * (1 - number(at.w_disk) * layers)
     written = _store_written_bytes(best, request)
     seconds += whole_s * bool(written) + written / s.hardware.disk_write_bytes_per_s
     return float(seconds)
@@ -582,7 +577,7 @@ def _first_touch_s(best: Candidate) -> float:
     tokens = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean)
     tokens = min(tokens, kv_tokens_used(workload, s.max_num_seqs))
     token_bytes = s.seq_kv_bytes / (s.seq_blocks * s.kv_block_size)  # of all layers
-    on_host = (at.kv_cpu + at.kv_streamed) * tokens * token_bytes
+    on_host = number(at.kv_cpu + at.kv_streamed) * tokens * token_bytes
     return float(on_host / s.hardware.first_touch_bytes_per_s)
 
 

@@ -17,9 +17,10 @@ from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.core.routing import Routing
 from batchgen.models.config import ModelConfig
+from batchgen.planner.linear import Linear, number
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
-from batchgen.planner.problem import CostInputs, Linear, RuntimeModel
+from batchgen.planner.problem import CostInputs, RuntimeModel
 
 # Below these, sequences read a shared prefix one by one (ops/attention_plan.py).
 _MIN_SHARED_TOKENS, _MIN_SHARED_SEQS = 64, 4
@@ -607,15 +608,19 @@ def bounds(runtime: RuntimeModel, lanes: Mapping[str, Linear]) -> list[Linear]:
     return [base + lane for lane in together] or [base]
 
 
+def slowest_s(s: CostInputs, lanes: Mapping[str, Linear]) -> float:
+    """Seconds that lanes of a placement of numbers take together: the largest of their bounds."""
+    return max(map(number, bounds(s.runtime, lanes)))
+
+
 def job_seconds(s: CostInputs, phases: Sequence[Phase], at: Placement) -> float:
     """T = T_pre l + T_gen (n - 1) l (FlexGen A.3), for any sequence of phases, with what is not in the layers."""
-    seconds: float = sum(
+    return sum(
         phase.sweeps
         * (
-            s.model.num_layers * max(bounds(s.runtime, layer_lanes(s, phase, at)))
-            + max(bounds(s.runtime, head_lanes(s, phase, at)))
+            s.model.num_layers * slowest_s(s, layer_lanes(s, phase, at))
+            + slowest_s(s, head_lanes(s, phase, at))
             + sweep_overhead_s(s, phase)
         )
         for phase in phases
     )
-    return seconds

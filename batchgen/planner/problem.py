@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
@@ -25,8 +24,6 @@ from batchgen.planner.phases import Deferral
 # Most sequences in flight that are looked at.
 _MOST_SEQS = 8192
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
-
-Linear = Any  # a number, or an expression of unknowns (linear.py)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from batchgen.planner.costs import (
     sums_s,
     sweep_overhead_s,
 )
+from batchgen.planner.linear import number
 from batchgen.planner.memory import group_bytes_of_layers, group_tensors_of_layers
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
@@ -393,7 +394,7 @@ class StepCosts:
             return 0.0
         at = _HEAD_ELSEWHERE if self._vocabulary_chunks else _NOTHING_PLACED
         lanes = head_lanes(self._inputs, Phase(1, 0, rows, 0, 0), at)
-        return float(lanes["compute"]) / max(1, self._vocabulary_chunks)
+        return number(lanes["compute"]) / max(1, self._vocabulary_chunks)
 
     def _computing_with(self, joined: int, load: BatchLoad, batch: _Computing, step: Step) -> float:
         """Seconds of a computation in which deferred batches take part: rows that have joined, and those that leave in the first layer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,6 +23,8 @@ from batchgen.profiler.transfer import copy_rates, disk_rates, dram_read_rate, f
 
 if TYPE_CHECKING:
     from batchgen.profiler.compute import Subjects
+
+logger = logging.getLogger(__name__)
 
 DEVICES = ("cpu", "cuda")
 _TABLES = (
@@ -79,7 +82,6 @@ def measure(
     offload_dir: Path,
     dtypes: Sequence[str],
     overheads: Overheads,
-    notify: Callable[[str], None],
     model: ModelConfig | None = None,
     effort: Effort = FULL,
     kernels: KernelChoice = PROCESS_SET,
@@ -94,7 +96,6 @@ def measure(
         model: rates for its layers alone, which are truer for it; None: for models of any size.
         device: "cpu" or "cuda".
         offload_dir: made where it does not exist; its disk is measured.
-        notify: told what is being measured.
 
     Raises:
         InputError: for a device that is not there, an unknown dtype or an unusable offload_dir.
@@ -103,7 +104,7 @@ def measure(
 
     check_measurable(device, dtypes)
     offload_dir = make_offload_dir(offload_dir)
-    watch = _Stopwatch(notify)
+    watch = _Stopwatch()
     moves = _moving(device, offload_dir, effort, watch) if like is None else {n: getattr(like, n) for n in _MOVING}
     cpu, gpu = _compute_rates(device, dtypes, subjects_of(device, effort, model, kernels), effort, watch)
     # A GPU works off what is launched ahead of it.
@@ -155,7 +156,6 @@ def add_dtypes(
     profile: HardwareProfile,
     dtypes: Sequence[str],
     *,
-    notify: Callable[[str], None],
     model: ModelConfig | None = None,
     effort: Effort = FULL,
 ) -> HardwareProfile:
@@ -164,7 +164,7 @@ def add_dtypes(
 
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, dtypes)
-    watch = _Stopwatch(notify)
+    watch = _Stopwatch()
     cpu, gpu = _compute_rates(device, dtypes, subjects_of(device, effort, model, profile.kernels), effort, watch)
     seconds = profile.measured.get("seconds", {}) | watch.parts_s
     return replace(
@@ -180,7 +180,6 @@ def add_packed_kv(
     dtype: str,
     kv_format: str,
     *,
-    notify: Callable[[str], None],
     model: ModelConfig | None = None,
     effort: Effort = FULL,
 ) -> HardwareProfile:
@@ -189,7 +188,7 @@ def add_packed_kv(
 
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, (dtype,))
-    watch = _Stopwatch(notify)
+    watch = _Stopwatch()
     subjects = subjects_of(device, effort, model, profile.kernels)
     rates = measure_packed_kv(Device(device), dtype, kv_format, subjects, effort, watch)
     if device == "cpu":
@@ -205,7 +204,6 @@ def add_dequantizing(
     profile: HardwareProfile,
     dtype: str,
     *,
-    notify: Callable[[str], None],
     model: ModelConfig | None = None,
     effort: Effort = FULL,
 ) -> HardwareProfile:
@@ -214,7 +212,7 @@ def add_dequantizing(
 
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, (dtype,))
-    watch = _Stopwatch(notify)
+    watch = _Stopwatch()
     subjects = subjects_of(device, effort, model, profile.kernels)
     rates = measure_dequantizing(Device(device), dtype, subjects, effort, watch)
     return _with_rates(profile, rates, watch)
@@ -225,7 +223,6 @@ def add_products(
     dtype: str,
     weight_format: str,
     *,
-    notify: Callable[[str], None],
     model: ModelConfig | None = None,
     effort: Effort = FULL,
     in_rows: bool = False,
@@ -238,7 +235,7 @@ def add_products(
 
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, (dtype,))
-    watch = _Stopwatch(notify)
+    watch = _Stopwatch()
     subjects = subjects_of(device, effort, model, profile.kernels)
     rates = measure_products(Device(device), dtype, weight_format, subjects, effort, watch, in_rows=in_rows)
     # What whole sweeps have shown of the dtype's own products goes for these too.
@@ -304,12 +301,11 @@ def identity(device: str) -> dict[str, Any]:
 class _Stopwatch:
     """A stopwatch that runs parts of the measurement, says which, and keeps how long each took."""
 
-    def __init__(self, notify: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         self.parts_s: dict[str, float] = {}
-        self._notify = notify
 
     def __call__(self, name: str, part: Callable[[], Any]) -> Any:
-        self._notify(f"measuring {name}")
+        logger.info("measuring %s", name)
         started = time.perf_counter()
         result = part()
         self.parts_s[name] = round(time.perf_counter() - started, 3)

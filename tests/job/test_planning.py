@@ -520,7 +520,7 @@ def test_memory_that_others_take_after_the_job_began_is_not_planned_with(tiny_mo
         left = job.budgets["cpu"] - (1 << 20)
         monkeypatch.setattr(planning, "available_memory_bytes", lambda: left)
         monkeypatch.setattr(planning, "resident_bytes", lambda: 0)
-        return case_here(job, started_s=0.0, notify=lambda line: None), left
+        return case_here(job, started_s=0.0), left
 
     here, left = case()
     plan, _ = plan_case(here, workload)

@@ -60,14 +60,8 @@ OVERHEADS = Overheads(
 )
 
 
-def quiet(line):
-    pass
-
-
-def tiny_measure(offload_dir, dtypes=("float32",), notify=quiet, effort=TINY):
-    return measure(
-        device="cpu", offload_dir=offload_dir, dtypes=dtypes, overheads=OVERHEADS, notify=notify, effort=effort
-    )
+def tiny_measure(offload_dir, dtypes=("float32",), effort=TINY):
+    return measure(device="cpu", offload_dir=offload_dir, dtypes=dtypes, overheads=OVERHEADS, effort=effort)
 
 
 def leaves(points):
@@ -110,14 +104,13 @@ class TestMeasure:
     def test_is_the_same_after_a_round_trip_through_json(self, measured):
         assert HardwareProfile.from_json(json.loads(json.dumps(measured.to_json()))) == measured
 
-    def test_says_what_it_does_and_under_which_circumstances(self, tmp_path):
-        lines = []
-        profile = tiny_measure(tmp_path, notify=lines.append)
-        assert any(str(tmp_path) in line for line in lines)
-        assert any("matrix products in float32" in line for line in lines)
+    def test_says_what_it_does_and_under_which_circumstances(self, tmp_path, logged):
+        profile = tiny_measure(tmp_path)
+        assert any(str(tmp_path) in line for line in logged)
+        assert any("matrix products in float32" in line for line in logged)
         assert profile.measured["torch"] == torch.__version__
         assert profile.measured["threads"] == torch.get_num_threads()
-        assert len(profile.measured["seconds"]) == len(lines)
+        assert len(profile.measured["seconds"]) == len(logged)
         assert "core" in profile.name
 
     def test_cpu_only_profile_has_no_gpu_fields(self, measured):
@@ -134,18 +127,16 @@ class TestMeasure:
     def test_refuses_what_it_cannot_measure(self, tmp_path, change, message):
         arguments = {"device": "cpu", "offload_dir": tmp_path, "dtypes": ["float32"], "effort": TINY} | change
         with pytest.raises(InputError, match=message):
-            measure(**arguments, overheads=OVERHEADS, notify=quiet)
+            measure(**arguments, overheads=OVERHEADS)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
     def test_refuses_a_gpu_that_is_not_there(self, tmp_path):
         with pytest.raises(InputError, match=r"no CUDA device.*--device cpu"):
-            measure(
-                device="cuda", offload_dir=tmp_path, dtypes=["float32"], overheads=OVERHEADS, notify=quiet, effort=TINY
-            )
+            measure(device="cuda", offload_dir=tmp_path, dtypes=["float32"], overheads=OVERHEADS, effort=TINY)
 
     def test_further_dtypes_leave_the_rest_as_it_was(self, tmp_path):
         before = tiny_measure(tmp_path)
-        after = add_dtypes(before, ["float16"], notify=quiet, effort=TINY)
+        after = add_dtypes(before, ["float16"], effort=TINY)
         assert set(after.cpu.gemm_flops_per_s) == {"float32", "float16"}
         assert after.cpu.gemm_flops_per_s["float32"] == before.cpu.gemm_flops_per_s["float32"]
         assert after.cpu.elementwise_bytes_per_s["float32"] == before.cpu.elementwise_bytes_per_s["float32"]
@@ -153,9 +144,8 @@ class TestMeasure:
         assert after.disk_read_bytes_per_s == before.disk_read_bytes_per_s
 
     @pytest.mark.parametrize(("kv_format", "dtype"), [("int5", "float32"), ("int5", "bfloat16"), ("int8", "float32")])
-    def test_packed_kv_is_merged_in(self, measured, kv_format, dtype):
-        lines = []
-        after = add_packed_kv(measured, dtype, kv_format, notify=lines.append, effort=TINY)
+    def test_packed_kv_is_merged_in(self, measured, kv_format, dtype, logged):
+        after = add_packed_kv(measured, dtype, kv_format, effort=TINY)
         before, cpu = measured.cpu, after.cpu
         for name in ("prefill_attention_flops_per_s", "decode_attention_bytes_per_s", "elementwise_bytes_per_s"):
             table = getattr(cpu, name)
@@ -163,16 +153,15 @@ class TestMeasure:
             assert {k: v for k, v in table.items() if k != kv_format} == getattr(before, name)
             assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table[kv_format].points))
         assert cpu.gemm_flops_per_s == before.gemm_flops_per_s and cpu.expand_bytes_per_s is None
-        assert len(lines) == 3 and all(kv_format in line for line in lines)
+        assert len(logged) == 3 and all(kv_format in line for line in logged)
         assert set(measured.measured["seconds"]) < set(after.measured["seconds"])
         assert HardwareProfile.from_json(json.loads(json.dumps(after.to_json()))) == after
 
-    def test_the_rate_of_dequantizing_is_merged_in(self, measured):
-        lines = []
-        after = add_dequantizing(measured, "float32", notify=lines.append, effort=TINY)
+    def test_the_rate_of_dequantizing_is_merged_in(self, measured, logged):
+        after = add_dequantizing(measured, "float32", effort=TINY)
         assert 1e6 < after.cpu.expand_bytes_per_s < 1e13
         assert dataclasses.replace(after.cpu, expand_bytes_per_s=None) == measured.cpu
-        assert len(lines) == 1 and "int4" in lines[0]
+        assert len(logged) == 1 and "int4" in logged[0]
         assert set(measured.measured["seconds"]) < set(after.measured["seconds"])
 
     @pytest.mark.parametrize(
@@ -180,17 +169,16 @@ class TestMeasure:
         [("int8", "float32", "int8"), ("int8", "bfloat16", "int8"), ("q4_1", "float32", "q4_1 float32")],
     )
     @pytest.mark.parametrize("in_rows", [False, True])
-    def test_products_of_packed_weights_are_merged_in(self, measured, packing, dtype, key, in_rows):
+    def test_products_of_packed_weights_are_merged_in(self, measured, packing, dtype, key, in_rows, logged):
         key = f"{key} in rows" if in_rows else key
-        lines = []
         slower = {"sweep_factors": {dtype: {"gemm": 2.0}}}
         before = dataclasses.replace(measured, measured=measured.measured | slower)
         model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16, inner=96)  # rows of whole blocks
-        after = add_products(before, dtype, packing, notify=lines.append, effort=TINY, model=model, in_rows=in_rows)
+        after = add_products(before, dtype, packing, effort=TINY, model=model, in_rows=in_rows)
         table = after.cpu.gemm_flops_per_s
         assert {k: v for k, v in table.items() if k != key} == measured.cpu.gemm_flops_per_s
         assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table[key].points))
-        assert len(lines) == 1 and packing in lines[0]
+        assert len(logged) == 1 and packing in logged[0]
         assert HardwareProfile.from_json(json.loads(json.dumps(after.to_json()))) == after
 
     def test_layers_of_no_certain_model_can_have_any_packed_weights(self):
@@ -228,7 +216,7 @@ class TestMeasure:
     def test_a_machine_of_any_speed_is_measured_within_a_minute(self, per_s, tmp_path, simulated):
         """Told by the clock of a machine that does `per_s` bytes or FLOPs a second, at most one call a microsecond."""
         clock = simulated(per_s, disk_bytes_per_s=per_s / 50)
-        profile = measure(device="cpu", offload_dir=tmp_path, dtypes=["float32"], overheads=OVERHEADS, notify=quiet)
+        profile = measure(device="cpu", offload_dir=tmp_path, dtypes=["float32"], overheads=OVERHEADS)
         assert 5 < clock.seconds < 60
         assert profile.dram_bytes_per_s == pytest.approx(per_s, rel=0.01)
         assert len(leaves(profile.cpu.decode_attention_bytes_per_s["float32"].points)) == 36
@@ -497,7 +485,7 @@ class TestTransfers:
 
 class TestCache:
     @pytest.fixture
-    def load(self, tmp_path, monkeypatch):
+    def load(self, tmp_path, monkeypatch, logged):
         """load(dtypes, **changes) -> profile; load.measured: the dtypes of each measurement; load.notes: lines."""
         whole, further = profile_module.measure, profile_module.add_dtypes
 
@@ -509,7 +497,6 @@ class TestCache:
                 "cache_dir": tmp_path / "cache",
                 "offload_dir": tmp_path / "offload",
                 "refresh": False,
-                "notify": load.notes.append,
             }
             return load_or_measure(wanted, **(arguments | changes))
 
@@ -528,7 +515,7 @@ class TestCache:
         monkeypatch.setattr(kernel_choice.Kernels, "here", lambda: kernels)
         monkeypatch.setattr(kernel_choice, "_SPREAD_BYTES", 1 << 12)
         load.timed, load.seconds = [], {}
-        load.measured, load.overheads, load.notes, load.busy = [], [], [], None
+        load.measured, load.overheads, load.notes, load.busy = [], [], logged, None
         monkeypatch.setattr("batchgen.profiler.cache.contention_reason", lambda *_: load.busy)
         monkeypatch.setattr("batchgen.profiler.cache.measure", counted(whole))
         monkeypatch.setattr("batchgen.profiler.cache.add_dtypes", counted(further))
@@ -737,7 +724,7 @@ class TestCache:
             "import sys; from pathlib import Path; from batchgen.core.hardware import read_profile;"
             "from batchgen.profiler.cache import _keep;"
             f"profile = read_profile({str(source)!r});"
-            f"[_keep(profile, Path({str(target)!r}), sys.exit) for _ in range(200)]"
+            f"[_keep(profile, Path({str(target)!r})) for _ in range(200)]"
         )
         writers = [subprocess.Popen([sys.executable, "-c", writer]) for _ in range(4)]
         reads = 0
