@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT8, KEPT_FORMATS, KV_CODE_BITS, product_key
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, KEPT_FORMATS, KV_CODE_BITS, product_key
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.core.routing import Routing
@@ -245,17 +245,16 @@ def decode_attention_s(s: CostInputs, phase: Phase, device: ComputeRates) -> flo
     """
     if phase.decode_seqs == 0:
         return 0.0
-    dequantizes = s.kv_format == "int4" and not s.runtime.reads_int4_kv
     bytes_read = decode_kv_bytes(s, phase)
-    if dequantizes:
-        bytes_read *= s.element_bytes / FORMAT_BYTES["int4"]
-    rate = device.rates("decode_attention_bytes_per_s", s.compute_format if dequantizes else s.kv_format).at(
+    if s.dequantizes_kv:
+        bytes_read *= s.element_bytes / FORMAT_BYTES[INT4]
+    rate = device.rates("decode_attention_bytes_per_s", s.compute_format if s.dequantizes_kv else s.kv_format).at(
         group=s.model.num_heads // s.model.num_kv_heads,
         batch=max(1.0, phase.decode_seqs / s.num_gpu_batches),
         context=max(1.0, _seen(s, phase.context) - _shared_tokens(s, phase)),
     )
     seconds = bytes_read / rate
-    return seconds + (bytes_read / known(device.expand_bytes_per_s) if dequantizes else 0.0)
+    return seconds + (bytes_read / known(device.expand_bytes_per_s) if s.dequantizes_kv else 0.0)
 
 
 def _attended_in_layer(s: CostInputs, phase: Phase) -> Phase:
@@ -563,7 +562,7 @@ def _copy_s(s: CostInputs, moved: Mapping[str, Linear]) -> Linear:
 
 def can_delegate(s: CostInputs) -> bool:
     """Whether decode attention can run on the CPU beside the GPU: FlexGen cannot with compressed KV."""
-    if s.kv_format == "int4" and not s.runtime.reads_int4_kv:
+    if s.dequantizes_kv:
         return False
     return s.hardware.cpu.has_rates("decode_attention_bytes_per_s", s.kv_format)
 
