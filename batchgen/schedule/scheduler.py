@@ -21,11 +21,10 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from typing import NamedTuple
-
-from dataclasses import dataclass
 
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.block_manager import BlockManager
