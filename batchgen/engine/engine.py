@@ -170,11 +170,11 @@ class Engine:
         model: A local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
         dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored),
             "float32", "bfloat16" or "float16". On a GPU "auto" is 16 bits: float16 before compute capability 8.0.
-        weights: Format of the layers' matrices: "none" (as they are found; packed ones expanded to `dtype` where that
-            takes at most half of the memory), "bf16" (expanded always), "int4" (4 bits; packed once, in the cache
-            directory), or "int8" (8 bits, multiplied as integers with tokens quantized to 8 bits). One of
-            compressed-tensors W8A8 is "int8" by itself.
-        kv_cache_dtype: "auto" (KV as the model computes), "int8" or "int4".
+        weights: Format of the layers' matrices: "auto" (as they are found; quantized ones are dequantized where that
+            takes at most half of the memory), "native" (as they are found), "dequantized" (to `dtype`), "int4" (4 bits,
+            quantized once, into the cache directory), or "int8" (8 bits, multiplied as integers with tokens quantized
+            to 8 bits). A model of compressed-tensors W8A8 is "int8" by itself.
+        kv_cache_dtype: "auto" (KV as the model computes), "int8" or "int5".
         device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
         cpu_memory: Host memory budget of the process, bytes or text such as "14GiB"; None: the free memory less a
             margin.

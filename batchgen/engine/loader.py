@@ -230,7 +230,7 @@ def in_memory_policy(
         max_model_len: Longest prompt plus output, in tokens.
         share_prefixes: Whether rows reuse the KV of a prompt prefix that another row has computed.
         weights: Resolved weights of the layers' matrices.
-        kv_cache_dtype: "auto" (KV in `dtype`), "int8" or "int4".
+        kv_cache_dtype: "auto" (KV in `dtype`), "int8" or "int5".
 
     Raises:
         InputError: A value is out of range.
