@@ -40,7 +40,7 @@ from batchgen.engine.loader import (
     process_bytes,
     store_bytes,
 )
-from batchgen.engine.tensor_parallel import KV_CLASSES
+from batchgen.engine.tensor_parallel import KV_PLACEMENTS
 from batchgen.job.kernels import kernels_here
 from batchgen.job.resolved import ResolvedJob
 from batchgen.job.routing import known_routing
@@ -52,12 +52,12 @@ from batchgen.models.layouts import layer_sizes, main_format, output_format
 from batchgen.planner import explain
 from batchgen.planner.linear import number
 from batchgen.planner.memory_requirements import kv_tokens_used
+from batchgen.planner.parallel import Link, link_of, part_of_host, with_all_reduce
 from batchgen.planner.pipeline import over_stages
 from batchgen.planner.plan_selection import choose, simulate_candidates
 from batchgen.planner.problem import Allowed, Problem
-from batchgen.planner.ranks import Link, link_of, part_of_host, with_sums
 from batchgen.planner.search import Candidate, block_latency_s, search
-from batchgen.planner.strategies import with_strategies
+from batchgen.planner.strategy_times import with_strategies
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe
 from batchgen.profiler.emulated import emulated_profile
@@ -266,7 +266,8 @@ def machine_of(job: ResolvedJob) -> tuple[HardwareProfile, PlanRequest]:
     """This machine, with the device that the job names, and what its plan may use of it. Raises InputError."""
     config, dtype, device, weights = job.process_config, job.dtype, job.device, job.options.weights
     may_stream = _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < store_bytes(config, dtype, weights)
-    formats, in_rows = _formats_measured(job, may_stream=may_stream)
+    weight_formats, in_rows = _weight_formats_measured(job, may_stream=may_stream)
+    kv_cache_dtype = job.options.kv_cache_dtype
     find = partial(
         find_hardware,
         job.options.hardware,
@@ -274,7 +275,8 @@ def machine_of(job: ResolvedJob) -> tuple[HardwareProfile, PlanRequest]:
         offload_dir=job.offload_dir,
         model=config,
         device="cuda" if device.kind == "cuda" else "cpu",
-        formats=formats,
+        weight_formats=weight_formats,
+        kv_formats=() if kv_cache_dtype == "auto" else (kv_cache_dtype,),
         in_rows=in_rows,
         memory_bytes=job.budgets["cpu"],
     )
@@ -323,27 +325,28 @@ def _bytes_to_write(job: ResolvedJob, weights: str) -> int:
     return store_bytes(job.process_config, job.dtype, weights)
 
 
-def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Formats beside the compute dtype that this job's plan needs rates of; and those of products with weights as they are stored.
+def _weight_formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Weights' formats beside the compute dtype that this job's plan needs rates of; and those of products with weights as they are stored.
 
     may_stream: Whether weights may have no room in memory.
     """
     config, weights = job.process_config, (*job.planned_formats, job.options.weights)[0]
     layers, output = main_format(config, weights), output_format(config, job.dtype, weights)
-    named = (layers, output, job.options.kv_cache_dtype)
     in_rows = []
     if job.device.kind != "cuda":  # whose memory holds all weights as they are stored
         streams = may_stream or job.device.accelerated
         in_rows += [layers if layers in (INT8, *BLOCK_FORMATS) else job.dtype] if streams and layers != INT4 else []
         # Chunks of an output matrix that come over lie as they are stored.
         in_rows += [output] if job.device.accelerated and output in BLOCK_FORMATS else []
-    return tuple(name for name in (*KV_CODE_BITS, *BLOCK_FORMATS) if name in named), tuple(dict.fromkeys(in_rows))
+    return tuple(name for name in (INT4, INT8, *BLOCK_FORMATS) if name in (layers, output)), tuple(
+        dict.fromkeys(in_rows)
+    )
 
 
 def process_profile(hardware: HardwareProfile, job: ResolvedJob, *, whole: bool) -> HardwareProfile:
-    """What one process of a job has. whole: as of `ranks.part_of_host`."""
+    """What one process of a job has. whole: as of `parallel.part_of_host`."""
     part = part_of_host(hardware, job.of_host, whole=whole)
-    return part if job.shard is None else with_sums(part, job.shard.size, _link_of(hardware, job))
+    return part if job.shard is None else with_all_reduce(part, job.shard.size, _link_of(hardware, job))
 
 
 def _link_of(hardware: HardwareProfile, job: ResolvedJob) -> Link:
@@ -369,7 +372,8 @@ def find_hardware(
     dtype: str,
     offload_dir: Path,
     device: str = "cpu",
-    formats: tuple[str, ...] = (),
+    weight_formats: tuple[str, ...] = (),
+    kv_formats: tuple[str, ...] = (),
     in_rows: tuple[str, ...] = (),
     refresh: bool = False,
     model: ModelConfig | None = None,
@@ -384,7 +388,8 @@ def find_hardware(
         dtype: To compute in.
         offload_dir: Directory of the disk tier, whose disk is measured.
         device: "cpu" or "cuda".
-        formats: Further ones that weights or KV may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
+        weight_formats: Further ones that weights may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
+        kv_formats: Further ones that KV may be stored in, of `KV_CODE_BITS`.
         in_rows: Those of weights that are multiplied as they are stored.
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
@@ -404,7 +409,7 @@ def find_hardware(
             known = ", ".join(shipped_profiles())
             raise InputError(f"{origin} {name}: no such file, and none of the shipped profiles ({known})")
         return read_profile(name)
-    wanted = Wanted(device, (dtype,), formats, model, kernels_of=model, in_rows=in_rows)
+    wanted = Wanted(device, (dtype,), weight_formats, kv_formats, model, kernels_of=model, in_rows=in_rows)
     if model is not None and model.params_per_layer > _LARGE_LAYER_PARAMS:
         wanted = replace(wanted, model=None)  # large products reach the same rates whatever their shape, and take long
     with contextlib.nullcontext() if cores is None else on_cores(cores):
@@ -455,7 +460,7 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
         weight_formats=_weight_formats(request),
         kv_formats=kv_formats[request.kv_cache_dtype],
         admissions=("continuous", "static") if request.admission is None else (request.admission,),
-        allowed=Allowed(tiers) if request.ranks == request.stages == 1 else Allowed(tiers, KV_CLASSES),
+        allowed=Allowed(tiers) if request.ranks == request.stages == 1 else Allowed(tiers, KV_PLACEMENTS),
         max_num_seqs=request.max_num_seqs,
         num_gpu_batches=request.num_gpu_batches,
         max_num_batched_tokens=request.max_num_batched_tokens,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT8, KEPT_FORMATS, KV_CODE_BITS, product_key
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, KEPT_FORMATS, KV_CODE_BITS, product_key
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.core.routing import Routing
@@ -177,12 +177,12 @@ def elementwise_s(s: CostInputs, phase: Phase) -> float:
     return phase.tokens * s.model.elementwise_bytes_per_token(int(s.element_bytes)) / rate
 
 
-def sums_s(s: CostInputs, phase: Phase) -> float:
+def all_reduce_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's two sums over the ranks that share it, for which compute waits; not in FlexGen's model."""
-    rate = s.hardware.sum_bytes_per_s
+    rate = s.hardware.all_reduce_bytes_per_s
     if rate is None or not phase.tokens:
         return 0.0
-    return 2 * (s.num_gpu_batches * s.hardware.sum_overhead_s + phase.tokens * s.hidden_bytes / rate)
+    return 2 * (s.num_gpu_batches * s.hardware.all_reduce_overhead_s + phase.tokens * s.hidden_bytes / rate)
 
 
 def _seen(s: CostInputs, context: float) -> float:
@@ -210,7 +210,7 @@ def prefill_attention_s(s: CostInputs, phase: Phase) -> float:
         1.0, s.workload.prompt_len.mean_square - (s.workload.prompt_len.mean**2 - s.workload.computed_prompt_len**2)
     )
     longest: float = square**0.5
-    flops = 4 * s.model.num_heads * s.model.head_dim * (square / 2) * (_seen(s, longest) / longest) * phase.prefill_seqs
+    flops = 4 * s.model.q_size * (square / 2) * (_seen(s, longest) / longest) * phase.prefill_seqs
     return flops / _with_kv(s, "prefill_attention_flops_per_s").at(context=longest)
 
 
@@ -226,7 +226,7 @@ def shared_attention_s(s: CostInputs, phase: Phase) -> float:
     kind = "shared_attention_flops_per_s"
     if not s.rates.has_rates(kind, s.compute_format):
         kind = "prefill_attention_flops_per_s"
-    flops = 4 * s.model.num_heads * s.model.head_dim * _seen(s, shared) * queries
+    flops = 4 * s.model.q_size * _seen(s, shared) * queries
     return flops / s.rates.rates(kind, s.compute_format).at(context=shared)
 
 
@@ -245,17 +245,16 @@ def decode_attention_s(s: CostInputs, phase: Phase, device: ComputeRates) -> flo
     """
     if phase.decode_seqs == 0:
         return 0.0
-    dequantizes = s.kv_format == "int4" and not s.runtime.reads_int4_kv
     bytes_read = decode_kv_bytes(s, phase)
-    if dequantizes:
-        bytes_read *= s.element_bytes / FORMAT_BYTES["int4"]
-    rate = device.rates("decode_attention_bytes_per_s", s.compute_format if dequantizes else s.kv_format).at(
+    if s.dequantizes_kv:
+        bytes_read *= s.element_bytes / FORMAT_BYTES[INT4]
+    rate = device.rates("decode_attention_bytes_per_s", s.compute_format if s.dequantizes_kv else s.kv_format).at(
         group=s.model.num_heads // s.model.num_kv_heads,
         batch=max(1.0, phase.decode_seqs / s.num_gpu_batches),
         context=max(1.0, _seen(s, phase.context) - _shared_tokens(s, phase)),
     )
     seconds = bytes_read / rate
-    return seconds + (bytes_read / known(device.expand_bytes_per_s) if dequantizes else 0.0)
+    return seconds + (bytes_read / known(device.expand_bytes_per_s) if s.dequantizes_kv else 0.0)
 
 
 def _attended_in_layer(s: CostInputs, phase: Phase) -> Phase:
@@ -278,7 +277,7 @@ def deferred_attention_s(s: CostInputs, phase: Phase) -> float:
 def products_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's computation but for attention and dequantizing, with the fixed time of each micro-batch."""
     fixed_s = s.rates.step_overhead_s + 2 * s.rates.waking_overhead_s  # before attention and after it
-    return linear_s(s, phase) + elementwise_s(s, phase) + sums_s(s, phase) + s.num_gpu_batches * fixed_s
+    return linear_s(s, phase) + elementwise_s(s, phase) + all_reduce_s(s, phase) + s.num_gpu_batches * fixed_s
 
 
 def dequantize_weights_s(s: CostInputs) -> float:
@@ -358,7 +357,7 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         return disk
     on_cpu = _attended_on_cpu(s, at)
     activations = at.act_cpu * (phase.tokens * s.hidden_bytes)
-    result = s.model.num_heads * s.model.head_dim * s.element_bytes
+    result = s.attended_bytes
     delegated_out = phase.decode_seqs * (result + s.kv_token_bytes) + kv_prefilled  # queries are as large as results
     h2d = at.w_streamed * s.layer_bytes + at.kv_streamed * streamed_kv_bytes(s, phase) + activations
     # What the last layer makes stays where the head is computed.
@@ -413,7 +412,7 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         if can_delegate(s) and phase.decode_seqs:
             cpu += s.num_gpu_batches * hardware.cpu.waking_overhead_s
         # What the CPU has found for deferred sequences is fetched by compute itself.
-        results = phase.deferred_tokens * s.model.num_heads * s.model.head_dim * s.element_bytes
+        results = phase.deferred_tokens * s.attended_bytes
         results_s = results / known(hardware.h2d_bytes_per_s)
         at_least, before = at_least + results_s, before + results_s
         lanes["compute"] = before + (at.kv_gpu + _brought_to_gpu(s, at)) * (own_attention + waking_s)
@@ -478,7 +477,7 @@ def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, 
         lanes["compute"] = lanes["compute"] - at.experts_disk * (dequantize_s * (1 - touched_frac))
     for lane in {"disk_read", "disk"} & lanes.keys():
         lanes[lane] = lanes[lane] + at.experts_disk * requests_s
-    layer_s = linear_s(s, phase) + sum(longer_in_rows_s(s, phase)) + elementwise_s(s, phase) + sums_s(s, phase)
+    layer_s = linear_s(s, phase) + sum(longer_in_rows_s(s, phase)) + elementwise_s(s, phase) + all_reduce_s(s, phase)
     after_s = layer_s * after_router_frac(s.model) * mixtures
     dense_s = (at.w_disk * s.layer_bytes - at.experts_disk * s.all_expert_bytes) * (
         1 / s.hardware.disk_read_bytes_per_s
@@ -512,7 +511,7 @@ def _chains(
     if s.runtime.serial:  # its link is waited for anyway
         return {"chain": before + attention} if batches == 1 else {}
     hidden = phase.tokens * s.hidden_bytes
-    result = phase.decode_seqs * s.model.num_heads * s.model.head_dim * s.element_bytes
+    result = phase.decode_seqs * s.attended_bytes
     on_cpu = _attended_on_cpu(s, at)
     copied: Linear = 0.0  # seconds of each micro-batch's copies beside their bytes
     if s.hardware.link_overhead_s and phase.decode_seqs:
@@ -563,7 +562,7 @@ def _copy_s(s: CostInputs, moved: Mapping[str, Linear]) -> Linear:
 
 def can_delegate(s: CostInputs) -> bool:
     """Whether decode attention can run on the CPU beside the GPU: FlexGen cannot with compressed KV."""
-    if s.kv_format == "int4" and not s.runtime.reads_int4_kv:
+    if s.dequantizes_kv:
         return False
     return s.hardware.cpu.has_rates("decode_attention_bytes_per_s", s.kv_format)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import kv_row_bytes
 from batchgen.core.errors import InputError
-from batchgen.core.plan import KV_TIERS, Policy, window_blocks
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.plan import Policy, window_blocks
 from batchgen.core.units import format_at_least, format_bytes
 from batchgen.models.config import ModelConfig
 
@@ -42,11 +43,9 @@ class KVPools:
     tier_bytes: dict[str, int]
 
 
-def kv_block_bytes(
-    config: ModelConfig, kv_block_size: int, kv_format: str, row: Callable[[int, str], int] = kv_row_bytes
-) -> int:
-    """Stored bytes of one block of one layer. row: of one head's K or V of a token, of its size and format."""
-    return 2 * config.num_kv_heads * kv_block_size * row(config.head_dim, kv_format)
+def kv_block_bytes(config: ModelConfig, kv_block_size: int, kv_format: str) -> int:
+    """Stored bytes of one block of one layer."""
+    return 2 * config.num_kv_heads * kv_block_size * kv_row_bytes(config.head_dim, kv_format)
 
 
 def giving_window(config: ModelConfig, kv_block_size: int, longest_tokens: int) -> int | None:
@@ -64,7 +63,7 @@ def kv_pools(
     budgets: Mapping[str, int],
     demand: Demand,
 ) -> KVPools:
-    """The pools of the KV classes: what is left of the budgets, but no more than their sequences can make use of.
+    """The pools of the KV placements: what is left of the budgets, but no more than their sequences can make use of.
 
     Raises:
         InputError: a budget does not hold one row.
@@ -73,9 +72,10 @@ def kv_pools(
     # With `kv_layers`, KV of a layer lies in one of two tiers: there all layers have one table.
     window = None if policy.kv_layers else giving_window(config, kv_block_size, policy.max_model_len)
     seqs: dict[str, int] = {}
-    for kv_class, count in policy.kv_seqs.items():
+    for kv_placement, count in policy.kv_seqs.items():
         if count:
-            seqs[KV_TIERS[kv_class]] = seqs.get(KV_TIERS[kv_class], 0) + count
+            tier = KVPlacement(kv_placement).tier
+            seqs[tier] = seqs.get(tier, 0) + count
     least = -(-demand.min_tokens // kv_block_size)
     left = {tier: budgets[tier] - sum(own.values()) for tier, own in parts.items()}
     blocks, of_windows, taken, short = {}, {}, dict.fromkeys(parts, 0), {}

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import INT4
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import (
-    KV_TIERS,
     PINNED_BYTES,
     TIERS,
     VOCABULARY_CHUNKS,
@@ -354,7 +354,7 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
 
 def _staging_blocks(policy: Policy, device: str, longest_tokens: int) -> int:
     """Blocks of one buffer: a micro-batch's part of what does not live on the compute device, at its longest."""
-    away = {name: count for name, count in policy.kv_seqs.items() if count and KV_TIERS[name] != device}
+    away = {name: count for name, count in policy.kv_seqs.items() if count and KVPlacement(name).tier != device}
     if not away:
         return 0
     longest = -(-longest_tokens // policy.kv_block_size)

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from batchgen.core.dtypes import kv_row_bytes, weight_row_bytes
+from batchgen.core.dtypes import INT4
 from batchgen.core.hardware import ComputeRates, HardwareProfile
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, KV_CLASSES, TIERS, window_blocks
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, window_blocks
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
-from batchgen.planner.kv_memory import chunk_blocks, giving_window, kv_block_bytes
+from batchgen.planner.kv_memory import chunk_blocks, giving_window
 from batchgen.planner.phases import Deferral
 from batchgen.planner.sizes import Sizes
 
@@ -31,15 +32,14 @@ class RuntimeModel:
 
     Attributes:
         dequantizes_per_micro_batch: 4-bit weights are dequantized for every micro-batch, not once per layer and sweep.
-        reads_int4_kv: attention kernels read int4 KV, whose codes have 5 bits; otherwise it has 4 bits, as weights have, and is
-            dequantized first.
+        dequantizes_kv: packed KV is dequantized before attention, whose kernels read the compute dtype alone.
         attends_disk_kv_on_cpu: KV from disk is attended to by the CPU, and does not go on to the GPU.
     """
 
     name: str
     serial: tuple[str, ...] = ()
     dequantizes_per_micro_batch: bool = False
-    reads_int4_kv: bool = True
+    dequantizes_kv: bool = False
     attends_disk_kv_on_cpu: bool = False
 
 
@@ -47,7 +47,7 @@ BATCHGEN = RuntimeModel("batchgen")
 # FlexGen's released code starts loading a layer's weights with its first micro-batch, and its CPU attention keeps the
 # launching thread busy meanwhile: the loads are not hidden, the rest is. docs/flexgen_check.md compares.
 FLEXGEN = RuntimeModel(
-    "flexgen", serial=("h2d",), dequantizes_per_micro_batch=True, reads_int4_kv=False, attends_disk_kv_on_cpu=True
+    "flexgen", serial=("h2d",), dequantizes_per_micro_batch=True, dequantizes_kv=True, attends_disk_kv_on_cpu=True
 )
 
 
@@ -140,11 +140,10 @@ class CostInputs(Sizes):
         """The same for what a single micro-batch computes."""
         return replace(self, num_gpu_batches=1, batch_order="even", balance=None)
 
-    @cached_property
-    def kv_block_bytes(self) -> int:
-        """Bytes of a KV block of one layer in memory."""
-        row = kv_row_bytes if self.runtime.reads_int4_kv else weight_row_bytes
-        return kv_block_bytes(self.model, self.kv_block_size, self.kv_format, row)
+    @property
+    def dequantizes_kv(self) -> bool:
+        """Whether packed KV is dequantized before attention reads it."""
+        return self.runtime.dequantizes_kv and self.kv_format == INT4
 
     @cached_property
     def seq_blocks(self) -> int:
@@ -215,12 +214,12 @@ class Allowed:
     """What a plan may use.
 
     Attributes:
-        weight_tiers, kv_classes: subsets of policy.TIERS and policy.KV_CLASSES.
-        kv_by_layer: KV of class "streamed", the only one then, stays on the GPU in some layers (Policy.kv_layers).
+        weight_tiers, kv_placements: subsets of `TIERS` and of `KVPlacement`.
+        kv_by_layer: KV of placement "streamed", the only one then, stays on the GPU in some layers (Policy.kv_layers).
     """
 
     weight_tiers: tuple[str, ...] = TIERS
-    kv_classes: tuple[str, ...] = KV_CLASSES
+    kv_placements: tuple[str, ...] = tuple(KVPlacement)
     kv_by_layer: bool = False
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.digest import json_sha256
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import BLOCK_FORMATS, INT8, KV_CODE_BITS, product_key
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, product_key
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
 from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice
@@ -25,8 +25,9 @@ from batchgen.profiler.calibration import calibrated
 from batchgen.profiler.contention import contention_reason
 from batchgen.profiler.measure import (
     Overheads,
+    add_dequantizing,
     add_dtypes,
-    add_packed,
+    add_packed_kv,
     add_products,
     check_measurable,
     identity,
@@ -57,7 +58,8 @@ class Wanted:
     Attributes:
         device: that of the matrix products, "cpu" or "cuda".
         dtypes: those that models run in; the first one is what further formats are measured beside.
-        formats: others that weights or KV may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
+        weight_formats: others that weights may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
+        kv_formats: others that KV may be stored in, of `KV_CODE_BITS`.
         model: rates of its layers alone, corrected by whole sweeps on a CPU; None: of models of any size.
         effort: how long to measure.
         kernels_of: the model whose shapes kernels are chosen for; None: `model`, or where that is None too, models of any size.
@@ -66,26 +68,27 @@ class Wanted:
 
     device: str
     dtypes: tuple[str, ...]
-    formats: tuple[str, ...] = ()
+    weight_formats: tuple[str, ...] = ()
+    kv_formats: tuple[str, ...] = ()
     model: ModelConfig | None = None
     effort: Effort = FULL
     kernels_of: ModelConfig | None = None
     in_rows: tuple[str, ...] = ()
 
     @property
-    def kv_formats(self) -> tuple[str, ...]:
-        """Those of `formats` that KV may be stored in."""
-        return tuple(name for name in self.formats if name in KV_CODE_BITS)
+    def dequantizes(self) -> bool:
+        """Whether weights may be stored in 4 bits, which are dequantized before they are multiplied."""
+        return INT4 in self.weight_formats
 
     @property
     def block_formats(self) -> tuple[str, ...]:
         """Those that weights are multiplied in as rows of blocks."""
-        return tuple(dict.fromkeys(name for name in (*self.formats, *self.in_rows) if name in BLOCK_FORMATS))
+        return tuple(dict.fromkeys(name for name in (*self.weight_formats, *self.in_rows) if name in BLOCK_FORMATS))
 
     @property
     def products(self) -> dict[str, tuple[str, bool]]:
         """Names of the rates of products beside those of the dtypes: the weights' format, and whether they lie in rows."""
-        multiplied = [(name, False) for name in self.formats if name in (INT8, *BLOCK_FORMATS)]
+        multiplied = [(name, False) for name in self.weight_formats if name in (INT8, *BLOCK_FORMATS)]
         multiplied += [(name, True) for name in self.in_rows]
         return {product_key(name, self.dtypes[0], in_rows=in_rows): (name, in_rows) for name, in_rows in multiplied}
 
@@ -178,14 +181,16 @@ def _complete(
             profile = calibrated(profile, wanted.model, dtypes[0], effort.until_s)
     elif missing := [dtype for dtype in dtypes if dtype not in profile.compute.gemm_flops_per_s]:
         profile = add_dtypes(profile, missing, **how)
-    if wanted.formats or wanted.in_rows:
+    if wanted.weight_formats or wanted.kv_formats or wanted.in_rows:
         _keep(profile, path)
-    for packing in wanted.kv_formats:
-        if not profile.compute.has_rates("decode_attention_bytes_per_s", packing):
-            profile = add_packed(profile, dtypes[0], packing, **how)
-    for key, (packing, in_rows) in wanted.products.items():
+    for kv_format in wanted.kv_formats:
+        if not profile.compute.has_rates("decode_attention_bytes_per_s", kv_format):
+            profile = add_packed_kv(profile, dtypes[0], kv_format, **how)
+    if wanted.dequantizes and profile.compute.expand_bytes_per_s is None:
+        profile = add_dequantizing(profile, dtypes[0], **how)
+    for key, (weight_format, in_rows) in wanted.products.items():
         if not profile.compute.has_rates("gemm_flops_per_s", key):
-            profile = add_products(profile, dtypes[0], packing, in_rows=in_rows, **how)
+            profile = add_products(profile, dtypes[0], weight_format, in_rows=in_rows, **how)
     return profile
 
 
@@ -199,7 +204,9 @@ def _lacks(wanted: Wanted, profile: HardwareProfile) -> bool:
     rates = profile.compute
     if any(dtype not in rates.gemm_flops_per_s for dtype in wanted.dtypes):
         return True
-    if any(not rates.has_rates("decode_attention_bytes_per_s", packing) for packing in wanted.kv_formats):
+    if any(not rates.has_rates("decode_attention_bytes_per_s", name) for name in wanted.kv_formats):
+        return True
+    if wanted.dequantizes and rates.expand_bytes_per_s is None:
         return True
     if any(not rates.has_rates("gemm_flops_per_s", key) for key in wanted.products):
         return True

@@ -175,32 +175,47 @@ def add_dtypes(
     )
 
 
-def add_packed(
+def add_packed_kv(
     profile: HardwareProfile,
     dtype: str,
-    packing: str,
+    kv_format: str,
     *,
     model: ModelConfig | None = None,
     effort: Effort = FULL,
 ) -> HardwareProfile:
-    """A profile of this machine with the rates of packed KV and 4-bit weights, beside computing in `dtype`, merged in.
-
-    packing: "int4" or "int8".
-    """
-    from batchgen.profiler.compute import measure_decode_attention, measure_packed, subjects_of
+    """A profile of this machine with the rates of packed KV, beside computing in `dtype`, merged in."""
+    from batchgen.profiler.compute import measure_decode_attention, measure_packed_kv, subjects_of
 
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, (dtype,))
     watch = _Stopwatch()
     subjects = subjects_of(device, effort, model, profile.kernels)
-    rates = measure_packed(Device(device), dtype, packing, subjects, effort, watch)
+    rates = measure_packed_kv(Device(device), dtype, kv_format, subjects, effort, watch)
     if device == "cpu":
         profile = replace(profile, cpu=merged(profile.cpu, rates))
     else:
-        beside = measure_decode_attention(Device("cpu"), dtype, subjects, effort, watch, packing)
+        beside = measure_decode_attention(Device("cpu"), dtype, subjects, effort, watch, kv_format)
         profile = replace(profile, gpu=merged(profile.gpu, rates), cpu=merged(profile.cpu, beside))
     seconds = profile.measured.get("seconds", {}) | watch.parts_s
     return replace(profile, measured=profile.measured | {"seconds": seconds})
+
+
+def add_dequantizing(
+    profile: HardwareProfile,
+    dtype: str,
+    *,
+    model: ModelConfig | None = None,
+    effort: Effort = FULL,
+) -> HardwareProfile:
+    """A profile of this machine with the rate of dequantizing 4-bit weights to `dtype`, merged in."""
+    from batchgen.profiler.compute import measure_dequantizing, subjects_of
+
+    device = "cuda" if profile.gpu else "cpu"
+    check_measurable(device, (dtype,))
+    watch = _Stopwatch()
+    subjects = subjects_of(device, effort, model, profile.kernels)
+    rates = measure_dequantizing(Device(device), dtype, subjects, effort, watch)
+    return _with_rates(profile, rates, watch)
 
 
 def add_products(
@@ -227,13 +242,18 @@ def add_products(
     slower = profile.measured.get("sweep_factors", {}).get(dtype, {}).get("gemm", 1.0)
     scaled = {kind: table.scaled(1 / slower) for kind, table in rates.gemm_flops_per_s.items()}
     rates = replace(rates, gemm_flops_per_s=scaled)
-    profile = (
-        replace(profile, gpu=merged(profile.gpu, rates))
-        if profile.gpu
-        else replace(profile, cpu=merged(profile.cpu, rates))
-    )
+    return _with_rates(profile, rates, watch)
+
+
+def _with_rates(profile: HardwareProfile, rates: ComputeRates, watch: _Stopwatch) -> HardwareProfile:
+    """The profile with further rates of its compute device, and what measuring them took."""
+    device = "gpu" if profile.gpu else "cpu"
     seconds = profile.measured.get("seconds", {}) | watch.parts_s
-    return replace(profile, measured=profile.measured | {"seconds": seconds})
+    return replace(
+        profile,
+        **{device: merged(profile.compute, rates)},
+        measured=profile.measured | {"seconds": seconds},
+    )
 
 
 def merged(a: ComputeRates, b: ComputeRates) -> ComputeRates:

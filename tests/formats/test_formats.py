@@ -230,7 +230,7 @@ def test_kept_hardware_profile_is_not_measured_again(folder, monkeypatch, logged
     (kept,) = (HERE / "hardware_profile" / "profiles").iterdir()
     assert profile_cache.profile_path(HERE / "hardware_profile", "cpu", Path("/"), config, ["float32"]) == kept
     before = kept.read_bytes()
-    wanted = profile_cache.Wanted("cpu", ("float32",), ("int4",), config)
+    wanted = profile_cache.Wanted("cpu", ("float32",), ("int4",), ("int5",), config)
     profile = profile_cache.load_or_measure(
         wanted, cache_dir=HERE / "hardware_profile", offload_dir=Path("/"), refresh=False
     )

@@ -306,7 +306,7 @@ class TestRunnable:
     @pytest.mark.parametrize(
         ("name", "option", "stored"),
         [("weight_format", "weights", "int4"), ("weight_format", "weights", "int8"),
-         ("kv_format", "kv_cache_dtype", "int4"), ("kv_format", "kv_cache_dtype", "int8")],
+         ("kv_format", "kv_cache_dtype", "int5"), ("kv_format", "kv_cache_dtype", "int8")],
     )  # fmt: skip
     def test_a_plan_in_4_or_8_bits(self, in_memory, name, option, stored):
         plan = replace(in_memory, policy=replace(in_memory.policy, **{name: stored}))
@@ -314,7 +314,7 @@ class TestRunnable:
         assert f"--plan has {stored} where {flag} is" in complaint(self.runnable, plan)
         assert self.runnable(plan, **{option: stored}) is plan
         assert f"--plan has float16 where {flag} is {stored}" in complaint(self.runnable, in_memory, **{option: stored})
-        other = {"int4": "int8", "int8": "int4"}[stored]
+        other = {"int4": "int8", "int5": "int8", "int8": "int4" if name == "weight_format" else "int5"}[stored]
         assert f"--plan has {stored} where {flag} is {other}" in complaint(self.runnable, plan, **{option: other})
 
     def test_weights_as_found_need_less_memory(self):
@@ -392,7 +392,7 @@ class TestPlanFiles:
         [
             ({"kv_layers": 3}, {"gpu": 1}, "below 3, not 3"),
             ({"kv_layers": -1}, {"gpu": 1}, "below 3, not -1"),
-            ({"kv_layers": 2, "kv_seqs": {"streamed": 4, "cpu": 4}}, {"gpu": 1}, "of class 'streamed'"),
+            ({"kv_layers": 2, "kv_seqs": {"streamed": 4, "cpu": 4}}, {"gpu": 1}, "of placement 'streamed'"),
             ({"kv_layers": 2}, {}, "for a machine with a GPU"),
             ({"kv_layers": 2}, {"gpu": 1}, None),
         ],
@@ -476,7 +476,7 @@ def test_more_rows_take_longer():
 
 
 @pytest.mark.parametrize(
-    ("kv_classes", "costed", "order"),
+    ("kv_placements", "costed", "order"),
     [
         (("gpu", "cpu"), "neo", "neo"),
         (("streamed", "cpu"), "neo", "neo"),
@@ -490,13 +490,13 @@ def test_more_rows_take_longer():
     ],
 )
 def test_two_batches_are_in_another_order_where_they_were_costed_so_and_it_has_something_to_part(
-    kv_classes, costed, order
+    kv_placements, costed, order
 ):
     request = replace(REQUEST, num_gpu_batches=2, max_num_seqs=16)
     problem = problem_of(gpu_box(), SMALL, WORKLOAD, request)
     best = search(problem)
-    share, rest = divmod(16, len(kv_classes))
-    seqs = {name: share + (i < rest) for i, name in enumerate(kv_classes)}
+    share, rest = divmod(16, len(kv_placements))
+    seqs = {name: share + (i < rest) for i, name in enumerate(kv_placements)}
     placed = replace(best, realised=replace(best.realised, counts=replace(best.counts, kv_seqs=seqs)))
     if costed == "neo":
         placed = replace(placed, inputs=balanced(placed.inputs, seqs.get("cpu", 0)))

@@ -32,7 +32,7 @@ from batchgen.profiler import measure as profile_module
 from batchgen.profiler import timing as profile_timing
 from batchgen.profiler import transfer as profile_transfer
 from batchgen.profiler.cache import Wanted, load_or_measure, profile_path, recall
-from batchgen.profiler.measure import Overheads, add_dtypes, add_packed, add_products, measure
+from batchgen.profiler.measure import Overheads, add_dequantizing, add_dtypes, add_packed_kv, add_products, measure
 from batchgen.profiler.timing import Device, Effort, Trial, last_level_cache_bytes, pieces
 from batchgen.profiler.transfer import copy_rates, disk_rates
 
@@ -143,21 +143,26 @@ class TestMeasure:
         assert after.cpu.step_overhead_s == before.cpu.step_overhead_s
         assert after.disk_read_bytes_per_s == before.disk_read_bytes_per_s
 
-    @pytest.mark.parametrize(("packing", "dtype"), [("int4", "float32"), ("int4", "bfloat16"), ("int8", "float32")])
-    def test_packed_formats_are_merged_in(self, measured, packing, dtype, logged):
-        after = add_packed(measured, dtype, packing, effort=TINY)
+    @pytest.mark.parametrize(("kv_format", "dtype"), [("int5", "float32"), ("int5", "bfloat16"), ("int8", "float32")])
+    def test_packed_kv_is_merged_in(self, measured, kv_format, dtype, logged):
+        after = add_packed_kv(measured, dtype, kv_format, effort=TINY)
         before, cpu = measured.cpu, after.cpu
         for name in ("prefill_attention_flops_per_s", "decode_attention_bytes_per_s", "elementwise_bytes_per_s"):
             table = getattr(cpu, name)
-            assert set(table) == {"float32", "bfloat16", packing}
-            assert {k: v for k, v in table.items() if k != packing} == getattr(before, name)
-            assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table[packing].points))
-        assert cpu.gemm_flops_per_s == before.gemm_flops_per_s and before.expand_bytes_per_s is None
-        # Weights are dequantized from 4 bits alone.
-        assert 1e6 < cpu.expand_bytes_per_s < 1e13 if packing == "int4" else cpu.expand_bytes_per_s is None
-        assert len(logged) == 4 - (packing == "int8") and all(packing in line for line in logged)
+            assert set(table) == {"float32", "bfloat16", kv_format}
+            assert {k: v for k, v in table.items() if k != kv_format} == getattr(before, name)
+            assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table[kv_format].points))
+        assert cpu.gemm_flops_per_s == before.gemm_flops_per_s and cpu.expand_bytes_per_s is None
+        assert len(logged) == 3 and all(kv_format in line for line in logged)
         assert set(measured.measured["seconds"]) < set(after.measured["seconds"])
         assert HardwareProfile.from_json(json.loads(json.dumps(after.to_json()))) == after
+
+    def test_the_rate_of_dequantizing_is_merged_in(self, measured, logged):
+        after = add_dequantizing(measured, "float32", effort=TINY)
+        assert 1e6 < after.cpu.expand_bytes_per_s < 1e13
+        assert dataclasses.replace(after.cpu, expand_bytes_per_s=None) == measured.cpu
+        assert len(logged) == 1 and "int4" in logged[0]
+        assert set(measured.measured["seconds"]) < set(after.measured["seconds"])
 
     @pytest.mark.parametrize(
         ("packing", "dtype", "key"),
@@ -386,7 +391,7 @@ class TestAttention:
     def test_packed_kv_is_attended_to_as_it_is_stored(self, monkeypatch):
         """The bytes that count are those of the packed blocks, and results are those of KV that was packed."""
         pool = torch.randn(64 * 2 * 2 * 16 * 16)
-        kv = profile_compute.paged_kv(pool, self.model, "int4")
+        kv = profile_compute.paged_kv(pool, self.model, "int5")
         assert kv.dtype == torch.uint8 and kv.shape == (64, 2, 2, 16, 14)
         expanded = quant.dequantize(kv, 16, bits=5)
         sequences = [(1, 19), (1, 30)]
@@ -397,7 +402,7 @@ class TestAttention:
         assert torch.allclose(packed, plain, atol=1e-5)
         works = []
         monkeypatch.setattr(Device, "rate", lambda self, trial, effort: works.append(trial.work) or 1.0)
-        for kv_format in (None, "int4"):
+        for kv_format in (None, "int5"):
             profile_compute.decode_rates(Device("cpu"), pool, [self.model], TINY, kv_format)
         whole, packed_work = works[: len(works) // 2], works[len(works) // 2 :]
         assert [p / w for p, w in zip(packed_work, whole, strict=True)] == pytest.approx([14 / 64] * len(whole))
@@ -586,25 +591,27 @@ class TestCache:
     def test_further_formats_are_measured_when_asked_for_and_kept(self, load):
         first = load()
         assert first.cpu.expand_bytes_per_s is None
-        packed = load(formats=("int4",))
+        packed = load(weight_formats=("int4",), kv_formats=("int5",))
         assert load.measured == [("float32",)] and len(load.overheads) == 1
-        assert packed.cpu.expand_bytes_per_s > 0 and "int4" in packed.cpu.decode_attention_bytes_per_s
+        assert packed.cpu.expand_bytes_per_s > 0 and "int5" in packed.cpu.decode_attention_bytes_per_s
         assert packed.cpu.gemm_flops_per_s == first.cpu.gemm_flops_per_s
         count = len(load.notes)
-        both = load(formats=("int4", "int8"))
+        both = load(weight_formats=("int4",), kv_formats=("int5", "int8"))
         assert "int8" in both.cpu.decode_attention_bytes_per_s
         count, packed = len(load.notes), both
-        again = load(formats=("int4", "int8"))
+        again = load(weight_formats=("int4",), kv_formats=("int5", "int8"))
         assert len(load.notes) == count and self.without_sizes(again) == self.without_sizes(packed)
         assert load().cpu.expand_bytes_per_s == packed.cpu.expand_bytes_per_s
 
     def test_products_of_8_bits_are_measured_when_asked_for_and_kept(self, load):
         first = load()
-        eight = load(formats=("int8",))
+        eight = load(weight_formats=("int8",))
         assert load.measured == [("float32",)] and set(eight.cpu.gemm_flops_per_s) == {"float32", "int8"}
         assert eight.cpu.gemm_flops_per_s["float32"] == first.cpu.gemm_flops_per_s["float32"]
         count = len(load.notes)
-        assert self.without_sizes(load(formats=("int8",))) == self.without_sizes(eight) and len(load.notes) == count
+        assert (
+            self.without_sizes(load(weight_formats=("int8",))) == self.without_sizes(eight) and len(load.notes) == count
+        )
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
     def test_what_cannot_be_measured_is_refused_before_anything_is(self, load):
@@ -692,7 +699,7 @@ class TestCache:
         last = load()
         assert len(load.measured) == 2 and any("30%" in note and "again" in note for note in load.notes)
         assert self.without_sizes(recall(wanted, **where)) == self.without_sizes(last) == self.without_sizes(load())
-        assert recall(dataclasses.replace(wanted, formats=("int4",)), **where) is None
+        assert recall(dataclasses.replace(wanted, kv_formats=("int5",)), **where) is None
         assert recall(dataclasses.replace(wanted, dtypes=("float16",)), **where) is None
 
     def test_a_profile_that_another_user_may_have_written_is_measured_again(self, load, tmp_path):
