@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
 from batchgen.schedule.extents import runs_of
-from batchgen.schedule.micro_batches import residency_of
+from batchgen.schedule.micro_batches import placement_in_sweep
 from batchgen.schedule.scheduler import ScheduledSequence
-from batchgen.schedule.sequence import tier_of
 from batchgen.schedule.step_graph import BatchFlow
 from batchgen.schedule.window_pool import NULL_BLOCK
 
@@ -39,8 +39,8 @@ class BatchLoad:
         tokens: Tokens, with those of sequences that only begin a token in the sweep (`deferred`).
         sampled: Sequences that reach their last token, in this sweep or a later one.
         logits_rows: Rows of logits.
-        attended: Attention by residency (`micro_batches.residency_of`).
-        windowed: Attention by residency in layers with a sliding window, where no prefix is shared.
+        attended: Attention of the sequences of each placement in the sweep.
+        windowed: Attention of the sequences of each placement in layers with a sliding window, where no prefix is shared.
         host_blocks: KV blocks that come from the host's pool.
         windowed_host_blocks: KV blocks that come from the host's pool in layers with a sliding window.
         new_tokens: Tokens whose KV goes to the host's pool.
@@ -53,8 +53,8 @@ class BatchLoad:
     tokens: int
     sampled: int
     logits_rows: int
-    attended: dict[str, Attended]
-    windowed: dict[str, Attended]
+    attended: dict[KVPlacement, Attended]
+    windowed: dict[KVPlacement, Attended]
     host_blocks: int = 0
     windowed_host_blocks: int = 0
     new_tokens: int = 0
@@ -67,13 +67,11 @@ class BatchLoad:
     def flow(self) -> BatchFlow:
         """What the micro-batch moves, as the Step graph takes it; equal to `PackedBatch.flow`."""
         return BatchFlow(
-            resident="resident" in self.attended,
+            placements=frozenset(self.attended),
             history=self.host_blocks > 0 or self.disk_reads[0] > 0,
             stored=self.new_tokens > 0,
             disk_read=self.disk_reads[0] > 0,
             disk_write=self.disk_writes[0] > 0,
-            delegated="delegated" in self.attended,
-            deferred="deferred" in self.attended,
             hidden_on_host=self.hidden_on_host,
             samples=self.logits_rows > 0,
         )
@@ -81,15 +79,15 @@ class BatchLoad:
     @property
     def deferred(self) -> int:
         """Sequences that begin a token in the sweep, and leave it in the first layer."""
-        return len(self.contexts_of("deferred"))
+        return len(self.contexts_of(KVPlacement.DEFERRED))
 
-    def attended_in(self, window: int | None) -> dict[str, Attended]:
-        """Attention by residency in layers with such a window; None: without one."""
+    def attended_in(self, window: int | None) -> dict[KVPlacement, Attended]:
+        """Attention of the sequences of each placement in layers with such a window; None: without one."""
         return self.attended if window is None else self.windowed
 
-    def contexts_of(self, residency: str) -> tuple[int, ...]:
-        """Keys that each sequence with a single new token and this residency sees."""
-        return self.attended[residency].contexts if residency in self.attended else ()
+    def contexts_of(self, placement: KVPlacement) -> tuple[int, ...]:
+        """Keys that each sequence with a single new token and this placement sees."""
+        return self.attended[placement].contexts if placement in self.attended else ()
 
 
 def load_of(
@@ -109,14 +107,14 @@ def load_of(
         windows: Whether any layer has a sliding window.
         hidden_on_host: Whether activations wait in host memory between layers.
     """
-    by_residency: dict[str, list[ScheduledSequence]] = {}
+    by_placement: dict[KVPlacement, list[ScheduledSequence]] = {}
     for scheduled in batch:
-        by_residency.setdefault(residency_of(scheduled, compute_tier), []).append(scheduled)
-    attended = {name: _attended(members, kv_block_size, sharing=True) for name, members in by_residency.items()}
+        by_placement.setdefault(placement_in_sweep(scheduled, compute_tier), []).append(scheduled)
+    attended = {name: _attended(members, kv_block_size, sharing=True) for name, members in by_placement.items()}
     windowed = attended
     if windows:
-        windowed = {name: _attended(members, kv_block_size, sharing=False) for name, members in by_residency.items()}
-    staged = by_residency.get("staged", ())
+        windowed = {name: _attended(members, kv_block_size, sharing=False) for name, members in by_placement.items()}
+    staged = by_placement.get(KVPlacement.STREAMED, ())
     on_disk = [s for s in staged if _on_disk(s)]
     on_host = [s for s in staged if not _on_disk(s)]
     host_blocks = _history_blocks(on_host, kv_block_size, windowed=False)
@@ -146,8 +144,7 @@ def load_of(
 
 
 def _on_disk(scheduled: ScheduledSequence) -> bool:
-    kv_class = scheduled.sequence.kv_class
-    return kv_class is not None and tier_of(kv_class) == "disk"
+    return scheduled.sequence.kv_placement is KVPlacement.DISK
 
 
 def _blocks(tokens: int, kv_block_size: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from batchgen.core.direct_io import aligned
 from batchgen.core.hardware import ComputeRates, HardwareProfile, known
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_layers
 from batchgen.models.config import ModelConfig
 from batchgen.planner.batch_load import Attended, BatchLoad
@@ -206,7 +207,7 @@ class StepCosts:
         return schedule_s(self.inputs, sum(load.sampled for load in loads))
 
     def attention_s(self, attended: Attended, window: int | None, device: ComputeRates) -> float:
-        """Seconds of attention in one layer, for sequences of one residency."""
+        """Seconds of attention in one layer, for sequences of one placement."""
         s, total_s = self.by_window[window], 0.0
         if attended.contexts:
             keys = attended.contexts if window is None else [min(window, n) for n in attended.contexts]
@@ -265,8 +266,8 @@ class _Computing:
             requests_s = (load.disk_reads[1] + load.disk_writes[1]) * hardware.disk_cpu_overhead_s
         for window in costs.by_window:
             attended = dict(load.attended_in(window))
-            delegated = attended.pop("delegated", Attended())
-            attended.pop("deferred", None)  # in Steps of its own
+            delegated = attended.pop(KVPlacement.CPU, Attended())
+            attended.pop(KVPlacement.DEFERRED, None)  # in Steps of its own
             on_cpu[window] = costs.attention_s(delegated, window, hardware.cpu) + hardware.cpu.waking_overhead_s
             on_device[window] = requests_s + sum(costs.attention_s(a, window, s.rates) for a in attended.values())
             on_device[window] += s.rates.waking_overhead_s
@@ -384,7 +385,9 @@ class _SweepCosts:
     def attended_deferred(self, step: Step, load: BatchLoad) -> float:
         """Seconds of CPU attention to a deferred batch."""
         window, cpu = self._costs.config.windows[step.layer], self._costs.hardware.cpu
-        return self._costs.attention_s(load.attended_in(window)["deferred"], window, cpu) + cpu.waking_overhead_s
+        return (
+            self._costs.attention_s(load.attended_in(window)[KVPlacement.DEFERRED], window, cpu) + cpu.waking_overhead_s
+        )
 
     # Links and disk
 
@@ -478,7 +481,7 @@ def _stored_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
 
 def _attended_seqs(step: Step, load: BatchLoad) -> int:
     """Sequences that the CPU attends to in the Step."""
-    return len(load.contexts_of("delegated" if step.deferred_batch is None else "deferred"))
+    return len(load.contexts_of(KVPlacement.CPU if step.deferred_batch is None else KVPlacement.DEFERRED))
 
 
 def _sent_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
