@@ -265,13 +265,10 @@ def test_devices_are_read_as_people_write_them():
 
 def test_a_workers_rows_are_rounded_up(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        devices, "plan_case", lambda case, estimated: seen.append(estimated.workload.num_seqs) or [None]
-    )
+    monkeypatch.setattr(devices, "plan_job", lambda job, problem: seen.append(problem.workload.num_seqs))
+    problem = problem_of(cpu_box(), opt(64, 1, 1), Workload.uniform(10, 5, 5), dtype="float16")
     for workers in (1, 3, 20):
-        devices.plan_split(
-            SimpleNamespace(), EstimatedWorkload(Workload.uniform(10, 5, 5), True), devices.Split(workers)
-        )
+        devices.plan_split(None, problem, devices.Split(workers))
     assert seen == [10, 4, 1]
 
 

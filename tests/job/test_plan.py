@@ -143,7 +143,7 @@ class TestElsewhere:
         def measure(*args, **options):
             raise AssertionError("this machine is measured")
 
-        monkeypatch.setattr("batchgen.job.plan.case_here", measure)
+        monkeypatch.setattr("batchgen.job.plan.problem_here", measure)
         for name in ("recall_or_measure", "corrected_by_probe", "corrected_by_disk_probe", "available_memory_bytes"):
             monkeypatch.setattr(planning, name, measure)
         assert "t4" in planned(*on_t4(opt_30b, *FEW, "--explain"))
