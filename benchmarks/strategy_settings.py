@@ -20,7 +20,7 @@ from batchgen.planner.memory import store_bytes
 from batchgen.planner.prediction import plan_maker, plan_problem
 from batchgen.planner.problem import Problem, problem_of
 from batchgen.planner.strategies import NotApplicable, best_plan, strategies_for, strategy_of
-from batchgen.profiler.emulated import own_core_profile
+from batchgen.profiler.emulated import dedicated_core_profile
 
 MIB = 1 << 20
 SHAPE = {
@@ -146,7 +146,7 @@ def round_machine(device: Device) -> HardwareProfile:
     """The machine of two cores in round numbers, one of which is the device's."""
     links: dict[str, Any] = {"h2d_bytes_per_s": device.h2d_bytes_per_s, "d2h_bytes_per_s": device.d2h_bytes_per_s}
     sizes = {"gpu_memory_bytes": device.gpu_memory_bytes}
-    return own_core_profile(replace(ROUND_CORE, gpu=ROUND_CORE.cpu, **links, **sizes), device, ROUND_CORE)
+    return dedicated_core_profile(replace(ROUND_CORE, gpu=ROUND_CORE.cpu, **links, **sizes), device, ROUND_CORE)
 
 
 def problem_on(

@@ -36,7 +36,7 @@ from batchgen.models.files import cache_dir, read_config, resolve_model
 from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.runtime.grammar import check_grammar
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
-from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import kv_pools, scheduler_limits
 from batchgen.schedule.scheduler import ScheduledSequence, Scheduler, TokenSlots
 from batchgen.schedule.sequence import Sequence
@@ -98,7 +98,7 @@ class _Sweep:
 class _Call:
     """One call of `generate` or `score`.
 
-    sweeps_in_flight: as of `EngineParts`. under_way: sweeps that were launched, whose results have not been taken. cohorts: sequences whose attention is deferred.
+    sweeps_in_flight: as of `EngineParts`. under_way: sweeps that were launched, whose results have not been taken. deferred_batches: sequences whose attention is deferred.
     drop: as `SweepRunner.drop`.
     """
 
@@ -108,8 +108,8 @@ class _Call:
     adaptation: Adaptation | None = None
     sweeps_in_flight: int = 1
     under_way: deque[_Sweep] = field(default_factory=deque)
-    cohorts: Cohorts = field(default_factory=Cohorts)
-    drop: Callable[[Cohorts], None] = lambda cohorts: None
+    deferred_batches: DeferredBatches = field(default_factory=DeferredBatches)
+    drop: Callable[[DeferredBatches], None] = lambda deferred_batches: None
 
     @property
     def has_work(self) -> bool:
@@ -139,7 +139,7 @@ class _Call:
                 if sweep.wait is not None:
                     sweep.wait()
         with contextlib.suppress(Exception):
-            self.drop(self.cohorts)
+            self.drop(self.deferred_batches)
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.finish(sequence)
 
@@ -157,7 +157,7 @@ class Engine:
         weights: Of the layers' matrices: "none" (as they are found; packed ones expanded to `dtype` where that takes at most half
             of the memory), "bf16" (expanded always), "int4" (4 bits; packed once, in the cache directory), or "int8" (8 bits,
             multiplied as integers with tokens quantized to 8 bits). One of compressed-tensors W8A8 is "int8" by itself.
-        kv_cache_dtype: "auto" (KV as the model computes), "int8" or "int4".
+        kv_cache_dtype: "auto" (KV as the model computes), "int8" or "int5".
         device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
         cpu_memory: Budget for the whole process, bytes or text such as "14GiB"; None: what is free, less a margin.
         gpu_memory: Budget of the GPU: a larger card behaves as one of this size. None: all of it.
@@ -407,7 +407,7 @@ class Engine:
         """One sweep: schedule it, run it, take its results. Yields those of requests that have ended."""
         started_s = time.perf_counter()
         scheduled = call.scheduler.schedule()
-        launched = self._run(call, scheduled, started_s) if scheduled or call.cohorts.waiting else None
+        launched = self._run(call, scheduled, started_s) if scheduled or call.deferred_batches.waiting else None
         for sweep in call.due(launched):
             for sequence in self._take(call, sweep):
                 result = call.handler.finish(sequence)
@@ -448,7 +448,9 @@ class Engine:
             sampling_s += time.perf_counter() - began
             return chosen
 
-        wait = parts.executor.run(batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, cohorts=call.cohorts)
+        wait = parts.executor.run(
+            batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, deferred_batches=call.deferred_batches
+        )
         call.scheduler.commit(scheduled)
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
         stats.sweeps += 1

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from batchgen.models.shard import Shard
     from batchgen.models.store.weight_store import WeightStore
     from batchgen.models.tokenizers.tokenizer import Tokenizer
-    from batchgen.runtime.executor import Executor, Neighbours
+    from batchgen.runtime.executor import AdjacentRanks, Executor
     from batchgen.runtime.lanes import OnStep
     from batchgen.runtime.memory.kv_cache import KVCache
     from batchgen.runtime.memory.tiers import Tiers
@@ -223,7 +223,7 @@ def in_memory_policy(
         max_model_len: As of `resolve_context`.
         share_prefixes: Whether rows take over the KV of a prompt prefix that another row has computed.
         weights: Of the layers' matrices, as of `resolve_weights`.
-        kv_cache_dtype: "auto" (KV in `dtype`), "int8" or "int4".
+        kv_cache_dtype: "auto" (KV in `dtype`), "int8" or "int5".
 
     Raises:
         InputError: A value is out of range.
@@ -372,7 +372,7 @@ def load_executor(
     request: LoadRequest,
     memory: MemoryPlan,
     before_weights: Callable[[], object] = lambda: None,
-    neighbours: Neighbours | None = None,
+    adjacent_ranks: AdjacentRanks | None = None,
 ) -> tuple[Executor, Tiers]:
     """Load what runs sweeps: weights, and room for KV; a device has been warmed up then.
 
@@ -380,7 +380,7 @@ def load_executor(
         request: What to load; for a stage of a pipeline its `config` is the stage's.
         memory: How much of each tier it takes, as of `plan_load`; a stage's may have fewer KV blocks.
         before_weights: Called when all else is there.
-        neighbours: What carries activations from the stage before, and to the one behind; None: there is one stage.
+        adjacent_ranks: Ranks of the previous and the next pipeline stage; None: there is one stage.
 
     Raises:
         BatchgenError: As `load_parts`.
@@ -402,7 +402,7 @@ def load_executor(
         undo.callback(weights.close)
         if not request.device.accelerated and not beside_loading:
             kv_cache.prefault(_PREFAULT_BYTES)
-        executor = _make_executor(request, memory, tiers, weights, kv_cache, neighbours)
+        executor = _make_executor(request, memory, tiers, weights, kv_cache, adjacent_ranks)
         undo.pop_all()
     with contextlib.ExitStack() as undo:
         undo.callback(executor.close)
@@ -513,7 +513,7 @@ def _make_executor(
     tiers: Tiers,
     weights: Weights,
     kv_cache: KVCache,
-    neighbours: Neighbours | None = None,
+    adjacent_ranks: AdjacentRanks | None = None,
 ) -> Executor:
     import torch
 
@@ -533,7 +533,7 @@ def _make_executor(
         attention_isa=request.kernels.attention_isa(*heads, request.dtype),
         reduce=request.reduce,
         makes_logits=request.shard is None or request.shard.rank == 0,
-        neighbours=neighbours,
+        adjacent_ranks=adjacent_ranks,
         serial=request.serial,
         shared_cores=request.device.shares_cores,
         on_step=request.on_step,
@@ -551,7 +551,7 @@ def pack_for(request: LoadRequest, compute_tier: str) -> Callable[[list[Schedule
     config = request.config
     return partial(
         pack,
-        block_size=request.policy.kv_block_size,
+        kv_block_size=request.policy.kv_block_size,
         key_bytes=config.num_kv_heads * config.head_dim * int(FORMAT_BYTES[request.dtype]),
         windows=frozenset(config.windows),
         compute_tier=compute_tier,

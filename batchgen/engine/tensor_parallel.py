@@ -23,7 +23,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import ModelFiles, stored_weights
 from batchgen.models.shard import Shard, shard_of
-from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.packed_batch import PackedBatch
 
 if TYPE_CHECKING:
@@ -224,18 +224,25 @@ class LeadingRunner(RankZeroCounts):
         self._in_sweep = False
 
     def run(
-        self, batches: Sequence[PackedBatch], on_logits: Callable, *, vocabulary_chunks: bool, cohorts: Cohorts
+        self,
+        batches: Sequence[PackedBatch],
+        on_logits: Callable,
+        *,
+        vocabulary_chunks: bool,
+        deferred_batches: DeferredBatches,
     ) -> None:
         """As `Executor.run`; the sweep has run when this returns. Raises BatchgenError where a rank is lost."""
         self._in_sweep = True
         self._ranks.broadcast(encode(SweepMessage([_for_others(batch) for batch in batches], vocabulary_chunks)))
         # Tokens are on rank 0's device alone: another sweep cannot begin with them before this one has run.
-        if wait := self._executor.run(batches, on_logits, vocabulary_chunks=vocabulary_chunks, cohorts=cohorts):
+        if wait := self._executor.run(
+            batches, on_logits, vocabulary_chunks=vocabulary_chunks, deferred_batches=deferred_batches
+        ):
             wait()
             self._ranks.check()
         self._in_sweep = False
 
-    def drop(self, cohorts: Cohorts) -> None:
+    def drop(self, deferred_batches: DeferredBatches) -> None:
         """There are none."""
 
     def close(self) -> None:

@@ -61,7 +61,6 @@ def load_engine(
                 job.offload_dir,
                 plan.dtype,
                 weights,
-                notify=progress.say,
                 on_layer=on_layer,
                 shard=job.shard,
             )

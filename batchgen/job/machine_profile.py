@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from batchgen.core.cores import on_cores, own_core
+from batchgen.core.cores import dedicated_core, on_cores
 from batchgen.core.device import Device
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KV_CODE_BITS
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
 from batchgen.core.machine import available_memory_bytes, resident_bytes
@@ -33,12 +33,8 @@ _LARGE_LAYER_PARAMS = 1 << 28
 _MEMORY_FRAC_WITHOUT_DISK = 0.5
 
 
-def profile_here(job: Job, notify: Callable[[str], None]) -> HardwareProfile:
+def profile_here(job: Job) -> HardwareProfile:
     """What one process of a job has of this machine, with the device that the job names; measured where it was not before.
-
-    Args:
-        job: The job.
-        notify: Shows a line that says what is measured.
 
     Raises:
         InputError: The machine cannot be measured, or has not the device that the job names.
@@ -46,7 +42,8 @@ def profile_here(job: Job, notify: Callable[[str], None]) -> HardwareProfile:
     device, memory_bytes = job.device, job.budgets["cpu"]
     size = store_bytes(job.process_config, job.dtype, job.options.weights)
     may_stream = _MEMORY_FRAC_WITHOUT_DISK * memory_bytes < size
-    formats, in_rows = formats_measured(job, may_stream=may_stream)
+    weight_formats, in_rows = weight_formats_measured(job, may_stream=may_stream)
+    kv_cache_dtype = job.options.kv_cache_dtype
     find = partial(
         find_hardware,
         job.options.hardware,
@@ -54,10 +51,10 @@ def profile_here(job: Job, notify: Callable[[str], None]) -> HardwareProfile:
         offload_dir=job.offload_dir,
         model=job.process_config,
         device="cuda" if device.kind == "cuda" else "cpu",
-        formats=formats,
+        weight_formats=weight_formats,
+        kv_formats=() if kv_cache_dtype == "auto" else (kv_cache_dtype,),
         in_rows=in_rows,
         memory_bytes=memory_bytes,
-        notify=notify,
     )
     profile, core = find_for(device, find)
     if profile.gpu is not None and device.kind != "cuda":
@@ -83,7 +80,7 @@ def find_for(device: Device, find: Callable[..., HardwareProfile]) -> tuple[Hard
     """
     if device.slowdown is None:
         return find(), None
-    core, others = own_core()
+    core, others = dedicated_core()
     return find(cores=others), find(cores=core)
 
 
@@ -93,13 +90,13 @@ def find_hardware(
     dtype: str,
     offload_dir: Path,
     device: str = "cpu",
-    formats: tuple[str, ...] = (),
+    weight_formats: tuple[str, ...] = (),
+    kv_formats: tuple[str, ...] = (),
     in_rows: tuple[str, ...] = (),
     refresh: bool = False,
     model: ModelConfig | None = None,
     memory_bytes: int | None = None,
     cores: frozenset[int] | None = None,
-    notify: Callable[[str], None] = lambda line: None,
 ) -> HardwareProfile:
     """Find the profile of a machine.
 
@@ -109,13 +106,13 @@ def find_hardware(
         dtype: To compute in.
         offload_dir: Directory of the disk tier, whose disk is measured.
         device: "cpu" or "cuda".
-        formats: Further ones that weights or KV may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
+        weight_formats: Further formats of weights: "int4", "int8", one of `BLOCK_FORMATS`.
+        kv_formats: Further formats of KV, of `KV_CODE_BITS`.
         in_rows: Those of weights that are multiplied as they are stored.
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
         memory_bytes: What measuring and this process may take of the host's memory together; None: what is free.
         cores: To measure on; None: all that this process may use.
-        notify: Told what is measured.
 
     Raises:
         InputError: There is no such profile, or it cannot be measured.
@@ -130,7 +127,7 @@ def find_hardware(
             known = ", ".join(shipped_profiles())
             raise InputError(f"{origin} {name}: no such file, and none of the shipped profiles ({known})")
         return read_profile(name)
-    wanted = Wanted(device, (dtype,), formats, model, kernels_of=model, in_rows=in_rows)
+    wanted = Wanted(device, (dtype,), weight_formats, kv_formats, model, kernels_of=model, in_rows=in_rows)
     if model is not None and model.params_per_layer > _LARGE_LAYER_PARAMS:
         wanted = replace(wanted, model=None)  # large products reach the same rates whatever their shape, and take long
     with contextlib.nullcontext() if cores is None else on_cores(cores):
@@ -140,7 +137,6 @@ def find_hardware(
             offload_dir=offload_dir,
             refresh=refresh,
             memory_bytes=memory_bytes,
-            notify=notify,
         )
         return corrected_by_probe(profile, dtype)
 
@@ -157,21 +153,21 @@ def link_between(hardware: HardwareProfile, job: Job) -> Link:
     return link_of(hardware, job.link_bytes_per_s, gpus_of_a_host=gpus_of_a_host)
 
 
-def formats_measured(job: Job, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Formats beside the compute dtype that this job's plan needs rates of; and those of products with weights as they are stored.
+def weight_formats_measured(job: Job, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Weight formats beside the compute dtype that a job's plan needs rates of, and formats of weights in the order of their store.
 
     may_stream: Whether weights may have no room in memory.
     """
     config, weights = job.process_config, job.open_format or job.options.weights
     layers, output = main_format(config, weights), output_format(config, job.dtype, weights)
-    named = (layers, output, job.options.kv_cache_dtype)
     in_rows = []
     if job.device.kind != "cuda":  # whose memory holds all weights as they are stored
         streams = may_stream or job.device.accelerated
         in_rows += [layers if layers in (INT8, *BLOCK_FORMATS) else job.dtype] if streams and layers != INT4 else []
         # Chunks of an output matrix that come over lie as they are stored.
         in_rows += [output] if job.device.accelerated and output in BLOCK_FORMATS else []
-    return tuple(name for name in (*KV_CODE_BITS, *BLOCK_FORMATS) if name in named), tuple(dict.fromkeys(in_rows))
+    formats = tuple(name for name in (INT4, INT8, *BLOCK_FORMATS) if name in (layers, output))
+    return formats, tuple(dict.fromkeys(in_rows))
 
 
 def on_this_machine(hardware: HardwareProfile) -> HardwareProfile:

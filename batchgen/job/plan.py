@@ -56,8 +56,13 @@ _STARTUP_S = 5.0
 
 
 def run_plan(options: PlanOptions) -> list[str]:
-    """What to print. Raises InputError."""
-    started_s = time.monotonic()
+    """Lines of a plan, as the command prints them. Raises InputError."""
+    with Progress(options.job.progress):
+        return _plan_lines(options, time.monotonic())
+
+
+def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
+    """Lines of a plan. started_s: the start of the command, of time.monotonic."""
     devices, asked = _devices(options)
     options = replace(options, job=asked)
     check_options(asked)
@@ -73,8 +78,7 @@ def run_plan(options: PlanOptions) -> list[str]:
         raise InputError(f"--max-block-latency must be above 0, not {options.max_block_latency!r}")
     check_path("-o", options.plan_file)
     check_path("--html", options.html)
-    progress = Progress(asked.progress)
-    files, config = resolve_for_planning(asked.model, progress.say)
+    files, config = resolve_for_planning(asked.model)
     estimated = _workload(options, files, resolve_context(config, asked.max_model_len))
     given = Split(tensor_parallel=asked.tensor_parallel, pipeline=asked.pipeline)
 
@@ -83,7 +87,7 @@ def run_plan(options: PlanOptions) -> list[str]:
         _check_cores(of_host)
         with own_share(shared):  # as `run` has it
             resolved = resolve_job(split.of(replace(asked, hardware=None)), files, config, shared)
-            return problem_here(resolved, estimated, started_s=started_s, notify=progress.say)
+            return problem_here(resolved, estimated, started_s=started_s)
 
     def problem_for(
         split: Split = given, of_host: int | None = None, hardware: str | None = asked.hardware
@@ -357,8 +361,13 @@ def _changes(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def run_profile(options: ProfileOptions) -> list[str]:
-    """Measures, or recalls, this machine's profile; returns the lines that show it."""
-    progress = Progress("plain")
+    """Lines of this machine's profile, measured or recalled."""
+    with Progress("plain"):
+        return _profile_lines(options)
+
+
+def _profile_lines(options: ProfileOptions) -> list[str]:
+    """Lines of this machine's profile."""
     check_path("-o", options.output)
     where = Device("cuda") if options.device == "auto" and has_cuda() else parse_device(options.device)
     device = "cuda" if where.kind == "cuda" else "cpu"
@@ -367,7 +376,7 @@ def run_profile(options: ProfileOptions) -> list[str]:
     for name in formats:
         find = partial(
             find_hardware, "", dtype=name, offload_dir=Path(options.offload_dir or cache_dir()), device=device,
-            refresh=options.refresh and profile is None, notify=progress.say,
+            refresh=options.refresh and profile is None,
         )  # fmt: skip
         profile, core = find_for(where, find)
     assert profile is not None  # there is at least one format

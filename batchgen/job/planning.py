@@ -32,7 +32,6 @@ def make_plan(
     estimate: Callable[[], EstimatedWorkload],
     *,
     started_s: float,
-    notify: Callable[[str], None],
 ) -> Plan:
     """The plan that a job is run by: the one it was given, or else the fastest on this machine.
 
@@ -40,7 +39,6 @@ def make_plan(
         job: The job.
         estimate: Gives the job's workload; called where no plan is given.
         started_s: Time of time.monotonic at which the command started.
-        notify: Shows a line that says what is measured.
 
     Raises:
         InputError: The given plan is for something else, or no plan fits.
@@ -48,8 +46,8 @@ def make_plan(
     if job.options.plan is not None:
         plan = runnable(read_plan(job.options.plan), job)
     else:
-        plan = plan_job(*problem_here(job, estimate(), started_s=started_s, notify=notify))
-    return replace(plan, kernels=kernels_here(plan.kernels, notify))
+        plan = plan_job(*problem_here(job, estimate(), started_s=started_s))
+    return replace(plan, kernels=kernels_here(plan.kernels))
 
 
 def plan_job(job: Job, problem: Problem, *, compare_strategies: bool = False) -> Plan:
@@ -72,16 +70,13 @@ def plan_job(job: Job, problem: Problem, *, compare_strategies: bool = False) ->
     return replace(plan, weights_reason=job.weights_reason)
 
 
-def problem_here(
-    job: Job, estimated: EstimatedWorkload, *, started_s: float, notify: Callable[[str], None]
-) -> tuple[Job, Problem]:
+def problem_here(job: Job, estimated: EstimatedWorkload, *, started_s: float) -> tuple[Job, Problem]:
     """A job on this machine, measured where it was not before, and the problem of planning it.
 
     Args:
         job: The job.
         estimated: The job's workload.
         started_s: Time of time.monotonic at which the command started.
-        notify: Shows a line that says what is measured.
 
     Returns:
         The job, with its weights in the faster format and its budgets as they are now; and the problem.
@@ -89,7 +84,7 @@ def problem_here(
     Raises:
         InputError: The machine cannot be measured, or has not the device that the job names.
     """
-    hardware, budgets = profile_here(job, notify), job.budgets
+    hardware, budgets = profile_here(job), job.budgets
     # What was free when the job began may be taken by others since.
     cpu_memory = budgets["cpu"] if job.cpu_memory is not None else min(budgets["cpu"], hardware.cpu_memory_bytes)
     job = replace(job, gpu_memory=budgets.get("gpu"), cpu_memory=cpu_memory * job.of_host)

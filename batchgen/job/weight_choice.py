@@ -41,9 +41,9 @@ def with_faster_weights(job: Job, hardware: HardwareProfile, workload: Workload)
     if not rates.has_rates("gemm_flops_per_s", key):
         return job
     native = job.open_format if job.open_format != MIXED else "the formats of the file"
-    size, memory = store_bytes(config, job.dtype, DEQUANTIZED), _memory_bytes(job, hardware)
-    if size > memory:
-        reason = f"Weights stay in {native}: dequantized to {job.dtype} they take {format_bytes(size)}."
+    if not dequantized_fit(job, _memory_bytes(job, hardware)):
+        size = format_bytes(store_bytes(config, job.dtype, DEQUANTIZED))
+        reason = f"Weights stay in {native}: dequantized to {job.dtype} they take {size}."
         return _in_format(job, job.open_format, reason)
     native_s, dequantized_s = (_products_s(job, hardware, workload, name) for name in (key, job.dtype))
     times = format_seconds(native_s), format_seconds(dequantized_s)
@@ -64,14 +64,15 @@ def in_format_of_rows(job: Job, weight_format: str) -> Job | None:
         return None
     formats = {weight_format_of(job.dtype, name): name for name in (job.native_format, DEQUANTIZED)}
     weights = formats.get(weight_format)
-    if weights is None or (weights == DEQUANTIZED and not dequantized_fit(job)):
+    if weights is None or (
+        weights == DEQUANTIZED and not dequantized_fit(job, job.budgets["cpu"] + job.budgets.get("gpu", 0))
+    ):
         return None
     return replace(_in_format(job, weights, ""), native_format=None)
 
 
-def dequantized_fit(job: Job) -> bool:
-    """Whether all memories together hold the job's weights in the compute dtype."""
-    memory_bytes = job.budgets["cpu"] + job.budgets.get("gpu", 0)
+def dequantized_fit(job: Job, memory_bytes: int) -> bool:
+    """Whether this much memory holds the job's weights in the compute dtype."""
     return store_bytes(job.process_config, job.dtype, DEQUANTIZED) <= memory_bytes
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from batchgen.models.checkpoint import Checkpoint
     from batchgen.models.shard import Shard
     from batchgen.models.store.weight_store import Extent, StoreFile, WeightStore
+
+logger = logging.getLogger(__name__)
 
 _LOCK = "convert.lock"
 _OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head)\.safetensors|tokenizer")
@@ -169,14 +172,13 @@ def find_or_convert(
     dtype: str,
     weights: str = NATIVE,
     *,
-    notify: Callable[[str], None] = lambda line: None,
     on_layer: Callable[[int, int], None] = _ignore,
     shard: Shard | None = None,
 ) -> WeightStore:
     """A store of the model: the model itself where it is one of that kind, one that was made before, or a new one.
 
     Where another process makes the same store, waits for it: workers and ranks that start together find one store.
-    weights: of `models.files.resolve_weights`. notify: is told before a conversion, or the wait, begins. on_layer, shard and
+    weights: of `models.files.resolve_weights`. on_layer, shard and
     errors as `convert`.
     """
     from batchgen.models.store.weight_store import open_store
@@ -188,18 +190,17 @@ def find_or_convert(
     target = store_path(offload_dir, files, dtype, weights, shard)
     common = _common_path(offload_dir, files, dtype, weights, shard)
     if target != common:
-        notify(
-            f"the weight store {common} is not used, as {why_untrusted(common, common)}: this user's own is {target}"
-        )
+        reason = why_untrusted(common, common)
+        logger.warning("the weight store %s is not used, as %s: this user's own is %s", common, reason, target)
     waited_for = ""
     while True:
         if made := made_before(files, target):
             return made
         try:
-            return _make_store(files, offload_dir, target, dtype, weights, notify, on_layer, shard)
+            return _make_store(files, offload_dir, target, dtype, weights, on_layer, shard)
         except _AnotherConverts as error:
             if error.holder != waited_for:
-                notify(f"waiting for {error.holder}, which is converting {files.name} into {error.target}")
+                logger.info("waiting for %s, which is converting %s into %s", error.holder, files.name, error.target)
             waited_for = error.holder
             time.sleep(_LOCK_POLL_S)
 
@@ -223,14 +224,13 @@ def _make_store(
     target: Path,
     dtype: str,
     weights: str,
-    notify: Callable[[str], None],
     on_layer: Callable[[int, int], None],
     shard: Shard | None,
 ) -> WeightStore:
     """Converts the model, or a rank's part of it; a part in int4 from a store of the whole."""
     source = files
     if shard is not None and weights == INT4:  # which columns count is measured on the whole model
-        whole = find_or_convert(files, offload_dir, dtype, weights, notify=notify, on_layer=on_layer)
+        whole = find_or_convert(files, offload_dir, dtype, weights, on_layer=on_layer)
         source = replace(files, path=whole.path, kind="store")
     part = f"rank {shard.rank} of {shard.size} of " if shard else ""
     to_format = weight_format_of(dtype, weights)
@@ -241,7 +241,7 @@ def _make_store(
         dtype=dtype,
         weights=weights,
         overwrite=True,
-        on_start=lambda: notify(begun),
+        on_start=lambda: logger.info(begun),
         on_layer=on_layer,
         shard=shard,
     )

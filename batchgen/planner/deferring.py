@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from batchgen.core.errors import InputError
 from batchgen.core.plan import TIERS
-from batchgen.planner.costs import bounds, can_delegate, decode_attention_s, layer_lanes
+from batchgen.planner.costs import can_delegate, decode_attention_s, layer_lanes, slowest_s
+from batchgen.planner.linear import number
 from batchgen.planner.memory import group_bytes
 from batchgen.planner.mip import solve
 from batchgen.planner.peak_memory import peak_bytes
@@ -107,9 +108,9 @@ def _most_deferred(problem: Problem, base: Candidate) -> int:
     if not steady.decode_seqs:
         return 0
     lanes = layer_lanes(s, steady, at)
-    idle_s = max(bounds(s.runtime, lanes)) - lanes.get("cores", lanes["cpu_attention"])
+    idle_s = slowest_s(s, lanes) - number(lanes.get("cores", lanes["cpu_attention"]))
     each_s = decode_attention_s(s, steady, s.hardware.cpu) / steady.decode_seqs
     in_time = _DEFERRED_FRAC * s.model.num_layers * idle_s / each_s
     result = s.model.num_heads * s.model.head_dim * s.element_bytes
-    in_memory = (s.budgets["cpu"] - peak_bytes(s, at)["cpu"]) / (s.seq_kv_bytes + 2 * result)
+    in_memory = (s.budgets["cpu"] - number(peak_bytes(s, at)["cpu"])) / (s.seq_kv_bytes + 2 * result)
     return max(0, int(min(in_time, in_memory, problem.most_seqs - s.max_num_seqs)))

@@ -16,6 +16,7 @@ from batchgen.core.plan import Plan
 from batchgen.planner.by_layer import by_layer_candidates
 from batchgen.planner.costs import moved_bytes
 from batchgen.planner.deferring import apex_candidates
+from batchgen.planner.linear import number
 from batchgen.planner.problem import CostInputs, Problem
 from batchgen.planner.sampled_simulation import simulate_shortened
 from batchgen.planner.search import TIE, Candidate, block_latency_s, candidates, first_rows_s
@@ -136,5 +137,5 @@ def _moved_bytes(candidate: Candidate) -> float:
     """Over all links, in the whole job."""
     s, at = candidate.inputs, candidate.counts.placement(candidate.inputs)
     return s.model.num_layers * sum(
-        phase.sweeps * sum(float(count) for count in moved_bytes(s, phase, at).values()) for phase in candidate.phases
+        phase.sweeps * sum(map(number, moved_bytes(s, phase, at).values())) for phase in candidate.phases
     )

@@ -15,6 +15,7 @@ from batchgen.core.units import format_bytes
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import layer_sizes
 from batchgen.planner.explain import make_plan
+from batchgen.planner.linear import number
 from batchgen.planner.memory import store_bytes
 from batchgen.planner.memory_requirements import kv_tokens_used
 from batchgen.planner.plan_selection import choose, simulate_candidates
@@ -105,7 +106,7 @@ def _until_first_sweep_s(problem: Problem, candidate: Candidate, written_bytes: 
     """Seconds to read the weights that do not stay on disk, and to write a weight store where there is none yet."""
     s, at = candidate.inputs, candidate.counts.placement(candidate.inputs)
     layers = s.model.layer_params / s.model.num_params
-    seconds = problem.loading_s * (1 - at.w_disk * layers)
+    seconds = problem.loading_s * (1 - number(at.w_disk) * layers)
     seconds += problem.loading_s * bool(written_bytes) + written_bytes / s.hardware.disk_write_bytes_per_s
     return float(seconds)
 
@@ -129,7 +130,7 @@ def _first_touch_s(candidate: Candidate) -> float:
     tokens = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean)
     tokens = min(tokens, kv_tokens_used(workload, s.max_num_seqs))
     token_bytes = s.seq_kv_bytes / (s.seq_blocks * s.kv_block_size)  # of all layers
-    on_host = (at.kv_cpu + at.kv_streamed) * tokens * token_bytes
+    on_host = number(at.kv_cpu + at.kv_streamed) * tokens * token_bytes
     return float(on_host / s.hardware.first_touch_bytes_per_s)
 
 

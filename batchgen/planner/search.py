@@ -414,9 +414,9 @@ def _supported(s: CostInputs) -> bool:
     """Whether the machine has rates for these formats."""
     if s.weight_format == "int4" and not s.rates.expand_bytes_per_s:
         return False
-    if s.kv_format != "int4" or s.runtime.reads_int4_kv:
-        return s.rates.has_rates("decode_attention_bytes_per_s", s.kv_format)
-    return bool(s.rates.expand_bytes_per_s)
+    if s.dequantizes_kv:
+        return bool(s.rates.expand_bytes_per_s)
+    return s.rates.has_rates("decode_attention_bytes_per_s", s.kv_format)
 
 
 def max_num_seqs_choices(problem: Problem) -> list[int]:

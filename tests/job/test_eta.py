@@ -77,7 +77,7 @@ def test_ends(seen):
 
 def test_a_plan_has_its_stages():
     workload = Workload(400, Lengths((100,)), Lengths((40,)), 40)
-    given = problem_of(cpu_box(), opt(1024, 4, 16), workload, dtype="float16")
+    given = problem_of(cpu_box(), opt(1024, 4, 16), workload, dtype="float16", max_model_len=2048)
     plan = explain.make_plan(given, search(given), startup_s=3.0)
     stages = plan.prediction.stages
     assert sum(stage.seconds for stage in stages) == pytest.approx(plan.prediction.total_s - 3.0)

@@ -18,8 +18,8 @@ from thorough import quick_or
 
 import batchgen
 from batchgen.core.plan import Plan
-from batchgen.job import planning
-from batchgen.job.planning import read_plan
+from batchgen.job import machine_profile, planning
+from batchgen.job.given_plan import read_plan
 
 PROGRAM = Path(sys.executable).with_name("batchgen")  # as installed
 WORDS = ("ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable", "winter", "islands", "slate")
@@ -145,7 +145,7 @@ class TestElsewhere:
 
         monkeypatch.setattr("batchgen.job.plan.problem_here", measure)
         for name in ("recall_or_measure", "corrected_by_probe", "corrected_by_disk_probe", "available_memory_bytes"):
-            monkeypatch.setattr(planning, name, measure)
+            monkeypatch.setattr(machine_profile, name, measure)
         assert "t4" in planned(*on_t4(opt_30b, *FEW, "--explain"))
         assert "give --hardware too" in refused("plan", "-m", opt_30b, *LENGTHS, "--compare")
 
@@ -262,10 +262,10 @@ class TestElsewhere:
         plain = planned_json(*on_t4(opt_30b, *little))
         weights = planned_json(*on_t4(opt_30b, *little, "--weights", "int4"))
         one = (*little, "--max-num-seqs", 8, "--num-gpu-batches", 1)  # the search is tested elsewhere
-        both = planned_json(*on_t4(opt_30b, *one, "--weights", "int4", "--kv-cache-dtype", "int4"))
+        both = planned_json(*on_t4(opt_30b, *one, "--weights", "int4", "--kv-cache-dtype", "int5"))
         eight = planned_json(*on_t4(opt_30b, *one, "--weights", "int4", "--kv-cache-dtype", "int8"))
         formats = [(p["policy"]["weight_format"], p["policy"]["kv_format"]) for p in (plain, weights, both, eight)]
-        assert formats == [("float16", "float16"), ("int4", "float16"), ("int4", "int4"), ("int4", "int8")]
+        assert formats == [("float16", "float16"), ("int4", "float16"), ("int4", "int5"), ("int4", "int8")]
         eight = planned_json(*on_t4(opt_30b, *little, "--weights", "int8"))
         assert eight["policy"]["weight_format"] == "int8"
         # Half of what 16 bits take to be streamed.

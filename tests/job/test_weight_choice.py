@@ -19,7 +19,7 @@ from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.job import weight_choice
 from batchgen.job.job import resolve_job
-from batchgen.job.machine_profile import formats_measured
+from batchgen.job.machine_profile import weight_formats_measured
 from batchgen.job.options import JobOptions
 from batchgen.job.planning import plan_job, problem_of_job
 from batchgen.job.weight_choice import in_format_of_rows, with_faster_weights
@@ -122,10 +122,10 @@ def test_where_neither_fits_the_one_that_needs_less_is_named(gguf_file):
 
 def test_rates_are_measured_for_what_is_compared(gguf_file):
     job = job_of(gguf_file)
-    assert formats_measured(job, may_stream=False) == (("q4_0",), ())
-    assert formats_measured(job, may_stream=True) == (("q4_0",), ("q4_0",))
+    assert weight_formats_measured(job, may_stream=False) == (("q4_0",), ())
+    assert weight_formats_measured(job, may_stream=True) == (("q4_0",), ("q4_0",))
     expanded = job_of(gguf_file, weights="dequantized")
-    assert formats_measured(expanded, may_stream=True) == ((), (FP32,))
+    assert weight_formats_measured(expanded, may_stream=True) == ((), (FP32,))
 
 
 def test_an_output_matrix_that_is_the_embeddings_too_needs_no_rates_of_its_own(tmp_path):
@@ -134,7 +134,7 @@ def test_an_output_matrix_that_is_the_embeddings_too_needs_no_rates_of_its_own(t
     write_tiny_gguf(model, path, tensor_type="Q4_0", tokenizer=make_tiny_tokenizer(tmp_path))
     job = job_of(path)
     assert job.process_config.tied_embeddings
-    assert formats_measured(job, may_stream=False) == (("q4_0",), ())
+    assert weight_formats_measured(job, may_stream=False) == (("q4_0",), ())
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def told(capfd):
 
 def test_where_the_format_of_finished_rows_cannot_be_had_the_other_one_is_used_and_told(run, monkeypatch, capfd):
     assert run("both.parquet", PACKED, limit=4) == FP32
-    monkeypatch.setattr(weight_choice, "dequantized_fit", lambda job: False)
+    monkeypatch.setattr(weight_choice, "dequantized_fit", lambda *_: False)
     assert run("both.parquet", PACKED, limit=6, progress="plain") == "q4_0"
     (line,) = told(capfd)
     assert line.endswith(
@@ -249,5 +249,5 @@ def test_ranks_go_on_with_the_format_of_finished_rows_where_blocks_are_not_cut(i
         assert kept == {"q4_0": None, FP32: None}
         return
     assert [kept[name].options.weights for name in ("q4_0", FP32)] == ["q4_0", "dequantized"]
-    assert formats_measured(kept["q4_0"], may_stream=True) == (("q4_0",), ("q4_0",))
-    assert formats_measured(kept[FP32], may_stream=True) == ((), (FP32,))
+    assert weight_formats_measured(kept["q4_0"], may_stream=True) == (("q4_0",), ("q4_0",))
+    assert weight_formats_measured(kept[FP32], may_stream=True) == ((), (FP32,))

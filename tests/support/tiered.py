@@ -133,7 +133,7 @@ def before_each_step(parts: EngineParts, act: Callable[[Step], None]) -> None:
     lanes._perform = act_and_perform
 
 
-def give_own_cores(parts: EngineParts) -> None:
+def give_dedicated_cores(parts: EngineParts) -> None:
     """CPU attention does not take turns with compute, as if the accelerator were a real one."""
     parts.executor.lanes._cores = None
 
