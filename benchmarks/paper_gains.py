@@ -23,7 +23,8 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.prediction import plan_maker
 from batchgen.planner.problem import problem_of
-from batchgen.planner.strategies import WITH_GPU, NotApplicable, best_plan
+from batchgen.planner.strategies import WITH_GPU, NotApplicable
+from batchgen.planner.strategy_times import best_plan
 from batchgen.profiler.shipped import shipped_profile
 
 HERE = Path(__file__).parent

@@ -19,7 +19,8 @@ from batchgen.models.config import ModelConfig
 from batchgen.planner.memory import store_bytes
 from batchgen.planner.prediction import plan_maker, plan_problem
 from batchgen.planner.problem import Problem, problem_of
-from batchgen.planner.strategies import NotApplicable, best_plan, strategies_for, strategy_of
+from batchgen.planner.strategies import NotApplicable, strategies_for, strategy_of
+from batchgen.planner.strategy_times import best_plan
 from batchgen.profiler.emulated import dedicated_core_profile
 
 MIB = 1 << 20

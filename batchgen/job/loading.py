@@ -14,8 +14,7 @@ from batchgen.models.convert import find_or_convert
 from batchgen.models.files import stated_scheme
 from batchgen.models.formats.quantization import FP8, describe
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
-from batchgen.planner.pipeline import stage_policy
-from batchgen.planner.stages import split_layers
+from batchgen.planner.parallel import split_layers, stage_policy
 from batchgen.schedule.trace import TraceWriter
 
 if TYPE_CHECKING:

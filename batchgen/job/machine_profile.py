@@ -20,7 +20,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir
 from batchgen.models.layouts import main_format, output_format
 from batchgen.planner.memory import store_bytes
-from batchgen.planner.ranks import Link, link_of, part_of_host, with_sums
+from batchgen.planner.parallel import Link, link_of, part_of_host, with_all_reduce
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe
 from batchgen.profiler.emulated import emulated_profile
@@ -144,7 +144,7 @@ def find_hardware(
 def process_profile(hardware: HardwareProfile, job: Job, *, whole: bool) -> HardwareProfile:
     """What one process of a job has of a machine. whole: True for a profile of what one process has, and not of the host."""
     part = part_of_host(hardware, job.of_host, whole=whole)
-    return part if job.shard is None else with_sums(part, job.shard.size, link_between(hardware, job))
+    return part if job.shard is None else with_all_reduce(part, job.shard.size, link_between(hardware, job))
 
 
 def link_between(hardware: HardwareProfile, job: Job) -> Link:

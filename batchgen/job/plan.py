@@ -47,7 +47,7 @@ from batchgen.planner.explanation import explanation_of
 from batchgen.planner.problem import Problem
 from batchgen.planner.replanned import planned_anew_s
 from batchgen.planner.simulation import trace_plan
-from batchgen.planner.strategies import strategy_lines
+from batchgen.planner.strategy_times import strategy_lines
 from batchgen.profiler.emulated import emulated_profile
 from batchgen.profiler.shipped import shipped_profiles
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
-from batchgen.core.plan import KV_CLASSES, Plan
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.plan import Plan
 from batchgen.engine.loader import TYPICAL_PROCESS_BYTES, existing_store, process_bytes
-from batchgen.engine.tensor_parallel import KV_CLASSES as SPLIT_KV_CLASSES
+from batchgen.engine.tensor_parallel import KV_PLACEMENTS
 from batchgen.job.given_plan import read_plan, runnable
 from batchgen.job.job import Job
 from batchgen.job.kernels import kernels_here
@@ -24,7 +25,7 @@ from batchgen.planner.memory import store_bytes
 from batchgen.planner.pipeline import over_stages
 from batchgen.planner.prediction import loading_s, plan_maker, plan_problem
 from batchgen.planner.problem import Problem, problem_of
-from batchgen.planner.strategies import with_strategies
+from batchgen.planner.strategy_times import with_strategies
 
 
 def make_plan(
@@ -128,8 +129,7 @@ def problem_of_job(
     Raises:
         InputError: The job's budgets contradict the machine.
     """
-    options, config = job.options, job.process_config
-    weight_format = job.weight_format
+    options, config, memory = job.options, job.process_config, job.process_memory
     return problem_of(
         hardware,
         config,
@@ -138,10 +138,12 @@ def problem_of_job(
         weights=options.weights,
         kv_cache_dtype=options.kv_cache_dtype,
         admission=None if options.admission == "auto" else options.admission,
-        **job.process_memory,
+        gpu_memory=memory["gpu_memory"],
+        cpu_memory=memory["cpu_memory"],
+        disk_memory=memory["disk_memory"],
         sharing=job.of_host,
         store_bytes=_store_bytes(job) if to_write_bytes is None else to_write_bytes,
-        kv_classes=KV_CLASSES if options.tensor_parallel == options.pipeline == 1 else SPLIT_KV_CLASSES,
+        kv_placements=tuple(KVPlacement) if options.tensor_parallel == options.pipeline == 1 else KV_PLACEMENTS,
         max_num_seqs=options.max_num_seqs,
         num_gpu_batches=options.num_gpu_batches,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -152,7 +154,7 @@ def problem_of_job(
         share_prefixes=options.share_prefixes,
         output_len_known=estimated.output_len_known,
         startup_s=startup_s,
-        loading_s=loading_s(hardware, config, job.dtype, job.files.kind, weight_format),
+        loading_s=loading_s(hardware, config, job.dtype, job.files.kind, job.weight_format),
         has_int4_store=has_int4_store,
     )
 

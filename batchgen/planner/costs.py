@@ -177,12 +177,12 @@ def elementwise_s(s: CostInputs, phase: Phase) -> float:
     return phase.tokens * s.model.elementwise_bytes_per_token(int(s.element_bytes)) / rate
 
 
-def sums_s(s: CostInputs, phase: Phase) -> float:
+def all_reduce_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's two sums over the ranks that share it, for which compute waits; not in FlexGen's model."""
-    rate = s.hardware.sum_bytes_per_s
+    rate = s.hardware.all_reduce_bytes_per_s
     if rate is None or not phase.tokens:
         return 0.0
-    return 2 * (s.num_gpu_batches * s.hardware.sum_overhead_s + phase.tokens * s.hidden_bytes / rate)
+    return 2 * (s.num_gpu_batches * s.hardware.all_reduce_overhead_s + phase.tokens * s.hidden_bytes / rate)
 
 
 def _seen(s: CostInputs, context: float) -> float:
@@ -277,7 +277,7 @@ def deferred_attention_s(s: CostInputs, phase: Phase) -> float:
 def products_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's computation but for attention and dequantizing, with the fixed time of each micro-batch."""
     fixed_s = s.rates.step_overhead_s + 2 * s.rates.waking_overhead_s  # before attention and after it
-    return linear_s(s, phase) + elementwise_s(s, phase) + sums_s(s, phase) + s.num_gpu_batches * fixed_s
+    return linear_s(s, phase) + elementwise_s(s, phase) + all_reduce_s(s, phase) + s.num_gpu_batches * fixed_s
 
 
 def dequantize_weights_s(s: CostInputs) -> float:
@@ -477,7 +477,7 @@ def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, 
         lanes["compute"] = lanes["compute"] - at.experts_disk * (dequantize_s * (1 - touched_frac))
     for lane in {"disk_read", "disk"} & lanes.keys():
         lanes[lane] = lanes[lane] + at.experts_disk * requests_s
-    layer_s = linear_s(s, phase) + sum(longer_in_rows_s(s, phase)) + elementwise_s(s, phase) + sums_s(s, phase)
+    layer_s = linear_s(s, phase) + sum(longer_in_rows_s(s, phase)) + elementwise_s(s, phase) + all_reduce_s(s, phase)
     after_s = layer_s * after_router_frac(s.model) * mixtures
     dense_s = (at.w_disk * s.layer_bytes - at.experts_disk * s.all_expert_bytes) * (
         1 / s.hardware.disk_read_bytes_per_s

@@ -15,7 +15,8 @@ from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT4, NATIVE, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, KV_CLASSES, TIERS, window_blocks
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, window_blocks
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import end_bytes, main_format, output_format, output_row_bytes
@@ -333,12 +334,12 @@ class Allowed:
     """What a plan may use.
 
     Attributes:
-        weight_tiers, kv_classes: subsets of policy.TIERS and policy.KV_CLASSES.
-        kv_by_layer: KV of class "streamed", the only one then, stays on the GPU in some layers (Policy.kv_layers).
+        weight_tiers, kv_placements: subsets of `TIERS` and of `KVPlacement`.
+        kv_by_layer: KV of placement "streamed", the only one then, stays on the GPU in some layers (Policy.kv_layers).
     """
 
     weight_tiers: tuple[str, ...] = TIERS
-    kv_classes: tuple[str, ...] = KV_CLASSES
+    kv_placements: tuple[str, ...] = tuple(KVPlacement)
     kv_by_layer: bool = False
 
 
@@ -356,7 +357,7 @@ class Problem:
         kv_formats: Formats that KV may have.
         admissions: Kinds of admission that the plan may have.
         runtime: The runtime that carries out the plan.
-        allowed: Tiers and KV classes that the plan may use.
+        allowed: Tiers and KV placements that the plan may use.
         max_num_seqs: Sequences in flight, where the user gives them.
         most_seqs: The most sequences in flight that are looked at.
         num_gpu_batches: Micro-batches, where the user gives them.
@@ -421,7 +422,7 @@ def problem_of(
     disk_memory: int | None = None,
     sharing: int = 1,
     store_bytes: int = 0,
-    kv_classes: tuple[str, ...] = KV_CLASSES,
+    kv_placements: tuple[KVPlacement, ...] = tuple(KVPlacement),
     **given: Any,
 ) -> Problem:
     """The problem of a job whose values are those of the command line's options.
@@ -437,7 +438,7 @@ def problem_of(
         gpu_memory, cpu_memory, disk_memory: Bytes of one process's budgets; None: what the machine has.
         sharing: Processes that share host memory and disk.
         store_bytes: Bytes of the weight store that must be written first; the disk's budget must hold it.
-        kv_classes: KV classes that the plan may use.
+        kv_placements: KV placements that the plan may use.
         **given: Other fields of `Problem`.
 
     Raises:
@@ -465,7 +466,7 @@ def problem_of(
         weight_formats=(weight_format_of(dtype, weights),),
         kv_formats=(dtype if kv_cache_dtype == "auto" else kv_cache_dtype,),
         admissions=("continuous", "static") if admission is None else (admission,),
-        allowed=Allowed(weight_tiers, kv_classes),
+        allowed=Allowed(weight_tiers, kv_placements),
         sharing=sharing,
         store_bytes=store_bytes,
         **given,

@@ -18,7 +18,7 @@ from batchgen.core.units import parse_bytes
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.costs import bounds, head_lanes, job_seconds, layer_lanes
-from batchgen.planner.deferring import deferring
+from batchgen.planner.deferred_attention import with_deferred_attention
 from batchgen.planner.explain import make_plan
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import plan_memory
@@ -93,7 +93,7 @@ MODELS = (
 
 @st.composite
 def problems(draw):
-    """Machines of all sizes, so that all tiers, KV classes and buffers come into plans."""
+    """Machines of all sizes, so that all tiers, KV placements and buffers come into plans."""
     model = draw(st.sampled_from(MODELS))
     size = model.weight_bytes(2) / GIB
     on_gpu = draw(st.booleans())
@@ -120,7 +120,7 @@ def problems(draw):
         workload,
         weight_formats=(draw(st.sampled_from(["float16", "int4"])),),
         kv_formats=(draw(st.sampled_from(["float16", "int5"])),),
-        allowed=Allowed(kv_classes=classes),
+        allowed=Allowed(kv_placements=classes),
         max_num_seqs=draw(st.integers(1, 600)),
         num_gpu_batches=draw(st.sampled_from([None, 1, 2, 3])),
         process_bytes=draw(st.integers(0, GIB // 2)),
@@ -140,7 +140,7 @@ def test_what_is_planned_fits_the_memory_that_the_runtime_takes(p):
         return
     check_memory(p, best)
     if best.inputs.on_gpu and best.inputs.num_gpu_batches == 1 and best.inputs.admission == "continuous":
-        beside = deferring(replace(p, max_num_seqs=None), best)
+        beside = with_deferred_attention(replace(p, max_num_seqs=None), best)
         if beside is not None:
             assert beside.counts.kv_seqs["deferred"] == beside.inputs.deferred_seqs > 0
             check_placement(beside)

@@ -8,7 +8,7 @@ import pytest
 from planner_cases import budgets, cpu_box, gpu_box, opt
 from thorough import some_of
 
-from batchgen.core.plan import KV_CLASSES
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.workload import Workload
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.store.layout import layer_groups
@@ -18,7 +18,7 @@ from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.feasibility import fitting, halving
 from batchgen.planner.mip import fits, solve
 from batchgen.planner.problem import Allowed, Problem
-from batchgen.planner.search import block_latency_s, candidates, search, search_space, search_worth
+from batchgen.planner.search import block_latency_s, candidates, search, search_space, search_unless_pruned
 from batchgen.profiler.shipped import shipped_profile
 
 SHAPES = Path(__file__).parents[2] / "recipes" / "throughput" / "shapes"
@@ -31,7 +31,7 @@ TABLE = {
 }
 # More than any case needs; before the search was best first, and asked first what fits, one took 1,685 LPs.
 MOST_LPS, MOST_WHOLE = 150, 20
-IN_SWEEPS = Allowed(kv_classes=tuple(c for c in KV_CLASSES if c != "deferred"))
+IN_SWEEPS = Allowed(kv_placements=tuple(c for c in KVPlacement if c != "deferred"))
 FORMATS = {"compute_format": "float16", "weight_formats": ("float16",), "kv_formats": ("float16",)}
 
 
@@ -58,7 +58,7 @@ def test_few_programmes_are_solved(monkeypatch, name):
         allowed=IN_SWEEPS,
     )
     found = []
-    for candidate in candidates(problem, 6, lambda seconds: not found or seconds <= 1.07 * found[0].seconds):
+    for candidate in candidates(problem, 6, lambda seconds: bool(found) and seconds > 1.07 * found[0].seconds):
         found.append(candidate)
     assert solved.count(False) <= MOST_LPS and solved.count(True) <= 2 * MOST_WHOLE
     best = search(problem)
@@ -84,12 +84,12 @@ def test_layers_are_measured_once_for_all_that_is_enumerated(monkeypatch):
     assert 48 <= len(asked) <= 3 * 48
 
 
-def test_what_is_worth_nothing_is_given_up():
+def test_a_search_ends_when_all_that_is_left_is_pruned():
     hardware = gpu_box()
     problem = Problem(hardware, opt(1024, 12, 16), Workload.uniform(64, 100, 20), budgets(hardware), **FORMATS)
     fastest = search(problem)
-    assert search_worth(problem, lambda seconds: seconds <= fastest.seconds * 1.001).seconds == fastest.seconds
-    assert search_worth(problem, lambda seconds: seconds <= fastest.seconds * 0.9) is None
+    assert search_unless_pruned(problem, lambda seconds: seconds > fastest.seconds * 1.001).seconds == fastest.seconds
+    assert search_unless_pruned(problem, lambda seconds: seconds > fastest.seconds * 0.9) is None
 
 
 def test_blocks_that_take_too_long_leave_their_kind_to_smaller_ones(monkeypatch):

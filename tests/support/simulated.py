@@ -9,10 +9,9 @@ from planner_cases import constant
 from batchgen.core.hardware import ComputeRates
 from batchgen.core.plan import Plan, Policy, Prediction
 from batchgen.core.workload import Workload
-from batchgen.planner.pipeline import stage_policy
+from batchgen.planner.parallel import split_layers, stage_policy
 from batchgen.planner.prediction import plan_problem
 from batchgen.planner.problem import problem_of
-from batchgen.planner.stages import split_layers
 
 # Copies to the accelerator that compute makes itself; the planner counts them with the link's.
 SMALL_COPIES = ("embed", "load_attention", "join_deferred")
@@ -59,5 +58,5 @@ def planned_stage(hardware, config, workload, count, **options):
     layers = max(stop - first for first, stop in split_layers(config, count))
     given = {"max_model_len": 2048, "process_bytes": 1 << 29, "admission": "continuous"} | options
     problem = problem_of(hardware, config.first_layers(layers), workload, dtype="float16", **given)
-    problem = replace(problem, allowed=replace(problem.allowed, kv_classes=("cpu", "disk")))
+    problem = replace(problem, allowed=replace(problem.allowed, kv_placements=("cpu", "disk")))
     return plan_problem(problem)
