@@ -190,7 +190,7 @@ def test_every_strategy_has_a_time_or_a_reason(name):
     plan = planned(hardware, JOB, **options)
     *strategies, chosen = plan.strategies
     assert [strategy.name for strategy in strategies] == [
-        strategy.name for strategy in strategies_for(planning(hardware, JOB, **options)[0])
+        strategy.name for strategy in strategies_for(planning(hardware, JOB, **options))
     ]
     for strategy in strategies:
         assert (strategy.seconds is None) == bool(strategy.reason) and strategy.description, strategy
