@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from batchgen.core.device import parse_device
 from batchgen.core.dtypes import AUTO
 from batchgen.core.errors import InputError
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.machine import trim_freed_memory
 from batchgen.core.plan import Policy
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
@@ -323,7 +324,7 @@ class Engine:
         # KV pools outlive a call: later rows find the prefixes of earlier ones.
         self._pools = kv_pools(policy, parts.memory)
         self._token_slots = TokenSlots()  # a call may begin while a sweep of another is in flight
-        self._exchange_slots = TokenSlots(policy.kv_seqs.get("deferred", 0))
+        self._exchange_slots = TokenSlots(policy.kv_seqs.get(KVPlacement.DEFERRED, 0))
 
     @property
     def policy(self) -> Policy:

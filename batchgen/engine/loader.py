@@ -27,6 +27,7 @@ from batchgen.core.dtypes import (
 )
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.machine import (
     available_cores,
     available_memory_bytes,
@@ -560,7 +561,7 @@ def _make_executor(
         batches_on_host=policy.activation_batches[1] if accelerated else 0,
         batch_tokens=memory.batch_tokens,
         delegated_seqs=policy.batch_seqs if accelerated and policy.kv_seqs.get("cpu") else 0,
-        deferred_seqs=policy.kv_seqs.get("deferred", 0) if accelerated else 0,
+        deferred_seqs=policy.kv_seqs.get(KVPlacement.DEFERRED, 0) if accelerated else 0,
         chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
         logit_rows=memory.logit_rows,
         captured_tokens=policy.gpu_batch_size if policy.all_on_gpu and not request.reduce else 0,

@@ -43,7 +43,7 @@ class Stage:
     Attributes:
         first: Number of its first layer.
         stop: Number after its last layer.
-        policy: The policy of these layers. Block, micro-batches, KV classes and admission are the same in all stages.
+        policy: The policy of these layers. Block, micro-batches, KV placements and admission are the same in all stages.
     """
 
     first: int
@@ -207,7 +207,7 @@ def check_stages(request: LoadRequest, stages: Sequence[Stage], size: int) -> No
     if any(stage.policy.kv_seqs.get("deferred") for stage in stages):
         raise InputError("a pipeline has no sequences whose attention is deferred: plan it with --pipeline")
     if any(stage.policy.kv_layers for stage in stages):
-        raise InputError('a pipeline keeps KV of class "streamed" in host memory: plan it with --pipeline')
+        raise InputError('a pipeline keeps KV of placement "streamed" in host memory: plan it with --pipeline')
     assert [s.first for s in stages] + [request.config.num_layers] == [0] + [s.stop for s in stages], (
         "layers are missing"
     )

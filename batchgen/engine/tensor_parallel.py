@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from batchgen.core.device import Device
 from batchgen.core.dtypes import AUTO, CODE_GROUP, DEQUANTIZED, INT4, INT8, KEPT_FORMATS, NATIVE
 from batchgen.core.errors import InputError
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import LoadRequest, load_executor, load_parts
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from batchgen.models.store.weight_store import WeightStore
     from batchgen.models.tokenizers.tokenizer import Tokenizer
 
-# KV classes that ranks may have: when a deferred sequence joins a sweep depends on time, which differs between ranks.
-KV_CLASSES = ("gpu", "cpu", "streamed", "disk")
+# KV placements that ranks may have: when a deferred sequence joins a sweep depends on time, which differs between ranks.
+KV_PLACEMENTS = tuple(p for p in KVPlacement if p is not KVPlacement.DEFERRED)
 
 
 def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Device, weights: str) -> Shard:
@@ -115,7 +116,7 @@ def check_policy(policy: Policy) -> None:
     """Raise InputError for a policy that ranks cannot run together."""
     if policy.weight_format == INT8:
         raise InputError("--tensor-parallel does not cut weights of int8: make another plan")
-    if other := [name for name, count in policy.kv_seqs.items() if count and name not in KV_CLASSES]:
+    if other := [name for name, count in policy.kv_seqs.items() if count and name not in KV_PLACEMENTS]:
         raise InputError(f"--tensor-parallel has no KV of class {other[0]}: make another plan")
 
 
