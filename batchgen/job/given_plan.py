@@ -29,7 +29,8 @@ def runnable(plan: Plan, job: Job) -> Plan:
     model, options = job.files.name, job.options
     if (plan.model, plan.dtype) != (model, job.dtype):
         raise InputError(
-            f"--plan is for {plan.model} in {plan.dtype}, not {model} in {job.dtype}: make one for this job with `batchgen plan`"
+            f"--plan is for {plan.model} in {plan.dtype}, not {model} in {job.dtype}: make one for this job with "
+            "`batchgen plan`"
         )
     policy = plan.policy
     if policy.max_model_len != job.context:
@@ -45,7 +46,8 @@ def runnable(plan: Plan, job: Job) -> Plan:
     on_gpu = "gpu" in plan.budgets
     if on_gpu != job.device.accelerated:
         raise InputError(
-            "--plan is for a machine with a GPU: give --device cuda, or emulated:gpu-memory=..., or plan without --hardware"
+            "--plan is for a machine with a GPU: give --device cuda, or emulated:gpu-memory=..., or plan without "
+            "--hardware"
             if on_gpu
             else f"--plan is for the CPU: leave out --device {job.device}, or make a plan for it"
         )

@@ -65,7 +65,7 @@ class Job:
 
     @cached_property
     def budgets(self) -> Mapping[str, int]:
-        """Bytes of each tier that one process may use, of what is free when they are first asked for. Raises InputError."""
+        """Bytes of each tier that one process may use; what is free is looked at once. Raises InputError."""
         return resolve_budgets(
             self.device,
             cpu_memory=self.cpu_memory,
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def open_format(self) -> str | None:
-        """The packed format that weights may stay in or be dequantized from, by what is faster; None: there is no choice."""
+        """The packed format that weights may stay in or be dequantized from; None: there is no choice."""
         return None if self.shard is not None else self.native_format
 
     @property
@@ -108,7 +108,7 @@ class Job:
 
     @property
     def link_bytes_per_s(self) -> float | None:
-        """Of the link between the processes, where the options say so."""
+        """Bytes a second of the link between the processes, where the options give it."""
         given = self.options.link_bandwidth
         return None if given is None else parse_rate(given, "--link-bandwidth")
 
@@ -120,7 +120,7 @@ def resolve_job(
 
     Args:
         options: The job's.
-        files: Those of `options.model`.
+        files: The files of the model that the options name.
         config: The model's configuration; None: it is read from `files`.
         of_host: Processes on this host; None: those that share the model here.
 
@@ -153,8 +153,10 @@ def resolve_for(
     What does not run on its device yet is resolved all the same: `why_not_run` tells.
 
     Args:
-        hardware: What each host has.
-        options, files, config: As of `resolve_job`.
+        hardware: The profile of each host.
+        options: The options of the job.
+        files: The files of the model that the options name.
+        config: The model's configuration.
         of_host: Processes on each host; None: all that share the model.
 
     Raises:
@@ -224,7 +226,8 @@ def dequantized_line(job: Job) -> list[str]:
         else f"weights in {job.dequantized_format}, whose blocks would be cut"
     )
     return [
-        f"--tensor-parallel expands {why}: they take the memory and the reads of {job.dtype}; --pipeline keeps them as they are"
+        f"--tensor-parallel expands {why}: they take the memory and the reads of {job.dtype}; --pipeline keeps them as "
+        "they are"
     ]
 
 

@@ -34,7 +34,7 @@ _MEMORY_FRAC_WITHOUT_DISK = 0.5
 
 
 def profile_here(job: Job) -> HardwareProfile:
-    """What one process of a job has of this machine, with the device that the job names; measured where it was not before.
+    """The profile of one process's part of this machine, with the job's device; measured where it was not before.
 
     Raises:
         InputError: The machine cannot be measured, or has not the device that the job names.
@@ -74,9 +74,14 @@ def profile_here(job: Job) -> HardwareProfile:
 
 
 def find_for(device: Device, find: Callable[..., HardwareProfile]) -> tuple[HardwareProfile, HardwareProfile | None]:
-    """The profile of the cores that the CPU has, and of the core that an emulated device has, where it has one of its own.
+    """The profile of the CPU's cores, and that of an emulated device's core where it has one of its own.
 
-    find: `find_hardware`, but for `cores`. Raises InputError.
+    Args:
+        device: The device that computes.
+        find: `find_hardware` with all arguments but `cores`.
+
+    Raises:
+        InputError: The machine cannot be measured.
     """
     if device.slowdown is None:
         return find(), None
@@ -101,17 +106,17 @@ def find_hardware(
     """Find the profile of a machine.
 
     Args:
-        name: A file, or a profile that ships with the package; "": this machine's; None: what $BATCHGEN_HARDWARE names, or
-            else this machine's. The rest is about this machine's, which is measured now if it was not before.
+        name: A file, or a profile that ships with the package; "": this machine's; None: the one that $BATCHGEN_HARDWARE
+            names, or else this machine's. The other arguments are about this machine's, which is measured at its first use.
         dtype: To compute in.
         offload_dir: Directory of the disk tier, whose disk is measured.
         device: "cpu" or "cuda".
         weight_formats: Further formats of weights: "int4", "int8", one of `BLOCK_FORMATS`.
         kv_formats: Further formats of KV, of `KV_CODE_BITS`.
-        in_rows: Those of weights that are multiplied as they are stored.
+        in_rows: Formats of weights that are multiplied as they are stored.
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
-        memory_bytes: What measuring and this process may take of the host's memory together; None: what is free.
+        memory_bytes: Bytes of host memory that measuring and this process may take; None: what is free.
         cores: To measure on; None: all that this process may use.
 
     Raises:
@@ -142,7 +147,7 @@ def find_hardware(
 
 
 def process_profile(hardware: HardwareProfile, job: Job, *, whole: bool) -> HardwareProfile:
-    """What one process of a job has of a machine. whole: True for a profile of what one process has, and not of the host."""
+    """The profile of one process's part of a machine. whole: True where the profile is of one process already."""
     part = part_of_host(hardware, job.of_host, whole=whole)
     return part if job.shard is None else with_all_reduce(part, job.shard.size, link_between(hardware, job))
 
@@ -154,7 +159,7 @@ def link_between(hardware: HardwareProfile, job: Job) -> Link:
 
 
 def weight_formats_measured(job: Job, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Weight formats beside the compute dtype that a job's plan needs rates of, and formats of weights in the order of their store.
+    """Formats of weights that a plan needs rates of, and those that stream as they are stored.
 
     may_stream: Whether weights may have no room in memory.
     """

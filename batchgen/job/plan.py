@@ -70,7 +70,8 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
     check_files(asked, plan_file=options.plan_file, plan_page=options.html)
     if (options.as_json or options.plan_file == "-") and (options.what_if or options.frontier or options.compare):
         raise InputError(
-            "--json and -o - give the plan alone: leave out --what-if, --compare and --frontier, or plan for each case by itself"
+            "--json and -o - give the plan alone: leave out --what-if, --compare and --frontier, or plan for each case "
+            "by itself"
         )
     if options.compare and not asked.hardware:
         raise InputError("--compare puts another machine beside this one: give --hardware too")
@@ -161,7 +162,7 @@ def _compared(
 
 
 def _devices(options: PlanOptions) -> tuple[tuple[Devices, ...], JobOptions]:
-    """Those that are asked for, of each kind, and the job on one of the first. Raises InputError."""
+    """The devices of each kind that are asked for, and the job's options on one of the first. Raises InputError."""
     if options.devices is None:
         if options.hosts is not None:
             raise InputError("--hosts says where --devices are: give them too, or leave it out")
@@ -390,7 +391,7 @@ def _profile_lines(options: ProfileOptions) -> list[str]:
 
 
 def native_format(device: str) -> str:
-    """What models stored in 16 bits run in here."""
+    """The dtype that models stored in 16 bits run in here."""
     from batchgen.ops.instruction_set import has_fast_bfloat16
 
     return "bfloat16" if device == "cuda" or has_fast_bfloat16() else "float32"

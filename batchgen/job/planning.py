@@ -119,7 +119,7 @@ def problem_of_job(
 
     Args:
         job: The job.
-        hardware: What one process of the job has of the machine.
+        hardware: The profile of one process's part of the machine.
         estimated: The job's workload.
         startup_s: Seconds from the start of the command to where weights are loaded.
         process_bytes: Host memory of a process before any of the model's.
@@ -160,7 +160,7 @@ def problem_of_job(
 
 
 def _has_store(job: Job, weights: str, *, whole_model: bool = False) -> bool:
-    """Whether there is a weight store in this format, of the model or of the rank's part of it."""
+    """True where there is a weight store in this format, for the model or for the rank's part of it."""
     with contextlib.suppress(InputError):  # plans need no weights to be there
         return existing_store(job.files, job.offload_dir, job.dtype, weights, None if whole_model else job.shard)
     return False

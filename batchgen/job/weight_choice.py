@@ -1,8 +1,9 @@
 """The format of a model's weights with `--weights auto`: the model's own, or the compute dtype.
 
-Both hold the same numbers but for rounding. Products with packed weights read less, so few tokens are faster; with many tokens
-unpacking may take longer than that saves. So the measured rates of products decide, and memory: dequantized weights must have
-capacity. A job that has finished rows keeps to the format of these where it can: in 16 bits both do not round alike.
+Both hold the same numbers but for rounding. Products with packed weights read less, so few tokens are faster; with many
+tokens, unpacking may take longer than that saves. So the measured rates of products decide, and memory: it must hold
+dequantized weights. A job that has finished rows keeps to the format of these where it can: in 16 bits both do not round
+alike.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def with_faster_weights(job: Job, hardware: HardwareProfile, workload: Workload)
     Args:
         job: The job. It stays as it is where its options give the format, or where the machine's rates of products with
             weights in the model's own format are not known.
-        hardware: What one process of the job has of the machine.
+        hardware: The profile of one process's part of the machine.
         workload: The job's rows.
 
     Returns:
@@ -58,7 +59,7 @@ def in_format_of_rows(job: Job, weight_format: str) -> Job | None:
     """The job with weights in the format that its finished rows were made with, and in no other.
 
     Returns:
-        None where the job cannot have that: another one is asked for, or dequantized weights have no capacity in memory.
+        None where the job cannot have it: another one is asked for, or memory does not hold dequantized weights.
     """
     if job.native_format is None:
         return None
@@ -72,7 +73,7 @@ def in_format_of_rows(job: Job, weight_format: str) -> Job | None:
 
 
 def dequantized_fit(job: Job, memory_bytes: int) -> bool:
-    """Whether this much memory holds the job's weights in the compute dtype."""
+    """True where this much memory holds the job's weights in the compute dtype."""
     return store_bytes(job.process_config, job.dtype, DEQUANTIZED) <= memory_bytes
 
 
