@@ -161,7 +161,9 @@ def link_between(hardware: HardwareProfile, job: Job) -> Link:
 def weight_formats_measured(job: Job, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Formats of weights that a plan needs rates of, and those that stream as they are stored.
 
-    may_stream: Whether weights may have no room in memory.
+    Args:
+        job: The job.
+        may_stream: Whether memory may not hold the weights.
     """
     config, weights = job.process_config, job.open_format or job.options.weights
     layers, output = main_format(config, weights), output_format(config, job.dtype, weights)
