@@ -25,7 +25,6 @@ from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.engine import Engine
-from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.batch_load import Attended, load_of
@@ -33,6 +32,8 @@ from batchgen.planner.costs import head_lanes, layer_lanes, phase_matmul_s
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
+from batchgen.planner.prediction import plan_problem
+from batchgen.planner.problem import problem_of
 from batchgen.planner.simulation import simulate_job, simulated_rows, trace_plan
 from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import Simulator, simulate
@@ -262,11 +263,11 @@ def gpu_policy(**changes) -> Policy:
 
 
 def planned(hardware, model: ModelConfig, workload: Workload, **options) -> Plan:
-    request = PlanRequest("model", "float16", 2048, process_bytes=1 << 29, **options)
-    problem = problem_of(hardware, model, workload, request)
+    given = {"max_model_len": 2048, "process_bytes": 1 << 29} | options
+    problem = problem_of(hardware, model, workload, dtype="float16", **given)
     longest = int(1.5 * (workload.prompt_len.max + workload.max_output_len)) + 16
     problem = replace(problem, longest_tokens=longest)
-    return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+    return plan_problem(problem)
 
 
 def decoding(kv_placement: str, count: int, context: int, kv_block_size: int = 16) -> list[ScheduledSequence]:
