@@ -1,8 +1,8 @@
 """Counts lines of the package by package, and of what lies beside it.
 
-python benchmarks/count_lines.py                        # the files as they are
-python benchmarks/count_lines.py --revision REV
-python benchmarks/count_lines.py --write d1a564d c6a5c38   # the table of docs/architecture.md, with the files as they are
+python benchmarks/count_lines.py                        # the files as they are python benchmarks/count_lines.py
+--revision REV python benchmarks/count_lines.py --write d1a564d c6a5c38   # the table of docs/architecture.md, with the
+files as they are
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The pages say what is so: links lead somewhere, files and functions they name exist, generated parts are up to date."""
+"""The pages say what is so.
+
+Links lead somewhere, files and functions they name exist, generated parts are up to date.
+"""
 
 import ast
 import importlib
