@@ -91,9 +91,6 @@ class MapFunction:
     or map(..., with_indices=True). Raises InputError, before weights are read where possible.
     """
 
-    # As it was called when `datasets` hashed the first of them: the cache of `map` finds their results.
-    __module__ = "batchgen.with_datasets"
-
     def __init__(self, model: str = "demo", **options: Any) -> None:
         known = {option.name: option for option in options_of("map", "engine") if option.name != "model"}
         if unknown := sorted(set(options) - set(known)):

@@ -68,7 +68,7 @@ def setups(args: argparse.Namespace) -> dict[str, Setup]:
         BATCHGEN: Setup(
             "run_batchgen.py",
             lambda source, folder: source,
-            own | ({"quantization": "int8", "kv_cache_dtype": "int8"} if in_8_bits else {}),
+            own | ({"weights": "int8", "kv_cache_dtype": "int8"} if in_8_bits else {}),
         ),
         "openvino": Setup(
             "run_openvino.py",

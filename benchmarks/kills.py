@@ -225,7 +225,7 @@ class Campaign:
             self.offload,
         ]  # fmt: skip
         if name == "int4":
-            common += ["--quantization", "int4", "--kv-cache-dtype", "int4"]
+            common += ["--weights", "int4", "--kv-cache-dtype", "int5"]
         if name == "disk":
             plan = self.folder / "plan.json"
             self.complete(["plan", *map(str, common), "-o", str(plan)])

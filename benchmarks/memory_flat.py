@@ -50,13 +50,13 @@ def stub_engine(resolved, plan, tokenizer, progress, on_step):
         bytes_moved = stalled_s = peak_bytes = {}
         busy_s = {"compute": 0.0}
 
-        def run(self, batches, on_logits, *, vocabulary_chunks, cohorts):
+        def run(self, batches, on_logits, *, vocabulary_chunks, deferred_batches):
             for batch in batches:
                 logits = torch.zeros(len(batch.logits_rows), config.vocab_size)
                 logits[:, 300] = 1.0
                 on_logits(batch.logits_rows, logits, 0)
 
-        def drop(self, cohorts):
+        def drop(self, deferred_batches):
             pass
 
         def close(self):
@@ -67,7 +67,7 @@ def stub_engine(resolved, plan, tokenizer, progress, on_step):
         tokenizer=tokenizer(),
         executor=Stub(),
         split=lambda sweep: [sweep],
-        pack=partial(pack, block_size=16, key_bytes=64, windows=frozenset(config.windows)),
+        pack=partial(pack, kv_block_size=16, key_bytes=64, windows=frozenset(config.windows)),
         sample=sample,
         policy=Policy(
             admission="continuous",

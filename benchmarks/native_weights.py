@@ -109,11 +109,11 @@ def tokens_per_s(engine: Engine, sequences: int, length: int, generated: int) ->
     return tokens / (time.perf_counter() - started)
 
 
-def measure(model: str, quantization: str, dtype: str) -> dict[str, float]:
+def measure(model: str, weights: str, dtype: str) -> dict[str, float]:
     """Figures of one side of a case, measured in this process."""
     started = time.perf_counter()
     with Engine(
-        model, dtype=dtype, quantization=quantization, max_model_len=1024, max_num_seqs=16, share_prefixes=False
+        model, dtype=dtype, weights=weights, max_model_len=1024, max_num_seqs=16, share_prefixes=False
     ) as engine:
         figures = {
             "load_s": time.perf_counter() - started,

@@ -41,27 +41,25 @@ PROCESS_BYTES = 700 << 20
 @dataclass(frozen=True)
 class Case:
     model: str
-    quantization: str
+    weights: str
     job: tuple[int, int, int]
 
     @property
     def name(self) -> str:
         rows, prompt, output = self.job
-        return (
-            f"{self.model}, {'4-bit' if self.quantization == 'int4' else 'float16'}, {rows:,} of {prompt:,} + {output}"
-        )
+        return f"{self.model}, {'4-bit' if self.weights == 'int4' else 'float16'}, {rows:,} of {prompt:,} + {output}"
 
 
-CASES = tuple(Case(model, bits, job) for model in MODELS for bits in ("none", "int4") for job in JOBS)
+CASES = tuple(Case(model, bits, job) for model in MODELS for bits in ("native", "int4") for job in JOBS)
 
 
 def plan_case(case: Case) -> tuple[Plan, ModelConfig, HardwareProfile]:
     """The plan of a case, with the model and the machine that it is for."""
     config = config_of_hf(json.loads((SHAPES / case.model / "config.json").read_text()))
     hardware = shipped_profile(MACHINE)
-    size = store_bytes(config, "float16", case.quantization)
+    size = store_bytes(config, "float16", case.weights)
     request = PlanRequest(
-        case.model, "float16", 2048, quantization=case.quantization, process_bytes=PROCESS_BYTES, store_bytes=size
+        case.model, "float16", 2048, weights=case.weights, process_bytes=PROCESS_BYTES, store_bytes=size
     )
     problem = problem_of(hardware, config, Workload.uniform(*case.job), request)
     plan = plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
@@ -96,7 +94,7 @@ def measured(case: Case, rounds: int, times_only: bool) -> dict[str, Any]:
 
 def warm_up() -> None:
     """Plans once, so that solver and profiles are loaded."""
-    plan_case(Case("opt-6.7b", "none", (4, 16, 2)))
+    plan_case(Case("opt-6.7b", "native", (4, 16, 2)))
 
 
 def clear_caches() -> None:

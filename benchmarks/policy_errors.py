@@ -18,6 +18,7 @@ there.
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import statistics
 from collections.abc import Iterator
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="measure no job")
     parser.add_argument("-o", "--output", type=Path, default=result_path("policy_errors"))
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     for setting in SETTINGS:
         if not args.only or setting.name in args.only:
             _setting(setting, args)

@@ -19,8 +19,9 @@ from batchgen.core.workload import Workload
 from batchgen.engine.loader import store_bytes
 from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.models.config import ModelConfig
-from batchgen.planner.strategies import NotApplicable, best_plan, strategies_for, strategy_of
-from batchgen.profiler.emulated import own_core_profile
+from batchgen.planner.strategies import NotApplicable, strategies_for, strategy_of
+from batchgen.planner.strategy_times import best_plan
+from batchgen.profiler.emulated import dedicated_core_profile
 
 MIB = 1 << 20
 TIMES = {"startup_s": 0.0, "loading_s": 0.0, "output_len_known": True}
@@ -148,14 +149,14 @@ def round_machine(device: Device) -> HardwareProfile:
     """The machine of two cores in round numbers, one of which is the device's."""
     links: dict[str, Any] = {"h2d_bytes_per_s": device.h2d_bytes_per_s, "d2h_bytes_per_s": device.d2h_bytes_per_s}
     sizes = {"gpu_memory_bytes": device.gpu_memory_bytes}
-    return own_core_profile(replace(ROUND_CORE, gpu=ROUND_CORE.cpu, **links, **sizes), device, ROUND_CORE)
+    return dedicated_core_profile(replace(ROUND_CORE, gpu=ROUND_CORE.cpu, **links, **sizes), device, ROUND_CORE)
 
 
 def request_of(config: ModelConfig, process_bytes: int) -> PlanRequest:
     """The plan request of every setting."""
     return PlanRequest(
         "model", "bfloat16", config.max_position, process_bytes=process_bytes, share_prefixes=False,
-        store_bytes=store_bytes(config, "bfloat16", "none"),
+        store_bytes=store_bytes(config, "bfloat16", "native"),
     )  # fmt: skip
 
 

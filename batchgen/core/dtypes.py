@@ -4,11 +4,11 @@ from __future__ import annotations
 
 # Codes of some bits, and a scale and a zero point of 16 bits for each group of 64 (FlexGen section 5): KV, and weights of int4.
 # Weights of int8 are codes of 8 bits, and a scale in fp32 for each row.
-INT4, INT8 = "int4", "int8"
+INT4, INT5, INT8 = "int4", "int5", "int8"
 CODE_GROUP = 64
 WEIGHT_CODE_BITS = 4
 # KV of 4 bits costs 7 % of perplexity; the fifth bit takes that to 1 % (docs/tiers.md).
-KV_CODE_BITS = {INT4: 5, INT8: 8}
+KV_CODE_BITS = {INT5: 5, INT8: 8}
 # Packed rows of a GGUF: values and bytes of a block. Weights in them are kept as they are in the file.
 GGUF_FORMATS = {
     "q4_0": (32, 18),
@@ -46,9 +46,10 @@ MIXED = "mixed"
 KEPT_FORMATS = (*BLOCK_FORMATS, *EXPERT_FORMATS, MIXED)
 # Formats in which matrices of layers are packed. All else is in the compute dtype, but for `ModelConfig.end_formats`.
 PACKED_FORMATS = (INT4, INT8, *KEPT_FORMATS)
-# `--quantization`: weights as they are found, or all of them in the compute dtype.
-AS_FOUND, EXPANDED = "none", "bf16"
-QUANTIZATIONS = (AS_FOUND, EXPANDED, INT4, INT8)
+# Values of `--weights`. AUTO: NATIVE or DEQUANTIZED, whichever is faster. NATIVE: in the model's own format. DEQUANTIZED: in the
+# compute dtype.
+AUTO, NATIVE, DEQUANTIZED = "auto", "native", "dequantized"
+WEIGHTS = (AUTO, NATIVE, DEQUANTIZED, INT8, INT4)
 # Of a weight, but for the scales of rows.
 FORMAT_BYTES = {
     "float32": 4.0,
@@ -61,9 +62,9 @@ FORMAT_BYTES = {
 FORMAT_BYTES |= {name: FORMAT_BYTES[of_experts] for name, of_experts in EXPERT_FORMATS.items()}  # which are nearly all
 
 
-def weight_format_of(dtype: str, quantization: str) -> str:
-    """What the layers' matrices are stored in. quantization: as of `models.files.resolve_quantization`."""
-    return dtype if quantization in (AS_FOUND, EXPANDED) else quantization
+def weight_format_of(dtype: str, weights: str) -> str:
+    """The format of the layers' matrices, for a value that `models.files.resolve_weights` has returned."""
+    return dtype if weights in (AUTO, NATIVE, DEQUANTIZED) else weights
 
 
 def block_format(weight_format: str) -> str:
@@ -95,9 +96,9 @@ def product_key(weight_format: str, dtype: str, *, in_rows: bool = False) -> str
     return f"{name} in rows" if in_rows else name
 
 
-def changes_results(quantization: str) -> bool:
+def changes_results(weights: str) -> bool:
     """Whether products are other ones than those of the weights in the compute dtype: rows of blocks hold the same numbers."""
-    return quantization in (INT4, INT8)
+    return weights in (INT4, INT8)
 
 
 def weight_row_bytes(n: int, weight_format: str) -> int:
@@ -115,8 +116,8 @@ def weight_row_bytes(n: int, weight_format: str) -> int:
 
 
 def kv_row_bytes(n: int, kv_format: str) -> int:
-    """Stored bytes of `n` numbers of one token's K or V. kv_format: a dtype to compute in, "int8" or "int4"."""
-    bits = KV_CODE_BITS.get(kv_format)
+    """Stored bytes of `n` numbers of one token's K or V. kv_format: a dtype to compute in, "int8", "int5" or "int4"."""
+    bits = WEIGHT_CODE_BITS if kv_format == INT4 else KV_CODE_BITS.get(kv_format)
     return packed_bytes(n, bits) if bits else n * int(FORMAT_BYTES[kv_format])
 
 

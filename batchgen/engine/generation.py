@@ -236,7 +236,7 @@ class Generation:
             if sampling.stop:
                 self._detectors[sequence] = self._stops(sampling.stop, thinking)
             if started:  # the prompt is computed by the first
-                sequence.prefix_donor, sequence.num_donated = started[0], sequence.num_prompt - 1
+                sequence.prefix_source, sequence.num_source_tokens = started[0], sequence.num_prompt - 1
             started.append(sequence)
         return started
 

@@ -33,7 +33,7 @@ class NonFiniteSequences:
     def invalidate(self, scheduler: Scheduler) -> None:
         """Take the prefixes of these sequences out of the prefix cache, and schedule the reruns."""
         for sequence, rerun in self._rerun.items():
-            scheduler.forget_prefix(sequence)
+            scheduler.invalidate_prefix(sequence)
             if rerun:
                 scheduler.run_alone(sequence)
         self._rerun.clear()

@@ -26,7 +26,7 @@ from batchgen.engine.ranks import RankGroup, RankZeroCounts
 from batchgen.runtime.executor import Executor, OnLogits
 from batchgen.runtime.sampler import SampledToken, sample
 from batchgen.runtime.scorer import Scorer
-from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import splitter
 from batchgen.schedule.packed_batch import PackedBatch
 from batchgen.schedule.sequence import LogitsRow, ScoredPosition
@@ -73,16 +73,16 @@ class _Scores:
         return iter(self._found)
 
 
-class _Neighbours:
-    """As of `executor.Neighbours`: the ranks before and behind."""
+class _StageRanks:
+    """`AdjacentRanks` over a group of processes, a stage in each."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
 
-    def receive(self, hidden: Tensor) -> None:
+    def receive_from_previous(self, hidden: Tensor) -> None:
         self._group.receive(hidden, self._group.rank - 1)
 
-    def send(self, hidden: Tensor) -> None:
+    def send_to_next(self, hidden: Tensor) -> None:
         self._group.send(hidden.contiguous(), self._group.rank + 1)
 
 
@@ -99,7 +99,12 @@ class PipelineRunner(RankZeroCounts):
         self._broken = False
 
     def run(
-        self, batches: Sequence[PackedBatch], on_logits: OnLogits, *, vocabulary_chunks: bool, cohorts: Cohorts
+        self,
+        batches: Sequence[PackedBatch],
+        on_logits: OnLogits,
+        *,
+        vocabulary_chunks: bool,
+        deferred_batches: DeferredBatches,
     ) -> Callable[[], None]:
         """As of `SweepRunner`; what is returned hands the answers of the last stage to `on_logits` once they are there."""
         number = self._num_launched
@@ -120,7 +125,7 @@ class PipelineRunner(RankZeroCounts):
 
         return wait
 
-    def drop(self, cohorts: Cohorts) -> None:
+    def drop(self, deferred_batches: DeferredBatches) -> None:
         """Nothing is deferred in a pipeline."""
 
     def close(self) -> None:
@@ -159,7 +164,7 @@ def load_pipeline(
     own, memory = loads[0]
     group.broadcast(encode(StageLoads(loads)))
     own = replace(own, on_step=request.on_step, on_load=request.on_load)
-    executor, _ = load_executor(own, memory, neighbours=_Neighbours(group))
+    executor, _ = load_executor(own, memory, adjacent_ranks=_StageRanks(group))
     try:
         group.ready()
     except BaseException:
@@ -244,7 +249,7 @@ def serve_stage(group: RankGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan]
         BatchgenError: This stage has failed, or another one.
     """
     request, memory = loads[group.rank]
-    executor, _ = load_executor(request, memory, neighbours=_Neighbours(group))
+    executor, _ = load_executor(request, memory, adjacent_ranks=_StageRanks(group))
     with contextlib.closing(executor):
         group.ready()
         with contextlib.closing(_Answering(group)) as answering:

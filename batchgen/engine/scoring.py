@@ -124,7 +124,7 @@ class Scoring:
         ]
         if not prepared.tokens.rolling:
             for sequence in sequences[1:]:
-                sequence.prefix_donor, sequence.num_donated = sequences[0], len(prepared.tokens.context)
+                sequence.prefix_source, sequence.num_source_tokens = sequences[0], len(prepared.tokens.context)
         self._in_flight[prepared.index] = _InFlight(prepared, sequences, nodes, len(sequences))
         return sequences
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchgen.core.device import Device
-from batchgen.core.dtypes import AS_FOUND, CODE_GROUP, EXPANDED, INT4, INT8, KEPT_FORMATS
+from batchgen.core.dtypes import AUTO, CODE_GROUP, DEQUANTIZED, INT4, INT8, KEPT_FORMATS, NATIVE
 from batchgen.core.errors import InputError
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.distributed.launch import ranks_of_host
@@ -21,9 +21,9 @@ from batchgen.engine.parts import EngineParts, SweepRunner, process_peaks
 from batchgen.engine.ranks import RankGroup, RankZeroCounts
 from batchgen.models.config import ModelConfig
 from batchgen.models.convert import find_or_convert
-from batchgen.models.files import ModelFiles, stored_quantization
+from batchgen.models.files import ModelFiles, stored_weights
 from batchgen.models.shard import Shard, shard_of
-from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.packed_batch import PackedBatch
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 KV_CLASSES = ("gpu", "cpu", "streamed", "disk")
 
 
-def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Device, quantization: str) -> Shard:
+def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Device, weights: str) -> Shard:
     """Rank 0's part of a model.
 
     Args:
@@ -44,7 +44,7 @@ def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Devic
         config: Its configuration.
         size: RankGroup.
         device: What computes.
-        quantization: What is asked for, as `--quantization` has it.
+        weights: What is asked for, as `--weights` has it.
 
     Raises:
         InputError: This cannot be run by so many ranks; it says what can.
@@ -53,13 +53,13 @@ def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Devic
         raise InputError(f"--tensor-parallel must be at least 1, not {size}")
     if device.kind == "cuda":
         _check_cuda(size)
-    if quantization == INT8:
+    if weights == INT8:
         raise InputError(
-            "--tensor-parallel does not cut weights of int8, whose rows have one scale: give --quantization int4, or leave it out"
+            "--tensor-parallel does not cut weights of int8, whose rows have one scale: give --weights int4, or leave it out"
         )
-    if quantization == AS_FOUND and stored_quantization(files) == INT8:
+    if weights in (AUTO, NATIVE) and stored_weights(files) == INT8:
         raise InputError(
-            "--tensor-parallel does not cut this model's weights of 8 bits: give --quantization bf16 to expand them"
+            "--tensor-parallel does not cut this model's weights of 8 bits: give --weights dequantized to expand them"
         )
     return shard_of(config, 0, size)
 
@@ -86,12 +86,12 @@ def check_hosts(device_kind: str, size: int, of_host: int) -> None:
         raise InputError("--tensor-parallel on --device cuda is for the GPUs of one host: start all ranks there")
 
 
-def shard_quantization(shard: Shard, quantization: str) -> str:
+def shard_weights(shard: Shard, weights: str) -> str:
     """What ranks have their weights in.
 
     Args:
         shard: One of them.
-        quantization: As of `loader.choose_quantization`.
+        weights: As of `loader.choose_weights`.
 
     Returns:
         The same; weights in blocks that would be cut, or in several formats, are expanded, which are the same numbers.
@@ -99,12 +99,12 @@ def shard_quantization(shard: Shard, quantization: str) -> str:
     Raises:
         InputError: Groups of int4 would be cut.
     """
-    if quantization not in (INT4, *KEPT_FORMATS) or shard.divides(quantization):
-        return quantization
-    if quantization in KEPT_FORMATS:
-        return EXPANDED
+    if weights not in (INT4, *KEPT_FORMATS) or shard.divides(weights):
+        return weights
+    if weights in KEPT_FORMATS:
+        return DEQUANTIZED
     raise InputError(
-        f"--tensor-parallel {shard.size} would cut groups of {CODE_GROUP} weights of int4: give fewer ranks, or leave out --quantization"
+        f"--tensor-parallel {shard.size} would cut groups of {CODE_GROUP} weights of int4: give fewer ranks, or leave out --weights"
     )
 
 
@@ -210,7 +210,7 @@ def rank_store(request: LoadRequest, shard: Shard) -> WeightStore:
         request.files,
         request.offload_dir,
         request.dtype,
-        EXPANDED if found == request.dtype else found,
+        DEQUANTIZED if found == request.dtype else found,
         shard=shard,
     )
 
@@ -224,18 +224,25 @@ class LeadingRunner(RankZeroCounts):
         self._in_sweep = False
 
     def run(
-        self, batches: Sequence[PackedBatch], on_logits: Callable, *, vocabulary_chunks: bool, cohorts: Cohorts
+        self,
+        batches: Sequence[PackedBatch],
+        on_logits: Callable,
+        *,
+        vocabulary_chunks: bool,
+        deferred_batches: DeferredBatches,
     ) -> None:
         """As `Executor.run`; the sweep has run when this returns. Raises BatchgenError where a rank is lost."""
         self._in_sweep = True
         self._ranks.broadcast(encode(SweepMessage([_for_others(batch) for batch in batches], vocabulary_chunks)))
         # Tokens are on rank 0's device alone: another sweep cannot begin with them before this one has run.
-        if wait := self._executor.run(batches, on_logits, vocabulary_chunks=vocabulary_chunks, cohorts=cohorts):
+        if wait := self._executor.run(
+            batches, on_logits, vocabulary_chunks=vocabulary_chunks, deferred_batches=deferred_batches
+        ):
             wait()
             self._ranks.check()
         self._in_sweep = False
 
-    def drop(self, cohorts: Cohorts) -> None:
+    def drop(self, deferred_batches: DeferredBatches) -> None:
         """There are none."""
 
     def close(self) -> None:

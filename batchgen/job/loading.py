@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from batchgen.core.dtypes import EXPANDED, KEPT_FORMATS
+from batchgen.core.dtypes import DEQUANTIZED, KEPT_FORMATS
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.tensor_parallel import load_on_ranks
@@ -14,8 +14,7 @@ from batchgen.models.convert import find_or_convert
 from batchgen.models.files import stated_scheme
 from batchgen.models.formats.quantization import FP8, describe
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
-from batchgen.planner.pipeline import stage_policy
-from batchgen.planner.stages import split_layers
+from batchgen.planner.parallel import split_layers, stage_policy
 from batchgen.schedule.trace import TraceWriter
 
 if TYPE_CHECKING:
@@ -53,15 +52,14 @@ def load_engine(
     """
     options, files, policy = job.options, job.files, plan.policy
     generates = options.task == "generate"
-    store, quantization = None, _quantization(options.quantization, policy.weight_format)
+    store, weights = None, _quantization(options.weights, policy.weight_format)
     if needs_store(policy):
         with progress.layers() as on_layer:
             store = find_or_convert(
                 files,
                 job.offload_dir,
                 plan.dtype,
-                quantization,
-                notify=progress.say,
+                weights,
                 on_layer=on_layer,
                 shard=job.shard,
             )
@@ -126,7 +124,7 @@ def _quantization(resolved: str, weight_format: str) -> str:
     """What the job's plan has, which may have rows of blocks as found where the job would expand them, or the other way round."""
     if weight_format in KEPT_FORMATS:
         return weight_format
-    return EXPANDED if resolved in KEPT_FORMATS else resolved
+    return DEQUANTIZED if resolved in KEPT_FORMATS else resolved
 
 
 def _budgets(job: ResolvedJob, plan: Plan) -> dict[str, int]:

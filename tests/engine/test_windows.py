@@ -186,7 +186,7 @@ def test_a_prefix_is_taken_over_as_far_as_its_last_window_is_there(tiny_models, 
         # The blocks before token 64 are needed for something else, and a block that a prefix of 80 tokens ends with.
         nodes = [node for node in windowed._block_of]
         for node in [*nodes[:4], nodes[7]]:
-            windowed.forget_node(node)
+            windowed.evict_node(node)
         assert run([*prompt[:70], 9]) == 0  # its window begins at token 45
         assert run(other) == 0
 
@@ -195,7 +195,7 @@ def test_a_prefix_is_taken_over_as_far_as_its_last_window_is_there(tiny_models, 
 def test_what_is_planned_is_what_is_allocated(model, tiny_models, tmp_path):
     family, fields = MODELS[model]
     path, _ = tiny_models(family, **fields)
-    for kv_format in ("float32", "int8", "int4"):
+    for kv_format in ("float32", "int8", "int5"):
         for tier in ("memory", "delegated", "device"):
             parts = parts_of(path, tier, tmp_path, kv_format=kv_format)
             try:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -115,8 +116,8 @@ def test_a_model_without_a_tokenizer(tmp_path):
 def test_a_store_of_a_store(llama, tmp_path):
     """In another format: the same as from the source, where the first format loses nothing."""
     first = convert(llama, tmp_path / "first", dtype="float32")
-    direct = convert(llama, tmp_path / "direct", dtype="bfloat16", quantization="int4")
-    again = convert(resolve_model(str(first.path)), tmp_path / "again", dtype="bfloat16", quantization="int4")
+    direct = convert(llama, tmp_path / "direct", dtype="bfloat16", weights="int4")
+    again = convert(resolve_model(str(first.path)), tmp_path / "again", dtype="bfloat16", weights="int4")
     assert [p.read_bytes() for p in weight_paths(resolve_model(str(again.path)))] == [
         p.read_bytes() for p in weight_paths(resolve_model(str(direct.path)))
     ]
@@ -225,7 +226,7 @@ def test_killed_anywhere_and_run_again(llama, reference, tmp_path):
 
 def test_an_interrupted_4_bit_store_becomes_the_same(llama, tmp_path):
     """Layers are packed by what those before them make, which a second start has to know."""
-    whole = convert(llama, tmp_path / "whole", dtype="float32", quantization="int4")
+    whole = convert(llama, tmp_path / "whole", dtype="float32", weights="int4")
 
     def interrupt(done, total):
         if done == 1:
@@ -233,8 +234,8 @@ def test_an_interrupted_4_bit_store_becomes_the_same(llama, tmp_path):
 
     target = tmp_path / "store"
     with pytest.raises(KeyboardInterrupt):
-        convert(llama, target, dtype="float32", quantization="int4", on_layer=interrupt)
-    convert(llama, target, dtype="float32", quantization="int4")
+        convert(llama, target, dtype="float32", weights="int4", on_layer=interrupt)
+    convert(llama, target, dtype="float32", weights="int4")
     assert content(target) == content(whole.path)
 
 
@@ -263,13 +264,13 @@ def test_a_model_without_anything_behind_its_layers_has_a_store(tmp_path):
     make_tiny_model("opt", tmp_path / "opt", do_layer_norm_before=False)
     files = resolve_model(str(tmp_path / "opt"))
     before = model_identity(files)
-    for quantization in ("none", "int4"):
-        store = convert(files, tmp_path / quantization, dtype="float32", quantization=quantization)
-        assert convert(files, tmp_path / quantization, dtype="float32", quantization=quantization).path == store.path
+    for weights in ("native", "int4"):
+        store = convert(files, tmp_path / weights, dtype="float32", weights=weights)
+        assert convert(files, tmp_path / weights, dtype="float32", weights=weights).path == store.path
         assert store.head.num_bytes == store.head.path.stat().st_size
-    assert_same_weights(files, resolve_model(str(tmp_path / "none")))
+    assert_same_weights(files, resolve_model(str(tmp_path / "native")))
     tokens = []
-    for path in (files.path, tmp_path / "none"):
+    for path in (files.path, tmp_path / "native"):
         with batchgen.Engine(str(path), dtype="float32", cpu_memory="4GiB", max_model_len=64) as engine:
             tokens += [[each.samples[0].token_ids for each in engine.generate([batchgen.Request([5, 6, 7])])]]
     assert tokens[0] == tokens[1] and before == model_identity(files)
@@ -286,16 +287,16 @@ def test_a_directory_that_holds_something_else(llama, reference, tmp_path):
     make_tiny_model("opt", tmp_path / "opt", num_hidden_layers=2)
     other, opt = resolve_model(str(tmp_path / "llama")), resolve_model(str(tmp_path / "opt"))
 
-    def refusal(files, dtype="float32", quantization="none", target=target, overwrite=False):
+    def refusal(files, dtype="float32", weights="auto", target=target, overwrite=False):
         with pytest.raises(InputError) as caught:
-            convert(files, target, dtype=dtype, quantization=quantization, overwrite=overwrite)
+            convert(files, target, dtype=dtype, weights=weights, overwrite=overwrite)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
     name = llama.name
     assert f"holds {name} in float32, not {name} in bfloat16" in refusal(llama, "bfloat16")
     assert f"not {name} in int4 for float32: give another directory, or replace it with --over" in refusal(
-        llama, quantization="int4"
+        llama, weights="int4"
     )
     assert f"holds {name} in float32, not llama in float32" in refusal(other)
     assert "not opt in float32" in refusal(opt)
@@ -303,7 +304,7 @@ def test_a_directory_that_holds_something_else(llama, reference, tmp_path):
     assert "is the model itself" in refusal(llama, target=llama.path, overwrite=True)
     assert "is not empty and no weight store" in refusal(llama, target=tmp_path / "opt", overwrite=True)
     assert "float8" in refusal(llama, "float8", target=tmp_path / "new")
-    assert "int3" in refusal(llama, quantization="int3", target=tmp_path / "new")
+    assert "int3" in refusal(llama, weights="int3", target=tmp_path / "new")
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert "give a directory that you can write to" in refusal(llama, target=blocked)
@@ -335,19 +336,20 @@ def test_two_conversions_at_once(llama, tmp_path):
 
 
 @pytest.mark.parametrize("finishes", [True, False])
-def test_jobs_that_need_one_store_at_once_share_it(llama, tmp_path, reference, finishes):
+def test_jobs_that_need_one_store_at_once_share_it(llama, tmp_path, reference, finishes, logged):
     """The second waits for the first, and makes the store itself where the first is stopped."""
-    target = store_path(tmp_path, llama, "float32", "none")
-    found, said, waits = [], [], threading.Event()
+    target = store_path(tmp_path, llama, "float32", "native")
+    found, deadline_s = [], time.monotonic() + 60
 
     def second() -> None:
-        found.append(find_or_convert(llama, tmp_path, "float32", notify=lambda line: (said.append(line), waits.set())))
+        found.append(find_or_convert(llama, tmp_path, "float32"))
 
     def first(done: int, total: int) -> None:
         if done == 2:
             other.start()
-            while not any(line.startswith("waiting for ") for line in said):
-                assert waits.wait(60)
+            while not any(line.startswith("waiting for ") for line in logged):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
             if not finishes:
                 raise KeyboardInterrupt
 
@@ -356,8 +358,8 @@ def test_jobs_that_need_one_store_at_once_share_it(llama, tmp_path, reference, f
         convert(llama, target, dtype="float32", on_layer=first)
     other.join(60)
     assert content(found[0].path) == content(reference)
-    assert [line.split()[0] for line in said] == ["waiting", *([] if finishes else ["converting"])]
-    assert f"waiting for process {os.getpid()} on" in said[0]
+    assert [line.split()[0] for line in logged] == ["waiting", *([] if finishes else ["converting"])]
+    assert f"waiting for process {os.getpid()} on" in logged[0]
 
 
 # ---- a full disk
@@ -402,14 +404,13 @@ def test_a_disk_that_fills_up(llama, reference, small_disk):
 # ---- where stores are kept, and the command
 
 
-def test_a_store_that_others_may_write_to_is_made_anew_beside_it(llama, tmp_path):
+def test_a_store_that_others_may_write_to_is_made_anew_beside_it(llama, tmp_path, logged):
     """Whoever shares the folder could have other weights answer."""
     first = find_or_convert(llama, tmp_path, "float32")
     first.path.chmod(0o777)
-    said = []
-    own = find_or_convert(llama, tmp_path, "float32", notify=said.append)
+    own = find_or_convert(llama, tmp_path, "float32")
     assert own.path == first.path.with_name(f"{first.path.name}-user-{os.geteuid()}")
-    assert said[0] == (
+    assert logged[1] == (
         f"the weight store {first.path} is not used, as every user may write to it: this user's own is {own.path}"
     )
     assert find_or_convert(llama, tmp_path, "float32").path == own.path
@@ -427,24 +428,25 @@ def test_stores_are_for_this_user_to_write_whatever_the_umask_is(llama, tmp_path
     assert not [path for path in (store.path, *store.path.rglob("*")) if path.stat().st_mode & 0o022]
 
 
-def test_find_or_convert(llama, tmp_path):
-    notices = []
-    first = find_or_convert(llama, tmp_path, "float32", notify=notices.append)
-    assert first.path == store_path(tmp_path, llama, "float32", "none") and first.path.is_relative_to(tmp_path)
-    again = find_or_convert(llama, tmp_path, "float32", notify=notices.append)
-    assert again == first and len(notices) == 1 and llama.name in notices[0] and str(first.path) in notices[0]
-    packed = find_or_convert(llama, tmp_path, "bfloat16", "int4", notify=notices.append)
-    assert packed.path != first.path and packed.num_bytes < first.num_bytes and len(notices) == 2
-    itself = find_or_convert(resolve_model(str(packed.path)), tmp_path, "bfloat16", "int4", notify=notices.append)
-    assert itself == packed and len(notices) == 2
+def test_find_or_convert(llama, tmp_path, logged):
+    first = find_or_convert(llama, tmp_path, "float32")
+    assert first.path == store_path(tmp_path, llama, "float32", "native") and first.path.is_relative_to(tmp_path)
+    again = find_or_convert(llama, tmp_path, "float32")
+    assert again == first and len(logged) == 1 and llama.name in logged[0] and str(first.path) in logged[0]
+    packed = find_or_convert(llama, tmp_path, "bfloat16", "int4")
+    assert packed.path != first.path and packed.num_bytes < first.num_bytes and len(logged) == 2
+    itself = find_or_convert(resolve_model(str(packed.path)), tmp_path, "bfloat16", "int4")
+    assert itself == packed and len(logged) == 2
     expected = content(first.path)
     (first.path / "layer-00001.safetensors").unlink()
-    find_or_convert(llama, tmp_path, "float32", notify=notices.append)
-    assert content(first.path) == expected and len(notices) == 3
+    find_or_convert(llama, tmp_path, "float32")
+    assert content(first.path) == expected and len(logged) == 3
     (first.path / "manifest.json").unlink()
-    find_or_convert(llama, tmp_path, "float32", notify=notices.append)
+    find_or_convert(llama, tmp_path, "float32")
     assert content(first.path) == expected
-    names = {store_path(tmp_path, llama, dtype, q).name for dtype in ("float32", "bfloat16") for q in ("none", "int4")}
+    names = {
+        store_path(tmp_path, llama, dtype, q).name for dtype in ("float32", "bfloat16") for q in ("native", "int4")
+    }
     assert len(names) == 4
 
 
@@ -458,7 +460,7 @@ def test_the_command(llama, reference, tmp_path):
     (line,) = done.stdout.splitlines()
     assert "KiB in " in line and line.endswith(str(tmp_path / "a" / "store"))
     assert content(tmp_path / "a" / "store") == content(reference)
-    done = invoke("-m", llama.path, "-o", tmp_path / "b", "--quantization", "int4", "--progress", "none")
+    done = invoke("-m", llama.path, "-o", tmp_path / "b", "--weights", "int4", "--progress", "none")
     assert done.exit_code == 0 and done.stderr == ""
     assert open_store(tmp_path / "b").weight_format == "int4"
     assert read_config(resolve_model(str(tmp_path / "b"))).dtype == "float32"  # auto: as it is stored

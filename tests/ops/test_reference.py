@@ -8,7 +8,7 @@ from attention_cases import attended, laid_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.core.dtypes import INT4, KV_CODE_BITS, kv_row_bytes
+from batchgen.core.dtypes import INT5, KV_CODE_BITS, kv_row_bytes
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 from batchgen.ops import reference
@@ -44,7 +44,7 @@ def sweeps(draw):
 def run(case, dtype, head_dim=32):
     prefix_blocks, sequences, window, (heads, kv_heads), seed = case
     slices, groups, num_blocks = laid_out(prefix_blocks, sequences, BLOCK, seed)
-    plan = plan_attention(slices, groups, block_size=BLOCK, key_bytes=kv_heads * head_dim * 4, window=window)
+    plan = plan_attention(slices, groups, kv_block_size=BLOCK, key_bytes=kv_heads * head_dim * 4, window=window)
     torch.manual_seed(seed)
     tokens = sum(s.num_queries for s in slices)
     q = (torch.randn(tokens, heads, head_dim) * 0.4).to(dtype)
@@ -91,12 +91,12 @@ def test_4_bit_keys_with_one_large_channel_keep_their_products(head_dim):
     tokens, heads = 64, 2
     q, k, v = (torch.randn(tokens, heads, head_dim, generator=draw) for _ in range(3))
     k[..., 3] += 40
-    kv = torch.zeros(4, 2, heads, BLOCK, kv_row_bytes(head_dim, INT4), dtype=torch.uint8)
+    kv = torch.zeros(4, 2, heads, BLOCK, kv_row_bytes(head_dim, INT5), dtype=torch.uint8)
     qkv = torch.cat((q, k, v), 1).flatten(1)
     scale = head_dim**-0.5
     rotated = ops.rotary_store(qkv, heads, kv, torch.arange(tokens), scale=scale)
     slices = [SequenceSlice(1, tokens - 1, np.arange(4, dtype=np.int32))]
-    plan = plan_attention(slices, [], block_size=BLOCK, key_bytes=heads * head_dim * 4, window=None)
+    plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=heads * head_dim * 4, window=None)
     for prepared in (
         ops.prepare_attention(plan, heads, heads, head_dim, BLOCK, torch.float32, torch.uint8),
         reference.prepare_attention(plan, heads, BLOCK, torch.float32),
@@ -106,7 +106,7 @@ def test_4_bit_keys_with_one_large_channel_keep_their_products(head_dim):
 
 
 def packed_and_back(x):
-    bits = KV_CODE_BITS[INT4]
+    bits = KV_CODE_BITS[INT5]
     return dequantize(quantize(x, bits), x.shape[-1], bits=bits)
 
 
@@ -137,7 +137,7 @@ def test_write_kv_round_trip(num_slots):
 def test_any_number_of_heads_may_share_a_kv_head(heads):
     """Also more than the kernels can hold."""
     slices = [SequenceSlice(3, 20, np.arange(2, dtype=np.int32)), SequenceSlice(1, 9, np.arange(2, 3, dtype=np.int32))]
-    plan = plan_attention(slices, [], block_size=BLOCK, key_bytes=32 * 4)
+    plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=32 * 4)
     torch.manual_seed(0)
     q, kv = torch.randn(4, heads, 32) * 0.4, torch.randn(3, 2, 1, BLOCK, 32)
     prepared = ops.prepare_attention(plan, heads, 1, 32, BLOCK, torch.float32, torch.float32)

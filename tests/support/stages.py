@@ -141,7 +141,9 @@ def make_pipeline(
     store = None
     if any(needs_store(stage.policy) for stage in stages):
         weight_format = stages[0].policy.weight_format
-        store = find_or_convert(files, offload_dir, "float32", "bf16" if weight_format == "float32" else weight_format)
+        store = find_or_convert(
+            files, offload_dir, "float32", "dequantized" if weight_format == "float32" else weight_format
+        )
     budgets = {tier: size for tier, size in BUDGETS.items() if device.accelerated or tier != "gpu"}
     options = {"budgets": budgets, "min_output_len": 1, "longest_tokens": 128, "most_kv_tokens": 4096} | options
     request = LoadRequest(

@@ -75,7 +75,7 @@ class GroupCodes:
         packing, n = out.dtype == torch.uint8, self.shape[1]
         if packing and not torch.equal(group_of, torch.arange(n) // (self.scheme.group_size or n)):
             name, info = self.group_of or self.codes
-            raise InputError(f"tensor {name} in {info.path} has columns out of order: give --quantization bf16")
+            raise InputError(f"tensor {name} in {info.path} has columns out of order: give --weights dequantized")
         kind = self._block_format(group_of)
         for some, codes in _codes(self):
             if packing:

@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Iterator
 
-from batchgen.core.cores import on_cores, own_core
+from batchgen.core.cores import dedicated_core, on_cores
 from batchgen.ops import cpp as kernels
-from batchgen.runtime.pacing import Sleeps
+from batchgen.runtime.sleeps import Sleeps
 from batchgen.schedule.step_graph import Step
 
 # Of compute's Steps, those that are copies, which the links slow down.
@@ -26,7 +26,7 @@ _LINKS = ("h2d", "d2h")
 _LINKS_NICE = 10
 
 
-class Pace:
+class Throttle:
     """Makes the work of one lane take longer. Not for several threads at once."""
 
     def __init__(self, slowdown: float) -> None:
@@ -36,7 +36,7 @@ class Pace:
         self._sleeps = Sleeps()
 
     @contextlib.contextmanager
-    def kept(self, overhead_s: float = 0.0) -> Iterator[None]:
+    def held(self, overhead_s: float = 0.0) -> Iterator[None]:
         """Ends no sooner than the work inside is to take, and so much more; what it waits for counts as a part of that, not as work."""
         started, busy = time.perf_counter(), time.thread_time()
         self._hosts_s = 0.0
@@ -48,13 +48,13 @@ class Pace:
 
     @contextlib.contextmanager
     def hosts(self) -> Iterator[None]:
-        """Within `kept`: work that is the host's, and takes as long as it does."""
+        """Within `held`: work that is the host's, and takes as long as it does."""
         busy = time.thread_time()
         yield
         self._hosts_s += time.thread_time() - busy
 
 
-class OwnCore:
+class DedicatedCore:
     """The cores of a process, shared out between an emulated accelerator and the CPU."""
 
     def __init__(self, slowdown: float, cpu_slowdown: float = 1.0, step_overhead_s: float = 0.0) -> None:
@@ -68,8 +68,8 @@ class OwnCore:
         Raises:
             InputError: There are not two cores.
         """
-        self._core, self._others = own_core()
-        self._paces = {"compute": Pace(slowdown), "cpu_attention": Pace(cpu_slowdown)}
+        self._core, self._others = dedicated_core()
+        self._throttles = {"compute": Throttle(slowdown), "cpu_attention": Throttle(cpu_slowdown)}
         self._step_overhead_s = step_overhead_s
         self._threads = kernels.num_threads()
         kernels.set_num_threads(min(self._threads, len(self._others)))
@@ -86,18 +86,18 @@ class OwnCore:
         if lane in _LINKS:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LINKS_NICE)
 
-    def pace(self, step: Step) -> contextlib.AbstractContextManager[None]:
+    def throttled(self, step: Step) -> contextlib.AbstractContextManager[None]:
         """Inside, a Step's work takes as long as it is to."""
-        pace = self._paces.get(step.lane)
-        if pace is None or step.kind in _COPIES:
+        throttle = self._throttles.get(step.lane)
+        if throttle is None or step.kind in _COPIES:
             return contextlib.nullcontext()
-        return pace.kept(
+        return throttle.held(
             self._step_overhead_s if step.kind == "pre" else 0.0
         )  # each micro-batch has one of these in each layer
 
     def hosts(self) -> contextlib.AbstractContextManager[None]:
         """Within a Step of compute's: what it does for the host, as handing over logits, from which tokens are sampled."""
-        return self._paces["compute"].hosts()
+        return self._throttles["compute"].hosts()
 
     def close(self) -> None:
         """Gives the kernels their threads back."""

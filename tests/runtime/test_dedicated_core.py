@@ -7,12 +7,12 @@ import pytest
 from tiered import before_each_step, everything_moves, generate, make_parts, make_policy
 from timing import undisturbed
 
-from batchgen.core.cores import on_cores, own_core
+from batchgen.core.cores import dedicated_core, on_cores
 from batchgen.core.device import Device, parse_device
 from batchgen.core.errors import InputError
 from batchgen.ops import cpp as kernels
+from batchgen.runtime.dedicated_core import Throttle
 from batchgen.runtime.devices import open_tiers
-from batchgen.runtime.own_core import Pace
 
 GIB = 1 << 30
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -66,7 +66,7 @@ def test_tokens_are_those_of_a_device_that_takes_turns(model, tmp_path, serial):
 
 @two_cores
 def test_each_lane_keeps_to_its_cores(model, tmp_path):
-    core, others = own_core()
+    core, others = dedicated_core()
     belongs = {"compute": core, "h2d": core, "d2h": core, "cpu_attention": others}
     seen = {}
     threads = kernels.num_threads()
@@ -101,17 +101,17 @@ def busy(seconds):
         pass
 
 
-class TestPace:
+class TestThrottle:
     @pytest.mark.parametrize("slowdown", [2.0, 5.0])
     def test_work_takes_so_many_times_as_long(self, slowdown):
         started = time.perf_counter()
-        with Pace(slowdown).kept():
+        with Throttle(slowdown).held():
             busy(0.01)
         assert time.perf_counter() - started >= slowdown * 0.01
 
     def test_waiting_is_a_part_of_it(self):
         """Of a thread that waited while another had its core, only its own work counts."""
-        pace, slept = Pace(4.0), []
+        throttle, slept = Throttle(4.0), []
 
         def sleep(seconds, own=time.sleep):
             slept.append(seconds)
@@ -119,7 +119,7 @@ class TestPace:
 
         started, ran = time.perf_counter(), time.thread_time()
         with pytest.MonkeyPatch.context() as patch:
-            with pace.kept():
+            with throttle.held():
                 time.sleep(0.05)
                 busy(0.005)
                 patch.setattr(time, "sleep", sleep)
@@ -129,28 +129,28 @@ class TestPace:
 
     @undisturbed
     def test_sleeps_that_last_too_long_do_not_add_up(self):
-        pace, started = Pace(2.0), time.perf_counter()
+        throttle, started = Throttle(2.0), time.perf_counter()
         for _ in range(100):
-            with pace.kept():
+            with throttle.held():
                 busy(0.0002)
         assert time.perf_counter() - started == pytest.approx(100 * 2 * 0.0002, rel=0.15)
 
     def test_what_is_the_hosts_takes_no_longer(self):
-        pace, slept = Pace(5.0), []
+        throttle, slept = Throttle(5.0), []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(time, "sleep", slept.append)
             ran = time.thread_time()
-            with pace.kept():
+            with throttle.held():
                 busy(0.002)
-                with pace.hosts():
+                with throttle.hosts():
                     busy(0.02)
             worked_s = time.thread_time() - ran
-            with pace.kept():
+            with throttle.held():
                 busy(0.002)
         assert 4 * 0.001 < slept[0] < 4 * (worked_s - 0.02) + 0.001
         assert len(slept) == 2, "and what follows is the device's again"
 
     def test_no_slowdown_is_no_wait(self, monkeypatch):
         monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("slept"))
-        with Pace(1.0).kept():
+        with Throttle(1.0).held():
             busy(0.001)
