@@ -53,7 +53,7 @@ class Setting:
         prompt, output: tokens of a row.
         shape: keys of the model's config.json.
         tiers: tiers of the weights that draws choose from.
-        classes: KV classes that draws choose from.
+        classes: KV placements that draws choose from.
         cpu_memory: bytes beside those of the process; None for all that is free.
     """
 
@@ -110,7 +110,7 @@ def drawn(problem: Problem, setting: Setting, seed: int) -> Iterator[tuple[str, 
         words = (
             f"{own['num_gpu_batches']} batches of {own['max_num_seqs'] // own['num_gpu_batches']},"
             f" {own['admissions'][0]}, weights {'+'.join(allowed.weight_tiers)},"
-            f" KV {'+'.join(sorted(allowed.kv_classes))}"
+            f" KV {'+'.join(sorted(allowed.kv_placements))}"
         )
         try:
             yield words, search(replace(problem, **own))

@@ -57,7 +57,7 @@ def make_policy(model: Path | str, device: Device, **changes) -> Policy:
 def everything_moves(model: Path | str, **changes) -> Policy:
     """A policy for an accelerator in which every kind of Step gets its turn.
 
-    Weights are in all tiers, in 4 bits, sequences in all KV classes, two micro-batches have their activations on the
+    Weights are in all tiers, in 4 bits, sequences in all KV placements, two micro-batches have their activations on the
     host, and the output matrix comes in vocabulary chunks.
     """
     fields = {
