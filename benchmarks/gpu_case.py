@@ -59,9 +59,11 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) ->
             " (--policy resident, cpu or streamed)"
         )
     from batchgen.core.workload import uniform_workload
+    from batchgen.job.job import resolve_job
     from batchgen.job.options import JobOptions
-    from batchgen.job.planning import machine_of, plan_job, problem_of
-    from batchgen.job.resolved import resolve_job
+    from batchgen.job.planning import problem_here
+    from batchgen.job.workload import EstimatedWorkload
+    from batchgen.planner.prediction import plan_problem
     from batchgen.planner.problem import Allowed
 
     options = JobOptions(
@@ -70,10 +72,10 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) ->
         hardware=args.hardware,
     )  # fmt: skip
     workload = uniform_workload(args.num_prompts, args.input_len, args.output_len, 1, config.max_position)
-    hardware, request = machine_of(resolve_job(options, files, config), print)
-    problem = problem_of(hardware, config, workload, request)
+    job = resolve_job(options, files, config)
+    _, problem = problem_here(job, EstimatedWorkload(workload, True), started_s=time.monotonic())
     allowed = Allowed(weight_tiers=("gpu", "cpu"), kv_placements=("gpu", "cpu", "streamed"))
-    return plan_job(replace(problem, allowed=allowed), request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+    return plan_problem(replace(problem, allowed=allowed, startup_s=0.0, loading_s=0.0))
 
 
 def plain_policy(

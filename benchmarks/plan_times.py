@@ -22,10 +22,11 @@ from typing import Any
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
-from batchgen.engine.loader import store_bytes
-from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
+from batchgen.planner.memory import store_bytes
+from batchgen.planner.prediction import plan_problem
+from batchgen.planner.problem import problem_of
 from batchgen.planner.simulation import simulate_job
 from batchgen.profiler.shipped import shipped_profile
 
@@ -58,11 +59,9 @@ def plan_case(case: Case) -> tuple[Plan, ModelConfig, HardwareProfile]:
     config = config_of_hf(json.loads((SHAPES / case.model / "config.json").read_text()))
     hardware = shipped_profile(MACHINE)
     size = store_bytes(config, "float16", case.weights)
-    request = PlanRequest(
-        case.model, "float16", 2048, weights=case.weights, process_bytes=PROCESS_BYTES, store_bytes=size
-    )
-    problem = problem_of(hardware, config, Workload.uniform(*case.job), request)
-    plan = plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+    given = {"weights": case.weights, "process_bytes": PROCESS_BYTES, "store_bytes": size, "max_model_len": 2048}
+    problem = problem_of(hardware, config, Workload.uniform(*case.job), dtype="float16", **given)
+    plan = plan_problem(problem)
     return plan, config, hardware
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from recording import joined, result_path, write
-from strategy_settings import MIB, TIMES, request_of
+from strategy_settings import MIB, problem_on
 from strategy_settings import SHAPE as SMALLER
 from tier_runs import SHAPE as LARGER
 from tier_runs import different_rows, hardware_for, lanes_of, model_in, prediction_errors, prompts, run_undisturbed
@@ -37,9 +37,9 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes
-from batchgen.job.planning import plan_maker, problem_of
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.plan_selection import choose, simulate_candidates
+from batchgen.planner.prediction import plan_maker
 from batchgen.planner.problem import Allowed, Problem
 from batchgen.planner.search import Candidate, search
 from batchgen.planner.simulation import simulate_job
@@ -159,9 +159,9 @@ def _setting(setting: Setting, args: argparse.Namespace) -> None:
     process = process_bytes()
     hardware = hardware_for(setting.device, config, work_dir, probe_disk=True)
     budgets = {} if setting.cpu_memory is None else {"cpu_memory": process + setting.cpu_memory}
-    request = replace(request_of(config, process), **budgets)
-    problem = problem_of(hardware, config, Workload.uniform(setting.rows, setting.prompt, setting.output), request)
-    plan_of = plan_maker(problem, request, **TIMES)
+    workload = Workload.uniform(setting.rows, setting.prompt, setting.output)
+    problem = problem_on(hardware, config, workload, process, **budgets)
+    plan_of = plan_maker(problem)
     own = choose(simulate_candidates(problem, lambda candidate: plan_of(candidate, None)))
     assert own is not None  # there is no limit of the latency
     rows = prompts(setting.rows, setting.prompt, vocab_size=setting.shape["vocab_size"])

@@ -16,15 +16,15 @@ from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
-from batchgen.engine.loader import store_bytes
-from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.models.config import ModelConfig
+from batchgen.planner.memory import store_bytes
+from batchgen.planner.prediction import plan_maker, plan_problem
+from batchgen.planner.problem import Problem, problem_of
 from batchgen.planner.strategies import NotApplicable, strategies_for, strategy_of
 from batchgen.planner.strategy_times import best_plan
 from batchgen.profiler.emulated import dedicated_core_profile
 
 MIB = 1 << 20
-TIMES = {"startup_s": 0.0, "loading_s": 0.0, "output_len_known": True}
 SHAPE = {
     "num_hidden_layers": 4,
     "hidden_size": 512,
@@ -152,11 +152,13 @@ def round_machine(device: Device) -> HardwareProfile:
     return dedicated_core_profile(replace(ROUND_CORE, gpu=ROUND_CORE.cpu, **links, **sizes), device, ROUND_CORE)
 
 
-def request_of(config: ModelConfig, process_bytes: int) -> PlanRequest:
-    """The plan request of every setting."""
-    return PlanRequest(
-        "model", "bfloat16", config.max_position, process_bytes=process_bytes, share_prefixes=False,
-        store_bytes=store_bytes(config, "bfloat16", "native"),
+def problem_on(
+    hardware: HardwareProfile, config: ModelConfig, workload: Workload, process_bytes: int, **budgets: int
+) -> Problem:
+    """The problem of every setting: bfloat16, no shared prefixes, and a weight store that must be written."""
+    return problem_of(
+        hardware, config, workload, dtype="bfloat16", max_model_len=config.max_position, process_bytes=process_bytes,
+        share_prefixes=False, store_bytes=store_bytes(config, "bfloat16", "native"), **budgets,
     )  # fmt: skip
 
 
@@ -169,15 +171,14 @@ def plans_of(
         The chosen plan and the best one of every strategy; why others cannot be followed; and the strategy that the
         chosen plan follows.
     """
-    request = request_of(config, process_bytes)
-    problem = problem_of(hardware, config, setting.workload, request)
-    plans = {"chosen": plan_job(problem, request, **TIMES)}
+    problem = problem_on(hardware, config, setting.workload, process_bytes)
+    plans = {"chosen": plan_problem(problem)}
     reasons = {}
     for strategy in strategies_for(problem):
         if setting.strategies and strategy.name not in setting.strategies:
             continue
         try:
-            plans[strategy.name] = best_plan(strategy, problem, plan_maker(problem, request, **TIMES))
+            plans[strategy.name] = best_plan(strategy, problem, plan_maker(problem))
         except (NotApplicable, InputError) as error:
             reasons[strategy.name] = str(error)
     return plans, reasons, strategy_of(plans["chosen"].policy, strategies_for(problem))

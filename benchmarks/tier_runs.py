@@ -23,7 +23,7 @@ from batchgen.core.plan import Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts, needs_store, resolve_budgets
-from batchgen.job.planning import find_for, find_hardware, on_this_machine
+from batchgen.job.machine_profile import find_for, find_hardware, on_this_machine
 from batchgen.models.config import ModelConfig
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
