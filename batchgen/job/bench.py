@@ -19,12 +19,12 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
 from batchgen.job.checks import check_options
 from batchgen.job.files import check_files
+from batchgen.job.job import resolve_job
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import BenchOptions, JobOptions
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import engine_report, write_report
-from batchgen.job.resolved import resolve_job
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.files import ModelFiles, resolve_model, without_weights
 from batchgen.models.tokenizers.tokenizer import NoText, load_tokenizer

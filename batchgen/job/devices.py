@@ -15,13 +15,13 @@ from typing import Any
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes, format_seconds
-from batchgen.job.mixed_devices import share_out
+from batchgen.job.job import Job, why_not_run
+from batchgen.job.mixed_devices import share_out, with_sequences
 from batchgen.job.options import JobOptions
-from batchgen.job.planning import Case, plan_case
-from batchgen.job.resolved import why_not_run
+from batchgen.job.planning import plan_job
 from batchgen.job.run_command import run_command, torchrun_command
-from batchgen.job.workload import EstimatedWorkload
 from batchgen.planner.explain import TIER_NAMES, aligned
+from batchgen.planner.problem import Problem
 from batchgen.planner.search import TIE
 
 _MOST = 100_000
@@ -85,8 +85,8 @@ class Split:
         return replace(options, tensor_parallel=self.tensor_parallel, pipeline=self.pipeline)
 
 
-# A split, and how many of its processes share a host -> the case of one of them. Raises InputError.
-CaseOf = Callable[[Split, int], Case]
+# From a split, and how many of its processes share a host, to the job and the problem of one of them. Raises InputError.
+ProblemOf = Callable[[Split, int], tuple[Job, Problem]]
 
 
 @dataclass(frozen=True)
@@ -152,50 +152,44 @@ ALTERNATIVES = (
 )
 
 
-def plan_split(case: Case, estimated: EstimatedWorkload, split: Split) -> Plan:
+def plan_split(job: Job, problem: Problem, split: Split) -> Plan:
     """The plan of a job over several processes, as one of them has it, with the time of the whole job.
 
     Workers have a part of the rows each, read the whole model and compute shared prefixes as the others do.
 
     Args:
-        case: Of one process.
-        estimated: The workload of the whole job.
-        split: How processes share it.
+        job: The job of one process.
+        problem: The problem of one process, with all rows.
+        split: The kind and number of processes.
 
     Raises:
         InputError: No plan fits.
     """
-    sequences = math.ceil(estimated.workload.num_seqs / split.workers)
-    return plan_case(case, estimated._replace(workload=replace(estimated.workload, num_seqs=sequences)))[0]
+    return plan_job(job, with_sequences(problem, math.ceil(problem.workload.num_seqs / split.workers)))
 
 
-def compare_devices(
-    case_of: CaseOf, options: JobOptions, estimated: EstimatedWorkload, devices: Devices, hardware: str
-) -> Comparison:
+def compare_devices(problem_for: ProblemOf, options: JobOptions, devices: Devices, hardware: str) -> Comparison:
     """Plan a job for each way of using devices.
 
     Args:
-        case_of: Gives the case of one process.
-        options: The job's, on one device.
-        estimated: Its workload.
+        problem_for: Gives the job and the problem of one process.
+        options: The options of the job on one device.
         devices: How many there are, in how many hosts.
         hardware: What each is called.
     """
-    outcomes = tuple(_outcome(way, case_of, options, estimated, devices) for way in ALTERNATIVES)
+    outcomes = tuple(_outcome(way, problem_for, options, devices) for way in ALTERNATIVES)
     return Comparison(devices.count, devices.hosts, hardware, _fastest(outcomes), outcomes)
 
 
-def _outcome(
-    way: Alternative, case_of: CaseOf, options: JobOptions, estimated: EstimatedWorkload, devices: Devices
-) -> Outcome:
+def _outcome(way: Alternative, problem_for: ProblemOf, options: JobOptions, devices: Devices) -> Outcome:
     split = way.split(devices.count)
     name, words = way.name.format(f"{devices.count:,}"), way.words
     of_host = 1 if split.processes == 1 else devices.count // devices.hosts
     if devices.count == 1 and split != way.split(2):
         return Outcome(name, words, reason="there is one device")
     try:
-        case = case_of(split, of_host)
-        plan = plan_split(case, estimated, split)
+        job, problem = problem_for(split, of_host)
+        plan = plan_split(job, problem, split)
     except InputError as error:
         return Outcome(name, words, reason=str(error))
     seconds = plan.prediction.total_s
@@ -203,49 +197,43 @@ def _outcome(
         name,
         words,
         seconds,
-        _tokens(estimated) / seconds,
+        _tokens(problem) / seconds,
         {tier: sum(parts.values()) for tier, parts in plan.prediction.memory_bytes.items()},
-        not_run=why_not_run(case.job, of_host),
-        command=_command(case, options, plan, split, of_host),
+        not_run=why_not_run(job, of_host),
+        command=_command(job, options, plan, split, of_host),
     )
 
 
-def compare_kinds(
-    kinds: Sequence[tuple[Devices, str, CaseOf]], options: JobOptions, estimated: EstimatedWorkload
-) -> Comparison:
+def compare_kinds(kinds: Sequence[tuple[Devices, str, ProblemOf]], options: JobOptions) -> Comparison:
     """As `compare_devices`, for devices of several kinds, each with a host of its own.
 
     Args:
-        kinds: Of each, how many there are, what one is called, and what gives the case of a process there.
+        kinds: Devices, name, and function that gives the job and the problem of a process there; one entry a kind.
         options: The job's, on one device.
-        estimated: Its workload.
     """
-    alone = [_outcome(ALTERNATIVES[0], case_of, options, estimated, Devices(1)) for _, _, case_of in kinds]
+    alone = [_outcome(ALTERNATIVES[0], problem_for, options, Devices(1)) for _, _, problem_for in kinds]
     seconds = [outcome.seconds or math.inf for outcome in alone]
     fastest = seconds.index(min(seconds))
     names = [name for _, name, _ in kinds]
     count = sum(devices.count for devices, _, _ in kinds)
     outcomes = [
         replace(alone[fastest], words=f"on a device of the fastest kind: {names[fastest]}"),
-        _workers(kinds, options, estimated, count),
+        _workers(kinds, options, count),
         *(Outcome(way.name, way.words, reason="is for devices of one kind") for way in ALTERNATIVES[2:]),
     ]
     hardware = " + ".join(f"{devices.count:,}x {name}" for devices, name, _ in kinds)
     return Comparison(count, count, hardware, _fastest(tuple(outcomes)), tuple(outcomes))
 
 
-def _workers(
-    kinds: Sequence[tuple[Devices, str, CaseOf]], options: JobOptions, estimated: EstimatedWorkload, count: int
-) -> Outcome:
+def _workers(kinds: Sequence[tuple[Devices, str, ProblemOf]], options: JobOptions, count: int) -> Outcome:
     """A worker on each device of several kinds."""
     name = ALTERNATIVES[1].name.format(f"{count:,}")
     try:
-        cases = [case_of(Split(), 1) for _, _, case_of in kinds]
-        known = [
-            (devices.count, case, plan_split(case, estimated, Split()))
-            for (devices, _, _), case in zip(kinds, cases, strict=True)
-        ]
-        parts = share_out(known, estimated)
+        known = []
+        for devices, _, problem_for in kinds:
+            job, problem = problem_for(Split(), 1)
+            known.append((devices.count, job, problem, plan_split(job, problem, Split())))
+        parts = share_out(known)
     except InputError as error:
         return Outcome(name, ALTERNATIVES[1].words, reason=str(error))
     total = sum(part.count * part.sequences for part in parts)
@@ -258,28 +246,28 @@ def _workers(
         name,
         f"{ALTERNATIVES[1].words}: {words}",
         seconds,
-        _tokens(estimated) / seconds,
+        _tokens(known[0][2]) / seconds,
         {tier: max(sum(peak.get(tier, {}).values()) for peak in peaks) for tier in tiers},
-        not_run=next(filter(None, (why_not_run(case.job) for case in cases)), ""),
+        not_run=next(filter(None, (why_not_run(job) for _, job, _, _ in known)), ""),
         command=run_command(options, share=True),
         shares=shares,
     )
 
 
-def _tokens(estimated: EstimatedWorkload) -> float:
-    """Of all prompts and outputs."""
-    workload = estimated.workload
+def _tokens(problem: Problem) -> float:
+    """Tokens of all prompts and outputs."""
+    workload = problem.workload
     outputs = workload.output_len.mean if workload.task == "generate" else 0.0
     return workload.num_seqs * (workload.prompt_len.mean + outputs)
 
 
-def _command(case: Case, options: JobOptions, plan: Plan, split: Split, of_host: int) -> str:
-    more: dict[str, Any] = {"device": "cuda"} if case.job.device.kind == "cuda" else {}
+def _command(job: Job, options: JobOptions, plan: Plan, split: Split, of_host: int) -> str:
+    more: dict[str, Any] = {"device": "cuda"} if job.device.kind == "cuda" else {}
     more |= {"tensor_parallel": split.tensor_parallel, "pipeline": split.pipeline, "share": split.workers > 1}
     if split.workers > 1 and of_host > 1:  # workers know nothing of one another's memory
         more["cpu_memory"] = f"{plan.budgets['cpu'] >> 20}MiB"
-        if case.request.disk_memory is not None:
-            more["disk_memory"] = f"{case.request.disk_memory >> 20}MiB"
+        if (disk_memory := job.process_memory["disk_memory"]) is not None:
+            more["disk_memory"] = f"{disk_memory >> 20}MiB"
     command = run_command(options, **more)
     hosts = split.processes // of_host
     return torchrun_command(command, hosts, of_host) if split.workers == 1 and hosts > 1 else command

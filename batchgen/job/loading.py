@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from batchgen.core.plan import Plan
     from batchgen.distributed.group import Group
     from batchgen.engine.parts import EngineParts
+    from batchgen.job.job import Job
     from batchgen.job.progress import Progress
-    from batchgen.job.resolved import ResolvedJob
     from batchgen.models.tokenizers.tokenizer import Tokenizer
     from batchgen.runtime.lanes import OnStep
 
@@ -30,7 +30,7 @@ _NOT_USED = ", as weights only: scales of activations are not used"
 
 
 def load_engine(
-    job: ResolvedJob,
+    job: Job,
     plan: Plan,
     tokenizer: Callable[[], Tokenizer],
     progress: Progress,
@@ -103,7 +103,7 @@ def load_engine(
 
 
 def _load_stages(
-    job: ResolvedJob, plan: Plan, request: LoadRequest, tokenizer: Callable[[], Tokenizer], group: Group | None
+    job: Job, plan: Plan, request: LoadRequest, tokenizer: Callable[[], Tokenizer], group: Group | None
 ) -> EngineParts:
     """Load the stages of a pipeline: this process's, and those of others that are started here or were by a launcher."""
     from batchgen.distributed.group import lead
@@ -127,7 +127,7 @@ def _quantization(resolved: str, weight_format: str) -> str:
     return DEQUANTIZED if resolved in KEPT_FORMATS else resolved
 
 
-def _budgets(job: ResolvedJob, plan: Plan) -> dict[str, int]:
+def _budgets(job: Job, plan: Plan) -> dict[str, int]:
     """Those of the job; of the disk what the plan left of it, where a weight store has been written since."""
     budgets = dict(job.budgets)
     if job.options.plan is None:
@@ -136,7 +136,7 @@ def _budgets(job: ResolvedJob, plan: Plan) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def tracing(job: ResolvedJob) -> Iterator[OnStep | None]:
+def tracing(job: Job) -> Iterator[OnStep | None]:
     """The function to call for every Step, where a timeline is asked for; the file is whole when the block ends."""
     if job.options.trace is None:
         yield None

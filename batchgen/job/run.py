@@ -32,6 +32,7 @@ from batchgen.job.destination import Destination, make_output_folder
 from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
+from batchgen.job.job import Job, dequantized_line, resolve_job
 from batchgen.job.kernels import kernels_of_rows
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import JobOptions, names_of, seconds
@@ -39,7 +40,6 @@ from batchgen.job.pages.run_page import RunPage
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import make_report, write_report
-from batchgen.job.resolved import ResolvedJob, expanded_line, resolve_job
 from batchgen.job.routing import keep_routing
 from batchgen.job.shared import open_output, requests_left
 from batchgen.job.source import RequestSource, open_source
@@ -98,7 +98,7 @@ class _Job:
     output is to go from its file. group: of ranks that a launcher has started.
     """
 
-    resolved: ResolvedJob
+    resolved: Job
     source: RequestSource
     tokenizer: Callable[[], Tokenizer]
     progress: Progress
@@ -242,7 +242,7 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
             job, plan = _plan_in(state.weight_format, job, state)
         if state.kernels is not None and state.kernels != plan.kernels:  # those of the worker that was first
             plan = replace(plan, kernels=kernels_of_rows(state.kernels))
-        for line in (*headline(plan), *expanded_line(job.resolved), *_kernel_lines(plan)):
+        for line in (*headline(plan), *dequantized_line(job.resolved), *_kernel_lines(plan)):
             job.progress.say(line)
         with tracing(job.resolved) as on_step:
             engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step, job.group)
@@ -499,7 +499,7 @@ def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
         prompt, num_tokens = _shown(request, job.tokenizer())
         what = f"up to {job.options.sampling.max_tokens:,} generated"
     rows = job.source.dataset.num_rows
-    for line in (*headline(plan), *expanded_line(job.resolved)):
+    for line in (*headline(plan), *dequantized_line(job.resolved)):
         say(line)
     say(f"model {name} in {plan.dtype}; {'an unknown number of' if rows is None else f'{rows:,}'} rows")
     say(f"row {first}: {num_tokens:,} prompt tokens, {what}")

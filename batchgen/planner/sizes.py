@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from batchgen.core.direct_io import aligned
-from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED
+from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED, weight_format_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import end_bytes, layer_sizes, main_format, output_format, output_row_bytes
 from batchgen.models.store.layout import layer_groups
@@ -97,11 +97,6 @@ class Sizes:
     def hidden_bytes(self) -> float:
         """Bytes of a token's activations between layers: FlexGen's h."""
         return self.model.hidden_size * self.element_bytes
-
-    @property
-    def attended_bytes(self) -> float:
-        """Bytes of a token's queries in one layer, and as many of its attention's result."""
-        return self.model.q_size * self.element_bytes
 
     @property
     def head_bytes(self) -> float:
@@ -313,3 +308,16 @@ def deferred_bytes(config: ModelConfig, dtype_bytes: int, seqs: int) -> int:
     """
     rows = activation_bytes(config, dtype_bytes, seqs, 0, on_gpu=True)
     return rows + 2 * seqs * config.hidden_size * dtype_bytes + sent_bytes(config, dtype_bytes, seqs)
+
+
+def store_bytes(config: ModelConfig, dtype: str, weights: str) -> int:
+    """Bytes that a weight store takes on disk, but for its manifest.
+
+    Args:
+        config: The model's configuration.
+        dtype: The compute dtype.
+        weights: A value of `--weights`, or a format.
+    """
+    weight_format = weight_format_of(dtype, weights)
+    layers = group_bytes_of_layers(config, dtype, weight_format)
+    return sum(sum(layer.values()) for layer in layers) + sum(end_bytes(config, dtype, weight_format))
