@@ -1,11 +1,13 @@
-"""One job of dummy weights and rows on a CUDA GPU that is held to a smaller one's memory, in a process of its own. Writes JSON:
-tokens per second beside what was predicted, what each lane did, and how far that is from what any schedule must take.
+"""One job of dummy weights and rows on a CUDA GPU that is held to a smaller one's memory, in a process of its own.
+
+Writes JSON: tokens per second beside the predicted ones, the seconds of each lane, and how far that is from the least
+time of any schedule.
 
     python benchmarks/gpu_case.py recipes/throughput/shapes/opt-30b --policy cpu --gpu-memory 16GiB --output case.json
 
 --policy planned needs highspy. The others are plain, and need nothing: weights that the GPU has no memory for stay in
-the host's, and KV is where the policy's name says: "resident": all on the GPU; "cpu": on the host, attended to by the CPU;
-"streamed": on the host, staged on the GPU in every pass. Of these, the largest block that memory holds is taken.
+the host's, and KV is where the policy's name says: "resident": all on the GPU; "cpu": on the host, attended to by the
+CPU; "streamed": on the host, staged on the GPU in every pass. Of these, the largest block that memory holds is taken.
 """
 
 from __future__ import annotations
@@ -79,8 +81,11 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) ->
 def plain_policy(
     args: argparse.Namespace, config: ModelConfig, device: Device, dtype: str, budgets: Mapping[str, int]
 ) -> Policy:
-    """The largest block whose KV fits where the policy's name says, up to --num-prompts, and beside it as many layers on
-    the GPU as fit. Raises InputError where not even one sequence does."""
+    """The largest block whose KV fits where the policy's name says, and as many layers on the GPU as fit beside it.
+
+    Raises:
+        InputError: not even one sequence fits.
+    """
     kv_placement, length = _KV_PLACEMENT[args.policy], args.input_len + args.output_len
     held = process_bytes()
 

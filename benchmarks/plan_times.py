@@ -1,8 +1,8 @@
 """CPU seconds of planning, and predictions against whole simulated jobs: OPT on FlexGen's T4 machine.
 
-The cases are OPT-6.7B, 30B and 175B in 16 and in 4 bits, and jobs of the lengths that FlexGen measured. Each has the CPU seconds of
-a plan, its predicted seconds of all sweeps, and those of the whole job in the simulator, with the real scheduler and the real
-Steps. The plan's own simulation is a sampled one.
+The cases are OPT-6.7B, 30B and 175B in 16 and in 4 bits, and jobs of the lengths that FlexGen measured. Each has the
+CPU seconds of a plan, its predicted seconds of all sweeps, and those of the whole job in the simulator, with the real
+scheduler and the real Steps. The plan's own simulation is a sampled one.
 
     python benchmarks/plan_times.py              # writes benchmarks/results/plan_times.json
     python benchmarks/plan_times.py --only 30b --times-only
@@ -118,7 +118,8 @@ def main() -> None:
             found.append(entry)
             ratio = f", {entry['predicted_over_simulated']:.3f} of the simulated" if not args.times_only else ""
             print(
-                f"{entry['case']}: planned in {entry['planning_cpu_s']:.2f} CPU s: {entry['predicted_s']:,.1f} s{ratio}",
+                f"{entry['case']}: planned in {entry['planning_cpu_s']:.2f} CPU s:"
+                f" {entry['predicted_s']:,.1f} s{ratio}",
                 flush=True,
             )
     times = sorted(entry["planning_cpu_s"] for entry in found)

@@ -1,14 +1,18 @@
-"""Policies drawn at random, predicted and measured in three settings; the first of each setting is the planner's own choice.
+"""Policies drawn at random, predicted and measured in three settings.
 
-The settings are links about as fast as compute, the CPU and a disk, and a CPU that attends slowly beside an accelerator. A draw
-holds the planner to a block size, a number of micro-batches, an admission, tiers of the weights and classes of the KV; where the
-rest lies is the placement that the cost model finds best under these. Draws that do not fit, or whose job would take too long,
-are drawn again. Times are those of the sweeps. Each is predicted twice: by the cost model (the LP), and by the simulator.
+The first of each setting is the planner's own choice.
+
+The settings are links about as fast as compute, the CPU and a disk, and a CPU that attends slowly beside an
+accelerator. A draw holds the planner to a block size, a number of micro-batches, an admission, tiers of the weights and
+classes of the KV; where the rest lies is the placement that the cost model finds best under these. Draws that do not
+fit, or whose job would take too long, are drawn again. Times are those of the sweeps. Each is predicted twice: by the
+cost model (the LP), and by the simulator.
 
     python benchmarks/policy_errors.py --work-dir DIR                 # measures
     python benchmarks/policy_errors.py --work-dir DIR --dry           # draws and simulates only, writes nothing
 
-Writes benchmarks/results/policy_errors.json, after each round; with --only, settings that are left out stay as they are there.
+Writes benchmarks/results/policy_errors.json, after each round; with --only, settings that are left out stay as they are
+there.
 """
 
 from __future__ import annotations
@@ -104,8 +108,9 @@ def drawn(problem: Problem, setting: Setting, seed: int) -> Iterator[tuple[str, 
         own = held(setting, draw)
         allowed = own["allowed"]
         words = (
-            f"{own['num_gpu_batches']} batches of {own['max_num_seqs'] // own['num_gpu_batches']}, {own['admissions'][0]},"
-            f" weights {'+'.join(allowed.weight_tiers)}, KV {'+'.join(sorted(allowed.kv_placements))}"
+            f"{own['num_gpu_batches']} batches of {own['max_num_seqs'] // own['num_gpu_batches']},"
+            f" {own['admissions'][0]}, weights {'+'.join(allowed.weight_tiers)},"
+            f" KV {'+'.join(sorted(allowed.kv_placements))}"
         )
         try:
             yield words, search(replace(problem, **own))

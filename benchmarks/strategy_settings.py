@@ -1,7 +1,8 @@
-"""Settings of an emulated accelerator and a job, in each of which something else is scarce and another strategy the fastest.
+"""Settings of an emulated accelerator and a job: in each something else is scarce and another strategy the fastest.
 
-The accelerator has a core of its own. The model is small, with as many KV heads as query heads, so that attention is a large part of
-a sweep, and few layers: a deferred token takes a sweep for each and one more, and jobs that are measured have to last for that.
+The accelerator has a core of its own. The model is small, with as many KV heads as query heads, so that attention is a
+large part of a sweep, and few layers: a deferred token takes a sweep for each and one more, and jobs that are measured
+have to last for that.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Setting:
 SETTINGS = (
     Setting(
         "all fits",
-        "nothing: all KV fits the device, a second batch would double what each layer takes by itself, and the CPU attends"
-        " slowly",
+        "nothing: all KV fits the device, a second batch would double what each layer takes by itself,"
+        " and the CPU attends slowly",
         ("GPU-only",),
         Device("emulated", 320 * MIB, 2e8, 2e8, slowdown=1.0, cpu_slowdown=64.0, step_overhead_s=2e-3),
         rows=64,
@@ -91,8 +92,8 @@ SETTINGS = (
     ),
     Setting(
         "slow CPU",
-        "memory of the device, its link and the CPU: a second batch would double what each layer takes by itself, for too"
-        " little attention",
+        "memory of the device, its link and the CPU: a second batch would double what each layer takes by itself,"
+        " for too little attention",
         ("APEX",),
         Device("emulated", 256 * MIB, 2e8, 2e8, slowdown=1.0, cpu_slowdown=6.0, step_overhead_s=5e-3),
         rows=480,
@@ -101,7 +102,8 @@ SETTINGS = (
     ),
 )
 
-# The last of them but for one number: with a faster CPU a second batch pays. Between the two lies where APEX's inequality (6) flips.
+# The last of them but for one number: with a faster CPU a second batch pays. Between the two lies where APEX's
+# inequality (6) flips.
 FLIPPED = replace(
     SETTINGS[-1],
     name="slow CPU, four times as fast",
@@ -166,7 +168,8 @@ def plans_of(
     """Plans for a setting.
 
     Returns:
-        The chosen plan and the best one of every strategy; why others cannot be followed; and the strategy that the chosen plan follows.
+        The chosen plan and the best one of every strategy; why others cannot be followed; and the strategy that the
+        chosen plan follows.
     """
     problem = problem_on(hardware, config, setting.workload, process_bytes)
     plans = {"chosen": plan_problem(problem)}

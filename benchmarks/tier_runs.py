@@ -1,4 +1,4 @@
-"""Runs of a random model of moderate size under any policy, for benchmarks that compare predicted with measured times."""
+"""Runs of a random model of moderate size under any policy, to compare predicted with measured times."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def run_here(
         budgets: of `resolve_budgets`.
 
     Returns:
-        The seconds of the sweeps, without loading; "tokens", a digest of what each row generated; "busy", why the times cannot be
-        trusted, None where the machine was left alone; and the engine's statistics.
+        The seconds of the sweeps, without loading; "tokens", a digest of what each row generated; "busy", why the times
+        cannot be trusted, None where the machine was left alone; and the engine's statistics.
     """
     files = resolve_model(str(model))
     store = None

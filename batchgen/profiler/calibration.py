@@ -22,22 +22,22 @@ from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kernel_choice import KernelChoice
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.machine import available_cores, available_memory_bytes, keep_freed_memory
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.costs import (
-    before_attention_frac,
-    decode_attention_s,
-    elementwise_s,
-    linear_s,
-    prefill_attention_s,
-    shared_attention_s,
+    phase_decode_attention_s,
+    phase_matmul_s,
+    phase_prefill_attention_s,
+    phase_prefix_attention_s,
 )
 from batchgen.planner.phases import Phase
 from batchgen.planner.problem import CostInputs, Problem
 from batchgen.planner.search import search_space
+from batchgen.planner.step_seconds import before_attention_frac, elementwise_s
 from batchgen.profiler.timing import FULL, last_level_cache_bytes
 from batchgen.profiler.transfer import disk_rates
 from batchgen.schedule.scheduler import ScheduledSequence
@@ -272,7 +272,7 @@ def _terms(profile: HardwareProfile, model: ModelConfig, dtype: str, sweep: _Swe
     inputs = _inputs(profile, model, dtype, Workload.uniform(sweep.count, max(2, prefix + sweep.new), 2, prefix))
     if sweep.new == 1:
         phase = Phase(1, 0, 0, sweep.count, sweep.cached + 1)
-        decode = decode_attention_s(inputs, phase, inputs.rates)
+        decode = phase_decode_attention_s(inputs, phase, inputs.rates)
     else:
         phase = Phase(1, sweep.count * sweep.new, sweep.count, 0, 0)
         decode = 0.0
@@ -282,8 +282,14 @@ def _terms(profile: HardwareProfile, model: ModelConfig, dtype: str, sweep: _Swe
     def of_all(seconds: Callable[[CostInputs, Phase], float]) -> float:
         return (model.num_layers - after) * seconds(inputs, phase) + after * seconds(inputs, last)
 
-    rest = (prefill_attention_s(inputs, phase), decode, shared_attention_s(inputs, phase), inputs.rates.step_overhead_s)
-    return [of_all(linear_s), of_all(elementwise_s), *(model.num_layers * seconds for seconds in rest)]
+    rest = (
+        phase_prefill_attention_s(inputs, phase),
+        decode,
+        phase_prefix_attention_s(inputs, phase),
+        inputs.rates.step_overhead_s,
+    )
+    moved = of_all(lambda s, sampled: elementwise_s(s, sampled.tokens))
+    return [of_all(phase_matmul_s), moved, *(model.num_layers * seconds for seconds in rest)]
 
 
 def _inputs(profile: HardwareProfile, model: ModelConfig, dtype: str, workload: Workload) -> CostInputs:
@@ -348,7 +354,7 @@ def _scheduled(sweep: _Sweep) -> list[ScheduledSequence]:
     next_block = shared_blocks
     for i in range(sweep.count):
         sequence = Generated(
-            i, i, 0, [(i + j) % _VOCAB for j in range(sweep.cached + sweep.new)], SamplingParams(), "cpu"
+            i, i, 0, [(i + j) % _VOCAB for j in range(sweep.cached + sweep.new)], SamplingParams(), KVPlacement.CPU
         )
         own = -(-(sweep.cached + sweep.new) // DEFAULT_KV_BLOCK_SIZE) - shared_blocks
         sequence.block_table = array("i", [*range(shared_blocks), *range(next_block, next_block + own)])

@@ -23,7 +23,7 @@ from batchgen.job.planning import plan_job, problem_here, problem_of_job
 from batchgen.job.what_if import what_if
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.files import ModelFiles, resolve_model
-from batchgen.planner.balance import balanced
+from batchgen.planner.balance import with_unequal_batches
 from batchgen.planner.explain import make_plan
 from batchgen.planner.memory import group_bytes
 from batchgen.planner.memory_requirements import most_kv_tokens
@@ -502,7 +502,7 @@ def test_two_batches_are_in_another_order_where_they_were_costed_so_and_it_has_s
     seqs = {name: share + (i < rest) for i, name in enumerate(kv_placements)}
     placed = replace(best, realised=replace(best.realised, counts=replace(best.counts, kv_seqs=seqs)))
     if costed == "neo":
-        placed = replace(placed, inputs=balanced(placed.inputs, seqs.get("cpu", 0)))
+        placed = replace(placed, inputs=with_unequal_batches(placed.inputs, seqs.get("cpu", 0)))
     else:
         placed = replace(placed, inputs=replace(placed.inputs, batch_order=costed))
     policy = make_plan(problem, placed, startup_s=0.0).policy
