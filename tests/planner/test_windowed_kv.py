@@ -32,9 +32,7 @@ def planned(model, workload, cpu_memory, **options):
         hardware, model, workload, budgets, "float16", ("int4",), ("float16",), admissions=("continuous",), **options
     )
     found = search(problem)
-    plan = make_plan(
-        problem, found, model_name="m", max_model_len=4096, share_prefixes=True, startup_s=0.0, output_len_known=True
-    )
+    plan = make_plan(replace(problem, model_name="m", max_model_len=4096, share_prefixes=True), found, startup_s=0.0)
     return found, memory_of(plan, model)
 
 
