@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from batchgen.core.dtypes import INT4
+from batchgen.models.formats.base import StoredPart
 from batchgen.models.shard import Cut, Shard
 
-Fill = Callable[[str, int, Tensor], None]  # (part, layer, tensor to fill)
-FillCut = Callable[[str, int, Tensor, Cut], bool]  # the same, of what a rank has; whether it could
 _Parts = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def cut_while_filling(
-    shard: Shard, places: Callable[[int], Mapping[str, tuple[str, tuple[int, ...]]]], fill: Fill, fill_cut: FillCut
-) -> Fill:
-    """A function that fills parts of the rank's size.
+def fill_share(cut: Cut, part: StoredPart, rows: int, out: Tensor) -> None:
+    """Fill a tensor with a rank's share of a part, without reading the rest of it where the format can.
 
     Args:
-        shard: The rank's.
-        places: Of a layer, each part's tensor and whole shape.
-        fill: Fills a part, whole.
-        fill_cut: Fills what the rank has of a part without the rest of it, if it can.
+        cut: The rank's share.
+        part: The whole part.
+        rows: Rows of the whole part.
+        out: Tensor of the share's shape.
     """
-
-    def fill_own(part: str, layer: int, out: Tensor) -> None:
-        name, shape = places(layer)[part]
-        cut = shard.cut(name, part)
-        if cut.whole:
-            fill(part, layer, out)
-        elif cut.zero:
-            out.zero_()
-        elif not fill_cut(part, layer, out, cut):
-            # Of packed rows columns are bytes.
-            columns = [out.shape[1] * (cut.size if cut.by_columns else 1)] if out.ndim == 2 else []
-            whole = torch.empty((shape[0], *columns), dtype=out.dtype)
-            fill(part, layer, whole)
-            out.copy_(cut.of(whole))
-
-    return fill_own
+    if cut.whole:
+        part.fill(out)
+    elif cut.zero:
+        out.zero_()
+    elif not part.fill_cut(out, cut):
+        # Of packed rows columns are bytes.
+        columns = [out.shape[1] * (cut.size if cut.by_columns else 1)] if out.ndim == 2 else []
+        whole = torch.empty((rows, *columns), dtype=out.dtype)
+        part.fill(whole)
+        out.copy_(cut.of(whole))
 
 
 def cut_tensors(

@@ -21,16 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, QUANTIZATIONS
+from batchgen.core.dtypes import AS_FOUND, EXPANDED, KEPT_FORMATS, MIXED, QUANTIZATIONS
 from batchgen.core.errors import BatchgenError, InputError, one_line, reason_of
 from batchgen.core.file_version import FileVersion, version_of
 from batchgen.core.private_files import private_folder, why_untrusted
 from batchgen.core.screen import say
 from batchgen.core.typed_json import parse_json, read_typed
 from batchgen.models.config import ModelConfig
+from batchgen.models.formats.base import Scheme
 from batchgen.models.formats.gguf.fields import ROPE_FACTORS, config_of_gguf, matrix_formats
 from batchgen.models.formats.gguf.split import first_part, gguf_paths, model_stem, read_gguf
-from batchgen.models.formats.quantization import INT8_CODES, MXFP4, Scheme, packed_format, read_scheme
+from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.hf.config_files import QUANTIZATION, read_config_json, read_json_object
 from batchgen.models.hf.fields import stated_dtype
@@ -202,19 +203,8 @@ def stored_quantization(files: ModelFiles) -> str | None:
         return stored if stored in KEPT_FORMATS else None
     if (scheme := stated_scheme(files)) is None:
         return None
-    if scheme.layout == INT8_CODES:
-        return INT8
-    if scheme.layout == MXFP4:
-        return MXFP4_EXPERTS if _has_blocks(_tensors_if_there(files)) else None
     matrices = _config_without_weights(files.path / "config.json").layer_matrices.values()
-    columns = {n for group in matrices for _, n in group}
-    return packed_format(scheme, _tensors_if_there(files), columns)
-
-
-def _has_blocks(tensors: dict[str, TensorInfo]) -> bool:
-    """Whether all experts are in MXFP4, of a model that may be known by its configuration alone."""
-    experts = [name for name in tensors if ".experts." in name and "_proj" in name and not name.endswith("_bias")]
-    return all(name.endswith(("_blocks", "_scales")) for name in experts)
+    return scheme.packed_format(_tensors_if_there(files), {n for group in matrices for _, n in group})
 
 
 def stated_scheme(files: ModelFiles) -> Scheme | None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from batchgen.core.dtypes import (
     FORMAT_BYTES,
@@ -132,6 +133,33 @@ def layout_of(config: ModelConfig, which: str, layer: int, *, unfused: bool = Fa
         return embedding_layout(config)
     head = head_layout(config)
     return {"sinks.weight": head["sinks.weight"]} if which == "sinks" else head
+
+
+class Part(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        name: Name in a layout: "q.weight".
+        shape: Its own shape.
+        layer: Number of the layer; 0 before and after the layers.
+        in_layer: Whether it is of a layer.
+    """
+
+    name: str
+    shape: Shape
+    layer: int
+    in_layer: bool
+
+
+def all_parts(config: ModelConfig, *, unfused: bool = False) -> Iterator[Part]:
+    """Every part of a model's tensors. unfused: whether parts of layers are single matrices of one expert each."""
+    layouts = [(layout_of(config, which, 0), 0, False) for which in ("embeddings", "head")]
+    of_layers = range(config.num_layers)
+    layouts += [(layout_of(config, "layer", layer, unfused=unfused), layer, True) for layer in of_layers]
+    for layout, layer, in_layer in layouts:
+        for parts in layout.values():
+            for name, shape in parts:
+                yield Part(name, shape, layer, in_layer)
 
 
 # What they are stored in.

@@ -730,7 +730,7 @@ def test_dummy_rows_differ_in_a_tensor_larger_than_the_pool(monkeypatch):
 
     from test_config import LLAMA_8B
 
-    monkeypatch.setattr("batchgen.models.checkpoint._DUMMY_VALUES", (1 << 12) + 3)
+    monkeypatch.setattr("batchgen.models.formats.dummy._VALUES", (1 << 12) + 3)
     config = replace(config_of_hf(LLAMA_8B), vocab_size=300, embed_size=64, hidden_size=64)
     embed = dummy_checkpoint(config).load_embeddings(torch.float32)["embed.weight"]
     assert len(torch.unique(embed, dim=0)) == 300

@@ -18,7 +18,7 @@ from batchgen.engine.loader import choose_quantization
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
-from batchgen.models.formats.quantization import read_scheme
+from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.layouts import is_quantized
 from batchgen.models.store.weight_store import load_extent
 from batchgen.ops import cpp

@@ -10,12 +10,11 @@ from typing import Any
 
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.typed_json import parse_json
-from batchgen.models.formats.quantization import AWQ, GPTQ
 
 _MOST_BYTES = 256 << 20  # an index of a million tensors has 100 MB
 QUANTIZATION = "quantization_config"
 # Where older checkpoints state how they are quantized, and what states no `quant_method` there: AutoGPTQ's file, and AutoAWQ's.
-_BESIDE = {"quantize_config.json": GPTQ, "quant_config.json": AWQ}
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _MODELOPT = "hf_quant_config.json"
 # All that says what a model is, beside its weights and its tokenizer.
 STATES_MODEL = ("config.json", "generation_config.json", *_BESIDE, _MODELOPT)

@@ -7,7 +7,7 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.models.families import ARCHITECTURES, MIXTURES, QWEN_MIXTURES
-from batchgen.models.formats.quantization import INT8_CODES, MXFP4, describe, read_scheme
+from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
 from batchgen.models.stated_numbers import shown
 
@@ -80,9 +80,8 @@ def _refuse_quantization(quantization: Any, family: str) -> None:
     if quantization is None or quantization == {}:
         return
     scheme = read_scheme(quantization)
-    of_mixture = family in MIXTURES and scheme.layout == INT8_CODES
-    if of_mixture or (scheme.layout == MXFP4) != (family == "gpt_oss"):
-        raise InputError(f"{family} checkpoints in {describe(scheme)} are not supported: take one in bfloat16")
+    if not scheme.supports(family):
+        raise InputError(f"{family} checkpoints in {scheme.describe()} are not supported: take one in bfloat16")
 
 
 def read_heads(keys: Mapping[str, Any], family: str) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,6 +97,18 @@ def tensors_of(files: WeightFiles) -> dict[str, TensorInfo]:
             if named in (None, path):
                 found[name] = info
     return found
+
+
+class ModelTensors(dict[str, TensorInfo]):
+    """All tensors of a model by name. One that is missing raises an InputError that says what is wrong with the model."""
+
+    def __init__(self, model: Path, tensors: Mapping[str, TensorInfo]) -> None:
+        """Take the tensors of the model in a directory, or of a GGUF."""
+        super().__init__(tensors)
+        self._model = model
+
+    def __missing__(self, name: str) -> TensorInfo:
+        raise missing_tensor(self._model, self, name)
 
 
 def missing_tensor(model: Path, tensors: Iterable[str], name: str) -> InputError:
