@@ -16,7 +16,8 @@ from batchgen.core.request import Completion, Request, Sample, SamplingParams
 from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompts
 from batchgen.dataset.storage import is_url
 from batchgen.job.options import names_of, options_of
-from batchgen.models.files import model_identity, resolve_model
+from batchgen.models.files import resolve_model
+from batchgen.models.identity import model_identity
 from batchgen.models.tokenizers.thinking import gives_reasoning
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_prefix, output_schema
@@ -90,9 +91,6 @@ class MapFunction:
     share_prefixes, expected_output_len and on_overlong. Random draws belong to rows: with a temperature, name an id_column
     or map(..., with_indices=True). Raises InputError, before weights are read where possible.
     """
-
-    # As it was called when `datasets` hashed the first of them: the cache of `map` finds their results.
-    __module__ = "batchgen.with_datasets"
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
         known = {option.name: option for option in options_of("map", "engine") if option.name != "model"}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import parse_device
 from batchgen.core.errors import InputError
 from batchgen.core.machine import trim_freed_memory
@@ -30,8 +31,8 @@ from batchgen.engine.prefetch import Prefetch
 from batchgen.engine.scoring import Scoring
 from batchgen.engine.spoilt import Spoilt
 from batchgen.engine.tensor_parallel import first_shard, load_on_ranks, shard_quantization
-from batchgen.models.convert import find_or_convert
-from batchgen.models.files import cache_dir, read_config, resolve_model
+from batchgen.models.files import read_config, resolve_model
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.runtime.grammar import check_grammar
 from batchgen.schedule.adaptation import Adaptation, Change, Measured

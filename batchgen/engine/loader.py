@@ -30,9 +30,10 @@ from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
-from batchgen.models.convert import made_before, store_path
-from batchgen.models.files import STORE_MANIFEST, ModelFiles, read_store_manifest, resolve_quantization
+from batchgen.models.files import ModelFiles, resolve_quantization
+from batchgen.models.kept_stores import made_before, store_path
 from batchgen.models.layouts import end_bytes
+from batchgen.models.store.manifest import STORE_MANIFEST, read_store_manifest
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import chunk_tokens, group_bytes_of_layers, plan_memory, stream_bytes
@@ -256,7 +257,7 @@ def existing_store(
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
         if (manifest["dtype"], manifest["weight_format"]) == (dtype, weight_format_of(dtype, quantization)):
             return True
-    return made_before(files, store_path(offload_dir, files, dtype, quantization, shard)) is not None
+    return made_before(store_path(offload_dir, files, dtype, quantization, shard)) is not None
 
 
 def store_bytes(config: ModelConfig, dtype: str, quantization: str) -> int:

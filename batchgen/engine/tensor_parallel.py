@@ -20,8 +20,8 @@ from batchgen.engine.messages import WORK, ShardLoad, ShardSweep, decode, encode
 from batchgen.engine.parts import EngineParts, SweepRunner, process_peaks
 from batchgen.engine.rank_zero import RankZeroCounts
 from batchgen.models.config import ModelConfig
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import ModelFiles, stored_quantization
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.shard import Shard, shard_of
 from batchgen.schedule.deferred_batches import Cohorts
 from batchgen.schedule.packed_batch import PackedBatch

@@ -10,9 +10,9 @@ from batchgen.core.dtypes import EXPANDED, KEPT_FORMATS
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.tensor_parallel import load_on_ranks
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import stated_scheme
 from batchgen.models.formats.fp8 import Fp8
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
 from batchgen.planner.pipeline import stage_policy
 from batchgen.planner.stages import split_layers

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device, has_cuda, parse_device
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
@@ -48,7 +49,7 @@ from batchgen.job.source import open_source
 from batchgen.job.what_if import what_if
 from batchgen.job.workload import EstimatedWorkload, measure_workload
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, cache_dir, resolve_for_planning
+from batchgen.models.files import ModelFiles, resolve_for_planning
 from batchgen.planner.explain import compare, explain, frontier_lines, headline, kernel_lines
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.replanned import planned_anew_s

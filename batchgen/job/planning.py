@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.cores import on_cores, own_core
 from batchgen.core.device import Device
 from batchgen.core.dtypes import (
@@ -46,7 +47,7 @@ from batchgen.job.routing import known_routing
 from batchgen.job.weight_choice import faster, quantizations_planned, without_room
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import cache_dir, stored_quantization
+from batchgen.models.files import stored_quantization
 from batchgen.models.layouts import layer_sizes, main_format, output_format
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed

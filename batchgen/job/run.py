@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import changes_results
 from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, refusing_what_is_denied
@@ -45,7 +46,8 @@ from batchgen.job.shared import open_output, requests_left
 from batchgen.job.source import RequestSource, open_source
 from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
-from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
+from batchgen.models.files import ModelFiles, resolve_model
+from batchgen.models.identity import model_identity
 from batchgen.models.model_versions import ModelVersions, changed_file, check_unchanged, model_versions
 from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,27 +18,23 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from batchgen._version import __version__
 from batchgen.core.atomic_file import replace_durably, staged, storage_error, write_atomically
-from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import INT4, KEPT_FORMATS, PACKED_FORMATS, weight_format_of
-from batchgen.core.errors import BatchgenError, InputError, one_line
+from batchgen.core.dtypes import INT4, PACKED_FORMATS, weight_format_of
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
-from batchgen.core.private_files import why_untrusted
 from batchgen.core.units import format_bytes
-from batchgen.models.config import DTYPES, ModelConfig
-from batchgen.models.files import (
+from batchgen.models.config import DTYPES
+from batchgen.models.files import ModelFiles, resolve_quantization
+from batchgen.models.identity import model_identity
+from batchgen.models.model_versions import check_unchanged, model_versions
+from batchgen.models.store.manifest import (
     RANK_KEY,
     STORE_FORMAT,
     STORE_MANIFEST,
     STORE_UNFINISHED,
     STORE_VERSION,
-    ModelFiles,
-    model_identity,
-    read_config,
     read_store_manifest,
-    resolve_quantization,
     store_manifest_checksum,
 )
-from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.models.tokenizers.tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
@@ -98,7 +93,7 @@ def convert(
         "format": STORE_FORMAT,
         "format_version": STORE_VERSION,
         "batchgen": __version__,
-        "source": {"name": files.name, "identity": _identity(files, shard)},
+        "source": {"name": files.name, "identity": source_identity(files, shard)},
         "dtype": dtype,
         "weight_format": weight_format,
         "config": replace(checkpoint.config, dtype=dtype).to_json(),
@@ -132,119 +127,8 @@ def _check_apart(files: ModelFiles, target: Path) -> None:
         raise InputError(f"{target} has the model {files.path} in it: give another directory for the store")
 
 
-def _identity(files: ModelFiles, shard: Shard | None) -> dict[str, Any]:
+def source_identity(files: ModelFiles, shard: Shard | None) -> dict[str, Any]:
     return model_identity(files) | ({RANK_KEY: [shard.rank, shard.size]} if shard else {})
-
-
-def store_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: str, shard: Shard | None = None) -> Path:
-    """Where jobs keep the store that is made of a model, or of a rank's part of it.
-
-    Where another user has made what is there, or may write to it, this user's store is beside it.
-
-    Raises:
-        InputError: What is beside it is not this user's alone, either.
-    """
-    path = _common_path(offload_dir, files, dtype, quantization, shard)
-    if why_untrusted(path, path) is None:
-        return path
-    own = path.with_name(f"{path.name}-user-{os.geteuid()}")
-    if reason := why_untrusted(own, own):
-        raise InputError(f"the weight store {own} is not used, as {reason}: give another --offload-dir")
-    return own
-
-
-def _common_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: str, shard: Shard | None) -> Path:
-    packed = weight_format_of("none", quantization)
-    key = json_sha256([_identity(files, shard), dtype, packed, STORE_VERSION])
-    name = re.sub(r"[^\w.-]+", "-", files.name).strip("-.")[:60]
-    kind = dtype if packed == "none" else f"{packed}-{dtype}"
-    if shard is not None:
-        kind += f"-rank-{shard.rank}-of-{shard.size}"
-    return Path(offload_dir) / "stores" / f"{name}-{kind}-{key[:16]}"
-
-
-def find_or_convert(
-    files: ModelFiles,
-    offload_dir: Path,
-    dtype: str,
-    quantization: str = "none",
-    *,
-    notify: Callable[[str], None] = lambda line: None,
-    on_layer: Callable[[int, int], None] = _ignore,
-    shard: Shard | None = None,
-) -> WeightStore:
-    """A store of the model: the model itself where it is one of that kind, one that was made before, or a new one.
-
-    Where another process makes the same store, waits for it: workers and ranks that start together find one store.
-    quantization: of `models.files.resolve_quantization`. notify: is told before a conversion, or the wait, begins. on_layer, shard and
-    errors as `convert`.
-    """
-    from batchgen.models.store.weight_store import open_store
-
-    if shard is None and files.kind == "store":
-        store = open_store(files.path)
-        if (store.dtype, store.weight_format) == (dtype, weight_format_of(dtype, quantization)):
-            return store
-    target = store_path(offload_dir, files, dtype, quantization, shard)
-    common = _common_path(offload_dir, files, dtype, quantization, shard)
-    if target != common:
-        notify(
-            f"the weight store {common} is not used, as {why_untrusted(common, common)}: this user's own is {target}"
-        )
-    waited_for = ""
-    while True:
-        if made := made_before(files, target):
-            return made
-        try:
-            return _make_store(files, offload_dir, target, dtype, quantization, notify, on_layer, shard)
-        except _AnotherConverts as error:
-            if error.holder != waited_for:
-                notify(f"waiting for {error.holder}, which is converting {files.name} into {error.target}")
-            waited_for = error.holder
-            time.sleep(_LOCK_POLL_S)
-
-
-def made_before(files: ModelFiles, target: Path) -> WeightStore | None:
-    """The store that an earlier job made of the model in `target` (`store_path`); None where there is none, or not all of it."""
-    from batchgen.models.store.weight_store import open_store
-
-    if (target / STORE_MANIFEST).exists():
-        with contextlib.suppress(InputError):  # what is missing is made anew
-            store = open_store(target)
-            # Of an earlier version, which expanded what stands before and after the layers.
-            if store.weight_format not in KEPT_FORMATS or store.config.end_formats == read_config(files).end_formats:
-                return store
-    return None
-
-
-def _make_store(
-    files: ModelFiles,
-    offload_dir: Path,
-    target: Path,
-    dtype: str,
-    quantization: str,
-    notify: Callable[[str], None],
-    on_layer: Callable[[int, int], None],
-    shard: Shard | None,
-) -> WeightStore:
-    """Converts the model, or a rank's part of it; a part in int4 from a store of the whole."""
-    source = files
-    if shard is not None and quantization == INT4:  # which columns count is measured on the whole model
-        whole = find_or_convert(files, offload_dir, dtype, quantization, notify=notify, on_layer=on_layer)
-        source = replace(files, path=whole.path, kind="store")
-    part = f"rank {shard.rank} of {shard.size} of " if shard else ""
-    to_format = weight_format_of(dtype, quantization)
-    begun = f"converting {part}{files.name} to {to_format} in {target}, which later jobs will find there"
-    return convert(
-        source,
-        target,
-        dtype=dtype,
-        quantization=quantization,
-        overwrite=True,
-        on_start=lambda: notify(begun),
-        on_layer=on_layer,
-        shard=shard,
-    )
 
 
 @dataclass(frozen=True)
@@ -398,17 +282,8 @@ class _Conversion:
             if overwrite:
                 return None
             raise
-        try:
-            differing = [
-                key
-                for key in ("source", "dtype", "weight_format", "config")
-                if _key(held, key) != _key(self.header, key)
-            ]
-        except ValueError as error:
-            raise InputError(
-                f"{found[0]} is of no weight store ({one_line(error)}): replace it with --overwrite"
-            ) from error
-        if not differing:
+        same_source = held["source"]["identity"] == self.header["source"]["identity"]
+        if same_source and all(held[key] == self.header[key] for key in ("dtype", "weight_format", "config")):
             return held
         if overwrite:
             return None
@@ -426,16 +301,6 @@ class _Conversion:
         manifest["checksum"] = store_manifest_checksum(manifest)
         write_atomically(self.target / STORE_UNFINISHED, (json.dumps(manifest, indent=1) + "\n").encode(), mode=0o644)
         (self.target / STORE_MANIFEST).unlink(missing_ok=True)
-
-
-def _key(manifest: dict[str, Any], name: str) -> Any:
-    """What must be the same in two manifests of one store: of the source not its name, of the config what it means.
-
-    Earlier versions wrote configs without the fields that later families have; formats as found are in the layout of files.
-    """
-    if name == "config":
-        return replace(ModelConfig.from_json(manifest[name]), layer_formats=(), end_formats=())
-    return manifest[name]["identity"] if name == "source" else manifest[name]
 
 
 def _describe(manifest: dict[str, Any]) -> str:
@@ -502,7 +367,7 @@ def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], imp
     return digest.hexdigest()
 
 
-class _AnotherConverts(BatchgenError):
+class AnotherConverts(BatchgenError):
     """Another process has the lock of `target`. holder: as of `LockHeld`."""
 
     def __init__(self, target: Path, holder: str) -> None:
@@ -520,7 +385,7 @@ def _locked(target: Path) -> Iterator[None]:
         target.mkdir(mode=0o755, parents=True, exist_ok=True)
         descriptor = lock_file(target / _LOCK)
     except LockHeld as error:
-        raise _AnotherConverts(target, error.holder) from None
+        raise AnotherConverts(target, error.holder) from None
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror}: give a directory that you can write to") from error
     try:

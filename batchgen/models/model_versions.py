@@ -7,9 +7,10 @@ from pathlib import Path
 
 from batchgen.core.errors import InputError
 from batchgen.core.file_version import FileVersion, version_of
-from batchgen.models.files import STORE_MANIFEST, ModelFiles, reading_model, weight_paths
+from batchgen.models.files import ModelFiles, reading_model, weight_paths
 from batchgen.models.hf.config_files import STATES_MODEL
 from batchgen.models.hf.weight_files import find_weight_files
+from batchgen.models.store.manifest import STORE_MANIFEST
 
 ModelVersions = Mapping[Path, FileVersion]
 

@@ -15,8 +15,9 @@ from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, GGUF_FORMATS, MXFP
 from batchgen.core.errors import InputError
 from batchgen.engine.loader import choose_quantization
 from batchgen.models.checkpoint import open_checkpoint
-from batchgen.models.convert import convert, find_or_convert
+from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.layouts import is_quantized
 from batchgen.models.store.weight_store import load_extent
 from batchgen.ops import cpp

@@ -10,9 +10,10 @@ from tiny_models import FAMILIES, make_tiny_model
 import batchgen
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint
-from batchgen.models.convert import convert, find_or_convert
+from batchgen.models.convert import convert
 from batchgen.models.families import MIXTURES
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.store.weight_store import open_store
 from batchgen.ops import int8
 

@@ -21,8 +21,10 @@ import batchgen
 from batchgen.cli import commands
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models.checkpoint import open_checkpoint
-from batchgen.models.convert import convert, find_or_convert, store_path
-from batchgen.models.files import model_identity, read_config, resolve_for_planning, resolve_model, weight_paths
+from batchgen.models.convert import convert
+from batchgen.models.files import read_config, resolve_for_planning, resolve_model, weight_paths
+from batchgen.models.identity import model_identity
+from batchgen.models.kept_stores import find_or_convert, store_path
 from batchgen.models.store.weight_store import open_store
 from batchgen.models.tokenizers.tokenizer import load_tokenizer
 

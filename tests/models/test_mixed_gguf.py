@@ -20,11 +20,12 @@ from tiny_models import (
 
 import batchgen
 from batchgen.core.dtypes import BLOCK_FORMATS, GGUF_FORMATS, MIXED
-from batchgen.engine.loader import existing_store, store_bytes
+from batchgen.engine.loader import store_bytes
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.config import ModelConfig
-from batchgen.models.convert import convert, find_or_convert
+from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model, resolve_quantization, weight_tensors
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.layouts import layer_sizes, main_format, stored_tensors
 from batchgen.ops import cpp
 from batchgen.planner.memory import group_bytes, group_bytes_of_layers, slot_bytes
@@ -170,22 +171,6 @@ def test_layers_of_one_format_keep_its_name_and_the_ends_their_own(tmp_path):
     (embed,) = store.embeddings.extents["embeddings"].tensors
     head = {t.name: t.dtype for t in store.head.extents["head"].tensors}
     assert embed.dtype == "q8_0" and head == {"final_norm.weight": "float32", "lm_head.weight": "q6_k"}
-
-
-def test_a_store_of_an_earlier_version_is_made_again(tmp_path, monkeypatch):
-    """It has what stands before and after the layers expanded."""
-    files = make(tmp_path, "llama", lambda name: "Q8_0")
-    real = read_config
-    with monkeypatch.context() as patch:
-        patch.setattr("batchgen.models.checkpoint.read_config", lambda f: dataclasses.replace(real(f), end_formats=()))
-        patch.setattr("batchgen.models.convert.read_config", lambda f: dataclasses.replace(real(f), end_formats=()))
-        before = find_or_convert(files, tmp_path / "stores", "float32", "q8_0")
-    assert before.config.end_formats == () and before.embeddings.extents["embeddings"].tensors[0].dtype == "float32"
-    assert open_checkpoint(resolve_model(str(before.path))).load_packed("embeddings", 0, torch.float32, "q8_0")
-    assert not existing_store(files, tmp_path / "stores", "float32", "q8_0")  # as the plan sees it
-    after = find_or_convert(files, tmp_path / "stores", "float32", "q8_0")
-    assert existing_store(files, tmp_path / "stores", "float32", "q8_0")
-    assert after.path == before.path and after.embeddings.extents["embeddings"].tensors[0].dtype == "q8_0"
 
 
 def test_what_no_kernel_knows_is_expanded_beside_the_others(tmp_path):

@@ -13,15 +13,9 @@ import batchgen
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
-from batchgen.models.files import (
-    model_identity,
-    read_config,
-    resolve_model,
-    resolve_quantization,
-    weight_paths,
-    weight_tensors,
-)
+from batchgen.models.files import read_config, resolve_model, resolve_quantization, weight_paths, weight_tensors
 from batchgen.models.formats.gguf import tensors as gguf_tensors
+from batchgen.models.identity import model_identity
 from batchgen.models.tokenizers.tokenizer import load_tokenizer
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}

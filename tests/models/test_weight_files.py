@@ -13,8 +13,9 @@ from tiny_models import make_tiny_model
 
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint
-from batchgen.models.files import model_identity, read_config, resolve_model, stated_scheme
+from batchgen.models.files import read_config, resolve_model, stated_scheme
 from batchgen.models.formats.schemes import read_scheme
+from batchgen.models.identity import model_identity
 
 INDEX = "model.safetensors.index.json"
 NORM = "model.norm.weight"

@@ -16,7 +16,6 @@ from batchgen.core.direct_io import DirectFile, aligned_buffer
 from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, PACKED_FORMATS
 from batchgen.core.errors import BatchgenError, InputError, one_line
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import STORE_MANIFEST, read_store_manifest
 from batchgen.models.store.layout import (
     EMBEDDINGS_FILE,
     HEAD_FILE,
@@ -27,6 +26,7 @@ from batchgen.models.store.layout import (
     file_from_json,
     layer_file_name,
 )
+from batchgen.models.store.manifest import STORE_MANIFEST, read_store_manifest
 
 if TYPE_CHECKING:
     import torch

@@ -15,11 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchgen.core.cache_folder import cache_dir, is_trusted
 from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError, RowError, reason_of
 from batchgen.core.request import PLAIN_CHAT, ChatOptions
 from batchgen.core.text import repair_surrogates
-from batchgen.models.files import ModelFiles, cache_dir, is_trusted
+from batchgen.models.files import ModelFiles
 from batchgen.models.formats.gguf.header import gguf_pairs_sha256, read_gguf_header, read_gguf_vocabulary
 from batchgen.models.tokenizers.chat_template import Chat, ChatTemplate
 from batchgen.models.tokenizers.token_bound import TokenBound
