@@ -92,10 +92,9 @@ $(HELM_VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/*/*)
 	$(HELM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
-# Side by side with transformers; writes benchmarks/results/.
+# Side by side with transformers, and predicted against measured times; writes benchmarks/results/.
 bench: install
-	$(BIN)/python benchmarks/azure_vs_transformers.py
-	$(BIN)/python benchmarks/prefix_sharing.py
+	$(BIN)/python benchmarks/cpu_engines.py --engines batchgen,transformers
 	$(BIN)/python benchmarks/plan_accuracy.py
 
 # Jobs killed and interrupted at random moments of generation, in memory, on disk and in 4 bits; writes benchmarks/results/kills.json.
@@ -118,6 +117,7 @@ gpu-wheels:
 docs: install
 	$(BIN)/python docs/describe_commands.py
 	$(BIN)/python docs/describe_packages.py
+	$(BIN)/python docs/describe_benchmarks.py
 	$(BIN)/python docs/draw_sweep.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -1,4 +1,4 @@
-"""This checkout against another one of batchgen: the same jobs in turn, the same tokens, and how much longer they take.
+"""This checkout against another one of batchgen: the same jobs in turn, whether tokens are equal, and the ratio of times.
 
     python benchmarks/against_revision.py --other ../batchgen-before --rounds 12
 
@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "against_revision.json"
 # Runs in either checkout, so it uses nothing but what both export. A line in: the job's rows; a line out: what it took.
 _RUN = """
 import json, sys, time
@@ -72,7 +71,7 @@ def revision(checkout: Path) -> str:
 
 
 def compare(workers: dict[str, Worker], rows: list, rounds: int) -> dict:
-    """All workers in turn, `rounds` times after a first one that does not count; the medians of the ratios within rounds."""
+    """Medians of the ratios within rounds, in which all workers take turns; a first round does not count."""
     wall, cpu = {side: [] for side in workers}, {side: [] for side in workers}
     tokens = []
     sides = list(workers)
@@ -125,7 +124,7 @@ def main() -> None:
         for worker in workers.values():
             worker.close()
         print(name, {key: value for key, value in compared.items() if not key.endswith("seconds")}, flush=True)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

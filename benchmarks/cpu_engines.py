@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpu_kind import machine, slug
-from peers.bfloat16_files import write_directory, write_gguf
 from peers.environments import python_of
 from peers.machine_rates import gemm_rates
+from peers.model_files import write_bfloat16_gguf, write_directory
 from peers.workloads import WORKLOADS, Workload, random_rows, work
+from recording import machine, result_path, write
 
 from batchgen.core.machine import available_cores, available_memory_bytes
 from batchgen.core.units import parse_bytes
@@ -68,14 +68,14 @@ def setups(args: argparse.Namespace) -> dict[str, Setup]:
         BATCHGEN: Setup(
             "run_batchgen.py",
             lambda source, folder: source,
-            own | ({"quantization": "int8", "kv_cache_dtype": "int8"} if in_8_bits else {}),
+            own | ({"weights": "int8", "kv_cache_dtype": "int8"} if in_8_bits else {}),
         ),
         "openvino": Setup(
             "run_openvino.py",
             lambda source, folder: (
-                write_gguf(source, folder / "demo-q8_0.gguf", "Q8_0")
+                write_bfloat16_gguf(source, folder / "demo-q8_0.gguf", "Q8_0")
                 if in_8_bits
-                else write_gguf(source, folder / "demo-float16.gguf", "F16")
+                else write_bfloat16_gguf(source, folder / "demo-float16.gguf", "F16")
             ),
             {
                 "max_num_seqs": seqs,
@@ -95,7 +95,7 @@ def setups(args: argparse.Namespace) -> dict[str, Setup]:
         ),
         "llama.cpp": Setup(
             "run_llama_cpp.py",
-            lambda source, folder: write_gguf(source, folder / "demo-bfloat16.gguf"),
+            lambda source, folder: write_bfloat16_gguf(source, folder / "demo-bfloat16.gguf"),
             {"sequences": args.llama_sequences, "batch_tokens": args.llama_batch_tokens},
         ),
         "transformers": Setup(
@@ -239,8 +239,8 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:  # a benchmark from top to bottom
-    args, on = _parse(), machine()
+def main() -> None:
+    args = _parse()
     args.work_dir.mkdir(parents=True, exist_ok=True)
     files = resolve_model("demo")
     config = read_config(files)
@@ -284,11 +284,8 @@ def main() -> None:  # a benchmark from top to bottom
             summary["bound"] = bound(jobs[name], config, rates, statistics.median(ours))
     last = {name: done[-1] for by_engine in runs.values() for name, done in by_engine.items()}
     result = {
-        "benchmark": "cpu_engines",
-        "command": "python benchmarks/cpu_engines.py" + (" --bits 8" if args.bits == 8 else ""),
         "arguments": {k: v for k, v in vars(args).items() if k not in _PLACES},
-        "machine": on
-        | {"cores": available_cores(), "available_memory_bytes": available_memory_bytes(), "rates": rates},
+        "machine": machine() | {"available_memory_bytes": available_memory_bytes(), "rates": rates},
         "workloads": found,
         "settings": {
             job: {name: done[-1]["settings"] for name, done in by_engine.items()} for job, by_engine in runs.items()
@@ -297,8 +294,7 @@ def main() -> None:  # a benchmark from top to bottom
         "versions": versions() | {"engines": {name: run["versions"] for name, run in last.items()}},
     }
     kind = "cpu_engines" if args.bits == 16 else "cpu_engines_int8"
-    output = args.output or HERE / "results" / f"{kind}-{slug(on)}.json"
-    output.write_text(json.dumps(result, indent=2) + "\n")
+    write(args.output or result_path(kind, by_cpu=True), result)
     for name, summary in found.items():
         ratios = ", ".join(f"{peer} {ratio:.2f}" for peer, ratio in summary.get("batchgen_over", {}).items())
         share = f"; {summary['bound']['share_of_wall']:.0%} of the bound" if "bound" in summary else ""

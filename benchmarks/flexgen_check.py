@@ -3,7 +3,7 @@
     python benchmarks/flexgen_check.py              # the table, as Markdown
     python benchmarks/flexgen_check.py --write      # into docs/flexgen_check.md
 
-Their policies are costed for their runtime (`inputs.FLEXGEN`) on the placement their code makes of the printed
+Their policies are costed for their runtime (`problem.FLEXGEN`) on the placement their code makes of the printed
 percentages: whole weight matrices, by the midpoint of each within its layer.
 """
 
@@ -18,11 +18,12 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
-from batchgen.planner.flow import Phase, phases_of
-from batchgen.planner.inputs import FLEXGEN, CostInputs, Placement, RuntimeModel
-from batchgen.planner.lp import job_seconds
+from batchgen.planner.costs import job_seconds
 from batchgen.planner.peak_memory import peak_bytes
-from batchgen.planner.search import Candidate, Problem, search
+from batchgen.planner.phases import Phase, phases_of
+from batchgen.planner.placement import Placement
+from batchgen.planner.problem import FLEXGEN, CostInputs, Problem, RuntimeModel
+from batchgen.planner.search import Candidate, search
 from batchgen.profiler.shipped import shipped_profile
 
 HERE = Path(__file__).parent
@@ -48,7 +49,7 @@ class Cell:
     note: str = ""
 
     @property
-    def block_size(self) -> int:
+    def max_num_seqs(self) -> int:
         return self.policy[0] * self.policy[1]
 
 
@@ -103,7 +104,7 @@ def midpoint_shares(percent_gpu: int, percent_cpu: int, groups: tuple[tuple[floa
 def inputs_of(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> tuple[CostInputs, tuple[Phase, ...], Placement]:
     """The paper's policy for one cell."""
     hardware, model = hardware_of(cell), opt_config(cell.model)
-    workload = Workload.uniform(cell.block_size, cell.prompt, cell.output)
+    workload = Workload.uniform(cell.max_num_seqs, cell.prompt, cell.output)
     number_format = "int4" if cell.compressed else "float16"
     inputs = CostInputs(
         hardware=hardware,
@@ -114,9 +115,9 @@ def inputs_of(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> tuple[CostInputs, 
         weight_format=number_format,
         kv_format=number_format,
         admission="static",
-        block_size=cell.block_size,
+        max_num_seqs=cell.max_num_seqs,
         num_gpu_batches=cell.policy[1],
-        max_num_batched_tokens=cell.block_size * cell.prompt,
+        max_num_batched_tokens=cell.max_num_seqs * cell.prompt,
         kv_block_size=1,
         budgets=budgets_of(hardware),
         process_bytes=0,
@@ -134,7 +135,7 @@ def inputs_of(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> tuple[CostInputs, 
         hg / 100, hc / 100, 1.0 if wg == 100 else 0.0, 0.0 if wg == 100 else 1.0, 1 - w_gpu, w_disk,
         kv_streamed * longest, kv_disk * longest, float(kv_cpu > kv_streamed), float(hc > 0),
     )  # fmt: skip
-    phases = phases_of(workload, "static", cell.block_size, float(inputs.max_num_batched_tokens))
+    phases = phases_of(workload, "static", cell.max_num_seqs, float(inputs.max_num_batched_tokens))
     return inputs, phases, placement
 
 
@@ -145,7 +146,7 @@ def budgets_of(hardware: HardwareProfile) -> dict[str, int]:
 def predict(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> float:
     """Generated tokens/s of the paper's policy."""
     inputs, phases, placement = inputs_of(cell, runtime)
-    return cell.block_size * cell.output / job_seconds(inputs, phases, placement)
+    return cell.max_num_seqs * cell.output / job_seconds(inputs, phases, placement)
 
 
 def problem_of(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> Problem:
@@ -155,7 +156,7 @@ def problem_of(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> Problem:
     return Problem(
         hardware=hardware,
         model=opt_config(cell.model),
-        workload=Workload.uniform(cell.block_size, cell.prompt, cell.output),
+        workload=Workload.uniform(cell.max_num_seqs, cell.prompt, cell.output),
         budgets=budgets_of(hardware),
         compute_format="float16",
         weight_formats=formats,
@@ -186,7 +187,7 @@ def markdown(every: int = 1) -> str:
     ]
     for cell in read_cells()[::every]:
         rate = predict(cell)
-        own = cell.block_size * cell.output / own_plan(cell).seconds
+        own = cell.max_num_seqs * cell.output / own_plan(cell).seconds
         size, batches, *percent = cell.policy
         short = short_of(cell)
         note = "; ".join(part for part in (cell.note, f"does not fit: {short}" if short else "") if part)

@@ -59,11 +59,11 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) ->
     from batchgen.job.options import JobOptions
     from batchgen.job.planning import machine_of, plan_job, problem_of
     from batchgen.job.resolved import resolve_job
-    from batchgen.planner.lp import Allowed
+    from batchgen.planner.problem import Allowed
 
     options = JobOptions(
         str(files.path), None, None, device=args.device, gpu_memory=args.gpu_memory, cpu_memory=args.host_memory,
-        quantization=args.quantization, dtype=args.dtype, max_model_len=args.input_len + args.output_len,
+        weights=args.weights, dtype=args.dtype, max_model_len=args.input_len + args.output_len,
         hardware=args.hardware,
     )  # fmt: skip
     workload = uniform_workload(args.num_prompts, args.input_len, args.output_len, 1, config.max_position)
@@ -255,7 +255,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-gpu-batches", type=int, default=1, help="with a plain policy")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="most in a sweep, with a plain policy")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--weights", default="auto")
     parser.add_argument("--hardware", help="profile to plan with; without it, this machine is measured")
     parser.add_argument("--rates", type=Path, help="what gpu_rates.py wrote: tells how far from the bound it is")
     parser.add_argument("--trace")

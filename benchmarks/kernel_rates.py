@@ -1,11 +1,12 @@
-"""The C++ kernels against what the machine does: each rate beside the rate of plain reads, of torch's own attention or of
-torch's own matrix products, and weights in blocks beside bf16 ones, measured in turn in the same run. Decode and the expansion of weights on the machine's best instruction
-set, the others on each that it has.
+"""The C++ kernels beside what the machine does: plain reads, torch's own attention and matrix products.
+
+Each rate is measured in turn with the other in the same run, and block-quantized weights beside bf16 ones. Decode and the
+dequantization of weights are measured on the machine's best instruction set, the others on each that it has.
 
     python benchmarks/kernel_rates.py
     python benchmarks/kernel_rates.py --only decode --rounds 1
     python benchmarks/kernel_rates.py --only linear --rounds 1 --seconds 0.02 --tokens 1,64,1024 --keep
-    python benchmarks/kernel_rates.py --only packed --rounds 3 --seconds 0.1 --keep  # weights in blocks against bf16
+    python benchmarks/kernel_rates.py --only packed --rounds 3 --seconds 0.1 --keep
 
 The result goes to benchmarks/results/kernels-CPU.json, named after the kind of CPU, so that those of other machines stay. With --keep
 what is not measured now stays in it.
@@ -24,12 +25,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from cpu_kind import machine, slug
+from recording import machine, result_path, write
 
 from batchgen.core import dtypes as formats
 from batchgen.core.kernel_choice import PROCESS_SET
 from batchgen.core.machine import keep_freed_memory
-from batchgen.job.report import versions
 from batchgen.models.files import read_config, resolve_model
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch, quant
@@ -37,7 +37,6 @@ from batchgen.ops.attention_plan import SequenceSlice, plan_attention
 from batchgen.profiler.kernel_choice import Kernels, Shapes, measure_kernels
 from batchgen.runtime.memory.transfers import untouched
 
-HERE = Path(__file__).parent
 BLOCK = 16
 DECODE_KV_BYTES = 768 << 20  # attended to by one call: far more than caches hold
 DECODE_TARGETS = {1: 0.80, 4: 0.65, 8: 0.55}
@@ -63,14 +62,14 @@ def seconds(run: Callable[[], object], at_least_s: float) -> float:
 
 
 class Measured:
-    """Ratios of the rounds, and what they are held to."""
+    """Figures of each round, and targets of their ratios."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, list[dict]] = {}
         self.targets: dict[str, float] = {}
 
     def add(self, name: str, target: float | None = None, **figures: float) -> None:
-        """figures: "ratio" is what the target is for."""
+        """Adds a round's figures, of which "ratio" is held to the target."""
         self.rounds.setdefault(name, []).append(figures)
         if target is not None:
             self.targets[name] = target
@@ -85,7 +84,7 @@ class Measured:
 
 
 class Decode:
-    """One query a sequence, sequences of equal length, all KV from memory."""
+    """Decode attention: one query a sequence, sequences of equal length, all KV from memory."""
 
     def __init__(self, pool: torch.Tensor, group: int, head_dim: int, context: int, kv_format: str) -> None:
         kv_heads = 8
@@ -102,7 +101,7 @@ class Decode:
         self.bytes = self.kv.nbytes
         order = np.random.default_rng(0).permutation(used).astype(np.int32)
         slices = [SequenceSlice(1, context - 1, b) for b in order.reshape(self.sequences, -1)]
-        plan = plan_attention(slices, [], block_size=BLOCK, key_bytes=kv_heads * head_dim * 2)
+        plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=kv_heads * head_dim * 2)
         row_bytes = self.kv.shape[-1] * self.kv.element_size()
         self.plan = kernels.attention_plan(plan, kv_heads, group, BLOCK, row_bytes)
         self.q = (torch.randn(self.sequences, kv_heads * group, head_dim) * head_dim**-0.5).bfloat16()
@@ -153,7 +152,7 @@ def prefill(measured: Measured, name: str, at_least_s: float) -> None:
                 q = torch.randn(n, heads, head_dim).to(dtype) * head_dim**-0.5
                 kv = torch.randn(n // BLOCK, 2, kv_heads, BLOCK, head_dim).to(dtype)
                 slices = [SequenceSlice(n, 0, np.arange(n // BLOCK, dtype=np.int32))]
-                plan = plan_attention(slices, [], block_size=BLOCK, key_bytes=kv_heads * head_dim * 2)
+                plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=kv_heads * head_dim * 2)
                 row_bytes = head_dim * dtype.itemsize
                 made = kernels.attention_plan(plan, kv_heads, heads // kv_heads, BLOCK, row_bytes)
                 k, v = (kv[:, i].transpose(0, 1).reshape(1, kv_heads, n, head_dim) for i in range(2))
@@ -177,7 +176,7 @@ def prefill(measured: Measured, name: str, at_least_s: float) -> None:
 
 
 def linear(measured: Measured, name: str, at_least_s: float, tokens: list[int]) -> None:
-    """Our linear beside F.linear in the same run, weights from beyond the nearest caches."""
+    """Measures our linear beside F.linear, with weights from beyond the nearest caches."""
     for columns, depth in LINEAR_SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
             kind = str(dtype).removeprefix("torch.")
@@ -195,7 +194,7 @@ def linear(measured: Measured, name: str, at_least_s: float, tokens: list[int]) 
 def linear_seconds(
     name: str, rows: int, columns: int, depth: int, dtype: torch.dtype, at_least_s: float
 ) -> list[float]:
-    """Ours on the set, and F.linear."""
+    """Seconds of our linear on the instruction set, and of F.linear."""
     copies = max(1, min(30, (24 << 20) // (columns * depth * dtype.itemsize)))
     weights = [torch.randn(columns, depth).to(dtype) for _ in range(copies)]
     bound = [dispatch.pack_weight(weight, isa=name) for weight in weights]
@@ -207,7 +206,7 @@ def linear_seconds(
 
 
 def packed(measured: Measured, name: str, at_least_s: float) -> None:
-    """Weights in blocks beside bf16 ones, all of them from beyond the nearest caches; and what bf16 ones read."""
+    """Measures block-quantized weights beside bf16 ones, all of them from beyond the nearest caches."""
     columns, depth = PACKED_SHAPE
     draw = torch.Generator().manual_seed(0)
     numbers = torch.randn(columns, depth, generator=draw).bfloat16()
@@ -239,12 +238,12 @@ def small_blocks(rows: int, row_bytes: int, draw: torch.Generator) -> torch.Tens
 
 
 def clock() -> float:
-    """With one thread its own time, in which others on the machine have no part."""
+    """Seconds, with one thread of its own time, in which others on the machine have no part."""
     return time.thread_time() if kernels.num_threads() == 1 else time.perf_counter()
 
 
 def best_seconds(runs: list[Callable[[int], object]], at_least_s: float) -> list[float]:
-    """Of a call of each: the best of samples of some milliseconds taken in turn, the first ones left out."""
+    """Seconds of a call of each: the best of samples of some milliseconds taken in turn, the first ones left out."""
     turns = []
     for run in runs:
         run(0)
@@ -283,7 +282,7 @@ def linear_summary(summary: dict[str, dict]) -> dict[str, dict]:
 
 
 def chosen(model: str) -> dict:
-    """What a model's shapes would run on here, and the rates that say so."""
+    """The kernels that a model's shapes would run on here, and the rates that say so."""
     config = read_config(resolve_model(model))
     choice = PROCESS_SET
     for dtype in ("float32", "bfloat16"):
@@ -292,7 +291,7 @@ def chosen(model: str) -> dict:
 
 
 def expansion(measured: Measured, at_least_s: float) -> None:
-    """4-bit weights to bf16: bytes read and written, beside a plain copy's."""
+    """Measures the dequantization of 4-bit weights to bf16 beside a plain copy, by bytes read and written."""
     packed = torch.randint(0, 255, (8192, formats.weight_row_bytes(8192, formats.INT4)), dtype=torch.uint8)
     out = torch.empty(8192, 8192, dtype=torch.bfloat16)
     moved = packed.nbytes + out.nbytes
@@ -341,7 +340,7 @@ def main() -> None:
     on = machine()
     usable = [name for name in on["instruction_sets"] if name != "scalar"] or ["scalar"]
     sets = [name for name in args.sets or usable if name in usable]
-    output = args.output or HERE / "results" / f"kernels-{slug(on)}.json"
+    output = args.output or result_path("kernels", by_cpu=True)
     before = json.loads(output.read_text()) if args.keep and output.exists() else {}
     summary = before.get("medians", {}) | measure(args, sets)
     summary |= linear_summary(summary)
@@ -352,8 +351,7 @@ def main() -> None:
             summary[name] = {"not measured": reason}
     for name, figures in summary.items():
         print(f"{name:62}", "  ".join(f"{key} {value}" for key, value in figures.items()))
-    result = {"machine": on, "rounds": args.rounds, "medians": summary, "choice": choice, "versions": versions()}
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    write(output, {"rounds": args.rounds, "medians": summary, "choice": choice})
 
 
 if __name__ == "__main__":

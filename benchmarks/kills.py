@@ -1,9 +1,8 @@
-"""Jobs killed (SIGKILL) and interrupted (SIGINT) at random moments of generation, then run again to their end: every output
-must equal that of a job nobody disturbed.
+"""Jobs killed and interrupted at random moments, then run again to their end: each output must equal an undisturbed job's.
 
 A moment is drawn uniformly over what is left of generation and the writing of the output, in the job's own progress: so many
-sweeps have ended, and such a part of the next one's usual time has gone by. Three runs of ten are hit a second time when they go on.
-Each tier has greedy and sampled rows, in fp32; parts are written all the time.
+sweeps have ended, and such a part of the next one's usual time has gone by. Three runs of ten are hit a second time when they
+go on. Each tier has greedy and sampled rows, in fp32; parts are written all the time.
 
     python benchmarks/kills.py --kills 200 --interrupts 200 --seed 0
 """
@@ -14,7 +13,6 @@ import argparse
 import json
 import mmap
 import os
-import platform
 import random
 import shutil
 import signal
@@ -33,24 +31,27 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import pyarrow as pa
 import pyarrow.parquet as pq
 from processes import start_in_process
+from recording import result_path, write
 
-from batchgen.core.machine import cpu_name
-from batchgen.ops.instruction_set import instruction_set
-
-RESULTS = Path(__file__).parent / "results"
 TIERS = ("memory", "disk", "int4")
 HOW = {"kills": signal.SIGKILL, "interrupts": signal.SIGINT}
 _AGAIN = 0.3  # of the runs that were hit and go on, so many are hit again
 _LIMIT_S = 600.0  # a run that takes longer hangs
 _BINS = 10
 _POLL_S = 0.0005
-_WORDS = ["ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable", "winter", "islands", "slate"]
+WORDS = ["ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable", "winter", "islands", "slate"]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: sweeps ended, rows handed to the part writer; whether it writes the output, and when (time.monotonic) it
-    began to generate, began to write and had written. 0: not yet."""
+    """The progress of a run.
+
+    Attributes:
+        sweeps: sweeps that have ended.
+        rows: rows that the part writer has been given.
+        started_s, finishing_s, finished_s: time.monotonic when it began to generate, began to write the output and had written
+            it; 0 before that.
+    """
 
     sweeps: int
     rows: int
@@ -79,7 +80,7 @@ class Board:
 
 
 def watched_batchgen(arguments: list[str], board_path: str) -> None:
-    """`batchgen *arguments` in this process, which notes its progress on a board."""
+    """Runs `batchgen *arguments` in this process, which notes its progress on a board."""
     from batchgen import cli
     from batchgen.engine.engine import Engine
     from batchgen.output.part_writer import PartWriter
@@ -112,8 +113,15 @@ def watched_batchgen(arguments: list[str], board_path: str) -> None:
 
 @dataclass(frozen=True)
 class Tier:
-    """A job, (output) -> arguments, and what it does when nobody disturbs it: its table, its sweeps, the seconds of one, and
-    what writing the output takes, in such seconds."""
+    """A job in one placement, with what it does when nobody disturbs it.
+
+    Attributes:
+        arguments: the arguments of `batchgen` for an output.
+        table: the output.
+        sweeps: the number of sweeps.
+        sweep_s: seconds of a sweep.
+        finish_sweeps: the time of writing the output, in sweeps.
+    """
 
     name: str
     arguments: Callable[[Path], list[str]]
@@ -125,14 +133,14 @@ class Tier:
 
 @dataclass(frozen=True)
 class Moment:
-    """One in a run, in sweeps: what comes after the last of them is the output being written."""
+    """A moment of a run, in sweeps; after the last of them the output is written."""
 
     sweeps: float
     in_output: float
     sweep_s: float
 
     def wait(self, board: Board, alive: Callable[[], bool]) -> bool:
-        """Returns when it has come; False where the process ended before."""
+        """Waits for the moment; False where the process ended before it came."""
         while alive():
             seen = board.read()
             if self.in_output and seen.finishing_s:
@@ -147,9 +155,15 @@ class Moment:
 
 @dataclass
 class Account:
-    """What has become of a tier's jobs that were hit in one way. moments: counts of how much of what was left they had
-    done, in bins of equal width. hits_in_output: of the hits, those that came while the output was written. already_done: jobs that ended before
-    they were hit, which do not count. rows_run_again: rows that were finished and not saved. codes: of all runs."""
+    """What has become of a tier's jobs that were hit in one way.
+
+    Attributes:
+        hits_in_output: hits that came while the output was written.
+        already_done: jobs that ended before they were hit, which do not count.
+        rows_run_again: rows that were finished and not saved.
+        moments: counts of the part of what was left that had been done, in bins of equal width.
+        exit_codes: counts of the exit codes of all runs.
+    """
 
     hits: int = 0
     hits_in_output: int = 0
@@ -166,7 +180,7 @@ class Account:
 
 
 class Campaign:
-    """Jobs of every tier in one folder."""
+    """The jobs of every tier, in one folder."""
 
     def __init__(self, folder: Path, seed: int, rows: int) -> None:
         self.folder, self.seed, self.rows, self.draw = folder, seed, rows, random.Random(seed)
@@ -177,7 +191,7 @@ class Campaign:
         self.tiers = [self._tier(name) for name in TIERS]
 
     def run(self, arguments: list[str], moment: Moment | None = None, how: int = 0) -> tuple[int, Progress, str]:
-        """Runs the command, and sends it the signal `how` at a moment; its exit code, how far it came, and what it said."""
+        """Runs the command, sends it the signal `how` at a moment, and returns its exit code, progress and output."""
         self._boards += 1
         path, log = self.folder / f"board-{self._boards}", self.folder / "log"
         board = Board(path)
@@ -208,7 +222,7 @@ class Campaign:
             "--dtype", "float32", "--max-num-seqs", 16, "--progress", "none", "--cpu-memory", "2GiB", "--offload-dir", self.offload,
         ]  # fmt: skip
         if name == "int4":
-            common += ["--quantization", "int4", "--kv-cache-dtype", "int4"]
+            common += ["--weights", "int4", "--kv-cache-dtype", "int4"]
         if name == "disk":
             plan = self.folder / "plan.json"
             self.complete(["plan", *map(str, common), "-o", str(plan)])
@@ -227,7 +241,11 @@ class Campaign:
         )
 
     def trial(self, tier: Tier, how: int, account: Account) -> None:
-        """A job that is hit, perhaps again when it goes on, and then run to its end. Raises SystemExit where it ends in another way."""
+        """Runs a job that is hit, perhaps again when it goes on, and then to its end.
+
+        Raises:
+            SystemExit: it ended in another way.
+        """
         output = self.folder / "out.parquet"
         hits = 0
         while hits == 0 or self.draw.random() < _AGAIN:
@@ -270,7 +288,7 @@ class Campaign:
 
 
 def saved_rows(output: Path) -> int:
-    """Rows that are safe: in parts, or all of them in the output."""
+    """The number of rows that are safe: in parts, or all of them in the output."""
     if output.exists():
         return pq.read_metadata(output).num_rows
     parts = Path(f"{output}.batchgen") / "parts"
@@ -282,14 +300,14 @@ def _make_input(folder: Path, rows: int, draw: random.Random) -> None:
     from tiny_models import make_tiny_model
 
     make_tiny_model("llama", folder / "model")
-    prompts = [" ".join(draw.choices(_WORDS, k=draw.randrange(1, 30))) for _ in range(rows)]
+    prompts = [" ".join(draw.choices(WORDS, k=draw.randrange(1, 30))) for _ in range(rows)]
     prompts[rows // 3] = None  # it fails
     sampling = [{"temperature": 0.8 * (i % 2), "top_p": 0.95} for i in range(rows)]
     pq.write_table(pa.table({"prompt": prompts, "sampling": sampling}), folder / "in.parquet", row_group_size=100)
 
 
 def put_on_disk(plan: Path) -> None:
-    """Changes a plan: all weights but one layer, and half of the KV."""
+    """Changes a plan so that all weights but one layer, and half of the KV, are on disk."""
     planned = json.loads(plan.read_text())
     policy = planned["policy"]
     layers = sum(next(iter(policy["weight_layers"].values())))
@@ -314,8 +332,14 @@ def run_campaign(
     rows: int,
     notify: Callable[[dict], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """The campaign's results, as JSON values, of which `notify` is told after each job; as many hits of either kind as asked for,
-    by turns over kinds and tiers. Raises SystemExit where a run hangs, or ends as it should not."""
+    """Hits jobs as often as asked for, by turns over kinds and tiers, and returns the results, as JSON values.
+
+    Args:
+        notify: called with the results after each job.
+
+    Raises:
+        SystemExit: a run hangs, or ends as it should not.
+    """
     campaign = Campaign(folder, seed, rows)
     accounts = {(tier.name, kind): Account() for tier in campaign.tiers for kind in HOW}
     wanted = {"kills": kills, "interrupts": interrupts}
@@ -347,12 +371,6 @@ def _results(campaign: Campaign, accounts: dict[tuple[str, str], Account]) -> di
     }
     moments = {kind: zip(*(accounts[name, kind].moments for name in TIERS), strict=True) for kind in HOW}
     return {
-        "machine": {
-            "cpu": cpu_name(),
-            "cores": os.cpu_count(),
-            "kernels": instruction_set(),
-            "python": platform.python_version(),
-        },
         "seed": campaign.seed,
         "rows": campaign.rows,
         "exact_tiers_are_equal": campaign.tiers[0].table.equals(campaign.tiers[1].table),
@@ -369,13 +387,13 @@ def main() -> None:
     parser.add_argument("--interrupts", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=120)
-    parser.add_argument("--output", type=Path, default=RESULTS / "kills.json")
+    parser.add_argument("--output", type=Path, default=result_path("kills"))
     args = parser.parse_args()
     # A shell may have started this deaf to it, and so its jobs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def note(found: dict[str, Any]) -> None:
-        args.output.write_text(json.dumps(found, indent=1) + "\n")
+        write(args.output, found)
         print(json.dumps({name: found[name] for name in ("hits", "mismatches", "moments")}), file=sys.stderr)
 
     with tempfile.TemporaryDirectory(prefix="batchgen-kills-") as folder:

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from peers.bfloat16_files import write_directory
+from peers.model_files import write_directory
+from recording import result_path, write
 
 from batchgen.core.cache_folder import cache_dir
 from batchgen.job.report import versions
@@ -33,7 +34,7 @@ METRICS = ("acc,none", "acc_norm,none", "exact_match,stripped", "word_perplexity
 
 
 def evaluate(model: str, model_args: dict, limit: int | None, scratch: Path, tasks: Sequence[str] = TASKS) -> dict:
-    """One turn; see peers/run_lm_eval.py."""
+    """One evaluation in a process of its own, by peers/run_lm_eval.py."""
     settings, result = scratch / "settings.json", scratch / "result.json"
     given = {"model": model, "model_args": model_args, "tasks": list(tasks), "limit": limit}
     given |= {"include_path": str(HERE.parent / "recipes" / "lm_eval"), "threads": torch.get_num_threads()}
@@ -44,8 +45,7 @@ def evaluate(model: str, model_args: dict, limit: int | None, scratch: Path, tas
 
 
 def difference(ours: dict, theirs: dict) -> dict:
-    """How far the answers to the same requests are apart: log-likelihoods of continuations and of whole texts at most, and
-    how many texts and greedy flags differ."""
+    """Largest differences of log-likelihoods, of continuations and of whole texts, and numbers of texts and greedy flags that differ."""
     found = {"continuations": 0.0, "texts": 0.0, "other_greedy_flags": 0, "other_generated_texts": 0}
     for task, samples in theirs["responses"].items():
         for mine, reference in zip(ours["responses"][task], samples, strict=True):
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--batch-sizes", default="1,4,8", help="of hf; the fastest counts")
     parser.add_argument("--max-length", type=int, default=2048)
-    parser.add_argument("--output", default=str(HERE / "results" / "lm_eval.json"))
+    parser.add_argument("--output", type=Path, default=result_path("lm_eval"))
     args = parser.parse_args()
     directory = str(write_directory(resolve_model("demo").path, cache_dir() / "demo-float32", "float32"))
     common = {"pretrained": directory, "dtype": "float32", "max_length": args.max_length}
@@ -98,7 +98,6 @@ def main() -> None:
     times = ("wall_s", "cpu_s", "load_s", "request_s")
     best = [min(runs, key=lambda run: run["wall_s"]) for runs in (ours, theirs)]
     result = {
-        "benchmark": "lm_eval_tasks",
         "arguments": {k: v for k, v in vars(args).items() if k != "output"},
         "threads": torch.get_num_threads(),
         "hf_batch_size": peer["batch_size"],
@@ -118,7 +117,7 @@ def main() -> None:
         },
         "versions": versions() | best[1]["versions"],
     }
-    Path(args.output).write_text(json.dumps(result, indent=2) + "\n")
+    write(args.output, result)
     print(json.dumps({k: v for k, v in result.items() if k.startswith(("scores", "difference", "ratio"))}, indent=2))
 
 

@@ -18,7 +18,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from recording import result_path, write
 
 
 def write_input(path: Path, rows: int) -> None:
@@ -50,13 +50,13 @@ def stub_engine(resolved, plan, tokenizer, progress, on_step):
         bytes_moved = stalled_s = peak_bytes = {}
         busy_s = {"compute": 0.0}
 
-        def run(self, batches, on_logits, *, vocabulary_chunks, cohorts):
+        def run(self, batches, on_logits, *, vocabulary_chunks, deferred_batches):
             for batch in batches:
                 logits = torch.zeros(len(batch.logits_rows), config.vocab_size)
                 logits[:, 300] = 1.0
                 on_logits(batch.logits_rows, logits, 0)
 
-        def drop(self, cohorts):
+        def drop(self, deferred_batches):
             pass
 
         def close(self):
@@ -67,7 +67,7 @@ def stub_engine(resolved, plan, tokenizer, progress, on_step):
         tokenizer=tokenizer(),
         executor=Stub(),
         split=lambda sweep: [sweep],
-        pack=partial(pack, block_size=16, key_bytes=64, windows=frozenset(config.windows)),
+        pack=partial(pack, kv_block_size=16, key_bytes=64, windows=frozenset(config.windows)),
         sample=sample,
         policy=Policy(
             admission="continuous",
@@ -113,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo", help="whose tokenizer is used")
     parser.add_argument("--rows", type=int, action="append", help="may be repeated")
-    parser.add_argument("--output", default=str(HERE / "results" / "memory_flat.json"))
+    parser.add_argument("--output", type=Path, default=result_path("memory_flat"))
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -127,9 +127,7 @@ def main() -> None:
         results.append(json.loads(done.stdout.splitlines()[-1]))
         print(f"{rows:,} rows: peak {results[-1]['peak_bytes'] / 1e6:.0f} MB, {results[-1]['wall_s']:.0f} s")
     growth = results[-1]["peak_bytes"] - results[0]["peak_bytes"]
-    Path(args.output).write_text(
-        json.dumps({"benchmark": "memory_flat", "runs": results, "growth_bytes": growth}, indent=2) + "\n"
-    )
+    write(args.output, {"runs": results, "growth_bytes": growth})
     print(f"growth: {growth / 1e6:.0f} MB")
 
 

@@ -1,8 +1,8 @@
 """NEO's and APEX's gains over the GPU alone, planned and simulated for machines like theirs, as shapes beside what they published.
 
 NEO, figure 10a: Llama-3.1-8B on an A10G beside hosts of four sizes, prompts of about 1,000 tokens. APEX, figures 5 and 7: the same
-model on the largest of these, and Llama-2-7B on a T4, outputs of different lengths. Each way is its best plan, whose time is that of its
-simulation.
+model on the largest of these, and Llama-2-7B on a T4, outputs of different lengths. A strategy's time is the simulated time of its
+best plan.
 
     python benchmarks/paper_gains.py             # writes benchmarks/results/paper_gains.json
     python benchmarks/paper_gains.py --markdown  # the tables of docs/neo_apex_check.md, of that file
@@ -31,7 +31,7 @@ ROWS, PROMPT = 2000, 1000
 OUTPUT_LENS = (50, 100, 200, 400, 800)
 # Parts of the CPU of g5.16xlarge, which is the shipped profile; 2x has nearly the bandwidth of 4x (NEO section 5.5).
 HOSTS = {"2x": 3.5 / 16, "4x": 4 / 16, "8x": 8 / 16, "16x": 1.0}
-WAYS = ("GPU-only", "NEO", "APEX")
+STRATEGIES = ("GPU-only", "NEO", "APEX")
 LLAMA_2 = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 4096,
@@ -80,14 +80,14 @@ def gains(setting: Setting, output_len: int, rows: int) -> dict[str, Any]:
     plan_of = plan_maker(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
     seconds: dict[str, float] = {}
     reasons: dict[str, str] = {}
-    for way in WITH_GPU:
-        if way.name not in WAYS:
+    for strategy in WITH_GPU:
+        if strategy.name not in STRATEGIES:
             continue
         try:
-            predicted = best_plan(way, problem, plan_of).prediction
-            seconds[way.name] = predicted.total_s - predicted.startup_s
+            predicted = best_plan(strategy, problem, plan_of).prediction
+            seconds[strategy.name] = predicted.total_s - predicted.startup_s
         except (NotApplicable, InputError) as error:
-            reasons[way.name] = str(error)
+            reasons[strategy.name] = str(error)
     alone = seconds.get("GPU-only")
     over = {name: alone / own - 1 if alone else None for name, own in seconds.items() if name != "GPU-only"}
     return {"setting": setting.name, "output_len": output_len, "seconds": seconds, "gains": over, "reasons": reasons}
@@ -98,7 +98,7 @@ def markdown(found: list[dict[str, Any]]) -> str:
     lines = []
     names = list(dict.fromkeys(entry["setting"] for entry in found))
     lens = sorted({entry["output_len"] for entry in found})
-    for way in WAYS[1:]:
+    for way in STRATEGIES[1:]:
         lines += [
             "",
             f"| {way} over GPU-only | {' | '.join(f'{n} tokens' for n in lens)} |",
@@ -130,9 +130,9 @@ def main() -> None:
             print(f"{setting.name}, {output_len} tokens: {shown} {found[-1]['reasons']}", flush=True)
     print(markdown(found))
     if not args.only:
-        from tier_runs import write
+        from recording import write
 
-        write("paper_gains", {"rows": args.rows, "cells": found})
+        write(RESULT, {"rows": args.rows, "cells": found})
 
 
 if __name__ == "__main__":

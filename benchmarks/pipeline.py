@@ -1,35 +1,34 @@
 """Two stages beside one engine, on emulated accelerators whose links are so slow that weights bind.
 
-Every device has the same memory. The block over two stages is twice as large: each holds the KV of twice as many rows in half of the layers.
+Every device has the same memory. The block over two stages is twice as large: each holds the KV of twice as many rows in half of
+the layers.
 
-    python benchmarks/pipeline.py [--model demo] [--h2d 200MiB/s] [-o benchmarks/results/pipeline.json]
+    python benchmarks/pipeline.py [--model demo] [--h2d 200MiB/s]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import tempfile
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from recording import result_path, write
 
 import batchgen
-from batchgen.core.machine import cpu_name
 
 BLOCK, OUTPUT_LEN = 32, 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--gpu-memory", default="256MiB")
     parser.add_argument("--h2d", default="200MiB/s")
     parser.add_argument("--rows", type=int, default=4 * BLOCK)
-    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("-o", "--output", type=Path, default=result_path("pipeline"))
     args = parser.parse_args()
     device = f"emulated:gpu-memory={args.gpu_memory},h2d={args.h2d},d2h={args.h2d}"
     found = {}
@@ -57,7 +56,6 @@ def main() -> None:
             print(json.dumps({k: v for k, v in found[stages].items() if k != "policy"}, indent=1), flush=True)
         same = (Path(folder) / "1.jsonl").read_text() == (Path(folder) / "2.jsonl").read_text()
     result = {
-        "machine": f"{cpu_name()}, {os.cpu_count()} cores, {platform.system()}",
         "device": device,
         "rows": args.rows,
         "same_output": same,
@@ -65,8 +63,7 @@ def main() -> None:
         "stages": found,
     }
     print(f"two stages: {result['speedup']:.2f} times one; the same output: {same}")
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=2) + "\n")
+    write(args.output, result)
 
 
 if __name__ == "__main__":

@@ -18,56 +18,31 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+from recording import result_path, write
+
 HERE = Path(__file__).parent
 RECIPE = HERE.parent / "recipes" / "data_wrangling" / "fodors_zagats" / "job.toml"
 BATCHGEN = Path(sys.executable).with_name("batchgen")
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "was",
-    "for",
-    "on",
-    "that",
-    "with",
-    "as",
-    "at",
-    "by",
-    "from",
-    "his",
-    "her",
-    "they",
-    "which",
-    "are",
-    "one",
-    "all",
-    "were",
-    "when",
-    "we",
-    "there",
-    "can",
-]
+_TEXT = "the of and to in is was for on that with as at by from his her they which are one all were when we there can"
+WORDS = _TEXT.split()
 
 
 def prompt(draw: random.Random, tokens: int) -> str:
-    """About `tokens` tokens: these words are a token each."""
+    """A text of about so many tokens: these words are a token each."""
     return " ".join(draw.choice(WORDS) for _ in range(tokens))
 
 
 def parquet(path: Path, lengths: list[int]) -> list[str]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    """Arguments for a file of prompts of these lengths."""
     draw = random.Random(1)
     pq.write_table(pa.table({"prompt": [prompt(draw, n) for n in lengths]}), path)
     return ["--input", str(path), "--ignore-eos"]
 
 
 def openai_batch(path: Path, lengths: list[tuple[int, int]]) -> list[str]:
-    """Rows with an output length each."""
+    """Arguments for a file of rows with a prompt and an output length each."""
     draw = random.Random(2)
     with path.open("w") as file:
         for i, (prompt_len, output_len) in enumerate(lengths):
@@ -117,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", help="just these jobs; may be repeated")
     parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--output", default=str(HERE / "results" / "plan_accuracy.json"))
+    parser.add_argument("--output", type=Path, default=result_path("plan_accuracy"))
     args = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as name:
@@ -143,10 +118,7 @@ def main() -> None:
                     f"{job}: predicted {predicted:.1f} s, measured {measured:.1f} s, {predicted / measured - 1:+.0%}",
                     flush=True,
                 )
-    versions = report["versions"]
-    Path(args.output).write_text(
-        json.dumps({"benchmark": "plan_accuracy", "versions": versions, "jobs": results}, indent=2) + "\n"
-    )
+    write(args.output, {"jobs": results})
 
 
 if __name__ == "__main__":

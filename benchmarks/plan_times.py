@@ -1,8 +1,8 @@
-"""What planning takes, and how far its predictions are from whole simulated jobs: OPT on FlexGen's T4 machine.
+"""CPU seconds of planning, and predictions against whole simulated jobs: OPT on FlexGen's T4 machine.
 
-For OPT-6.7B, 30B and 175B in 16 and in 4 bits, and jobs of the lengths that FlexGen measured: CPU seconds of a plan, its predicted
-seconds of all sweeps, and those of the whole job in the simulator, with the real scheduler and the real Steps. The plan's own
-simulation is a shortened one.
+The cases are OPT-6.7B, 30B and 175B in 16 and in 4 bits, and jobs of the lengths that FlexGen measured. Each has the CPU seconds of
+a plan, its predicted seconds of all sweeps, and those of the whole job in the simulator, with the real scheduler and the real
+Steps. The plan's own simulation is a sampled one.
 
     python benchmarks/plan_times.py              # writes benchmarks/results/plan_times.json
     python benchmarks/plan_times.py --only 30b --times-only
@@ -41,27 +41,25 @@ PROCESS_BYTES = 700 << 20
 @dataclass(frozen=True)
 class Case:
     model: str
-    quantization: str
+    weights: str
     job: tuple[int, int, int]
 
     @property
     def name(self) -> str:
         rows, prompt, output = self.job
-        return (
-            f"{self.model}, {'4-bit' if self.quantization == 'int4' else 'float16'}, {rows:,} of {prompt:,} + {output}"
-        )
+        return f"{self.model}, {'4-bit' if self.weights == 'int4' else 'float16'}, {rows:,} of {prompt:,} + {output}"
 
 
-CASES = tuple(Case(model, bits, job) for model in MODELS for bits in ("none", "int4") for job in JOBS)
+CASES = tuple(Case(model, bits, job) for model in MODELS for bits in ("native", "int4") for job in JOBS)
 
 
 def plan_case(case: Case) -> tuple[Plan, ModelConfig, HardwareProfile]:
-    """The plan of a case, from files that are read before."""
+    """The plan of a case, with the model and the machine that it is for."""
     config = config_of_hf(json.loads((SHAPES / case.model / "config.json").read_text()))
     hardware = shipped_profile(MACHINE)
-    size = store_bytes(config, "float16", case.quantization)
+    size = store_bytes(config, "float16", case.weights)
     request = PlanRequest(
-        case.model, "float16", 2048, quantization=case.quantization, process_bytes=PROCESS_BYTES, store_bytes=size
+        case.model, "float16", 2048, weights=case.weights, process_bytes=PROCESS_BYTES, store_bytes=size
     )
     problem = problem_of(hardware, config, Workload.uniform(*case.job), request)
     plan = plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
@@ -69,7 +67,7 @@ def plan_case(case: Case) -> tuple[Plan, ModelConfig, HardwareProfile]:
 
 
 def measured(case: Case, rounds: int, times_only: bool) -> dict[str, Any]:
-    """CPU seconds of planning, the least of some rounds in this process, which has imported everything; and what was planned."""
+    """The least CPU seconds of planning over some rounds, and the plan's prediction and policy."""
     warm_up()
     seconds = []
     for _ in range(rounds):
@@ -95,13 +93,13 @@ def measured(case: Case, rounds: int, times_only: bool) -> dict[str, Any]:
 
 
 def warm_up() -> None:
-    """Makes what the first plan of a process makes for all: solver, profiles."""
-    plan_case(Case("opt-6.7b", "none", (4, 16, 2)))
+    """Plans once, so that solver and profiles are loaded."""
+    plan_case(Case("opt-6.7b", "native", (4, 16, 2)))
 
 
 def clear_caches() -> None:
-    """So that a plan is made as a new process would make it."""
-    from batchgen.planner.flow import phases_of, phases_of_each
+    """Forgets the phases of earlier plans, which a new process would not have."""
+    from batchgen.planner.phases import phases_of, phases_of_each
 
     phases_of.cache_clear()
     phases_of_each.cache_clear()
@@ -133,9 +131,9 @@ def main() -> None:
         result["prediction_error"] = {"median": statistics.median(errors), "worst": max(errors)}
     print(result)
     if args.only is None and not args.times_only:
-        from tier_runs import write
+        from recording import result_path, write
 
-        write("plan_times", {"machine_planned_for": MACHINE} | result | {"cases": found})
+        write(result_path("plan_times"), {"machine_planned_for": MACHINE} | result | {"cases": found})
 
 
 if __name__ == "__main__":

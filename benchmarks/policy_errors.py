@@ -1,9 +1,9 @@
-"""Policies drawn at random, predicted and measured, in three settings: links about as fast as compute; the CPU and a disk; a CPU that
-attends slowly beside an accelerator. The first policy of each setting is the planner's own choice.
+"""Policies drawn at random, predicted and measured in three settings; the first of each setting is the planner's own choice.
 
-A draw holds the planner to a block size, a number of micro-batches, an admission, tiers of the weights and classes of the KV; where the rest
-lies is the placement that the cost model finds best under these. Draws that do not fit, or whose job would take too long, are drawn again.
-Times are those of the sweeps. Each is predicted twice: by the cost model (the LP), and by the simulator.
+The settings are links about as fast as compute, the CPU and a disk, and a CPU that attends slowly beside an accelerator. A draw
+holds the planner to a block size, a number of micro-batches, an admission, tiers of the weights and classes of the KV; where the
+rest lies is the placement that the cost model finds best under these. Draws that do not fit, or whose job would take too long,
+are drawn again. Times are those of the sweeps. Each is predicted twice: by the cost model (the LP), and by the simulator.
 
     python benchmarks/policy_errors.py --work-dir DIR                 # measures
     python benchmarks/policy_errors.py --work-dir DIR --dry           # draws and simulates only, writes nothing
@@ -18,33 +18,39 @@ import random
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from recording import joined, result_path, write
+from strategy_settings import MIB, TIMES, request_of
+from strategy_settings import SHAPE as SMALLER
 from tier_runs import SHAPE as LARGER
-from tier_runs import different_rows, joined, model_in, prompts, results_of, run_undisturbed, write
-from way_settings import MIB, TIMES, request_of
-from way_settings import SHAPE as SMALLER
+from tier_runs import different_rows, hardware_for, lanes_of, model_in, prediction_errors, prompts, run_undisturbed
 
 from batchgen.core.device import Device
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes
-from batchgen.job.planning import find_for, find_hardware, on_this_machine, plan_maker, problem_of
+from batchgen.job.planning import plan_maker, problem_of
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.lp import Allowed
 from batchgen.planner.plan_selection import choose, simulate_candidates
-from batchgen.planner.search import Candidate, Problem, search
+from batchgen.planner.problem import Allowed, Problem
+from batchgen.planner.search import Candidate, search
 from batchgen.planner.simulation import simulate_job
-from batchgen.profiler.calibration import corrected_by_disk_probe
-from batchgen.profiler.emulated import emulated_profile
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A device and a job. cpu_memory: bytes beside those of the process; None: what is free. tiers, classes: that draws choose from."""
+    """A device and a job of equal rows.
+
+    Attributes:
+        prompt, output: tokens of a row.
+        shape: keys of the model's config.json.
+        tiers: tiers of the weights that draws choose from.
+        classes: KV classes that draws choose from.
+        cpu_memory: bytes beside those of the process; None for all that is free.
+    """
 
     name: str
     device: Device
@@ -79,12 +85,12 @@ _BLOCKS, _BATCHES = (4, 8, 16, 24, 32, 48, 64), (1, 2, 4)
 
 
 def held(setting: Setting, draw: random.Random) -> dict[str, Any]:
-    """What a draw holds the planner to: fields of Problem."""
+    """Fields of Problem that a draw holds the planner to."""
     batches = draw.choice(_BATCHES)
     classes = tuple(draw.sample(setting.classes, draw.randint(1, len(setting.classes))))
     return {
         "num_gpu_batches": batches,
-        "block_size": draw.choice([size for size in _BLOCKS if size % batches == 0]),
+        "max_num_seqs": draw.choice([size for size in _BLOCKS if size % batches == 0]),
         "admissions": (draw.choice(("continuous", "continuous", "static")),),
         "allowed": Allowed(classes, draw.choice(setting.tiers)),
     }
@@ -97,7 +103,7 @@ def drawn(problem: Problem, setting: Setting, seed: int) -> Iterator[tuple[str, 
         own = held(setting, draw)
         allowed = own["allowed"]
         words = (
-            f"{own['num_gpu_batches']} batches of {own['block_size'] // own['num_gpu_batches']}, {own['admissions'][0]},"
+            f"{own['num_gpu_batches']} batches of {own['max_num_seqs'] // own['num_gpu_batches']}, {own['admissions'][0]},"
             f" weights {'+'.join(allowed.weight_tiers)}, KV {'+'.join(sorted(allowed.kv_classes))}"
         )
         try:
@@ -117,7 +123,7 @@ def main() -> None:
     )
     parser.add_argument("--only", action="append", help="names of settings")
     parser.add_argument("--dry", action="store_true", help="measure no job")
-    parser.add_argument("-o", "--output", type=Path, default=results_of("policy_errors"))
+    parser.add_argument("-o", "--output", type=Path, default=result_path("policy_errors"))
     args = parser.parse_args()
     for setting in SETTINGS:
         if not args.only or setting.name in args.only:
@@ -126,21 +132,16 @@ def main() -> None:
 
 def _keep(entry: dict[str, Any], output: Path) -> None:
     """Writes the policies of a setting that have been measured so far, beside the other settings of the file."""
-    settings = joined(output, [entry], [s.name for s in SETTINGS])
-    policies = [policy for each in settings for policy in each["policies"]]
-    result = {f"{name}_error": _errors(policies, name) for name in ("planned", "simulated")}
-    write("policy_errors", result | {"settings": settings}, output)
+    settings = joined(output, "settings", {entry["setting"]: entry}, [s.name for s in SETTINGS])
+    policies = [policy for each in settings.values() for policy in each["policies"]]
+    result = {f"{name}_error": prediction_errors(policies, name) for name in ("planned", "simulated")}
+    write(output, result | {"settings": settings})
 
 
 def _without_tokens(policy: dict[str, Any]) -> dict[str, Any]:
-    """Of each run, what is kept."""
+    """A policy with what is kept of its runs."""
     kept = ("seconds", "busy", "sweeps", "preempted", "busy_s", "stalled_s")
     return policy | {"runs": [{name: run[name] for name in kept} for run in policy["runs"]]}
-
-
-def _errors(policies: list[dict[str, Any]], name: str) -> dict[str, float]:
-    errors = [abs(p[f"{name}_s"] / p["measured_s"] - 1) for p in policies]
-    return {"median": statistics.median(errors), "worst": max(errors)}
 
 
 def _setting(setting: Setting, args: argparse.Namespace) -> None:
@@ -148,14 +149,8 @@ def _setting(setting: Setting, args: argparse.Namespace) -> None:
     work_dir = args.work_dir / ("larger" if setting.shape is LARGER else "smaller")
     model = model_in(work_dir, setting.shape)
     config = read_config(resolve_model(str(model)))
-    find = partial(
-        find_hardware, None, dtype="bfloat16", in_rows=("bfloat16",), offload_dir=work_dir, model=config, notify=print
-    )
-    cpu, core = find_for(setting.device, find)
     process = process_bytes()
-    hardware = corrected_by_disk_probe(on_this_machine(cpu), work_dir)
-    if setting.device.accelerated:
-        hardware = emulated_profile(hardware, setting.device, core)
+    hardware = hardware_for(setting.device, config, work_dir, probe_disk=True)
     budgets = {} if setting.cpu_memory is None else {"cpu_memory": process + setting.cpu_memory}
     request = replace(request_of(config, process), **budgets)
     problem = problem_of(hardware, config, Workload.uniform(setting.rows, setting.prompt, setting.output), request)
@@ -222,23 +217,19 @@ def _setting(setting: Setting, args: argparse.Namespace) -> None:
 
 
 def _line(setting: Setting, entry: dict[str, Any]) -> str:
-    """What is known of a policy, its last run lane by lane."""
-    planned, simulated, runs = entry["planned_s"], entry["simulated_s"], entry["runs"]
+    """A policy's times for the screen, those of its last run lane by lane."""
+    planned, simulated = entry["planned_s"], entry["simulated_s"]
     line = f"{setting.name}: {entry['name']}: planned {planned:.2f} s, simulated {simulated:.2f} s"
-    if not runs:
+    if not entry["runs"]:
         return line
     seconds = entry["measured_s"]
-    line += f", measured {seconds:.2f} s: {planned / seconds - 1:+.0%}, {simulated / seconds - 1:+.0%}"
-    return line + "".join(
-        f"\n    {lane}: busy {busy:.2f} s, simulated {entry['simulated_busy_s'][lane]:.2f} s; waited for"
-        f" {runs[-1]['stalled_s'][lane]:.2f} s, simulated {entry['simulated_stalled_s'][lane]:.2f} s"
-        for lane, busy in runs[-1]["busy_s"].items()
-        if max(busy, entry["simulated_busy_s"][lane]) > 0.02 * seconds
+    return f"{line}, measured {seconds:.2f} s: {planned / seconds - 1:+.0%}, {simulated / seconds - 1:+.0%}" + lanes_of(
+        entry
     )
 
 
 def _distinct(pairs: Iterator[tuple[str, Candidate]], most: int) -> Iterator[tuple[str, Candidate]]:
-    """At most so many, none held to the same as one before."""
+    """At most so many of the candidates, none held to the same as one before."""
     seen: set[str] = set()
     for words, candidate in pairs:
         if words not in seen:
@@ -254,8 +245,8 @@ def _ranked(policies: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "rank_of_plan": 1 + sum(t < times[0] for t in times),
         "plan_against_fastest": times[0] / min(times),
-        "planned_error": _errors(policies, "planned"),
-        "simulated_error": _errors(policies, "simulated"),
+        "planned_error": prediction_errors(policies, "planned"),
+        "simulated_error": prediction_errors(policies, "simulated"),
     }
 
 

@@ -1,5 +1,6 @@
-"""Random configurations of every family, key by key (tests/support/config_draws.py): each is refused by the name of a key, or its
-model gives the log-probabilities of transformers, in fp32 and through the whole engine.
+"""Random configurations of every family: each is refused by the name of a key, or its model gives transformers' log-probabilities.
+
+tests/support/config_draws.py draws them key by key. Models run in fp32 and through the whole engine.
 
     python benchmarks/random_configs.py --draws 500 --seed 0
 """
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -22,20 +22,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import transformers
 from config_draws import MARGIN, MODELS, draws_of
+from recording import result_path, write
 from tiny_models import make_tiny_tokenizer
 
-from batchgen.core.machine import cpu_name
-
-RESULT = Path(__file__).parent / "results" / "random_configs.json"
+RESULT = result_path("random_configs")
 
 
 def run(draws: int, seed: int, work_dir: Path) -> dict[str, Any]:
-    """Tries so many configurations, as many of each family. seed: the first one of each."""
+    """Tries so many configurations, as many of each family, whose first seed is `seed`."""
     tokenizer = work_dir / "tokenizer"
     tokenizer.mkdir()
     make_tiny_tokenizer(tokenizer)
     found: dict[str, Any] = {
-        "cpu": cpu_name(), "transformers": transformers.__version__, "seed": seed, "margin": MARGIN, "draws": draws,
+        "transformers": transformers.__version__, "seed": seed, "margin": MARGIN, "draws": draws,
         "models": {}, "refused_by_transformers_too": 0, "largest_difference": 0.0, "wrong": [],
     }  # fmt: skip
     keys: Counter[str] = Counter()
@@ -59,7 +58,7 @@ def run(draws: int, seed: int, work_dir: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULT)
@@ -70,7 +69,7 @@ def main() -> None:
     gc.freeze()  # an engine collects garbage, in which modules need not be looked through
     with tempfile.TemporaryDirectory() as work_dir:
         found = run(args.draws, args.seed, Path(work_dir))
-    args.output.write_text(json.dumps(found, indent=1) + "\n")
+    write(args.output, found)
     sys.exit(bool(found["wrong"]))
 
 

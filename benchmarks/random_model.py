@@ -1,25 +1,17 @@
-"""A model of Llama-3.2-3B's shape with random weights, as a Hugging Face directory and as a GGUF of the same weights.
+"""A Hugging Face directory of Llama-3.2-3B's shape, or a smaller one, with random weights.
 
-Both are written in pieces: neither needs memory for more than a few tens of megabytes of weights. Token i is the word
-"wI", so a prompt is text and token ids at once, and what was generated can be read back from text.
-
-    python benchmarks/random_model.py DIRECTORY --gguf FILE
-    python benchmarks/random_model.py DIRECTORY --layers 2      # a small one
+It is written in pieces of a few tens of megabytes. Token i is the word "wI", so a prompt is text and token ids at once, and
+what was generated can be read back from text.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
 import random
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 LLAMA_3B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -53,22 +45,14 @@ LLAMA_3B: dict[str, Any] = {
 }
 _SHARD_BYTES = 1 << 30
 _PIECE_NUMBERS = 8 << 20
-_GGUF_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def make_model(path: Path | str, *, seed: int = 0, **changes: Any) -> Path:
-    """Writes the model to a directory, unless it is there already. changes: keys of config.json that differ from
-    LLAMA_3B, such as num_hidden_layers. Returns the directory."""
+    """Writes the model to a directory, unless it is there already, and returns the directory.
+
+    Args:
+        changes: keys of config.json that differ from LLAMA_3B, such as num_hidden_layers.
+    """
     path, config = Path(path), LLAMA_3B | changes
     config_file = path / "config.json"
     if config_file.exists() and json.loads(config_file.read_text()) == config:
@@ -83,7 +67,7 @@ def make_model(path: Path | str, *, seed: int = 0, **changes: Any) -> Path:
     total = sum(2 * math.prod(shape) for shard in shards for shape in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    _write_tokenizer(path, config["vocab_size"])
+    write_word_tokenizer(path, config["vocab_size"])
     config_file.write_text(json.dumps(config, indent=2) + "\n")  # last: it says that the model is whole
     return path
 
@@ -120,55 +104,6 @@ def prompt_text(ids: list[int]) -> str:
     return " ".join(f"w{i}" for i in ids)
 
 
-def write_gguf(model: Path | str, path: Path | str) -> Path:
-    """Writes the directory's weights as a GGUF in bfloat16 (norms in float32, as llama.cpp wants them), unless it is
-    there already. It has no tokenizer: prompts are token ids. Returns the file."""
-    import gguf
-
-    model, path = Path(model), Path(path)
-    if path.exists() and path.stat().st_mtime >= (model / "config.json").stat().st_mtime:
-        return path
-    config = json.loads((model / "config.json").read_text())
-    heads, kv_heads, head = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    partial = path.with_name(path.name + ".partial")
-    writer = gguf.GGUFWriter(partial, "llama")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
-
-    bf16, f32 = gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType.F32
-    tensors = [(_gguf_name(name), name, values) for name, values in _read_tensors(model)]
-    for gguf_name, _, values in tensors:
-        number_bytes, kind = (4, f32) if values.ndim == 1 else (2, bf16)
-        writer.add_tensor_info(gguf_name, values.shape, np.dtype(np.float16), values.size * number_bytes, kind)
-    factors = _rope_factors(config)
-    writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for _, name, values in tensors:
-        if values.ndim == 1:
-            values = (values.astype(np.uint32) << 16).view(np.float32)  # bfloat16 is the upper half of a float32
-        elif "q_proj" in name or "k_proj" in name:
-            values = _interleave_rotary(values, kv_heads if "k_proj" in name else heads)
-        writer.write_tensor_data(values)
-    writer.write_tensor_data(factors)
-    writer.close()
-    os.replace(partial, path)
-    return path
-
-
 def _shards(shapes: dict[str, tuple[int, ...]]) -> list[dict[str, tuple[int, ...]]]:
     """The tensors, in files of about _SHARD_BYTES."""
     shards: list[dict[str, tuple[int, ...]]] = [{}]
@@ -201,7 +136,8 @@ def _write_shard(path: Path, shapes: dict[str, tuple[int, ...]], std: float, see
                 file.write(numbers.bfloat16().view(torch.int16).numpy())
 
 
-def _write_tokenizer(path: Path, vocab_size: int) -> None:
+def write_word_tokenizer(path: Path, vocab_size: int) -> None:
+    """Writes the tokenizer whose token i is the word "wI"."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -210,58 +146,3 @@ def _write_tokenizer(path: Path, vocab_size: int) -> None:
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}) + "\n")
-
-
-def _read_tensors(model: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, bfloat16 bits as uint16, mapped from the file) of every tensor."""
-    weight_map = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"]
-    for shard in dict.fromkeys(weight_map.values()):
-        with (model / shard).open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        header.pop("__metadata__")
-        for name, info in header.items():
-            offset = 8 + size + info["data_offsets"][0]
-            yield name, np.memmap(model / shard, np.uint16, "r", offset, tuple(info["shape"]))
-
-
-def _gguf_name(name: str) -> str:
-    if name in ("model.embed_tokens.weight", "model.norm.weight"):
-        return {"model.embed_tokens.weight": "token_embd.weight"}.get(name, "output_norm.weight")
-    _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{_GGUF_NAMES[rest.removesuffix('.weight')]}.weight"
-
-
-def _interleave_rotary(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a query or key projection in llama.cpp's order: the two numbers that rotate together lie side by side,
-    where Hugging Face has them half a head apart."""
-    rows, columns = weight.shape
-    halves = weight.reshape(heads, 2, rows // heads // 2, columns)
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, columns)
-
-
-def _rope_factors(config: dict[str, Any]) -> np.ndarray:
-    """What each rotary frequency is divided by under llama3 scaling: `rope_freqs` of a GGUF."""
-    from batchgen.models.hf.config import config_of_hf
-    from batchgen.models.rope import RopeConfig
-
-    rope, head = config_of_hf(config).rope, config["head_dim"]
-    plain = np.array(RopeConfig(rope.theta).inv_freq(head))
-    return (plain / np.array(rope.inv_freq(head))).astype(np.float32)  # [head_dim / 2]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--gguf", type=Path, help="write this file too")
-    parser.add_argument("--layers", type=int, default=LLAMA_3B["num_hidden_layers"])
-    parser.add_argument("--vocab-size", type=int, default=LLAMA_3B["vocab_size"])
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    make_model(args.directory, seed=args.seed, num_hidden_layers=args.layers, vocab_size=args.vocab_size)
-    if args.gguf:
-        write_gguf(args.directory, args.gguf)
-
-
-if __name__ == "__main__":
-    main()

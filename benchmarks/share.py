@@ -1,4 +1,4 @@
-"""Workers on one output that are killed, suspended past the lease and replaced at random moments; the output equals an undisturbed worker's.
+"""Workers on one output, killed, suspended past the lease and replaced at random: the output equals an undisturbed worker's.
 
     python benchmarks/share.py                                # 8 processes, 60 kills, 20 suspensions
     python benchmarks/share.py --kills 5 --suspensions 2
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import signal
 import subprocess
@@ -23,27 +22,26 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from recording import result_path, write
 
-from batchgen.core.machine import cpu_name
 from batchgen.output.manifest import Manifest
 from batchgen.output.run_directory import run_directory
 from batchgen.share.status import output_status
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 WORKER = SUPPORT / "shared_worker.py"
-RESULTS = Path(__file__).parent / "results"
 _LIMIT_S = 300.0  # a worker that takes longer than this after the last disturbance hangs
 
 
 def start(output: Path, args: argparse.Namespace, seed: int, log: Path) -> subprocess.Popen:
-    """A worker; what it says goes to `log`."""
+    """Starts a worker, whose output goes to `log`."""
     command = [sys.executable, WORKER, output, args.rows, seed, args.pause, args.lease]
     with log.open("w") as file:
         return subprocess.Popen([str(part) for part in command], stdout=file, stderr=subprocess.STDOUT)
 
 
 def saved_rows(output: Path) -> int:
-    """Of all workers."""
+    """The rows that all workers have saved."""
     held = Manifest.read(run_directory(output) / "manifest.json")
     if held is None:
         return 0
@@ -52,7 +50,11 @@ def saved_rows(output: Path) -> int:
 
 
 def disturb(output: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A job with kills, suspensions and new workers, spread over its rows. Raises SystemExit where a worker fails or hangs."""
+    """Runs a job with kills, suspensions and new workers, spread over its rows.
+
+    Raises:
+        SystemExit: a worker fails or hangs.
+    """
     draw = random.Random(args.seed)
     events = ["kill"] * args.kills + ["suspend"] * args.suspensions
     draw.shuffle(events)
@@ -106,7 +108,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.02, help="seconds, after every fifth row")
     parser.add_argument("--lease", type=float, default=3.0, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS / "share.json")
+    parser.add_argument("--output", type=Path, default=result_path("share"))
     args = parser.parse_args()
     sys.path.insert(0, str(SUPPORT))
     from fake_rows import FakeDataset, expected_rows, result_of
@@ -117,9 +119,8 @@ def main() -> None:
         rows = pq.read_table(output).to_pylist()
         expected = expected_rows(FakeDataset(args.rows), lambda row: result_of(row, fail_every=13))
         found |= {"rows": len(rows), "rows_that_differ": sum(a != b for a, b in zip(rows, expected, strict=True))}
-    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
-    record = {"machine": machine, "seed": args.seed, "workers": args.workers, "lease_s": args.lease, **found}
-    args.output.write_text(json.dumps(record, indent=1) + "\n")
+    record = {"seed": args.seed, "workers": args.workers, "lease_s": args.lease, **found}
+    write(args.output, record)
     print(json.dumps(record))
 
 

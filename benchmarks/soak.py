@@ -17,7 +17,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import random
 import re
 import shutil
@@ -41,14 +40,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from kills import put_on_disk
+from kills import WORDS, put_on_disk
+from peers.memory_limit import memory_group
 from processes import start_in_process
+from recording import result_path, write
 
-from batchgen.core.machine import cpu_name, resident_bytes
-from batchgen.ops.instruction_set import instruction_set
+from batchgen.core.machine import resident_bytes
 
-RESULTS = Path(__file__).parent / "results"
-CGROUPS = Path("/sys/fs/cgroup/memory")
 LIMIT_BYTES = 3 << 30
 DISK_BYTES = 256 << 20
 FLAT = 0.05  # growth that is still flat
@@ -56,12 +54,15 @@ DISTURBANCES = ("deadline", "disk full", "kill", "interrupt")
 _LIMIT_S = 600.0  # a run that takes longer hangs
 _MOST_DISTURBANCES = 4  # of one job
 _WARM_UP = 0.1  # of the jobs, before which the memory of the process is not yet what it needs
-_WORDS = ["ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable", "winter", "islands", "slate"]
 
 
 @dataclass
 class Found:
-    """What the soak has seen. moments: of the process that lives on, after each job that it has completed."""
+    """What the soak has seen.
+
+    Attributes:
+        moments: counts of the process that lives on, after each job that it has completed.
+    """
 
     jobs: int = 0
     disturbed: Counter[str] = field(default_factory=Counter)
@@ -72,29 +73,12 @@ class Found:
 
 
 @contextmanager
-def memory_group(limit_bytes: int) -> Iterator[Path]:
-    """A cgroup with a memory limit that this process, and all that it starts, is in. Raises SystemExit where there can be none."""
-    group = CGROUPS / f"batchgen-soak-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-    except OSError as error:
-        raise SystemExit(
-            f"no memory limit can be set ({error}): run as root, where cgroups version 1 are in {CGROUPS}"
-        ) from error
-    try:
-        yield group
-    finally:
-        for pid in (group / "cgroup.procs").read_text().split():
-            with suppress(OSError):  # it has just ended
-                (CGROUPS / "cgroup.procs").write_text(pid)
-        group.rmdir()
-
-
-@contextmanager
 def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
-    """A file system of its own. Raises SystemExit where none can be mounted."""
+    """A new file system of this size.
+
+    Raises:
+        SystemExit: none can be mounted.
+    """
     image, disk = folder / "disk.img", folder / "disk"
     disk.mkdir()
     with image.open("wb") as file:
@@ -111,7 +95,7 @@ def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Takes all that is left of a file system; the file that does."""
+    """Fills a file system with one file, which it returns."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file, suppress(OSError):
         while True:
@@ -123,7 +107,7 @@ def fill(disk: Path) -> Path:
 
 
 def worker(connection: Connection) -> None:
-    """Runs one job after the other: takes the options of `batchgen.run`, answers (how it ended, rows resumed, counts)."""
+    """Runs one job after the other: receives the options of `batchgen.run`, sends (how it ended, rows resumed, counts)."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import batchgen
     from batchgen.core.errors import BatchgenError
@@ -218,14 +202,14 @@ class Soak:
         return self._run_apart(signal.SIGKILL if how == "kill" else signal.SIGINT, after_s)
 
     def _run_here(self, **more: Any) -> tuple[str, int, dict[str, float]]:
-        """In the process that lives on."""
+        """Runs the job in the process that lives on."""
         self.connection.send(self.options | more)
         if not self.connection.poll(_LIMIT_S):
             raise SystemExit("a run hangs")
         return self.connection.recv()
 
     def _run_apart(self, how: int, after_s: float) -> str:
-        """In a process of its own, which gets a signal."""
+        """Runs the job in a process of its own, which gets a signal."""
         log = self.folder / "log"
         process = start_in_process(_command, [_arguments("run", self.options)], log)
         process.join(after_s)
@@ -239,7 +223,7 @@ class Soak:
         return f"exit code {code}" if known else f"unforeseen exit code {code}: {log.read_text()[-500:]}"
 
     def _files(self) -> set[str]:
-        """What there is beside the input, numbers left out."""
+        """The names of all files beside the input, with N for numbers."""
         folders = [self.disk, self.temporary]
         return {re.sub(r"\d+", "N", str(path)) for folder in folders for path in folder.rglob("*") if path.is_file()}
 
@@ -255,13 +239,13 @@ class Soak:
             "llama", self.folder / "model", hidden_size=256, num_hidden_layers=6, intermediate_size=512, num_attention_heads=8,
             num_key_value_heads=4,
         )  # fmt: skip
-        prompts = [" ".join(self.draw.choices(_WORDS, k=self.draw.randrange(1, 60))) for _ in range(self.rows)]
+        prompts = [" ".join(self.draw.choices(WORDS, k=self.draw.randrange(1, 60))) for _ in range(self.rows)]
         prompts[self.rows // 3] = None  # it fails
         sampling = [{"temperature": 0.8 * (i % 2), "top_p": 0.95} for i in range(self.rows)]
         pq.write_table(pa.table({"prompt": prompts, "sampling": sampling}), self.folder / "in.parquet")
 
     def _plan(self) -> None:
-        """All weights but one layer, and half of the KV, on disk."""
+        """Plans the job with all weights but one layer, and half of the KV, on disk."""
         plan = self.folder / "plan.json"
         asked = {name: value for name, value in self.options.items() if name not in ("output", "flush_interval")}
         log = self.folder / "log"
@@ -295,7 +279,7 @@ def _command(arguments: list[str]) -> None:
 
 
 def growth(values: list[float]) -> float:
-    """The last quarter's median over the first's, less one, once warm."""
+    """The median of the last quarter over that of the first, less one, without the values of the warm-up."""
     warm = values[int(len(values) * _WARM_UP) :]
     quarter = max(1, len(warm) // 4)
     return statistics.median(warm[-quarter:]) / statistics.median(warm[:quarter]) - 1
@@ -306,12 +290,6 @@ def results(soak: Soak, asked_h: float, lasted_s: float) -> dict[str, Any]:
     resident = [moment["resident_bytes"] for moment in found.moments]
     every = max(1, len(resident) // 200)
     return {
-        "machine": {
-            "cpu": cpu_name(),
-            "cores": os.cpu_count(),
-            "kernels": instruction_set(),
-            "python": platform.python_version(),
-        },
         "seed": soak.seed,
         "rows": soak.rows,
         "hours_asked": asked_h,
@@ -335,9 +313,16 @@ def results(soak: Soak, asked_h: float, lasted_s: float) -> dict[str, Any]:
 def run_soak(
     folder: Path, *, hours: float, seed: int, rows: int, notify: Callable[[dict], None] = lambda found: None
 ) -> dict[str, Any]:
-    """The soak's results, as JSON values, of which `notify` is told after each job. Raises SystemExit where a run hangs, or the
-    machine lets it set no limit or mount nothing."""
+    """Runs jobs for so long, and returns the results, as JSON values.
+
+    Args:
+        notify: called with the results after each job.
+
+    Raises:
+        SystemExit: a run hangs, or the machine lets it set no limit or mount nothing.
+    """
     with small_disk(folder, DISK_BYTES) as disk, memory_group(LIMIT_BYTES) as group:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
         started_s = time.monotonic()
         soak = Soak(folder, disk, group, seed, rows)
         try:
@@ -355,11 +340,11 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=160)
-    parser.add_argument("--output", type=Path, default=RESULTS / "soak.json")
+    parser.add_argument("--output", type=Path, default=result_path("soak"))
     args = parser.parse_args()
 
     def note(found: dict[str, Any]) -> None:
-        args.output.write_text(json.dumps(found, indent=1) + "\n")
+        write(args.output, found)
         print(
             json.dumps({name: found[name] for name in ("hours", "jobs", "wrong", "resident_growth")}), file=sys.stderr
         )

@@ -1,6 +1,6 @@
 """Restaurant entries turned into JSON records, under a schema and without, in turns: validity and throughput.
 
-python benchmarks/structured_output.py
+    python benchmarks/structured_output.py
 
 The rows under the schema come first and end where their records do; then the same prompts generate exactly as many tokens,
 whatever these are. Seconds are those of generation by a freshly loaded engine; what loading takes is listed beside.
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import jsonschema
 import pyarrow.parquet as pq
+from recording import result_path, write
 
 import batchgen
 from batchgen.core.request import Completion, Request, SamplingParams
-from batchgen.job.report import versions
 
 HERE = Path(__file__).parent
 ENTRIES = HERE.parent / "recipes" / "data_wrangling" / "fodors_zagats_test.parquet"
@@ -49,7 +49,7 @@ EXPECTED_TOKENS = 128  # for admission, which must not differ
 
 
 def conversations(count: int) -> list[list[dict]]:
-    """One for each of the first different entries of the matching task's pairs."""
+    """A conversation for each of the first different entries of the matching task's pairs."""
     table = pq.read_table(ENTRIES).to_pylist()
     fields = ("name", "addr", "city", "phone", "type")
     entries = dict.fromkeys(
@@ -60,7 +60,7 @@ def conversations(count: int) -> list[list[dict]]:
 
 
 def generate(args: argparse.Namespace, requests: list[Request], sampling: SamplingParams) -> tuple[list, dict]:
-    """Completions in order, and what it took."""
+    """Completions in order, and the time and statistics of the run."""
     with batchgen.Engine(
         args.model,
         dtype=args.dtype,
@@ -95,7 +95,7 @@ def is_valid(text: str) -> bool:
     return True
 
 
-def main() -> None:  # a benchmark from top to bottom
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")
@@ -104,7 +104,7 @@ def main() -> None:  # a benchmark from top to bottom
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--cpu-memory")
-    parser.add_argument("--output", default=str(HERE / "results" / "structured_output.json"))
+    parser.add_argument("--output", type=Path, default=result_path("structured_output"))
     args = parser.parse_args()
     prompts = conversations(args.rows)
     bound = SamplingParams(max_tokens=MAX_TOKENS, temperature=args.temperature, json_schema=SCHEMA)
@@ -133,7 +133,6 @@ def main() -> None:  # a benchmark from top to bottom
     rates = {name: statistics.median(run["generated_tokens_per_s"] for run in found) for name, found in runs.items()}
     tokens = sum(run["generated_tokens"] for run in runs["schema"])
     result = {
-        "benchmark": "structured_output",
         "arguments": {k: v for k, v in vars(args).items() if k != "output"},
         "schema": SCHEMA,
         "rows": len(prompts) * args.repeats,
@@ -152,9 +151,8 @@ def main() -> None:  # a benchmark from top to bottom
         "seconds_waited_for_masks": [run["busy_s"]["mask_wait"] for run in runs["schema"]],
         "runs": runs,
         "example": first[0].text,
-        "versions": versions(),
     }
-    Path(args.output).write_text(json.dumps(result, indent=2) + "\n")
+    write(args.output, result)
     print(
         f"{valid} of {result['rows']} rows valid; {result['ratio']:.0%} of the throughput without a schema; a mask takes"
         f" {result['microseconds_a_mask']:.0f} microseconds, of {runs['schema'][-1]['seconds']:.1f} s"

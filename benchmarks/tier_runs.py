@@ -1,37 +1,37 @@
-"""What the benchmarks of the tiers share: a random model of moderate size, and runs of it under any policy."""
+"""Runs of a random model of moderate size under any policy, for benchmarks that compare predicted with measured times."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import platform
 import random
-import sys
+import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cpu_kind import machine
 from random_model import make_model
 
 from batchgen.core.device import Device
 from batchgen.core.digest import json_sha256
+from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import CpuTime
 from batchgen.core.plan import Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts, needs_store, resolve_budgets
+from batchgen.job.planning import find_for, find_hardware, on_this_machine
+from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.tokenizers.tokenizer import load_tokenizer
-from batchgen.profiler.busy import why_busy
+from batchgen.profiler.calibration import corrected_by_disk_probe
+from batchgen.profiler.contention import contention_reason
+from batchgen.profiler.emulated import emulated_profile
 
-RESULTS = Path(__file__).parent / "results"
 # About 0.4 GB of bf16 weights, 31 MB a layer: products that fill the cores, buses that can be the bottleneck.
 SHAPE = {
     "num_hidden_layers": 12,
@@ -46,7 +46,7 @@ SHAPE = {
 
 
 def model_in(work_dir: Path, shape: dict[str, int] = SHAPE) -> Path:
-    """A model of this shape, made where it is not there yet."""
+    """A model of this shape, made in the work directory where it is not there yet."""
     path = work_dir / "model"
     make_model(path, **shape)
     return path
@@ -58,22 +58,22 @@ def prompts(rows: int, length: int, seed: int = 0, vocab_size: int = SHAPE["voca
 
 
 def run(*args: Any, **options: Any) -> dict[str, Any]:
-    """As `run_here`, in a process of its own: what earlier runs left in this one would count against the budgets."""
+    """`run_here` in a process of its own: what earlier runs left in this one would count against the budgets."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(run_here, *args, **options).result()
 
 
 def run_undisturbed(*args: Any, tries: int = 3, **options: Any) -> dict[str, Any]:
-    """As `run`, again where other processes took the cores meanwhile; the last of the tries stands, whatever it was."""
+    """`run`, repeated where other processes took the cores meanwhile; the last try stands, whatever it was."""
     for _ in range(tries):
-        found = run(*args, **options)
-        if found["busy"] is None:
+        result = run(*args, **options)
+        if result["busy"] is None:
             break
-        print(f"  again: {found['busy']}", flush=True)
-    return found
+        print(f"  again: {result['busy']}", flush=True)
+    return result
 
 
-def run_here(  # one run, told by its command line
+def run_here(
     model: Path,
     device: Device,
     policy: Policy,
@@ -87,15 +87,23 @@ def run_here(  # one run, told by its command line
     kernels: KernelChoice = PROCESS_SET,
     **budgets: int | None,
 ) -> dict[str, Any]:
-    """Runs all rows; seconds are those of the sweeps, loading left out. kv_tokens: of the KV pools together.
+    """Runs all rows under a policy.
 
-    tokens: a digest of what each row generated. busy: why the times cannot be
-    trusted, None where the machine was left alone.
+    Args:
+        output_lens: tokens to generate, of each row.
+        serial: nothing overlaps.
+        kv_tokens: tokens that all KV pools together have blocks for.
+        planned_process_bytes: memory of the process that the plan counted with.
+        budgets: of `resolve_budgets`.
+
+    Returns:
+        The seconds of the sweeps, without loading; "tokens", a digest of what each row generated; "busy", why the times cannot be
+        trusted, None where the machine was left alone; and the engine's statistics.
     """
     files = resolve_model(str(model))
     store = None
     if needs_store(policy):
-        store = find_or_convert(files, work_dir, "bfloat16", "int4" if policy.weight_format == "int4" else "none")
+        store = find_or_convert(files, work_dir, "bfloat16", "int4" if policy.weight_format == "int4" else "native")
     longest = max(len(r) for r in rows) + max(output_lens)
     request = LoadRequest(
         files,
@@ -122,7 +130,7 @@ def run_here(  # one run, told by its command line
         before, started = CpuTime.now(), time.perf_counter()
         done = list(engine.generate(requests))
         seconds = time.perf_counter() - started
-        busy = why_busy(before, CpuTime.now(), 1.0)
+        busy = contention_reason(before, CpuTime.now(), 1.0)
         stats = engine.stats
         failed = [c.error for c in done if c.error]
         if failed:
@@ -143,35 +151,34 @@ def run_here(  # one run, told by its command line
 
 
 def different_rows(runs: Sequence[dict[str, Any]]) -> int:
-    """Of runs over the same rows, the rows that have not the same tokens in all of them."""
+    """The number of rows whose tokens are not the same in all of these runs."""
     return sum(len(set(row)) > 1 for row in zip(*[run["tokens"] for run in runs], strict=True))
 
 
-def results_of(name: str) -> Path:
-    """The file of a benchmark's results."""
-    return RESULTS / f"{name}.json"
+def hardware_for(device: Device, config: ModelConfig, work_dir: Path, *, probe_disk: bool = False) -> HardwareProfile:
+    """The machine as measured, with the emulated accelerator where the device is one."""
+    find = partial(
+        find_hardware, None, dtype="bfloat16", in_rows=("bfloat16",), offload_dir=work_dir, model=config, notify=print
+    )
+    cpu, core = find_for(device, find)
+    hardware = on_this_machine(cpu)
+    if probe_disk:
+        hardware = corrected_by_disk_probe(hardware, work_dir)
+    return emulated_profile(hardware, device, core) if device.accelerated else hardware
 
 
-def joined(path: Path, found: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Settings as they were found, and those of the file beside them, by their names in this order: a command may measure only some."""
-    before = json.loads(path.read_text())["settings"] if path.exists() else []
-    by_name = {entry["setting"]: entry for entry in (*before, *found)}
-    return [by_name[name] for name in names if name in by_name]
+def prediction_errors(entries: Sequence[dict[str, Any]], kind: str) -> dict[str, float]:
+    """The median and the worst error of `planned_s` or `simulated_s` against `measured_s`."""
+    errors = [abs(entry[f"{kind}_s"] / entry["measured_s"] - 1) for entry in entries]
+    return {"median": statistics.median(errors), "worst": max(errors)}
 
 
-def write(name: str, result: dict[str, Any], path: Path | None = None) -> None:
-    """The result with what it was made with, to a path or to benchmarks/results/."""
-    import torch
-
-    from batchgen._version import __version__
-
-    about = {
-        "command": f"python benchmarks/{Path(sys.argv[0]).name}",
-        "machine": machine(),
-        "versions": {"batchgen": __version__, "torch": torch.__version__, "python": platform.python_version()},
-    }
-    told = path is None
-    path = path or results_of(name)
-    path.write_text(json.dumps(about | result, indent=2) + "\n")
-    if told:
-        print(f"wrote {path.relative_to(RESULTS.parent.parent)}")
+def lanes_of(entry: dict[str, Any]) -> str:
+    """The busy and waiting seconds of each lane that matters, measured and simulated, for the screen."""
+    run = entry["runs"][-1]
+    return "".join(
+        f"\n    {lane}: busy {busy:.2f} s, simulated {entry['simulated_busy_s'][lane]:.2f} s;"
+        f" waited for {run['stalled_s'][lane]:.2f} s, simulated {entry['simulated_stalled_s'][lane]:.2f} s"
+        for lane, busy in run["busy_s"].items()
+        if max(busy, entry["simulated_busy_s"][lane]) > 0.02 * entry["measured_s"]
+    )

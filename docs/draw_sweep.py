@@ -73,7 +73,7 @@ def bands(tops: dict[str, int]) -> list[str]:
 
 
 def steps(tops: dict[str, int]) -> list[str]:
-    """The boxes: two micro-batches A and B through four layers, weights one layer ahead of use and two ahead of the link."""
+    """The boxes: micro-batches A and B through four layers, weights one layer ahead of use and two ahead of the link."""
     drawn = []
     quarter = LAYER // 4
     for index, layer in enumerate(LAYERS):

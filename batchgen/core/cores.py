@@ -60,7 +60,7 @@ def _keep_process_to(cores: Iterable[int]) -> None:
             os.sched_setaffinity(int(thread), wanted)
 
 
-def own_core() -> tuple[frozenset[int], frozenset[int]]:
+def dedicated_core() -> tuple[frozenset[int], frozenset[int]]:
     """A core for an emulated accelerator, and those that are left to the CPU. Raises InputError where there are not two cores."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < 2:

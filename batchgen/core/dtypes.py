@@ -26,7 +26,7 @@ GGUF_FORMATS = {
     "mxfp4": (32, 17),
 }
 # Weights of 4 bits with a scale and a zero point for so many values of a row, as of GPTQ, AWQ and compressed-tensors
-# (models/formats/group_codes.py): values and bytes of a block.
+# (models/formats/groups.py): values and bytes of a block.
 GROUP_FORMATS = {"w4_g32": (32, 20), "w4_g64": (64, 36), "w4_g128": (128, 68)}
 # Weights in FP8 with a scale for so many values of a row (models/formats/fp8.py).
 FP8_FORMATS = {"fp8_g32": (32, 36), "fp8_g128": (128, 132)}
@@ -46,9 +46,10 @@ MIXED = "mixed"
 KEPT_FORMATS = (*BLOCK_FORMATS, *EXPERT_FORMATS, MIXED)
 # Formats in which matrices of layers are packed. All else is in the compute dtype, but for `ModelConfig.end_formats`.
 PACKED_FORMATS = (INT4, INT8, *KEPT_FORMATS)
-# `--quantization`: weights as they are found, or all of them in the compute dtype.
-AS_FOUND, EXPANDED = "none", "bf16"
-QUANTIZATIONS = (AS_FOUND, EXPANDED, INT4, INT8)
+# Values of `--weights`. AUTO: NATIVE or DEQUANTIZED, whichever is faster. NATIVE: in the model's own format. DEQUANTIZED: in the
+# compute dtype.
+AUTO, NATIVE, DEQUANTIZED = "auto", "native", "dequantized"
+WEIGHTS = (AUTO, NATIVE, DEQUANTIZED, INT8, INT4)
 # Of a weight, but for the scales of rows.
 FORMAT_BYTES = {
     "float32": 4.0,
@@ -61,9 +62,9 @@ FORMAT_BYTES = {
 FORMAT_BYTES |= {name: FORMAT_BYTES[of_experts] for name, of_experts in EXPERT_FORMATS.items()}  # which are nearly all
 
 
-def weight_format_of(dtype: str, quantization: str) -> str:
-    """What the layers' matrices are stored in. quantization: as of `models.files.resolve_quantization`."""
-    return dtype if quantization in (AS_FOUND, EXPANDED) else quantization
+def weight_format_of(dtype: str, weights: str) -> str:
+    """The format of the layers' matrices, for a value that `models.files.resolve_weights` has returned."""
+    return dtype if weights in (AUTO, NATIVE, DEQUANTIZED) else weights
 
 
 def block_format(weight_format: str) -> str:
@@ -95,9 +96,9 @@ def product_key(weight_format: str, dtype: str, *, in_rows: bool = False) -> str
     return f"{name} in rows" if in_rows else name
 
 
-def changes_results(quantization: str) -> bool:
+def changes_results(weights: str) -> bool:
     """Whether products are other ones than those of the weights in the compute dtype: rows of blocks hold the same numbers."""
-    return quantization in (INT4, INT8)
+    return weights in (INT4, INT8)
 
 
 def weight_row_bytes(n: int, weight_format: str) -> int:

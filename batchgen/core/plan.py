@@ -158,9 +158,9 @@ def kv_on_device(num_layers: int, kv_layers: int) -> tuple[bool, ...]:
     return tuple((j + 1) * streamed // num_layers == j * streamed // num_layers for j in range(num_layers))
 
 
-def window_blocks(window: int, block_size: int) -> int:
+def window_blocks(window: int, kv_block_size: int) -> int:
     """Most blocks that the last `window` tokens of a sequence, one of them new, lie in."""
-    return (window + block_size - 2) // block_size + 1
+    return (window + kv_block_size - 2) // kv_block_size + 1
 
 
 @dataclass(frozen=True)
@@ -325,9 +325,9 @@ class Plan:
             values = {**values, "policy": dict(values["policy"])}
             for beside in ("explanation", "devices"):  # which follow from the rest
                 values.pop(beside, None)
-            block_size = values["policy"].pop("max_num_seqs")
+            max_num_seqs = values["policy"].pop("max_num_seqs")
             plan: Plan = read_typed(cls, values, "the plan")
-            check_policy(plan.policy, block_size)
+            check_policy(plan.policy, max_num_seqs)
             if plan.policy.kv_layers and "gpu" not in plan.budgets:
                 raise ValueError("kv_layers is for a machine with a GPU")
         except (KeyError, TypeError, ValueError) as error:

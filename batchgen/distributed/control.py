@@ -93,7 +93,7 @@ class Hub:
             raise BatchgenError(f"rank {min(silent)} of {self._size} has come and says nothing; {_TOLD_AGAIN}")
         return {rank: address for rank, address in self._addresses.items() if address is not None}
 
-    def tell(self, message: bytes) -> None:
+    def broadcast(self, message: bytes) -> None:
         """Say something to all other ranks. Raises BatchgenError where one of them has ended."""
         for connection in self._connections.values():
             try:
@@ -172,7 +172,7 @@ class Line:
             self._messages.put(None)
             self._on_lost()
 
-    def told(self) -> bytes:
+    def receive_broadcast(self) -> bytes:
         """What rank 0 says next. Raises EOFError where all is done."""
         frame = self._messages.get()
         if frame is None:

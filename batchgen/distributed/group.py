@@ -163,19 +163,19 @@ class Group:
 
     # What is to be done.
 
-    def tell(self, message: bytes) -> None:
+    def broadcast(self, message: bytes) -> None:
         """Say something to all other ranks, which is not empty; for rank 0.
 
         Raises BatchgenError where one has ended.
         """
         assert self._hub is not None
         self._hub.raise_ended(fate_of=self._fate_of)
-        self._hub.tell(message)
+        self._hub.broadcast(message)
 
-    def told(self) -> bytes:
+    def receive_broadcast(self) -> bytes:
         """What rank 0 says next, for the others. Raises EOFError where all is done."""
         assert self._line is not None
-        return self._line.told()
+        return self._line.receive_broadcast()
 
     def ready(self) -> None:
         """Say, or as rank 0 wait until all others have said, that what was asked for is done.
@@ -275,7 +275,7 @@ def _meet(place: Rank, within_s: float) -> Iterator[Listener]:
     meeting = Meeting(place)
     with contextlib.closing(listen_at(0, place.size, meeting.secret, meeting.address)) as listener:
         try:
-            meeting.tell(listener.address[1], within_s)
+            meeting.announce(listener.address[1], within_s)
             yield listener
         finally:
             meeting.end()
@@ -293,7 +293,7 @@ def _made(
     hub = Hub(place.size, listener.wait_for(CONTROL, others, timeout_s, gone))
     undo.callback(hub.close, done=False)
     nccl_name = f"nccl-{secrets.token_hex(16)}"
-    hub.tell(
+    hub.broadcast(
         json.dumps({_ADDRESSES: list(hub.addresses(deadline_s - time.monotonic()).items()), _NCCL: nccl_name}).encode()
     )
     left_s = deadline_s - time.monotonic()
@@ -382,7 +382,7 @@ def follow(place: Rank, on_lost: Callable[[], None], *, timeout_s: float = START
             )
         line.listens(listener.address if listener else None)
         try:
-            said = json.loads(line.told())
+            said = json.loads(line.receive_broadcast())
         except EOFError:
             raise BatchgenError(
                 f"rank {place.rank} of {place.size} ends: rank 0 has ended before all had come"

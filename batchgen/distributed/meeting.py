@@ -111,7 +111,7 @@ class Meeting:
             self._secret = new_secret()
         return self._secret
 
-    def tell(self, port: int, within_s: float) -> None:
+    def announce(self, port: int, within_s: float) -> None:
         """Say, as rank 0, at which port it listens.
 
         Raises BatchgenError, also where the launcher's store is not reached within so many seconds.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import parse_device
+from batchgen.core.dtypes import AUTO
 from batchgen.core.errors import InputError
 from batchgen.core.machine import trim_freed_memory
 from batchgen.core.plan import Policy
@@ -19,24 +20,24 @@ from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.generation import Generation
 from batchgen.engine.loader import (
     LoadRequest,
-    choose_quantization,
+    choose_weights,
     in_memory_policy,
     needs_store,
     resolve_budgets,
     resolve_context,
     resolve_dtype,
 )
+from batchgen.engine.non_finite import NonFiniteSequences
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.prefetch import Prefetch
 from batchgen.engine.scoring import Scoring
-from batchgen.engine.spoilt import Spoilt
-from batchgen.engine.tensor_parallel import first_shard, load_on_ranks, shard_quantization
+from batchgen.engine.tensor_parallel import first_shard, load_on_ranks, shard_weights
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.runtime.grammar import check_grammar
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
-from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import kv_pools, scheduler_limits
 from batchgen.schedule.scheduler import ScheduledSequence, Scheduler, TokenSlots
 from batchgen.schedule.sequence import Sequence
@@ -51,11 +52,11 @@ _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 class RequestHandler(Protocol):
     """The handler of requests of one kind: `Generation`, `Scoring`.
 
-    vocabulary_chunks: logits may come in chunks of the vocabulary. spoilt: sequences whose logits were not finite.
+    vocabulary_chunks: logits may come in chunks of the vocabulary. non_finite: sequences whose logits were not finite.
     """
 
     vocabulary_chunks: bool
-    spoilt: Spoilt
+    non_finite: NonFiniteSequences
 
     def prepare(self, requests: Iterable) -> Iterator:
         """Requests ready to start; runs in the input thread."""
@@ -98,7 +99,7 @@ class _Sweep:
 class _Call:
     """One call of `generate` or `score`.
 
-    sweeps_in_flight: as of `EngineParts`. under_way: sweeps that were launched, whose results have not been taken. cohorts: sequences whose attention is deferred.
+    sweeps_in_flight: as of `EngineParts`. under_way: sweeps that were launched, whose results have not been taken. deferred_batches: sequences whose attention is deferred.
     drop: as `SweepRunner.drop`.
     """
 
@@ -108,8 +109,8 @@ class _Call:
     adaptation: Adaptation | None = None
     sweeps_in_flight: int = 1
     under_way: deque[_Sweep] = field(default_factory=deque)
-    cohorts: Cohorts = field(default_factory=Cohorts)
-    drop: Callable[[Cohorts], None] = lambda cohorts: None
+    deferred_batches: DeferredBatches = field(default_factory=DeferredBatches)
+    drop: Callable[[DeferredBatches], None] = lambda deferred_batches: None
 
     @property
     def has_work(self) -> bool:
@@ -139,7 +140,7 @@ class _Call:
                 if sweep.wait is not None:
                     sweep.wait()
         with contextlib.suppress(Exception):
-            self.drop(self.cohorts)
+            self.drop(self.deferred_batches)
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.finish(sequence)
 
@@ -154,7 +155,7 @@ class Engine:
         model: A local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
         dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored), "float32",
             "bfloat16" or "float16". On a GPU "auto" is 16 bits: float16 before compute capability 8.0.
-        quantization: Of the layers' matrices: "none" (as they are found; packed ones expanded to `dtype` where that takes at most half
+        weights: Of the layers' matrices: "none" (as they are found; packed ones expanded to `dtype` where that takes at most half
             of the memory), "bf16" (expanded always), "int4" (4 bits; packed once, in the cache directory), or "int8" (8 bits,
             multiplied as integers with tokens quantized to 8 bits). One of compressed-tensors W8A8 is "int8" by itself.
         kv_cache_dtype: "auto" (KV as the model computes), "int8" or "int4".
@@ -183,7 +184,7 @@ class Engine:
         model: str = "demo",
         *,
         dtype: str = "auto",
-        quantization: str = "none",
+        weights: str = AUTO,
         kv_cache_dtype: str = "auto",
         device: str = "auto",
         cpu_memory: int | str | None = None,
@@ -210,14 +211,14 @@ class Engine:
         dtype = resolve_dtype(config, dtype, where)
         shard = None
         if tensor_parallel != 1:
-            shard = first_shard(files, config, tensor_parallel, where, quantization)
+            shard = first_shard(files, config, tensor_parallel, where, weights)
             config = shard.config
         budgets = resolve_budgets(
             where, cpu_memory=cpu_memory, gpu_memory=gpu_memory, processes=ranks_of_host(tensor_parallel)
         )
-        quantization = choose_quantization(files, config, quantization, dtype, where, lambda: budgets["cpu"])
+        weights = choose_weights(files, config, weights, dtype, where, lambda: budgets["cpu"])
         if shard is not None:
-            quantization = shard_quantization(shard, quantization)
+            weights = shard_weights(shard, weights)
         policy = in_memory_policy(
             config,
             where,
@@ -227,12 +228,12 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=resolve_context(config, max_model_len),
             share_prefixes=share_prefixes,
-            quantization=quantization,
+            weights=weights,
             kv_cache_dtype=kv_cache_dtype,
         )
         store = None
         if needs_store(policy):
-            store = find_or_convert(files, cache_dir(), dtype, quantization, shard=shard)
+            store = find_or_convert(files, cache_dir(), dtype, weights, shard=shard)
         request = LoadRequest(
             files,
             config,
@@ -407,7 +408,7 @@ class Engine:
         """One sweep: schedule it, run it, take its results. Yields those of requests that have ended."""
         started_s = time.perf_counter()
         scheduled = call.scheduler.schedule()
-        launched = self._run(call, scheduled, started_s) if scheduled or call.cohorts.waiting else None
+        launched = self._run(call, scheduled, started_s) if scheduled or call.deferred_batches.waiting else None
         for sweep in call.due(launched):
             for sequence in self._take(call, sweep):
                 result = call.handler.finish(sequence)
@@ -448,7 +449,9 @@ class Engine:
             sampling_s += time.perf_counter() - began
             return chosen
 
-        wait = parts.executor.run(batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, cohorts=call.cohorts)
+        wait = parts.executor.run(
+            batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, deferred_batches=call.deferred_batches
+        )
         call.scheduler.commit(scheduled)
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
         stats.sweeps += 1
@@ -471,7 +474,7 @@ class Engine:
         ran = time.perf_counter()
         generated = stats.generated_tokens
         finished = call.handler.advance(sweep.result or call.handler.end_sweep(), stats)
-        call.handler.spoilt.tell(call.scheduler)
+        call.handler.non_finite.invalidate(call.scheduler)
         for sequence in finished:
             call.scheduler.finish(sequence)
         stats.busy_s["compute"] += ran - started

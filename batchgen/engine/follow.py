@@ -22,7 +22,7 @@ def follow_rank_zero(group: Group) -> dict[str, int]:
         EOFError: Rank 0 has nothing to do.
         BatchgenError: This rank has failed, or the others are lost.
     """
-    message = decode(group.told())
+    message = decode(group.receive_broadcast())
     if isinstance(message, StageLoads):
         return serve_stage(group, message.loads)
     return follow_sweeps(group, message.request, message.memory)

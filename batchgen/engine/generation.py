@@ -28,9 +28,9 @@ from batchgen.engine.encode import (
     encode_texts,
     is_chat,
 )
-from batchgen.engine.given import each_request
+from batchgen.engine.non_finite import NonFiniteSequences
 from batchgen.engine.parts import EngineParts, EngineStats
-from batchgen.engine.spoilt import Spoilt
+from batchgen.engine.requests import each_request
 from batchgen.models.tokenizers.harmony import AnswerStops, Harmony
 from batchgen.models.tokenizers.thinking import Thinking, ThoughtStops
 from batchgen.runtime.grammar import Grammar
@@ -143,7 +143,7 @@ class Generation:
         self._harmony = Harmony.of(parts.tokenizer) if parts.config.has_channels else None
         self._thinking: dict[Sequence, tuple[Thinking, bool]] = {}  # of those that may think, and whether they begin so
         self._sampled: list[tuple[list[Sequence], Sampled]] = []  # of the sweep under way
-        self.spoilt = Spoilt()
+        self.non_finite = NonFiniteSequences()
 
     def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
@@ -236,7 +236,7 @@ class Generation:
             if sampling.stop:
                 self._detectors[sequence] = self._stops(sampling.stop, thinking)
             if started:  # the prompt is computed by the first
-                sequence.prefix_donor, sequence.num_donated = started[0], sequence.num_prompt - 1
+                sequence.prefix_source, sequence.num_source_tokens = started[0], sequence.num_prompt - 1
             started.append(sequence)
         return started
 
@@ -288,9 +288,7 @@ class Generation:
             if (
                 token.token_id == NOT_FINITE
                 and known == 1
-                and self.spoilt.may_be_of_others(
-                    sequence, failed=self._in_flight[sequence.request_index].error is not None
-                )
+                and self.non_finite.reruns(sequence, failed=self._in_flight[sequence.request_index].error is not None)
             ):
                 del sequence.tokens[sequence.num_prompt :]
                 continue

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 
 from batchgen.core.device import Device, compute_capability, sixteen_bits
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import AS_FOUND, EXPANDED, FORMAT_BYTES, INT4, KEPT_FORMATS, KV_CODE_BITS, weight_format_of
+from batchgen.core.dtypes import (
+    AUTO,
+    DEQUANTIZED,
+    FORMAT_BYTES,
+    INT4,
+    KEPT_FORMATS,
+    KV_CODE_BITS,
+    NATIVE,
+    weight_format_of,
+)
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import (
@@ -30,7 +39,7 @@ from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
-from batchgen.models.files import ModelFiles, resolve_quantization
+from batchgen.models.files import ModelFiles, resolve_weights
 from batchgen.models.kept_stores import made_before, store_path
 from batchgen.models.layouts import end_bytes
 from batchgen.models.store.manifest import STORE_MANIFEST, read_store_manifest
@@ -47,7 +56,7 @@ if TYPE_CHECKING:
     from batchgen.models.shard import Shard
     from batchgen.models.store.weight_store import WeightStore
     from batchgen.models.tokenizers.tokenizer import Tokenizer
-    from batchgen.runtime.executor import Executor, Neighbours
+    from batchgen.runtime.executor import AdjacentRanks, Executor
     from batchgen.runtime.lanes import OnStep
     from batchgen.runtime.memory.kv_cache import KVCache
     from batchgen.runtime.memory.tiers import Tiers
@@ -161,22 +170,22 @@ def resolve_budgets(
     return budgets
 
 
-def choose_quantization(
+def choose_weights(
     files: ModelFiles,
     config: ModelConfig,
-    quantization: str,
+    weights: str,
     dtype: str,
     device: Device,
     memory_bytes: Callable[[], int],
 ) -> str:
-    """As of `resolve_quantization`; weights that were found packed are expanded where that takes little of the memory.
+    """As of `resolve_weights`; weights that were found packed are expanded where that takes little of the memory.
 
     Both hold the same numbers, but for their rounding to the dtype. Products of packed weights are faster with few tokens, those of expanded ones a little with many; packed ones leave memory.
 
     Args:
         files: The model.
         config: Its configuration.
-        quantization: What is asked for.
+        weights: What is asked for.
         dtype: What is computed in.
         device: What computes.
         memory_bytes: Gives the host's, for the whole process; asked where it matters.
@@ -184,11 +193,11 @@ def choose_quantization(
     Raises:
         InputError: There is no such format, or the model is not in it.
     """
-    found = resolve_quantization(files, quantization, on_cpu=device.kind != "cuda")
-    if quantization != AS_FOUND or found not in KEPT_FORMATS:
+    found = resolve_weights(files, weights, on_cpu=device.kind != "cuda")
+    if weights != AUTO or found not in KEPT_FORMATS:
         return found
     expanded_bytes = config.num_params * FORMAT_BYTES[dtype]
-    return EXPANDED if expanded_bytes <= memory_bytes() * _EXPANDED_FRAC else found
+    return DEQUANTIZED if expanded_bytes <= memory_bytes() * _EXPANDED_FRAC else found
 
 
 def in_memory_policy(
@@ -201,7 +210,7 @@ def in_memory_policy(
     max_num_batched_tokens: int,
     max_model_len: int,
     share_prefixes: bool,
-    quantization: str = "none",
+    weights: str = NATIVE,
     kv_cache_dtype: str = "auto",
 ) -> Policy:
     """The policy that holds everything in the compute device's memory.
@@ -215,7 +224,7 @@ def in_memory_policy(
         max_num_batched_tokens: The most tokens in one sweep.
         max_model_len: As of `resolve_context`.
         share_prefixes: Whether rows take over the KV of a prompt prefix that another row has computed.
-        quantization: Of the layers' matrices, as of `resolve_quantization`.
+        weights: Of the layers' matrices, as of `resolve_weights`.
         kv_cache_dtype: "auto" (KV in `dtype`), "int8" or "int4".
 
     Raises:
@@ -239,7 +248,7 @@ def in_memory_policy(
         kv_block_size=DEFAULT_KV_BLOCK_SIZE,
         kv_blocks={},
         share_prefixes=share_prefixes,
-        weight_format=weight_format_of(dtype, quantization),
+        weight_format=weight_format_of(dtype, weights),
         kv_format=dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
         weight_layers=dict.fromkeys(config.layer_tensors, layers),
         head_tier=tier,
@@ -249,20 +258,18 @@ def in_memory_policy(
     )
 
 
-def existing_store(
-    files: ModelFiles, offload_dir: Path, dtype: str, quantization: str, shard: Shard | None = None
-) -> bool:
+def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: str, shard: Shard | None = None) -> bool:
     """Whether the model is a weight store of these formats, or one was made of it, or of the shard, before."""
     if shard is None and files.kind == "store":
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
-        if (manifest["dtype"], manifest["weight_format"]) == (dtype, weight_format_of(dtype, quantization)):
+        if (manifest["dtype"], manifest["weight_format"]) == (dtype, weight_format_of(dtype, weights)):
             return True
-    return made_before(store_path(offload_dir, files, dtype, quantization, shard)) is not None
+    return made_before(store_path(offload_dir, files, dtype, weights, shard)) is not None
 
 
-def store_bytes(config: ModelConfig, dtype: str, quantization: str) -> int:
+def store_bytes(config: ModelConfig, dtype: str, weights: str) -> int:
     """About what a weight store takes on disk."""
-    weight_format = weight_format_of(dtype, quantization)
+    weight_format = weight_format_of(dtype, weights)
     layers = group_bytes_of_layers(config, dtype, weight_format)
     return sum(map(sum, (layer.values() for layer in layers))) + sum(end_bytes(config, dtype, weight_format))
 
@@ -374,7 +381,7 @@ def load_executor(
     request: LoadRequest,
     memory: MemoryPlan,
     before_weights: Callable[[], object] = lambda: None,
-    neighbours: Neighbours | None = None,
+    adjacent_ranks: AdjacentRanks | None = None,
 ) -> tuple[Executor, Tiers]:
     """Load what runs sweeps: weights, and room for KV; a device has been warmed up then.
 
@@ -382,7 +389,7 @@ def load_executor(
         request: What to load; for a stage of a pipeline its `config` is the stage's.
         memory: How much of each tier it takes, as of `plan_load`; a stage's may have fewer KV blocks.
         before_weights: Called when all else is there.
-        neighbours: What carries activations from the stage before, and to the one behind; None: there is one stage.
+        adjacent_ranks: Ranks of the previous and the next pipeline stage; None: there is one stage.
 
     Raises:
         BatchgenError: As `load_parts`.
@@ -404,7 +411,7 @@ def load_executor(
         undo.callback(weights.close)
         if not request.device.accelerated and not beside_loading:
             kv_cache.prefault(_PREFAULT_BYTES)
-        executor = _make_executor(request, memory, tiers, weights, kv_cache, neighbours)
+        executor = _make_executor(request, memory, tiers, weights, kv_cache, adjacent_ranks)
         undo.pop_all()
     with contextlib.ExitStack() as undo:
         undo.callback(executor.close)
@@ -515,7 +522,7 @@ def _make_executor(
     tiers: Tiers,
     weights: Weights,
     kv_cache: KVCache,
-    neighbours: Neighbours | None = None,
+    adjacent_ranks: AdjacentRanks | None = None,
 ) -> Executor:
     import torch
 
@@ -535,7 +542,7 @@ def _make_executor(
         attention_isa=request.kernels.attention_isa(*heads, request.dtype),
         reduce=request.reduce,
         makes_logits=request.shard is None or request.shard.rank == 0,
-        neighbours=neighbours,
+        adjacent_ranks=adjacent_ranks,
         serial=request.serial,
         shared_cores=request.device.shares_cores,
         on_step=request.on_step,
@@ -553,7 +560,7 @@ def pack_for(request: LoadRequest, compute_tier: str) -> Callable[[list[Schedule
     config = request.config
     return partial(
         pack,
-        block_size=request.policy.kv_block_size,
+        kv_block_size=request.policy.kv_block_size,
         key_bytes=config.num_kv_heads * config.head_dim * int(FORMAT_BYTES[request.dtype]),
         windows=frozenset(config.windows),
         compute_tier=compute_tier,

@@ -50,16 +50,13 @@ class ShardLoad:
 
 
 @dataclass(frozen=True)
-class StageSweep:
-    """A sweep of a pipeline. vocabulary_chunks: as of `Executor.run`; a sweep that is scored takes them."""
+class SweepMessage:
+    """A sweep that all ranks run.
 
-    batches: list[PackedBatch]
-    vocabulary_chunks: bool
-
-
-@dataclass(frozen=True)
-class ShardSweep:
-    """A sweep of all ranks of tensor parallelism. vocabulary_chunks: as of `Executor.run`."""
+    Attributes:
+        batches: Its packed micro-batches.
+        vocabulary_chunks: Whether logits may be made in chunks of the vocabulary, as sweeps that score have them.
+    """
 
     batches: list[PackedBatch]
     vocabulary_chunks: bool
@@ -112,7 +109,7 @@ class SentSequence:
 
 
 _TABLE = messages.table_of(
-    StageLoads, ShardLoad, StageSweep, ShardSweep,
+    StageLoads, ShardLoad, SweepMessage,
     LoadRequest, MemoryPlan, Policy, ModelFiles, ModelConfig, RopeConfig, Device, SamplingParams, KernelChoice,
     Measured, Shard,
     WeightStore, StoreFile, Extent, StoredTensor,
@@ -121,7 +118,7 @@ _TABLE = messages.table_of(
 )  # fmt: skip
 
 
-def encode(message: StageLoads | ShardLoad | StageSweep | ShardSweep | Answers) -> bytes:
+def encode(message: StageLoads | ShardLoad | SweepMessage | Answers) -> bytes:
     """Make a message, as bytes."""
     return messages.encode(message, _TABLE)
 

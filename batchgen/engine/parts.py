@@ -12,7 +12,7 @@ from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.routing import RoutingCounts
 from batchgen.models.config import ModelConfig
 from batchgen.runtime.grammar import Grammars
-from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatches
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizers.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ class SweepRunner(Protocol):
     Where `run` returns a function, the sweep is under way: the function returns when it has run. Another sweep may be run
     before, with PENDING for tokens that this one samples.
 
-    `cohorts`: sequences of the job whose attention is deferred, which `drop` forgets; while some are waiting, `run` may be called
+    `deferred_batches`: sequences of the job whose attention is deferred, which `drop` forgets; while some are waiting, `run` may be called
     without a batch.
     """
 
@@ -38,9 +38,11 @@ class SweepRunner(Protocol):
     peak_bytes: dict[str, int]  # of the tiers beside the host's memory
     routing: RoutingCounts  # of the layers that this process has
 
-    def run(self, batches, on_logits, *, vocabulary_chunks: bool, cohorts: Cohorts) -> Callable[[], None] | None: ...
+    def run(
+        self, batches, on_logits, *, vocabulary_chunks: bool, deferred_batches: DeferredBatches
+    ) -> Callable[[], None] | None: ...
 
-    def drop(self, cohorts: Cohorts) -> None: ...
+    def drop(self, deferred_batches: DeferredBatches) -> None: ...
 
     def close(self) -> None: ...
 

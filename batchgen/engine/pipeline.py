@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,46 +20,19 @@ from torch import Tensor
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.engine.loader import LoadRequest, load_executor, load_words, pack_for, plan_load
-from batchgen.engine.messages import Answers, SentSequence, StageLoads, StageSweep, decode, encode
+from batchgen.engine.messages import Answers, SentSequence, StageLoads, SweepMessage, decode, encode
 from batchgen.engine.parts import EngineParts, process_peaks
-from batchgen.engine.rank_zero import RankZeroCounts
+from batchgen.engine.ranks import RankGroup, RankZeroCounts
 from batchgen.runtime.executor import Executor, OnLogits
 from batchgen.runtime.sampler import SampledToken, sample
 from batchgen.runtime.scorer import Scorer
-from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import splitter
 from batchgen.schedule.packed_batch import PackedBatch
 from batchgen.schedule.sequence import LogitsRow, ScoredPosition
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizers.tokenizer import Tokenizer
-
-
-class StageGroup(Protocol):
-    """The processes of a pipeline, one a stage, as of `batchgen.distributed.group`."""
-
-    rank: int
-    size: int
-
-    def tell(self, message: bytes) -> None:
-        """As rank 0, say something to all others; does not wait for them."""
-
-    def told(self) -> bytes:
-        """What rank 0 says next. Raises EOFError where all is done."""
-
-    def ready(self) -> None:
-        """Say, or as rank 0 wait until all others have said, that what was asked for is done."""
-
-    def fail(self, error: BaseException) -> None:
-        """As another rank, tell rank 0 why this one ends."""
-
-    def send(self, tensor: Tensor, rank: int) -> None: ...
-
-    def receive(self, tensor: Tensor, rank: int) -> None: ...
-
-    def peaks(self) -> list[dict[str, int] | None]: ...
-
-    def close(self, *, done: bool = True) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -100,16 +73,16 @@ class _Scores:
         return iter(self._found)
 
 
-class _Neighbours:
-    """As of `executor.Neighbours`: the ranks before and behind."""
+class _StageRanks:
+    """`AdjacentRanks` over a group of processes, a stage in each."""
 
-    def __init__(self, group: StageGroup) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self._group = group
 
-    def receive(self, hidden: Tensor) -> None:
+    def receive_from_previous(self, hidden: Tensor) -> None:
         self._group.receive(hidden, self._group.rank - 1)
 
-    def send(self, hidden: Tensor) -> None:
+    def send_to_next(self, hidden: Tensor) -> None:
         self._group.send(hidden.contiguous(), self._group.rank + 1)
 
 
@@ -118,7 +91,7 @@ class PipelineRunner(RankZeroCounts):
 
     _executor: Executor
 
-    def __init__(self, executor: Executor, group: StageGroup) -> None:
+    def __init__(self, executor: Executor, group: RankGroup) -> None:
         super().__init__(executor)
         self._group = group
         self._num_launched = self._num_answered = 0
@@ -126,13 +99,18 @@ class PipelineRunner(RankZeroCounts):
         self._broken = False
 
     def run(
-        self, batches: Sequence[PackedBatch], on_logits: OnLogits, *, vocabulary_chunks: bool, cohorts: Cohorts
+        self,
+        batches: Sequence[PackedBatch],
+        on_logits: OnLogits,
+        *,
+        vocabulary_chunks: bool,
+        deferred_batches: DeferredBatches,
     ) -> Callable[[], None]:
         """As of `SweepRunner`; what is returned hands the answers of the last stage to `on_logits` once they are there."""
         number = self._num_launched
         rows = [row for batch in batches for row in batch.logits_rows]
         with self._noting():
-            self._group.tell(encode(StageSweep([_sent(batch) for batch in batches], vocabulary_chunks)))
+            self._group.broadcast(encode(SweepMessage([_sent(batch) for batch in batches], vocabulary_chunks)))
             self._num_launched += 1
             self._executor.run(batches, _nothing)
 
@@ -147,7 +125,7 @@ class PipelineRunner(RankZeroCounts):
 
         return wait
 
-    def drop(self, cohorts: Cohorts) -> None:
+    def drop(self, deferred_batches: DeferredBatches) -> None:
         """Nothing is deferred in a pipeline."""
 
     def close(self) -> None:
@@ -166,7 +144,7 @@ class PipelineRunner(RankZeroCounts):
 
 
 def load_pipeline(
-    request: LoadRequest, stages: Sequence[Stage], group: StageGroup, tokenizer: Callable[[], Tokenizer]
+    request: LoadRequest, stages: Sequence[Stage], group: RankGroup, tokenizer: Callable[[], Tokenizer]
 ) -> EngineParts:
     """Load a model over the stages of a pipeline, as rank 0.
 
@@ -184,9 +162,9 @@ def load_pipeline(
     words = load_words(request, tokenizer)
     loads = _plan_stages(request, stages)
     own, memory = loads[0]
-    group.tell(encode(StageLoads(loads)))
+    group.broadcast(encode(StageLoads(loads)))
     own = replace(own, on_step=request.on_step, on_load=request.on_load)
-    executor, _ = load_executor(own, memory, neighbours=_Neighbours(group))
+    executor, _ = load_executor(own, memory, adjacent_ranks=_StageRanks(group))
     try:
         group.ready()
     except BaseException:
@@ -257,7 +235,7 @@ def _fewest(pools: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return {tier: min(blocks[tier] for blocks in pools) for tier in (pools[0] if pools else ())}
 
 
-def serve_stage(group: StageGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan]]) -> dict[str, int]:
+def serve_stage(group: RankGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan]]) -> dict[str, int]:
     """Be one of the other stages, until rank 0 says that all is done.
 
     Args:
@@ -271,13 +249,13 @@ def serve_stage(group: StageGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan
         BatchgenError: This stage has failed, or another one.
     """
     request, memory = loads[group.rank]
-    executor, _ = load_executor(request, memory, neighbours=_Neighbours(group))
+    executor, _ = load_executor(request, memory, adjacent_ranks=_StageRanks(group))
     with contextlib.closing(executor):
         group.ready()
         with contextlib.closing(_Answering(group)) as answering:
             while True:
                 try:
-                    sweep: StageSweep = decode(group.told())
+                    sweep: SweepMessage = decode(group.receive_broadcast())
                 except EOFError:
                     break
                 chooser = _Scoring() if sweep.vocabulary_chunks else _Sampling()
@@ -314,7 +292,7 @@ class _Scoring:
 class _Answering:
     """A thread that sends answers to rank 0, which may be at its next sweep."""
 
-    def __init__(self, group: StageGroup) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._queue: queue.SimpleQueue[Answers | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -342,7 +320,7 @@ class _Answering:
             self._group.fail(error)  # it waits for answers
 
 
-def _receive(group: StageGroup, rank: int) -> Answers:
+def _receive(group: RankGroup, rank: int) -> Answers:
     length = torch.zeros(1, dtype=torch.int64)
     group.receive(length, rank)
     content = torch.empty(int(length), dtype=torch.uint8)

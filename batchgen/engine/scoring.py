@@ -18,9 +18,9 @@ from batchgen.core.request import (
     cut_overlong,
 )
 from batchgen.engine.encode import LengthLimit, Texts, begins_twice, check_vocabulary, chunks, encode_all, encode_pairs
-from batchgen.engine.given import each_score_request
+from batchgen.engine.non_finite import NonFiniteSequences
 from batchgen.engine.parts import EngineParts, EngineStats
-from batchgen.engine.spoilt import Spoilt
+from batchgen.engine.requests import each_score_request
 from batchgen.engine.token_tree import Node, Path, paths_of, windows_of
 from batchgen.schedule.from_policy import longest_sequence
 from batchgen.schedule.sequence import NOT_FINITE, Sequence
@@ -79,7 +79,7 @@ class Scoring:
         self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
         self._scorer = parts.scorer()  # of the sweep under way
-        self.spoilt = Spoilt()
+        self.non_finite = NonFiniteSequences()
 
     def prepare(self, requests: Iterable[ScoreRequest | None]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
@@ -124,7 +124,7 @@ class Scoring:
         ]
         if not prepared.tokens.rolling:
             for sequence in sequences[1:]:
-                sequence.prefix_donor, sequence.num_donated = sequences[0], len(prepared.tokens.context)
+                sequence.prefix_source, sequence.num_source_tokens = sequences[0], len(prepared.tokens.context)
         self._in_flight[prepared.index] = _InFlight(prepared, sequences, nodes, len(sequences))
         return sequences
 
@@ -144,7 +144,7 @@ class Scoring:
             sequence = row.sequence
             if row.position != sequence.scored_from + len(sequence.scores):
                 continue  # of a sequence that begins again
-            if score.argmax == NOT_FINITE and self.spoilt.may_be_of_others(sequence):
+            if score.argmax == NOT_FINITE and self.non_finite.reruns(sequence):
                 sequence.scores.clear()
                 continue
             sequence.scores.append(score)

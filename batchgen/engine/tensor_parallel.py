@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from batchgen.core.device import Device
-from batchgen.core.dtypes import AS_FOUND, CODE_GROUP, EXPANDED, INT4, INT8, KEPT_FORMATS
+from batchgen.core.dtypes import AUTO, CODE_GROUP, DEQUANTIZED, INT4, INT8, KEPT_FORMATS, NATIVE
 from batchgen.core.errors import InputError
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import LoadRequest, load_executor, load_parts
-from batchgen.engine.messages import WORK, ShardLoad, ShardSweep, decode, encode
+from batchgen.engine.messages import WORK, ShardLoad, SweepMessage, decode, encode
 from batchgen.engine.parts import EngineParts, SweepRunner, process_peaks
-from batchgen.engine.rank_zero import RankZeroCounts
+from batchgen.engine.ranks import RankGroup, RankZeroCounts
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, stored_quantization
+from batchgen.models.files import ModelFiles, stored_weights
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.shard import Shard, shard_of
-from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.packed_batch import PackedBatch
 
 if TYPE_CHECKING:
@@ -36,30 +36,15 @@ if TYPE_CHECKING:
 KV_CLASSES = ("gpu", "cpu", "streamed", "disk")
 
 
-class Ranks(Protocol):
-    """What tensor parallelism needs of `distributed.group.Group`."""
-
-    rank: int
-    size: int
-
-    def all_reduce(self, tensor: Tensor) -> None: ...
-    def check(self) -> None: ...
-    def tell(self, message: bytes) -> None: ...
-    def told(self) -> bytes: ...
-    def ready(self) -> None: ...
-    def peaks(self) -> list[dict[str, int] | None]: ...
-    def close(self, *, done: bool = True) -> None: ...
-
-
-def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Device, quantization: str) -> Shard:
+def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Device, weights: str) -> Shard:
     """Rank 0's part of a model.
 
     Args:
         files: The model.
         config: Its configuration.
-        size: Ranks.
+        size: RankGroup.
         device: What computes.
-        quantization: What is asked for, as `--quantization` has it.
+        weights: What is asked for, as `--weights` has it.
 
     Raises:
         InputError: This cannot be run by so many ranks; it says what can.
@@ -68,13 +53,13 @@ def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Devic
         raise InputError(f"--tensor-parallel must be at least 1, not {size}")
     if device.kind == "cuda":
         _check_cuda(size)
-    if quantization == INT8:
+    if weights == INT8:
         raise InputError(
-            "--tensor-parallel does not cut weights of int8, whose rows have one scale: give --quantization int4, or leave it out"
+            "--tensor-parallel does not cut weights of int8, whose rows have one scale: give --weights int4, or leave it out"
         )
-    if quantization == AS_FOUND and stored_quantization(files) == INT8:
+    if weights in (AUTO, NATIVE) and stored_weights(files) == INT8:
         raise InputError(
-            "--tensor-parallel does not cut this model's weights of 8 bits: give --quantization bf16 to expand them"
+            "--tensor-parallel does not cut this model's weights of 8 bits: give --weights dequantized to expand them"
         )
     return shard_of(config, 0, size)
 
@@ -101,12 +86,12 @@ def check_hosts(device_kind: str, size: int, of_host: int) -> None:
         raise InputError("--tensor-parallel on --device cuda is for the GPUs of one host: start all ranks there")
 
 
-def shard_quantization(shard: Shard, quantization: str) -> str:
+def shard_weights(shard: Shard, weights: str) -> str:
     """What ranks have their weights in.
 
     Args:
         shard: One of them.
-        quantization: As of `loader.choose_quantization`.
+        weights: As of `loader.choose_weights`.
 
     Returns:
         The same; weights in blocks that would be cut, or in several formats, are expanded, which are the same numbers.
@@ -114,12 +99,12 @@ def shard_quantization(shard: Shard, quantization: str) -> str:
     Raises:
         InputError: Groups of int4 would be cut.
     """
-    if quantization not in (INT4, *KEPT_FORMATS) or shard.divides(quantization):
-        return quantization
-    if quantization in KEPT_FORMATS:
-        return EXPANDED
+    if weights not in (INT4, *KEPT_FORMATS) or shard.divides(weights):
+        return weights
+    if weights in KEPT_FORMATS:
+        return DEQUANTIZED
     raise InputError(
-        f"--tensor-parallel {shard.size} would cut groups of {CODE_GROUP} weights of int4: give fewer ranks, or leave out --quantization"
+        f"--tensor-parallel {shard.size} would cut groups of {CODE_GROUP} weights of int4: give fewer ranks, or leave out --weights"
     )
 
 
@@ -135,7 +120,7 @@ def load_on_ranks(
     request: LoadRequest,
     tokenizer: Callable[[], Tokenizer],
     shares: list[set[int]] | None = None,
-    group: Ranks | None = None,
+    group: RankGroup | None = None,
 ) -> EngineParts:
     """Load a model in this process, or its shard and the others in as many as there are, which are started.
 
@@ -156,7 +141,7 @@ def load_on_ranks(
     return load_parts_on_ranks(request, tokenizer, group or lead(request.shard.size, shares, work=WORK))
 
 
-def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer], ranks: Ranks) -> EngineParts:
+def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer], ranks: RankGroup) -> EngineParts:
     """Load a model on all ranks; for rank 0.
 
     Args:
@@ -173,7 +158,7 @@ def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer]
         parts = load_parts(
             replace(request, reduce=ranks.all_reduce),
             tokenizer,
-            lambda memory: ranks.tell(encode(ShardLoad(for_others, memory))),
+            lambda memory: ranks.broadcast(encode(ShardLoad(for_others, memory))),
         )
         try:
             ranks.ready()
@@ -186,7 +171,7 @@ def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer]
     return replace(parts, executor=LeadingRunner(parts.executor, ranks), peaks_of_others=ranks.peaks)
 
 
-def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> dict[str, int]:
+def follow_sweeps(ranks: RankGroup, request: LoadRequest, memory: MemoryPlan) -> dict[str, int]:
     """Be another rank than 0: load its part, and run the sweeps that rank 0 runs, until that ends.
 
     Args:
@@ -207,7 +192,7 @@ def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> dic
     try:
         ranks.ready()
         while True:
-            sweep: ShardSweep = decode(ranks.told())
+            sweep: SweepMessage = decode(ranks.receive_broadcast())
             if wait := executor.run(sweep.batches, _no_logits, vocabulary_chunks=sweep.vocabulary_chunks):
                 wait()
     except EOFError:
@@ -225,7 +210,7 @@ def rank_store(request: LoadRequest, shard: Shard) -> WeightStore:
         request.files,
         request.offload_dir,
         request.dtype,
-        EXPANDED if found == request.dtype else found,
+        DEQUANTIZED if found == request.dtype else found,
         shard=shard,
     )
 
@@ -233,24 +218,31 @@ def rank_store(request: LoadRequest, shard: Shard) -> WeightStore:
 class LeadingRunner(RankZeroCounts):
     """Rank 0's executor, which has the others run the same sweeps. As `parts.SweepRunner`."""
 
-    def __init__(self, executor: SweepRunner, ranks: Ranks) -> None:
+    def __init__(self, executor: SweepRunner, ranks: RankGroup) -> None:
         super().__init__(executor)
         self._ranks = ranks
         self._in_sweep = False
 
     def run(
-        self, batches: Sequence[PackedBatch], on_logits: Callable, *, vocabulary_chunks: bool, cohorts: Cohorts
+        self,
+        batches: Sequence[PackedBatch],
+        on_logits: Callable,
+        *,
+        vocabulary_chunks: bool,
+        deferred_batches: DeferredBatches,
     ) -> None:
         """As `Executor.run`; the sweep has run when this returns. Raises BatchgenError where a rank is lost."""
         self._in_sweep = True
-        self._ranks.tell(encode(ShardSweep([_for_others(batch) for batch in batches], vocabulary_chunks)))
+        self._ranks.broadcast(encode(SweepMessage([_for_others(batch) for batch in batches], vocabulary_chunks)))
         # Tokens are on rank 0's device alone: another sweep cannot begin with them before this one has run.
-        if wait := self._executor.run(batches, on_logits, vocabulary_chunks=vocabulary_chunks, cohorts=cohorts):
+        if wait := self._executor.run(
+            batches, on_logits, vocabulary_chunks=vocabulary_chunks, deferred_batches=deferred_batches
+        ):
             wait()
             self._ranks.check()
         self._in_sweep = False
 
-    def drop(self, cohorts: Cohorts) -> None:
+    def drop(self, deferred_batches: DeferredBatches) -> None:
         """There are none."""
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from batchgen.job.options import ConvertOptions, JobOptions
 from batchgen.job.progress import Progress
 from batchgen.job.resolved import resolve_job
 from batchgen.models.convert import convert
-from batchgen.models.files import resolve_model, resolve_quantization
+from batchgen.models.files import resolve_model, resolve_weights
 
 
 def run_convert(options: ConvertOptions) -> str:
@@ -20,15 +20,15 @@ def run_convert(options: ConvertOptions) -> str:
     shown = Progress(options.progress)
     files = resolve_model(options.model, notify=shown.say)
     dtype = resolve_job(JobOptions(options.model, None, None, dtype=options.dtype), files).dtype
-    quantization = resolve_quantization(files, options.quantization)
-    weight_format = weight_format_of(dtype, quantization)
+    weights = resolve_weights(files, options.weights)
+    weight_format = weight_format_of(dtype, weights)
     shown.say(f"converting {files.name} to {dtype if weight_format == dtype else f'{weight_format} and {dtype}'}")
     with shown.layers() as on_layer:
         store = convert(
             files,
             Path(options.output),
             dtype=dtype,
-            quantization=quantization,
+            weights=weights,
             overwrite=options.overwrite,
             on_layer=on_layer,
         )

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from batchgen.core.dtypes import EXPANDED, KEPT_FORMATS
+from batchgen.core.dtypes import DEQUANTIZED, KEPT_FORMATS
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.tensor_parallel import load_on_ranks
@@ -53,14 +53,14 @@ def load_engine(
     """
     options, files, policy = job.options, job.files, plan.policy
     generates = options.task == "generate"
-    store, quantization = None, _quantization(options.quantization, policy.weight_format)
+    store, weights = None, _quantization(options.weights, policy.weight_format)
     if needs_store(policy):
         with progress.layers() as on_layer:
             store = find_or_convert(
                 files,
                 job.offload_dir,
                 plan.dtype,
-                quantization,
+                weights,
                 notify=progress.say,
                 on_layer=on_layer,
                 shard=job.shard,
@@ -126,7 +126,7 @@ def _quantization(resolved: str, weight_format: str) -> str:
     """What the job's plan has, which may have rows of blocks as found where the job would expand them, or the other way round."""
     if weight_format in KEPT_FORMATS:
         return weight_format
-    return EXPANDED if resolved in KEPT_FORMATS else resolved
+    return DEQUANTIZED if resolved in KEPT_FORMATS else resolved
 
 
 def _budgets(job: ResolvedJob, plan: Plan) -> dict[str, int]:

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.dtypes import QUANTIZATIONS
+from batchgen.core.dtypes import WEIGHTS
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import parse_seconds
 
@@ -76,9 +76,9 @@ _INPUT_HELP = (
     "Parquet, JSONL, JSON array or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset; OpenAI batch JSONL;"
     " - is stdin."
 )
-_QUANTIZATION_HELP = (
-    "none: the layers' matrices as they are found, or expanded where that is faster; bf16: always expanded to"
-    " the dtype that is computed in; int4: in 4 bits; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits."
+_WEIGHTS_HELP = (
+    "native: the layers' matrices in the model's own format; dequantized: in the dtype that is computed in; auto: whichever of"
+    " these is faster; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits; int4: in 4 bits."
 )
 _KV_HELP = "int8, int4: KV in 8 or 5 bits."
 _OFFLOAD_HELP = "Directory of the disk tier [default: the cache directory]."
@@ -115,8 +115,8 @@ class JobOptions:
     )
 
     dtype: str = _option(MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_DTYPES)
-    quantization: str = _option(
-        MODEL, f"{_COMMANDS} lm_eval helm engine", default="none", choices=QUANTIZATIONS, help=_QUANTIZATION_HELP
+    weights: str = _option(
+        MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=WEIGHTS, help=_WEIGHTS_HELP
     )
     kv_cache_dtype: str = _option(
         MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_KV_DTYPES, help=_KV_HELP
@@ -558,7 +558,7 @@ class ConvertOptions:
     output: str = _option(
         RUN, "convert", "-o", "--output", required=True, metavar="DIR", help="Directory of the weight store."
     )
-    quantization: str = _option(MODEL, "convert", default="none", choices=QUANTIZATIONS, help=_QUANTIZATION_HELP)
+    weights: str = _option(MODEL, "convert", default="auto", choices=WEIGHTS, help=_WEIGHTS_HELP)
     dtype: str = _option(
         MODEL, "convert", default="auto", choices=_DTYPES, help="Of everything else, and of what is computed."
     )

@@ -18,7 +18,7 @@ from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
 from batchgen.distributed.launch import own_share, ranks_of_host
-from batchgen.engine.loader import choose_quantization, resolve_context, store_bytes
+from batchgen.engine.loader import choose_weights, resolve_context, store_bytes
 from batchgen.job.checks import check_options, check_path
 from batchgen.job.devices import (
     CaseOf,
@@ -216,7 +216,7 @@ def _beside(case: Case, options: PlanOptions, estimated: EstimatedWorkload) -> t
     """
     changes = _changes(options.what_if)
     alone = [{name: value} for name, value in changes.items()] if len(changes) > 1 else []
-    cases = [(some, _changed_case(case, some, options.job.quantization)) for some in (*alone, changes) if some]
+    cases = [(some, _changed_case(case, some, options.job.weights)) for some in (*alone, changes) if some]
     plans, impossible = [], []
     for some, changed in cases:
         label = ", ".join(f"{name}={value}" for name, value in some.items())
@@ -231,16 +231,16 @@ def _beside(case: Case, options: PlanOptions, estimated: EstimatedWorkload) -> t
     return plans, impossible
 
 
-def _changed_case(case: Case, changes: dict[str, str], quantization: str) -> Case:
-    """The case on a changed machine, which may have room for expanded weights, or have lost it. quantization: as asked for."""
+def _changed_case(case: Case, changes: dict[str, str], weights: str) -> Case:
+    """The case on a changed machine, which may have room for expanded weights, or have lost it. weights: as asked for."""
     hardware, request = what_if(case.hardware, case.request, changes)
     memory = hardware.cpu_memory_bytes if request.cpu_memory is None else request.cpu_memory
     job = case.job
     if job.shard is None:
-        quantization = choose_quantization(job.files, job.config, quantization, job.dtype, job.device, lambda: memory)
+        weights = choose_weights(job.files, job.config, weights, job.dtype, job.device, lambda: memory)
     else:
-        quantization = request.quantization
-    return replace(case, hardware=hardware, request=replace(request, quantization=quantization))
+        weights = request.weights
+    return replace(case, hardware=hardware, request=replace(request, weights=weights))
 
 
 def _workload(options: PlanOptions, files: ModelFiles, context: int) -> EstimatedWorkload:
@@ -269,7 +269,7 @@ def _case_there(options: JobOptions, files: ModelFiles, config: ModelConfig, of_
     hardware = find_hardware(options.hardware, dtype=config.dtype, offload_dir=Path())
     _check_device(options.device, hardware)
     job = resolve_for(hardware, options, files, config, of_host)
-    size = store_bytes(job.process_config, job.dtype, job.options.quantization)
+    size = store_bytes(job.process_config, job.dtype, job.options.weights)
     part = process_profile(hardware, job, whole=True)
     return Case(job, part, replace(request_of(job), store_bytes=size), _STARTUP_S)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.cache_folder import cache_dir
-from batchgen.core.cores import on_cores, own_core
+from batchgen.core.cores import dedicated_core, on_cores
 from batchgen.core.device import Device
 from batchgen.core.dtypes import (
     BLOCK_FORMATS,
@@ -22,6 +22,7 @@ from batchgen.core.dtypes import (
     INT8,
     KEPT_FORMATS,
     KV_CODE_BITS,
+    NATIVE,
     changes_results,
     weight_format_of,
     weight_row_bytes,
@@ -47,20 +48,20 @@ from batchgen.job.routing import known_routing
 from batchgen.job.weight_choice import faster, quantizations_planned, without_room
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import stored_quantization
+from batchgen.models.files import stored_weights
 from batchgen.models.layouts import layer_sizes, main_format, output_format
 from batchgen.planner import explain
-from batchgen.planner.lp import Allowed
 from batchgen.planner.memory_requirements import kv_tokens_used
 from batchgen.planner.pipeline import over_stages
 from batchgen.planner.plan_selection import choose, simulate_candidates
+from batchgen.planner.problem import Allowed, Problem
 from batchgen.planner.ranks import Link, link_of, part_of_host, with_sums
-from batchgen.planner.search import Candidate, Problem, block_latency_s, search
+from batchgen.planner.search import Candidate, block_latency_s, search
 from batchgen.planner.strategies import with_strategies
-from batchgen.profiler.apart import recall_or_measure
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe
 from batchgen.profiler.emulated import emulated_profile
+from batchgen.profiler.in_subprocess import recall_or_measure
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
 _GGUF_WEIGHT_BYTES = 0.6  # of a quantised weight in its file: 4.5 to 5 bits are usual
@@ -76,7 +77,7 @@ _DISK_MARGIN_FRAC = 0.1
 class PlanRequest:
     """What is given of a plan, beside hardware, model and workload. Fields as the flags of the same names.
 
-    quantization, kv_cache_dtype: "auto" leaves the format to the plan. store_bytes: what a weight store would take on
+    weights, kv_cache_dtype: "auto" leaves the format to the plan. store_bytes: what a weight store would take on
     disk, which weights can be streamed from; 0 if there is one. has_int4_store: whether there is one of weights in 4 bits, for
     plans beside this one. stores_bytes: `store_bytes` of other quantizations that the plan may have. ranks: processes that share every layer. stages: those that share the layers. The plan is one's, and so are
     budgets; of_host: processes that share the host's.
@@ -88,7 +89,7 @@ class PlanRequest:
     gpu_memory: int | None = None
     cpu_memory: int | None = None
     disk_memory: int | None = None
-    quantization: str = "none"
+    weights: str = NATIVE
     kv_cache_dtype: str = "auto"
     admission: str | None = None
     max_num_seqs: int | None = None
@@ -199,9 +200,9 @@ def _requests_by_format(case: Case) -> list[PlanRequest]:
     request, hardware = case.request, case.hardware
     host = hardware.cpu_memory_bytes // request.of_host if request.cpu_memory is None else request.cpu_memory
     device = (hardware.gpu_memory_bytes or 0) if request.gpu_memory is None else request.gpu_memory
-    planned = quantizations_planned(case.job, hardware, host + device) or (request.quantization,)
-    written = {request.quantization: request.store_bytes} | dict(request.stores_bytes)
-    return [replace(request, quantization=name, store_bytes=written.get(name, request.store_bytes)) for name in planned]
+    planned = quantizations_planned(case.job, hardware, host + device) or (request.weights,)
+    written = {request.weights: request.store_bytes} | dict(request.stores_bytes)
+    return [replace(request, weights=name, store_bytes=written.get(name, request.store_bytes)) for name in planned]
 
 
 def _case_of(case: Case, problem: Problem) -> Case:
@@ -229,7 +230,7 @@ def plan_problem(case: Case, problem: Problem, estimated: EstimatedWorkload) -> 
 def _reading_s(case: Case, problem: Problem) -> float:
     """Seconds to read all weights on the problem's machine."""
     job, request = case.job, case.request
-    weight_format = weight_format_of(request.dtype, request.quantization)
+    weight_format = weight_format_of(request.dtype, request.weights)
     return loading_s(problem.hardware, job.process_config, request.dtype, job.files.kind, weight_format)
 
 
@@ -249,7 +250,7 @@ def request_of(job: ResolvedJob) -> PlanRequest:
         gpu_memory=job.gpu_memory,
         cpu_memory=None if job.cpu_memory is None else job.cpu_memory // job.of_host,
         disk_memory=None if job.disk_memory is None else job.disk_memory // job.of_host,
-        quantization=options.quantization,
+        weights=options.weights,
         kv_cache_dtype=options.kv_cache_dtype,
         admission=None if options.admission == "auto" else options.admission,
         max_num_seqs=options.max_num_seqs,
@@ -265,8 +266,8 @@ def request_of(job: ResolvedJob) -> PlanRequest:
 
 def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[HardwareProfile, PlanRequest]:
     """This machine, with the device that the job names, and what its plan may use of it. Raises InputError."""
-    config, dtype, device, quantization = job.process_config, job.dtype, job.device, job.options.quantization
-    may_stream = _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < store_bytes(config, dtype, quantization)
+    config, dtype, device, weights = job.process_config, job.dtype, job.device, job.options.weights
+    may_stream = _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < store_bytes(config, dtype, weights)
     formats, in_rows = _formats_measured(job, may_stream=may_stream)
     find = partial(
         find_hardware,
@@ -300,10 +301,10 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
     has_int4_store = False
     with contextlib.suppress(InputError):  # plans need no weights to be there
         has_int4_store = existing_store(job.files, job.offload_dir, dtype, INT4)
-    to_write = _bytes_to_write(job, quantization)
-    if job.shard is not None and quantization == INT4 and not has_int4_store:
+    to_write = _bytes_to_write(job, weights)
+    if job.shard is not None and weights == INT4 and not has_int4_store:
         # The whole model's, which ranks cut theirs from.
-        to_write += store_bytes(config, dtype, quantization)
+        to_write += store_bytes(config, dtype, weights)
     request = replace(
         request_of(job),
         process_bytes=process_bytes(),  # which gives back what measuring took
@@ -317,12 +318,12 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
     return profile, request
 
 
-def _bytes_to_write(job: ResolvedJob, quantization: str) -> int:
+def _bytes_to_write(job: ResolvedJob, weights: str) -> int:
     """What a weight store would take on disk; 0 if there is one."""
     with contextlib.suppress(InputError):  # plans need no weights to be there
-        if existing_store(job.files, job.offload_dir, job.dtype, quantization, job.shard):
+        if existing_store(job.files, job.offload_dir, job.dtype, weights, job.shard):
             return 0
-    return store_bytes(job.process_config, job.dtype, quantization)
+    return store_bytes(job.process_config, job.dtype, weights)
 
 
 def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -330,8 +331,8 @@ def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str,
 
     may_stream: Whether weights may have no room in memory.
     """
-    config, quantization = job.process_config, (*job.planned_formats, job.options.quantization)[0]
-    layers, output = main_format(config, quantization), output_format(config, job.dtype, quantization)
+    config, weights = job.process_config, (*job.planned_formats, job.options.weights)[0]
+    layers, output = main_format(config, weights), output_format(config, job.dtype, weights)
     named = (layers, output, job.options.kv_cache_dtype)
     in_rows = []
     if job.device.kind != "cuda":  # whose memory holds all weights as they are stored
@@ -361,7 +362,7 @@ def find_for(device: Device, find: Callable[..., HardwareProfile]) -> tuple[Hard
     """
     if device.slowdown is None:
         return find(), None
-    core, others = own_core()
+    core, others = dedicated_core()
     return find(cores=others), find(cores=core)
 
 
@@ -461,7 +462,7 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
         kv_formats=kv_formats[request.kv_cache_dtype],
         admissions=("continuous", "static") if request.admission is None else (request.admission,),
         allowed=Allowed(tiers) if request.ranks == request.stages == 1 else Allowed(tiers, KV_CLASSES),
-        block_size=request.max_num_seqs,
+        max_num_seqs=request.max_num_seqs,
         num_gpu_batches=request.num_gpu_batches,
         max_num_batched_tokens=request.max_num_batched_tokens,
         max_block_latency_s=request.max_block_latency_s,
@@ -473,9 +474,9 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
 
 def _weight_formats(request: PlanRequest) -> tuple[str, ...]:
     """Those that a plan may choose from."""
-    if request.quantization == "auto":
+    if request.weights == "auto":
         return (request.dtype, INT4)
-    return (weight_format_of(request.dtype, request.quantization),)
+    return (weight_format_of(request.dtype, request.weights),)
 
 
 def on_this_machine(hardware: HardwareProfile) -> HardwareProfile:
@@ -524,7 +525,7 @@ def _store_written_bytes(best: Candidate, request: PlanRequest) -> float:
     s = best.inputs
     if not best.counts.placement(s).w_disk and s.weight_format != INT4:
         return 0.0
-    if s.weight_format == INT4 and request.quantization != INT4:  # a plan beside the one that was asked for
+    if s.weight_format == INT4 and request.weights != INT4:  # a plan beside the one that was asked for
         return 0.0 if request.has_int4_store else float(store_bytes(s.model, request.dtype, INT4))
     return float(request.store_bytes)
 
@@ -555,12 +556,12 @@ def runnable(plan: Plan, job: ResolvedJob) -> Plan:
             else f"--plan is for the CPU: leave out --device {job.device}, or make a plan for it"
         )
     kv_format = job.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    weights = {weight_format_of(job.dtype, options.quantization)}
+    weights = {weight_format_of(job.dtype, options.weights)}
     # Rows of blocks hold the same numbers as found and expanded, but for rounding; kernels for GPUs know the latter alone.
-    if not changes_results(options.quantization) and job.device.kind != "cuda":
-        weights |= {job.dtype, stored_quantization(job.files) or job.dtype} - {INT4, INT8}
+    if not changes_results(options.weights) and job.device.kind != "cuda":
+        weights |= {job.dtype, stored_weights(job.files) or job.dtype} - {INT4, INT8}
     for flag, wanted, stored, planned in (
-        ("--quantization", options.quantization, weights, policy.weight_format),
+        ("--weights", options.weights, weights, policy.weight_format),
         ("--kv-cache-dtype", options.kv_cache_dtype, {kv_format}, policy.kv_format),
     ):
         if planned not in stored:
@@ -575,7 +576,7 @@ def _first_touch_s(best: Candidate) -> float:
         return 0.0
     workload = s.workload
     tokens = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean)
-    tokens = min(tokens, kv_tokens_used(workload, s.block_size))
+    tokens = min(tokens, kv_tokens_used(workload, s.max_num_seqs))
     token_bytes = s.seq_kv_bytes / (s.seq_blocks * s.kv_block_size)  # of all layers
     on_host = (at.kv_cpu + at.kv_streamed) * tokens * token_bytes
     return float(on_host / s.hardware.first_touch_bytes_per_s)

@@ -9,16 +9,16 @@ from pathlib import Path
 
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device, parse_device
-from batchgen.core.dtypes import AS_FOUND, EXPANDED, KEPT_FORMATS, MIXED
+from batchgen.core.dtypes import AUTO, DEQUANTIZED, KEPT_FORMATS, MIXED
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import parse_rate, size_bytes
 from batchgen.distributed.launch import ranks_of_host
-from batchgen.engine.loader import choose_quantization, resolve_budgets, resolve_context, resolve_dtype
-from batchgen.engine.tensor_parallel import check_hosts, first_shard, shard_quantization
+from batchgen.engine.loader import choose_weights, resolve_budgets, resolve_context, resolve_dtype
+from batchgen.engine.tensor_parallel import check_hosts, first_shard, shard_weights
 from batchgen.job.options import JobOptions
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, read_config, resolve_quantization
+from batchgen.models.files import ModelFiles, read_config, resolve_weights
 from batchgen.models.shard import Shard
 from batchgen.planner.pipeline import check_stages, largest_stage
 
@@ -70,7 +70,7 @@ class ResolvedJob:
     @property
     def planned_formats(self) -> tuple[str, ...]:
         """Quantizations that the plan chooses between: as found and expanded, or none, where the options alone tell."""
-        return () if self.as_found is None or self.shard is not None else (self.as_found, EXPANDED)
+        return () if self.as_found is None or self.shard is not None else (self.as_found, DEQUANTIZED)
 
     @property
     def process_config(self) -> ModelConfig:
@@ -167,7 +167,7 @@ def _split(
     check_stages(config, options.pipeline, device)
     if options.tensor_parallel == 1:
         return config, None
-    shard = first_shard(files, config, options.tensor_parallel, device, options.quantization)
+    shard = first_shard(files, config, options.tensor_parallel, device, options.weights)
     return shard.config, shard
 
 
@@ -175,14 +175,14 @@ def _in_shards(job: ResolvedJob, shard: Shard | None) -> ResolvedJob:
     """The job of rank 0, whose weights are as a shard can have them. Raises InputError."""
     if shard is None:
         return job
-    found, as_found = job.options.quantization, job.as_found
-    quantization = shard_quantization(shard, found)
+    found, as_found = job.options.weights, job.as_found
+    weights = shard_weights(shard, found)
     return replace(
         job,
-        options=replace(job.options, quantization=quantization),
+        options=replace(job.options, weights=weights),
         shard=shard,
-        as_found=as_found if as_found and shard_quantization(shard, as_found) == as_found else None,
-        expanded_format="" if quantization == found else found,
+        as_found=as_found if as_found and shard_weights(shard, as_found) == as_found else None,
+        expanded_format="" if weights == found else found,
     )
 
 
@@ -208,19 +208,19 @@ def _resolved(
     dtype: str,
     memory_bytes: Callable[[], int],
 ) -> ResolvedJob:
-    found = resolve_quantization(files, options.quantization, on_cpu=device.kind != "cuda")
-    quantization = choose_quantization(files, config, options.quantization, dtype, device, memory_bytes)
+    found = resolve_weights(files, options.weights, on_cpu=device.kind != "cuda")
+    weights = choose_weights(files, config, options.weights, dtype, device, memory_bytes)
 
     def size(value: str | int | None) -> int | None:
         return None if value is None else size_bytes(value)
 
     return ResolvedJob(
-        options=replace(options, quantization=quantization),
+        options=replace(options, weights=weights),
         files=files,
         config=config,
         dtype=dtype,
         device=device,
-        as_found=found if options.quantization == AS_FOUND and found in KEPT_FORMATS else None,
+        as_found=found if options.weights == AUTO and found in KEPT_FORMATS else None,
         context=resolve_context(config, options.max_model_len),
         offload_dir=Path(options.offload_dir or cache_dir()),
         gpu_memory=size(options.gpu_memory),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import changes_results
+from batchgen.core.dtypes import NATIVE, changes_results
 from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, refusing_what_is_denied
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
@@ -28,6 +28,7 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
 from batchgen.job.chat_notices import watch_chats
 from batchgen.job.checks import check_job
+from batchgen.job.deduplication import Deduplication
 from batchgen.job.destination import Destination, make_output_folder
 from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
@@ -38,7 +39,6 @@ from batchgen.job.options import JobOptions, names_of, seconds
 from batchgen.job.pages.run_page import RunPage
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
-from batchgen.job.repeats import Repeats
 from batchgen.job.report import make_report, write_report
 from batchgen.job.resolved import ResolvedJob, expanded_line, resolve_job
 from batchgen.job.routing import keep_routing
@@ -106,7 +106,7 @@ class _Job:
     progress: Progress
     started_s: float
     deadline_s: float | None
-    repeats: Repeats
+    repeats: Deduplication
     destination: Destination | None = None
     page: RunPage | None = None
     group: Group | None = None
@@ -191,7 +191,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             progress.say(renamed)
         for notice in source.notices:
             progress.say(notice)
-        page, repeats = RunPage() if options.report_html else None, Repeats(options.sampling)
+        page, repeats = RunPage() if options.report_html else None, Deduplication(options.sampling)
         job = _Job(
             resolved,
             source,
@@ -316,9 +316,9 @@ def _fingerprint(job: _Job) -> dict[str, Any]:
         fingerprint["reasoning"] = thinking.begin
     if options.task != "generate":
         fingerprint["task"] = options.task
-    quantization = options.quantization if changes_results(options.quantization) else "none"
-    if (quantization, options.kv_cache_dtype) != ("none", "auto"):
-        fingerprint["formats"] = [quantization, options.kv_cache_dtype]
+    weights = options.weights if changes_results(options.weights) else NATIVE
+    if (weights, options.kv_cache_dtype) != (NATIVE, "auto"):
+        fingerprint["formats"] = [weights, options.kv_cache_dtype]
     return fingerprint
 
 
@@ -444,11 +444,11 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     requests = rows.watch(requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop))
     requests = watch_chats(requests, job.tokenizer, job.progress.say)
     if not options.share:  # nothing may hold rows of a worker back: it claims more as they come out
-        requests = job.repeats.firsts(requests)
+        requests = job.repeats.unique(requests)
     results = run(requests, should_stop=should_stop, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
         try:
-            for result in job.repeats.with_repeats(results):
+            for result in job.repeats.with_duplicates(results):
                 writer.add(result.row, _row_result(options, job.source, result))
                 done += 1
                 if isinstance(result, Completion):

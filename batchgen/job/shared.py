@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.request import Request, ScoreRequest
-from batchgen.job.growth import growing_from
+from batchgen.job.append_resume import appended_to
 from batchgen.job.options import JobOptions, seconds
 from batchgen.job.source import RequestSource
 from batchgen.output.run_directory import Run, open_run
@@ -24,7 +24,7 @@ def open_output(
 
     named: Whether the job says where it is; else it is called after the fingerprint, and is never that of another job.
     """
-    extends = growing_from(source) if named else None
+    extends = appended_to(source) if named else None
     keep_parts = named and source.dataset.may_grow
     if options.share:
         return open_shared_run(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchgen.core.dtypes import EXPANDED, product_key, weight_format_of
+from batchgen.core.dtypes import DEQUANTIZED, product_key, weight_format_of
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import OtherWeights, Plan
 from batchgen.engine.loader import store_bytes
@@ -20,7 +20,7 @@ from batchgen.planner.search import TIE
 
 def expanded_fit(job: ResolvedJob, memory_bytes: int) -> bool:
     """Whether expanded weights have room in so much memory, so that they are worth planning for."""
-    return store_bytes(job.process_config, job.dtype, EXPANDED) <= memory_bytes
+    return store_bytes(job.process_config, job.dtype, DEQUANTIZED) <= memory_bytes
 
 
 def quantizations_planned(job: ResolvedJob, hardware: HardwareProfile, memory_bytes: int) -> tuple[str, ...]:
@@ -32,7 +32,7 @@ def quantizations_planned(job: ResolvedJob, hardware: HardwareProfile, memory_by
         memory_bytes: What it may take of all memories together.
 
     Returns:
-        None of them where the choice is not the plan's: what `loader.choose_quantization` gives stands, also where rates are not known.
+        None of them where the choice is not the plan's: what `loader.choose_weights` gives stands, also where rates are not known.
     """
     if not job.planned_formats:
         return ()
@@ -51,11 +51,11 @@ def in_format_of_rows(job: ResolvedJob, weight_format: str) -> ResolvedJob | Non
     """
     if job.as_found is None:
         return None
-    formats = {weight_format_of(job.dtype, name): name for name in (job.as_found, EXPANDED)}
-    quantization = formats.get(weight_format)
-    if quantization is None or (quantization == EXPANDED and not expanded_fit(job, _memory_bytes(job))):
+    formats = {weight_format_of(job.dtype, name): name for name in (job.as_found, DEQUANTIZED)}
+    weights = formats.get(weight_format)
+    if weights is None or (weights == DEQUANTIZED and not expanded_fit(job, _memory_bytes(job))):
         return None
-    return replace(job, options=replace(job.options, quantization=quantization), as_found=None)
+    return replace(job, options=replace(job.options, weights=weights), as_found=None)
 
 
 def _memory_bytes(job: ResolvedJob) -> int:

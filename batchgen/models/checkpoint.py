@@ -15,7 +15,7 @@ from torch import Tensor
 from batchgen.core.dtypes import BLOCK_FORMATS, INT8, KEPT_FORMATS, PACKED_FORMATS
 from batchgen.models.config import ModelConfig
 from batchgen.models.cutting import cut_tensors, fill_share
-from batchgen.models.files import ModelFiles, read_config, stated_scheme, stored_quantization, weight_tensors
+from batchgen.models.files import ModelFiles, read_config, stated_scheme, stored_weights, weight_tensors
 from batchgen.models.formats.base import StoredPart
 from batchgen.models.formats.dummy import dummy_parts
 from batchgen.models.formats.gguf.tensors import gguf_parts, read_layer_ahead
@@ -123,7 +123,7 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard:
     if files.kind == "dummy":
         return dummy_checkpoint(config, shard=shard)
     tensors = ModelTensors(files.path, weight_tensors(files))
-    stored_format = stored_quantization(files)
+    stored_format = stored_weights(files)
     if files.kind == "gguf":
         ahead = partial(read_layer_ahead, tensors)
         return _checkpoint_of(_Parts(config, gguf_parts(config, tensors), stored_format, shard, True, ahead))

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from batchgen._version import __version__
 from batchgen.core.atomic_file import replace_durably, staged, storage_error, write_atomically
-from batchgen.core.dtypes import INT4, PACKED_FORMATS, weight_format_of
+from batchgen.core.dtypes import INT4, NATIVE, PACKED_FORMATS, weight_format_of
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.units import format_bytes
 from batchgen.models.config import DTYPES
-from batchgen.models.files import ModelFiles, resolve_quantization
+from batchgen.models.files import ModelFiles
 from batchgen.models.identity import model_identity
 from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.models.store.manifest import (
@@ -33,6 +33,7 @@ from batchgen.models.store.manifest import (
     STORE_UNFINISHED,
     STORE_VERSION,
     read_store_manifest,
+    resolve_weights,
     store_manifest_checksum,
 )
 from batchgen.models.tokenizers.tokenizer import save_tokenizer
@@ -62,7 +63,7 @@ def convert(
     target: Path,
     *,
     dtype: str,
-    quantization: str = "none",
+    weights: str = NATIVE,
     overwrite: bool = False,
     on_start: Callable[[], None] = lambda: None,
     on_layer: Callable[[int, int], None] = _ignore,
@@ -70,8 +71,8 @@ def convert(
 ) -> WeightStore:
     """Puts the model's weights, in `dtype`, into a weight store in the directory `target`.
 
-    quantization: "int4" and "int8" pack the matrices of the layers; "none" leaves them packed as the model has them, "bf16" does
-    not (`models.files.resolve_quantization`). overwrite: replace a store of something else.
+    weights: "int4" and "int8" pack the matrices of the layers; "native" leaves them packed as the model has them, "dequantized" does
+    not (`models.files.resolve_weights`). overwrite: replace a store of something else.
     on_start: called when no other process is at it. on_layer(done, total): called after each layer. shard: the part of the model that the store is to have; in int4 it comes from a
     store of the whole. Peak memory is about one layer, or the embeddings.
 
@@ -87,7 +88,7 @@ def convert(
         raise InputError(f"dtype {dtype!r} is not supported: use {', '.join(DTYPES)}")
     _check_apart(files, target)
     versions = model_versions(files)
-    weight_format = weight_format_of(dtype, resolve_quantization(files, quantization))
+    weight_format = weight_format_of(dtype, resolve_weights(files, weights))
     checkpoint = open_checkpoint(files, shard=shard)
     header = {
         "format": STORE_FORMAT,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from batchgen.core.dtypes import AS_FOUND, EXPANDED, KEPT_FORMATS, MIXED, QUANTIZATIONS
+from batchgen.core.dtypes import AUTO, DEQUANTIZED, KEPT_FORMATS, MIXED, NATIVE, WEIGHTS
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.screen import say
 from batchgen.models.config import ModelConfig
@@ -165,10 +165,10 @@ def read_config(files: ModelFiles) -> ModelConfig:
     return parsed
 
 
-def stored_quantization(files: ModelFiles) -> str | None:
+def stored_weights(files: ModelFiles) -> str | None:
     """What a model's layers are quantized in by itself; None: they are not, or in a way that cannot be kept.
 
-    "int8" of compressed-tensors; one of `KEPT_FORMATS` of a GGUF, of what models/formats/quantization.py names, and of a
+    "int8" of compressed-tensors; one of `KEPT_FORMATS` of a GGUF, of a scheme in models/formats/schemes.py, and of a
     store of one.
     """
     if files.kind == "gguf":
@@ -207,26 +207,31 @@ def _gguf_format(path: Path) -> str | None:
     return next(iter(matrix_formats(read_gguf(path).tensors, 1)[0].values()), "") or None
 
 
-def resolve_quantization(files: ModelFiles, quantization: str, *, on_cpu: bool = True) -> str:
-    """What weights are to be quantized in: what is asked for, or with "none" the model's own format, if it has one.
+def resolve_weights(files: ModelFiles, weights: str, *, on_cpu: bool = True) -> str:
+    """What weights are to be quantized in: what is asked for, or or the model's own format, if it has one.
 
     Args:
         files: The model.
-        quantization: One of `QUANTIZATIONS`, or what this has returned.
+        weights: One of `WEIGHTS`, or what this has returned.
         on_cpu: Whether a CPU multiplies; kernels for other devices do not know rows of blocks.
 
     Returns:
-        "none": the model has numbers, which are in the compute dtype; "bf16": it has a format of its own, and its weights are
-        expanded to that dtype; or a format.
+        "native": the model has numbers, which are in the compute dtype. "dequantized": the model has a format of its own, and its
+        weights are in the compute dtype. Else a format.
 
     Raises:
         InputError: There is no such format, or the model is not in it.
     """
-    stored = stored_quantization(files)
-    if quantization not in (*QUANTIZATIONS, stored):
-        raise InputError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
-    found = stored if quantization == AS_FOUND and stored else quantization
-    return EXPANDED if found in KEPT_FORMATS and not on_cpu else found
+    stored = stored_weights(files)
+    if weights not in (*WEIGHTS, stored):
+        raise InputError(f"weights {weights!r} is not one of {', '.join(WEIGHTS)}")
+    asked = NATIVE if weights == AUTO else weights
+    resolved = stored if asked == NATIVE and stored else asked
+    if resolved in KEPT_FORMATS and not on_cpu:
+        if weights == NATIVE:
+            raise InputError(f"--weights native: only CPUs multiply weights in {resolved} yet: leave out --weights")
+        return DEQUANTIZED
+    return resolved
 
 
 def _check_directory(files: ModelFiles) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import INT4, weight_format_of
+from batchgen.core.dtypes import INT4, NATIVE, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.core.private_files import why_untrusted
 from batchgen.models.convert import AnotherConverts, convert, source_identity
@@ -27,7 +27,7 @@ def _ignore(done: int, total: int) -> None:
     pass
 
 
-def store_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: str, shard: Shard | None = None) -> Path:
+def store_path(offload_dir: Path, files: ModelFiles, dtype: str, weights: str, shard: Shard | None = None) -> Path:
     """Where jobs keep the store that is made of a model, or of a rank's part of it.
 
     Where another user has made what is there, or may write to it, this user's store is beside it.
@@ -35,7 +35,7 @@ def store_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: s
     Raises:
         InputError: What is beside it is not this user's alone, either.
     """
-    path = _common_path(offload_dir, files, dtype, quantization, shard)
+    path = _common_path(offload_dir, files, dtype, weights, shard)
     if why_untrusted(path, path) is None:
         return path
     own = path.with_name(f"{path.name}-user-{os.geteuid()}")
@@ -44,11 +44,11 @@ def store_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: s
     return own
 
 
-def _common_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: str, shard: Shard | None) -> Path:
-    packed = weight_format_of("none", quantization)
+def _common_path(offload_dir: Path, files: ModelFiles, dtype: str, weights: str, shard: Shard | None) -> Path:
+    packed = weight_format_of(NATIVE, weights)
     key = json_sha256([source_identity(files, shard), dtype, packed, STORE_VERSION])
     name = re.sub(r"[^\w.-]+", "-", files.name).strip("-.")[:60]
-    kind = dtype if packed == "none" else f"{packed}-{dtype}"
+    kind = dtype if packed == NATIVE else f"{packed}-{dtype}"
     if shard is not None:
         kind += f"-rank-{shard.rank}-of-{shard.size}"
     return Path(offload_dir) / "stores" / f"{name}-{kind}-{key[:16]}"
@@ -58,7 +58,7 @@ def find_or_convert(
     files: ModelFiles,
     offload_dir: Path,
     dtype: str,
-    quantization: str = "none",
+    weights: str = NATIVE,
     *,
     notify: Callable[[str], None] = lambda line: None,
     on_layer: Callable[[int, int], None] = _ignore,
@@ -67,17 +67,17 @@ def find_or_convert(
     """A store of the model: the model itself where it is one of that kind, one that was made before, or a new one.
 
     Where another process makes the same store, waits for it: workers and ranks that start together find one store.
-    quantization: of `models.files.resolve_quantization`. notify: is told before a conversion, or the wait, begins. on_layer, shard and
+    weights: of `models.files.resolve_weights`. notify: is told before a conversion, or the wait, begins. on_layer, shard and
     errors as `convert`.
     """
     from batchgen.models.store.weight_store import open_store
 
     if shard is None and files.kind == "store":
         store = open_store(files.path)
-        if (store.dtype, store.weight_format) == (dtype, weight_format_of(dtype, quantization)):
+        if (store.dtype, store.weight_format) == (dtype, weight_format_of(dtype, weights)):
             return store
-    target = store_path(offload_dir, files, dtype, quantization, shard)
-    common = _common_path(offload_dir, files, dtype, quantization, shard)
+    target = store_path(offload_dir, files, dtype, weights, shard)
+    common = _common_path(offload_dir, files, dtype, weights, shard)
     if target != common:
         notify(
             f"the weight store {common} is not used, as {why_untrusted(common, common)}: this user's own is {target}"
@@ -87,7 +87,7 @@ def find_or_convert(
         if made := made_before(target):
             return made
         try:
-            return _make_store(files, offload_dir, target, dtype, quantization, notify, on_layer, shard)
+            return _make_store(files, offload_dir, target, dtype, weights, notify, on_layer, shard)
         except AnotherConverts as error:
             if error.holder != waited_for:
                 notify(f"waiting for {error.holder}, which is converting {files.name} into {error.target}")
@@ -110,24 +110,24 @@ def _make_store(
     offload_dir: Path,
     target: Path,
     dtype: str,
-    quantization: str,
+    weights: str,
     notify: Callable[[str], None],
     on_layer: Callable[[int, int], None],
     shard: Shard | None,
 ) -> WeightStore:
     """Converts the model, or a rank's part of it; a part in int4 from a store of the whole."""
     source = files
-    if shard is not None and quantization == INT4:  # which columns count is measured on the whole model
-        whole = find_or_convert(files, offload_dir, dtype, quantization, notify=notify, on_layer=on_layer)
+    if shard is not None and weights == INT4:  # which columns count is measured on the whole model
+        whole = find_or_convert(files, offload_dir, dtype, weights, notify=notify, on_layer=on_layer)
         source = replace(files, path=whole.path, kind="store")
     part = f"rank {shard.rank} of {shard.size} of " if shard else ""
-    to_format = weight_format_of(dtype, quantization)
+    to_format = weight_format_of(dtype, weights)
     begun = f"converting {part}{files.name} to {to_format} in {target}, which later jobs will find there"
     return convert(
         source,
         target,
         dtype=dtype,
-        quantization=quantization,
+        weights=weights,
         overwrite=True,
         on_start=lambda: notify(begun),
         on_layer=on_layer,

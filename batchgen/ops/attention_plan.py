@@ -89,7 +89,7 @@ class SharedGroup:
 
 
 def find_shared_groups(
-    slices: Sequence[SequenceSlice], matched_blocks: Sequence[int], block_size: int
+    slices: Sequence[SequenceSlice], matched_blocks: Sequence[int], kv_block_size: int
 ) -> list[SharedGroup]:
     """Groups of sequences with a common prefix long enough to attend to once, the most saving one first.
 
@@ -99,12 +99,12 @@ def find_shared_groups(
     ends = {
         (n, int(s.blocks[n - 1]))
         for s, n in zip(slices, matched_blocks, strict=True)
-        if n * block_size >= _MIN_SHARED_TOKENS
+        if n * kv_block_size >= _MIN_SHARED_TOKENS
     }
     if not ends:
         return []
     # Every query of a member must come after the shared keys.
-    reach = np.array([min(len(s.blocks), s.num_cached // block_size) for s in slices])
+    reach = np.array([min(len(s.blocks), s.num_cached // kv_block_size) for s in slices])
     members: dict[tuple[int, int], list[int]] = {}
     for depth in {n for n, _ in ends}:
         for i in np.flatnonzero(reach >= depth).tolist():
@@ -143,7 +143,7 @@ def plan_attention(
     slices: Sequence[SequenceSlice],
     groups: Sequence[SharedGroup],
     *,
-    block_size: int,
+    kv_block_size: int,
     key_bytes: int,
     window: int | None = None,
 ) -> AttentionPlan:
@@ -165,20 +165,20 @@ def plan_attention(
     prefill, decode = [], []
     pending = _Pending()
     for i, s in enumerate(slices):
-        used = -(-s.num_keys // block_size)
+        used = -(-s.num_keys // kv_block_size)
         if s.num_queries > 1:
-            low = skip[i] if window is None else max(0, s.num_cached - window + 1) // block_size
+            low = skip[i] if window is None else max(0, s.num_cached - window + 1) // kv_block_size
             prefill.append(
-                PrefillItem(starts[i], starts[i + 1], s.blocks[low:used], s.num_cached - low * block_size, window)
+                PrefillItem(starts[i], starts[i + 1], s.blocks[low:used], s.num_cached - low * kv_block_size, window)
             )
             continue
-        low = skip[i] if window is None else max(0, s.num_keys - window) // block_size
-        if pending.members and not pending.takes(starts[i], used - low, block_size * key_bytes):
-            decode.append(_decode_group(pending, slices, block_size, window))
+        low = skip[i] if window is None else max(0, s.num_keys - window) // kv_block_size
+        if pending.members and not pending.takes(starts[i], used - low, kv_block_size * key_bytes):
+            decode.append(_decode_group(pending, slices, kv_block_size, window))
             pending = _Pending()
         pending.add(starts[i], i, low, used)
     if pending.members:
-        decode.append(_decode_group(pending, slices, block_size, window))
+        decode.append(_decode_group(pending, slices, kv_block_size, window))
     return AttentionPlan(tuple(shared), tuple(decode), tuple(prefill))
 
 
@@ -204,7 +204,7 @@ class _Pending:
 
 
 def _decode_group(
-    pending: _Pending, slices: Sequence[SequenceSlice], block_size: int, window: int | None
+    pending: _Pending, slices: Sequence[SequenceSlice], kv_block_size: int, window: int | None
 ) -> DecodeGroup:
     count = len(pending.members)
     blocks = np.zeros((count, pending.most), dtype=np.int32)
@@ -212,7 +212,7 @@ def _decode_group(
     first_key = np.zeros(count, dtype=np.int64)
     for row, (i, low, used) in enumerate(pending.members):
         blocks[row, : used - low] = slices[i].blocks[low:used]
-        num_keys[row] = slices[i].num_keys - low * block_size
+        num_keys[row] = slices[i].num_keys - low * kv_block_size
         if window is not None:
-            first_key[row] = max(0, slices[i].num_keys - window - low * block_size)
+            first_key[row] = max(0, slices[i].num_keys - window - low * kv_block_size)
     return DecodeGroup(pending.start, pending.start + count, blocks, num_keys, first_key)

@@ -109,13 +109,13 @@ def supports_attention(head_dim: int, group: int) -> bool:
 
 
 def attention_plan(
-    plan: plans.AttentionPlan, kv_heads: int, group: int, block_size: int, row_bytes: int, isa: str = ""
+    plan: plans.AttentionPlan, kv_heads: int, group: int, kv_block_size: int, row_bytes: int, isa: str = ""
 ) -> AttentionPlan:
     """The plan's items as the kernels take them. group: query heads of a KV head. row_bytes: of K of a token and KV head.
 
     isa: the instruction set that attends; "": the process's.
     """
-    made = AttentionPlan(kv_heads, group, block_size, row_bytes)
+    made = AttentionPlan(kv_heads, group, kv_block_size, row_bytes)
     made.isa = isa
     for part in plan.decode:
         made.add_decode(part.start, part.blocks, part.num_keys, part.first_key)

@@ -1,7 +1,7 @@
 """The one API to compute: linear layers, norms, rotary embedding, attention over paged KV, 4-bit groups.
 
 On the CPU these are the C++ kernels (`cpp`), on a CUDA card Triton's (`triton`) where Triton is installed;
-elsewhere, and for shapes and cards that the kernels do not know, torch (`reference`). KV of one layer is one tensor [num_blocks, 2, kv_heads, block_size, width], K before V: a block is
+elsewhere, and for shapes and cards that the kernels do not know, torch (`reference`). KV of one layer is one tensor [num_blocks, 2, kv_heads, kv_block_size, width], K before V: a block is
 contiguous, so that it moves between tiers in one piece, and within it each head's K and V are pages. width is head_dim,
 or, with packed KV, the bytes of a packed row (`quant`). Keys of int4 KV are kept rotated (`rotation`).
 """
@@ -368,7 +368,7 @@ def rotary(  # the operands of one kernel
 def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, **options) -> Tensor:
     """As `rotary`, but k and v go to their slots in a layer's KV. Returns q.
 
-    slots: int64 [tokens], block * block_size + offset; where `can_capture`, one below 0 is not stored. options: those of `rotary`, but for `rotate_keys`.
+    slots: int64 [tokens], block * kv_block_size + offset; where `can_capture`, one below 0 is not stored. options: those of `rotary`, but for `rotate_keys`.
     """
     kv_heads, bits, rotate_keys = kv.shape[2], quant.kv_code_bits(kv.dtype), rotates_keys(kv.dtype)
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
@@ -391,7 +391,7 @@ def prepare_attention(  # shapes of one launch
     heads: int,
     kv_heads: int,
     head_dim: int,
-    block_size: int,
+    kv_block_size: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     device: torch.device = CPU,
@@ -404,14 +404,14 @@ def prepare_attention(  # shapes of one launch
     group = heads // kv_heads
     if device.type != "cpu":
         made = _device_kernels(device)
-        if made and made.supports_attention(head_dim, group, block_size, device):
-            return made.prepare_attention(plan, heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device)
-        return reference.prepare_attention(plan, kv_heads, block_size, dtype, device)
+        if made and made.supports_attention(head_dim, group, kv_block_size, device):
+            return made.prepare_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_dtype, device)
+        return reference.prepare_attention(plan, kv_heads, kv_block_size, dtype, device)
     if not kernels.supports_attention(head_dim, group):
-        return reference.prepare_attention(plan, kv_heads, block_size, dtype)
+        return reference.prepare_attention(plan, kv_heads, kv_block_size, dtype)
     bits = quant.kv_code_bits(kv_dtype)
     width = quant.row_bytes(head_dim, bits) if bits else head_dim * kv_dtype.itemsize
-    return kernels.attention_plan(plan, kv_heads, group, block_size, width, isa)
+    return kernels.attention_plan(plan, kv_heads, group, kv_block_size, width, isa)
 
 
 def cut_attention(
@@ -419,7 +419,7 @@ def cut_attention(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    block_size: int,
+    kv_block_size: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     device: torch.device,
@@ -428,10 +428,10 @@ def cut_attention(
 
     So plans of several sweeps can be written into the same memory, for CUDA graphs.
     """
-    return _triton().cut_attention(plan, heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device)
+    return _triton().cut_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_dtype, device)
 
 
-def can_capture(device: torch.device, head_dim: int, group: int, block_size: int) -> bool:
+def can_capture(device: torch.device, head_dim: int, group: int, kv_block_size: int) -> bool:
     """Whether decode sweeps can be CUDA graphs there.
 
     All that layers do must be launches whose shapes do not depend on the sweep, and tokens with a slot below 0 must not be
@@ -440,7 +440,7 @@ def can_capture(device: torch.device, head_dim: int, group: int, block_size: int
     made = _device_kernels(device)
     return bool(
         made
-        and made.supports_attention(head_dim, group, block_size, device)
+        and made.supports_attention(head_dim, group, kv_block_size, device)
         and made.supports_rotary(head_dim, True, device)
     )
 
@@ -458,7 +458,7 @@ def paged_attention(
 
     Args:
         q: [tokens, heads, head_dim], as `rotary` gives it; heads is a multiple of kv_heads (grouped-query attention).
-        kv: [num_blocks, 2, kv_heads, block_size, width]; the tokens' own K and V are already there.
+        kv: [num_blocks, 2, kv_heads, kv_block_size, width]; the tokens' own K and V are already there.
         plan: Of `prepare_attention`, with KV blocks (PagedAttention: Kwon et al., 2023) and shared prefixes.
         out: Where the result goes, of q's shape.
         softcap: Scores become softcap * tanh(score / softcap) before the softmax (Gemma 2, Gemma Team, 2024, section 2); 0: they stay.
@@ -507,31 +507,31 @@ def _has_kernels(x: Tensor, head_dim: int) -> bool:
 # KV.
 
 
-def kv_rows(slots: np.ndarray | Tensor, kv_heads: int, block_size: int) -> Tensor:
-    """Rows of a [num_blocks * 2 * kv_heads * block_size, width] view of the KV that hold each token's K.
+def kv_rows(slots: np.ndarray | Tensor, kv_heads: int, kv_block_size: int) -> Tensor:
+    """Rows of a [num_blocks * 2 * kv_heads * kv_block_size, width] view of the KV that hold each token's K.
 
-    V lies kv_heads * block_size rows behind.
+    V lies kv_heads * kv_block_size rows behind.
 
     Args:
-        slots: Of each token, block * block_size + offset.
+        slots: Of each token, block * kv_block_size + offset.
         kv_heads: Key and value heads.
-        block_size: Tokens of a block.
+        kv_block_size: Tokens of a block.
 
     Returns:
         int64 [tokens * kv_heads], on the device of `slots`.
     """
     slots = torch.as_tensor(slots).long()[:, None]
     heads = torch.arange(kv_heads, device=slots.device)
-    rows = (slots // block_size * (2 * kv_heads) + heads) * block_size + slots % block_size
+    rows = (slots // kv_block_size * (2 * kv_heads) + heads) * kv_block_size + slots % kv_block_size
     return rows.view(-1)
 
 
 def write_kv(kv: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
     """Stores new tokens' K and V [tokens, kv_heads, width], in the format of the KV, at `rows` (of `kv_rows`) of a layer's KV."""
-    _, _, kv_heads, block_size, width = kv.shape
+    _, _, kv_heads, kv_block_size, width = kv.shape
     flat = kv.view(-1, width)
     flat.index_copy_(0, rows, k.reshape(-1, width))
-    flat.index_copy_(0, rows + kv_heads * block_size, v.reshape(-1, width))
+    flat.index_copy_(0, rows + kv_heads * kv_block_size, v.reshape(-1, width))
 
 
 def gather_rows(target: Tensor, source: Tensor, index: Tensor) -> None:

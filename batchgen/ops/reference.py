@@ -1,6 +1,6 @@
 """The operations of `ops` in torch, on any device: what kernels are held to, and what runs where there are none.
 
-KV of one layer is one tensor [num_blocks, 2, kv_heads, block_size, width], K before V: a block is contiguous, so that it
+KV of one layer is one tensor [num_blocks, 2, kv_heads, kv_block_size, width], K before V: a block is contiguous, so that it
 moves between tiers in one piece, and within it each head's K and V are pages, so that the KV of any sequence is
 gathered a page at a time, straight into the operand of a batched matrix product. Gathers are kept small enough
 to stay in cache, so KV crosses the memory bus once. width is head_dim, or, with packed KV, the
@@ -39,7 +39,7 @@ class DeviceAttentionPlan:
 def prepare_attention(
     plan: AttentionPlan,
     kv_heads: int,
-    block_size: int,
+    kv_block_size: int,
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> DeviceAttentionPlan:
@@ -52,7 +52,7 @@ def prepare_attention(
 
     decode = []
     for group in plan.decode:
-        keys = np.arange(group.blocks.shape[1] * block_size)
+        keys = np.arange(group.blocks.shape[1] * kv_block_size)
         hidden = (keys >= group.num_keys[:, None]) | (keys < group.first_key[:, None])
         mask = None
         if hidden.any():
@@ -92,8 +92,8 @@ def paged_attention(
 
 def _gather(q: Tensor, kv: Tensor, pages: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """The pages' K and V as [batch, keys, head_dim] in q's dtype, batch running over (sequence,) kv head."""
-    blocks, _, kv_heads, block_size, width = kv.shape
-    flat = kv.view(blocks * 2 * kv_heads, block_size * width)
+    blocks, _, kv_heads, kv_block_size, width = kv.shape
+    flat = kv.view(blocks * 2 * kv_heads, kv_block_size * width)
     gathered = (flat.index_select(0, which).view(batch, -1, width) for which in (pages, pages + kv_heads))
     if bits := quant.kv_code_bits(kv.dtype):
         gathered = (quant.dequantize(packed, q.shape[-1], dtype=q.dtype, bits=bits) for packed in gathered)

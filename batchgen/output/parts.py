@@ -92,7 +92,7 @@ def part_origin(path: Path) -> dict[str, Any]:
         raise DamagedPart(f"{path.name}: its origin cannot be read") from error
 
 
-def set_aside(path: Path) -> None:
+def quarantine(path: Path) -> None:
     """Rename a damaged part, so that nobody counts on its rows and a person can still look at it."""
     replace_durably(path, path.with_name(path.name + ".damaged"))
 
@@ -212,9 +212,9 @@ def _read_groups(path: Path, numbers: list[int]) -> Iterator[pa.Table]:
 
 
 def _reporting_damage(path: Path, items: Iterator[Any]) -> Iterator[Any]:
-    """The same items; a damaged part is set aside and becomes the one line that says what to do."""
+    """The same items; a damaged part is quarantined and becomes the one line that says what to do."""
     try:
         yield from items
     except DamagedPart as error:
-        set_aside(path)
+        quarantine(path)
         raise BatchgenError(f"{error}: run the same command again to compute its rows anew") from error

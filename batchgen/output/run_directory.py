@@ -40,8 +40,8 @@ from batchgen.output.parts import (
     part_origin,
     part_output_lens,
     part_paths,
+    quarantine,
     scan_part,
-    set_aside,
 )
 from batchgen.output.row_map import DoneRows
 
@@ -449,7 +449,7 @@ class Run:
             problem = error
         origins = []
         for part in part_paths(self.parts_dir):
-            with contextlib.suppress(DamagedPart):  # it will be set aside
+            with contextlib.suppress(DamagedPart):  # it will be quarantined
                 origins.append(part_origin(part))
         # The newest part is of this very job, and the others of it or of the smaller ones that it goes on from.
         own = json_sha256(self._manifest.fingerprint)
@@ -474,8 +474,8 @@ class Run:
             try:
                 groups = list(scan_part(path))  # all of it first: damage anywhere costs the whole part
             except DamagedPart as error:
-                set_aside(path)
-                self.notices.append(f"damaged part set aside, its rows are computed again: {error}")
+                quarantine(path)
+                self.notices.append(f"damaged part quarantined, its rows are computed again: {error}")
                 continue
             for group in groups:
                 self.done_rows.mark(group.rows, group.failed)

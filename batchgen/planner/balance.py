@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from batchgen.planner.costs import products_s
-from batchgen.planner.flow import Phase
-from batchgen.planner.inputs import Balance, CostInputs
+from batchgen.planner.phases import Phase
+from batchgen.planner.problem import Balance, CostInputs
 
 # Products that take no longer for more tokens: both batches have half of the CPU's attention.
 _MOST_TOKENS = 1 << 20

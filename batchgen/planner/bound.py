@@ -20,9 +20,10 @@ from batchgen.planner.costs import (
     streamed_kv_bytes,
     sweep_overhead_s,
 )
-from batchgen.planner.flow import Phase
-from batchgen.planner.inputs import CostInputs, Placement
 from batchgen.planner.peak_memory import peak_bytes
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Placement
+from batchgen.planner.problem import CostInputs
 
 _NOTHING = Placement(
     w_gpu=0, w_cpu=0, w_disk=0, kv_gpu=0, kv_cpu=0, kv_streamed=0, kv_disk=0, act_gpu=0, act_cpu=0, head_gpu=0, head_cpu=0,
@@ -39,7 +40,7 @@ def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
     there is any, or weights. With one micro-batch nothing but attention runs beside that of the CPU (`chain` of `costs._chains`).
     """
     layers = s.model.num_layers
-    weights, kv = s.layer_bytes * layers, s.block_size * s.seq_kv_bytes
+    weights, kv = s.layer_bytes * layers, s.max_num_seqs * s.seq_kv_bytes
     free = {tier: s.budgets[tier] - float(taken) for tier, taken in peak_bytes(s, _NOTHING).items()}
     if min(free.values()) < 0:
         return math.inf
@@ -98,7 +99,7 @@ def _disk_s(s: CostInputs, phase: Phase, on_disk: float, skipped: float) -> floa
     # Each: bytes, and the seconds that all of them would take.
     weights = ((s.layer_bytes - s.all_expert_bytes, 1.0), (s.all_expert_bytes, 1 - skipped))
     items = [(size * layers, read * size / hardware.disk_read_bytes_per_s) for size, read in weights]
-    items.append((s.block_size * s.seq_kv_bytes, kv_s))
+    items.append((s.max_num_seqs * s.seq_kv_bytes, kv_s))
     seconds = 0.0
     for size, whole_s in sorted((item for item in items if item[0]), key=lambda item: item[1] / item[0]):
         seconds += whole_s * min(1.0, on_disk / size)

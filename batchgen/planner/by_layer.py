@@ -12,8 +12,8 @@ from dataclasses import replace
 from batchgen.core.errors import InputError
 from batchgen.planner.deferring import layers_bytes
 from batchgen.planner.kv_memory import giving_window
-from batchgen.planner.lp import Allowed
-from batchgen.planner.search import Candidate, Problem, search_worth
+from batchgen.planner.problem import Allowed, Problem
+from batchgen.planner.search import Candidate, search_worth
 
 # With more sequences in flight than this, whole ones that stream part the KV as finely as anybody could tell.
 _FEW_SEQS = 64

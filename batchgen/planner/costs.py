@@ -1,7 +1,7 @@
 """Seconds that a sweep takes on each lane: every formula once.
 
 Every function is linear in the `Placement` it is given. With numbers it explains; with expressions of unknowns it makes the rows
-of the linear programme (lp.py). The equations follow FlexGen's appendix A.3; each docstring says which and what was
+of the linear programme (mip.py). The equations follow FlexGen's appendix A.3; each docstring says which and what was
 changed. The common changes: rates are curves measured on the machine instead of constants; prompts are prefilled
 next to decoding sequences (continuous admission), so T_pre and T_gen are one function of a Phase; KV is counted
 with grouped-query attention, in bytes; decode attention on CPU and GPU is bound by bytes, not FLOPs.
@@ -9,7 +9,7 @@ with grouped-query attention, in bytes; decode attention on CPU and GPU is bound
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from batchgen.core.dtypes import FORMAT_BYTES, INT8, KEPT_FORMATS, KV_CODE_BITS, product_key
@@ -17,8 +17,9 @@ from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.core.routing import Routing
 from batchgen.models.config import ModelConfig
-from batchgen.planner.flow import Phase
-from batchgen.planner.inputs import CostInputs, Linear, Placement, RuntimeModel
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Placement
+from batchgen.planner.problem import CostInputs, Linear, RuntimeModel
 
 # Below these, sequences read a shared prefix one by one (ops/attention_plan.py).
 _MIN_SHARED_TOKENS, _MIN_SHARED_SEQS = 64, 4
@@ -265,7 +266,7 @@ def _attended_in_layer(s: CostInputs, phase: Phase) -> Phase:
 def deferred_attention_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of CPU attention to deferred sequences beside one layer of a sweep, which they do not hold up.
 
-    N_C of APEX's inequality (6), times the whole sweep. The rate is that of a cohort of all of them.
+    N_C of APEX's inequality (6), times the whole sweep. The rate is that of a deferred batch of all of them.
     """
     if not phase.deferred_tokens:
         return 0.0
@@ -605,3 +606,17 @@ def bounds(runtime: RuntimeModel, lanes: Mapping[str, Linear]) -> list[Linear]:
     together = [lane for name, lane in lanes.items() if name not in runtime.serial]
     base = sum(alone) if alone else 0.0
     return [base + lane for lane in together] or [base]
+
+
+def job_seconds(s: CostInputs, phases: Sequence[Phase], at: Placement) -> float:
+    """T = T_pre l + T_gen (n - 1) l (FlexGen A.3), for any sequence of phases, with what is not in the layers."""
+    seconds: float = sum(
+        phase.sweeps
+        * (
+            s.model.num_layers * max(bounds(s.runtime, layer_lanes(s, phase, at)))
+            + max(bounds(s.runtime, head_lanes(s, phase, at)))
+            + sweep_overhead_s(s, phase)
+        )
+        for phase in phases
+    )
+    return seconds

@@ -13,11 +13,12 @@ from dataclasses import replace
 from batchgen.core.errors import InputError
 from batchgen.core.plan import TIERS
 from batchgen.planner.costs import bounds, can_delegate, decode_attention_s, layer_lanes
-from batchgen.planner.flow import deferral_of, phases_of
-from batchgen.planner.lp import solve
 from batchgen.planner.memory import group_bytes
+from batchgen.planner.mip import solve
 from batchgen.planner.peak_memory import peak_bytes
-from batchgen.planner.search import Candidate, Problem, block_sizes, realised_candidate, search
+from batchgen.planner.phases import deferral_of, phases_of
+from batchgen.planner.problem import Problem
+from batchgen.planner.search import Candidate, max_num_seqs_choices, realised_candidate, search
 
 # Of the time in which the CPU has nothing else to do, so much is given to deferred attention: sweeps are not all equally long.
 _DEFERRED_FRAC = 0.9
@@ -56,7 +57,7 @@ def may_defer(problem: Problem) -> bool:
         and "deferred" in problem.allowed.kv_classes
         and "continuous" in problem.admissions
         and problem.num_gpu_batches in (None, 1)
-        and problem.block_size is None
+        and problem.max_num_seqs is None
     )
 
 
@@ -74,12 +75,12 @@ def deferring(
         weight_tiers=_weight_tiers(base),
         kv_classes=tuple(c for c, n in base.counts.kv_seqs.items() if n),
     )
-    sizes = [s.block_size, *(size for size in reversed(block_sizes(problem)) if size < s.block_size)]
+    sizes = [s.max_num_seqs, *(size for size in reversed(max_num_seqs_choices(problem)) if size < s.max_num_seqs)]
     for swept_seqs in sizes[: 1 + _SMALLER_SIZES]:
         deferral = deferral_of(s.workload, swept_seqs, most, s.model.num_layers + 1)
         if deferral is None:
             continue
-        inputs = replace(s, block_size=swept_seqs + deferral.seqs, deferral=deferral)
+        inputs = replace(s, max_num_seqs=swept_seqs + deferral.seqs, deferral=deferral)
         phases = phases_of(s.workload, s.admission, swept_seqs, s.max_num_batched_tokens, deferral)
         realised = solve(inputs, phases, allowed, integer=True)
         if realised is None:
@@ -111,4 +112,4 @@ def _most_deferred(problem: Problem, base: Candidate) -> int:
     in_time = _DEFERRED_FRAC * s.model.num_layers * idle_s / each_s
     result = s.model.num_heads * s.model.head_dim * s.element_bytes
     in_memory = (s.budgets["cpu"] - peak_bytes(s, at)["cpu"]) / (s.seq_kv_bytes + 2 * result)
-    return max(0, int(min(in_time, in_memory, problem.most_seqs - s.block_size)))
+    return max(0, int(min(in_time, in_memory, problem.most_seqs - s.max_num_seqs)))

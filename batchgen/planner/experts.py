@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from batchgen.planner.costs import bounds, elementwise_s, layer_lanes, linear_s, longer_in_rows_s
-from batchgen.planner.flow import Phase
-from batchgen.planner.inputs import CostInputs, Placement
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Placement
+from batchgen.planner.problem import CostInputs
 
 _MOST_TOKENS = 1 << 20  # of a sweep that is looked at
 

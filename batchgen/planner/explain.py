@@ -11,7 +11,7 @@ from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction, Stage
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
-from batchgen.planner.costs import head_lanes, layer_lanes, moved_bytes, sweep_overhead_s
+from batchgen.planner.costs import head_lanes, job_seconds, layer_lanes, moved_bytes, sweep_overhead_s
 from batchgen.planner.experts import break_even_tokens
 from batchgen.planner.explanation import (
     LANE_NAMES,
@@ -22,11 +22,11 @@ from batchgen.planner.explanation import (
     stage_rows,
     total_lines,
 )
-from batchgen.planner.flow import Phase, phases_of
-from batchgen.planner.inputs import CostInputs, Placement
-from batchgen.planner.lp import Counts, job_seconds
 from batchgen.planner.peak_memory import kv_bytes, peak_bytes
-from batchgen.planner.search import TIE, Candidate, Problem, block_latency_s, frontier
+from batchgen.planner.phases import Phase, phases_of
+from batchgen.planner.placement import Counts, Placement
+from batchgen.planner.problem import CostInputs, Problem
+from batchgen.planner.search import TIE, Candidate, block_latency_s, frontier
 
 GIB = 1 << 30
 TIER_NAMES = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}

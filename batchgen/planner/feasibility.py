@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from batchgen.planner.inputs import CostInputs
+from batchgen.planner.problem import CostInputs
 
 T = TypeVar("T")
 # Block size, and tokens of a sweep.
@@ -37,7 +37,7 @@ def _kind(s: CostInputs) -> Hashable:
 
 
 def _size(s: CostInputs) -> Size:
-    return s.block_size, s.max_num_batched_tokens
+    return s.max_num_seqs, s.max_num_batched_tokens
 
 
 def _known(sizes: dict[Size, CostInputs], fits: Callable[[CostInputs], bool]) -> dict[Size, bool]:

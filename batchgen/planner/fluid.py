@@ -25,10 +25,10 @@ Array = Any  # numpy's, of floats or truth values
 
 
 class Setting(NamedTuple):
-    """admission: "continuous" or "static". block_size: at most as many as there are rows. budget: tokens of a sweep."""
+    """admission: "continuous" or "static". max_num_seqs: at most as many as there are rows. budget: tokens of a sweep."""
 
     admission: str
-    block_size: int
+    max_num_seqs: int
     budget: float
 
 
@@ -44,7 +44,7 @@ class Mean(NamedTuple):
 
 def flow_through(workload: Workload, settings: Sequence[Setting]) -> list[list[Mean]]:
     """For each setting, the sweeps of the whole job in groups of like ones, in the order in which they come first."""
-    block = np.array([float(setting.block_size) for setting in settings])
+    block = np.array([float(setting.max_num_seqs) for setting in settings])
     simulated = np.minimum(workload.num_seqs, _GENERATIONS * block)
     steps = _simulate(workload, settings, block, simulated)
     return _merged(_repeat_middle(steps, workload, block, workload.num_seqs - simulated), block)

@@ -43,16 +43,16 @@ class KVPools:
 
 
 def kv_block_bytes(
-    config: ModelConfig, block_size: int, kv_format: str, row: Callable[[int, str], int] = kv_row_bytes
+    config: ModelConfig, kv_block_size: int, kv_format: str, row: Callable[[int, str], int] = kv_row_bytes
 ) -> int:
     """Stored bytes of one block of one layer. row: of one head's K or V of a token, of its size and format."""
-    return 2 * config.num_kv_heads * block_size * row(config.head_dim, kv_format)
+    return 2 * config.num_kv_heads * kv_block_size * row(config.head_dim, kv_format)
 
 
-def giving_window(config: ModelConfig, block_size: int, longest_tokens: int) -> int | None:
+def giving_window(config: ModelConfig, kv_block_size: int, longest_tokens: int) -> int | None:
     """Tokens that layers with a sliding window see, where these give blocks back; None where no sequence gets longer than that."""
     windows = [window for window in config.windows if window is not None]
-    if not windows or window_blocks(max(windows), block_size) >= -(-longest_tokens // block_size):
+    if not windows or window_blocks(max(windows), kv_block_size) >= -(-longest_tokens // kv_block_size):
         return None
     return max(windows)
 
@@ -69,22 +69,22 @@ def kv_pools(
     Raises:
         InputError: a budget does not hold one row.
     """
-    block_size = policy.kv_block_size
+    kv_block_size = policy.kv_block_size
     # With `kv_layers`, KV of a layer lies in one of two tiers: there all layers have one table.
-    window = None if policy.kv_layers else giving_window(config, block_size, policy.max_model_len)
+    window = None if policy.kv_layers else giving_window(config, kv_block_size, policy.max_model_len)
     seqs: dict[str, int] = {}
     for kv_class, count in policy.kv_seqs.items():
         if count:
             seqs[KV_TIERS[kv_class]] = seqs.get(KV_TIERS[kv_class], 0) + count
-    least = -(-demand.min_tokens // block_size)
+    least = -(-demand.min_tokens // kv_block_size)
     left = {tier: budgets[tier] - sum(own.values()) for tier, own in parts.items()}
     blocks, of_windows, taken, short = {}, {}, dict.fromkeys(parts, 0), {}
     for pool, count in seqs.items():
         # More than every sequence at full length is never used; the demand may know better, but any row must fit.
-        useful = count * -(-policy.max_model_len // block_size)
+        useful = count * -(-policy.max_model_len // kv_block_size)
         if demand.most_kv_tokens is not None:
             expected = -(-demand.most_kv_tokens * count // policy.max_num_seqs)
-            useful = min(useful, max(-(-expected // block_size), -(-policy.max_model_len // block_size)))
+            useful = min(useful, max(-(-expected // kv_block_size), -(-policy.max_model_len // kv_block_size)))
         if window is not None and pool != "disk":
             split = _Split.of(config, policy, window, count)
             if left[pool] < split.bytes_of(least, split.least(least)):
@@ -108,9 +108,9 @@ def kv_pools(
     return KVPools(blocks, window if of_windows else None, of_windows, taken)
 
 
-def chunk_blocks(tokens: int, block_size: int) -> int:
+def chunk_blocks(tokens: int, kv_block_size: int) -> int:
     """Blocks that prompts have beyond a window, in the sweep that computes so many tokens of them."""
-    return -(-tokens // block_size)
+    return -(-tokens // kv_block_size)
 
 
 @dataclass(frozen=True)

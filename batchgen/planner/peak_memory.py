@@ -5,7 +5,6 @@ from __future__ import annotations
 from batchgen.core.direct_io import ALIGNMENT
 from batchgen.core.dtypes import INT4
 from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, passing_bytes
-from batchgen.planner.inputs import CostInputs, Linear, Placement
 from batchgen.planner.memory import (
     DEVICE_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
@@ -15,6 +14,8 @@ from batchgen.planner.memory import (
     planned_logit_rows,
     sent_bytes,
 )
+from batchgen.planner.placement import Placement
+from batchgen.planner.problem import CostInputs, Linear
 
 # Buffers of one kind: one in use, one being filled.
 _SLOTS = 2
@@ -23,8 +24,8 @@ _SLOTS = 2
 def kv_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     """KV reserved in each tier: of its sequences, and in memory once for a prefix that they share."""
     all_seqs = s.swept_seqs * s.seq_kv_bytes
-    shared, chunks = s.shared_kv_bytes, s.chunk_kv_bytes * s.swept_seqs / s.block_size
-    deferred = s.deferred_seqs * (s.seq_kv_bytes + s.chunk_kv_bytes / s.block_size)
+    shared, chunks = s.shared_kv_bytes, s.chunk_kv_bytes * s.swept_seqs / s.max_num_seqs
+    deferred = s.deferred_seqs * (s.seq_kv_bytes + s.chunk_kv_bytes / s.max_num_seqs)
     return {
         "gpu": at.kv_gpu * (all_seqs + chunks) + (shared if s.on_gpu else 0.0),
         "cpu": (at.kv_cpu + at.kv_streamed) * (all_seqs + chunks) + deferred + shared,
@@ -64,7 +65,7 @@ def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     batches = s.num_gpu_batches
     in_transit = at.streamed_peak * (_SLOTS * sum(s.slot_group_bytes.values()))
     gpu = work + DEVICE_WORKSPACE_BYTES + at.w_gpu * weights + in_transit + kv["gpu"]
-    whole_logits = 0 if s.workload.task == "score" else s.block_size * model.vocab_size * 4
+    whole_logits = 0 if s.workload.task == "score" else s.max_num_seqs * model.vocab_size * 4
     gpu += at.head_gpu * s.head_bytes + at.head_cpu * (chunks + whole_logits)
     gpu += staging + dequantized + at.delegates * dequantized + at.embed_gpu * s.embedding_bytes
     gpu += 2 * passing_bytes(int(s.disk_block_bytes)) + at.delegates * sent_bytes(model, int(element), s.batch_seqs)

@@ -15,7 +15,7 @@ import numpy as np
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan, Policy
 from batchgen.models.config import ModelConfig
-from batchgen.planner.flow import Phase
+from batchgen.planner.phases import Phase
 from batchgen.planner.ranks import PROCESSES, Link
 from batchgen.planner.simulation import SimulatedJob
 from batchgen.planner.step_costs import BatchLoad, StepCosts, streams_of

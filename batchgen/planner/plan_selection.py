@@ -16,9 +16,9 @@ from batchgen.core.plan import Plan
 from batchgen.planner.by_layer import by_layer_candidates
 from batchgen.planner.costs import moved_bytes
 from batchgen.planner.deferring import apex_candidates
-from batchgen.planner.inputs import CostInputs
+from batchgen.planner.problem import CostInputs, Problem
 from batchgen.planner.sampled_simulation import simulate_shortened
-from batchgen.planner.search import TIE, Candidate, Problem, block_latency_s, candidates, first_rows_s
+from batchgen.planner.search import TIE, Candidate, block_latency_s, candidates, first_rows_s
 
 # Kinds of plans that are looked at; most are given up early, as not even the cost model has them faster than the best one.
 _MOST_KINDS = 6

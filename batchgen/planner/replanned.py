@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from batchgen.core.plan import TIERS, Prediction
-from batchgen.planner.search import Problem
+from batchgen.planner.problem import Problem
 
 GIB = 1 << 30
 # Names of `HardwareProfile.scaled` that make a lane faster.

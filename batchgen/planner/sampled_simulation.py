@@ -15,14 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from batchgen.core.plan import Plan
-from batchgen.planner.flow import Phase
-from batchgen.planner.inputs import CostInputs, Placement
-from batchgen.planner.lp import job_seconds
+from batchgen.planner.costs import job_seconds
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Placement
+from batchgen.planner.problem import CostInputs
 from batchgen.planner.search import Candidate
 from batchgen.planner.simulation import SimulatedJob, simulated_rows
 from batchgen.planner.step_costs import BatchLoad, StepCosts, streams_of
 from batchgen.planner.step_simulator import Simulator
-from batchgen.schedule.deferred_batches import Cohort, Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatch, DeferredBatches
 from batchgen.schedule.step_graph import Step, Sweeps
 
 # Sequences that are scheduled, each counted once a sweep that is scheduled, and Steps that are made, for one candidate.
@@ -113,13 +114,13 @@ def _shortened_rows(s: CostInputs, filled: float) -> list[tuple[int, int]]:
 class _Scheduled:
     """A sweep.
 
-    cohorts: of deferred sequences that are under way when it begins, each with the load it began with. jumped: sweeps like it that
+    deferred_batches: of deferred sequences that are under way when it begins, each with the load it began with. jumped: sweeps like it that
     follow, in which each sequence gains a token. later: whether any row was finished before.
     """
 
     loads: list[BatchLoad]
     phase: Phase
-    cohorts: tuple[tuple[Cohort, BatchLoad], ...] = ()
+    deferred_batches: tuple[tuple[DeferredBatch, BatchLoad], ...] = ()
     jumped: int = 0
     later: bool = False
 
@@ -152,7 +153,7 @@ def _schedule(
         whole: Whether the job has all rows.
     """
     found: list[_Scheduled] = []
-    cohorts, loads = Cohorts(), dict[int, BatchLoad]()
+    deferred_batches, loads = DeferredBatches(), dict[int, BatchLoad]()
     numbers = itertools.count(-1, -1)  # those of `Sweeps` count up from 0
     scheduled = 0.0
     missing = dict(parts)
@@ -160,13 +161,13 @@ def _schedule(
         later = job.num_done > 0
         if (sweep := job.next_sweep()) is None:
             break
-        begun = [Cohort(next(numbers), k) for k, load in enumerate(sweep.loads) if load.deferred]
-        loads |= {cohort.number: sweep.loads[cohort.batch] for cohort in begun}
-        before = tuple((cohort, loads[cohort.number]) for cohort in cohorts.waiting)
-        deferred = sum(loads[cohort.number].deferred for cohort in (*cohorts.waiting, *begun))
+        begun = [DeferredBatch(next(numbers), k) for k, load in enumerate(sweep.loads) if load.deferred]
+        loads |= {deferred_batch.number: sweep.loads[deferred_batch.batch] for deferred_batch in begun}
+        before = tuple((deferred_batch, loads[deferred_batch.number]) for deferred_batch in deferred_batches.waiting)
+        deferred = sum(loads[deferred_batch.number].deferred for deferred_batch in (*deferred_batches.waiting, *begun))
         phase = replace(sweep.phase, deferred_tokens=deferred / (s.model.num_layers + 1))
-        cohorts.keep_step(s.model.num_layers, begun)
-        job.end_sweep(cohorts)
+        deferred_batches.keep_step(s.model.num_layers, begun)
+        job.end_sweep(deferred_batches)
         if phase.tokens == phase.deferred_tokens and not whole:
             break
         scheduled += max(1.0, phase.sampled)
@@ -191,9 +192,9 @@ def _simulate(plan: Plan, candidate: Candidate, sampled: Sequence[_Scheduled]) -
     seconds = []
     for sweep in sampled:
         before_s, deferred_s = simulator.now_s, 0.0
-        cohorts = Cohorts([replace(cohort) for cohort, _ in sweep.cohorts])
-        for cohort, load in sweep.cohorts:
-            costs.begun(cohort.number, load)
+        deferred_batches = DeferredBatches([replace(deferred_batch) for deferred_batch, _ in sweep.deferred_batches])
+        for deferred_batch, load in sweep.deferred_batches:
+            costs.begun(deferred_batch.number, load)
         seconds_of = costs.sweep(sweep.loads)
 
         def counted(step: Step, seconds_of: Callable[[Step], float] = seconds_of) -> float:
@@ -204,7 +205,7 @@ def _simulate(plan: Plan, candidate: Candidate, sampled: Sequence[_Scheduled]) -
 
         simulator.spend(costs.between_s(sweep.loads))
         flows, num_tokens = [load.flow for load in sweep.loads], sum(load.tokens for load in sweep.loads)
-        steps = sweeps.steps(flows, cohorts, simulator.has_ended, num_tokens)
+        steps = sweeps.steps(flows, deferred_batches, simulator.has_ended, num_tokens)
         simulator.run(steps, counted if s.deferral else seconds_of)
         seconds.append(max(simulator.now_s - before_s, deferred_s))
     return seconds

@@ -17,23 +17,21 @@ from dataclasses import dataclass, field, replace
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.units import format_at_least, format_bytes
-from batchgen.core.workload import Workload
-from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import main_format
 from batchgen.planner.balance import balanced
 from batchgen.planner.bound import lower_bound_s
+from batchgen.planner.costs import job_seconds
 from batchgen.planner.experts import on_demand_tokens
 from batchgen.planner.feasibility import fitting
-from batchgen.planner.flow import Phase, phases_of_each
-from batchgen.planner.inputs import BATCHGEN, CostInputs, RuntimeModel
-from batchgen.planner.lp import Allowed, Counts, Solution, fits, job_seconds, shortfall_bytes, solve, with_embeddings
+from batchgen.planner.mip import Solution, fits, shortfall_bytes, solve, with_embeddings
+from batchgen.planner.phases import Phase, phases_of_each
+from batchgen.planner.placement import Counts
+from batchgen.planner.problem import Allowed, CostInputs, Problem
 
 # Predicted times this close count as equal.
 TIE = 1.02
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
-_MOST_SEQS = 8192
 _EQUALLY_FAST = 1e-4
 # What is slower than the fastest by more than this factor is not looked at again: the cost model is not that far off.
 _WORTH_SIMULATING = 1.25
@@ -45,43 +43,6 @@ _ATTENDED = {"gpu": "resident", "cpu": "delegated", "streamed": "staged", "disk"
 _LEAST_BATCHED_TOKENS = 1024
 # Products are at their best rate, and a sweep ends soon: what is done by then is saved.
 _SHORT_SWEEP_TOKENS = 4096
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What the search is given.
-
-    Attributes:
-        budgets: bytes per tier of policy.TIERS; "gpu" only where there is one.
-        weight_formats, kv_formats: those the user allows, the compute format among them unless quantisation is asked
-            for.
-        block_size, num_gpu_batches, max_num_batched_tokens: fixed by the user, or None.
-        max_block_latency_s: longest time from a block's first prompt to its last token.
-        longest_tokens: of a sequence that staging buffers must hold; None: the longest of the workload.
-        sharing: processes that share what the user gives of host memory and disk; `budgets` are of one of them.
-        offers_int4: whether the user could ask for it.
-    """
-
-    hardware: HardwareProfile
-    model: ModelConfig
-    workload: Workload
-    budgets: Mapping[str, int]
-    compute_format: str
-    weight_formats: tuple[str, ...]
-    kv_formats: tuple[str, ...]
-    admissions: tuple[str, ...] = ("continuous", "static")
-    runtime: RuntimeModel = BATCHGEN
-    allowed: Allowed = field(default_factory=Allowed)
-    block_size: int | None = None
-    most_seqs: int = _MOST_SEQS
-    num_gpu_batches: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_block_latency_s: float | None = None
-    kv_block_size: int = DEFAULT_KV_BLOCK_SIZE
-    process_bytes: int = 0
-    longest_tokens: int | None = None
-    sharing: int = 1
-    offers_int4: bool = True
 
 
 @dataclass(frozen=True)
@@ -372,8 +333,8 @@ def first_rows_s(candidate: Candidate) -> float:
     """Seconds until the first rows are finished: sweeps that fill the block, and then such as keep it full."""
     s = candidate.inputs
     sweeps = float(min(s.workload.output_len.values))
-    filling = min(sweeps, max(1.0, s.workload.computed_prompt_len * s.block_size / s.max_num_batched_tokens))
-    tokens = min(s.max_num_batched_tokens, s.workload.computed_prompt_len * s.block_size)
+    filling = min(sweeps, max(1.0, s.workload.computed_prompt_len * s.max_num_seqs / s.max_num_batched_tokens))
+    tokens = min(s.max_num_batched_tokens, s.workload.computed_prompt_len * s.max_num_seqs)
     seqs = tokens / s.workload.computed_prompt_len
     full = Phase(1, tokens, seqs, 0.0, s.workload.prompt_len.mean)
     later = max(candidate.phases, key=lambda phase: phase.decode_seqs)
@@ -383,7 +344,7 @@ def first_rows_s(candidate: Candidate) -> float:
 
 def _block_latency_s(s: CostInputs, phases: tuple[Phase, ...], seconds: float) -> float:
     sweeps = sum(phase.sweeps for phase in phases)
-    fill = s.workload.computed_prompt_len * s.block_size / s.max_num_batched_tokens
+    fill = s.workload.computed_prompt_len * s.max_num_seqs / s.max_num_batched_tokens
     per_token = s.deferral.sweeps_per_token if s.deferral else 1
     return seconds * min(1.0, (max(1.0, fill) + (s.workload.output_len.max - 1) * per_token) / sweeps)
 
@@ -395,9 +356,9 @@ def frontier(problem: Problem) -> list[tuple[float, float, Candidate]]:
         (block latency in s, generated or scored tokens/s, plan), without those that another one beats in both.
     """
     found = []
-    for block_size in block_sizes(problem):
+    for max_num_seqs in max_num_seqs_choices(problem):
         try:
-            candidate = search(replace(problem, block_size=block_size, max_block_latency_s=None))
+            candidate = search(replace(problem, max_num_seqs=max_num_seqs, max_block_latency_s=None))
         except InputError:
             break  # larger blocks need more memory still
         rate = problem.workload.num_seqs * problem.workload.made_len / candidate.seconds
@@ -414,16 +375,16 @@ def frontier(problem: Problem) -> list[tuple[float, float, Candidate]]:
 def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ...]]]:
     """Everything that is enumerated, and how the job flows through it."""
     settings = tuple(
-        (admission, block_size, tokens)
+        (admission, max_num_seqs, tokens)
         for admission in problem.admissions
-        for block_size in block_sizes(problem)
-        for tokens in _token_budgets(problem, block_size)
+        for max_num_seqs in max_num_seqs_choices(problem)
+        for tokens in _token_budgets(problem, max_num_seqs)
     )
     flows = phases_of_each(problem.workload, settings)
     for weight_format in problem.weight_formats:
         for kv_format in problem.kv_formats:
-            for (admission, block_size, tokens), phases in zip(settings, flows, strict=True):
-                for batches in _micro_batches(problem, block_size):
+            for (admission, max_num_seqs, tokens), phases in zip(settings, flows, strict=True):
+                for batches in _micro_batches(problem, max_num_seqs):
                     inputs = CostInputs(
                         hardware=problem.hardware,
                         model=problem.model,
@@ -433,7 +394,7 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
                         weight_format=weight_format,
                         kv_format=kv_format,
                         admission=admission,
-                        block_size=-(-block_size // batches) * batches,
+                        max_num_seqs=-(-max_num_seqs // batches) * batches,
                         num_gpu_batches=batches,
                         max_num_batched_tokens=tokens,
                         kv_block_size=problem.kv_block_size,
@@ -446,7 +407,7 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
 
 
 def _no_rates(problem: Problem) -> str:
-    return f"{problem.hardware.name} has no rates for the formats asked for: allow another --quantization"
+    return f"{problem.hardware.name} has no rates for the formats asked for: allow another --weights"
 
 
 def _supported(s: CostInputs) -> bool:
@@ -458,37 +419,37 @@ def _supported(s: CostInputs) -> bool:
     return bool(s.rates.expand_bytes_per_s)
 
 
-def block_sizes(problem: Problem) -> list[int]:
+def max_num_seqs_choices(problem: Problem) -> list[int]:
     """Every size up to 16, then eight per doubling: where KV limits the block, a step of the ladder is lost throughput."""
     most = min(problem.most_seqs, problem.workload.num_seqs)
-    if problem.block_size is not None:
-        return [min(problem.block_size, problem.workload.num_seqs)]
+    if problem.max_num_seqs is not None:
+        return [min(problem.max_num_seqs, problem.workload.num_seqs)]
     ladder = sorted({m * 2**k // 8 for m in range(8, 16) for k in range(14)} | {most})
     return [size for size in ladder if size <= most]
 
 
-def _token_budgets(problem: Problem, block_size: int) -> list[int]:
+def _token_budgets(problem: Problem, max_num_seqs: int) -> list[int]:
     """Sweeps that just keep up with finishing rows; with four times their tokens; of 4,096 tokens; the whole block at once."""
     if problem.max_num_batched_tokens is not None:
         return [problem.max_num_batched_tokens]
     workload = problem.workload
-    prompts = workload.computed_prompt_len * block_size
-    steady = block_size + prompts / workload.output_len.mean
+    prompts = workload.computed_prompt_len * max_num_seqs
+    steady = max_num_seqs + prompts / workload.output_len.mean
     whole = max(_LEAST_BATCHED_TOKENS, round(prompts))
     sizes = {min(whole, max(_LEAST_BATCHED_TOKENS, round(steady * more))) for more in (1.25, 5)}
-    if block_size <= _SHORT_SWEEP_TOKENS < min(sizes):
+    if max_num_seqs <= _SHORT_SWEEP_TOKENS < min(sizes):
         sizes.add(_SHORT_SWEEP_TOKENS)
     return sorted(sizes | {whole})
 
 
-def _micro_batches(problem: Problem, block_size: int) -> list[int]:
+def _micro_batches(problem: Problem, max_num_seqs: int) -> list[int]:
     """Numbers of micro-batches that part the block equally; a block of all rows is rounded up."""
     if problem.num_gpu_batches is not None:
         return [problem.num_gpu_batches]
     if problem.hardware.gpu is None:
         return [1]  # nothing runs beside the products: parts of a batch only make them smaller
-    whole_job = block_size in (problem.workload.num_seqs, problem.block_size)
-    return [k for k in _MICRO_BATCHES if k <= block_size and (whole_job or block_size % k == 0)]
+    whole_job = max_num_seqs in (problem.workload.num_seqs, problem.max_num_seqs)
+    return [k for k in _MICRO_BATCHES if k <= max_num_seqs and (whole_job or max_num_seqs % k == 0)]
 
 
 _TIER_FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
@@ -520,11 +481,11 @@ def check_budgets(problem: Problem) -> None:
 
 def explain_infeasible(problem: Problem) -> str:
     """Which budget is short, and the smallest changes, each by itself, that would make one row fit."""
-    smallest = replace(problem, block_size=1, num_gpu_batches=1, max_num_batched_tokens=_LEAST_BATCHED_TOKENS)
-    if problem.block_size is not None or problem.max_num_batched_tokens is not None:
+    smallest = replace(problem, max_num_seqs=1, num_gpu_batches=1, max_num_batched_tokens=_LEAST_BATCHED_TOKENS)
+    if problem.max_num_seqs is not None or problem.max_num_batched_tokens is not None:
         smallest = replace(
             smallest,
-            block_size=problem.block_size or 1,
+            max_num_seqs=problem.max_num_seqs or 1,
             max_num_batched_tokens=problem.max_num_batched_tokens or _LEAST_BATCHED_TOKENS,
         )
     least: dict[str, float] = {}
@@ -557,7 +518,7 @@ def explain_infeasible(problem: Problem) -> str:
     # Where only one tier is allowed the caller does not offer formats either.
     least_bytes = min(FORMAT_BYTES[main_format(problem.model, name)] for name in problem.weight_formats)
     open_choice = problem.offers_int4 and len(problem.allowed.weight_tiers) > 1 and FORMAT_BYTES[INT4] < least_bytes
-    hint = "; --quantization int4 would need less" if open_choice else ""
+    hint = "; --weights int4 would need less" if open_choice else ""
     if changes:
         return f"no plan fits: {what}; give at least {', or '.join(changes)}{hint}"
     larger = ", or ".join(f"{format_at_least(needed[tier])} of {_TIER_WORDS[tier]}" for tier in by_shortfall)
@@ -566,8 +527,8 @@ def explain_infeasible(problem: Problem) -> str:
 
 def _too_slow(problem: Problem) -> str:
     fastest = min(
-        block_latency_s(search(replace(problem, max_block_latency_s=None, block_size=size)))
-        for size in block_sizes(problem)[:2]
+        block_latency_s(search(replace(problem, max_block_latency_s=None, max_num_seqs=size)))
+        for size in max_num_seqs_choices(problem)[:2]
     )
     return (
         f"no plan has a block latency of {problem.max_block_latency_s:g} s: the shortest possible is {fastest:.3g} s,"

@@ -18,13 +18,13 @@ from batchgen.core.plan import MemoryPlan, Plan
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Lengths, Workload
 from batchgen.models.config import ModelConfig
-from batchgen.planner.flow import Phase
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import plan_memory
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
+from batchgen.planner.phases import Phase
 from batchgen.planner.step_costs import BatchLoad, StepCosts, load_of, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator, Timeline
-from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
 from batchgen.schedule.sequence import Sequence
@@ -88,14 +88,14 @@ def simulate_job(
     costs, sweeps = StepCosts(plan, config, hardware), Sweeps(streams_of(plan, config))
     simulator = Simulator(shared_cores=hardware.shared_cores, on_step=on_step)
     done = [(0.0, 0)]  # after each sweep: seconds, tokens
-    cohorts = Cohorts()
+    deferred_batches = DeferredBatches()
     while len(done) - 1 != max_sweeps and (sweep := job.next_sweep()):
         loads = sweep.loads
         simulator.spend(costs.between_s(loads))
         num_tokens = sum(load.tokens for load in loads)
-        steps = sweeps.steps([load.flow for load in loads], cohorts, simulator.has_ended, num_tokens)
+        steps = sweeps.steps([load.flow for load in loads], deferred_batches, simulator.has_ended, num_tokens)
         simulator.run(steps, costs.sweep(loads))
-        job.end_sweep(cohorts)
+        job.end_sweep(deferred_batches)
         done.append((simulator.now_s, done[-1][1] + sum(load.tokens for load in loads)))
     timeline = simulator.timeline()
     (half_s, half), (total_s, tokens) = done[len(done) // 2], done[-1]
@@ -196,7 +196,7 @@ class SimulatedJob:
         self._rows = enumerate(simulated_rows(plan.workload) if rows is None else rows)
         self._output_len: dict[Sequence, int] = {}  # of sequences in flight
         self._begun: list[list[Sequence]] = []  # of each micro-batch of the sweep, those whose token only begins
-        self._cohorts: dict[int, list[Sequence]] = {}  # under way, by number
+        self._deferred_batches: dict[int, list[Sequence]] = {}  # under way, by number
         self.num_done = 0  # rows
         self._longest = longest_sequence(policy, memory, self._compute_tier)
         limits = scheduler_limits(policy, memory, self._compute_tier, sweeps_in_flight)
@@ -230,7 +230,7 @@ class SimulatedJob:
         loads = [
             load_of(
                 batch,
-                block_size=self._plan.policy.kv_block_size,
+                kv_block_size=self._plan.policy.kv_block_size,
                 compute_tier=self._compute_tier,
                 windows=self._windows,
                 hidden_on_host=k >= first_on_host,
@@ -253,13 +253,13 @@ class SimulatedJob:
         """The first of the sweeps under way has run."""
         self._sample(self._under_way.popleft())
 
-    def end_sweep(self, cohorts: Cohorts) -> None:
+    def end_sweep(self, deferred_batches: DeferredBatches) -> None:
         """Sequences whose token has come through all layers have their next one."""
-        for cohort in cohorts.waiting:
-            if cohort.number not in self._cohorts:
-                self._cohorts[cohort.number] = self._begun[cohort.batch]
-        for cohort in cohorts.ended:
-            self._sample(self._cohorts.pop(cohort.number))
+        for deferred_batch in deferred_batches.waiting:
+            if deferred_batch.number not in self._deferred_batches:
+                self._deferred_batches[deferred_batch.number] = self._begun[deferred_batch.batch]
+        for deferred_batch in deferred_batches.ended:
+            self._sample(self._deferred_batches.pop(deferred_batch.number))
 
     def jump(self, most_sweeps: int) -> int:
         """Let sequences gain tokens in sweeps of decoding alone that are alike, without their being scheduled one by one; how many sweeps.

@@ -33,16 +33,17 @@ from batchgen.planner.costs import (
     sums_s,
     sweep_overhead_s,
 )
-from batchgen.planner.flow import Phase
-from batchgen.planner.inputs import BATCHGEN, CostInputs, Placement
 from batchgen.planner.memory import group_bytes_of_layers, group_tensors_of_layers
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Placement
+from batchgen.planner.problem import BATCHGEN, CostInputs
 from batchgen.schedule.extents import runs_of
 from batchgen.schedule.micro_batches import residency_of
 from batchgen.schedule.residency import WeightResidency
 from batchgen.schedule.scheduler import ScheduledSequence
 from batchgen.schedule.sequence import tier_of
 from batchgen.schedule.step_graph import BatchFlow, Step, Streams
-from batchgen.schedule.window_pool import HOLE
+from batchgen.schedule.window_pool import NULL_BLOCK
 
 _NOTHING_PLACED = Placement(*[0] * 13)
 _HEAD_ELSEWHERE = replace(_NOTHING_PLACED, head_cpu=1)
@@ -112,7 +113,7 @@ class BatchLoad:
 def load_of(
     batch: Sequence[ScheduledSequence],
     *,
-    block_size: int,
+    kv_block_size: int,
     compute_tier: str,
     windows: bool = False,
     hidden_on_host: bool = False,
@@ -121,22 +122,22 @@ def load_of(
     by_residency: dict[str, list[ScheduledSequence]] = {}
     for scheduled in batch:
         by_residency.setdefault(residency_of(scheduled, compute_tier), []).append(scheduled)
-    attended = {name: _attended(members, block_size, sharing=True) for name, members in by_residency.items()}
+    attended = {name: _attended(members, kv_block_size, sharing=True) for name, members in by_residency.items()}
     windowed = attended
     if windows:
-        windowed = {name: _attended(members, block_size, sharing=False) for name, members in by_residency.items()}
+        windowed = {name: _attended(members, kv_block_size, sharing=False) for name, members in by_residency.items()}
     staged = by_residency.get("staged", ())
     on_disk = [s for s in staged if _on_disk(s)]
     on_host = [s for s in staged if not _on_disk(s)]
-    host_blocks = _history_blocks(on_host, block_size, windowed=False)
-    windowed_host_blocks = _history_blocks(on_host, block_size, windowed=True) if windows else host_blocks
+    host_blocks = _history_blocks(on_host, kv_block_size, windowed=False)
+    windowed_host_blocks = _history_blocks(on_host, kv_block_size, windowed=True) if windows else host_blocks
     reads: list[tuple[int, int]] = []
     writes: list[tuple[int, int]] = []
     blocks = 0
     for s in on_disk:
-        table, used = s.sequence.block_table, _blocks(s.num_keys, block_size)
-        reads += runs_of(table[: _blocks(s.sequence.num_computed, block_size)])
-        writes += runs_of(table[s.sequence.num_computed // block_size : used])
+        table, used = s.sequence.block_table, _blocks(s.num_keys, kv_block_size)
+        reads += runs_of(table[: _blocks(s.sequence.num_computed, kv_block_size)])
+        writes += runs_of(table[s.sequence.num_computed // kv_block_size : used])
         blocks += used
     return BatchLoad(
         tokens=sum([s.num_tokens for s in batch]),
@@ -159,19 +160,19 @@ def _on_disk(scheduled: ScheduledSequence) -> bool:
     return kv_class is not None and tier_of(kv_class) == "disk"
 
 
-def _blocks(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)
+def _blocks(tokens: int, kv_block_size: int) -> int:
+    return -(-tokens // kv_block_size)
 
 
-def _history_blocks(members: Sequence[ScheduledSequence], block_size: int, *, windowed: bool) -> int:
+def _history_blocks(members: Sequence[ScheduledSequence], kv_block_size: int, *, windowed: bool) -> int:
     """Different blocks that hold KV of earlier sweeps."""
     if not windowed and not any(s.sequence.num_matched_blocks for s in members):
-        return sum(_blocks(s.sequence.num_computed, block_size) for s in members)  # nobody shares any
-    tables = (s.sequence.table(windowed)[: _blocks(s.sequence.num_computed, block_size)] for s in members)
-    return len({block for table in tables for block in table} - {HOLE})
+        return sum(_blocks(s.sequence.num_computed, kv_block_size) for s in members)  # nobody shares any
+    tables = (s.sequence.table(windowed)[: _blocks(s.sequence.num_computed, kv_block_size)] for s in members)
+    return len({block for table in tables for block in table} - {NULL_BLOCK})
 
 
-def _attended(members: Sequence[ScheduledSequence], block_size: int, *, sharing: bool) -> Attended:
+def _attended(members: Sequence[ScheduledSequence], kv_block_size: int, *, sharing: bool) -> Attended:
     shared_tokens = [0] * len(members)
     shared = []
     if sharing and any(s.sequence.num_matched_blocks for s in members):
@@ -183,10 +184,10 @@ def _attended(members: Sequence[ScheduledSequence], block_size: int, *, sharing:
             )
             for s in members
         ]
-        for group in find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], block_size):
-            shared.append((sum(members[i].num_tokens for i in group.members), group.num_blocks * block_size))
+        for group in find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], kv_block_size):
+            shared.append((sum(members[i].num_tokens for i in group.members), group.num_blocks * kv_block_size))
             for i in group.members:
-                shared_tokens[i] = group.num_blocks * block_size
+                shared_tokens[i] = group.num_blocks * kv_block_size
     own = list(zip(members, shared_tokens, strict=True))
     return Attended(
         tuple(s.num_keys - skip for s, skip in own if s.num_tokens == 1),
@@ -224,7 +225,7 @@ class StepCosts:
             weight_format=policy.weight_format,
             kv_format=policy.kv_format,
             admission=policy.admission,
-            block_size=policy.max_num_seqs,
+            max_num_seqs=policy.max_num_seqs,
             num_gpu_batches=1,
             max_num_batched_tokens=policy.max_num_batched_tokens,
             kv_block_size=policy.kv_block_size,
@@ -263,16 +264,16 @@ class StepCosts:
         self._dequantize_s = dequantize_weights_s(s)
         self._dequantize_experts_s = self._dequantize_s * experts_frac(config)
         self._chunks_s: dict[tuple[int, int, int | None], float] = {}
-        self._begun: dict[int, BatchLoad] = {}  # cohort -> the micro-batch in which it began
+        self._begun: dict[int, BatchLoad] = {}  # deferred batch -> the micro-batch in which it began
 
     @property
     def element_bytes(self) -> float:
         """Of an activation."""
         return self._inputs.element_bytes
 
-    def begun(self, cohort: int, load: BatchLoad) -> None:
-        """A cohort that began its token in this micro-batch, of a sweep that was not costed."""
-        self._begun[cohort] = load
+    def begun(self, deferred_batch: int, load: BatchLoad) -> None:
+        """A deferred batch that began its token in this micro-batch, of a sweep that was not costed."""
+        self._begun[deferred_batch] = load
 
     def sweep(self, loads: Sequence[BatchLoad]) -> Callable[[Step], float]:
         """A function that gives the seconds of a Step, to be called once for each Step of a sweep over these micro-batches.
@@ -282,14 +283,14 @@ class StepCosts:
         """
         hardware = self.hardware
         computing = [self._computing(load) for load in loads]
-        joined = [0] * len(loads)  # rows of cohorts that are with the micro-batch
+        joined = [0] * len(loads)  # rows of deferred batches that are with the micro-batch
         owed_s = 0.0
 
         def seconds(step: Step) -> float:
             nonlocal owed_s
             load, batch = loads[step.batch], computing[step.batch]
-            if step.cohort is not None:
-                load = self._begun.setdefault(step.cohort, load)
+            if step.deferred_batch is not None:
+                load = self._begun.setdefault(step.deferred_batch, load)
             if step.lane == "compute":
                 if step.kind in ("embed", "load_attention", "join_deferred"):  # copies that compute makes itself
                     joined[step.batch] += load.deferred if step.kind == "join_deferred" else 0
@@ -395,7 +396,7 @@ class StepCosts:
         return float(lanes["compute"]) / max(1, self._vocabulary_chunks)
 
     def _computing_with(self, joined: int, load: BatchLoad, batch: _Computing, step: Step) -> float:
-        """Seconds of a computation in which cohorts take part: rows that have joined, and those that leave in the first layer."""
+        """Seconds of a computation in which deferred batches take part: rows that have joined, and those that leave in the first layer."""
         if step.kind not in ("pre", "post", "head") or not (joined or load.deferred):
             return batch.seconds(step)
         waking_s = self._inputs.rates.waking_overhead_s
@@ -472,7 +473,7 @@ class StepCosts:
             return (host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * s.kv_block_bytes
         if kind == "store_cache":
             return load.new_tokens * s.kv_token_bytes + load.disk_writes[0] * s.kv_block_bytes
-        residency = "delegated" if step.cohort is None else "deferred"
+        residency = "delegated" if step.deferred_batch is None else "deferred"
         queries = len(load.contexts_of(residency))  # as large as results
         result = queries * s.model.num_heads * s.model.head_dim * s.element_bytes
         return result if kind in ("load_attention", "join_deferred") else result + queries * s.kv_token_bytes

@@ -17,8 +17,9 @@ from batchgen.core.units import format_bytes, format_seconds
 from batchgen.planner.by_layer import by_layer, may_part
 from batchgen.planner.deferring import deferring, layers_bytes, may_defer
 from batchgen.planner.explain import aligned
+from batchgen.planner.problem import Problem
 from batchgen.planner.sampled_simulation import simulate_shortened
-from batchgen.planner.search import Candidate, Problem, in_neos_order, search
+from batchgen.planner.search import Candidate, in_neos_order, search
 
 PlanOf = Callable[[Candidate, float | None], Plan]
 
@@ -53,8 +54,8 @@ def limited(
     classes = tuple(name for name in allowed.kv_classes if name in kv)
     if num_gpu_batches is not None and problem.num_gpu_batches not in (None, num_gpu_batches):
         raise NotApplicable(f"takes {num_gpu_batches} micro-batches, --num-gpu-batches is {problem.num_gpu_batches}")
-    if num_gpu_batches is not None and problem.block_size is not None and problem.block_size % num_gpu_batches:
-        raise NotApplicable(f"takes {num_gpu_batches} micro-batches, --max-num-seqs is {problem.block_size}")
+    if num_gpu_batches is not None and problem.max_num_seqs is not None and problem.max_num_seqs % num_gpu_batches:
+        raise NotApplicable(f"takes {num_gpu_batches} micro-batches, --max-num-seqs is {problem.max_num_seqs}")
     if not tiers or not classes:
         raise NotApplicable("is not among what this plan may do")
     return replace(
@@ -174,7 +175,7 @@ WITH_GPU = (
 ON_CPU = (
     Strategy(
         "quantised",
-        "weights in 4 bits (--quantization int4)",
+        "weights in 4 bits (--weights int4)",
         _quantised,
         lambda policy: policy.weight_format == INT4,
     ),

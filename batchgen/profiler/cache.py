@@ -20,8 +20,8 @@ from batchgen.core.machine import CpuTime
 from batchgen.core.private_files import why_untrusted
 from batchgen.models.config import ModelConfig
 from batchgen.ops.instruction_set import forced_instruction_set, instruction_set, usable_instruction_sets
-from batchgen.profiler.busy import why_busy
 from batchgen.profiler.calibration import calibrated
+from batchgen.profiler.contention import contention_reason
 from batchgen.profiler.measure import (
     Overheads,
     add_dtypes,
@@ -134,7 +134,7 @@ def load_or_measure(
     wanted = replace(wanted, effort=replace(wanted.effort, until_s=time.perf_counter() + TIME_S))
     before = CpuTime.now()
     profile = _complete(wanted, kept, path, offload_dir, None if refresh else cache_dir, notify)
-    busy = why_busy(before, CpuTime.now(), profile.measured.get("spread", 1.0))
+    busy = contention_reason(before, CpuTime.now(), profile.measured.get("spread", 1.0))
     noted = {_BUSY: busy, _TRIES: tries} if busy else {}
     rest = {name: value for name, value in profile.measured.items() if name not in (_BUSY, _TRIES)}
     profile = replace(profile, measured=rest | noted)

@@ -35,9 +35,9 @@ from batchgen.planner.costs import (
     prefill_attention_s,
     shared_attention_s,
 )
-from batchgen.planner.flow import Phase
-from batchgen.planner.inputs import CostInputs
-from batchgen.planner.search import Problem, search_space
+from batchgen.planner.phases import Phase
+from batchgen.planner.problem import CostInputs, Problem
+from batchgen.planner.search import search_space
 from batchgen.profiler.timing import FULL, last_level_cache_bytes
 from batchgen.profiler.transfer import disk_rates
 from batchgen.schedule.scheduler import ScheduledSequence
@@ -286,7 +286,7 @@ def _inputs(profile: HardwareProfile, model: ModelConfig, dtype: str, workload: 
         compute_format=dtype,
         weight_formats=(dtype,),
         kv_formats=(dtype,),
-        block_size=workload.num_seqs,
+        max_num_seqs=workload.num_seqs,
         max_num_batched_tokens=1 << 20,
     )
     return next(iter(search_space(problem)))[0]
@@ -320,7 +320,10 @@ def _runner(
 
     def run(sweep: _Sweep) -> float:
         batch = pack(
-            _scheduled(sweep), block_size=DEFAULT_KV_BLOCK_SIZE, key_bytes=key_bytes, windows=frozenset(model.windows)
+            _scheduled(sweep),
+            kv_block_size=DEFAULT_KV_BLOCK_SIZE,
+            key_bytes=key_bytes,
+            windows=frozenset(model.windows),
         )
         spans.clear()
         executor.run([batch], lambda rows, logits, start: None)

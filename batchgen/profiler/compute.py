@@ -332,7 +332,7 @@ def paged_attention(
         SequenceSlice(new, cached, np.arange(end - n, end, dtype=np.int32) % window)
         for (new, cached), n, end in zip(sequences, used, ends, strict=True)
     ]
-    plan = plan_attention(slices, [], block_size=size, key_bytes=heads * model.head_dim * dtype.itemsize)
+    plan = plan_attention(slices, [], kv_block_size=size, key_bytes=heads * model.head_dim * dtype.itemsize)
     shapes = model.num_heads, heads, model.head_dim, size, dtype, kv.dtype
     prepared = ops.prepare_attention(plan, *shapes, device=kv.device, isa=isa)
     windows = kv[: len(kv) // window * window].split(window)

@@ -9,7 +9,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 
-from batchgen.core.cores import on_cores, own_core
+from batchgen.core.cores import dedicated_core, on_cores
 from batchgen.core.device import Device
 from batchgen.core.hardware import COMPUTE_RATES, HardwareProfile
 from batchgen.ops import cpp as kernels
@@ -54,12 +54,12 @@ def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile
     )
     if device.slowdown is None:
         return emulated
-    with on_cores(own_core()[0]), kernels.alone():
+    with on_cores(dedicated_core()[0]), kernels.alone():
         waking = waking_s(device.slowdown)
-    return own_core_profile(emulated, device, core or cpu, waking)
+    return dedicated_core_profile(emulated, device, core or cpu, waking)
 
 
-def own_core_profile(
+def dedicated_core_profile(
     profile: HardwareProfile, device: Device, core: HardwareProfile, waking: float = 0.0
 ) -> HardwareProfile:
     """A machine whose emulated device computes on a core of its own, which its copies use while it sleeps.
@@ -113,9 +113,9 @@ def copy_overhead_s(device: Device) -> float:
     """Seconds that a copy from an emulated device takes beside those of its bytes: of tokens' rows, while the device computes."""
     import torch
 
+    from batchgen.runtime.dedicated_core import DedicatedCore
     from batchgen.runtime.lanes import Lanes
     from batchgen.runtime.memory.transfers import Link
-    from batchgen.runtime.own_core import OwnCore
     from batchgen.schedule.step_graph import Step
 
     rate = device.d2h_bytes_per_s or math.inf
@@ -132,7 +132,7 @@ def copy_overhead_s(device: Device) -> float:
                 link.scatter(pool, rows, new)
             times.append((time.perf_counter() - started) / _COPIES_OF_STEP)
             return
-        with cores.pace(step) if cores else nullcontext():
+        with cores.throttled(step) if cores else nullcontext():
             for weight in weights[:_COPIES_OF_STEP]:
                 ops.linear(x, weight)
 
@@ -145,7 +145,7 @@ def copy_overhead_s(device: Device) -> float:
             Step(i + 1, "copy", "d2h", 0, 0, 0, None, None, (i,)),
         )
     ]
-    cores = None if device.slowdown is None else OwnCore(device.slowdown)
+    cores = None if device.slowdown is None else DedicatedCore(device.slowdown)
     lanes = Lanes(perform, on_thread=cores.keep_lane if cores else lambda lane: None)
     try:
         with cores.computing() if cores else nullcontext():

@@ -86,7 +86,11 @@ def _engine(device: str, layers: int) -> Engine:
         ),
         split=lambda sweep: [sweep],
         pack=partial(
-            pack, block_size=DEFAULT_KV_BLOCK_SIZE, key_bytes=128, windows=frozenset(config.windows), compute_tier=tier
+            pack,
+            kv_block_size=DEFAULT_KV_BLOCK_SIZE,
+            key_bytes=128,
+            windows=frozenset(config.windows),
+            compute_tier=tier,
         ),
         sample=sample,
         policy=policy,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchgen.models.experts import Routes
 from batchgen.ops import dispatch as ops
-from batchgen.runtime.deferred import CohortRows
+from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.graphs import StaticBuffers
 from batchgen.runtime.memory.kv_cache import Moves
 from batchgen.schedule.packed_batch import PackedBatch
@@ -45,7 +45,7 @@ class BatchState:
     hidden: on the compute device, or between layers in host memory. for_cpu, from_cpu: by layer, in host memory,
     queries of delegated sequences and memory for what comes of them; used up by CPU attention, which may be layers
     behind, and by what is launched after it. logits_indices: None: all of them. buffers: of a sweep that is a CUDA graph.
-    begins: its last tokens, which leave it in the first layer. joined: cohorts that are with it. in_place: its staged part, in
+    begins: its last tokens, which leave it in the first layer. joined: deferred batches that are with it. in_place: its staged part, in
     layers in which that is not staged. moves: by sliding window. routes: of a layer whose experts are read on demand, where its tokens go, by chunk.
     """
 
@@ -63,8 +63,8 @@ class BatchState:
     attended: dict[str, Tensor] = field(default_factory=dict)
     logits: Tensor | None = None
     buffers: StaticBuffers | None = None
-    begins: CohortRows | None = None
-    joined: list[CohortRows] = field(default_factory=list)
+    begins: DeferredBatchState | None = None
+    joined: list[DeferredBatchState] = field(default_factory=list)
     in_place: BatchPart | None = None
     routes: list[Routes] | None = None
 

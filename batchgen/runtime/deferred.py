@@ -17,8 +17,8 @@ from batchgen.schedule.sequence import LogitsRow
 
 
 @dataclass
-class CohortRows:
-    """Sequences at the same layer of a token (`steps.cohorts`).
+class DeferredBatchState:
+    """Sequences at the same layer of a token (`schedule.deferred_batches`).
 
     rows: whose logits they will have. positions: int64, on the compute device. slots: int64, of each in the tables. kv_rows: where
     new K and V go in the host's pool, flat. plans: by sliding window. hidden: [rows, hidden] on the compute device, as sending,
@@ -65,13 +65,13 @@ class CohortRows:
         self.sending = None
 
 
-def slices(start: int, cohorts: Iterable[CohortRows]) -> Iterator[slice]:
+def slices(start: int, deferred_batches: Iterable[DeferredBatchState]) -> Iterator[slice]:
     """The rows of each in a batch, from `start` on, one after the other."""
-    for cohort in cohorts:
-        yield slice(start, start + len(cohort.rows))
-        start += len(cohort.rows)
+    for deferred_batch in deferred_batches:
+        yield slice(start, start + len(deferred_batch.rows))
+        start += len(deferred_batch.rows)
 
 
-def with_cohorts(own: Tensor, theirs: list[Tensor]) -> Tensor:
-    """A batch's own rows and those of cohorts that are with it."""
+def with_deferred(own: Tensor, theirs: list[Tensor]) -> Tensor:
+    """A batch's own rows and those of deferred batches that are with it."""
     return torch.cat([own, *theirs]) if theirs else own

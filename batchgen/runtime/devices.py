@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from batchgen.core.device import Device
+from batchgen.runtime.dedicated_core import DedicatedCore
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Link
-from batchgen.runtime.own_core import OwnCore
 
 
 def open_tiers(device: Device, gpu_bytes: int | None = None) -> Tiers:
@@ -35,7 +35,9 @@ def open_tiers(device: Device, gpu_bytes: int | None = None) -> Tiers:
     arenas = {"cpu": Arena("--cpu-memory"), "gpu": Arena("--gpu-memory", gpu_bytes)}
     if not device.accelerated:
         return Tiers("cpu", arenas)
-    own_core = (
-        None if device.slowdown is None else OwnCore(device.slowdown, device.cpu_slowdown, device.step_overhead_s)
+    dedicated_core = (
+        None if device.slowdown is None else DedicatedCore(device.slowdown, device.cpu_slowdown, device.step_overhead_s)
     )
-    return Tiers("gpu", arenas, (Link(device.h2d_bytes_per_s), Link(device.d2h_bytes_per_s)), own_core=own_core)
+    return Tiers(
+        "gpu", arenas, (Link(device.h2d_bytes_per_s), Link(device.d2h_bytes_per_s)), dedicated_core=dedicated_core
+    )

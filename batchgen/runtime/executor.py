@@ -30,17 +30,17 @@ from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.ops.quant import kv_code_bits
 from batchgen.runtime.batch_state import BatchPart, BatchState, Plans, for_each
-from batchgen.runtime.deferred import CohortRows, slices, with_cohorts
+from batchgen.runtime.dedicated_core import DedicatedCore
+from batchgen.runtime.deferred import DeferredBatchState, slices, with_deferred
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
 from batchgen.runtime.lanes import Lanes, OnStep
 from batchgen.runtime.memory.activations import Activations
 from batchgen.runtime.memory.kv_cache import KVCache
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weights import Weights
-from batchgen.runtime.own_core import OwnCore
 from batchgen.runtime.streams import Driver, StreamLanes
 from batchgen.runtime.token_table import TokenTable
-from batchgen.schedule.deferred_batches import Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.packed_batch import PackedBatch, Segment, empty_batch
 from batchgen.schedule.sequence import PENDING, LogitsRow
 from batchgen.schedule.step_graph import Step, Sweeps
@@ -52,14 +52,14 @@ _BEFORE = 1 << 40  # Steps that warm up are numbered so far below the others
 OnLogits = Callable[[Sequence[LogitsRow], Tensor, int], Tensor | None]
 
 
-class Neighbours(Protocol):
-    """The stages before and behind one of a pipeline; each call waits until it is done."""
+class AdjacentRanks(Protocol):
+    """The ranks of the previous and the next stage of a pipeline. Each call waits until it is done."""
 
-    def receive(self, hidden: Tensor) -> None:
-        """Fills `hidden`, in the host's memory, with the next activations of the stage before."""
+    def receive_from_previous(self, hidden: Tensor) -> None:
+        """Fill `hidden`, in host memory, with the next activations of the previous stage."""
 
-    def send(self, hidden: Tensor) -> None:
-        """Hands activations in the host's memory to the stage behind."""
+    def send_to_next(self, hidden: Tensor) -> None:
+        """Hand activations in host memory to the next stage."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SweepOptions:
     are made together; None: a micro-batch. captured_tokens: decode sweeps up to this size become CUDA graphs (`graphs`); for models
     whose weights and KV are all on the device. attention_isa: the instruction set that attends on the CPU; "": the
     process's. reduce: as of `layers.post_attention`, on tensors of the compute device. makes_logits: False: of a rank that is not asked for them.
-    neighbours: of a stage of a pipeline. For the rest see `Lanes`.
+    adjacent_ranks: of a stage of a pipeline. For the rest see `Lanes`.
     """
 
     max_positions: int
@@ -85,7 +85,7 @@ class SweepOptions:
     attention_isa: str = ""
     reduce: layers.Reduce | None = None
     makes_logits: bool = True
-    neighbours: Neighbours | None = None
+    adjacent_ranks: AdjacentRanks | None = None
     serial: bool = False
     shared_cores: bool = False
     on_step: OnStep | None = None
@@ -135,8 +135,8 @@ class Executor:
         captured = options.captured_tokens
         self._graphs = self._make_graphs(tiers.driver, captured) if captured and tiers.driver else None
         self._batch_of: dict[int, BatchState] = {}  # Step -> what it works on
-        self._cohorts: dict[int, CohortRows] = {}  # under way, by number
-        self._cohort_of: dict[int, CohortRows] = {}  # Step -> whose it is
+        self._deferred_batches: dict[int, DeferredBatchState] = {}  # under way, by number
+        self._deferred_of: dict[int, DeferredBatchState] = {}  # Step -> whose it is
         self._on_logits: OnLogits = _nobody_takes_logits
         self._vocabulary_chunks = self._one_batch = False
         # Tokens can be taken over from one sweep to the next where embeddings need nothing of the host.
@@ -149,7 +149,7 @@ class Executor:
         return self._compute_tier
 
     def _make_lanes(self) -> Lanes | StreamLanes:
-        on_thread = partial(_prepare_thread, own_core=self._tiers.own_core)
+        on_thread = partial(_prepare_thread, dedicated_core=self._tiers.dedicated_core)
         options = {"serial": self._options.serial, "on_step": self._options.on_step, "on_thread": on_thread}
         perform = weakref.WeakMethod(self._perform)  # lanes' threads keep no engine alive that nobody has any more
         if self._tiers.driver is None:
@@ -163,11 +163,11 @@ class Executor:
         on_logits: OnLogits,
         *,
         vocabulary_chunks: bool = False,
-        cohorts: Cohorts | None = None,
+        deferred_batches: DeferredBatches | None = None,
     ) -> Callable[[], None] | None:
         """Computes one sweep: the batches' KV, and the logits asked for.
 
-        cohorts: of the same job, sequences whose attention is deferred. Those that the batches begin are added, those whose last
+        deferred_batches: of the same job, sequences whose attention is deferred. Those that the batches begin are added, those whose last
         layer the sweep computes have their logits too. With some of them under way there need be no batch.
 
         vocabulary_chunks: on_logits takes chunks of the vocabulary, one after the other for the same rows, where the
@@ -177,18 +177,18 @@ class Executor:
         """
         self._vocabulary_chunks = vocabulary_chunks
         with _kernels_alone(), self._computing():
-            wait = self._run(batches, on_logits, Cohorts() if cohorts is None else cohorts)
+            wait = self._run(batches, on_logits, DeferredBatches() if deferred_batches is None else deferred_batches)
         if wait is not None and self._tokens is None:
             wait()
             return None
         return wait
 
-    def drop(self, cohorts: Cohorts) -> None:
-        """Forgets cohorts that are under way; returns when the CPU is done with their KV. Raises what a Step raised."""
-        if cohorts.waiting:
-            for cohort in cohorts.waiting:
-                self._cohorts.pop(cohort.number, None)
-            cohorts.waiting = []
+    def drop(self, deferred_batches: DeferredBatches) -> None:
+        """Forgets deferred batches that are under way; returns when the CPU is done with their KV. Raises what a Step raised."""
+        if deferred_batches.waiting:
+            for deferred_batch in deferred_batches.waiting:
+                self._deferred_batches.pop(deferred_batch.number, None)
+            deferred_batches.waiting = []
             self.lanes.drain()
 
     @torch.inference_mode()
@@ -207,17 +207,17 @@ class Executor:
         on_device = [self.kv_cache.on_device[j] for j in chosen if self.kv_cache.on_device]
         made = Sweeps(self.weights.residency.of_layers(chosen).streams(self._compute_tier, on_device))
         self._on_logits, self._vocabulary_chunks = on_logits, vocabulary_chunks
-        cohorts = Cohorts()
+        deferred_batches = DeferredBatches()
         with self.lanes.one_by_one(), _kernels_alone(), self._computing():
             for batches in sweeps:
                 to_run = batches
                 while to_run:
                     prepared: list[BatchState] = []
                     self.lanes.prepare(lambda: prepared.extend(self._prepare_all(to_run)))  # noqa: B023
-                    self.lanes.execute(self._warm_up_steps(made, prepared, chosen, cohorts))
+                    self.lanes.execute(self._warm_up_steps(made, prepared, chosen, deferred_batches))
                     self.lanes.drain()
-                    to_run = [empty_batch()] if cohorts.waiting else []  # until they are through all layers
-                self._cohorts.clear()
+                    to_run = [empty_batch()] if deferred_batches.waiting else []  # until they are through all layers
+                self._deferred_batches.clear()
                 self.lanes.prepare(lambda: [self._forget_kv(batch, chosen) for batch in batches])  # noqa: B023
         for counted in (self.weights, self.kv_cache, self.routing, *(self.links or ())):
             counted.reset_counts()
@@ -232,10 +232,10 @@ class Executor:
         return sorted({*kinds.values(), self.config.num_layers - 1})
 
     def _warm_up_steps(
-        self, made: Sweeps, batches: Sequence[BatchState], layers: Sequence[int], cohorts: Cohorts
+        self, made: Sweeps, batches: Sequence[BatchState], layers: Sequence[int], deferred_batches: DeferredBatches
     ) -> Iterator[Step]:
         """As `_bound_to`, of a model of these layers; with numbers that no later Step has."""
-        for step in made.steps([b.packed.flow(b.on_host) for b in batches], cohorts, lambda step_id: True):
+        for step in made.steps([b.packed.flow(b.on_host) for b in batches], deferred_batches, lambda step_id: True):
             of_head = step.kind in ("head", "load_head")
             step = step._replace(
                 id=step.id - _BEFORE,
@@ -254,12 +254,14 @@ class Executor:
                 window = self.config.windows[layer]
                 staged = segment.residency == "staged"
                 slots = packed.staging[window].host_slots if staged else segment.slots[window]
-                blocks = torch.from_numpy(np.unique(slots // self.kv_cache.shape.block_size))
+                blocks = torch.from_numpy(np.unique(slots // self.kv_cache.shape.kv_block_size))
                 if len(blocks):
                     pool = self.kv_cache.pools[self._compute_tier if resident else "cpu"][layer]
                     pool.index_fill_(0, blocks.to(pool.device), 0)
 
-    def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits, cohorts: Cohorts) -> Callable[[], None] | None:
+    def _run(
+        self, batches: Sequence[PackedBatch], on_logits: OnLogits, deferred_batches: DeferredBatches
+    ) -> Callable[[], None] | None:
         batches = batches or [empty_batch()]
         prepared: list[BatchState] = []
 
@@ -272,9 +274,9 @@ class Executor:
 
         self.lanes.prepare(prepare)
         self._on_logits = on_logits
-        wait = self.lanes.execute(self._bound_to(prepared, cohorts))
-        for cohort in cohorts.ended:
-            del self._cohorts[cohort.number]
+        wait = self.lanes.execute(self._bound_to(prepared, deferred_batches))
+        for deferred_batch in deferred_batches.ended:
+            del self._deferred_batches[deferred_batch.number]
         return wait
 
     @property
@@ -316,7 +318,7 @@ class Executor:
         self.weights.close()
         self._tiers.close()
         scratch.release()
-        for held in (self._ropes, self._batch_of, self._cohorts, self._cohort_of):
+        for held in (self._ropes, self._batch_of, self._deferred_batches, self._deferred_of):
             held.clear()
         self._on_logits = _nobody_takes_logits
         self._logits = self._graphs = self._tokens = None
@@ -333,7 +335,7 @@ class Executor:
             device = CPU if segment.residency in ("delegated", "deferred") else self._device
             plans = {window: self._prepared(plan, device) for window, plan in segment.plans.items()}
             if segment.residency == "deferred":
-                begins = self._prepare_cohort(packed, segment, plans)
+                begins = self._prepare_deferred(packed, segment, plans)
                 continue
             rows = self._rows_on_host(segment) if segment.residency == "delegated" else None
             tokens, slots = slice(segment.start, segment.stop), self._uploaded(segment.slots)
@@ -359,15 +361,15 @@ class Executor:
         shape = self.kv_cache.shape
 
         def rows(slots: np.ndarray) -> tuple[Tensor, Tensor]:
-            keys = upload(ops.kv_rows(slots, shape.kv_heads, shape.block_size).numpy(), self._device)
-            return keys, keys + shape.kv_heads * shape.block_size
+            keys = upload(ops.kv_rows(slots, shape.kv_heads, shape.kv_block_size).numpy(), self._device)
+            return keys, keys + shape.kv_heads * shape.kv_block_size
 
         return for_each(segment.slots, rows)
 
-    def _prepare_cohort(self, packed: PackedBatch, segment: Segment, plans: Plans) -> CohortRows:
+    def _prepare_deferred(self, packed: PackedBatch, segment: Segment, plans: Plans) -> DeferredBatchState:
         positions = upload(packed.positions[segment.start : segment.stop], self._device)
         slots = torch.from_numpy(packed.exchange_slots), upload(packed.exchange_slots, self._device)
-        return CohortRows(packed.deferred_rows, positions, *slots, self._rows_on_host(segment), plans)
+        return DeferredBatchState(packed.deferred_rows, positions, *slots, self._rows_on_host(segment), plans)
 
     def _prepared(self, plan: AttentionPlan, device: torch.device) -> ops.PreparedAttention:
         return ops.prepare_attention(plan, *self._attention_shape, device=device, isa=self._options.attention_isa)
@@ -376,14 +378,14 @@ class Executor:
     def _attention_shape(self) -> tuple:
         config, shape = self.config, self.kv_cache.shape
         heads = config.num_heads, config.num_kv_heads, config.head_dim
-        return *heads, shape.block_size, self.weights.dtype, shape.dtype
+        return *heads, shape.kv_block_size, self.weights.dtype, shape.dtype
 
     # Sweeps as CUDA graphs.
 
     def _make_graphs(self, driver: Driver, most_tokens: int) -> DecodeGraphs | None:
         config = self.config
         group = config.num_heads // config.num_kv_heads
-        if not ops.can_capture(self._device, config.head_dim, group, self.kv_cache.shape.block_size):
+        if not ops.can_capture(self._device, config.head_dim, group, self.kv_cache.shape.kv_block_size):
             return None
         return DecodeGraphs(
             self._launch_layers,
@@ -410,7 +412,7 @@ class Executor:
             for kind, perform in (("pre", self._pre), ("attention", self._attention), ("post", self._post)):
                 perform(Step(-1, kind, "compute", -1, layer, 0, None, None, ()), b)
 
-    def _bound_to(self, batches: Sequence[BatchState], cohorts: Cohorts) -> Iterator[Step]:
+    def _bound_to(self, batches: Sequence[BatchState], deferred_batches: DeferredBatches) -> Iterator[Step]:
         """The sweep's Steps, each with its batch noted: those that store may run when the next sweep has begun."""
         captured = batches[0].buffers is not None
         flows = [b.packed.flow(b.on_host) for b in batches]
@@ -419,7 +421,7 @@ class Executor:
         steps = (
             self._sweeps.captured()
             if captured
-            else self._sweeps.steps(flows, cohorts, self.lanes.has_ended, num_tokens)
+            else self._sweeps.steps(flows, deferred_batches, self.lanes.has_ended, num_tokens)
         )
         for step in steps:
             self._bind(step, batches)
@@ -427,19 +429,23 @@ class Executor:
 
     def _bind(self, step: Step, batches: Sequence[BatchState]) -> None:
         batch = self._batch_of[step.id] = batches[step.batch]
-        if step.cohort is not None:  # it may be through before a lane of the host comes to its Steps
-            self._cohort_of[step.id] = self._cohorts.setdefault(step.cohort, batch.begins)
+        if step.deferred_batch is not None:  # it may be through before a lane of the host comes to its Steps
+            self._deferred_of[step.id] = self._deferred_batches.setdefault(step.deferred_batch, batch.begins)
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
-        own_core = self._tiers.own_core
-        return contextlib.nullcontext() if own_core is None else own_core.computing()
+        dedicated_core = self._tiers.dedicated_core
+        return contextlib.nullcontext() if dedicated_core is None else dedicated_core.computing()
 
     def _perform(self, step: Step) -> None:
-        work, own_core, batch = getattr(self, f"_{step.kind}"), self._tiers.own_core, self._batch_of.pop(step.id)
-        if own_core is None:
+        work, dedicated_core, batch = (
+            getattr(self, f"_{step.kind}"),
+            self._tiers.dedicated_core,
+            self._batch_of.pop(step.id),
+        )
+        if dedicated_core is None:
             work(step, batch)
             return
-        with own_core.pace(step):
+        with dedicated_core.throttled(step):
             work(step, batch)
 
     # Each kind of Step by its name. Weights.
@@ -504,14 +510,14 @@ class Executor:
         hidden = (
             self.activations.waiting(step.batch, shape[0]) if waits else torch.empty(shape, dtype=self.weights.dtype)
         )
-        self._options.neighbours.receive(hidden)
+        self._options.adjacent_ranks.receive_from_previous(hidden)
         b.hidden = self.links[0].bring(hidden) if self.links and not waits else hidden
 
     def _send(self, step: Step, b: BatchState) -> None:
         hidden, b.hidden = b.hidden, None
         if self.links:
             hidden = self.links[1].copy(torch.empty(hidden.shape, dtype=hidden.dtype), hidden)
-        self._options.neighbours.send(hidden)
+        self._options.adjacent_ranks.send_to_next(hidden)
 
     def _load_hidden(self, step: Step, b: BatchState) -> None:
         b.hidden = self.links[0].copy(self.activations.fetched(len(b.hidden)), b.hidden)
@@ -523,7 +529,7 @@ class Executor:
 
     def _pre(self, step: Step, b: BatchState) -> None:
         tensors = self.weights.layer(step.layer, step.weight_slot)
-        hidden = with_cohorts(b.hidden, [c.hidden for c in b.joined])
+        hidden = with_deferred(b.hidden, [c.hidden for c in b.joined])
         b.qkv = hidden.new_empty(hidden.shape[0], self.config.qkv_size)
         if len(hidden):
             for some, qkv in self._chunks(hidden, b.qkv):
@@ -534,12 +540,12 @@ class Executor:
         if leaving:
             self._leave(step, b, hidden, leaving)
 
-    def _leave(self, step: Step, b: BatchState, hidden: Tensor, leaving: Sequence[CohortRows]) -> None:
-        """Cohorts, the last rows of what has been computed, take with them what they need from here on."""
+    def _leave(self, step: Step, b: BatchState, hidden: Tensor, leaving: Sequence[DeferredBatchState]) -> None:
+        """Deferred batches, the last rows of what has been computed, take with them what they need from here on."""
         qkv, start = b.qkv, len(hidden) - sum(len(c.rows) for c in leaving)
         b.hidden, b.qkv = b.hidden[:start], qkv[:start]
-        for cohort, own in zip(leaving, slices(start, leaving), strict=True):
-            cohort.leave(hidden[own], self._qkv_for_host(step, qkv[own], cohort.positions))
+        for deferred_batch, own in zip(leaving, slices(start, leaving), strict=True):
+            deferred_batch.leave(hidden[own], self._qkv_for_host(step, qkv[own], deferred_batch.positions))
 
     def _qkv_for_host(self, step: Step, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries for attention on the CPU, keys and values as they are stored."""
@@ -603,21 +609,21 @@ class Executor:
 
     def _send_deferred(self, step: Step, b: BatchState) -> None:
         pool, window = self.kv_cache.pools["cpu"][step.layer], self.config.windows[step.layer]
-        self._cohort_of.pop(step.id).send(self.links[1], pool, window, self.activations.deferred[0])
+        self._deferred_of.pop(step.id).send(self.links[1], pool, window, self.activations.deferred[0])
 
     def _attend_deferred(self, step: Step, b: BatchState) -> None:
         pool, window = self.kv_cache.pools["cpu"][step.layer], self.config.windows[step.layer]
-        self._cohort_of.pop(step.id).attend(
+        self._deferred_of.pop(step.id).attend(
             pool, window, self.activations.deferred, self.config.num_heads, **self._softmax(step, CPU)
         )
 
     def _join_deferred(self, step: Step, b: BatchState) -> None:
-        cohort = self._cohort_of.pop(step.id)
-        cohort.join(self.links[0], self.activations.deferred[1])
-        b.joined.append(cohort)
+        deferred_batch = self._deferred_of.pop(step.id)
+        deferred_batch.join(self.links[0], self.activations.deferred[1])
+        b.joined.append(deferred_batch)
 
     def _to_go_on(self, step: Step, b: BatchState) -> tuple[Tensor, Tensor] | None:
-        """(hidden, attention's result) of the tokens that the rest of a layer is for, cohorts last; None: there are none."""
+        """(hidden, attention's result) of the tokens that the rest of a layer is for, deferred batches last; None: there are none."""
         b.qkv = None  # memory for the other batches
         found, hidden = [b.attended.pop(residency) for residency in b.parts], b.hidden
         if not found and not b.joined:
@@ -632,7 +638,7 @@ class Executor:
         if is_last and not sends and b.logits_indices is not None:
             found, hidden = [attended[b.logits_indices] for attended in found], hidden[b.logits_indices]
         found += [c.attended for c in b.joined]
-        return with_cohorts(hidden, [c.hidden for c in b.joined]), found[0] if len(found) == 1 else torch.cat(found)
+        return with_deferred(hidden, [c.hidden for c in b.joined]), found[0] if len(found) == 1 else torch.cat(found)
 
     def _route(self, step: Step, b: BatchState) -> None:
         """What of `_post` comes before the experts, so that it is known which ones to read."""
@@ -668,8 +674,8 @@ class Executor:
         for part, attended in self._chunks(hidden, attention):
             layers.post_attention(self.config, tensors, part, attended, part, **options)
         if b.joined and not is_last:
-            for cohort, own in zip(b.joined, slices(num_own, b.joined), strict=True):
-                cohort.hidden, cohort.attended = hidden[own], None
+            for deferred_batch, own in zip(b.joined, slices(num_own, b.joined), strict=True):
+                deferred_batch.hidden, deferred_batch.attended = hidden[own], None
             hidden = b.hidden.copy_(hidden[:num_own]) if b.on_host else hidden[:num_own]
         b.hidden = hidden
 
@@ -693,7 +699,7 @@ class Executor:
             b.hidden = layers.before_logits(self.config, weights.head, b.hidden)
         start, rows = weights.vocabulary_chunk(step.layer, step.weight_slot)
         stop = start + rows.shape[0]
-        wanted = [*b.packed.logits_rows, *(row for cohort in b.joined for row in cohort.rows)]
+        wanted = [*b.packed.logits_rows, *(row for deferred_batch in b.joined for row in deferred_batch.rows)]
         whole = rows.shape[0] == self.config.vocab_size
         if whole or self._vocabulary_chunks:
             count = self._options.logit_rows or len(wanted)
@@ -711,8 +717,8 @@ class Executor:
             b.hidden = b.logits = None
 
     def _take(self, rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:
-        own_core = self._tiers.own_core
-        with contextlib.nullcontext() if own_core is None else own_core.hosts():
+        dedicated_core = self._tiers.dedicated_core
+        with contextlib.nullcontext() if dedicated_core is None else dedicated_core.hosts():
             chosen = self._on_logits(rows, logits, start)
         if chosen is not None and self._tokens is not None:
             self._tokens.keep([row.sequence.token_slot for row in rows], chosen)
@@ -732,10 +738,10 @@ def _nobody_takes_logits(rows: Sequence[LogitsRow], logits: Tensor, start: int) 
 _of_thread = threading.local()
 
 
-def _prepare_thread(lane: str, own_core: OwnCore | None = None) -> None:
+def _prepare_thread(lane: str, dedicated_core: DedicatedCore | None = None) -> None:
     """Copies are made by their lane's thread alone: a team of threads would wait for the cores that compute has."""
-    if own_core is not None:
-        own_core.keep_lane(lane)
+    if dedicated_core is not None:
+        dedicated_core.keep_lane(lane)
     _of_thread.inference = torch.inference_mode()  # until the thread ends
     _of_thread.inference.__enter__()
     torch.set_num_threads(1)

@@ -29,7 +29,7 @@ def in_memory(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     num_blocks: int,
-    block_size: int,
+    kv_block_size: int,
     device: torch.device = CPU,
     captured_tokens: int = 0,
     kernels: KernelChoice = PROCESS_SET,
@@ -44,7 +44,7 @@ def in_memory(
     name, tier = str(dtype).removeprefix("torch."), tiers.compute_tier
     residency = WeightResidency.in_memory(config, name, tier)
     weights = Weights(config, residency, dtype, checkpoint=checkpoint, tiers=tiers, kernels=kernels)
-    kv_cache = KVCache(config, kv_shape(config, block_size, name), {tier: num_blocks}, tiers=tiers)
+    kv_cache = KVCache(config, kv_shape(config, kv_block_size, name), {tier: num_blocks}, tiers=tiers)
     if tiers.driver:
         torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
     attention_isa = kernels.attention_isa(config.num_heads, config.num_kv_heads, config.head_dim, name)
@@ -53,12 +53,12 @@ def in_memory(
     )
     executor = Executor(config, weights, kv_cache, tiers, options)
     if tiers.driver:
-        rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * block_size
+        rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * kv_block_size
         limits = SchedulerLimits(rows, tokens, class_seqs={tier: rows}, compute_tier=tier)
         key_bytes = config.num_kv_heads * config.head_dim * dtype.itemsize
-        shape = {"block_size": block_size, "key_bytes": key_bytes, "windows": frozenset(config.windows)}
+        shape = {"kv_block_size": kv_block_size, "key_bytes": key_bytes, "windows": frozenset(config.windows)}
         sweeps = dummy_sweeps(
-            Scheduler({tier: BlockManager(num_blocks, block_size)}, limits),
+            Scheduler({tier: BlockManager(num_blocks, kv_block_size)}, limits),
             lambda sweep: [sweep],
             partial(pack, **shape, compute_tier=tier),
             max_num_seqs=rows,

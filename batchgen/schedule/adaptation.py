@@ -145,7 +145,7 @@ class Adaptation:
             if not count or pool is None:
                 continue
             sharing = sum(n for c, n in limits.class_seqs.items() if tier_of(c) == tier_of(kv_class))
-            fits = int(pool.num_blocks * pool.block_size / (mean + pool.block_size / 2) * count / sharing)
+            fits = int(pool.num_blocks * pool.kv_block_size / (mean + pool.kv_block_size / 2) * count / sharing)
             most = min(2 * count, _MOST_GROWTH * self._planned.quota(kv_class))
             fitted[kv_class] = max(1, min(fits, count)) if longer else max(count, min(fits, most))
         block = sum(fitted.values())

@@ -45,7 +45,7 @@ class Projection:
         self,
         growths: Sequence[Growth],
         num_available: int,
-        block_size: int,
+        kv_block_size: int,
         longest_sweeps: int,
         most_sole: int | None = None,
     ) -> None:
@@ -56,7 +56,7 @@ class Projection:
         self._num_available = num_available
         self._most_sole = most_sole
         longest = max([longest_sweeps, *(g.num_sweeps for g in growths)])
-        self._block_size = block_size
+        self._block_size = kv_block_size
         self._step = -(-longest // _MOST_STEPS)
         self._steps = -(-longest // self._step)
         # At the end of each step, when most is held of it.
@@ -66,7 +66,7 @@ class Projection:
         decoding = [g for g in growths if not g.delayed]
         if decoding:
             self._net += self._summed(decoding)
-        self._net += sum(self._grown(-(-g.most_tokens // block_size), g) for g in growths if g.delayed)
+        self._net += sum(self._grown(-(-g.most_tokens // kv_block_size), g) for g in growths if g.delayed)
 
     def fits(self, growth: Growth) -> bool:
         """Whether the pool lasts with one sequence more."""

@@ -1,6 +1,6 @@
 """Who owns which KV block: allocation, reference counts, and prompt prefixes found and shared. No tensors.
 
-A block holds the KV of `block_size` consecutive tokens. Full prompt blocks are entered in a trie keyed by
+A block holds the KV of `kv_block_size` consecutive tokens. Full prompt blocks are entered in a trie keyed by
 their tokens, so that a later sequence whose prompt starts the same takes the same blocks: the prefix is
 prefilled once. A block nobody uses any more stays in the trie until the space is needed; the
 longest unused goes first.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from batchgen.schedule.block_pool import BlockPool
-from batchgen.schedule.window_pool import HOLE, WindowPool
+from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
 
 _ROOT = 0
 
@@ -38,9 +38,9 @@ class BlockManager(BlockPool):
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, share_prefixes: bool = True, windowed: WindowPool | None = None
+        self, num_blocks: int, kv_block_size: int, share_prefixes: bool = True, windowed: WindowPool | None = None
     ) -> None:
-        super().__init__(num_blocks, block_size)
+        super().__init__(num_blocks, kv_block_size)
         self.share_prefixes = share_prefixes
         self.windowed = windowed
         self._key_of: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks
@@ -51,7 +51,7 @@ class BlockManager(BlockPool):
     @property
     def longest_tokens(self) -> int:
         """Of a sequence that has the pool to itself."""
-        longest = self.num_blocks * self.block_size
+        longest = self.num_blocks * self.kv_block_size
         of_window = self.windowed.longest_tokens if self.windowed else None
         return longest if of_window is None else min(longest, of_window)
 
@@ -94,7 +94,7 @@ class BlockManager(BlockPool):
             table = self.windowed.prefix_table([self._node_of[block] for block in matched])
             if not window_fits(table):
                 return None
-            self.windowed.take([block for block in table if block != HOLE])
+            self.windowed.take([block for block in table if block != NULL_BLOCK])
         self.take(matched)
         return Allocation(matched, len(matched), table)
 
@@ -119,7 +119,7 @@ class BlockManager(BlockPool):
         blocks: list[int] = []
         if not self.share_prefixes:
             return blocks
-        node, size = _ROOT, self.block_size
+        node, size = _ROOT, self.kv_block_size
         for end in range(size, len(tokens), size):
             block = self._trie.get((node, tuple(tokens[end - size : end])))
             if block is None:
@@ -130,7 +130,7 @@ class BlockManager(BlockPool):
             del blocks[self.windowed.longest_prefix([self._node_of[block] for block in blocks]) :]
         return blocks
 
-    def enter(self, parent: int, tokens: Sequence[int], block: int) -> int:
+    def insert(self, parent: int, tokens: Sequence[int], block: int) -> int:
         """Makes a full block, whose KV is or is about to be written this sweep, findable. Returns its trie node.
 
         parent: the node of the block before it, 0 for the first. If an equal block is there already, that one stays.
@@ -151,8 +151,8 @@ class BlockManager(BlockPool):
     def _may_be_found(self, block: int) -> bool:
         return self._key_of[block] is not None
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         if self.windowed is not None:
-            self.windowed.forget_node(self._node_of[block])
+            self.windowed.evict_node(self._node_of[block])
         del self._trie[self._key_of[block]]
         self._key_of[block], self._node_of[block] = None, _ROOT

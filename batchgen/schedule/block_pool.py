@@ -9,9 +9,9 @@ from collections.abc import Sequence
 class BlockPool:
     """Invariant: every block is free, or evictable (may be found, no user), or used (reference count > 0)."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, kv_block_size: int) -> None:
         self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.kv_block_size = kv_block_size
         self._free = list(range(num_blocks - 1, -1, -1))
         self._users = [0] * num_blocks
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -47,7 +47,7 @@ class BlockPool:
             block = self._free.pop()
         else:
             block, _ = self._evictable.popitem(last=False)
-            self._forget(block)
+            self._evict(block)
         self._users[block] = 1
         return block
 
@@ -62,15 +62,15 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def withdraw(self, blocks: Sequence[int]) -> None:
+    def invalidate(self, blocks: Sequence[int]) -> None:
         """Blocks that are in use are not found any more: their KV was never written, as the sweep failed."""
         for block in blocks:
             if self._may_be_found(block):  # an equal block may have been there before
-                self._forget(block)
+                self._evict(block)
 
     def _may_be_found(self, block: int) -> bool:
         raise NotImplementedError
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         """The block is found no more."""
         raise NotImplementedError

@@ -1,6 +1,6 @@
 """Sequences of class `deferred` on their way through the layers: a layer in a sweep, while the CPU attends beside it (APEX section 3.3).
 
-A cohort begins a token together, in one micro-batch: embedding, norm and QKV of the first layer. Then the CPU attends, and the
+A deferred batch begins a token together, in one micro-batch: embedding, norm and QKV of the first layer. Then the CPU attends, and the
 sweep goes on without it. In a later sweep it joins the first micro-batch where that comes to the same layer: output projection,
 MLP, norm and QKV of the next layer, with the batch's own rows in one product. Then the CPU attends again. After the last layer it
 has its logits with the batch. No torch.
@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-# Sweeps that pass a cohort by because the CPU is not done with it; the next one waits.
+# Sweeps that pass a deferred batch by because the CPU is not done with it; the next one waits.
 MOST_PASSED_BY = 8
 
 
 @dataclass
-class Cohort:
+class DeferredBatch:
     """Sequences that are at the same layer of a token.
 
-    number: of the cohort. batch: the micro-batch in which it began. layer, attention, sweep: the CPU attends for this layer, in
+    number: of the deferred batch. batch: the micro-batch in which it began. layer, attention, sweep: the CPU attends for this layer, in
     this Step, since this sweep.
     """
 
@@ -31,32 +31,32 @@ class Cohort:
 
 
 @dataclass
-class Cohorts:
+class DeferredBatches:
     """Those of one job.
 
     waiting: for the CPU, or for a sweep to come to their layer; in the order in which they were sent. ended: those that had
     their logits in the latest sweep.
     """
 
-    waiting: list[Cohort] = field(default_factory=list)
-    ended: list[Cohort] = field(default_factory=list)
+    waiting: list[DeferredBatch] = field(default_factory=list)
+    ended: list[DeferredBatch] = field(default_factory=list)
 
-    def keep_step(self, num_layers: int, begun: Iterable[Cohort]) -> None:
+    def keep_step(self, num_layers: int, begun: Iterable[DeferredBatch]) -> None:
         """A sweep without Steps, as if the CPU were always done in time: all go a layer further, and others begin.
 
-        Cohorts are replaced, so lists of them that somebody keeps stay as they are.
+        DeferredBatches are replaced, so lists of them that somebody keeps stay as they are.
         """
         last = num_layers - 1
         self.ended = [c for c in self.waiting if c.layer == last]
         self.waiting = [*(replace(c, layer=c.layer + 1) for c in self.waiting if c.layer < last), *begun]
 
-    def take_due(self, layer: int, sweep: int, can_join: Callable[[Cohort], bool]) -> list[Cohort]:
+    def take_due(self, layer: int, sweep: int, can_join: Callable[[DeferredBatch], bool]) -> list[DeferredBatch]:
         """Those that join at this layer, which wait no more.
 
         Args:
             layer: At which the sweep is.
             sweep: Its number; who was sent in the same one is not due.
-            can_join: Whether the CPU is done; where a cohort was passed by too often, nobody asks.
+            can_join: Whether the CPU is done; where a deferred batch was passed by too often, nobody asks.
         """
         due = [
             c

@@ -17,9 +17,9 @@ class ExtentManager:
     share_prefixes = False
     windowed = None  # a file's runs keep the blocks of all layers
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, kv_block_size: int) -> None:
         self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.kv_block_size = kv_block_size
         self.num_available = num_blocks
         # Free runs, by position: first block, and number of blocks.
         self._starts = [0] if num_blocks else []
@@ -32,7 +32,7 @@ class ExtentManager:
     @property
     def longest_tokens(self) -> int:
         """Of a sequence that has the pool to itself."""
-        return self.num_blocks * self.block_size
+        return self.num_blocks * self.kv_block_size
 
     def admit(self, tokens: Sequence[int], num_blocks: int, num_reserved: int) -> Allocation | None:
         """`num_blocks` (at least 1) neighbouring blocks: the first free run that is long enough, from its start.

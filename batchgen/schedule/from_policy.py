@@ -77,7 +77,7 @@ def splitter(
         max_tokens=memory.batch_tokens,
         max_seqs=policy.batch_seqs,
         max_staged_blocks=max(1, memory.staging_blocks),
-        block_size=policy.kv_block_size,
+        kv_block_size=policy.kv_block_size,
         residency_of=partial(residency_of, compute_tier=compute_tier),
         balance_tokens=policy.balance_tokens,
     )

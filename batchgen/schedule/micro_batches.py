@@ -32,9 +32,9 @@ def residency_of(scheduled: ScheduledSequence, compute_tier: str) -> str:
     return "delegated" if kv_class == "cpu" and scheduled.decodes else "staged"
 
 
-def staged_blocks(scheduled: ScheduledSequence, block_size: int) -> int:
+def staged_blocks(scheduled: ScheduledSequence, kv_block_size: int) -> int:
     """Blocks of the staging buffer that a staged sequence takes: all its keys, those of this sweep included."""
-    return -(-scheduled.num_keys // block_size)
+    return -(-scheduled.num_keys // kv_block_size)
 
 
 def split_batches(
@@ -45,7 +45,7 @@ def split_batches(
     max_tokens: int,
     max_seqs: int,
     max_staged_blocks: int,
-    block_size: int,
+    kv_block_size: int,
     residency_of: Callable[[ScheduledSequence], str],
     balance_tokens: int | None = None,
 ) -> list[list[ScheduledSequence]]:
@@ -69,7 +69,7 @@ def split_batches(
     parts = []
     for scheduled in sweep:
         where = residency_of(scheduled)
-        blocks = staged_blocks(scheduled, block_size) if where == "staged" else 0
+        blocks = staged_blocks(scheduled, kv_block_size) if where == "staged" else 0
         assert blocks <= max_staged_blocks, (
             f"{blocks} blocks to stage for one sequence, capacity for {max_staged_blocks}"
         )

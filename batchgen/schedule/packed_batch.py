@@ -24,7 +24,7 @@ from batchgen.schedule.micro_batches import residency_of
 from batchgen.schedule.scheduler import ScheduledSequence
 from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence, tier_of
 from batchgen.schedule.step_graph import BatchFlow
-from batchgen.schedule.window_pool import HOLE
+from batchgen.schedule.window_pool import NULL_BLOCK
 
 RESIDENCIES = ("resident", "staged", "delegated", "deferred")
 
@@ -35,7 +35,7 @@ class Segment:
 
     residency: "resident": the compute device's pool; "staged": its staging buffer; "delegated": the host's pool, and the
     CPU attends; "deferred": the same, and the sweep does not wait for it. For each sliding window in the model (None: full attention)
-    slots: int64 [tokens], where each token's new KV goes there; a slot is block * block_size + offset.
+    slots: int64 [tokens], where each token's new KV goes there; a slot is block * kv_block_size + offset.
     plans: the attention plan, tokens counted from `start`.
     """
 
@@ -124,7 +124,7 @@ class PackedBatch:
 def pack(
     batch: List[ScheduledSequence],
     *,
-    block_size: int,
+    kv_block_size: int,
     key_bytes: int,
     windows: frozenset[int | None],
     compute_tier: str = "cpu",
@@ -138,8 +138,8 @@ def pack(
     by_residency: dict[str, list[ScheduledSequence]] = {}
     for scheduled in batch:
         by_residency.setdefault(residency_of(scheduled, compute_tier), []).append(scheduled)
-    staged = _stage_all(by_residency.get("staged", []), windows, block_size)
-    plans_of = partial(_plans, block_size=block_size, key_bytes=key_bytes)
+    staged = _stage_all(by_residency.get("staged", []), windows, kv_block_size)
+    plans_of = partial(_plans, kv_block_size=kv_block_size, key_bytes=key_bytes)
     rows, segments = _Rows(), []
     on_device: Segment | None = None
     for name in RESIDENCIES:
@@ -147,7 +147,7 @@ def pack(
             continue
         members, tables = by_residency[name], staged.tables if name == "staged" else None
         slices = _slices(members, False, tables)
-        groups = find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], block_size)
+        groups = find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], kv_block_size)
         order = order_sequences(slices, groups)
         index_of = {i: index for index, i in enumerate(order)}
         members, slices = [members[i] for i in order], [slices[i] for i in order]
@@ -156,11 +156,11 @@ def pack(
         for scheduled in members:
             rows.add(scheduled)
         by_window = _by_window(members, slices, windows, tables)
-        own = _slots(by_window, block_size), plans_of(by_window, groups)
+        own = _slots(by_window, kv_block_size), plans_of(by_window, groups)
         segments.append(Segment(name, start, rows.count, *own))
         if name == "staged" and in_place:
             by_window = _by_window(members, _slices(members, False, None), windows, None)
-            on_device = Segment(name, start, rows.count, _slots(by_window, block_size), plans_of(by_window, groups))
+            on_device = Segment(name, start, rows.count, _slots(by_window, kv_block_size), plans_of(by_window, groups))
     return replace(rows.packed(tuple(segments), staged.by_window), in_place=on_device)
 
 
@@ -193,29 +193,31 @@ def _gives_back(members: List[ScheduledSequence]) -> bool:
     return any(s.sequence.window_table is not None for s in members)
 
 
-def _slots(by_window: ByWindow, block_size: int) -> dict[int | None, np.ndarray]:
+def _slots(by_window: ByWindow, kv_block_size: int) -> dict[int | None, np.ndarray]:
     """Where new KV goes."""
-    made = {id(slices): _slots_of(slices, block_size) for slices in by_window.values()}
+    made = {id(slices): _slots_of(slices, kv_block_size) for slices in by_window.values()}
     return {window: made[id(slices)] for window, slices in by_window.items()}
 
 
-def _slots_of(slices: List[SequenceSlice], block_size: int) -> np.ndarray:
+def _slots_of(slices: List[SequenceSlice], kv_block_size: int) -> np.ndarray:
     slots: list[int] = []
     for part in slices:
         first = part.num_cached
         if part.num_queries == 1:  # most sequences decode: no small arrays for them
-            slots.append(int(part.blocks[first // block_size]) * block_size + first % block_size)
+            slots.append(int(part.blocks[first // kv_block_size]) * kv_block_size + first % kv_block_size)
         else:
             span = np.arange(first, part.num_keys)
-            slots += (part.blocks[span // block_size].astype(np.int64) * block_size + span % block_size).tolist()
+            slots += (
+                part.blocks[span // kv_block_size].astype(np.int64) * kv_block_size + span % kv_block_size
+            ).tolist()
     return np.array(slots, dtype=np.int64)
 
 
 def _plans(
-    by_window: ByWindow, groups: List[SharedGroup], *, block_size: int, key_bytes: int
+    by_window: ByWindow, groups: List[SharedGroup], *, kv_block_size: int, key_bytes: int
 ) -> dict[int | None, AttentionPlan]:
     return {
-        window: plan_attention(slices, groups, block_size=block_size, key_bytes=key_bytes, window=window)
+        window: plan_attention(slices, groups, kv_block_size=kv_block_size, key_bytes=key_bytes, window=window)
         for window, slices in by_window.items()
     }
 
@@ -281,18 +283,18 @@ class _Staged:
     by_window: dict[int | None, Staging] | None
 
 
-def _stage_all(members: List[ScheduledSequence], windows: frozenset[int | None], block_size: int) -> _Staged:
+def _stage_all(members: List[ScheduledSequence], windows: frozenset[int | None], kv_block_size: int) -> _Staged:
     if not members:
         return _Staged({}, None)
     tables, stagings = {}, {}
-    tables[False], stagings[False] = _stage(members, block_size, windowed=False)
+    tables[False], stagings[False] = _stage(members, kv_block_size, windowed=False)
     if _gives_back(members):
-        tables[True], stagings[True] = _stage(members, block_size, windowed=True)
+        tables[True], stagings[True] = _stage(members, kv_block_size, windowed=True)
     return _Staged(tables, {w: stagings.get(w is not None, stagings[False]) for w in windows})
 
 
 def _stage(
-    members: List[ScheduledSequence], block_size: int, *, windowed: bool
+    members: List[ScheduledSequence], kv_block_size: int, *, windowed: bool
 ) -> tuple[dict[Sequence, np.ndarray], Staging]:
     """Gives each sequence's blocks a part of the staging buffer: block tables there, and what moves.
 
@@ -303,31 +305,31 @@ def _stage(
     on_disk = [s for s in members if tier_of(s.sequence.kv_class) == "disk"]
     staged_of: dict[int, int] = {}  # host block with history -> staging block
     for s in on_host:
-        for block in s.sequence.table(windowed)[: -(-s.sequence.num_computed // block_size)]:
-            if block != HOLE:
+        for block in s.sequence.table(windowed)[: -(-s.sequence.num_computed // kv_block_size)]:
+            if block != NULL_BLOCK:
                 staged_of.setdefault(block, len(staged_of))
     tables: dict[Sequence, np.ndarray] = {}
     new_slots, host_slots = [], []
     num_blocks = len(staged_of)
     for s in on_host:
         sequence = s.sequence
-        used, old = -(-s.num_keys // block_size), -(-sequence.num_computed // block_size)
+        used, old = -(-s.num_keys // kv_block_size), -(-sequence.num_computed // kv_block_size)
         own = sequence.table(windowed)
-        table = [staged_of.get(b, HOLE) for b in own[:old]] + list(range(num_blocks, num_blocks + used - old))
+        table = [staged_of.get(b, NULL_BLOCK) for b in own[:old]] + list(range(num_blocks, num_blocks + used - old))
         num_blocks += used - old
         tables[sequence] = np.array(table, dtype=np.int32)
         for position in range(sequence.num_computed, s.num_keys):
-            block, offset = divmod(position, block_size)
-            new_slots.append(table[block] * block_size + offset)
-            host_slots.append(own[block] * block_size + offset)
+            block, offset = divmod(position, kv_block_size)
+            new_slots.append(table[block] * kv_block_size + offset)
+            host_slots.append(own[block] * kv_block_size + offset)
     disk_start = num_blocks
     reads, writes = [], []
     for s in on_disk:
         sequence = s.sequence
-        used, old = -(-s.num_keys // block_size), -(-sequence.num_computed // block_size)
+        used, old = -(-s.num_keys // kv_block_size), -(-sequence.num_computed // kv_block_size)
         tables[sequence] = np.arange(num_blocks, num_blocks + used, dtype=np.int32)
         reads += _runs(sequence.block_table[:old], num_blocks)
-        dirty = sequence.num_computed // block_size
+        dirty = sequence.num_computed // kv_block_size
         writes += _runs(sequence.block_table[dirty:used], num_blocks + dirty)
         num_blocks += used
     staging = Staging(

@@ -30,7 +30,7 @@ from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.sequence import CLASSES, PENDING, Sequence, tier_of
 from batchgen.schedule.tier_admission import Expected, TierAdmission
-from batchgen.schedule.window_pool import HOLE
+from batchgen.schedule.window_pool import NULL_BLOCK
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class TokenSlots:
         self._count += 1
         return self._count - 1
 
-    def give_back(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         self._free.append(slot)
 
 
@@ -148,7 +148,7 @@ class Scheduler:
         self.pools = pools
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
-        # By prefix donor, which comes to this scheduler first and has the same sampling: they queue when they can take over its blocks.
+        # By prefix source, which comes to this scheduler first and has the same sampling: they queue when they can take over its blocks.
         self._followers: dict[Sequence, list[Sequence]] = {}
         self.running: list[Sequence] = []  # in order of admission
         self.num_preempted = 0
@@ -168,7 +168,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence, whose prompt and output must fit `longest_tokens`."""
         if self._waits_for_prefix(sequence):
-            self._followers.setdefault(sequence.prefix_donor, []).append(sequence)
+            self._followers.setdefault(sequence.prefix_source, []).append(sequence)
         else:
             self.waiting.append(sequence)
 
@@ -196,7 +196,7 @@ class Scheduler:
         for sequence in self.running if self._windowed else ():
             # What is launched later comes after all that reads these blocks, but for tokens that take several sweeps.
             if sequence.kv_class != "deferred" or not _on_its_way(sequence):
-                self._give_back(sequence, sequence.num_computed)
+                self._free_before_window(sequence, sequence.num_computed)
         # Decodes always ride along; prefills share what the token budget leaves.
         most = self._most_in_sweep()
         i = 0
@@ -229,7 +229,7 @@ class Scheduler:
                 continue
             pool = self._pool(sequence)
             blocks = pool.num_available - self._reserved[tier_of(sequence.kv_class)] + sequence.reserved_blocks
-            headroom = (len(sequence.block_table) + blocks) * pool.block_size - sequence.num_computed
+            headroom = (len(sequence.block_table) + blocks) * pool.kv_block_size - sequence.num_computed
             count = min(self._chunk(sequence, budget), headroom, self._window_headroom(sequence))
             if count > 0:
                 self._grow(sequence, count)
@@ -242,7 +242,7 @@ class Scheduler:
         for sequence, num_tokens in sweep:
             sequence.num_computed += num_tokens
             if self._share_prefixes:
-                self._enter_prompt_blocks(sequence, sequence.num_computed)
+                self._insert_prompt_blocks(sequence, sequence.num_computed)
 
     def advance(self, num_tokens: int) -> int:
         """Let all that run gain tokens as if they had been scheduled and sampled, for simulations; 0 where there are no blocks for that."""
@@ -250,18 +250,18 @@ class Scheduler:
         of_windows = Counter[str]()
         for sequence in self.running:
             tier, pool = tier_of(sequence.kv_class), self._pool(sequence)
-            blocks = -(-(sequence.num_computed + num_tokens) // pool.block_size)
+            blocks = -(-(sequence.num_computed + num_tokens) // pool.kv_block_size)
             needed[tier] += max(0, blocks - len(sequence.block_table) - sequence.reserved_blocks)
             if sequence.window_table is not None:
                 table, first = sequence.window_table, pool.windowed.first_block(sequence.num_computed + num_tokens - 1)
                 of_windows[tier] += blocks - max(first, len(table))
-                of_windows[tier] -= pool.windowed.num_sole(table[sequence.num_given_back : first])
+                of_windows[tier] -= pool.windowed.num_sole(table[sequence.num_freed : first])
         if any(count > self.pools[tier].num_available - self._reserved[tier] for tier, count in needed.items()):
             return 0
         if any(count > self.pools[tier].windowed.num_available for tier, count in of_windows.items()):
             return 0
         for sequence in self.running:
-            self._give_back(sequence, sequence.num_computed + num_tokens - 1)
+            self._free_before_window(sequence, sequence.num_computed + num_tokens - 1)
         for sequence in self.running:
             self._grow(sequence, num_tokens)
             sequence.num_computed += num_tokens
@@ -279,16 +279,16 @@ class Scheduler:
             self._leave(sequence)
         except ValueError:  # it has been preempted, and waits to be run again
             self.waiting.remove(sequence)
-        self._token_slots.give_back(sequence.token_slot)
+        self._token_slots.free(sequence.token_slot)
         sequence.token_slot = None
         if sequence in self._followers:
             self._queue_followers(sequence)
 
-    def forget_prefix(self, sequence: Sequence) -> None:
+    def invalidate_prefix(self, sequence: Sequence) -> None:
         """No other sequence takes over the KV of this one's prompt, or of a part of it, from now on."""
         for pool in self.pools.values():
             if pool.share_prefixes:
-                pool.withdraw(pool.match([*sequence.tokens[: sequence.num_prompt], 0]))
+                pool.invalidate(pool.match([*sequence.tokens[: sequence.num_prompt], 0]))
 
     def run_alone(self, sequence: Sequence) -> None:
         """A sequence runs again from its beginning, perhaps after it has left, with KV that it computes itself."""
@@ -297,14 +297,14 @@ class Scheduler:
                 self._leave(sequence)
             except ValueError:  # it has been preempted
                 self.waiting.remove(sequence)
-        sequence.takes_prefix, sequence.prefix_donor = False, None
+        sequence.takes_prefix, sequence.prefix_source = False, None
         self._start_over(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
         if sequence.exchange_slot is not None:
-            self._exchange_slots.give_back(sequence.exchange_slot)
+            self._exchange_slots.free(sequence.exchange_slot)
             sequence.exchange_slot = None
 
     def set_class(self, sequence: Sequence, kv_class: str) -> None:
@@ -328,8 +328,8 @@ class Scheduler:
                 self._filling = True
             if not self._filling:
                 return
-        for donor in [d for d, (first, *_) in self._followers.items() if not self._waits_for_prefix(first)][::-1]:
-            self._queue_followers(donor)
+        for source in [s for s, (first, *_) in self._followers.items() if not self._waits_for_prefix(first)][::-1]:
+            self._queue_followers(source)
         self._admit_waiting(sweep, budget, most)
 
     def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, most: int) -> None:
@@ -364,25 +364,25 @@ class Scheduler:
                 self._queue_followers(sequence)
 
     def _may_enter(self) -> Iterator[Sequence]:
-        """The first of those that wait: as many as may be admitted. Followers are expected to be no longer than their donor."""
+        """The first of those that wait: as many as may be admitted. Followers are expected to be no longer than their source."""
         return islice(self.waiting, max(1, self.limits.max_num_seqs - len(self.running)))
 
     def _waits_for_prefix(self, sequence: Sequence) -> bool:
-        """Tell whether its prefix donor, not gone for good, has yet to enter blocks that it could take over."""
-        donor = sequence.prefix_donor
-        if donor is None or not self._share_prefixes:
+        """Tell whether its prefix source, not gone for good, has yet to enter blocks that it could take over."""
+        source = sequence.prefix_source
+        if source is None or not self._share_prefixes:
             return False
-        if donor.block_table:
-            pool = self._pool(donor)
-            return pool.share_prefixes and donor.num_entered_blocks < sequence.num_donated // pool.block_size
-        return donor.num_computed == 0
+        if source.block_table:
+            pool = self._pool(source)
+            return pool.share_prefixes and source.num_inserted_blocks < sequence.num_source_tokens // pool.kv_block_size
+        return source.num_computed == 0
 
-    def _queue_followers(self, donor: Sequence) -> None:
+    def _queue_followers(self, source: Sequence) -> None:
         """Its followers come next, behind those only that were preempted."""
         preempted = []
         while self.waiting and self.waiting[0].token_slot is not None:
             preempted.append(self.waiting.popleft())
-        self.waiting.extendleft(reversed(self._followers.pop(donor)))
+        self.waiting.extendleft(reversed(self._followers.pop(source)))
         self.waiting.extendleft(reversed(preempted))
 
     def _enter(
@@ -405,7 +405,7 @@ class Scheduler:
         for kv_class in classes:
             tier = tier_of(kv_class)
             pool, admission = self.pools[tier], admission_to(tier)
-            num_blocks = -(-num_tokens // pool.block_size)
+            num_blocks = -(-num_tokens // pool.kv_block_size)
             allocation = admission.admit(expected, chunk, num_blocks, self._reserved[tier])
             if allocation is not None:
                 sequence.kv_class = kv_class
@@ -414,14 +414,14 @@ class Scheduler:
                 sequence.block_table.extend(allocation.blocks)
                 if allocation.window_table is not None:
                     sequence.window_table = array("i", allocation.window_table)
-                    sequence.num_given_back = allocation.window_table.count(HOLE)
+                    sequence.num_freed = allocation.window_table.count(NULL_BLOCK)
                 if admission.reserves:
                     sequence.reserved_blocks = num_blocks - len(allocation.blocks)
                     self._reserved[tier] += sequence.reserved_blocks
                 matched = allocation.blocks[: allocation.num_matched]
-                sequence.num_computed = len(matched) * pool.block_size
+                sequence.num_computed = len(matched) * pool.kv_block_size
                 sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
-                sequence.num_matched_blocks = sequence.num_entered_blocks = len(matched)
+                sequence.num_matched_blocks = sequence.num_inserted_blocks = len(matched)
                 sequence.node = pool.node(matched[-1]) if matched else 0
                 return True
         return False
@@ -448,7 +448,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Blocks for `count` more tokens; False if the sequence itself had to be preempted."""
         tier, pool = tier_of(sequence.kv_class), self._pool(sequence)
-        needed = -(-(sequence.num_computed + count) // pool.block_size)
+        needed = -(-(sequence.num_computed + count) // pool.kv_block_size)
         while len(sequence.block_table) < needed:
             if sequence.reserved_blocks:
                 sequence.reserved_blocks -= 1
@@ -466,20 +466,20 @@ class Scheduler:
             # All KV of a batch is written, layer by layer, before attention reads it, and batches run in the order of
             # the sweep: even a sequence of the same sweep may take these blocks. KV of other tiers is stored behind,
             # so there `commit` enters them.
-            self._enter_prompt_blocks(sequence, sequence.num_computed + count)
+            self._insert_prompt_blocks(sequence, sequence.num_computed + count)
         return True
 
-    def _give_back(self, sequence: Sequence, position: int) -> None:
+    def _free_before_window(self, sequence: Sequence, position: int) -> None:
         """Blocks of layers with a sliding window that no token from `position` on sees."""
         table = sequence.window_table
         if table is None:
             return
         windowed = self._pool(sequence).windowed
-        held, first = sequence.num_given_back, windowed.first_block(position)
+        held, first = sequence.num_freed, windowed.first_block(position)
         if first > held:
             windowed.release(table[held:first])
-            table[held:first] = array("i", [HOLE]) * (first - held)  # of a longer table than there is, too
-            sequence.num_given_back = first
+            table[held:first] = array("i", [NULL_BLOCK]) * (first - held)  # of a longer table than there is, too
+            sequence.num_freed = first
 
     def _window_headroom(self, sequence: Sequence) -> int:
         """Tokens of its prompt for which there are blocks in layers with a sliding window, in this sweep."""
@@ -487,20 +487,20 @@ class Scheduler:
             return sequence.num_remaining
         windowed = self._pool(sequence).windowed
         blocks = len(sequence.window_table) + windowed.num_available
-        return blocks * windowed.block_size - sequence.num_computed
+        return blocks * windowed.kv_block_size - sequence.num_computed
 
-    def _enter_prompt_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+    def _insert_prompt_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         """Blocks filled with prompt tokens, up to token `num_tokens`, become findable."""
         pool = self._pool(sequence)
         if not pool.share_prefixes:
             return
-        size = pool.block_size
-        for b in range(sequence.num_entered_blocks, min(num_tokens, sequence.num_prompt) // size):
+        size = pool.kv_block_size
+        for b in range(sequence.num_inserted_blocks, min(num_tokens, sequence.num_prompt) // size):
             tokens = sequence.tokens[b * size : (b + 1) * size]
-            sequence.node = pool.enter(sequence.node, tokens, sequence.block_table[b])
+            sequence.node = pool.insert(sequence.node, tokens, sequence.block_table[b])
             if sequence.window_table is not None:
-                pool.windowed.enter(sequence.node, sequence.window_table[b])
-            sequence.num_entered_blocks = b + 1
+                pool.windowed.insert(sequence.node, sequence.window_table[b])
+            sequence.num_inserted_blocks = b + 1
 
     def _preempt_youngest(self, tier: str) -> Sequence:
         """Of those whose token is on its way, the CPU may be reading the KV. A sequence that grows is none of them."""
@@ -514,7 +514,7 @@ class Scheduler:
         self._start_over(sequence)
 
     def _start_over(self, sequence: Sequence) -> None:
-        sequence.num_computed = sequence.num_matched_blocks = sequence.num_entered_blocks = sequence.node = 0
+        sequence.num_computed = sequence.num_matched_blocks = sequence.num_inserted_blocks = sequence.node = 0
         self.waiting.appendleft(sequence)
 
     def _release(self, sequence: Sequence) -> None:
@@ -523,14 +523,16 @@ class Scheduler:
         sequence.reserved_blocks = 0
         if pool.share_prefixes:
             # After a sweep that failed: what it was to write is not there to be found.
-            pool.withdraw(sequence.block_table[sequence.num_computed // pool.block_size : sequence.num_entered_blocks])
+            pool.invalidate(
+                sequence.block_table[sequence.num_computed // pool.kv_block_size : sequence.num_inserted_blocks]
+            )
         pool.release(sequence.block_table)
         sequence.block_table = array("i")
         if sequence.window_table is not None:
-            held, unwritten = sequence.num_given_back, sequence.num_computed // pool.block_size
-            pool.windowed.withdraw(sequence.window_table[max(held, unwritten) :])
+            held, unwritten = sequence.num_freed, sequence.num_computed // pool.kv_block_size
+            pool.windowed.invalidate(sequence.window_table[max(held, unwritten) :])
             pool.windowed.release(sequence.window_table[held:])
-            sequence.window_table, sequence.num_given_back = None, 0
+            sequence.window_table, sequence.num_freed = None, 0
 
 
 def _on_its_way(sequence: Sequence) -> bool:

@@ -79,16 +79,16 @@ class Sequence:
     num_cached: int = 0  # prompt tokens whose KV came from another sequence
     block_table: array = field(default_factory=lambda: array("i"))
     window_table: array | None = None  # of layers with a sliding window; None: they share the other table
-    num_given_back: int = 0  # leading HOLEs of that
+    num_freed: int = 0  # leading null blocks of that
     num_matched_blocks: int = 0  # leading blocks taken from the prefix cache
-    num_entered_blocks: int = 0  # leading blocks entered in the prefix cache, and the trie node of the last
+    num_inserted_blocks: int = 0  # leading blocks entered in the prefix cache, and the trie node of the last
     node: int = 0
     logprobs: list = field(default_factory=list)  # a SampledToken per step, if asked for
     reserved_blocks: int = 0  # blocks promised at admission and not yet allocated
     targets: tuple[tuple[int, ...], ...] = ()  # of the last tokens, one by one, where they are scored
     scores: list[ScoredPosition] = field(default_factory=list)
-    prefix_donor: Sequence | None = None  # one that computes the same first tokens, for both, and how many
-    num_donated: int = 0
+    prefix_source: Sequence | None = None  # one that computes the same first tokens, for both, and how many
+    num_source_tokens: int = 0
     takes_prefix: bool = True  # whether it may take over KV that others have computed
     constraint: Constraint | None = None  # as far as `tokens` go: it outlives a preemption
     token_slot: int | None = None  # from its first admission to its end

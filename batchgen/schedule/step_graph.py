@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from batchgen.schedule.deferred_batches import Cohort, Cohorts
+from batchgen.schedule.deferred_batches import DeferredBatch, DeferredBatches
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "receive", "send")
 # Every kind of Step, and its lane.
@@ -40,7 +40,7 @@ class Step(NamedTuple):  # thousands are made in a second
     """One task of a sweep. after: ids of Steps that must have ended, all smaller than `id`.
 
     weight_slot: the buffer in which the weights are that the Step fills or reads; None where they are resident, or it reads none.
-    kv_slot: the same of staged KV. layer: for Steps of the head, the vocabulary chunk. cohort: whose Step it is, where it is
+    kv_slot: the same of staged KV. layer: for Steps of the head, the vocabulary chunk. deferred_batch: whose Step it is, where it is
     one of sequences whose attention is deferred.
     """
 
@@ -53,7 +53,7 @@ class Step(NamedTuple):  # thousands are made in a second
     weight_slot: int | None
     kv_slot: int | None
     after: tuple[int, ...]
-    cohort: int | None = None
+    deferred_batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class BatchFlow:
 
     history: staged sequences have KV to bring in; stored: their new KV goes back to host memory; disk_read, disk_write:
     some of it comes from, goes to disk. delegated: sequences attended to on the CPU. resident: others. deferred: sequences that
-    begin a token, and leave the batch after QKV of the first layer (`cohorts`). hidden_on_host: activations wait in host memory
+    begin a token, and leave the batch after QKV of the first layer (`deferred_batches`). hidden_on_host: activations wait in host memory
     between layers. samples: rows for the head.
     """
 
@@ -155,13 +155,13 @@ class Sweeps:
         # too. Kept over sweeps in which nothing is stored.
         self._stored: list[dict[str, int]] = [{} for _ in range(streams.num_layers)]
         self._posted: dict[int, tuple[int, ...]] = {}  # per batch, the last `post` of the sweep before
-        self._num_cohorts = 0
+        self._num_deferred_batches = 0
         self._alike: dict[BatchFlow, list[Step]] = {}  # of sweeps in which nothing moves, numbered from 0
 
     def steps(
         self,
         batches: Sequence[BatchFlow],
-        cohorts: Cohorts | None = None,
+        deferred_batches: DeferredBatches | None = None,
         has_ended: Callable[[int], bool] = lambda step_id: False,
         num_tokens: int | None = None,
     ) -> Iterator[Step]:
@@ -169,23 +169,23 @@ class Sweeps:
 
         Args:
             batches: What each moves.
-            cohorts: Sequences whose attention is deferred, of the same job; None: there are none.
+            deferred_batches: Sequences whose attention is deferred, of the same job; None: there are none.
             has_ended: Whether a Step of CPU attention has; asked while Steps are taken from the iterator.
             num_tokens: Of all micro-batches; None: many.
         """
         self._sweep += 1
         self._few_tokens = num_tokens is not None and num_tokens <= self.streams.on_demand_tokens
-        cohorts = Cohorts() if cohorts is None else cohorts
-        cohorts.ended = []
+        deferred_batches = DeferredBatches() if deferred_batches is None else deferred_batches
+        deferred_batches.ended = []
         moves = len(batches) > 1 or batches[0].moves or any(self.streams.weights) or self.streams.vocabulary_chunks
-        if moves or cohorts.waiting or self.streams.receives or self.streams.sends:
-            return self._make_steps(batches, _Deferral(cohorts, has_ended, not any(b.stays for b in batches)))
+        if moves or deferred_batches.waiting or self.streams.receives or self.streams.sends:
+            return self._make_steps(batches, _Deferral(deferred_batches, has_ended, not any(b.stays for b in batches)))
         return self._repeat_steps(batches[0])
 
     def _repeat_steps(self, batch: BatchFlow) -> Iterator[Step]:
         """As `_make_steps`, of one batch in a sweep in which nothing moves: only the numbers differ from sweep to sweep."""
         if batch not in self._alike:
-            self._alike[batch] = list(Sweeps(self.streams)._make_steps([batch], _Deferral(Cohorts())))
+            self._alike[batch] = list(Sweeps(self.streams)._make_steps([batch], _Deferral(DeferredBatches())))
         first, sweep = self._next_id, self._sweep
         for id, kind, lane, _, layer, k, weight_slot, kv_slot, after, _ in self._alike[batch]:
             self._next_id = first + id + 1
@@ -247,11 +247,11 @@ class Sweeps:
         weight_slot: int | None = None,
         kv_slot: int | None = None,
         after: Iterable[int] = (),
-        cohort: int | None = None,
+        deferred_batch: int | None = None,
     ) -> Step:
         waits_for = tuple(dict.fromkeys(after))
         step = Step(
-            self._next_id, kind, KINDS[kind], self._sweep, layer, batch, weight_slot, kv_slot, waits_for, cohort
+            self._next_id, kind, KINDS[kind], self._sweep, layer, batch, weight_slot, kv_slot, waits_for, deferred_batch
         )
         self._next_id += 1
         return step
@@ -283,33 +283,35 @@ class Sweeps:
             flow.attended[at] = attend.id
         leaving = flow.joined.pop(k, [])
         if batch.deferred and j == 0:
-            leaving = [Cohort(self._num_cohorts, k)]
-            self._num_cohorts += 1
+            leaving = [DeferredBatch(self._num_deferred_batches, k)]
+            self._num_deferred_batches += 1
         yield from self._defer(leaving, pre, flow)
 
-    def _defer(self, leaving: Sequence[Cohort], pre: Step, flow: _Flow) -> Iterator[Step]:
-        """The CPU begins to attend for cohorts that have come to their next attention; the sweep goes on without them."""
+    def _defer(self, leaving: Sequence[DeferredBatch], pre: Step, flow: _Flow) -> Iterator[Step]:
+        """The CPU begins to attend for deferred batches that have come to their next attention; the sweep goes on without them."""
         j, k = pre.layer, pre.batch
-        for cohort in leaving:
-            send = self._step("send_deferred", j, k, after=(pre.id,), cohort=cohort.number)
+        for deferred_batch in leaving:
+            send = self._step("send_deferred", j, k, after=(pre.id,), deferred_batch=deferred_batch.number)
             yield send
             # What has gone to the host's memory before has done so in the lane of `send`.
-            attend = self._step("attend_deferred", j, k, after=(send.id,), cohort=cohort.number)
+            attend = self._step("attend_deferred", j, k, after=(send.id,), deferred_batch=deferred_batch.number)
             yield attend
             flow.note_stored(send)
-            cohort.layer, cohort.attention, cohort.sweep = j, attend.id, self._sweep
-            flow.deferral.cohorts.waiting.append(cohort)
+            deferred_batch.layer, deferred_batch.attention, deferred_batch.sweep = j, attend.id, self._sweep
+            flow.deferral.deferred_batches.waiting.append(deferred_batch)
 
     def _join(self, at: LayerBatch, flow: _Flow) -> Iterator[Step]:
-        """Cohorts whose attention of this layer is there, those of earlier sweeps, go on with the batch."""
+        """Deferred batches whose attention of this layer is there, those of earlier sweeps, go on with the batch."""
         j, k = at
-        due = flow.deferral.cohorts.take_due(j, self._sweep, flow.deferral.can_join)
-        for cohort in due:
-            yield self._step("join_deferred", j, k, after=(cohort.attention,), cohort=cohort.number)
+        due = flow.deferral.deferred_batches.take_due(j, self._sweep, flow.deferral.can_join)
+        for deferred_batch in due:
+            yield self._step(
+                "join_deferred", j, k, after=(deferred_batch.attention,), deferred_batch=deferred_batch.number
+            )
         if due:
             flow.joined[k] = due
         if j == self.streams.num_layers - 1:
-            flow.deferral.cohorts.ended = due
+            flow.deferral.deferred_batches.ended = due
 
     def _attention_and_rest(self, at: LayerBatch, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Attention on the compute device, where new KV is written first; output projection and MLP."""
@@ -490,14 +492,14 @@ class Sweeps:
 
 @dataclass(frozen=True)
 class _Deferral:
-    """Cohorts of the sweep. alone: nobody else goes through its layers, so that passing them by would compute nothing."""
+    """Deferred batches of the sweep. alone: nobody else goes through its layers, so that passing them by would compute nothing."""
 
-    cohorts: Cohorts
+    deferred_batches: DeferredBatches
     has_ended: Callable[[int], bool] = lambda step_id: False
     alone: bool = False
 
-    def can_join(self, cohort: Cohort) -> bool:
-        return self.alone or self.has_ended(cohort.attention)
+    def can_join(self, deferred_batch: DeferredBatch) -> bool:
+        return self.alone or self.has_ended(deferred_batch.attention)
 
 
 @dataclass
@@ -507,7 +509,7 @@ class _Flow:
     hidden: list[int]  # per batch, the Step after which its latest activations are where they wait
     deferral: _Deferral
     to_stage: deque[LayerBatch]  # whose KV is to pass through a staging buffer, and has none yet
-    joined: dict[int, list[Cohort]] = field(default_factory=dict)  # per batch, cohorts that are with it
+    joined: dict[int, list[DeferredBatch]] = field(default_factory=dict)  # per batch, deferred batches that are with it
     hidden_made: dict[int, int] = field(default_factory=dict)  # per batch, the last `post`
     before_attention: dict[LayerBatch, tuple[int, ...]] = field(default_factory=dict)
     attended: dict[LayerBatch, int] = field(default_factory=dict)  # CPU attention

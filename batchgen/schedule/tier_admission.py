@@ -9,7 +9,7 @@ from batchgen.schedule.admission import Growth, Projection
 from batchgen.schedule.block_manager import Allocation, BlockManager
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.sequence import Sequence
-from batchgen.schedule.window_pool import HOLE
+from batchgen.schedule.window_pool import NULL_BLOCK
 
 
 class Expected(NamedTuple):  # one for each sequence in flight, in every sweep
@@ -38,17 +38,17 @@ class TierAdmission:
             self._blocks = Projection(
                 [_growth(e, e.sequence.block_table, pool.num_sole(e.sequence.block_table)) for e in running],
                 pool.num_available,
-                pool.block_size,
+                pool.kv_block_size,
                 longest_sweeps,
             )
         if (windowed := pool.windowed) is not None:
             growths = []
             for e in running:
                 table = e.sequence.window_table
-                growth = _growth(e, table, windowed.num_sole(table[e.sequence.num_given_back :]))
+                growth = _growth(e, table, windowed.num_sole(table[e.sequence.num_freed :]))
                 growths.append(growth._replace(delayed=e.delayed or reserves))
             sole = windowed.blocks_of_window
-            self._windows = Projection(growths, windowed.num_available, pool.block_size, longest_sweeps, sole)
+            self._windows = Projection(growths, windowed.num_available, pool.kv_block_size, longest_sweeps, sole)
 
     def admit(self, entering: Expected, chunk: int, num_blocks: int, num_reserved: int) -> Allocation | None:
         """The blocks of a sequence that enters, or None where there are not enough, now or at a later sweep.
@@ -66,10 +66,10 @@ class TierAdmission:
         windowed = pool.windowed
         if windowed is not None:
             # Perhaps its prefix takes up to a window of what is there.
-            chunk = min(chunk, max(0, windowed.num_available - windowed.blocks_of_window) * pool.block_size)
+            chunk = min(chunk, max(0, windowed.num_available - windowed.blocks_of_window) * pool.kv_block_size)
 
         def growth(num_matched: int) -> Growth:
-            delayed = count - num_matched * pool.block_size > chunk
+            delayed = count - num_matched * pool.kv_block_size > chunk
             return Growth(count, entering.num_sweeps, num_matched, delayed=delayed)
 
         def fits(num_shared: int) -> bool:
@@ -79,7 +79,7 @@ class TierAdmission:
         def window_fits(table: List[int]) -> bool:
             if self._windows is None:
                 return True
-            found = [block for block in table if block != HOLE]
+            found = [block for block in table if block != NULL_BLOCK]
             if windowed.num_available <= windowed.num_evictable_in(found):
                 return False  # its first token has no block
             # Those that only one has, or none, count as new: they would have been given back.

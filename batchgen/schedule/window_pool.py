@@ -1,6 +1,6 @@
 """Who owns which KV block of the layers with a sliding window, which give back what no later token sees. No tensors.
 
-A sequence's table of these blocks is as long as its other one. Of what it has given back it has HOLEs. A block of a prompt is found
+A sequence's table of these blocks is as long as its other one. Of what it has given back it has null blocks. A block of a prompt is found
 under the trie node of the block of the other layers with the same tokens (`block_manager`), also after it has been given back, until
 its memory is needed. So a prefix can be taken over as far as the last window before its end is there.
 """
@@ -13,28 +13,28 @@ from batchgen.core.plan import window_blocks
 from batchgen.schedule.block_pool import BlockPool
 
 # In a block table: a block that was given back.
-HOLE = -1
+NULL_BLOCK = -1
 _NOT_FOUND = 0  # the root, which has no block
 
 
 class WindowPool(BlockPool):
     """The blocks of one tier, for layers whose queries see the last `window` tokens at most, themselves included."""
 
-    def __init__(self, num_blocks: int, block_size: int, window: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int, kv_block_size: int, window: int) -> None:
+        super().__init__(num_blocks, kv_block_size)
         self.window = window
-        self.blocks_of_window = window_blocks(window, block_size)
+        self.blocks_of_window = window_blocks(window, kv_block_size)
         self._node_of = [_NOT_FOUND] * num_blocks
         self._block_of: dict[int, int] = {}  # node -> block
 
     @property
     def longest_tokens(self) -> int | None:
         """Of a sequence that has the pool to itself; None: of any length."""
-        return None if self.num_blocks >= self.blocks_of_window else self.num_blocks * self.block_size
+        return None if self.num_blocks >= self.blocks_of_window else self.num_blocks * self.kv_block_size
 
     def first_block(self, position: int) -> int:
         """The first block, in a sequence's table, that a token at `position` sees."""
-        return max(0, position - self.window + 1) // self.block_size
+        return max(0, position - self.window + 1) // self.kv_block_size
 
     def num_sole(self, blocks: Sequence[int]) -> int:
         """How many of these have one user."""
@@ -45,26 +45,26 @@ class WindowPool(BlockPool):
         longest = found = 0  # found: neighbouring blocks that are there, up to here
         for count, node in enumerate(nodes, 1):
             found = found + 1 if node in self._block_of else 0
-            if found >= count - self.first_block(count * self.block_size):
+            if found >= count - self.first_block(count * self.kv_block_size):
                 longest = count
         return longest
 
     def prefix_table(self, nodes: Sequence[int]) -> list[int]:
         """The table of a sequence that takes over these blocks, as many as `longest_prefix` says. Takes no reference."""
-        first = self.first_block(len(nodes) * self.block_size)
-        return [HOLE] * first + [self._block_of[node] for node in nodes[first:]]
+        first = self.first_block(len(nodes) * self.kv_block_size)
+        return [NULL_BLOCK] * first + [self._block_of[node] for node in nodes[first:]]
 
-    def enter(self, node: int, block: int) -> None:
+    def insert(self, node: int, block: int) -> None:
         """Makes a block findable, whose KV is or is about to be written. If there is one for the node, that one stays."""
         if node != _NOT_FOUND and node not in self._block_of:
             self._block_of[node], self._node_of[block] = block, node
 
-    def forget_node(self, node: int) -> None:
+    def evict_node(self, node: int) -> None:
         """The node is no more, so its block is found no more."""
         block = self._block_of.get(node)
         if block is None:
             return
-        self._forget(block)
+        self._evict(block)
         if block in self._evictable:
             del self._evictable[block]
             self._free.append(block)
@@ -72,6 +72,6 @@ class WindowPool(BlockPool):
     def _may_be_found(self, block: int) -> bool:
         return self._node_of[block] != _NOT_FOUND
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         del self._block_of[self._node_of[block]]
         self._node_of[block] = _NOT_FOUND

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from batchgen.output.parts import DamagedPart, part_number, part_paths, scan_part, set_aside, write_part
+from batchgen.output.parts import DamagedPart, part_number, part_paths, quarantine, scan_part, write_part
 from batchgen.share.lease import Parts
 
 
@@ -52,7 +52,7 @@ class PartStore:
         return part_paths(self._folder(name, generation))
 
     def damaged(self, name: str, parts: Parts) -> bool:
-        """Whether a part that counts is damaged or gone; a damaged one is set aside."""
+        """Whether a part that counts is damaged or gone; a damaged one is quarantined."""
         for generation, count in parts.items():
             paths = self.paths(name, generation)[:count]
             if len(paths) < count:
@@ -62,7 +62,7 @@ class PartStore:
                     for _ in scan_part(path):
                         pass
                 except DamagedPart:
-                    set_aside(path)
+                    quarantine(path)
                     return True
         return False
 

@@ -45,7 +45,7 @@ from batchgen.share.worker import TICKS_PER_LEASE, Worker
 
 _VERSION = 1
 _LONGEST_LEASE_S = 366 * 86400.0  # more is no lease that somebody asked for
-_HURRY_S = 0.5  # how often rows are saved once no range is left to claim: others wait for these
+_FLUSH_OFTEN_S = 0.5  # how often rows are saved once no range is left to claim: others wait for these
 _LONGEST_POLL_S = 1.0
 
 
@@ -223,7 +223,7 @@ class SharedRun:
                 if self.worker.all_done:
                     return
                 if self._writer is not None and self.worker.all_claimed:
-                    self._writer.hurry()
+                    self._writer.flush_often()
                     if self.worker.is_idle:  # nothing more comes out that could be saved with what has
                         self._writer.flush_soon()
                 if ran_since:
@@ -444,10 +444,10 @@ class SharedPartWriter(PartWriter):
         super().add(row, result)
         self._run_shared.changed()
 
-    def hurry(self) -> None:
+    def flush_often(self) -> None:
         """From now on save at short intervals: others wait."""
-        if self._flush_interval_s > _HURRY_S:
-            self._flush_interval_s = _HURRY_S
+        if self._flush_interval_s > _FLUSH_OFTEN_S:
+            self._flush_interval_s = _FLUSH_OFTEN_S
             self.flush_soon()
 
     def _save(self, results: dict[int, Result]) -> None:

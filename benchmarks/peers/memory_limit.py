@@ -18,10 +18,14 @@ _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 @dataclass(frozen=True)
 class LimitedRun:
-    """How a command ended. peak_bytes: the group's highest use, page cache and kernel memory included.
-    limit_hits: how often the kernel had to reclaim memory to stay within the limit. oom_kills: processes it killed
-    because that was not enough. cpu_s: of all its threads; far below wall_s times the cores, it waited for the disk or others
-    had the cores."""
+    """How a command ended.
+
+    Attributes:
+        cpu_s: seconds of all its threads; far below wall_s times the cores, it waited for the disk or others had the cores.
+        peak_bytes: the group's highest use, page cache and kernel memory included.
+        limit_hits: how often the kernel had to reclaim memory to stay within the limit.
+        oom_kills: processes that the kernel killed because that was not enough.
+    """
 
     wall_s: float
     cpu_s: float
@@ -37,9 +41,12 @@ def run_limited(
 ) -> LimitedRun:
     """Runs a command with all its memory, page cache included, within the limit; its output goes to the log.
 
-    Raises SystemExit where no such limit can be set. A command still running after timeout_s is killed.
+    A command still running after timeout_s is killed.
+
+    Raises:
+        SystemExit: no such limit can be set.
     """
-    with _memory_group(limit_bytes) as group, log.open("wb") as output:
+    with memory_group(limit_bytes) as group, log.open("wb") as output:
         # The shell joins the group, then becomes the command: no byte of it is counted elsewhere.
         joined = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
         started = time.perf_counter()
@@ -68,8 +75,7 @@ def run_limited(
 
 
 def empty_page_cache(files: Sequence[Path]) -> None:
-    """Forgets what is cached of these files, and of all others where that is permitted: pages that another process
-    brought in would be free for the next one."""
+    """Drops these files from the page cache, and all others where that is permitted."""
     for path in files:
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -80,14 +86,20 @@ def empty_page_cache(files: Sequence[Path]) -> None:
 
 
 @contextlib.contextmanager
-def _memory_group(limit_bytes: int) -> Iterator[Path]:
-    """A new group below the one this process is in, whose own limit goes on holding."""
+def memory_group(limit_bytes: int) -> Iterator[Path]:
+    """A new group below the one this process is in, whose own limit goes on holding.
+
+    At the end this process is put back, and others that are still in the group are killed.
+
+    Raises:
+        SystemExit: no memory limit can be set.
+    """
     group = _own_group() / f"benchmark-{os.getpid()}"
     try:
         group.mkdir()
     except OSError as error:
         raise SystemExit(
-            f"cannot make the memory cgroup {group} ({error.strerror}): needs root and cgroup v1"
+            f"no memory limit can be set: {group} cannot be made ({error.strerror}), needs root and cgroup v1"
         ) from error
     try:
         (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
@@ -95,6 +107,9 @@ def _memory_group(limit_bytes: int) -> Iterator[Path]:
     finally:
         while left := (group / "cgroup.procs").read_text().split():  # what the command started and left behind
             for pid in left:
+                if int(pid) == os.getpid():
+                    (group.parent / "cgroup.procs").write_text(pid)
+                    continue
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             time.sleep(0.1)

@@ -34,4 +34,4 @@ def test_a_message_of_rank_0_that_no_memory_holds_is_its_end(length):
     with theirs, ours:
         assert lost.wait(5.0)
         with pytest.raises(EOFError):
-            line.told()
+            line.receive_broadcast()

@@ -80,7 +80,7 @@ def test_what_another_rank_refuses_rank_0_says():
     with pytest.raises(BatchgenError, match=r"^rank 1 of 2 failed: no such model here; "):
         group.ready()
     with pytest.raises(BatchgenError, match=r"^rank 1 of 2 failed: no such model here; "):
-        group.tell(b"more")
+        group.broadcast(b"more")
     group.close(done=False)
 
 
@@ -257,14 +257,14 @@ def test_a_rank_that_has_come_and_says_nothing_is_not_waited_for_for_ever():
 
 def test_what_is_done_ends_all_without_a_loss():
     hub, lines, lost = connected(3)
-    hub.tell(b"work")
+    hub.broadcast(b"work")
     for line in lines.values():
-        assert line.told() == b"work"
+        assert line.receive_broadcast() == b"work"
         line.end({})
     hub.close(done=True)
     for line in lines.values():
         with pytest.raises(EOFError):
-            line.told()
+            line.receive_broadcast()
     assert not any(event.is_set() for event in lost.values())
 
 

@@ -9,7 +9,7 @@ from tiered import (
     EMULATED,
     before_each_step,
     generate,
-    give_own_cores,
+    give_dedicated_cores,
     make_parts,
     make_policy,
     make_requests,
@@ -68,7 +68,7 @@ def test_calls_that_take_turns_keep_their_rows_apart(make):
 def test_the_accelerator_goes_on_while_the_cpu_is_late(make):
     expected = generate(make(CPU, cpu=8), PROMPTS, LENGTHS)
     parts, enough, late = make(), threading.Event(), []
-    give_own_cores(parts)
+    give_dedicated_cores(parts)
 
     def hold(step):
         if step.kind == "attend_deferred" and not late:

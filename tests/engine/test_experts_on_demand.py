@@ -38,7 +38,7 @@ def test_bytes_are_those_of_the_pages_of_what_is_touched(model, weight_format, t
     family, fields = MODELS[model]
     path = tiny_models(family, **fields)[0]
     store = find_or_convert(
-        resolve_model(str(path)), stores, "float32", "none" if weight_format == "float32" else weight_format
+        resolve_model(str(path)), stores, "float32", "native" if weight_format == "float32" else weight_format
     )
     read = Weights.read_experts
     pages, calls = set(), []  # (reading of a layer, page of its file)

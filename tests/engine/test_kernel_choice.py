@@ -142,7 +142,7 @@ def test_attention_runs_on_the_set_of_its_plan():
         SequenceSlice(1, 40, np.arange(3, dtype=np.int32)),
         SequenceSlice(20, 30, np.arange(3, 7, dtype=np.int32)),
     ]
-    plan = plan_attention(sequences, [], block_size=16, key_bytes=128)
+    plan = plan_attention(sequences, [], kv_block_size=16, key_bytes=128)
     generator = cpp.torch.Generator().manual_seed(5)
     q = cpp.torch.randn(21, 8, 64, generator=generator).bfloat16()
     kv = cpp.torch.randn(7, 2, 2, 16, 64, generator=generator).bfloat16()

@@ -59,7 +59,7 @@ def run_case(case, tiny_models, stores, monkeypatch, device=None, prepare=lambda
     )  # fmt: skip
     if case.mode == "shuffled":
         shuffle_steps(parts, case.seed)
-    elif case.mode in ("uneven", "own cores"):
+    elif case.mode in ("uneven", "dedicated cores"):
         make_uneven(parts, case.seed)
     prepare(parts)
     rows = requests(rng, rng.randint(1, 10))

@@ -25,7 +25,7 @@ from tiny_models import MODELS, make_tiny_model, make_tiny_tokenizer, write_tiny
 from batchgen import Engine, Request, SamplingParams
 from batchgen.core.device import Device
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.engine.tensor_parallel import check_policy, first_shard, load_on_ranks, shard_quantization
+from batchgen.engine.tensor_parallel import check_policy, first_shard, load_on_ranks, shard_weights
 from batchgen.models.checkpoint import dummy_checkpoint, open_checkpoint
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
@@ -98,17 +98,17 @@ def test_ranks_have_all_of_a_model_that_is_stored_otherwise(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "device", "quantization", "message"),
+    ("size", "device", "weights", "message"),
     [
-        (3, "cpu", "none", "--tensor-parallel 3 does not divide the model's 2 key/value heads: use 2"),
-        (0, "cpu", "none", "must be at least 1, not 0"),
-        (2, "cpu", "int8", "does not cut weights of int8, whose rows have one scale: give --quantization int4"),
+        (3, "cpu", "auto", "--tensor-parallel 3 does not divide the model's 2 key/value heads: use 2"),
+        (0, "cpu", "auto", "must be at least 1, not 0"),
+        (2, "cpu", "int8", "does not cut weights of int8, whose rows have one scale: give --weights int4"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused(size, device, quantization, message, tiny_models):
+def test_what_ranks_cannot_share_is_refused(size, device, weights, message, tiny_models):
     files = resolve_model(str(tiny_models("llama")[0]))
     with pytest.raises(InputError, match=re.escape(message)):
-        first_shard(files, read_config(files), size, Device(device), quantization)
+        first_shard(files, read_config(files), size, Device(device), weights)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_cards_that_are_not_there_are_refused(has_nccl, message, tiny_models, mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     files = resolve_model(str(tiny_models("llama")[0]))
     with pytest.raises(InputError, match=message):
-        first_shard(files, read_config(files), 2, Device("cuda"), "none")
+        first_shard(files, read_config(files), 2, Device("cuda"), "auto")
 
 
 @pytest.mark.parametrize(
@@ -243,10 +243,10 @@ def test_a_store_of_a_part_is_no_model(wide):
 
 def test_blocks_that_ranks_would_cut_are_expanded(tiny_models):
     config = read_config(resolve_model(str(tiny_models("llama", intermediate_size=512, head_dim=64)[0])))
-    assert [shard_quantization(shard_of(config, 0, 2), name) for name in ("q4_0", "q4_k", "none")] == [
+    assert [shard_weights(shard_of(config, 0, 2), name) for name in ("q4_0", "q4_k", "native")] == [
         "q4_0",
-        "bf16",
-        "none",
+        "dequantized",
+        "native",
     ]
 
 
@@ -268,9 +268,9 @@ def test_a_launcher_may_start_all_ranks(job, tmp_path):
         (["--tensor-parallel", "0"], "--tensor-parallel must be at least 1, not 0"),
         (["--tensor-parallel", "3"], "--tensor-parallel 3 does not divide the model's 2 key/value heads: use 2"),
         (["--tensor-parallel", "2", "--share"], "--tensor-parallel does not go with --share"),
-        (["--tensor-parallel", "2", "--quantization", "int8"], "does not cut weights of int8"),
+        (["--tensor-parallel", "2", "--weights", "int8"], "does not cut weights of int8"),
         (
-            ["--tensor-parallel", "2", "--quantization", "int4"],
+            ["--tensor-parallel", "2", "--weights", "int4"],
             "--tensor-parallel 2 would cut groups of 64 weights of int4",
         ),
     ],

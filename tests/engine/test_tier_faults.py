@@ -43,8 +43,8 @@ def model(tiny_models):
 def stores(model, tmp_path_factory):
     """Converted once; tests that damage a store make a copy."""
     folder = tmp_path_factory.mktemp("stores")
-    for quantization in ("none", "int4"):
-        find_or_convert(resolve_model(str(model)), folder, "float32", quantization)
+    for weights in ("native", "int4"):
+        find_or_convert(resolve_model(str(model)), folder, "float32", weights)
     return folder
 
 
@@ -219,7 +219,7 @@ def test_a_closed_engine_stays_closed(engine_of):
 @pytest.fixture
 def damaged(model, stores, tmp_path):
     """(store of our own, file of its middle layer)."""
-    source = find_or_convert(resolve_model(str(model)), stores, "float32", "none")
+    source = find_or_convert(resolve_model(str(model)), stores, "float32", "native")
     shutil.copytree(source.path, tmp_path / "store")
     store = open_store(tmp_path / "store")
     return store, store.layers[1].path

@@ -254,7 +254,7 @@ def test_what_was_read_is_not_kept_beside_what_was_packed(family, weight_format,
     embeddings that are the output matrix too."""
     model = tiny_models(family)[0]
     store = find_or_convert(
-        resolve_model(str(model)), tmp_path, "float32", "none" if weight_format == "float32" else weight_format
+        resolve_model(str(model)), tmp_path, "float32", "native" if weight_format == "float32" else weight_format
     )
     parts = make_parts(model, CPU, make_policy(model, CPU, weight_format=weight_format), tmp_path, store=store)
     weights = parts.executor.weights

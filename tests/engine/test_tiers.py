@@ -15,7 +15,7 @@ from tiered import (
     EMULATED,
     before_each_step,
     everything_moves,
-    give_own_cores,
+    give_dedicated_cores,
     make_parts,
     make_policy,
     make_uneven,
@@ -161,7 +161,7 @@ def random_case(rng, variants):
         "balance_tokens": rng.choice([0, 10, 1000]) if unequal else None,
     }
     rows = [(rng.randrange(NUM_PROMPTS), rng.randint(1, OUTPUT_LEN)) for _ in range(rng.randint(1, 14))]
-    mode = rng.choice(["serial", "overlapped", "uneven", "own cores", "shuffled", "shuffled"])
+    mode = rng.choice(["serial", "overlapped", "uneven", "dedicated cores", "shuffled", "shuffled"])
     return Case(family, overrides, accelerated, policy, rng.random() < 0.5, rows, mode, rng.randrange(10**6))
 
 
@@ -177,10 +177,10 @@ def check(case, reference, stores, device=None, prepare=lambda parts: parts):
     )  # fmt: skip
     if case.mode == "shuffled":
         shuffle_steps(parts, case.seed)
-    elif case.mode in ("uneven", "own cores"):
+    elif case.mode in ("uneven", "dedicated cores"):
         make_uneven(parts, case.seed)
-    if case.mode == "own cores":
-        give_own_cores(parts)
+    if case.mode == "dedicated cores":
+        give_dedicated_cores(parts)
     prepare(parts)
     prompts = [expected.prompts[i] for i, _ in case.rows]
     wanted = [expected.tokens[i][:count] for i, count in case.rows]
@@ -286,7 +286,7 @@ def test_cpu_attention_of_several_gpu_batches_beside_compute(
             spans[step.lane].append((start, end))
 
     parts = make_parts(path, EMULATED, policy, stores, on_step=note)
-    give_own_cores(parts)
+    give_dedicated_cores(parts)
     make_uneven(parts, seed=num_batches)
     assert run(parts, *all_rows(expected))[0] == expected.tokens
     both = sum(a < d and c < b for a, b in spans["compute"] for c, d in spans["cpu_attention"])

@@ -186,7 +186,7 @@ def test_a_prefix_is_taken_over_as_far_as_its_last_window_is_there(tiny_models, 
         # The blocks before token 64 are needed for something else, and a block that a prefix of 80 tokens ends with.
         nodes = [node for node in windowed._block_of]
         for node in [*nodes[:4], nodes[7]]:
-            windowed.forget_node(node)
+            windowed.evict_node(node)
         assert run([*prompt[:70], 9]) == 0  # its window begins at token 45
         assert run(other) == 0
 

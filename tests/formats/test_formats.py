@@ -183,7 +183,7 @@ def test_unfinished_weight_store_is_finished(folder):
     for name in ("unfinished", "int4"):
         unpack(folder, name)
     kept = (folder / "unfinished" / "layer-00000.safetensors").stat().st_mtime_ns
-    convert(resolve_model("model"), Path("unfinished"), dtype="float32", quantization="int4")
+    convert(resolve_model("model"), Path("unfinished"), dtype="float32", weights="int4")
     assert (folder / "unfinished" / "layer-00000.safetensors").stat().st_mtime_ns == kept
     assert not (folder / "unfinished" / "manifest.partial.json").exists()
     assert (folder / "unfinished" / "head.safetensors").read_bytes() == (

@@ -17,9 +17,9 @@ import pytest
 pytest.importorskip("helm.benchmark.run")
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+SUPPORT = ROOT / "tests" / "support"
 
-from peers.helm_side import (  # noqa: E402
+from helm_side import (  # noqa: E402
     BATCHGEN,
     HUGGING_FACE,
     OF_CALIBRATION,
@@ -49,7 +49,7 @@ WORDS = [
     "chapel",
     "funnel",
 ]
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}", "HF_HUB_OFFLINE": "1"}
 
 
 def questions(count):

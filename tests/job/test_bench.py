@@ -47,7 +47,7 @@ def test_dummy_weights_in_few_bits_and_on_disk(tiny_models, tmp_path, weights, k
     """They go through a weight store, which has no tokenizer."""
     shape = tmp_path / "config.json"
     shape.write_text((tiny_models("llama")[0] / "config.json").read_text())
-    report = run_bench(options(shape, tmp_path, quantization=weights, kv_cache_dtype=kv))
+    report = run_bench(options(shape, tmp_path, weights=weights, kv_cache_dtype=kv))
     assert report["generated_tokens"] == 30
     assert report["policy"]["weight_format"] == weights
 

@@ -260,13 +260,13 @@ class TestElsewhere:
     def test_4_bit_weights_and_kv_only_where_asked_for(self, opt_30b):
         little = ("--cpu-memory", "24GiB")  # 16-bit weights have to come from disk
         plain = planned_json(*on_t4(opt_30b, *little))
-        weights = planned_json(*on_t4(opt_30b, *little, "--quantization", "int4"))
+        weights = planned_json(*on_t4(opt_30b, *little, "--weights", "int4"))
         one = (*little, "--max-num-seqs", 8, "--num-gpu-batches", 1)  # the search is tested elsewhere
-        both = planned_json(*on_t4(opt_30b, *one, "--quantization", "int4", "--kv-cache-dtype", "int4"))
-        eight = planned_json(*on_t4(opt_30b, *one, "--quantization", "int4", "--kv-cache-dtype", "int8"))
+        both = planned_json(*on_t4(opt_30b, *one, "--weights", "int4", "--kv-cache-dtype", "int4"))
+        eight = planned_json(*on_t4(opt_30b, *one, "--weights", "int4", "--kv-cache-dtype", "int8"))
         formats = [(p["policy"]["weight_format"], p["policy"]["kv_format"]) for p in (plain, weights, both, eight)]
         assert formats == [("float16", "float16"), ("int4", "float16"), ("int4", "int4"), ("int4", "int8")]
-        eight = planned_json(*on_t4(opt_30b, *little, "--quantization", "int8"))
+        eight = planned_json(*on_t4(opt_30b, *little, "--weights", "int8"))
         assert eight["policy"]["weight_format"] == "int8"
         # Half of what 16 bits take to be streamed.
         assert plain["prediction"]["total_s"] > eight["prediction"]["total_s"]
@@ -294,7 +294,7 @@ class TestElsewhere:
             return on_t4(opt_30b, *FEW, *itertools.chain.from_iterable((budget | changes).items()))
 
         said = refused("plan", *flags())
-        assert said.startswith("no plan fits: the model's weights take 55.8 GiB") and "--quantization int4" in said
+        assert said.startswith("no plan fits: the model's weights take 55.8 GiB") and "--weights int4" in said
         for flag in budget:
             amount = float(re.search(rf"{flag} ([\d.]+) GiB", said)[1])
             assert planned_json(*flags(**{flag: f"{amount + 0.1:.1f}GiB"}))["prediction"]["total_s"] > 0

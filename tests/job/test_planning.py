@@ -305,7 +305,7 @@ class TestRunnable:
 
     @pytest.mark.parametrize(
         ("name", "option", "stored"),
-        [("weight_format", "quantization", "int4"), ("weight_format", "quantization", "int8"),
+        [("weight_format", "weights", "int4"), ("weight_format", "weights", "int8"),
          ("kv_format", "kv_cache_dtype", "int4"), ("kv_format", "kv_cache_dtype", "int8")],
     )  # fmt: skip
     def test_a_plan_in_4_or_8_bits(self, in_memory, name, option, stored):
@@ -322,7 +322,7 @@ class TestRunnable:
         request = replace(REQUEST, model_name="llama", disk_memory=0, store_bytes=GIB)
         box = cpu_box(cpu_memory_bytes=10 * GIB)
         assert "no plan fits" in complaint(make, box, llama_8b(), request=request)
-        plan = make(box, llama_8b(), request=replace(request, quantization="q4_0"))
+        plan = make(box, llama_8b(), request=replace(request, weights="q4_0"))
         assert plan.policy.weight_format == "q4_0"
         model = llama_8b()
         matrices = sum(rows * columns for group in model.layer_matrices.values() for rows, columns in group)

@@ -105,7 +105,7 @@ def test_ranks_that_expand_packed_weights_say_so(tmp_path, monkeypatch):
         options = JobOptions(str(tmp_path / "model.gguf"), None, None, dtype="float32", cpu_memory="4GiB", **options)
         return resolve_job(options, resolve_model(options.model))
 
-    assert job().options.quantization == "q8_0" and not expanded_line(job())
+    assert job().options.weights == "q8_0" and not expanded_line(job())
     (line,) = expanded_line(job(tensor_parallel=2))
     assert (
         line.startswith("--tensor-parallel expands weights in q8_0, whose blocks would be cut: ") and "float32" in line

@@ -21,8 +21,8 @@ from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
 from batchgen.models.tokenizers.tokenizer import load_tokenizer
 from batchgen.planner.costs import head_lanes
-from batchgen.planner.flow import phases_of
 from batchgen.planner.memory import planned_logit_rows
+from batchgen.planner.phases import phases_of
 from batchgen.planner.search import search
 from batchgen.planner.simulation import memory_of, simulate_job
 

@@ -85,8 +85,8 @@ def test_the_same_machine_gives_the_same_choice(gguf_file):
 @pytest.mark.parametrize(
     ("options", "hardware", "found"),
     [
-        ({"quantization": "bf16"}, {}, FP32),
-        ({"quantization": "int8"}, {}, "int8"),
+        ({"weights": "dequantized"}, {}, FP32),
+        ({"weights": "int8"}, {}, "int8"),
         ({}, {"packed": False}, FP32),  # no rates to choose by: expanded ones take little of the memory
     ],
 )
@@ -116,7 +116,7 @@ def test_times_that_are_equal_to_2_percent_leave_weights_as_found(expanded_s, ch
 def test_expanded_weights_that_cannot_fit_are_not_planned_for(gguf_file):
     job = case_of(gguf_file, machine()).job
     for memory, count in ((4 * GIB, 2), (1 << 20, 1)):
-        assert quantizations_planned(job, machine(), memory) == ("q4_0", "bf16")[:count]
+        assert quantizations_planned(job, machine(), memory) == ("q4_0", "dequantized")[:count]
     assert quantizations_planned(job, machine(packed=False), 4 * GIB) == ()
 
 
@@ -129,7 +129,7 @@ def test_rates_are_measured_for_what_is_compared(gguf_file):
     job = case_of(gguf_file, machine()).job
     assert _formats_measured(job, may_stream=False) == (("q4_0",), ())
     assert _formats_measured(job, may_stream=True) == (("q4_0",), ("q4_0",))
-    expanded = case_of(gguf_file, machine(), quantization="bf16").job
+    expanded = case_of(gguf_file, machine(), weights="dequantized").job
     assert _formats_measured(expanded, may_stream=True) == ((), (FP32,))
 
 
@@ -215,7 +215,7 @@ def test_where_no_plan_fits_with_the_format_of_finished_rows_the_other_one_is_us
 
 def test_a_format_that_is_asked_for_is_that_of_the_rows_that_are_left(run, capfd):
     assert run("both.parquet", FP32, limit=4) == "q4_0"
-    assert run("both.parquet", FP32, quantization="bf16", progress="plain") == FP32
+    assert run("both.parquet", FP32, weights="dequantized", progress="plain") == FP32
     assert len(told(capfd)) == 1
 
 
@@ -248,11 +248,11 @@ def test_ranks_go_on_with_the_format_of_finished_rows_where_blocks_are_not_cut(i
     path = tmp_path / "model.gguf"
     write_tiny_gguf(model, path, tensor_type="Q4_0", tokenizer=make_tiny_tokenizer(tmp_path))
     job = case_of(path, machine(), tensor_parallel=2).job
-    assert job.options.quantization == "bf16" and quantizations_planned(job, machine(), 4 * GIB) == ()
+    assert job.options.weights == "dequantized" and quantizations_planned(job, machine(), 4 * GIB) == ()
     kept = {name: in_format_of_rows(job, name) for name in ("q4_0", FP32)}
     if intermediate_size == 96:  # 48 of a rank are one and a half blocks
         assert kept == {"q4_0": None, FP32: None}
         return
-    assert [kept[name].options.quantization for name in ("q4_0", FP32)] == ["q4_0", "bf16"]
+    assert [kept[name].options.weights for name in ("q4_0", FP32)] == ["q4_0", "dequantized"]
     assert _formats_measured(kept["q4_0"], may_stream=True) == (("q4_0",), ("q4_0",))
     assert _formats_measured(kept[FP32], may_stream=True) == ((), (FP32,))

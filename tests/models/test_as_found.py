@@ -13,10 +13,10 @@ import batchgen
 from batchgen.core.device import parse_device
 from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, GGUF_FORMATS, MXFP4_EXPERTS, weight_row_bytes
 from batchgen.core.errors import InputError
-from batchgen.engine.loader import choose_quantization
+from batchgen.engine.loader import choose_weights
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
-from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.models.files import read_config, resolve_model, resolve_weights
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.layouts import is_quantized
 from batchgen.models.store.weight_store import load_extent
@@ -62,7 +62,7 @@ def test_rows_as_found_hold_the_expanded_numbers(tmp_path, weight_format, family
     store = convert(files, tmp_path / "store", dtype="float32")
     assert store.weight_format == weight_format
     kept = resolve_model(str(store.path))
-    assert resolve_quantization(kept, "none") == weight_format
+    assert resolve_weights(kept, "native") == weight_format
     expanded = open_checkpoint(files).load_layer(1, torch.float32)
     from_store = {
         k: v
@@ -82,7 +82,7 @@ def test_rows_as_found_hold_the_expanded_numbers(tmp_path, weight_format, family
                 assert torch.equal(found[name], numbers)
     groups = group_bytes(store.config, "float32", weight_format)
     assert sum(groups.values()) == sum(t.num_bytes for e in store.layers[1].extents.values() for t in e.tensors)
-    again = convert(kept, tmp_path / "expanded", dtype="float32", quantization="bf16")
+    again = convert(kept, tmp_path / "expanded", dtype="float32", weights="dequantized")
     assert again.weight_format == "float32"
 
 
@@ -91,11 +91,11 @@ def test_experts_in_mxfp4_hold_the_expanded_numbers(tmp_path):
     make_tiny_model("gpt_oss", tmp_path / "model")
     in_mxfp4(tmp_path / "model")
     files = resolve_model(str(tmp_path / "model"))
-    assert resolve_quantization(files, "none") == MXFP4_EXPERTS
-    assert [resolve_quantization(files, "bf16"), resolve_quantization(files, "none", on_cpu=False)] == ["bf16", "bf16"]
+    assert resolve_weights(files, "native") == MXFP4_EXPERTS
+    assert [resolve_weights(files, "dequantized"), resolve_weights(files, "auto", on_cpu=False)] == ["dequantized"] * 2
     store = convert(files, tmp_path / "store", dtype="bfloat16")
     kept = resolve_model(str(store.path))
-    assert (store.weight_format, resolve_quantization(kept, "none")) == (MXFP4_EXPERTS, MXFP4_EXPERTS)
+    assert (store.weight_format, resolve_weights(kept, "native")) == (MXFP4_EXPERTS, MXFP4_EXPERTS)
     for layer in range(store.config.num_layers):
         expanded = open_checkpoint(files).load_layer(layer, torch.bfloat16)
         file = store.layers[layer]
@@ -112,7 +112,7 @@ def test_experts_in_mxfp4_hold_the_expanded_numbers(tmp_path):
                 assert torch.equal(rows, numbers) and torch.equal(from_store[name], numbers), name
     groups = group_bytes(store.config, "bfloat16", MXFP4_EXPERTS)
     assert sum(groups.values()) == sum(t.num_bytes for e in store.layers[0].extents.values() for t in e.tensors)
-    again = convert(kept, tmp_path / "expanded", dtype="bfloat16", quantization="bf16")
+    again = convert(kept, tmp_path / "expanded", dtype="bfloat16", weights="dequantized")
     assert again.weight_format == "bfloat16"
 
 
@@ -120,19 +120,28 @@ def test_experts_that_were_expanded_are_numbers(tmp_path):
     """Whatever config.json still says."""
     make_tiny_model("gpt_oss", tmp_path)
     state(tmp_path, {"quant_method": "mxfp4"})
-    assert resolve_quantization(resolve_model(str(tmp_path)), "none") == "none"
+    assert resolve_weights(resolve_model(str(tmp_path)), "auto") == "native"
     open_checkpoint(resolve_model(str(tmp_path)))
 
 
-def test_what_none_means(tmp_path):
+def test_what_each_value_of_weights_means(tmp_path):
     files = make_gguf(tmp_path, "Q8_0")
-    found = {q: resolve_quantization(files, q) for q in ("none", "bf16", "int4", "int8", "q8_0")}
-    assert found == {"none": "q8_0", "bf16": "bf16", "int4": "int4", "int8": "int8", "q8_0": "q8_0"}
-    assert resolve_quantization(files, "none", on_cpu=False) == "bf16"
-    with pytest.raises(InputError, match="'q4_0' is not one of none, bf16, int4, int8"):
-        resolve_quantization(files, "q4_0")
+    found = {q: resolve_weights(files, q) for q in ("auto", "native", "dequantized", "int4", "int8", "q8_0")}
+    assert found == {
+        "auto": "q8_0",
+        "native": "q8_0",
+        "dequantized": "dequantized",
+        "int4": "int4",
+        "int8": "int8",
+        "q8_0": "q8_0",
+    }
+    assert resolve_weights(files, "auto", on_cpu=False) == "dequantized"
+    with pytest.raises(InputError, match="only CPUs multiply weights in q8_0 yet: leave out --weights"):
+        resolve_weights(files, "native", on_cpu=False)
+    with pytest.raises(InputError, match="'q4_0' is not one of auto, native, dequantized, int8, int4"):
+        resolve_weights(files, "q4_0")
     plain = make_gguf(tmp_path / "plain", "F16")
-    assert resolve_quantization(plain, "none") == "none"
+    assert resolve_weights(plain, "native") == "native"
 
 
 @pytest.mark.parametrize(("number", "named"), [(999, "unknown type 999"), (15, "unsupported type Q8_K")])
@@ -155,14 +164,23 @@ def test_weights_are_expanded_where_that_takes_little_of_the_memory(tmp_path):
     config = read_config(files)
     size = config.num_params * 4
 
-    def chosen(memory, quantization="none", dtype="float32"):
-        return choose_quantization(files, config, quantization, dtype, cpu, lambda: memory)
+    def chosen(memory, weights="auto", dtype="float32"):
+        return choose_weights(files, config, weights, dtype, cpu, lambda: memory)
 
-    assert [chosen(2 * size), chosen(2 * size - 1), chosen(size, dtype="bfloat16")] == ["bf16", "q4_0", "bf16"]
-    packed = resolve_model(str(convert(files, tmp_path / "packed", dtype="float32", quantization="none").path))
-    found = [choose_quantization(packed, config, "none", "float32", cpu, lambda m=m: m) for m in (2 * size, 0)]
-    assert found == ["bf16", "q4_0"]
-    assert [chosen(0, "bf16"), chosen(0, "int8"), chosen(2 * size, "q4_0")] == ["bf16", "int8", "q4_0"]
+    assert [chosen(2 * size), chosen(2 * size - 1), chosen(size, dtype="bfloat16")] == [
+        "dequantized",
+        "q4_0",
+        "dequantized",
+    ]
+    packed = resolve_model(str(convert(files, tmp_path / "packed", dtype="float32", weights="auto").path))
+    found = [choose_weights(packed, config, "auto", "float32", cpu, lambda m=m: m) for m in (2 * size, 0)]
+    assert found == ["dequantized", "q4_0"]
+    assert [chosen(0, "dequantized"), chosen(0, "int8"), chosen(2 * size, "q4_0"), chosen(2 * size, "native")] == [
+        "dequantized",
+        "int8",
+        "q4_0",
+        "q4_0",
+    ]
 
 
 def test_the_engine_takes_them_as_they_are(tmp_path, monkeypatch, little_memory):
@@ -170,13 +188,13 @@ def test_the_engine_takes_them_as_they_are(tmp_path, monkeypatch, little_memory)
     files = make_gguf(tmp_path / "model", "Q4_0")
     store = find_or_convert(files, tmp_path / "stores", "float32", "q4_0")
 
-    def run(model, quantization="none"):
+    def run(model, weights="auto"):
         sampling = batchgen.SamplingParams(max_tokens=8)
-        with batchgen.Engine(str(model), dtype="float32", quantization=quantization, sampling=sampling) as engine:
+        with batchgen.Engine(str(model), dtype="float32", weights=weights, sampling=sampling) as engine:
             tokens = [c.samples[0].token_ids for c in engine.generate(["The ferry", "Yes."])]
             return engine.policy.weight_format, engine.parts.loaded_bytes, tokens
 
-    found, kept, expanded = run(files.path), run(store.path), run(files.path, "bf16")
+    found, kept, expanded = run(files.path), run(store.path), run(files.path, "dequantized")
     assert found == kept and found[0] == "q4_0" and expanded[0] == "float32" and found[2] == expanded[2]
     config = read_config(files)
     matrices = config.num_layers * sum(r * c for group in config.layer_matrices.values() for r, c in group)
@@ -195,12 +213,12 @@ def test_a_job_goes_on_whether_weights_are_expanded_or_not(tmp_path, monkeypatch
     report = batchgen.run(str(files.path), "rows.jsonl", "out.jsonl", **OPTIONS)
     assert report["policy"]["weight_format"] == "q4_0" and report["rows_ok"] == 2
     assert (
-        batchgen.run(str(files.path), "rows.jsonl", "out.jsonl", quantization="bf16", **OPTIONS)["state"]
+        batchgen.run(str(files.path), "rows.jsonl", "out.jsonl", weights="dequantized", **OPTIONS)["state"]
         == "already complete"
     )
     cached = batchgen.run(str(files.path), "rows.jsonl", None, **OPTIONS)
     assert cached["policy"]["weight_format"] == "q4_0"
-    report = batchgen.run(str(files.path), "rows.jsonl", "expanded.jsonl", quantization="bf16", **OPTIONS)
+    report = batchgen.run(str(files.path), "rows.jsonl", "expanded.jsonl", weights="dequantized", **OPTIONS)
     assert report["policy"]["weight_format"] == "float32"
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "expanded.jsonl").read_bytes()
 

@@ -12,7 +12,7 @@ from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
 from batchgen.models.families import MIXTURES
-from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.models.files import read_config, resolve_model, resolve_weights
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.store.weight_store import open_store
 from batchgen.ops import int8
@@ -52,9 +52,9 @@ def make_quantized(family, path, scale_dtype=torch.float32, **fields):
     return made
 
 
-def state(path, quantization):
+def state(path, weights):
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": weights}))
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
@@ -96,11 +96,11 @@ def test_it_runs_in_8_bits_without_being_told(tmp_path, monkeypatch):
     make_quantized("llama", tmp_path / "model")
     path = str(tmp_path / "model")
     files = resolve_model(path)
-    assert [resolve_quantization(files, q) for q in ("none", "int4", "int8")] == ["int8", "int4", "int8"]
+    assert [resolve_weights(files, q) for q in ("native", "int4", "int8")] == ["int8", "int4", "int8"]
 
-    def tokens(model, quantization="none"):
+    def tokens(model, weights="auto"):
         with batchgen.Engine(
-            model, dtype="float32", quantization=quantization, sampling=batchgen.SamplingParams(max_tokens=8)
+            model, dtype="float32", weights=weights, sampling=batchgen.SamplingParams(max_tokens=8)
         ) as engine:
             return engine.policy.weight_format, [c.samples[0].token_ids for c in engine.generate(["The ferry", "Yes."])]
 
@@ -109,18 +109,18 @@ def test_it_runs_in_8_bits_without_being_told(tmp_path, monkeypatch):
     store = find_or_convert(files, tmp_path / "stores", "float32", "int8")
     assert tokens(str(store.path), "int8") == own
     assert tokens(path, "int4")[0] == "int4"
-    with pytest.raises(InputError, match="quantization 'int3' is not one of none, bf16, int4, int8"):
+    with pytest.raises(InputError, match="weights 'int3' is not one of auto, native, dequantized, int8, int4"):
         tokens(path, "int3")
 
 
 def test_a_plain_model_in_8_bits_has_the_tokens_of_its_store(tiny_models, tmp_path):
     path = tiny_models("qwen3")[0]
-    store = convert(resolve_model(str(path)), tmp_path / "store", dtype="float32", quantization="int8")
+    store = convert(resolve_model(str(path)), tmp_path / "store", dtype="float32", weights="int8")
     assert open_store(store.path).weight_format == "int8"
     found = []
     for model in (path, store.path):
         engine = batchgen.Engine(
-            str(model), dtype="float32", quantization="int8", sampling=batchgen.SamplingParams(max_tokens=8)
+            str(model), dtype="float32", weights="int8", sampling=batchgen.SamplingParams(max_tokens=8)
         )
         with engine:
             found.append([c.samples[0].token_ids for c in engine.generate(["The ferry left", "A restaurant"])])

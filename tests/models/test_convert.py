@@ -117,8 +117,8 @@ def test_a_model_without_a_tokenizer(tmp_path):
 def test_a_store_of_a_store(llama, tmp_path):
     """In another format: the same as from the source, where the first format loses nothing."""
     first = convert(llama, tmp_path / "first", dtype="float32")
-    direct = convert(llama, tmp_path / "direct", dtype="bfloat16", quantization="int4")
-    again = convert(resolve_model(str(first.path)), tmp_path / "again", dtype="bfloat16", quantization="int4")
+    direct = convert(llama, tmp_path / "direct", dtype="bfloat16", weights="int4")
+    again = convert(resolve_model(str(first.path)), tmp_path / "again", dtype="bfloat16", weights="int4")
     assert [p.read_bytes() for p in weight_paths(resolve_model(str(again.path)))] == [
         p.read_bytes() for p in weight_paths(resolve_model(str(direct.path)))
     ]
@@ -227,7 +227,7 @@ def test_killed_anywhere_and_run_again(llama, reference, tmp_path):
 
 def test_an_interrupted_4_bit_store_becomes_the_same(llama, tmp_path):
     """Layers are packed by what those before them make, which a second start has to know."""
-    whole = convert(llama, tmp_path / "whole", dtype="float32", quantization="int4")
+    whole = convert(llama, tmp_path / "whole", dtype="float32", weights="int4")
 
     def interrupt(done, total):
         if done == 1:
@@ -235,8 +235,8 @@ def test_an_interrupted_4_bit_store_becomes_the_same(llama, tmp_path):
 
     target = tmp_path / "store"
     with pytest.raises(KeyboardInterrupt):
-        convert(llama, target, dtype="float32", quantization="int4", on_layer=interrupt)
-    convert(llama, target, dtype="float32", quantization="int4")
+        convert(llama, target, dtype="float32", weights="int4", on_layer=interrupt)
+    convert(llama, target, dtype="float32", weights="int4")
     assert content(target) == content(whole.path)
 
 
@@ -265,13 +265,13 @@ def test_a_model_without_anything_behind_its_layers_has_a_store(tmp_path):
     make_tiny_model("opt", tmp_path / "opt", do_layer_norm_before=False)
     files = resolve_model(str(tmp_path / "opt"))
     before = model_identity(files)
-    for quantization in ("none", "int4"):
-        store = convert(files, tmp_path / quantization, dtype="float32", quantization=quantization)
-        assert convert(files, tmp_path / quantization, dtype="float32", quantization=quantization).path == store.path
+    for weights in ("native", "int4"):
+        store = convert(files, tmp_path / weights, dtype="float32", weights=weights)
+        assert convert(files, tmp_path / weights, dtype="float32", weights=weights).path == store.path
         assert store.head.num_bytes == store.head.path.stat().st_size
-    assert_same_weights(files, resolve_model(str(tmp_path / "none")))
+    assert_same_weights(files, resolve_model(str(tmp_path / "native")))
     tokens = []
-    for path in (files.path, tmp_path / "none"):
+    for path in (files.path, tmp_path / "native"):
         with batchgen.Engine(str(path), dtype="float32", cpu_memory="4GiB", max_model_len=64) as engine:
             tokens += [[each.samples[0].token_ids for each in engine.generate([batchgen.Request([5, 6, 7])])]]
     assert tokens[0] == tokens[1] and before == model_identity(files)
@@ -288,16 +288,16 @@ def test_a_directory_that_holds_something_else(llama, reference, tmp_path):
     make_tiny_model("opt", tmp_path / "opt", num_hidden_layers=2)
     other, opt = resolve_model(str(tmp_path / "llama")), resolve_model(str(tmp_path / "opt"))
 
-    def refusal(files, dtype="float32", quantization="none", target=target, overwrite=False):
+    def refusal(files, dtype="float32", weights="auto", target=target, overwrite=False):
         with pytest.raises(InputError) as caught:
-            convert(files, target, dtype=dtype, quantization=quantization, overwrite=overwrite)
+            convert(files, target, dtype=dtype, weights=weights, overwrite=overwrite)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
     name = llama.name
     assert f"holds {name} in float32, not {name} in bfloat16" in refusal(llama, "bfloat16")
     assert f"not {name} in int4 for float32: give another directory, or replace it with --over" in refusal(
-        llama, quantization="int4"
+        llama, weights="int4"
     )
     assert f"holds {name} in float32, not llama in float32" in refusal(other)
     assert "not opt in float32" in refusal(opt)
@@ -305,7 +305,7 @@ def test_a_directory_that_holds_something_else(llama, reference, tmp_path):
     assert "is the model itself" in refusal(llama, target=llama.path, overwrite=True)
     assert "is not empty and no weight store" in refusal(llama, target=tmp_path / "opt", overwrite=True)
     assert "float8" in refusal(llama, "float8", target=tmp_path / "new")
-    assert "int3" in refusal(llama, quantization="int3", target=tmp_path / "new")
+    assert "int3" in refusal(llama, weights="int3", target=tmp_path / "new")
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert "give a directory that you can write to" in refusal(llama, target=blocked)
@@ -339,7 +339,7 @@ def test_two_conversions_at_once(llama, tmp_path):
 @pytest.mark.parametrize("finishes", [True, False])
 def test_jobs_that_need_one_store_at_once_share_it(llama, tmp_path, reference, finishes):
     """The second waits for the first, and makes the store itself where the first is stopped."""
-    target = store_path(tmp_path, llama, "float32", "none")
+    target = store_path(tmp_path, llama, "float32", "native")
     found, said, waits = [], [], threading.Event()
 
     def second() -> None:
@@ -432,7 +432,7 @@ def test_stores_are_for_this_user_to_write_whatever_the_umask_is(llama, tmp_path
 def test_find_or_convert(llama, tmp_path):
     notices = []
     first = find_or_convert(llama, tmp_path, "float32", notify=notices.append)
-    assert first.path == store_path(tmp_path, llama, "float32", "none") and first.path.is_relative_to(tmp_path)
+    assert first.path == store_path(tmp_path, llama, "float32", "native") and first.path.is_relative_to(tmp_path)
     again = find_or_convert(llama, tmp_path, "float32", notify=notices.append)
     assert again == first and len(notices) == 1 and llama.name in notices[0] and str(first.path) in notices[0]
     packed = find_or_convert(llama, tmp_path, "bfloat16", "int4", notify=notices.append)
@@ -446,7 +446,9 @@ def test_find_or_convert(llama, tmp_path):
     (first.path / "manifest.json").unlink()
     find_or_convert(llama, tmp_path, "float32", notify=notices.append)
     assert content(first.path) == expected
-    names = {store_path(tmp_path, llama, dtype, q).name for dtype in ("float32", "bfloat16") for q in ("none", "int4")}
+    names = {
+        store_path(tmp_path, llama, dtype, q).name for dtype in ("float32", "bfloat16") for q in ("native", "int4")
+    }
     assert len(names) == 4
 
 
@@ -460,7 +462,7 @@ def test_the_command(llama, reference, tmp_path):
     (line,) = done.stdout.splitlines()
     assert "KiB in " in line and line.endswith(str(tmp_path / "a" / "store"))
     assert content(tmp_path / "a" / "store") == content(reference)
-    done = invoke("-m", llama.path, "-o", tmp_path / "b", "--quantization", "int4", "--progress", "none")
+    done = invoke("-m", llama.path, "-o", tmp_path / "b", "--weights", "int4", "--progress", "none")
     assert done.exit_code == 0 and done.stderr == ""
     assert open_store(tmp_path / "b").weight_format == "int4"
     assert read_config(resolve_model(str(tmp_path / "b"))).dtype == "float32"  # auto: as it is stored

@@ -12,12 +12,12 @@ from thorough import covering
 from tiny_models import FAMILIES, make_tiny_model
 
 from batchgen.core.device import parse_device
-from batchgen.core.dtypes import EXPANDED, FORMAT_BYTES, FP8_FORMATS, GROUP_FORMATS
+from batchgen.core.dtypes import DEQUANTIZED, FORMAT_BYTES, FP8_FORMATS, GROUP_FORMATS
 from batchgen.core.errors import InputError
-from batchgen.engine.loader import choose_quantization
+from batchgen.engine.loader import choose_weights
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
-from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.models.files import read_config, resolve_model, resolve_weights
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.layouts import is_quantized
 from batchgen.models.store.weight_store import load_extent
@@ -75,10 +75,10 @@ def test_numbers_are_those_that_the_format_defines(tmp_path, monkeypatch, name, 
     monkeypatch.setattr("batchgen.models.tensor_files.reading.CHUNK_VALUES", 3000)  # rows a few at a time
     scheme, kept = SCHEMES[name]
     files, plain = make(tmp_path, family, scheme)
-    assert resolve_quantization(files, "none") == (kept or "none")
+    assert resolve_weights(files, "native") == (kept or "native")
     config, cpu = read_config(files), parse_device("cpu")  # with memory for what is expanded, and with little
-    chosen = [choose_quantization(files, config, "none", "float32", cpu, lambda m=m: m) for m in (1 << 40, 0)]
-    assert chosen == ([EXPANDED, kept] if kept else ["none", "none"])
+    chosen = [choose_weights(files, config, "auto", "float32", cpu, lambda m=m: m) for m in (1 << 40, 0)]
+    assert chosen == ([DEQUANTIZED, kept] if kept else ["native", "native"])
     assert_same_model(files, plain, kept, tmp_path)
 
 
@@ -110,7 +110,7 @@ def assert_same_model(files, plain, kept, tmp_path):
 def test_the_last_group_of_a_row_may_be_shorter(tmp_path):
     """Such a model is expanded."""
     files, plain = make(tmp_path, "llama", gptq(128))  # 192 columns
-    assert resolve_quantization(files, "none") == "none"
+    assert resolve_weights(files, "native") == "native"
     assert_same_model(files, plain, None, tmp_path)
 
 
@@ -120,7 +120,7 @@ def test_layers_that_were_left_as_numbers_are_read(tmp_path):
     make_tiny_model("llama", path, **SIZES)
     requantize(path, awq(64), numbers=tmp_path / "numbers", suffixes=("mlp.up_proj.weight", "mlp.down_proj.weight"))
     files = resolve_model(str(path))
-    assert resolve_quantization(files, "none") == "none"
+    assert resolve_weights(files, "native") == "native"
     assert_same_model(files, resolve_model(str(tmp_path / "numbers")), None, tmp_path)
 
 
@@ -131,7 +131,7 @@ def test_scales_of_32_bits_are_not_cut(tmp_path):
     save_file(
         {k: t.float() if k.endswith("weight_scale") else t for k, t in tensors.items()}, path, metadata={"format": "pt"}
     )
-    assert resolve_quantization(files, "none") == "none"
+    assert resolve_weights(files, "native") == "native"
     assert_same_model(files, plain, None, tmp_path)
 
 

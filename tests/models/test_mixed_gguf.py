@@ -24,7 +24,7 @@ from batchgen.engine.loader import store_bytes
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.convert import convert
-from batchgen.models.files import read_config, resolve_model, resolve_quantization, weight_tensors
+from batchgen.models.files import read_config, resolve_model, resolve_weights, weight_tensors
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.layouts import layer_sizes, main_format, stored_tensors
 from batchgen.ops import cpp
@@ -61,10 +61,10 @@ def test_each_matrix_keeps_its_format_and_numbers(tmp_path, family):
     """In the file and in a store of it; parts of a fused matrix may be in several."""
     files = make(tmp_path, family)
     config, of_file = read_config(files), weight_tensors(files)
-    assert resolve_quantization(files, "none") == MIXED
+    assert resolve_weights(files, "native") == MIXED
     store = convert(files, tmp_path / "store", dtype="float32")
     kept = resolve_model(str(store.path))
-    assert (store.weight_format, resolve_quantization(kept, "none")) == (MIXED, MIXED)
+    assert (store.weight_format, resolve_weights(kept, "native")) == (MIXED, MIXED)
     assert store.config == dataclasses.replace(config, dtype="float32")
     kinds = {info.dtype.lower() for name, info in of_file.items()} & GGUF_FORMATS.keys()
     assert (
@@ -88,7 +88,7 @@ def test_each_matrix_keeps_its_format_and_numbers(tmp_path, family):
                 chunks = zip(*(part.chunk(config.num_experts) for part in parts), strict=True)
                 rows = torch.cat([each for pair in chunks for each in pair])
             assert torch.equal(rows, expanded[name]), name
-    again = convert(kept, tmp_path / "expanded", dtype="float32", quantization="bf16")
+    again = convert(kept, tmp_path / "expanded", dtype="float32", weights="dequantized")
     assert again.weight_format == "float32"
     numbers = open_checkpoint(resolve_model(str(again.path))).load_layer(1, torch.float32)
     assert all(torch.equal(t, numbers[name]) for name, t in open_checkpoint(files).load_layer(1, torch.float32).items())
@@ -112,7 +112,7 @@ def test_bytes_are_those_of_the_file(tmp_path, monkeypatch, family):
     layers = [sum(sizes.values()) for sizes in layer_sizes(config, "float32", MIXED)]
     assert len(set(layers)) == 2 and mean == pytest.approx(sum(layers) / 2, abs=4)
     assert max(layers) <= sum(slot_bytes(config, "float32", MIXED).values()) <= sum(layers)
-    with batchgen.Engine(str(files.path), dtype="float32", quantization="none") as engine:
+    with batchgen.Engine(str(files.path), dtype="float32", weights="auto") as engine:
         assert engine.policy.weight_format == MIXED
         assert total <= engine.parts.loaded_bytes <= 1.05 * total  # rows of routers are made whole panels
         assert engine.parts.memory.parts["cpu"]["weights"] == total
@@ -139,7 +139,7 @@ def test_a_plan_states_the_bytes_of_the_file(tmp_path, monkeypatch):
         str(files.path),
         "rows.jsonl",
         "expanded.jsonl",
-        quantization="bf16",
+        weights="dequantized",
         dtype="float32",
         cpu_memory="2GiB",
         max_tokens=4,
@@ -165,7 +165,7 @@ def test_layers_of_one_format_keep_its_name_and_the_ends_their_own(tmp_path):
         tmp_path, "llama", lambda name: {"output.weight": "Q6_K", "token_embd.weight": "Q8_0"}.get(name, "Q4_0")
     )
     config = read_config(files)
-    assert resolve_quantization(files, "none") == "q4_0"
+    assert resolve_weights(files, "native") == "q4_0"
     assert (config.layer_formats, config.end_formats) == ((), (("embed", "q8_0"), ("lm_head", "q6_k")))
     store = find_or_convert(files, tmp_path / "stores", "float32", "q4_0")
     (embed,) = store.embeddings.extents["embeddings"].tensors
@@ -177,7 +177,7 @@ def test_what_no_kernel_knows_is_expanded_beside_the_others(tmp_path):
     """As of the types that the gguf package alone reads."""
     kind = gguf.GGMLQuantizationType.TQ2_0
     files = make(tmp_path, "llama", lambda name: "TQ2_0" if name == "blk.1.ffn_down.weight" else "Q4_0")
-    assert resolve_quantization(files, "none") == MIXED
+    assert resolve_weights(files, "native") == MIXED
     info = weight_tensors(files)["blk.1.ffn_down.weight"]
     packed = np.fromfile(files.path, np.uint8, info.num_bytes, offset=info.offset).reshape(info.shape[0], -1)
     found = open_checkpoint(files).load_packed("layer", 1, torch.float32, MIXED)["down.weight"]

@@ -13,7 +13,7 @@ import batchgen
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
-from batchgen.models.files import read_config, resolve_model, resolve_quantization, weight_paths, weight_tensors
+from batchgen.models.files import read_config, resolve_model, resolve_weights, weight_paths, weight_tensors
 from batchgen.models.formats.gguf import tensors as gguf_tensors
 from batchgen.models.identity import model_identity
 from batchgen.models.tokenizers.tokenizer import load_tokenizer
@@ -74,7 +74,7 @@ def test_all_parts_are_one_model(tmp_path, kind):
     found = [resolve_model(str(part)) for part in parts]
     assert set(found) == {found[0]} and found[0].name == "model" and weight_paths(found[0]) == parts
     assert read_config(found[0]) == read_config(expected)
-    assert resolve_quantization(found[0], "none") == resolve_quantization(expected, "none")
+    assert resolve_weights(found[0], "native") == resolve_weights(expected, "native")
     assert_same_weights(open_checkpoint(found[0]), open_checkpoint(expected))
     assert load_tokenizer(found[0]).identity() == load_tokenizer(expected).identity()
     stores = [convert(files, tmp_path / f"store{i}", dtype="float32") for i, files in enumerate((found[0], expected))]
@@ -83,14 +83,14 @@ def test_all_parts_are_one_model(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("quantization", ["none", "bf16"])
-def test_a_run_gives_the_rows_of_one_file(tmp_path, monkeypatch, kind, quantization):
+@pytest.mark.parametrize("weights", ["native", "dequantized"])
+def test_a_run_gives_the_rows_of_one_file(tmp_path, monkeypatch, kind, weights):
     """As found, where matrices are packed while they are read, and expanded."""
     monkeypatch.chdir(tmp_path)
     whole, first = make(tmp_path, KINDS[kind])
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": "The ferry " * n}) + "\n" for n in range(1, 5)))
     for name, path in (("whole", whole), ("parts", first)):
-        report = batchgen.run(str(path), "rows.jsonl", f"{name}.jsonl", quantization=quantization, **OPTIONS)
+        report = batchgen.run(str(path), "rows.jsonl", f"{name}.jsonl", weights=weights, **OPTIONS)
         assert report["rows_ok"] == 4
     assert (tmp_path / "whole.jsonl").read_text() == (tmp_path / "parts.jsonl").read_text()
 

@@ -37,25 +37,25 @@ ALL = [*((family, {}) for family in FAMILIES), *VARIANTS]
 
 @pytest.fixture(scope="module")
 def store_path(tiny_models, tmp_path_factory):
-    """quantization -> the path of a store of a tiny qwen3 (all norms) in bfloat16; not to be changed."""
+    """Weights -> the path of a store of a tiny qwen3 (all norms) in bfloat16; not to be changed."""
     made = {}
 
-    def get(quantization="none"):
-        if quantization not in made:
-            made[quantization] = tmp_path_factory.mktemp(quantization) / "store"
+    def get(weights="auto"):
+        if weights not in made:
+            made[weights] = tmp_path_factory.mktemp(weights) / "store"
             files = resolve_model(str(tiny_models("qwen3", attention_bias=True)[0]))
-            convert(files, made[quantization], dtype="bfloat16", quantization=quantization)
-        return made[quantization]
+            convert(files, made[weights], dtype="bfloat16", weights=weights)
+        return made[weights]
 
     return get
 
 
-@pytest.mark.parametrize("quantization", ["none", "int4", "int8"])
+@pytest.mark.parametrize("weights", ["native", "int4", "int8"])
 @pytest.mark.parametrize(("family", "overrides"), ALL)
-def test_what_is_stored_is_what_was_loaded(tmp_path, family, overrides, quantization):
+def test_what_is_stored_is_what_was_loaded(tmp_path, family, overrides, weights):
     model = make_tiny_model(family, tmp_path / "model", **overrides)
     files = resolve_model(str(tmp_path / "model"))
-    store = convert(files, tmp_path / "store", dtype="float32", quantization=quantization)
+    store = convert(files, tmp_path / "store", dtype="float32", weights=weights)
     embeddings, layers, head = expected_tensors(model)
     assert store == open_store(tmp_path / "store")
     measured = ChannelImportance(store.config, embeddings, random_tokens(store.config), head.get("sinks.weight"))
@@ -71,13 +71,13 @@ def test_what_is_stored_is_what_was_loaded(tmp_path, family, overrides, quantiza
         for extent in file.extents.values():
             for name, tensor in read_extent(file, extent).items():
                 assert torch.equal(tensor, by_safetensors.pop(name))
-                if quantization == "int4" and name in packed:
+                if weights == "int4" and name in packed:
                     assert torch.equal(tensor, quantize(expected[name], importance=importance[name]))
                     tensor = dequantize(tensor, expected[name].shape[1])
                     unfitted = dequantize(quantize(expected[name]), expected[name].shape[1])
                     error = (importance[name] * (tensor - expected[name]).square()).mean()
                     assert 0 < error < (importance[name] * (unfitted - expected[name]).square()).mean()
-                elif quantization == "int8" and name in packed:
+                elif weights == "int8" and name in packed:
                     assert torch.equal(tensor, int8.quantize(expected[name]))
                     tensor = int8.dequantize(tensor, expected[name].shape[1], torch.empty_like(expected[name]))
                 else:
@@ -100,10 +100,10 @@ def test_a_group_counts_the_parameters_the_planner_counts(store_path):
         assert counts == store.config.layer_tensors and list(counts) == list(store.config.layer_tensors)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int4", "int8"])
-def test_places(store_path, quantization):
+@pytest.mark.parametrize("weights", ["native", "int4", "int8"])
+def test_places(store_path, weights):
     """Groups on whole blocks, one right behind the other to the end of the file; tensors on multiples of 64."""
-    store = open_store(store_path(quantization))
+    store = open_store(store_path(weights))
     for file in store.files:
         data = file.path.read_bytes()
         header_bytes = int.from_bytes(data[:8], "little")
@@ -143,9 +143,9 @@ def test_several_groups_in_one_request(store_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("quantization", ["none", "int4", "int8"])
-def test_loading_in_small_pieces(store_path, monkeypatch, quantization, dtype):
-    store = open_store(store_path(quantization))
+@pytest.mark.parametrize("weights", ["native", "int4", "int8"])
+def test_loading_in_small_pieces(store_path, monkeypatch, weights, dtype):
+    store = open_store(store_path(weights))
     monkeypatch.setattr("batchgen.models.store.weight_store._PIECE_BYTES", 1000)
     for file in store.files:
         for extent in file.extents.values():

@@ -73,7 +73,7 @@ def engine(config, monkeypatch, *, captured):
     windows = frozenset(config.windows)
     parts = EngineParts(
         config, NoText(), executor, lambda sweep: [sweep],
-        lambda batch: pack(batch, block_size=BLOCK_SIZE, key_bytes=256, windows=windows, compute_tier=tier),
+        lambda batch: pack(batch, kv_block_size=BLOCK_SIZE, key_bytes=256, windows=windows, compute_tier=tier),
         sample, policy, MemoryPlan({}, {}, policy.kv_blocks, 0, 512), frozenset(), "float32", 0, tier,
     )  # fmt: skip
     return Engine.from_parts(parts)

@@ -98,20 +98,20 @@ def sweeps(draw):
 
 
 def check_attention(case, dtype, kv_format, tolerance):
-    prefix_blocks, sequences, window, (heads, kv_heads), head_dim, block_size, seed = case
-    slices, groups, num_blocks = laid_out(prefix_blocks, sequences, block_size, seed)
-    plan = plan_attention(slices, groups, block_size=block_size, key_bytes=kv_heads * head_dim * 2, window=window)
+    prefix_blocks, sequences, window, (heads, kv_heads), head_dim, kv_block_size, seed = case
+    slices, groups, num_blocks = laid_out(prefix_blocks, sequences, kv_block_size, seed)
+    plan = plan_attention(slices, groups, kv_block_size=kv_block_size, key_bytes=kv_heads * head_dim * 2, window=window)
     q = random(seed, sum(s.num_queries for s in slices), heads, head_dim, dtype=dtype, scale=1.5 * head_dim**-0.5)
-    stored, meant = paged(random(seed + 1, num_blocks, 2, kv_heads, block_size, head_dim), kv_format)
+    stored, meant = paged(random(seed + 1, num_blocks, 2, kv_heads, kv_block_size, head_dim), kv_format)
     spare = torch.ones(num_blocks, dtype=torch.bool)
     for s in slices:
         spare[torch.from_numpy(s.blocks.astype(np.int64))] = False
-        tail = s.num_keys % block_size
+        tail = s.num_keys % kv_block_size
         if tail and stored.is_floating_point():
-            stored[int(s.blocks[(s.num_keys - 1) // block_size]), :, :, tail:] = float("nan")
+            stored[int(s.blocks[(s.num_keys - 1) // kv_block_size]), :, :, tail:] = float("nan")
     stored[spare] = float("nan") if stored.is_floating_point() else 255 if stored.dtype == torch.uint8 else -1
     row_bytes = stored.shape[-1] * stored.element_size()
-    made = kernels.attention_plan(plan, kv_heads, heads // kv_heads, block_size, row_bytes)
+    made = kernels.attention_plan(plan, kv_heads, heads // kv_heads, kv_block_size, row_bytes)
     softcap = 2.0 if seed % 3 == 1 else 0.0
     sinks = random(seed + 2, heads, scale=3) if seed % 2 else None
     got = kernels.attention(q, stored, made, softcap=softcap, sinks=sinks)
@@ -129,14 +129,14 @@ def test_attention_fp32(case):
 
 def test_keys_of_blocks_that_only_seem_to_lie_together():
     """From the first key to the sixteenth it is as far as if all lay one after the other."""
-    heads, head_dim, block_size, window = 8, 64, 8, 20
+    heads, head_dim, kv_block_size, window = 8, 64, 8, 20
     table = np.array([4, 9, 1, 5, 8, 6], dtype=np.int32)
     for first in range(1, 7):  # where the window begins in a block
-        slices = [SequenceSlice(1, block_size * len(table) - 1 - first, table)]
-        plan = plan_attention(slices, [], block_size=block_size, key_bytes=head_dim * 2, window=window)
+        slices = [SequenceSlice(1, kv_block_size * len(table) - 1 - first, table)]
+        plan = plan_attention(slices, [], kv_block_size=kv_block_size, key_bytes=head_dim * 2, window=window)
         q = random(first, 1, heads, head_dim, dtype=torch.bfloat16, scale=1.5 * head_dim**-0.5)
-        stored, meant = paged(random(9, 10, 2, 1, block_size, head_dim), "bfloat16")
-        got = kernels.attention(q, stored, kernels.attention_plan(plan, 1, heads, block_size, head_dim * 2))
+        stored, meant = paged(random(9, 10, 2, 1, kv_block_size, head_dim), "bfloat16")
+        got = kernels.attention(q, stored, kernels.attention_plan(plan, 1, heads, kv_block_size, head_dim * 2))
         torch.testing.assert_close(got.double(), attended(q, meant, slices, window), atol=0.015, rtol=0.015)
 
 
@@ -201,7 +201,7 @@ def test_what_is_no_number_stays_in_its_sequence(kv_format, head_dim, part, what
     slices, _, num_blocks = laid_out(0, [(1, 90, False), (1, 70, False), (1, 130, False)], 16, 5)
     kv, _ = paged(random(1, num_blocks, 2, 2, 16, head_dim), kv_format)
     q = random(2, 3, 8, head_dim, dtype=dtype, scale=head_dim**-0.5)
-    plan = plan_attention(slices, [], block_size=16, key_bytes=256)
+    plan = plan_attention(slices, [], kv_block_size=16, key_bytes=256)
     made = kernels.attention_plan(plan, 2, 4, 16, kv.shape[-1] * kv.element_size())
     before = kernels.attention(q, kv, made)
     row = kv[int(slices[1].blocks[2]), part, 0, 3]
@@ -233,7 +233,7 @@ def test_decode_over_packed_kv_with_numbers_of_any_size(packing):
     q[0] = 0
     q[1, :, 1:] *= 1e-30
     q[3] *= 100
-    plan = plan_attention(slices, [], block_size=16, key_bytes=256)
+    plan = plan_attention(slices, [], kv_block_size=16, key_bytes=256)
     got = kernels.attention(q, stored, kernels.attention_plan(plan, 1, 4, 16, stored.shape[-1]))
     torch.testing.assert_close(got.double(), attended(q, meant, slices, None), atol=0.008, rtol=0.008)
 
@@ -247,7 +247,7 @@ def test_few_heads_of_a_group_have_the_bits_of_many(kv_format):
         kv = random(head_dim, 30, 2, 2, 16, head_dim, dtype=getattr(torch, kv_format))
         q = random(group, len(lengths), 2, 16, head_dim, scale=head_dim**-0.5)
         slices = [SequenceSlice(1, n - 1, np.arange(-(-n // 16), dtype=np.int32) + i) for i, n in enumerate(lengths)]
-        plan = plan_attention(slices, [], block_size=16, key_bytes=2 * head_dim * kv.element_size(), window=None)
+        plan = plan_attention(slices, [], kv_block_size=16, key_bytes=2 * head_dim * kv.element_size(), window=None)
 
         def attention(heads, plan=plan, kv=kv, q=q, head_dim=head_dim):
             made = kernels.attention_plan(plan, 2, heads, 16, head_dim * kv.element_size())
@@ -264,7 +264,7 @@ def test_a_result_does_not_depend_on_the_batch_nor_on_threads():
     q = random(2, 92, 8, 64, dtype=torch.bfloat16)
 
     def attention(chosen, queries):
-        plan = plan_attention(chosen, [], block_size=16, key_bytes=256)
+        plan = plan_attention(chosen, [], kv_block_size=16, key_bytes=256)
         return kernels.attention(queries, kv, kernels.attention_plan(plan, 2, 4, 16, 128))
 
     together = attention(slices, q)
@@ -294,7 +294,7 @@ def test_very_large_scores():
     """The softmax carries its maximum along: one key takes all."""
     kv = random(0, 8, 2, 1, 16, 64)
     q = kv[4, 0, 0, 7].reshape(1, 1, 64) * 1000
-    plan = plan_attention([SequenceSlice(1, 127, np.arange(8, dtype=np.int32))], [], block_size=16, key_bytes=256)
+    plan = plan_attention([SequenceSlice(1, 127, np.arange(8, dtype=np.int32))], [], kv_block_size=16, key_bytes=256)
     got = kernels.attention(q, kv, kernels.attention_plan(plan, 1, 1, 16, 128))
     torch.testing.assert_close(got[0, 0], kv[4, 1, 0, 7])
 
@@ -632,7 +632,7 @@ def test_norms(rows, columns, dtype, layer_norm, seed):
 @pytest.mark.parametrize("kv_format", ["own", "int4", "int8", "none", "none, rotated"])
 @pytest.mark.parametrize("family", ["rope", "learned", "qk_norm"])
 def test_rotary_and_store(dtype, head_dim, kv_format, family):
-    tokens, heads, kv_heads, block_size, scale = 21, 6, 2, 16, head_dim**-0.5
+    tokens, heads, kv_heads, kv_block_size, scale = 21, 6, 2, 16, head_dim**-0.5
     qkv = random(0, tokens, (heads + 2 * kv_heads) * head_dim + 3, dtype=dtype)[:, :-3]
     positions = torch.from_numpy(np.random.default_rng(0).integers(0, 50, tokens))
     angles = torch.outer(torch.arange(50.0), 1.0 / 100 ** (torch.arange(head_dim // 2) / head_dim))
@@ -640,13 +640,13 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
     norms = tuple(random(i, head_dim, dtype=dtype) for i in (5, 6)) if family == "qk_norm" else None
     rotated = kv_format in ("int4", "none, rotated")
     rotation = torch.linalg.qr(random(9, head_dim, head_dim))[0].contiguous() if rotated else None
-    slots = torch.from_numpy(np.random.default_rng(1).permutation(4 * block_size)[:tokens])
+    slots = torch.from_numpy(np.random.default_rng(1).permutation(4 * kv_block_size)[:tokens])
     kv = None
     if kv_format == "own":
-        kv = torch.zeros(4, 2, kv_heads, block_size, head_dim, dtype=dtype)
+        kv = torch.zeros(4, 2, kv_heads, kv_block_size, head_dim, dtype=dtype)
     elif kv_format in PACKINGS:
         width, stored_dtype = kv_row_bytes(head_dim, kv_format), quant.KV_DTYPES[kv_format]
-        kv = torch.zeros(4, 2, kv_heads, block_size, width, dtype=stored_dtype)
+        kv = torch.zeros(4, 2, kv_heads, kv_block_size, width, dtype=stored_dtype)
     q, k, v = kernels.rotary_store(
         qkv, heads, kv_heads, head_dim, scale=scale, rope=rope, positions=positions, norms=norms, eps=1e-6,
         rotation=rotation, kv=kv, slots=slots,
@@ -669,8 +669,11 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
     tolerance = {"atol": 4 * ROUNDING[dtype], "rtol": 2 * ROUNDING[dtype]}
     torch.testing.assert_close(q.double(), parts[0], **tolerance)
     if kv is not None:
-        stored = kv.transpose(2, 3)  # [blocks, 2, block_size, kv_heads, width]
-        k, v = stored[slots // block_size, 0, slots % block_size], stored[slots // block_size, 1, slots % block_size]
+        stored = kv.transpose(2, 3)  # [blocks, 2, kv_block_size, kv_heads, width]
+        k, v = (
+            stored[slots // kv_block_size, 0, slots % kv_block_size],
+            stored[slots // kv_block_size, 1, slots % kv_block_size],
+        )
         assert int((stored != 0).any(-1).any(-1).sum()) == 2 * tokens
     if kv_format in PACKINGS:
         bits = KV_CODE_BITS[kv_format]

@@ -72,8 +72,8 @@ FORMATS = {  # (queries, KV): the largest error
 @st.composite
 def sweeps(draw):
     """Sequences (queries, cached tokens, shared with the common prefix?), the prefix's blocks, and shapes."""
-    block_size = draw(st.sampled_from(BLOCK_SIZES))
-    prefix_blocks = draw(st.sampled_from([0, 0, 64 // block_size, 64 // block_size + 1]))
+    kv_block_size = draw(st.sampled_from(BLOCK_SIZES))
+    prefix_blocks = draw(st.sampled_from([0, 0, 64 // kv_block_size, 64 // kv_block_size + 1]))
     sequences = draw(
         st.lists(
             st.tuples(
@@ -92,16 +92,16 @@ def sweeps(draw):
         draw(st.sampled_from([None, None, None, 1, 20, 100])),
         (kv_heads * group, kv_heads),
         draw(st.sampled_from(HEAD_DIMS)),
-        block_size,
+        kv_block_size,
         draw(st.sampled_from([1, 20, 132])),
         draw(st.integers(0, 2**20)),
     )
 
 
 def prepared(  # what a plan is cut for, one by one
-    plan, heads, kv_heads, head_dim, block_size, dtype, kv_dtype, num_sms=132, capacity=None
+    plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_dtype, num_sms=132, capacity=None
 ):
-    shape = attention.geometry(heads, kv_heads, head_dim, block_size, dtype, kv_dtype, DEVICE)
+    shape = attention.geometry(heads, kv_heads, head_dim, kv_block_size, dtype, kv_dtype, DEVICE)
     return plans.cut(plan, replace(shape, num_sms=num_sms)).prepare(DEVICE, capacity)
 
 
@@ -119,20 +119,20 @@ def attend(q, kv, plan, softcap=0.0, sinks=None):
 
 
 def check_attention(case, dtype, kv_format, tolerance, softcap=0.0):
-    prefix_blocks, sequences, window, (heads, kv_heads), head_dim, block_size, num_sms, seed = case
-    slices, groups, num_blocks = laid_out(prefix_blocks, sequences, block_size, seed)
-    plan = plan_attention(slices, groups, block_size=block_size, key_bytes=kv_heads * head_dim * 2, window=window)
+    prefix_blocks, sequences, window, (heads, kv_heads), head_dim, kv_block_size, num_sms, seed = case
+    slices, groups, num_blocks = laid_out(prefix_blocks, sequences, kv_block_size, seed)
+    plan = plan_attention(slices, groups, kv_block_size=kv_block_size, key_bytes=kv_heads * head_dim * 2, window=window)
     q = random(seed, sum(s.num_queries for s in slices), heads, head_dim, dtype=dtype, scale=1.5 * head_dim**-0.5)
-    stored, meant = paged(random(seed + 1, num_blocks, 2, kv_heads, block_size, head_dim), kv_format)
+    stored, meant = paged(random(seed + 1, num_blocks, 2, kv_heads, kv_block_size, head_dim), kv_format)
     nothing = {torch.uint8: 255, torch.int8: -1}.get(stored.dtype, float("nan"))
     spare = torch.ones(num_blocks, dtype=torch.bool)
     for s in slices:
         spare[torch.from_numpy(s.blocks.astype(np.int64))] = False
-        tail = s.num_keys % block_size
+        tail = s.num_keys % kv_block_size
         if tail:
-            stored[int(s.blocks[(s.num_keys - 1) // block_size]), :, :, tail:] = nothing
+            stored[int(s.blocks[(s.num_keys - 1) // kv_block_size]), :, :, tail:] = nothing
     stored[spare] = nothing
-    made = prepared(plan, heads, kv_heads, head_dim, block_size, dtype, stored.dtype, num_sms)
+    made = prepared(plan, heads, kv_heads, head_dim, kv_block_size, dtype, stored.dtype, num_sms)
     sinks = random(seed + 2, heads, scale=3) if seed % 2 else None
     got = attend(q, stored, made, softcap, sinks)
     assert torch.isfinite(got).all()
@@ -174,11 +174,11 @@ def test_prompts_over_several_tiles():
 @settings(max_examples=200, deadline=None)
 @given(sweeps(), st.sampled_from([(16, 32), (32, 128)]))
 def test_items_hold_every_key_that_a_token_sees_once(case, rows):
-    prefix_blocks, sequences, window, (heads, kv_heads), head_dim, block_size, num_sms, seed = case
-    slices, groups, _ = laid_out(prefix_blocks, sequences, block_size, seed)
-    plan = plan_attention(slices, groups, block_size=block_size, key_bytes=2, window=window)
+    prefix_blocks, sequences, window, (heads, kv_heads), head_dim, kv_block_size, num_sms, seed = case
+    slices, groups, _ = laid_out(prefix_blocks, sequences, kv_block_size, seed)
+    plan = plan_attention(slices, groups, kv_block_size=kv_block_size, key_bytes=2, window=window)
     few, many = (attention.Tile(max(n, heads // kv_heads), 32, 4, 2) for n in rows)
-    shape = plans.Geometry(heads, kv_heads, head_dim, block_size, few, many, num_sms)
+    shape = plans.Geometry(heads, kv_heads, head_dim, kv_block_size, few, many, num_sms)
     made = plans.cut(plan, shape).prepare(torch.device("cpu"))
     table = made.table.numpy()
     seen = {}
@@ -189,7 +189,7 @@ def test_items_hold_every_key_that_a_token_sees_once(case, rows):
         for i in range(count):
             for key in range(first, last):
                 if causal + i - limit < key <= causal + i:
-                    place = int(table[start + key // block_size]) * block_size + key % block_size
+                    place = int(table[start + key // kv_block_size]) * kv_block_size + key % kv_block_size
                     seen.setdefault(token + i, []).append(place)
             seen.setdefault(token + i, [])
             partial_rows.setdefault(token + i, []).append(partial if partial < 0 else partial + i)
@@ -197,7 +197,7 @@ def test_items_hold_every_key_that_a_token_sees_once(case, rows):
     for s in slices:
         for position in range(s.num_cached, s.num_keys):
             keys = np.arange(max(0, position - (window or 10**9) + 1), position + 1)
-            places = s.blocks[keys // block_size] * block_size + keys % block_size
+            places = s.blocks[keys // kv_block_size] * kv_block_size + keys % kv_block_size
             assert sorted(seen.pop(token)) == sorted(places.tolist())
             token += 1
     assert not seen
@@ -219,7 +219,7 @@ def test_a_plan_is_written_over_another_in_the_same_memory():
             SequenceSlice(1, n - 1, (np.arange(end - -(-n // 16), end) + first).astype(np.int32) % 64)
             for n, end in zip(lengths, ends, strict=True)
         ]
-        return slices, plan_attention(slices, [], block_size=16, key_bytes=256)
+        return slices, plan_attention(slices, [], kv_block_size=16, key_bytes=256)
 
     made = prepared(sweep([300, 20, 7], 0)[1], *shape, capacity=plans.Capacity(8, 2, 40, 4, 10))
     address = made.buffer.data_ptr()
@@ -245,7 +245,7 @@ def test_very_large_scores():
     """The softmax carries its maximum along: one key takes all."""
     kv = random(0, 24, 2, 1, 16, 64)
     q = kv[4, 0, 0, 7].reshape(1, 1, 64) * 1000
-    plan = plan_attention([SequenceSlice(1, 383, np.arange(24, dtype=np.int32))], [], block_size=16, key_bytes=256)
+    plan = plan_attention([SequenceSlice(1, 383, np.arange(24, dtype=np.int32))], [], kv_block_size=16, key_bytes=256)
     got = attend(q, kv, prepared(plan, 1, 1, 64, 16, q.dtype, q.dtype))
     torch.testing.assert_close(got[0, 0], kv[4, 1, 0, 7])
 
@@ -274,7 +274,7 @@ def test_a_shared_prefix_with_many_rows():
 
 def test_the_same_twice_is_the_same_bit_by_bit():
     slices, groups, num_blocks = laid_out(0, [(1, 1500, False), (1, 70, False), (24, 300, False)], 16, 5)
-    plan = plan_attention(slices, groups, block_size=16, key_bytes=256)
+    plan = plan_attention(slices, groups, kv_block_size=16, key_bytes=256)
     kv, q = random(1, num_blocks, 2, 2, 16, 64, dtype=torch.bfloat16), random(2, 26, 4, 64, dtype=torch.bfloat16)
     first, second = (attend(q, kv, prepared(plan, 4, 2, 64, 16, q.dtype, q.dtype)) for _ in range(2))
     assert torch.equal(first, second)
@@ -292,7 +292,7 @@ def test_kv_beyond_the_reach_of_32_bits():
         slots = torch.from_numpy(table.astype(np.int64).repeat(16)[:tokens] * 16 + np.arange(tokens) % 16).to(DEVICE)
         options = {"scale": 0.1, "kv": kv, "slots": slots, "rotation": ops.rotation(head_dim, DEVICE)}
         q = triton_kernels.rotary_store(qkv, heads, kv_heads, **options)[0]
-        plan = plan_attention([SequenceSlice(tokens, 0, table)], [], block_size=16, key_bytes=head_dim)
+        plan = plan_attention([SequenceSlice(tokens, 0, table)], [], kv_block_size=16, key_bytes=head_dim)
         found.append(attend(q, kv, prepared(plan, heads, kv_heads, head_dim, 16, q.dtype, kv.dtype)))
     assert torch.equal(*found) and torch.isfinite(found[0]).all()
 
@@ -329,20 +329,20 @@ ROTARY = [
     "dtype, head_dim, kv_format, family", some_of(ROTARY, 28, "rotary") if DEVICE.type == "cpu" else ROTARY, ids=str
 )
 def test_rotary_and_store(dtype, head_dim, kv_format, family):
-    tokens, heads, kv_heads, block_size, scale = 19, 4, 2, 16, head_dim**-0.5
+    tokens, heads, kv_heads, kv_block_size, scale = 19, 4, 2, 16, head_dim**-0.5
     qkv = random(0, tokens, (heads + 2 * kv_heads) * head_dim + 3, dtype=dtype)
     positions = torch.from_numpy(np.random.default_rng(0).integers(0, 50, tokens))
     angles = torch.outer(torch.arange(50.0), 1.0 / 100 ** (torch.arange(head_dim // 2) / head_dim))
     rope = None if family == "learned" else (angles.cos(), angles.sin())
     norms = tuple(random(i, head_dim, dtype=dtype) for i in (5, 6)) if family == "qk_norm" else None
     rotation = ops.rotation(head_dim) if kv_format in ("int4", "none, rotated") else None
-    slots = torch.from_numpy(np.random.default_rng(1).permutation(4 * block_size)[:tokens])
+    slots = torch.from_numpy(np.random.default_rng(1).permutation(4 * kv_block_size)[:tokens])
     slots[5] = -1  # of this one nothing is stored
     kv = None
     if kv_format == "own":
-        kv = torch.full((4, 2, kv_heads, block_size, head_dim), 77.0, dtype=dtype)
+        kv = torch.full((4, 2, kv_heads, kv_block_size, head_dim), 77.0, dtype=dtype)
     elif kv_format in KV_CODE_BITS:
-        shape = (4, 2, kv_heads, block_size, kv_row_bytes(head_dim, kv_format))
+        shape = (4, 2, kv_heads, kv_block_size, kv_row_bytes(head_dim, kv_format))
         kv = torch.full(shape, 77, dtype=quant.KV_DTYPES[kv_format])
     on_device = None if kv is None else kv.to(DEVICE)
     q, k, v = triton_kernels.rotary_store(
@@ -364,11 +364,14 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
     if kv is None:
         k, v = k.cpu(), v.cpu()
     else:
-        stored = on_device.cpu().transpose(2, 3)  # [blocks, 2, block_size, kv_heads, width]
+        stored = on_device.cpu().transpose(2, 3)  # [blocks, 2, kv_block_size, kv_heads, width]
         kept = slots >= 0
         slots, wide = slots[kept], [part[kept] for part in wide]
-        k, v = stored[slots // block_size, 0, slots % block_size], stored[slots // block_size, 1, slots % block_size]
-        stored[slots // block_size, :, slots % block_size] = 77
+        k, v = (
+            stored[slots // kv_block_size, 0, slots % kv_block_size],
+            stored[slots // kv_block_size, 1, slots % kv_block_size],
+        )
+        stored[slots // kv_block_size, :, slots % kv_block_size] = 77
         assert (stored == 77).all()
     if kv_format not in KV_CODE_BITS:
         torch.testing.assert_close(k.double(), wide[1], **tolerance)
@@ -734,20 +737,20 @@ needs_card = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
 @pytest.mark.parametrize("with_triton", [True, False])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.uint8, torch.int8], ids=str)
 def test_ops_on_a_card_are_those_of_the_cpu(with_triton, kv_dtype, monkeypatch):
-    heads, kv_heads, head_dim, block_size = 8, 2, 64, 16
-    slices, groups, num_blocks = laid_out(5, [(1, 300, True)] * 5 + [(30, 20, True), (40, 0, False)], block_size, 0)
-    plan = plan_attention(slices, groups, block_size=block_size, key_bytes=256)
+    heads, kv_heads, head_dim, kv_block_size = 8, 2, 64, 16
+    slices, groups, num_blocks = laid_out(5, [(1, 300, True)] * 5 + [(30, 20, True), (40, 0, False)], kv_block_size, 0)
+    plan = plan_attention(slices, groups, kv_block_size=kv_block_size, key_bytes=256)
     tokens = sum(s.num_queries for s in slices)
     slots = torch.from_numpy(
         np.concatenate(
             [
-                s.blocks[p // block_size] * block_size + p % block_size
+                s.blocks[p // kv_block_size] * kv_block_size + p % kv_block_size
                 for s in slices
                 for p in [np.arange(s.num_cached, s.num_keys)]
             ]
         ).astype(np.int64)
     )
-    kv = random(0, num_blocks, 2, kv_heads, block_size, head_dim)
+    kv = random(0, num_blocks, 2, kv_heads, kv_block_size, head_dim)
     bits = quant.kv_code_bits(kv_dtype)
     kv = quant.quantize(kv, bits) if bits else kv
     qkv = random(1, tokens, (heads + 2 * kv_heads) * head_dim)
@@ -765,7 +768,7 @@ def test_ops_on_a_card_are_those_of_the_cpu(with_triton, kv_dtype, monkeypatch):
         rope = there(angles.cos()), there(angles.sin())
         q = ops.rotary_store(there(qkv), heads, here, there(slots), scale=0.125, rope=rope, positions=there(positions))
         made = ops.prepare_attention(
-            plan, heads, kv_heads, head_dim, block_size, q.dtype, kv.dtype, device=torch.device(device)
+            plan, heads, kv_heads, head_dim, kv_block_size, q.dtype, kv.dtype, device=torch.device(device)
         )
         out = ops.paged_attention(q, here, made)
         y = ops.linear(out, there(weight), residual=out)

@@ -792,7 +792,7 @@ def test_damage_in_token_counts_costs_the_part(output, undisturbed):
     content[column.data_page_offset + column.total_compressed_size // 2] ^= 0xFF
     damaged.write_bytes(content)
     with open_run(output, FINGERPRINT) as again:
-        assert any("set aside" in notice for notice in again.notices)
+        assert any("quarantined" in notice for notice in again.notices)
         assert again.rows_resumed == 7 and len(again.output_lens()) == 7
     work(output)
     assert output.read_bytes() == undisturbed

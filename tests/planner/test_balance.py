@@ -9,8 +9,8 @@ from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.planner.balance import balanced
 from batchgen.planner.costs import layer_lanes, unequal_batches
-from batchgen.planner.flow import Phase
-from batchgen.planner.lp import Counts
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Counts
 
 FIXED_S, TOKEN_S = 3e-3, 1e-5  # of products in a layer
 

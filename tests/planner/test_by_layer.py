@@ -10,10 +10,9 @@ from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.by_layer import by_layer, by_layer_candidates
 from batchgen.planner.costs import moved_bytes
 from batchgen.planner.explain import make_plan
-from batchgen.planner.inputs import FLEXGEN
-from batchgen.planner.lp import Allowed
 from batchgen.planner.peak_memory import peak_bytes
-from batchgen.planner.search import Problem, search
+from batchgen.planner.problem import FLEXGEN, Allowed, Problem
+from batchgen.planner.search import search
 from batchgen.planner.simulation import memory_of
 
 MODEL = opt(1024, 12, 8)
@@ -40,7 +39,7 @@ def test_what_is_counted_holds_what_is_allocated(gpu_memory):
     )
     assert plan.policy.kv_layers == counts.kv_layers
     memory = memory_of(plan, MODEL)
-    assert memory.kv_blocks["cpu"] >= s.block_size * s.seq_blocks, "the block at full length"
+    assert memory.kv_blocks["cpu"] >= s.max_num_seqs * s.seq_blocks, "the block at full length"
     for tier, peak in peak_bytes(s, at).items():
         assert sum(memory.parts[tier].values()) <= peak * 1.001 + (1 << 20)
     of_pool = s.kv_block_bytes * memory.kv_blocks["cpu"]

@@ -12,13 +12,13 @@ from batchgen.core.routing import Routing
 from batchgen.core.workload import Workload
 from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.bound import lower_bound_s
-from batchgen.planner.costs import bounds, experts_touched, layer_lanes, linear_s, moved_bytes
+from batchgen.planner.costs import bounds, experts_touched, job_seconds, layer_lanes, linear_s, moved_bytes
 from batchgen.planner.experts import break_even_tokens, on_demand_tokens
-from batchgen.planner.flow import Phase
-from batchgen.planner.inputs import BATCHGEN, CostInputs
-from batchgen.planner.lp import Counts, job_seconds
 from batchgen.planner.memory import expert_bytes
-from batchgen.planner.search import Problem, search
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Counts
+from batchgen.planner.problem import BATCHGEN, CostInputs, Problem
+from batchgen.planner.search import search
 
 SIZES = {
     "hidden_size": 64,
@@ -135,7 +135,7 @@ def inputs(model, hardware=None, **changes):
     fields = {
         "hardware": hardware or cpu_box(), "model": model, "workload": Workload.uniform(8, 1, 16), "runtime": BATCHGEN,
         "compute_format": "float16", "weight_format": "float16", "kv_format": "float16", "admission": "continuous",
-        "block_size": 8, "num_gpu_batches": 1, "max_num_batched_tokens": 512, "kv_block_size": 16,
+        "max_num_seqs": 8, "num_gpu_batches": 1, "max_num_batched_tokens": 512, "kv_block_size": 16,
         "budgets": {"cpu": 8 * GIB, "disk": 0}, "process_bytes": 0,
     }  # fmt: skip
     return CostInputs(**fields | changes)
@@ -146,7 +146,7 @@ def everywhere(model, *counts):
 
 
 def placed(s, weight_layers):
-    return Counts(weight_layers, {"cpu": s.block_size}, (0, 1), 0).placement(s)
+    return Counts(weight_layers, {"cpu": s.max_num_seqs}, (0, 1), 0).placement(s)
 
 
 def most_tokens(s, weight_layers):

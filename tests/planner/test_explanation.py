@@ -10,26 +10,27 @@ from batchgen.core.plan import STAGES, Plan, Stage
 from batchgen.core.workload import Workload
 from batchgen.planner.explain import compare_rows, explain, make_plan
 from batchgen.planner.explanation import explanation_of, price_lines, total_lines
+from batchgen.planner.problem import Problem
 from batchgen.planner.replanned import planned_anew_s, with_more
-from batchgen.planner.search import Problem, search
+from batchgen.planner.search import search
 
 UNIFORM = Workload.uniform(400, 256, 32)
 SCORED = replace(Workload.uniform(200, 256, 1), scored_len=40.0)
 # KV on disk alone, where the block needs more than memory has.
-FORCED_TO_DISK = {"block_size": 200, "hardware": gpu_box(cpu_memory_bytes=30 * GIB), "model": opt(5120, 40, 40)}
+FORCED_TO_DISK = {"max_num_seqs": 200, "hardware": gpu_box(cpu_memory_bytes=30 * GIB), "model": opt(5120, 40, 40)}
 CASES = {
-    "streamed": {"block_size": 64},
-    "all in memory": {"block_size": 64, "model": opt(768, 12, 12)},
+    "streamed": {"max_num_seqs": 64},
+    "all in memory": {"max_num_seqs": 64, "model": opt(768, 12, 12)},
     "KV on disk": FORCED_TO_DISK,
-    "CPU only": {"block_size": 16, "hardware": cpu_box(), "model": llama_8b()},
-    "scored": {"block_size": 32, "workload": SCORED},
+    "CPU only": {"max_num_seqs": 16, "hardware": cpu_box(), "model": llama_8b()},
+    "scored": {"max_num_seqs": 32, "workload": SCORED},
 }
 
 
-def planned(*, block_size, hardware=None, model=None, workload=UNIFORM, **options):
+def planned(*, max_num_seqs, hardware=None, model=None, workload=UNIFORM, **options):
     hardware, model = hardware or gpu_box(), model or opt(5120, 40, 40)
     formats = {"compute_format": "float16", "weight_formats": ("float16",), "kv_formats": ("float16",)}
-    problem = Problem(hardware, model, workload, budgets(hardware), **formats, block_size=block_size)
+    problem = Problem(hardware, model, workload, budgets(hardware), **formats, max_num_seqs=max_num_seqs)
     values = {
         "model_name": "m",
         "max_model_len": 2048,
@@ -150,13 +151,13 @@ def test_plans_of_earlier_versions_are_explained():
 def test_no_price_is_more_than_the_job():
     """A whole GiB, where the GPU has less than half of one."""
     hardware = gpu_box(gpu_memory_bytes=int(0.44 * GIB))
-    _, plan = planned(block_size=16, hardware=hardware, model=opt(1024, 6, 8), startup_s=0.0)
+    _, plan = planned(max_num_seqs=16, hardware=hardware, model=opt(1024, 6, 8), startup_s=0.0)
     prices = explanation_of(plan).prices
     assert prices and all(0 <= price.saved_s <= plan.prediction.total_s for price in prices)
 
 
 def test_one_sequence_is_spoken_of_as_one():
-    _, plan = planned(block_size=1, model=opt(768, 12, 12))
+    _, plan = planned(max_num_seqs=1, model=opt(768, 12, 12))
     assert any(line.startswith("1 sequence keeps its KV ") for line in explanation_of(plan).sentences)
 
 
@@ -166,7 +167,7 @@ def test_one_sequence_is_spoken_of_as_one():
 )
 def test_times_that_the_planner_takes_for_equal_are_said_to_be_a_tie(seconds, said):
     """Of those it chooses by other things, so that with more memory a plan may seem slower."""
-    _, now = planned(block_size=64)
+    _, now = planned(max_num_seqs=64)
 
     def lasting(total_s):
         return replace(now, prediction=replace(now.prediction, total_s=total_s))

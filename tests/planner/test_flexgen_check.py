@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from thorough import quick_or
 
-from batchgen.planner.inputs import FLEXGEN, LANES
-from batchgen.planner.lp import Allowed, job_seconds
+from batchgen.planner.costs import job_seconds
+from batchgen.planner.problem import FLEXGEN, LANES, Allowed
 from batchgen.planner.search import search
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import flexgen_check
-import flexgen_pipeline
 
 CELLS = flexgen_check.read_cells()
 CHECKED = [cell for cell in CELLS if cell.checked]
@@ -43,7 +42,7 @@ def test_predictions_are_close_to_what_was_measured():
 @pytest.mark.parametrize("cell", CHECKED, ids=label)
 def test_our_policy_is_predicted_at_least_as_fast_as_the_papers(cell):
     own = flexgen_check.own_plan(cell)
-    assert cell.block_size * cell.output / own.seconds >= flexgen_check.predict(cell) * 0.9999
+    assert cell.max_num_seqs * cell.output / own.seconds >= flexgen_check.predict(cell) * 0.9999
     hardware = flexgen_check.hardware_of(cell)
     assert own.inputs.budgets == flexgen_check.budgets_of(hardware)
 
@@ -61,7 +60,7 @@ def test_cpu_attention_matters_for_30b_and_little_for_175b():
     without = Allowed(kv_classes=("gpu", "streamed", "disk"))
     thirty, large = cell_of("30B"), next(c for c in CHECKED if c.model == "175B")
     plan = flexgen_check.own_plan(thirty)
-    assert plan.counts.kv_seqs["cpu"] > plan.inputs.block_size / 2
+    assert plan.counts.kv_seqs["cpu"] > plan.inputs.max_num_seqs / 2
     loss = own_seconds(thirty, allowed=without) / plan.seconds
     assert loss > 1.05
     no_delegation = replace(FLEXGEN, attends_disk_kv_on_cpu=False)
@@ -119,26 +118,3 @@ def test_the_page_shows_every_cell():
     assert [*table[:2], *table[2::every]] == flexgen_check.markdown(every).splitlines()
     cells = json.loads((Path(flexgen_check.HERE) / "flexgen_cells.json").read_text())["cells"]
     assert len(table) == 2 + len(cells)
-
-
-FOUR_HOSTS = json.loads((Path(flexgen_check.HERE) / "results" / "flexgen_pipeline.json").read_text())["models"]
-
-
-def test_four_hosts_scale_as_table_3_says():
-    """OPT-30B, of which nothing is odd: decoding 4.2 times as fast on four hosts as on one, the whole job 3.2 times."""
-    row = next(row for row in FOUR_HOSTS if row["model"] == "30B")
-    for measured, predicted in flexgen_pipeline.scaling(row).values():
-        assert predicted == pytest.approx(measured, rel=0.2)
-    paper = flexgen_pipeline.paper_rates("30B")
-    for kind in flexgen_pipeline.KINDS:
-        assert getattr(paper, kind) == pytest.approx(row["measured"][kind][0], rel=0.2)
-
-
-@pytest.mark.parametrize("row", FOUR_HOSTS, ids=lambda row: row["model"])
-def test_four_hosts_take_what_the_result_says(row):
-    for hosts, stages in (("one", 1), ("four", flexgen_pipeline.STAGES)):
-        found = flexgen_pipeline.rates_over(row["model"], stages, row[hosts]["block"])
-        for kind in flexgen_pipeline.KINDS:
-            assert getattr(found, kind) == pytest.approx(row[hosts][kind], rel=1e-3)
-    page = (Path(__file__).parents[2] / "docs" / "flexgen_check.md").read_text()
-    assert page.split("<!-- four -->\n")[1].strip() == flexgen_pipeline.markdown(FOUR_HOSTS)

@@ -12,9 +12,10 @@ from thorough import quick_or
 from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.costs import bounds, layer_lanes
-from batchgen.planner.flow import Phase
-from batchgen.planner.lp import Allowed, Counts
-from batchgen.planner.search import Problem, search
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Counts
+from batchgen.planner.problem import Allowed, Problem
+from batchgen.planner.search import search
 from batchgen.profiler.shipped import shipped_profile
 
 GPU_ONLY = Allowed(weight_tiers=("gpu",), kv_classes=("gpu",))
@@ -139,7 +140,7 @@ def test_apex_inequality_6():
 def layer_seconds(hardware, model, on_gpu, on_cpu, context, *, batches):
     total = on_gpu + on_cpu
     inputs = inputs_of_batches(hardware, model, batches)
-    inputs = replace(inputs, block_size=total)
+    inputs = replace(inputs, max_num_seqs=total)
     layers = dict.fromkeys(model.layer_tensors, (model.num_layers, 0, 0))
     at = Counts(layers, {"gpu": on_gpu, "cpu": on_cpu}, (batches, 0), 1).placement(inputs)
     return max(bounds(inputs.runtime, layer_lanes(inputs, Phase(1, 0, 0, total, context), at)))

@@ -17,15 +17,16 @@ from batchgen.core.plan import Plan, spread_layers
 from batchgen.core.units import parse_bytes
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.bound import lower_bound_s
-from batchgen.planner.costs import bounds, head_lanes, layer_lanes
+from batchgen.planner.costs import bounds, head_lanes, job_seconds, layer_lanes
 from batchgen.planner.deferring import deferring
 from batchgen.planner.explain import make_plan
-from batchgen.planner.inputs import BATCHGEN, FLEXGEN
 from batchgen.planner.kv_memory import Demand
-from batchgen.planner.lp import Allowed, Counts, job_seconds, solve
 from batchgen.planner.memory import plan_memory
+from batchgen.planner.mip import solve
 from batchgen.planner.peak_memory import kv_bytes, peak_bytes
-from batchgen.planner.search import Problem, block_latency_s, frontier, search, search_space
+from batchgen.planner.placement import Counts
+from batchgen.planner.problem import BATCHGEN, FLEXGEN, Allowed, Problem
+from batchgen.planner.search import block_latency_s, frontier, search, search_space
 
 OPT_13B = opt(5120, 40, 40)
 
@@ -48,7 +49,7 @@ def check_placement(candidate):
     s, counts = candidate.inputs, candidate.counts
     for tiers in counts.weight_layers.values():
         assert sum(tiers) == s.model.num_layers and all(isinstance(n, int) and n >= 0 for n in tiers)
-    assert sum(counts.kv_seqs.values()) == s.block_size and all(n >= 0 for n in counts.kv_seqs.values())
+    assert sum(counts.kv_seqs.values()) == s.max_num_seqs and all(n >= 0 for n in counts.kv_seqs.values())
     assert sum(counts.activation_batches) == s.num_gpu_batches
     at = counts.placement(s)
     assert at.w_gpu + at.w_cpu + at.w_disk == pytest.approx(1)
@@ -121,7 +122,7 @@ def problems(draw):
         weight_formats=draw(formats),
         kv_formats=draw(formats),
         allowed=Allowed(kv_classes=classes),
-        block_size=draw(st.integers(1, 600)),
+        max_num_seqs=draw(st.integers(1, 600)),
         num_gpu_batches=draw(st.sampled_from([None, 1, 2, 3])),
         process_bytes=draw(st.integers(0, GIB // 2)),
         longest_tokens=draw(st.sampled_from([None, 1800])),
@@ -140,7 +141,7 @@ def test_what_is_planned_fits_the_memory_that_the_runtime_takes(p):
         return
     check_memory(p, best)
     if best.inputs.on_gpu and best.inputs.num_gpu_batches == 1 and best.inputs.admission == "continuous":
-        beside = deferring(replace(p, block_size=None), best)
+        beside = deferring(replace(p, max_num_seqs=None), best)
         if beside is not None:
             assert beside.counts.kv_seqs["deferred"] == beside.inputs.deferred_seqs > 0
             check_placement(beside)
@@ -177,7 +178,7 @@ def test_input_embeddings_are_on_the_gpu_where_the_plan_leaves_room():
     """They make no plan slower, and are charged. Plans made before they had a place still open."""
     model = llama_8b()
     size = model.embedding_params * 2
-    fitting = problem(gpu_box(gpu_memory_bytes=40 * GIB), model, Workload.uniform(50, 100, 20), block_size=50)
+    fitting = problem(gpu_box(gpu_memory_bytes=40 * GIB), model, Workload.uniform(50, 100, 20), max_num_seqs=50)
     best = search(fitting)
     inputs = best.inputs
     assert best.counts.embeddings_on_gpu == 1
@@ -211,15 +212,15 @@ def random_counts(s, draw):
     weights = {t: tuple(parts(layers, [0, 1, 2]).values()) for t in s.model.layer_tensors}
     batches = s.num_gpu_batches
     on_gpu = draw.randint(0, batches)
-    kv = parts(s.block_size, ["gpu", "cpu", "streamed", "disk"])
+    kv = parts(s.max_num_seqs, ["gpu", "cpu", "streamed", "disk"])
     return Counts(weights, kv, (on_gpu, batches - on_gpu), draw.randint(0, 1))
 
 
 def test_no_random_placement_beats_the_lp():
     draw, most = random.Random(5), quick_or(300, 1000)
     feasible = closest = 0
-    choices = [(s, phases) for s, phases in search_space(replace(CASES["streamed weights"], block_size=48))]
-    choices += [(s, phases) for s, phases in search_space(replace(CASES["FlexGen's runtime"], block_size=48))]
+    choices = [(s, phases) for s, phases in search_space(replace(CASES["streamed weights"], max_num_seqs=48))]
+    choices += [(s, phases) for s, phases in search_space(replace(CASES["FlexGen's runtime"], max_num_seqs=48))]
     for s, phases in draw.sample(choices, 6):
         optimum = solve(s, phases, Allowed(), integer=False)
         whole = solve(s, phases, Allowed(), integer=True)
@@ -291,7 +292,7 @@ def test_more_memory_is_never_slower_without_a_gpu():
 def test_lanes_agree_with_the_paper_in_its_own_setting():
     """FlexGen A.3 by hand: fp16 OPT, everything on the CPU, one block."""
     p = problem(
-        runtime=FLEXGEN, admissions=("static",), block_size=8, num_gpu_batches=2, max_num_batched_tokens=8 * 256
+        runtime=FLEXGEN, admissions=("static",), max_num_seqs=8, num_gpu_batches=2, max_num_batched_tokens=8 * 256
     )
     p = replace(p, workload=Workload.uniform(8, 256, 32), kv_block_size=1)
     (s, phases), *_ = search_space(p)
@@ -368,7 +369,7 @@ def test_what_cannot_fit_is_told_with_the_smallest_change():
     with pytest.raises(InputError) as caught:
         search(problem(small, budgets=budgets(small) | {"disk": GIB // 32}))
     text = str(caught.value)
-    assert "no plan fits" in text and "--quantization int4" in text and "\n" not in text
+    assert "no plan fits" in text and "--weights int4" in text and "\n" not in text
     # The change it names is enough, and half of it is not.
     least = parse_bytes(text.split("--disk-memory ")[1].split(" (")[0])
     search(problem(replace(small, disk_bytes=int(least * 1.01))))
@@ -442,4 +443,4 @@ def test_four_bits_are_advised_where_they_can_be_asked_for():
     for offers in (True, False):
         with pytest.raises(InputError) as refused:
             search(replace(small, offers_int4=offers))
-        assert ("--quantization int4" in str(refused.value)) == offers
+        assert ("--weights int4" in str(refused.value)) == offers

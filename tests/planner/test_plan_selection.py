@@ -38,13 +38,13 @@ def llama_70b() -> ModelConfig:
 # The same of jobs of which only a part is simulated for a plan; before sweeps were jumped over, these were 28 and 13 % too short.
 PARTS = {"128 + 128": Workload.uniform(1024, 128, 128), "256 + 32": Workload.uniform(1024, 256, 32)}
 
-# machine, model, job, --quantization: as the cost model alone would have it, 14 to 51 % slower than predicted.
+# machine, model, job, --weights: as the cost model alone would have it, 14 to 51 % slower than predicted.
 CASES = {
     "OPT-6.7B in 4 bits": ("t4", shape("opt-6.7b"), Workload.uniform(72, 512, 32), "int4"),
-    "Llama-70B": ("t4", llama_70b(), Workload.uniform(50, 1, 8), "none"),
-    "Llama-8B": ("h100", shape("llama-3.1-8b"), Workload.uniform(700, 500, 2), "none"),
-    "OPT-30B": ("t4", shape("opt-30b"), Workload.uniform(144, 512, 32), "none"),
-    "OPT-30B, long prompts": ("t4", shape("opt-30b"), Workload.uniform(80, 1024, 32), "none"),
+    "Llama-70B": ("t4", llama_70b(), Workload.uniform(50, 1, 8), "native"),
+    "Llama-8B": ("h100", shape("llama-3.1-8b"), Workload.uniform(700, 500, 2), "native"),
+    "OPT-30B": ("t4", shape("opt-30b"), Workload.uniform(144, 512, 32), "native"),
+    "OPT-30B, long prompts": ("t4", shape("opt-30b"), Workload.uniform(80, 1024, 32), "native"),
 }
 
 
@@ -72,9 +72,9 @@ QUICK, LONG = list(CASES)[:3], list(CASES)[3:]
     "name", [*some_of(QUICK, 1, "chosen"), *(pytest.param(name, marks=pytest.mark.thorough) for name in LONG)]
 )
 def test_the_plan_is_within_5_percent_of_the_fastest_candidate(name):
-    machine, model, workload, quantization = CASES[name]
+    machine, model, workload, weights = CASES[name]
     hardware = shipped_profile(machine)
-    problem, request, plan_of = problem_and_plans(hardware, model, workload, quantization=quantization)
+    problem, request, plan_of = problem_and_plans(hardware, model, workload, weights=weights)
     found = simulate_candidates(problem, plan_of)
     assert len(found) >= 2
     whole = [simulate_job(plan_of(s.candidate), model, hardware).total_s for s in found]
@@ -105,8 +105,8 @@ def test_a_plan_is_within_10_percent_of_its_whole_job(name):
 )
 def test_the_cost_model_knows_what_waits_for_what(name, num_batches):
     """Before it knew of activations that cross the bus, and of Steps behind a layer's weights, it was off by 14 to 46 %."""
-    machine, model, workload, quantization = CASES[name]
-    options = {"quantization": quantization, "num_gpu_batches": num_batches}
+    machine, model, workload, weights = CASES[name]
+    options = {"weights": weights, "num_gpu_batches": num_batches}
     problem, _, plan_of = problem_and_plans(shipped_profile(machine), model, workload, **options)
     best = next(candidates(problem, 1))
     run = simulate_job(plan_of(best), model, shipped_profile(machine))
@@ -144,14 +144,14 @@ def test_an_order_that_takes_much_longer_than_modelled_is_given_up(monkeypatch):
 
 def test_neos_order_is_costed_and_tried():
     problem, _, plan_of = problem_and_plans(
-        shipped_profile("t4"), shape("opt-6.7b"), Workload.uniform(72, 512, 32), quantization="int4", num_gpu_batches=2
+        shipped_profile("t4"), shape("opt-6.7b"), Workload.uniform(72, 512, 32), weights="int4", num_gpu_batches=2
     )
     found = list(candidates(problem, 4))
     orders = [plan_of(candidate).policy.batch_order for candidate in found]
     assert "neo" in orders and set(orders) <= {"even", "mixed", "neo"}
     for candidate, order in zip(found, orders, strict=True):
         on_cpu = candidate.counts.kv_seqs["cpu"]
-        if 0 < on_cpu < candidate.inputs.block_size:
+        if 0 < on_cpu < candidate.inputs.max_num_seqs:
             assert order != "even", "the CPU would have nothing to do beside the first micro-batch"
     neo = found[orders.index("neo")]
     assert neo.inputs.balance is not None

@@ -9,9 +9,10 @@ from batchgen.core.workload import Workload
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.shard import shard_of
 from batchgen.planner.costs import sums_s
-from batchgen.planner.flow import Phase
+from batchgen.planner.phases import Phase
+from batchgen.planner.problem import Problem
 from batchgen.planner.ranks import PROCESSES, Link, link_of, part_of_host, with_sums
-from batchgen.planner.search import Problem, search
+from batchgen.planner.search import search
 
 MODEL = config_of_hf(
     {
@@ -26,7 +27,7 @@ def found(hardware, model):
     """The plan of a block whose size is fixed, in more memory than it needs."""
     problem = Problem(
         hardware=hardware, model=model, workload=Workload.uniform(256, 512, 64), budgets={"cpu": 256 * GIB, "disk": 0},
-        compute_format="float16", weight_formats=("float16",), kv_formats=("float16",), admissions=("static",), block_size=64,
+        compute_format="float16", weight_formats=("float16",), kv_formats=("float16",), admissions=("static",), max_num_seqs=64,
         num_gpu_batches=1, max_num_batched_tokens=512,
     )  # fmt: skip
     return search(problem)

@@ -16,16 +16,17 @@ from batchgen.planner import memory
 from batchgen.planner import search as searching
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.feasibility import fitting, halving
-from batchgen.planner.lp import Allowed, fits, solve
-from batchgen.planner.search import Problem, block_latency_s, candidates, search, search_space, search_worth
+from batchgen.planner.mip import fits, solve
+from batchgen.planner.problem import Allowed, Problem
+from batchgen.planner.search import block_latency_s, candidates, search, search_space, search_worth
 from batchgen.profiler.shipped import shipped_profile
 
 SHAPES = Path(__file__).parents[2] / "recipes" / "throughput" / "shapes"
 JOBS = {"512": (144, 512, 32), "many of 512": (1024, 512, 32), "1,024": (4096, 1024, 32), "128 + 128": (1024, 128, 128)}
 TABLE = {
-    f"{model}, {quantization}, {name}": (model, quantization, job)
+    f"{model}, {weights}, {name}": (model, weights, job)
     for model in ("opt-6.7b", "opt-30b", "opt-175b")
-    for quantization in ("float16", "int4")
+    for weights in ("float16", "int4")
     for name, job in JOBS.items()
 }
 # More than any case needs; before the search was best first, and asked first what fits, one took 1,685 LPs.
@@ -36,7 +37,7 @@ FORMATS = {"compute_format": "float16", "weight_formats": ("float16",), "kv_form
 
 @pytest.mark.parametrize("name", some_of(TABLE, 3, "search effort"))
 def test_few_programmes_are_solved(monkeypatch, name):
-    model, quantization, job = TABLE[name]
+    model, weights, job = TABLE[name]
     config = config_of_hf(json.loads((SHAPES / model / "config.json").read_text()))
     hardware = shipped_profile("t4")
     solved = []
@@ -46,7 +47,7 @@ def test_few_programmes_are_solved(monkeypatch, name):
         return solve(s, phases, allowed, integer=integer, **more)
 
     monkeypatch.setattr(searching, "solve", counting)
-    formats = FORMATS | {"weight_formats": (quantization,)}
+    formats = FORMATS | {"weight_formats": (weights,)}
     problem = Problem(
         hardware,
         config,
@@ -62,7 +63,7 @@ def test_few_programmes_are_solved(monkeypatch, name):
     assert solved.count(False) <= MOST_LPS and solved.count(True) <= 2 * MOST_WHOLE
     best = search(problem)
     assert best.seconds <= min(candidate.seconds for candidate in found) * (1 + 1e-3)
-    assert found[0].inputs.block_size == best.inputs.block_size  # the best comes first, in whatever order
+    assert found[0].inputs.max_num_seqs == best.inputs.max_num_seqs  # the best comes first, in whatever order
 
 
 def test_layers_are_measured_once_for_all_that_is_enumerated(monkeypatch):
@@ -108,10 +109,10 @@ def test_blocks_that_take_too_long_leave_their_kind_to_smaller_ones(monkeypatch)
 @pytest.mark.parametrize("name", some_of(TABLE, 2, "what fits"))
 def test_what_is_left_out_fits_nowhere(name):
     """And what is kept does, by the programme that is asked about a few of them."""
-    model, quantization, job = TABLE[name]
+    model, weights, job = TABLE[name]
     config = config_of_hf(json.loads((SHAPES / model / "config.json").read_text()))
     hardware = shipped_profile("t4")
-    formats = FORMATS | {"weight_formats": (quantization,)}
+    formats = FORMATS | {"weight_formats": (weights,)}
     problem = Problem(hardware, config, Workload.uniform(*job), budgets(hardware), **formats, num_gpu_batches=2)
     space = list(search_space(problem))
     asked = []
@@ -133,15 +134,15 @@ def test_halves_are_asked_for_first():
 
 @pytest.mark.parametrize("name", some_of(TABLE, 2, "bounds"))
 def test_no_programme_beats_the_bound(name):
-    model, quantization, job = TABLE[name]
+    model, weights, job = TABLE[name]
     config = config_of_hf(json.loads((SHAPES / model / "config.json").read_text()))
     hardware = shipped_profile("t4")
-    formats = FORMATS | {"weight_formats": (quantization,)}
+    formats = FORMATS | {"weight_formats": (weights,)}
     problem = Problem(hardware, config, Workload.uniform(*job), budgets(hardware), **formats)
     kept = fitting(search_space(problem), lambda s: fits(s, IN_SWEEPS))
     for s, phases in kept[:: max(1, len(kept) // 40)]:
         found = solve(s, phases, IN_SWEEPS, integer=False)
-        assert lower_bound_s(s, phases) <= found.seconds * (1 + 1e-6), (s.num_gpu_batches, s.block_size)
+        assert lower_bound_s(s, phases) <= found.seconds * (1 + 1e-6), (s.num_gpu_batches, s.max_num_seqs)
 
 
 @pytest.mark.parametrize("hardware", [gpu_box(), cpu_box(cpu_memory_bytes=6 << 30)], ids=lambda h: h.name)

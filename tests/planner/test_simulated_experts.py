@@ -15,11 +15,11 @@ from batchgen.core.workload import Workload
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.hf.config import config_of_hf
-from batchgen.planner.costs import moved_bytes
+from batchgen.planner.costs import job_seconds, moved_bytes
 from batchgen.planner.explanation import explanation_of
-from batchgen.planner.flow import Phase
-from batchgen.planner.inputs import BATCHGEN, CostInputs
-from batchgen.planner.lp import Counts, job_seconds
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Counts
+from batchgen.planner.problem import BATCHGEN, CostInputs
 from batchgen.planner.simulation import simulate_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,7 +82,7 @@ def cost_inputs(plan, config, hardware):
     s = CostInputs(
         hardware=hardware, model=config, workload=plan.workload, runtime=BATCHGEN, compute_format=plan.dtype,
         weight_format=policy.weight_format, kv_format=policy.kv_format, admission=policy.admission,
-        block_size=policy.max_num_seqs, num_gpu_batches=policy.num_gpu_batches,
+        max_num_seqs=policy.max_num_seqs, num_gpu_batches=policy.num_gpu_batches,
         max_num_batched_tokens=policy.max_num_batched_tokens, kv_block_size=policy.kv_block_size, budgets=plan.budgets,
         process_bytes=0, on_demand_tokens=policy.on_demand_tokens,
     )  # fmt: skip

@@ -28,9 +28,9 @@ from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.costs import head_lanes, layer_lanes, linear_s
-from batchgen.planner.flow import Phase
-from batchgen.planner.lp import Counts
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Counts
 from batchgen.planner.simulation import simulate_job, simulated_rows, trace_plan
 from batchgen.planner.step_costs import Attended, StepCosts, load_of, streams_of
 from batchgen.planner.step_simulator import Simulator, simulate
@@ -261,13 +261,13 @@ def planned(hardware, model: ModelConfig, workload: Workload, **options) -> Plan
     return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
 
 
-def decoding(kv_class: str, count: int, context: int, block_size: int = 16) -> list[ScheduledSequence]:
+def decoding(kv_class: str, count: int, context: int, kv_block_size: int = 16) -> list[ScheduledSequence]:
     """Sequences alike with one new token each, after `context` - 1 others; their blocks are neighbours."""
     made = []
     for i in range(count):
         sequence = Sequence(i, i, 0, [1] * context, SamplingParams(max_tokens=8), kv_class=kv_class)
         sequence.num_prompt = sequence.num_computed = context - 1
-        used = -(-context // block_size)
+        used = -(-context // kv_block_size)
         sequence.block_table.extend(range(i * used, (i + 1) * used))
         made.append(ScheduledSequence(sequence, 1))
     return made
@@ -276,7 +276,7 @@ def decoding(kv_class: str, count: int, context: int, block_size: int = 16) -> l
 def spent(plan: Plan, model: ModelConfig, hardware, batch: list[ScheduledSequence], **options):
     """Seconds by lane of a sweep over one micro-batch: of layer 5, of the head's computation, and of all."""
     tier = "gpu" if "gpu" in plan.budgets else "cpu"
-    load = load_of(batch, block_size=16, compute_tier=tier, **options)
+    load = load_of(batch, kv_block_size=16, compute_tier=tier, **options)
     seconds = StepCosts(plan, model, hardware).sweep([load])
     layer, total, head = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0), 0.0
     for s in Sweeps(streams_of(plan, model)).steps([load.flow]):
@@ -307,7 +307,7 @@ def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_class, box):
     count, context = 32, 401  # no block is full, so that what is in whole blocks is easy to count
     layer, head, _ = spent(plan, model, hardware, decoding(kv_class, count, context), hidden_on_host=True)
     inputs = StepCosts(plan, model, hardware)._inputs
-    at = Counts(counts, {kv_class: 32}, (0, 1), 0).placement(replace(inputs, block_size=32))
+    at = Counts(counts, {kv_class: 32}, (0, 1), 0).placement(replace(inputs, max_num_seqs=32))
     phase = Phase(1, 0, 0, count, context)
     expected = layer_lanes(inputs, phase, at)
     resident = layer_lanes(inputs, phase, replace(at, w_gpu=1, w_cpu=0, w_disk=0))["compute"]
@@ -403,7 +403,7 @@ def test_prompts_cost_what_their_tokens_attend_to():
             own = range(100 * (i + 1), 100 * (i + 1) + -(-(new + before) // 16) - matched)
             sequence.block_table.extend([*range(matched), *own])
             batch.append(ScheduledSequence(sequence, new))
-        load = load_of(batch, block_size=16, compute_tier="cpu")
+        load = load_of(batch, kv_block_size=16, compute_tier="cpu")
         return costs.attention_s(load.attended["resident"], None, hardware.cpu), load.attended["resident"]
 
     whole, _ = attention_s((256, 0))
@@ -572,7 +572,7 @@ def test_bytes_and_flows_are_those_of_the_engine(case, model_path, tmp_path, mon
 
     def pack_and_compare(batch):
         packed.append(parts.pack(batch))
-        assert load_of(batch, block_size=policy.kv_block_size, compute_tier="gpu").flow == packed[-1].flow()
+        assert load_of(batch, kv_block_size=policy.kv_block_size, compute_tier="gpu").flow == packed[-1].flow()
         return packed[-1]
 
     monkeypatch.setattr("batchgen.engine.engine.Prefetch", Eager)

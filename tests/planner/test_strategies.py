@@ -13,8 +13,8 @@ from batchgen.planner.by_layer import by_layer
 from batchgen.planner.deferring import deferring
 from batchgen.planner.explain import make_plan
 from batchgen.planner.explanation import explanation_of
-from batchgen.planner.lp import Allowed
 from batchgen.planner.plan_selection import choose, simulate_candidates
+from batchgen.planner.problem import Allowed
 from batchgen.planner.sampled_simulation import simulate_shortened
 from batchgen.planner.search import search
 from batchgen.planner.simulation import simulate_job
@@ -244,9 +244,9 @@ def test_every_policy_uses_one_strategy(strategies):
 @pytest.mark.parametrize("has_store", [False, True])
 def test_weights_in_4_bits_pay_for_their_own_store(has_store):
     """The strategy that nobody asked for takes as long before its first sweep as a plan for which somebody does."""
-    sizes = {name: store_bytes(MODEL, "float16", name) for name in ("none", "int4")}
-    problem, beside = planning(cpu_box(), JOB, store_bytes=sizes["none"], has_int4_store=has_store)
-    own = planning(cpu_box(), JOB, quantization="int4", store_bytes=0 if has_store else sizes["int4"])
+    sizes = {name: store_bytes(MODEL, "float16", name) for name in ("native", "int4")}
+    problem, beside = planning(cpu_box(), JOB, store_bytes=sizes["native"], has_int4_store=has_store)
+    own = planning(cpu_box(), JOB, weights="int4", store_bytes=0 if has_store else sizes["int4"])
     times = TIMES | {"loading_s": 1.0}
     (strategy,) = [strategy for strategy in ON_CPU if strategy.name == "quantised"]
     predicted = [best_plan(strategy, p, plan_maker(p, r, **times)).prediction for p, r in ((problem, beside), own)]

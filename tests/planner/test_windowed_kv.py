@@ -10,7 +10,8 @@ from batchgen.core.workload import Workload
 from batchgen.planner.costs import streamed_kv_bytes
 from batchgen.planner.explain import make_plan
 from batchgen.planner.peak_memory import kv_bytes
-from batchgen.planner.search import Problem, search
+from batchgen.planner.problem import Problem
+from batchgen.planner.search import search
 from batchgen.planner.simulation import memory_of
 
 MODELS = {
@@ -44,7 +45,7 @@ def long_rows(num_seqs=400):
 @pytest.mark.parametrize("name", MODELS)
 def test_pools_hold_the_block_and_take_what_is_counted(name):
     model = MODELS[name]
-    found, memory = planned(model, long_rows(), 48 * GIB, block_size=16)
+    found, memory = planned(model, long_rows(), 48 * GIB, max_num_seqs=16)
     s, at = found.inputs, found.counts.placement(found.inputs)
     in_windows = s.kv_block_bytes * (model.num_layers - KEEPING.get(name, model.num_layers))
     keeping = s.kv_block_bytes * KEEPING.get(name, model.num_layers)
@@ -72,9 +73,9 @@ def test_so_many_times_the_sequences_fit(name, least):
     counts, pools = [], []
     for own in (model, replace(model, windows=(None,) * model.num_layers)):
         found, memory = planned(own, long_rows(4000), 24 * GIB if name != "gemma3" else 40 * GIB)
-        counts.append(found.inputs.block_size)
+        counts.append(found.inputs.max_num_seqs)
         pools.append(memory.parts["cpu"]["KV"])
-        assert memory.kv_blocks["cpu"] >= found.inputs.block_size * found.inputs.seq_blocks
+        assert memory.kv_blocks["cpu"] >= found.inputs.max_num_seqs * found.inputs.seq_blocks
     assert counts[0] >= least * counts[1] and pools[0] <= 1.1 * pools[1]
 
 
@@ -85,8 +86,8 @@ def test_rows_within_the_window_lose_nothing(name):
     found, memory = planned(model, Workload.uniform(100_000, 60, 40), 24 * GIB)
     s = found.inputs
     without, _ = planned(replace(model, windows=(None,) * model.num_layers), s.workload, 24 * GIB)
-    assert s.block_size >= without.inputs.block_size
-    assert min(memory.kv_blocks["cpu"], memory.window_blocks["cpu"]) >= s.block_size * s.seq_blocks
+    assert s.max_num_seqs >= without.inputs.max_num_seqs
+    assert min(memory.kv_blocks["cpu"], memory.window_blocks["cpu"]) >= s.max_num_seqs * s.seq_blocks
 
 
 def test_less_history_is_streamed():
@@ -94,7 +95,7 @@ def test_less_history_is_streamed():
     model = MODELS["gpt_oss"]
     hardware = gpu_box(gpu_memory_bytes=24 * GIB)
     found, _ = planned(
-        model, long_rows(), 48 * GIB, hardware=hardware, budgets={"gpu": 24 * GIB}, block_size=64, num_gpu_batches=1
+        model, long_rows(), 48 * GIB, hardware=hardware, budgets={"gpu": 24 * GIB}, max_num_seqs=64, num_gpu_batches=1
     )
     s, phase = found.inputs, found.phases[0]
     all_kept = replace(s, model=replace(model, windows=(None,) * 24))

@@ -16,11 +16,11 @@ from batchgen.core.workload import Workload
 from batchgen.engine.engine import Engine
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.costs import bounds, head_lanes, layer_lanes, linear_s, moved_bytes
-from batchgen.planner.flow import Phase, phases_of
-from batchgen.planner.inputs import LANES, RuntimeModel
-from batchgen.planner.lp import Counts
-from batchgen.planner.search import Problem, search, search_space
-from batchgen.profiler.emulated import copy_overhead_s, emulated_profile, own_core_profile, piece_times
+from batchgen.planner.phases import Phase, phases_of
+from batchgen.planner.placement import Counts
+from batchgen.planner.problem import LANES, Problem, RuntimeModel
+from batchgen.planner.search import search, search_space
+from batchgen.profiler.emulated import copy_overhead_s, dedicated_core_profile, emulated_profile, piece_times
 from batchgen.runtime.memory.transfers import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,7 +79,7 @@ class TestProfile:
         assert profile.cpu.step_overhead_s == box().cpu.step_overhead_s
 
 
-class TestOwnCore:
+class TestDedicatedCore:
     DEVICE = parse_device("emulated:gpu-memory=512MiB,h2d=2GB/s,slowdown=4,cpu-slowdown=2")
 
     def test_a_copy_takes_longer_than_its_bytes(self, monkeypatch):
@@ -110,7 +110,7 @@ class TestOwnCore:
             assert getattr(profile.gpu, attention)[key] == getattr(core.cpu, attention)[key].scaled(1 / 4)
         assert profile.sampling_logits_per_s == core.sampling_logits_per_s, "the host samples"
         assert profile.gpu.step_overhead_s > 4 * core.cpu.step_overhead_s
-        slept = own_core_profile(profile, self.DEVICE, core, 1e-4)
+        slept = dedicated_core_profile(profile, self.DEVICE, core, 1e-4)
         assert slept.gpu.waking_overhead_s == pytest.approx(4e-4), "after a sleep its core is slower"
         assert slept.cpu.waking_overhead_s == pytest.approx(2e-4)
         assert HardwareProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
@@ -135,7 +135,7 @@ class TestSharedCores:
 
     def lanes(self, config, hardware, batches, **changes):
         inputs, _ = next(search_space(problem(config, hardware, Workload.uniform(16, 40, 20), **changes)))
-        inputs = replace(inputs, num_gpu_batches=batches, block_size=16)
+        inputs = replace(inputs, num_gpu_batches=batches, max_num_seqs=16)
         layers = dict.fromkeys(config.layer_tensors, (config.num_layers, 0, 0))
         at = Counts(layers, {"gpu": 8, "cpu": 8}, (batches, 0), 1).placement(inputs)
         lanes = layer_lanes(inputs, self.PHASE, at)
@@ -162,7 +162,7 @@ class TestSharedCores:
     def test_the_head_needs_cores_too(self, llama):
         inputs, phases = next(search_space(problem(llama[1], emulated_box(), Workload.uniform(16, 40, 20))))
         layers = everywhere(llama[1], llama[1].num_layers, 0, 0)
-        at = Counts(layers, {"gpu": inputs.block_size}, (0, inputs.num_gpu_batches), 0).placement(inputs)
+        at = Counts(layers, {"gpu": inputs.max_num_seqs}, (0, inputs.num_gpu_batches), 0).placement(inputs)
         lanes = head_lanes(inputs, phases[0], at)
         assert lanes["cores"] == pytest.approx(lanes["compute"] + inputs.head_bytes / 2e10)
 
@@ -222,7 +222,7 @@ def test_bytes_are_predicted_as_they_move(name, llama, tmp_path_factory):
         workload,
         weight_formats=(policy.weight_format,),
         kv_formats=(policy.kv_format,),
-        block_size=8,
+        max_num_seqs=8,
         num_gpu_batches=policy.num_gpu_batches,
         max_num_batched_tokens=policy.max_num_batched_tokens,
     )
@@ -255,7 +255,7 @@ def test_packing_costs_what_it_was_measured_to_cost(llama):
             kv_formats=(kv_format,),
         )
         inputs, _ = next(search_space(p))
-        at = Counts(everywhere(config, 0, config.num_layers, 0), {"cpu": inputs.block_size}, (0, 1), 0).placement(
+        at = Counts(everywhere(config, 0, config.num_layers, 0), {"cpu": inputs.max_num_seqs}, (0, 1), 0).placement(
             inputs
         )
         return layer_lanes(inputs, Phase(1, 100, 2, 0, 0), at)["compute"]

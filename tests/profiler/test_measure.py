@@ -523,7 +523,7 @@ class TestCache:
         monkeypatch.setattr(kernel_choice, "_SPREAD_BYTES", 1 << 12)
         load.timed, load.seconds = [], {}
         load.measured, load.overheads, load.notes, load.busy = [], [], [], None
-        monkeypatch.setattr("batchgen.profiler.cache.why_busy", lambda *_: load.busy)
+        monkeypatch.setattr("batchgen.profiler.cache.contention_reason", lambda *_: load.busy)
         monkeypatch.setattr("batchgen.profiler.cache.measure", counted(whole))
         monkeypatch.setattr("batchgen.profiler.cache.add_dtypes", counted(further))
         monkeypatch.setattr(

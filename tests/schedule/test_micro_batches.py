@@ -41,7 +41,7 @@ def split(
         max_tokens=max_tokens,
         max_seqs=max_seqs,
         max_staged_blocks=max_staged_blocks,
-        block_size=BLOCK,
+        kv_block_size=BLOCK,
         residency_of=lambda s: residency_of(s, compute_tier),
         balance_tokens=balance_tokens,
     )

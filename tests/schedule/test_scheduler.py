@@ -15,7 +15,7 @@ from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
 from batchgen.schedule.sequence import CLASSES, PENDING, Sequence, tier_of
-from batchgen.schedule.window_pool import HOLE, WindowPool
+from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
 
 BLOCK = 4
 
@@ -122,14 +122,14 @@ def check_windows(pool, own):
     if pool is None:
         assert all(s.window_table is None for s in own)
         return
-    held = {s: s.window_table[s.num_given_back :] for s in own}
+    held = {s: s.window_table[s.num_freed :] for s in own}
     users = Counter(b for blocks in held.values() for b in blocks)
     assert pool.num_used == len(users) and all(pool._users[b] == n for b, n in users.items())
     for s, blocks in held.items():
-        assert HOLE not in blocks and set(s.window_table[: s.num_given_back]) <= {HOLE}
+        assert NULL_BLOCK not in blocks and set(s.window_table[: s.num_freed]) <= {NULL_BLOCK}
         # A token on its way still sees the window before it.
         begun = s.num_computed - (s.kv_class == "deferred" and s.num_remaining == 0)
-        assert s.num_given_back == pool.first_block(begun)
+        assert s.num_freed == pool.first_block(begun)
         new = len(s.block_table) * BLOCK - s.num_computed
         assert len(blocks) <= -(-(pool.window + new) // BLOCK) + 1
 
@@ -159,7 +159,7 @@ class FakeExecutor:
 
             def slot(position, windowed, sequence=sequence, home=home):
                 block = sequence.table(windowed)[position // BLOCK]
-                assert block != HOLE
+                assert block != NULL_BLOCK
                 return home, windowed, block, position % BLOCK
 
             target = self.content if home == self.compute_tier else behind
@@ -536,13 +536,13 @@ def test_only_those_that_may_enter_are_looked_at(monkeypatch, seed):
         scheduler = Scheduler(
             make_pools({"cpu": 60}), SchedulerLimits(8, 16), expected_output_len=lambda s: s.sampling.max_tokens
         )
-        donor = None
+        source = None
         for i in range(40):
             shared = draw.random() < 0.5
             sequence = make(i, [*(range(9) if shared else ()), *[1000 + i] * draw.randint(1, 12)], draw.randint(1, 30))
-            if shared and donor is not None:
-                sequence.prefix_donor, sequence.num_donated, sequence.sampling = donor, 8, donor.sampling
-            donor = donor or (sequence if shared else None)
+            if shared and source is not None:
+                sequence.prefix_source, sequence.num_source_tokens, sequence.sampling = source, 8, source.sampling
+            source = source or (sequence if shared else None)
             scheduler.add(sequence)
         found = []
         while scheduler.has_work:

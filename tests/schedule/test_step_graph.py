@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from thorough import some_draws
 
 from batchgen.core.plan import kv_on_device
-from batchgen.schedule.deferred_batches import MOST_PASSED_BY, Cohorts
+from batchgen.schedule.deferred_batches import MOST_PASSED_BY, DeferredBatches
 from batchgen.schedule.step_graph import (
     EXCHANGE_SLOTS,
     HIDDEN_SLOTS,
@@ -32,11 +32,13 @@ FEW = 10  # tokens of a sweep in which experts are read on demand
 
 def all_steps(streams, sweeps, ready=1.0):
     """ready: how often the CPU is said to be done with attention that nobody waits for yet."""
-    made, cohorts, draw, tokens = Sweeps(streams), Cohorts(), random.Random(3), random.Random(1)
+    made, deferred_batches, draw, tokens = Sweeps(streams), DeferredBatches(), random.Random(3), random.Random(1)
     return [
         step
         for batches in sweeps
-        for step in made.steps(batches, cohorts, lambda step_id: draw.random() < ready, tokens.choice([FEW, FEW + 1]))
+        for step in made.steps(
+            batches, deferred_batches, lambda step_id: draw.random() < ready, tokens.choice([FEW, FEW + 1])
+        )
     ]
 
 
@@ -61,11 +63,11 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
     num_dequantized = 2 if streams.accelerated and any(b.delegated for batches in sweeps for b in batches) else 1
     fetched, exchanged = Counter(), Counter()  # so far, of activations and of what the CPU attends to
     slot_of = {}  # (which, micro-batch) -> its slot, for buffers whose slots no Step names
-    leaving, lives = defaultdict(list), cohort_lives(steps, streams)
+    leaving, lives = defaultdict(list), deferred_lives(steps, streams)
     routed = {(s.sweep, s.layer, s.batch) for s in steps if s.kind == "route"}
     for step in steps:
         if step.kind == "send_deferred":
-            leaving[step.sweep, step.layer, step.batch].append(step.cohort)
+            leaving[step.sweep, step.layer, step.batch].append(step.deferred_batch)
     for step in steps:
         kind, layer, k, slot = step.kind, step.layer, step.batch, step.weight_slot
         batch = sweeps[step.sweep][k]
@@ -123,15 +125,15 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
             holds = (step.sweep, layer, k)
             use(("exchange", slot_of["exchange", k]), kind != "load_attention", holds)
         # Sequences whose attention is deferred.
-        for cohort in leaving[step.sweep, layer, k] if kind == "pre" else ():
-            use(("sending", cohort), True, layer)
+        for deferred_batch in leaving[step.sweep, layer, k] if kind == "pre" else ():
+            use(("sending", deferred_batch), True, layer)
         if kind == "send_deferred":
-            use(("sending", step.cohort), False, layer)
+            use(("sending", step.deferred_batch), False, layer)
         if kind in ("send_deferred", "attend_deferred"):
-            use(("queries", step.cohort), kind == "send_deferred", layer)
+            use(("queries", step.deferred_batch), kind == "send_deferred", layer)
             homes["cpu", layer].append((step, kind == "send_deferred"))
         if kind in ("attend_deferred", "join_deferred"):
-            use(("attended later", step.cohort), kind == "attend_deferred", layer)
+            use(("attended later", step.deferred_batch), kind == "attend_deferred", layer)
         # KV: in staging buffers, in the disk's buffers, at home.
         staged = kind.endswith("_cache") or (kind == "attention" and batch.staged)
         if staged and streams.stages_kv(layer):
@@ -168,19 +170,19 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
 
 def _sequences(step):
     """Whose KV a Step touches: those that the CPU attends to, or those that pass through staging buffers, of a batch."""
-    return step.cohort, step.batch, step.kind in ("send_qkv", "cpu_attention")
+    return step.deferred_batch, step.batch, step.kind in ("send_qkv", "cpu_attention")
 
 
-def cohort_lives(steps, streams):
-    """Of each cohort, the sweeps in which its token begins and has come through all layers."""
-    begins = {s.cohort: s.sweep for s in reversed(steps) if s.kind == "send_deferred"}
+def deferred_lives(steps, streams):
+    """Of each deferred batch, the sweeps in which its token begins and has come through all layers."""
+    begins = {s.deferred_batch: s.sweep for s in reversed(steps) if s.kind == "send_deferred"}
     last = streams.num_layers - 1
-    ends = {s.cohort: s.sweep for s in steps if s.kind == "join_deferred" and s.layer == last}
-    return {cohort: (begun, ends.get(cohort, math.inf)) for cohort, begun in begins.items()}
+    ends = {s.deferred_batch: s.sweep for s in steps if s.kind == "join_deferred" and s.layer == last}
+    return {deferred_batch: (begun, ends.get(deferred_batch, math.inf)) for deferred_batch, begun in begins.items()}
 
 
 def _together(one, other, lives):
-    (begin, end), (begins, ends) = (lives.get(s.cohort, (s.sweep, s.sweep)) for s in (one, other))
+    (begin, end), (begins, ends) = (lives.get(s.deferred_batch, (s.sweep, s.sweep)) for s in (one, other))
     return begin <= ends and begins <= end
 
 
@@ -264,22 +266,22 @@ def check_computation(steps, streams, sweeps):
                 assert not on_host[s.batch]
 
 
-def check_cohorts(steps, streams, sweeps):
-    """A cohort goes through the layers in order, one in a sweep at most, and is passed by a bounded number of times."""
+def check_deferred_batches(steps, streams, sweeps):
+    """A deferred batch goes through the layers in order, one in a sweep at most, and is passed by a bounded number of times."""
     own = defaultdict(list)
     for step in steps:
-        if step.cohort is not None:
-            own[step.cohort].append(step)
+        if step.deferred_batch is not None:
+            own[step.deferred_batch].append(step)
     assert len(own) == sum(b.deferred for batches in sweeps for b in batches)
     kinds = ["send_deferred", "attend_deferred", "join_deferred"]
-    for of_cohort in own.values():
+    for of_batch in own.values():
         wanted = [(kind, j) for j in range(streams.num_layers) for kind in kinds]
-        assert [(s.kind, s.layer) for s in of_cohort] == wanted[: len(of_cohort)]
-        for sent, joined in zip(of_cohort[1::3], of_cohort[2::3], strict=False):
+        assert [(s.kind, s.layer) for s in of_batch] == wanted[: len(of_batch)]
+        for sent, joined in zip(of_batch[1::3], of_batch[2::3], strict=False):
             assert 1 <= joined.sweep - sent.sweep <= MOST_PASSED_BY + 1
             assert joined.batch == 0 and joined.after == (sent.id,)
-        if of_cohort[-1].kind == "attend_deferred":
-            assert len(sweeps) - 1 - of_cohort[-1].sweep <= MOST_PASSED_BY
+        if of_batch[-1].kind == "attend_deferred":
+            assert len(sweeps) - 1 - of_batch[-1].sweep <= MOST_PASSED_BY
 
 
 @st.composite
@@ -337,7 +339,7 @@ def test_no_step_comes_too_early(job, ready):
         assert step.lane in LANES
         assert all(earlier < step.id for earlier in step.after)
     check_computation(steps, streams, sweeps)
-    check_cohorts(steps, streams, sweeps)
+    check_deferred_batches(steps, streams, sweeps)
     assert hazards(steps, streams, sweeps) == []
 
 
@@ -411,7 +413,7 @@ def test_a_wait_left_out_is_a_hazard():
     }  # fmt: skip
 
 
-def test_a_cohort_is_passed_by_while_the_cpu_is_late_but_not_for_ever():
+def test_a_deferred_batch_is_passed_by_while_the_cpu_is_late_but_not_for_ever():
     streams = Streams(True, (False, False), (False, False))
     late = all_steps(streams, [[DEFERRED]] + [[BatchFlow()]] * 30, ready=0.0)
     assert [s.sweep for s in late if s.kind == "join_deferred"] == [MOST_PASSED_BY + 1, 2 * (MOST_PASSED_BY + 1)]

@@ -8,19 +8,19 @@ from batchgen.ops import quant
 from batchgen.ops.attention_plan import SequenceSlice, SharedGroup, find_shared_groups, order_sequences
 
 
-def laid_out(prefix_blocks, sequences, block_size, seed):
+def laid_out(prefix_blocks, sequences, kv_block_size, seed):
     """Sequences in packing order with random blocks; groups; blocks there are."""
     rng = np.random.default_rng(seed)
-    total = prefix_blocks + sum(-(-(q + c) // block_size) for q, c, _ in sequences)
+    total = prefix_blocks + sum(-(-(q + c) // kv_block_size) for q, c, _ in sequences)
     numbers = list(rng.permutation(total + 2))
     prefix = [numbers.pop() for _ in range(prefix_blocks)]
     slices, matched = [], []
     for queries, cached, shares in sequences:
-        own = [numbers.pop() for _ in range(-(-(queries + cached) // block_size))]
+        own = [numbers.pop() for _ in range(-(-(queries + cached) // kv_block_size))]
         table = np.array(prefix + own if shares else own, dtype=np.int32)
-        slices.append(SequenceSlice(queries, cached + (prefix_blocks * block_size if shares else 0), table))
+        slices.append(SequenceSlice(queries, cached + (prefix_blocks * kv_block_size if shares else 0), table))
         matched.append(prefix_blocks if shares else 0)
-    groups = find_shared_groups(slices, matched, block_size)
+    groups = find_shared_groups(slices, matched, kv_block_size)
     order = order_sequences(slices, groups)
     place = {i: p for p, i in enumerate(order)}
     groups = [SharedGroup(tuple(sorted(place[i] for i in g.members)), g.num_blocks) for g in groups]
@@ -28,7 +28,7 @@ def laid_out(prefix_blocks, sequences, block_size, seed):
 
 
 def attended(q, kv, slices, window, softcap=0.0, sinks=None):
-    """Plain attention in float64, one sequence at a time. kv: fp32 [blocks, 2, kv_heads, block_size, head_dim]."""
+    """Plain attention in float64, one sequence at a time. kv: fp32 [blocks, 2, kv_heads, kv_block_size, head_dim]."""
     out, row = [], 0
     for s in slices:
         k, v = (

@@ -32,7 +32,7 @@ from batchgen.core.hardware import read_profile
 from batchgen.job.planning import read_plan
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
-from batchgen.models.files import read_config, resolve_for_planning, resolve_model, resolve_quantization
+from batchgen.models.files import read_config, resolve_for_planning, resolve_model, resolve_weights
 from batchgen.models.identity import model_identity
 from batchgen.models.model_versions import model_versions
 from batchgen.models.store.manifest import store_manifest_checksum
@@ -69,7 +69,7 @@ def _read_model(folder: Path) -> None:
     read_config(files)
     model_versions(files)
     model_identity(files)
-    resolve_quantization(files, "none")
+    resolve_weights(files, "native")
     checkpoint = open_checkpoint(files)
     for j in range(checkpoint.config.num_layers):
         checkpoint.load_layer(j, torch.float32)
@@ -92,7 +92,7 @@ def _quantized(folder: Path) -> None:
 
 def _store(folder: Path) -> None:
     make_tiny_model("llama", folder / "source", num_hidden_layers=1)
-    convert(resolve_model(str(folder / "source")), folder / "model", dtype="float32", quantization="int4")
+    convert(resolve_model(str(folder / "source")), folder / "model", dtype="float32", weights="int4")
 
 
 def _read_store(folder: Path) -> None:
@@ -178,7 +178,7 @@ def _unfinished(folder: Path) -> None:
 
 
 def _go_on(folder: Path) -> None:
-    convert(resolve_model(str(folder / "source")), folder / "model", dtype="float32", quantization="int4")
+    convert(resolve_model(str(folder / "source")), folder / "model", dtype="float32", weights="int4")
     _read_store(folder)
 
 

@@ -6,8 +6,8 @@ from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
-from batchgen.planner.inputs import CostInputs
-from batchgen.planner.search import Problem, search_space
+from batchgen.planner.problem import CostInputs, Problem
+from batchgen.planner.search import search_space
 
 GIB = 1 << 30
 
@@ -156,7 +156,7 @@ def inputs_of_batches(hardware: HardwareProfile, model: ModelConfig, num_gpu_bat
         compute_format="float16",
         weight_formats=("float16",),
         kv_formats=("float16",),
-        block_size=64,
+        max_num_seqs=64,
         num_gpu_batches=num_gpu_batches,
         admissions=("continuous",),
         **held,

@@ -192,6 +192,6 @@ def in_mxfp4(path, seed=0):
     return made
 
 
-def state(path: Path, quantization) -> None:
+def state(path: Path, weights) -> None:
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": weights}))

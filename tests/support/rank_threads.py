@@ -45,11 +45,11 @@ class RankThread:
     def check(self):
         assert not self.shared.failures
 
-    def tell(self, message):
+    def broadcast(self, message):
         for messages in self.shared.messages[1:]:
             messages.put(bytes(message))
 
-    def told(self):
+    def receive_broadcast(self):
         message = self.shared.messages[self.rank].get(timeout=_TIMEOUT_S)
         if message is None:
             raise EOFError

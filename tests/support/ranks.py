@@ -24,12 +24,12 @@ def start(size: int, work: Callable[..., Any], *arguments: Any) -> Group:
 
 
 def say(group: Group, message: Any) -> None:
-    group.tell(json.dumps(message).encode())
+    group.broadcast(json.dumps(message).encode())
 
 
 def heard(group: Group) -> Any:
     """The next message of rank 0."""
-    return json.loads(group.told())
+    return json.loads(group.receive_broadcast())
 
 
 def free_port() -> int:
@@ -59,21 +59,21 @@ def add_up(group: Group) -> None:
     assert heard(group) == {"more": [1, 2]}
     group.ready()
     with contextlib.suppress(EOFError):  # one that ends before the others are ready has failed
-        group.told()
+        group.receive_broadcast()
 
 
 def say_ready(group: Group) -> None:
     heard(group)
     group.ready()
     with contextlib.suppress(EOFError):
-        group.told()
+        group.receive_broadcast()
 
 
 def hold(group: Group) -> dict[str, int]:
     """Says how much it held, once rank 0 says that all is done."""
     (peaks,) = heard(group)
     with contextlib.suppress(EOFError):
-        group.told()
+        group.receive_broadcast()
     return {"cpu": peaks[group.rank - 1]}
 
 

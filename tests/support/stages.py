@@ -61,7 +61,7 @@ class Rendezvous:
 
 
 class ThreadGroup:
-    """As of `engine.pipeline.StageGroup`."""
+    """As of `engine.ranks.RankGroup`."""
 
     def __init__(self, rank: int, rendezvous: Rendezvous) -> None:
         self.rank, self.size, self._all = rank, rendezvous.size, rendezvous
@@ -71,11 +71,11 @@ class ThreadGroup:
     def peaks(self) -> list[dict[str, int] | None]:
         return [self.found_peaks.get(rank) for rank in range(1, self.size)]
 
-    def tell(self, message) -> None:
+    def broadcast(self, message) -> None:
         for messages in self._all.messages[1:]:
             messages.put(bytes(message))
 
-    def told(self):
+    def receive_broadcast(self):
         content = self._all.messages[self.rank].get()
         if content is _END:
             raise EOFError
@@ -141,7 +141,9 @@ def make_pipeline(
     store = None
     if any(needs_store(stage.policy) for stage in stages):
         weight_format = stages[0].policy.weight_format
-        store = find_or_convert(files, offload_dir, "float32", "bf16" if weight_format == "float32" else weight_format)
+        store = find_or_convert(
+            files, offload_dir, "float32", "dequantized" if weight_format == "float32" else weight_format
+        )
     budgets = {tier: size for tier, size in BUDGETS.items() if device.accelerated or tier != "gpu"}
     options = {"budgets": budgets, "min_output_len": 1, "longest_tokens": 128, "most_kv_tokens": 4096} | options
     request = LoadRequest(

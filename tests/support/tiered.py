@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.core.device import Device
-from batchgen.core.dtypes import EXPANDED
+from batchgen.core.dtypes import DEQUANTIZED
 from batchgen.core.plan import Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
@@ -80,8 +80,8 @@ def make_request(model: Path | str, device: Device, policy: Policy, offload_dir:
     if store is None and needs_store(policy):
         policy = policy if find_spec("xxhash") else without_store(policy)
     if store is None and needs_store(policy):
-        quantization = EXPANDED if policy.weight_format == dtype else policy.weight_format
-        store = find_or_convert(files, offload_dir, dtype, quantization, shard=shard)
+        weights = DEQUANTIZED if policy.weight_format == dtype else policy.weight_format
+        store = find_or_convert(files, offload_dir, dtype, weights, shard=shard)
     budgets = {tier: size for tier, size in BUDGETS.items() if device.accelerated or tier != "gpu"}
     options = {"budgets": budgets, "min_output_len": 1, "longest_tokens": 128, "most_kv_tokens": 4096} | options
     config = shard.config if shard else read_config(files)
@@ -133,7 +133,7 @@ def before_each_step(parts: EngineParts, act: Callable[[Step], None]) -> None:
     lanes._perform = act_and_perform
 
 
-def give_own_cores(parts: EngineParts) -> None:
+def give_dedicated_cores(parts: EngineParts) -> None:
     """CPU attention does not take turns with compute, as if the accelerator were a real one."""
     parts.executor.lanes._cores = None
 

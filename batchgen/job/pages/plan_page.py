@@ -12,7 +12,8 @@ from batchgen.job.pages.html_page import COLOURS, legend, note, page, section, t
 from batchgen.models.config import ModelConfig
 from batchgen.planner.explain import TIER_NAMES, compare_rows, headline, lane_seconds
 from batchgen.planner.explanation import LANE_NAMES, Explanation, price_lines, stage_rows, total_lines
-from batchgen.planner.search import Problem, frontier
+from batchgen.planner.problem import Problem
+from batchgen.planner.search import frontier
 from batchgen.planner.simulation import simulate_job
 from batchgen.planner.strategies import strategy_rows
 from batchgen.schedule.step_graph import LANES, Step
@@ -139,7 +140,7 @@ def _frontier(plan: Plan, problem: Problem) -> list[str]:
         s = candidate.inputs
         busy = lane_seconds(candidate, candidate.counts.placement(s))
         bound = LANE_NAMES[max(busy, key=busy.__getitem__)]
-        chosen.append("chosen" if s.block_size == plan.policy.max_num_seqs else "")
+        chosen.append("chosen" if s.max_num_seqs == plan.policy.max_num_seqs else "")
         block = f"{s.num_gpu_batches} x {s.gpu_batch_size}, {s.admission}"
         rows.append([format_seconds(latency_s), f"{rate:,.1f}", block, f"{s.weight_format}, KV {s.kv_format}", bound])
     made = "generated" if plan.workload.task == "generate" else "scored"

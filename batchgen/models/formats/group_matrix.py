@@ -93,7 +93,7 @@ class GroupMatrix(StoredPart):
         packing, n = out.dtype == torch.uint8, self.shape[1]
         if packing and not self._in_order(group_of):
             name, info = self.group_of or self.codes
-            raise InputError(f"tensor {name} in {info.path} has columns out of order: give --quantization bf16")
+            raise InputError(f"tensor {name} in {info.path} has columns out of order: give --weights dequantized")
         block_format = self._block_format(group_of)
         for some, codes in self._pieces():
             if packing:

@@ -26,14 +26,14 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _ITEM = tl.constexpr(plans.COLUMNS)
 
 
-def supports_attention(head_dim: int, group: int, block_size: int, device: torch.device) -> bool:
+def supports_attention(head_dim: int, group: int, kv_block_size: int, device: torch.device) -> bool:
     """Whether the kernels know these shapes. group: query heads of a KV head."""
     return (
         card(device).has_products
         and head_dim % 2 == 0
         and head_dim <= MAX_HEAD_DIM
         and group <= MAX_GROUP
-        and block_size & (block_size - 1) == 0
+        and kv_block_size & (kv_block_size - 1) == 0
     )
 
 
@@ -41,7 +41,7 @@ def geometry(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    block_size: int,
+    kv_block_size: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     device: torch.device,
@@ -49,7 +49,7 @@ def geometry(
     """What plans are cut for. dtype: of queries."""
     this = card(device)
     few, many = attention_tiles(heads // kv_heads, head_dim, dtype, kv_dtype, this.shared_memory)
-    return Geometry(heads, kv_heads, head_dim, block_size, few, many, this.num_sms)
+    return Geometry(heads, kv_heads, head_dim, kv_block_size, few, many, this.num_sms)
 
 
 def prepare_attention(
@@ -57,13 +57,13 @@ def prepare_attention(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    block_size: int,
+    kv_block_size: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     device: torch.device,
 ) -> DevicePlan:
     """As `ops.prepare_attention`."""
-    return cut_attention(plan, heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device).prepare(device)
+    return cut_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_dtype, device).prepare(device)
 
 
 def cut_attention(
@@ -71,13 +71,13 @@ def cut_attention(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    block_size: int,
+    kv_block_size: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     device: torch.device,
 ) -> CutPlan:
     """As `ops.cut_attention`."""
-    return plans.cut(plan, geometry(heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device))
+    return plans.cut(plan, geometry(heads, kv_heads, head_dim, kv_block_size, dtype, kv_dtype, device))
 
 
 def paged_attention(
@@ -101,7 +101,7 @@ def launches(
     """Few rows, many rows, merges: those of them that there are."""
     shape = plan.geometry
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] == shape.head_dim and kv.is_contiguous()
-    assert q.shape[1] == shape.heads and kv.shape[2:4] == (shape.kv_heads, shape.block_size)
+    assert q.shape[1] == shape.heads and kv.shape[2:4] == (shape.kv_heads, shape.kv_block_size)
     rows = plan.capacity.partial_rows
     # Partial results, unnormalised, and of each the largest score (in powers of two) and the sum of softmax weights.
     partial = torch.empty(rows, shape.heads, shape.head_dim, dtype=torch.float32, device=q.device)
@@ -159,7 +159,7 @@ def _attend_launch(  # the operands of one kernel
         "KV_HEADS": shape.kv_heads,
         "GROUP": shape.group,
         "HEAD_DIM": shape.head_dim,
-        "BLOCK_SIZE": shape.block_size,
+        "BLOCK_SIZE": shape.kv_block_size,
         "WIDTH": kv.shape[4],
         "BITS": bits,
         "ALIGNED": aligned(shape.head_dim, bits),

@@ -19,7 +19,7 @@ from batchgen.ops.host_copy import upload
 from batchgen.ops.triton.launch import Tile, power_of_two
 
 # Columns of an item. Token i of it sees the keys k of [FIRST_KEY, LAST_KEY) with k <= CAUSAL + i and k > CAUSAL + i - WINDOW;
-# key k lies in block k // block_size after TABLE of the block table. PARTIAL: its first partial row, or -1: it is alone.
+# key k lies in block k // kv_block_size after TABLE of the block table. PARTIAL: its first partial row, or -1: it is alone.
 FIRST_TOKEN, NUM_TOKENS, FIRST_KEY, LAST_KEY, CAUSAL, WINDOW, TABLE, PARTIAL = range(8)
 COLUMNS = 8
 ALL_KEYS = 1 << 30  # CAUSAL of tokens that see every key
@@ -40,7 +40,7 @@ class Geometry:
     heads: int
     kv_heads: int
     head_dim: int
-    block_size: int
+    kv_block_size: int
     few: Tile
     many: Tile
     num_sms: int
@@ -177,7 +177,7 @@ def _write(host: Tensor, capacity: Capacity, arrays: _Arrays) -> None:
 
 def _cut(plan: AttentionPlan, geometry: Geometry) -> _Arrays:
     """The arrays few, many, table, merge_tokens, merge_starts and merge_rows."""
-    spans, table = _spans(plan, geometry.block_size)
+    spans, table = _spans(plan, geometry.kv_block_size)
     tiles = _tiled(spans, geometry.many.rows // geometry.group)
     is_few = tiles[:, NUM_TOKENS] * geometry.group <= geometry.few.rows
     few, many = (
@@ -189,7 +189,7 @@ def _cut(plan: AttentionPlan, geometry: Geometry) -> _Arrays:
     return items[: len(few)], items[len(few) :], table, *merges
 
 
-def _spans(plan: AttentionPlan, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+def _spans(plan: AttentionPlan, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of one sequence, or sharing keys, each with all of these: items not yet cut, int64; and the block table."""
     spans, tables, used = [], [], 0
     for group in plan.decode:
@@ -209,7 +209,7 @@ def _spans(plan: AttentionPlan, block_size: int) -> tuple[np.ndarray, np.ndarray
         tables.append(item.blocks)
         used += len(item.blocks)
     for item in plan.shared:
-        keys = len(item.blocks) * block_size
+        keys = len(item.blocks) * kv_block_size
         rest.append((item.start, item.stop - item.start, 0, keys, ALL_KEYS, NO_WINDOW, used, -1))
         tables.append(item.blocks)
         used += len(item.blocks)

@@ -1,6 +1,6 @@
 """The KV tensors behind the block managers' numbers: a pool in each tier, and what passes between them.
 
-KV of a layer is [blocks, 2, kv_heads, block_size, width] (see `ops`). A pool in the compute device's memory is attended
+KV of a layer is [blocks, 2, kv_heads, kv_block_size, width] (see `ops`). A pool in the compute device's memory is attended
 to in place. Sequences that live elsewhere pass through staging buffers of the compute device, but in layers in which the host's
 pool lies on the device (`on_device`); those on disk through buffers in host memory too, in a file in which each block starts on a direct-I/O boundary.
 """
@@ -36,13 +36,13 @@ class KVShape:
     """One block of one layer."""
 
     kv_heads: int
-    block_size: int
+    kv_block_size: int
     width: int
     dtype: torch.dtype
 
     @property
     def block(self) -> tuple[int, ...]:
-        return (2, self.kv_heads, self.block_size, self.width)
+        return (2, self.kv_heads, self.kv_block_size, self.width)
 
     @property
     def block_bytes(self) -> int:
@@ -54,12 +54,12 @@ class KVShape:
         return aligned(self.block_bytes)
 
 
-def kv_shape(config: ModelConfig, block_size: int, kv_format: str) -> KVShape:
+def kv_shape(config: ModelConfig, kv_block_size: int, kv_format: str) -> KVShape:
     """kv_format: a dtype's name, "int4" or "int8"."""
     if kv_format in KV_DTYPES:
         width = kv_row_bytes(config.head_dim, kv_format)
-        return KVShape(config.num_kv_heads, block_size, width, KV_DTYPES[kv_format])
-    return KVShape(config.num_kv_heads, block_size, config.head_dim, getattr(torch, kv_format))
+        return KVShape(config.num_kv_heads, kv_block_size, width, KV_DTYPES[kv_format])
+    return KVShape(config.num_kv_heads, kv_block_size, config.head_dim, getattr(torch, kv_format))
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,10 @@ class KVCache:
     def prepare(self, staging: Staging, device: torch.device = ops.CPU) -> Moves:
         """device: what computes, and copies rows that are not neighbours."""
         shape = self.shape
-        behind = shape.kv_heads * shape.block_size  # V's rows lie this far behind K's
+        behind = shape.kv_heads * shape.kv_block_size  # V's rows lie this far behind K's
 
         def rows(slots) -> Tensor:
-            keys = ops.kv_rows(slots, shape.kv_heads, shape.block_size)
+            keys = ops.kv_rows(slots, shape.kv_heads, shape.kv_block_size)
             return upload(torch.cat((keys, keys + behind)).numpy(), device)
 
         dirty, writes = [], []

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from batchgen.ops.dispatch import CPU
+from batchgen.runtime.dedicated_core import DedicatedCore
 from batchgen.runtime.memory.transfers import Arena, Link
-from batchgen.runtime.own_core import OwnCore
 
 if TYPE_CHECKING:
     from batchgen.runtime.streams import Driver
@@ -24,7 +24,7 @@ class Tiers:
     """The memory of each tier, and how to reach it. Without arguments: the host alone, without a budget.
 
     compute_tier: the tier that is the compute device's own memory. arenas: tier -> its memory; none for "disk". links: (to,
-    from) an accelerator. device: what computes, as torch names it. driver: a CUDA card's streams. own_core: of an emulated accelerator that has one.
+    from) an accelerator. device: what computes, as torch names it. driver: a CUDA card's streams. dedicated_core: of an emulated accelerator that has one.
     """
 
     compute_tier: str = "cpu"
@@ -32,11 +32,11 @@ class Tiers:
     links: tuple[Link, Link] | None = None
     device: torch.device = CPU
     driver: Driver | None = None
-    own_core: OwnCore | None = None
+    dedicated_core: DedicatedCore | None = None
 
     def close(self) -> None:
         """Gives back what the host's memory has registered with a driver, and cores. Tensors stay."""
         for arena in self.arenas.values():
             arena.memory.close()
-        if self.own_core is not None:
-            self.own_core.close()
+        if self.dedicated_core is not None:
+            self.dedicated_core.close()

@@ -17,7 +17,7 @@ from torch import Tensor
 from batchgen.core.direct_io import aligned_buffer
 from batchgen.core.errors import BatchgenError
 from batchgen.core.units import format_bytes
-from batchgen.runtime.pacing import Sleeps
+from batchgen.runtime.sleeps import Sleeps
 
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; not in Python's mmap
 _PREFAULT_BYTES = 2 << 20  # a huge page
@@ -134,7 +134,7 @@ class Link:
 
     def copy(self, target: Tensor, source: Tensor) -> Tensor:
         """target[...] = source."""
-        with self._paced(source):
+        with self._throttled(source):
             target.copy_(source)
         return target
 
@@ -158,19 +158,19 @@ class Link:
 
     def gather(self, target: Tensor, source: Tensor, index: Tensor) -> None:
         """target[i] = source[index[i]], along the first dimension."""
-        with self._paced(target):
+        with self._throttled(target):
             torch.index_select(source, 0, index, out=target)
 
     def scatter(self, target: Tensor, index: Tensor, source: Tensor) -> None:
         """target[index[i]] = source[i], along the first dimension."""
-        with self._paced(source):
+        with self._throttled(source):
             target.index_copy_(0, index, source)
 
     def reset_counts(self) -> None:
         self.moved_bytes = 0
 
     @contextlib.contextmanager
-    def _paced(self, moved: Tensor):
+    def _throttled(self, moved: Tensor):
         num_bytes = moved.numel() * moved.element_size()
         self.moved_bytes += num_bytes
         started = time.perf_counter()

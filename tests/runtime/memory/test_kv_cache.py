@@ -43,10 +43,10 @@ def make_cache(config, tmp_path):
     """A cache with an accelerator, or on the CPU itself; closed afterwards."""
     made = []
 
-    def make(kv_format="float32", block_size=16, accelerated=True, disk_blocks=DISK_BLOCKS, folder=tmp_path):
+    def make(kv_format="float32", kv_block_size=16, accelerated=True, disk_blocks=DISK_BLOCKS, folder=tmp_path):
         blocks = {"cpu": HOST_BLOCKS, "disk": disk_blocks} | ({"gpu": 3} if accelerated else {})
         cache = KVCache(
-            config, kv_shape(config, block_size, kv_format), blocks,
+            config, kv_shape(config, kv_block_size, kv_format), blocks,
             tiers=Tiers("gpu", links=(Link(), Link())) if accelerated else None, staging_blocks=STAGING,
             offload_dir=folder,
         )  # fmt: skip
@@ -86,10 +86,10 @@ def read_in(cache, layer, slot, moves):
 
 
 @pytest.mark.parametrize("accelerated", [True, False])
-@pytest.mark.parametrize(("kv_format", "block_size"), FORMATS)
-def test_blocks_come_back_from_disk(make_cache, kv_format, block_size, accelerated):
+@pytest.mark.parametrize(("kv_format", "kv_block_size"), FORMATS)
+def test_blocks_come_back_from_disk(make_cache, kv_format, kv_block_size, accelerated):
     """Written from one staging buffer, read into the other, in other places: each layer's own."""
-    cache = make_cache(kv_format, block_size, accelerated)
+    cache = make_cache(kv_format, kv_block_size, accelerated)
     first = 0 if not accelerated else 2  # staging blocks of sequences on the host come before those on disk
     out = cache.prepare(staging(writes=[Run(8, first, 3), Run(1, first + 4, 2)], disk_start=first))
     back = cache.prepare(
@@ -112,27 +112,27 @@ def test_blocks_come_back_from_disk(make_cache, kv_format, block_size, accelerat
     assert cache.disk_bytes_written == cache.disk_bytes_read == LAYERS * 5 * stride
 
 
-@pytest.mark.parametrize(("kv_format", "block_size"), FORMATS)
-def test_new_tokens_go_home_to_the_host_and_blocks_come_from_there(make_cache, kv_format, block_size):
-    cache = make_cache(kv_format, block_size)
+@pytest.mark.parametrize(("kv_format", "kv_block_size"), FORMATS)
+def test_new_tokens_go_home_to_the_host_and_blocks_come_from_there(make_cache, kv_format, kv_block_size):
+    cache = make_cache(kv_format, kv_block_size)
     pool = cache.pools["cpu"][1]
     before, source = fill(pool, seed=1), fill(cache.staging(0), seed=2)
     # Three tokens: of staging blocks 2 and 4, to host blocks 6 and 0.
-    new = [2 * block_size, 2 * block_size + 3, 4 * block_size + block_size - 1]
-    host_slots = [6 * block_size, 6 * block_size + 3, block_size - 1]
+    new = [2 * kv_block_size, 2 * kv_block_size + 3, 4 * kv_block_size + kv_block_size - 1]
+    host_slots = [6 * kv_block_size, 6 * kv_block_size + 3, kv_block_size - 1]
     cache.store(1, 0, cache.prepare(staging(new_slots=new, host_slots=host_slots)))
     changed = before.clone()
     changed[6, :, :, 0], changed[6, :, :, 3] = source[2, :, :, 0], source[2, :, :, 3]
-    changed[0, :, :, block_size - 1] = source[4, :, :, block_size - 1]
+    changed[0, :, :, kv_block_size - 1] = source[4, :, :, kv_block_size - 1]
     assert torch.equal(pool, changed)
     cache.load(1, 1, cache.prepare(staging(host_blocks=[6, 0, 3], disk_start=3)))
     assert torch.equal(cache.staging(1)[:3], changed[[6, 0, 3]])
 
 
-@pytest.mark.parametrize(("kv_format", "block_size"), FORMATS)
-def test_host_and_disk_in_one_buffer(make_cache, kv_format, block_size):
+@pytest.mark.parametrize(("kv_format", "kv_block_size"), FORMATS)
+def test_host_and_disk_in_one_buffer(make_cache, kv_format, kv_block_size):
     """One batch with sequences of both: each finds its own."""
-    cache = make_cache(kv_format, block_size)
+    cache = make_cache(kv_format, kv_block_size)
     fill(cache.staging(0), seed=3)
     sent = cache.staging(0).clone()
     write_out(cache, 0, 0, cache.prepare(staging(writes=[Run(5, 4, 2)], disk_start=4)))

@@ -8,7 +8,7 @@ import torch
 from tiny_models import MIXED_SIZES, make_tiny_model, mixed_types, write_tiny_gguf
 
 from batchgen.models.checkpoint import open_checkpoint
-from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.models.files import read_config, resolve_model, resolve_weights
 from batchgen.models.formats.gguf import tensors as gguf_tensors
 from batchgen.models.tensor_files import block_packer
 from batchgen.ops import dispatch as ops
@@ -26,7 +26,7 @@ def make(directory, family, kinds="Q4_0", *, tied=False):
     return (
         open_checkpoint(files, config),
         config,
-        WeightResidency.in_memory(config, resolve_quantization(files, "none")),
+        WeightResidency.in_memory(config, resolve_weights(files, "native")),
     )
 
 
@@ -89,7 +89,7 @@ def test_embeddings_that_are_the_output_matrix_are_packed_and_in_memory_once(tmp
     config = read_config(files)
     assert config.tied_embeddings
     name = str(dtype).removeprefix("torch.")
-    kept = resolve_quantization(files, "none") if tensor_type == "Q8_0" else name
+    kept = resolve_weights(files, "native") if tensor_type == "Q8_0" else name
     checkpoint = open_checkpoint(files, config)
     weights = Weights(config, WeightResidency.in_memory(config, kept), dtype, checkpoint=checkpoint)
     first = config.stage(0, config.num_layers - 1)

@@ -1,0 +1,142 @@
+"""Identical greedy requests of a job, computed once: later ones take over the result of the first."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+from batchgen.core.request import Completion, Request, SamplingParams
+
+# Of results that later rows may ask for, those used longest ago go first.
+_MOST_RESULT_BYTES = 64 << 20
+# Rows beyond these are computed, so that an input of nothing but repeats takes no more memory than any other.
+_MOST_WAITING = 1 << 16
+
+
+@dataclass
+class _First:
+    """The first of identical requests. waiting: the others so far, until its result is there."""
+
+    result: Completion | None = None
+    result_bytes: int = 0
+    waiting: list[Request] = field(default_factory=list)
+
+
+class Deduplication:
+    """Takes repeats out of a job's requests, and puts their results in among the others'.
+
+    Greedy completions depend on the prompt and the sampling parameters alone, so that rows have what they would have had. One
+    thread reads `unique` while another reads `with_duplicates`.
+
+    Attributes:
+        count: rows that were not computed.
+    """
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        """`sampling`: of requests that bring none."""
+        self.count = 0
+        self._sampling = sampling
+        self._firsts: OrderedDict[bytes, _First] = OrderedDict()
+        self._key_of_row: dict[int, bytes] = {}  # of those under way
+        self._ready: deque[Completion] = deque()
+        self._num_waiting = self._result_bytes = 0
+        self._lock = threading.Lock()
+
+    def unique(self, requests: Iterable[Any]) -> Iterator[Any]:
+        """The requests that have to be computed."""
+        for request in requests:
+            key = self._key(request)
+            if key is None or not self._is_repeat(key, request):
+                yield request
+
+    def with_duplicates(self, results: Iterable[Any]) -> Iterator[Any]:
+        """The results of `unique`, in their order, and those of repeats as soon as there are any."""
+        for result in results:
+            self._take(result)
+            yield result
+            yield from self._drain()
+        yield from self._drain()
+
+    def _key(self, request: Any) -> bytes | None:
+        """What identical requests have in common; None for those that must be computed."""
+        if not isinstance(request, Request) or request.error is not None or request.row is None:
+            return None
+        sampling = request.sampling or self._sampling
+        if not sampling.is_greedy:
+            return None
+        given = (request.prompt, *request.more_prompts)
+        prompts = [prompt if isinstance(prompt, str) else list(prompt) for prompt in given]
+        text = json.dumps(
+            [prompts, sampling.to_json(), request.chat.identity(), request.reasoning_apart], default=int
+        )  # token ids may be numpy's
+        return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+    def _is_repeat(self, key: bytes, request: Request) -> bool:
+        assert request.row is not None
+        with self._lock:
+            first = self._firsts.get(key)
+            if first is None:
+                self._firsts[key] = _First()
+                self._key_of_row[request.row] = key
+                return False
+            if self._num_waiting >= _MOST_WAITING:
+                return False
+            self._num_waiting += 1
+            self._firsts.move_to_end(key)
+            if first.result is None:
+                first.waiting.append(replace(request, prompt="", more_prompts=(), sampling=None))
+            else:
+                self._ready.append(_for(request, first.result))
+            return True
+
+    def _take(self, result: Any) -> None:
+        """Keep a result for those that wait for it, and for later ones."""
+        with self._lock:
+            key = self._key_of_row.pop(result.row, None)
+            if key is None:
+                return
+            first = self._firsts[key]
+            self._ready.extend(_for(request, result) for request in first.waiting)
+            first.result, first.result_bytes, first.waiting = result, _size_bytes(result), []
+            self._result_bytes += first.result_bytes
+            for oldest in list(self._oldest()):
+                self._result_bytes -= self._firsts.pop(oldest).result_bytes
+
+    def _oldest(self) -> Iterator[bytes]:
+        """Results to be given up for the others to stay within the limit."""
+        left = self._result_bytes
+        for key, first in self._firsts.items():
+            if left <= _MOST_RESULT_BYTES:
+                return
+            if first.result is not None:
+                left -= first.result_bytes
+                yield key
+
+    def _drain(self) -> Iterator[Completion]:
+        while True:
+            with self._lock:
+                if not self._ready:
+                    return
+                result = self._ready.popleft()
+                self._num_waiting -= 1
+                self.count += 1
+            yield result
+
+
+def _for(request: Request, result: Completion) -> Completion:
+    return replace(result, row=request.row, id=result.id if request.id is None else request.id)
+
+
+def _size_bytes(result: Completion) -> int:
+    """About what a result costs to hold."""
+    size = 1000 + 2 * len(result.error or "")
+    for sample in result.samples:
+        positions = sample.logprobs or ()
+        size += 2 * len(sample.text) + 40 * len(sample.token_ids)
+        size += len(positions) * 200 * (1 + (len(positions[0].top) if positions else 0))
+    return size

@@ -1,0 +1,142 @@
+"""How a job flows through the sweeps: how many rows are prefilled and how many decode, from first to last.
+
+A fluid model of the scheduler: rows enter as soon as the block and a sweep's token budget allow, stay for as many
+sweeps as their outputs have tokens, and the last ones leave a block half empty. Lengths are a distribution, not
+one number. The result is a handful of phases, each a number of like sweeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from batchgen.core.workload import Workload
+from batchgen.planner.fluid import Setting, flow_through
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`sweeps` sweeps that are alike.
+
+    Attributes:
+        prefill_tokens, prefill_seqs: prompt tokens computed per sweep, and prompts completed per sweep.
+        decode_seqs: sequences that gain a token from decoding, per sweep.
+        context: tokens each of them attends to.
+        logits_rows_per_prompt: rows of logits computed for a prompt.
+        deferred_tokens: gained per sweep by sequences whose attention is deferred, which are not among `decode_seqs`.
+    """
+
+    sweeps: float
+    prefill_tokens: float
+    prefill_seqs: float
+    decode_seqs: float
+    context: float
+    logits_rows_per_prompt: float = 1.0
+    deferred_tokens: float = 0.0
+
+    @property
+    def tokens(self) -> float:
+        """Tokens per sweep that go through the layers."""
+        return self.prefill_tokens + self.decode_seqs + self.deferred_tokens
+
+    @property
+    def sampled(self) -> float:
+        """Tokens generated per sweep; where prompts are scored, prompts that are done."""
+        return self.prefill_seqs + self.decode_seqs + self.deferred_tokens
+
+    @property
+    def logits_rows(self) -> float:
+        """Rows of logits per sweep."""
+        return self.prefill_seqs * self.logits_rows_per_prompt + self.decode_seqs + self.deferred_tokens
+
+
+@dataclass(frozen=True)
+class Deferral:
+    """Sequences of class "deferred" beside those that gain a token in every sweep (APEX section 3.3).
+
+    Attributes:
+        seqs: in flight.
+        rows: in the whole job.
+        sweeps_per_token: one for each layer, in which the CPU attends, and the one in which the token begins.
+    """
+
+    seqs: int
+    rows: int
+    sweeps_per_token: int
+
+
+def deferral_of(workload: Workload, swept_seqs: int, most_seqs: int, sweeps_per_token: int) -> Deferral | None:
+    """The deferral with at most `most_seqs` in flight that a job is long enough for.
+
+    Its last sequences end when `swept_seqs` others, a token in every sweep, have run the rest of the job. None where that is over
+    before any deferred sequence ends.
+    """
+    mean, longest = workload.output_len.mean, workload.output_len.max
+    if most_seqs < 1 or mean <= 1:
+        return None
+    # Rows that the others end while a deferred one of mean length, and the longest one, is in flight.
+    meanwhile, at_last = (swept_seqs * ((n - 1) * sweeps_per_token + 1) / mean for n in (mean, longest))
+    waves = int((workload.num_seqs - (at_last - meanwhile)) / (most_seqs + meanwhile))
+    if waves >= 1:
+        return Deferral(most_seqs, waves * most_seqs, sweeps_per_token)
+    seqs = int(workload.num_seqs - at_last)
+    return Deferral(seqs, seqs, sweeps_per_token) if seqs >= 1 else None
+
+
+@lru_cache(maxsize=4096)
+def phases_of(
+    workload: Workload,
+    admission: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: float,
+    deferral: Deferral | None = None,
+) -> tuple[Phase, ...]:
+    """The phases of a whole job with at most `max_num_seqs` sequences in flight.
+
+    Args:
+        admission: "continuous" refills the block at once, "static" when the whole block has ended.
+        deferral: Sequences beside those of the block, which are deferred.
+    """
+    if deferral is not None:
+        others = replace(workload, num_seqs=workload.num_seqs - deferral.rows)
+        phases = phases_of(others, admission, max_num_seqs, max_num_batched_tokens)
+        return _with_deferred(phases, workload, deferral, max_num_batched_tokens)
+    return phases_of_each(workload, ((admission, max_num_seqs, max_num_batched_tokens),))[0]
+
+
+@lru_cache(maxsize=16)
+def phases_of_each(workload: Workload, settings: tuple[tuple[str, int, float], ...]) -> tuple[tuple[Phase, ...], ...]:
+    """The phases of a whole job for each setting: admission, block size and token budget, as in `phases_of`."""
+    within = [Setting(admission, min(size, workload.num_seqs), budget) for admission, size, budget in settings]
+    logits_rows = workload.scored_len or 1.0
+    return tuple(
+        tuple(Phase(*group, logits_rows_per_prompt=logits_rows) for group in groups)
+        for groups in flow_through(workload, within)
+    )
+
+
+def _with_deferred(phases: Iterable[Phase], workload: Workload, deferral: Deferral, budget: float) -> tuple[Phase, ...]:
+    """Phases of the other rows, with the prompts and the tokens of those that are deferred spread over them.
+
+    Where prompts exceed the token budget there are more sweeps.
+    """
+    phases = list(phases)
+    sweeps = sum(phase.sweeps for phase in phases)
+    tokens = deferral.rows * (workload.output_len.mean - 1) / sweeps
+    more = workload.num_seqs / (workload.num_seqs - deferral.rows)
+    found = []
+    for phase in phases:
+        left = max(1.0, budget - phase.decode_seqs - tokens)
+        longer = max(1.0, phase.prefill_tokens * more / left) if phase.prefill_tokens else 1.0
+        found.append(
+            replace(
+                phase,
+                sweeps=phase.sweeps * longer,
+                prefill_tokens=phase.prefill_tokens * more / longer,
+                prefill_seqs=phase.prefill_seqs * more / longer,
+                decode_seqs=phase.decode_seqs / longer,
+                deferred_tokens=tokens / longer,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,104 @@
+"""An emulated accelerator with a core of its own: where its lanes and the CPU's run, and how long their work is made to take.
+
+Computation runs on the accelerator's core, its links' copies in the time that this core sleeps, CPU attention and the disk's lanes
+on the others. A Step takes a given number of times as long as a core is busy with it: the rest is slept. So a device that is
+slower than a core, or than the CPU beside it, needs no more of the machine than it would have. Steps are still carried out by
+their lanes, one after the other, and nothing has its result before its time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+from batchgen.core.cores import dedicated_core, on_cores
+from batchgen.ops import cpp as kernels
+from batchgen.runtime.sleeps import Sleeps
+from batchgen.schedule.step_graph import Step
+
+# Of compute's Steps, those that are copies, which the links slow down.
+_COPIES = ("embed", "load_attention", "join_deferred")
+_LINKS = ("h2d", "d2h")
+# A thread this nice gives up its core at once to one that wants to compute, and has a tenth of it where that one never sleeps.
+_LINKS_NICE = 10
+
+
+class Throttle:
+    """Makes the work of one lane take longer. Not for several threads at once."""
+
+    def __init__(self, slowdown: float) -> None:
+        """slowdown: how many times as long as its thread is busy, 1 or more."""
+        self._slowdown = slowdown
+        self._hosts_s = 0.0
+        self._sleeps = Sleeps()
+
+    @contextlib.contextmanager
+    def held(self, overhead_s: float = 0.0) -> Iterator[None]:
+        """Ends no sooner than the work inside is to take, and so much more; what it waits for counts as a part of that, not as work."""
+        started, busy = time.perf_counter(), time.thread_time()
+        self._hosts_s = 0.0
+        yield
+        if self._slowdown == 1 and not overhead_s:
+            return
+        busy_s = time.thread_time() - busy - self._hosts_s
+        self._sleeps.until(started + self._slowdown * busy_s + self._hosts_s + overhead_s)
+
+    @contextlib.contextmanager
+    def hosts(self) -> Iterator[None]:
+        """Within `held`: work that is the host's, and takes as long as it does."""
+        busy = time.thread_time()
+        yield
+        self._hosts_s += time.thread_time() - busy
+
+
+class DedicatedCore:
+    """The cores of a process, shared out between an emulated accelerator and the CPU."""
+
+    def __init__(self, slowdown: float, cpu_slowdown: float = 1.0, step_overhead_s: float = 0.0) -> None:
+        """Take the last of the cores for the accelerator.
+
+        Args:
+            slowdown: Of what the accelerator computes.
+            cpu_slowdown: Of CPU attention.
+            step_overhead_s: Of one layer of one micro-batch.
+
+        Raises:
+            InputError: There are not two cores.
+        """
+        self._core, self._others = dedicated_core()
+        self._throttles = {"compute": Throttle(slowdown), "cpu_attention": Throttle(cpu_slowdown)}
+        self._step_overhead_s = step_overhead_s
+        self._threads = kernels.num_threads()
+        kernels.set_num_threads(min(self._threads, len(self._others)))
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Meanwhile the calling thread is the accelerator's."""
+        with on_cores(self._core), kernels.alone():
+            yield
+
+    def keep_lane(self, lane: str) -> None:
+        """Keeps the calling thread, which is the lane's, to where it belongs. A link's lets computation go first."""
+        os.sched_setaffinity(0, self._core if lane in _LINKS else self._others)
+        if lane in _LINKS:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LINKS_NICE)
+
+    def throttled(self, step: Step) -> contextlib.AbstractContextManager[None]:
+        """Inside, a Step's work takes as long as it is to."""
+        throttle = self._throttles.get(step.lane)
+        if throttle is None or step.kind in _COPIES:
+            return contextlib.nullcontext()
+        return throttle.held(
+            self._step_overhead_s if step.kind == "pre" else 0.0
+        )  # each micro-batch has one of these in each layer
+
+    def hosts(self) -> contextlib.AbstractContextManager[None]:
+        """Within a Step of compute's: what it does for the host, as handing over logits, from which tokens are sampled."""
+        return self._throttles["compute"].hosts()
+
+    def close(self) -> None:
+        """Gives the kernels their threads back."""
+        kernels.set_num_threads(self._threads)

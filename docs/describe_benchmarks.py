@@ -1,0 +1,507 @@
+"""Writes the tables of docs/benchmarks.md, whose figures come from benchmarks/results/.
+
+    python docs/describe_benchmarks.py
+
+Each row has the words of a result as a template over its file. `make docs` runs this, and a test compares the page with
+the committed one. `quotes` has the figures that other pages repeat.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "benchmarks" / "results"
+HEADER = "| job | machine | result | file | command |\n|---|---|---|---|---|\n"
+# Letters of the page for what is in a file's name or text.
+MACHINES = (("amd-epyc-25-17", "A"), ("amd-epyc-26-2", "B"), ("intel-xeon-processor-6-207", "C"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table.
+
+    Attributes:
+        job: what ran.
+        file: the result file, without its ending.
+        command: the script with its options.
+        words: the result in words, from the content of the file.
+    """
+
+    job: str
+    file: str
+    command: str
+    words: Callable[[dict], str]
+
+    def line(self) -> str:
+        command = f"python benchmarks/{self.command}" if ".py" in self.command.partition("/")[0] else self.command
+        cells = (self.job, machine_of(self.file), self.words(read(self.file)), f"`{self.file}.json`", f"`{command}`")
+        return f"| {' | '.join(cells)} |\n"
+
+
+def read(file: str) -> dict:
+    """The content of a result file."""
+    return json.loads((RESULTS / f"{file}.json").read_text())
+
+
+def machine_of(file: str) -> str:
+    """The page's letter for the machine that a result is of; D where the file does not name the kind of its EPYC."""
+    on = read(file).get("machine")
+    if isinstance(on, dict) and "family" in on:
+        name = f"{on['cpu']} {on['family']} {on['model']}"
+        file = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(.*?\)", " ", name).lower())
+    letters = [letter for part, letter in MACHINES if part in file]
+    return letters[0] if letters else "D" if "EPYC" in (RESULTS / f"{file}.json").read_text() else "-"
+
+
+def times(ratios: Iterable[float], digits: int = 2) -> str:
+    """Ratios as "1.37, 1.33 and 2.70"."""
+    *first, last = (f"{ratio:.{digits}f}" for ratio in ratios)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def span(values: Iterable[float], digits: int = 1) -> str:
+    values = list(values)
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def errors(found: dict) -> str:
+    return f"{100 * found['median']:.0f} and {percent(found['worst'])}"
+
+
+def over_peers(workload: str, peers: Iterable[str]) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        work = d["workloads"][workload]
+        rate = f", {work['total_tokens_per_s']['batchgen']:,.0f} tokens/s"
+        bound = (
+            f"; {percent(work['bound']['share_of_wall'])} of what products and memory allow" if "bound" in work else ""
+        )
+        wall = statistics.mean(work["wall_s"]["batchgen"])
+        return f"{wall:.1f} s{rate}{bound}; {times(work['batchgen_over'][peer] for peer in peers)} times as fast"
+
+    return words
+
+
+def larger_than_memory(d: dict) -> str:
+    run, rates = d["runs"][0], d["summary"]["generated_tokens_per_s"]
+    bound, peer = run["bound"], next((r for r in d["runs"] if r["engine"] == "llama.cpp"), None)
+    beside = ""
+    if peer:
+        projected = "" if peer["complete"] else f" (projected from {peer['measured_s']:.0f} s)"
+        ratio = d["summary"]["batchgen_over_llama.cpp"]
+        beside = f"; llama.cpp {rates['llama.cpp']:.1f}{projected}: {ratio:.1f} times as fast"
+    return (
+        f"{rates['batchgen']:.1f} generated tokens/s;"
+        f" {percent(bound['share_of_bound'])} of what disk and products allow;"
+        f" predicted {bound['predicted_over_measured']:.2f} times the measured time;"
+        f" peak memory {run['limited']['peak_bytes'] / 2**30:.1f} GiB{beside}"
+    )
+
+
+def perplexities(*names: str) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        added = [percent(d["results"][name]["ratio_to_fp32"] - 1, 2) for name in names]
+        return f"{' and '.join(added)} more; {d['results']['fp32']['tokens_scored']:,} tokens"
+
+    return words
+
+
+def plan_accuracy(d: dict) -> str:
+    errors = sorted(abs(job["error"]) for job in d["jobs"])
+    late = sum(job["error"] > 0 for job in d["jobs"] if abs(job["error"]) in errors[6:])
+    assert len(errors) == 8 and late == 2
+    return f"six within {percent(errors[5])}; two predicted {100 * errors[6]:.0f} and {percent(errors[7])} too long"
+
+
+def policy_errors(setting: str) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        found = d["settings"][setting]
+        assert found["rank_of_plan"] == 1 and found["different_rows"] == 0
+        return (
+            f"simulator {errors(found['simulated_error'])}, cost model {errors(found['planned_error'])};"
+            f" the planner's own choice is the fastest of the {len(found['policies'])};"
+            " every policy generated the same tokens"
+        )
+
+    return words
+
+
+def strategies(d: dict) -> str:
+    *settings, _ = d["settings"].values()
+    assert all(s["chosen_strategy"] == s["fastest_strategy"] in s["meant_to_win"] for s in settings)
+    slower = max(s["chosen_against_fastest"] for s in settings)
+    chosen = [s["plans"]["chosen"] for s in settings]
+    short = [100 * (1 - plan["planned_s"] / plan["measured_s"]) for plan in chosen]
+    return (
+        f"{', '.join(s['fastest_strategy'] for s in settings)} are the fastest where they are meant to be;"
+        f" the plan follows that strategy in all {len(settings)}, and takes {slower:.2f} times as long as the fastest;"
+        f" its prediction is {span(short, 0)} % too short"
+    )
+
+
+def flipped_strategy(d: dict) -> str:
+    setting = list(d["settings"].values())[-1]
+    taken = {name: plan["measured_s"] for name, plan in setting["plans"].items()}
+    return (
+        f"NEO takes {taken['NEO'] / taken['APEX']:.2f} times as long as APEX;"
+        f" the plan follows {setting['chosen_strategy']}, which takes {setting['chosen_against_fastest']:.2f} times as long as NEO"
+    )
+
+
+def pipeline(d: dict) -> str:
+    assert d["same_output"]
+    predicted = times(stage["predicted_over_measured"] for stage in d["stages"].values())
+    return f"{d['speedup']:.2f} times as fast, same output; predicted {predicted} times the measured time"
+
+
+def paper_gains(d: dict) -> str:
+    gains = [cell["gains"] for cell in d["cells"]]
+    best = {name: max(gain[name] for gain in gains if gain.get(name)) for name in ("NEO", "APEX")}
+    return f"NEO up to {percent(best['NEO'])}, APEX up to {percent(best['APEX'])}"
+
+
+def lm_eval(d: dict) -> str:
+    ours, theirs = (d[side][0]["wall_s"] for side in ("batchgen", "hf"))
+    return f"{ours:.0f} s against {theirs:.0f} s: {d['ratio']:.2f} times as fast; the same scores"
+
+
+def structured(d: dict) -> str:
+    valid = f"{d['rows_valid']} of {d['rows']} valid"
+    return f"{valid}; {percent(d['ratio'])} of the throughput without a schema"
+
+
+def decode_shares(d: dict) -> str:
+    def of_group(group: int) -> str:
+        ratios = [row["ratio"] for name, row in d["medians"].items() if f"group {group}," in name]
+        return span([100 * ratio for ratio in ratios], 0)
+
+    return f"{', '.join(of_group(group) for group in (1, 4, 8))} %"
+
+
+def prefill_ratios(d: dict) -> str:
+    ratios = [row["ratio"] for name, row in d["medians"].items() if name.startswith("avx512_bf16: prefill bf")]
+    return f"{span(ratios)} times as fast"
+
+
+def linear_ratios(dtype: str) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        row = d["medians"][f"avx512_bf16: linear {dtype}, all"]
+        return f"{row['geometric_mean']:.2f} times as fast (geometric mean; {row['worst']:.2f} at worst)"
+
+    return words
+
+
+def native(case: str) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        over, peer = (d["models"][case][f"native_over_{side}"] for side in ("dequantized", "llama.cpp"))
+        decoded = [times(side[f"decoded_tokens_per_s_of_{n}"] for n in (1, 4, 16)) for side in (over, peer)]
+        return (
+            f"decoding {decoded[0]} times as fast, prompts {over['prompt_tokens_per_s']:.1f} times;"
+            f" {over['model_bytes']:.2f} of the memory; loading {over['load_s']:.2f} times as long;"
+            f" {decoded[1]} times as fast as llama.cpp decodes"
+        )
+
+    return words
+
+
+def memory_flat(d: dict) -> str:
+    few, many = (run["peak_bytes"] / 1e6 for run in d["runs"])
+    return f"{many:.0f} MB against {few:.0f} MB"
+
+
+def kills(d: dict) -> str:
+    assert d["mismatches"] == 0
+    return f"{sum(d['hits'].values())} kills and interrupts: every output equal to an undisturbed one's"
+
+
+def soak(d: dict) -> str:
+    assert d["wrong"] == [] and d["resident_growth"] <= 0.05
+    return (
+        f"{60 * d['hours']:.0f} minutes, {d['jobs']} jobs, {sum(d['disturbed'].values())} disturbances:"
+        f" every output equal to an undisturbed one's, no file left; resident memory grew by {percent(d['resident_growth'], 1)}"
+    )
+
+
+def random_configs(d: dict) -> str:
+    equal, refused = (sum(kinds[kind] for kinds in d["models"].values()) for kind in ("equal", "refused"))
+    assert d["wrong"] == [] and d["largest_difference"] <= d["margin"] and equal + refused == d["draws"]
+    return (
+        f"{equal} equal (log-probabilities within {d['largest_difference']:.0e}),"
+        f" {refused} refused by the name of a key, {d['refused_by_transformers_too']} of them by transformers too"
+    )
+
+
+def fuzz(d: dict) -> str:
+    assert d["failed"] == []
+    return f"{sum(end - begin for begin, end in d['seeds'].values()):,} jobs: no traceback, hang or wrong row"
+
+
+def share(d: dict) -> str:
+    assert d["rows_that_differ"] == 0
+    return f"{d['kills']} killed, {d['suspensions']} suspended: all {d['rows']:,} rows equal to one worker's"
+
+
+A, B, C = "amd-epyc-25-17-avx512-bf16", "amd-epyc-26-2-avx512-bf16", "intel-xeon-processor-6-207-avx512-bf16"
+ALL_PEERS, TWO_PEERS = ("openvino", "vllm", "llama.cpp", "transformers"), ("openvino", "vllm")
+PEER_NAMES = "OpenVINO GenAI, vLLM, llama.cpp and transformers"
+TWO_ENGINES = "cpu_engines.py --engines batchgen,openvino,vllm --repeats 1"
+WORKLOADS = {
+    "fixed": "`fixed`: 64 prompts of 512 tokens, 32 out",
+    "azure": "`azure`: 64 requests of the Azure trace, up to 1,024 in and 256 out",
+    "match": "`match`: the quickstart's 189 prompts, 1,682 of 1,746 tokens shared",
+}
+OSS, QWEN = "gpt-oss-20b's shape in MXFP4 (12.8 GB)", "Qwen3-30B-A3B's shape in Q4_0 (18.1 GB)"
+OSS_COMMAND = "larger_than_memory.py --shape gpt-oss-20b --work-dir DIR"
+QWEN_COMMAND = "larger_than_memory.py --shape qwen3-30b-a3b --work-dir DIR"
+POLICIES = "twenty policies drawn at random, median and worst error"
+
+TABLES: dict[str, list[Row]] = {
+    "Against other engines": [
+        *(
+            Row(f"{job}; against {PEER_NAMES}", f"cpu_engines-{A}", "cpu_engines.py", over_peers(name, ALL_PEERS))
+            for name, job in WORKLOADS.items()
+        ),
+        *(
+            Row(
+                f"`{name}`, against OpenVINO GenAI and vLLM",
+                f"cpu_engines-{B}",
+                TWO_ENGINES,
+                over_peers(name, TWO_PEERS),
+            )
+            for name in WORKLOADS
+        ),
+        *(
+            Row(
+                f"`{name}`, weights and KV in 8 bits, against OpenVINO GenAI's defaults on the model in 8 bits",
+                f"cpu_engines_int8-{B}",
+                "cpu_engines.py --bits 8",
+                over_peers(name, ["openvino"]),
+            )
+            for name in WORKLOADS
+        ),
+    ],
+    "Larger than memory": [
+        Row(f"{OSS} within 8 GiB", f"larger_than_memory-gpt-oss-20b-8GiB-{A}", OSS_COMMAND, larger_than_memory),
+        Row(f"{OSS} within 8 GiB", f"larger_than_memory-gpt-oss-20b-8GiB-{C}", OSS_COMMAND, larger_than_memory),
+        *(
+            Row(
+                f"{OSS} within 20 GiB, all in memory",
+                f"larger_than_memory-gpt-oss-20b-20GiB-{machine}",
+                f"{OSS_COMMAND} --memory 20GiB",
+                larger_than_memory,
+            )
+            for machine in (A, C)
+        ),
+        Row(f"{QWEN} within 10 GiB", f"larger_than_memory-qwen3-30b-a3b-10GiB-{A}", QWEN_COMMAND, larger_than_memory),
+        Row(f"{QWEN} within 10 GiB", f"larger_than_memory-qwen3-30b-a3b-10GiB-{C}", QWEN_COMMAND, larger_than_memory),
+    ],
+    "Fewer bits": [
+        Row(
+            "perplexity of weights and activations in 8 bits, over fp32",
+            "perplexity",
+            'perplexity.py --format fp32 --format "int8 weights"',
+            perplexities("int8 weights"),
+        ),
+        Row("perplexity of int4 weights, over fp32", "perplexity", "perplexity.py", perplexities("int4 weights")),
+        Row(
+            "perplexity of KV in 8 bits and in 5-bit codes, over fp32",
+            "perplexity",
+            "perplexity.py",
+            perplexities("int8 KV", "int4 KV"),
+        ),
+        Row(
+            "the demo model in Q4_1",
+            f"native_weights-{C}",
+            "native_weights.py --work-dir DIR --peers DIR",
+            native("demo-Q4_1"),
+        ),
+        Row(
+            "8 layers of Llama-3.2-3B's shape in Q4_1, the output matrix in Q6_K",
+            f"native_weights-{C}",
+            "native_weights.py --work-dir DIR --peers DIR",
+            native("3B-Q4_1"),
+        ),
+        Row(
+            "8 layers of Llama-3.2-3B's shape in Q4_K",
+            f"native_weights-{C}",
+            "native_weights.py --work-dir DIR --peers DIR",
+            native("3B-Q4_K"),
+        ),
+    ],
+    "Planning": [
+        Row(
+            "predicted against measured wall time, eight jobs of different shape",
+            "plan_accuracy",
+            "plan_accuracy.py",
+            plan_accuracy,
+        ),
+        *(
+            Row(
+                f"{POLICIES}: {words}",
+                "policy_errors",
+                "policy_errors.py --work-dir DIR --rounds 2",
+                policy_errors(name),
+            )
+            for name, words in {
+                "links as fast as compute": "an emulated accelerator whose links are as slow as its compute",
+                "CPU and disk": "the CPU and a disk",
+                "slow CPU attention": "an emulated accelerator beside a CPU that attends slowly",
+            }.items()
+        ),
+        Row(
+            "an emulated accelerator in four settings, in each of which another of the papers' strategies wins",
+            "strategy_plans",
+            "strategy_plans.py --work-dir DIR",
+            strategies,
+        ),
+        Row(
+            "the last of these with a CPU that attends four times as fast, where inequality (6) of APEX flips",
+            "strategy_plans",
+            "strategy_plans.py --work-dir DIR",
+            flipped_strategy,
+        ),
+        Row(
+            "predictions for OPT-6.7B, 30B and 175B on a T4, 24 cases, against whole simulated jobs",
+            "plan_times",
+            "plan_times.py",
+            lambda d: f"median and worst error {errors(d['prediction_error'])}",
+        ),
+        Row(
+            "planning these, in CPU seconds; the aim is 2 s in every case",
+            "plan_times",
+            "plan_times.py",
+            lambda d: f"median {d['planning_cpu_s']['median']:.1f} s, worst {d['planning_cpu_s']['worst']:.1f} s",
+        ),
+        Row(
+            "two stages of a pipeline against one, on emulated accelerators whose links are slow",
+            "pipeline",
+            "pipeline.py",
+            pipeline,
+        ),
+        Row(
+            "gains of NEO and APEX over the GPU alone, 25 cases, simulated for an A10G and a T4"
+            " ([beside theirs](neo_apex_check.md))",
+            "paper_gains",
+            "paper_gains.py",
+            paper_gains,
+        ),
+    ],
+    "Scoring and structure": [
+        Row(
+            "lm-evaluation-harness: three tasks in fp32, against its own `hf`",
+            "lm_eval",
+            "lm_eval_tasks.py",
+            lm_eval,
+        ),
+        Row(
+            "200 restaurant entries into JSON records under a schema, three times",
+            "structured_output",
+            "structured_output.py",
+            structured,
+        ),
+    ],
+    "Kernels": [
+        Row(
+            "decode attention in bf16 at 1, 4 and 8 query heads per KV head: its bytes per second over plain reads'",
+            f"kernels-{A}",
+            "kernel_rates.py",
+            decode_shares,
+        ),
+        Row(
+            "4-bit weights dequantized, against a copy",
+            f"kernels-{A}",
+            "kernel_rates.py --only expansion --keep",
+            lambda d: f"{d['medians']['int4 to bf16 weights']['ratio']:.2f} times the rate",
+        ),
+        Row(
+            "prefill attention in bf16, one thread, 512 to 2,048 tokens, against torch's SDPA",
+            f"kernels-{B}",
+            "kernel_rates.py --only prefill --rounds 1",
+            prefill_ratios,
+        ),
+        *(
+            Row(
+                f"linear layers in {name} against torch's `F.linear`, six shapes of 576x1536 to 4096x14336,"
+                " 1 to 4,096 tokens, one thread by its own clock",
+                f"kernels-{B}",
+                "kernel_rates.py --only linear --rounds 1 --seconds 0.15 --keep",
+                linear_ratios(dtype),
+            )
+            for name, dtype in (("fp32", "float32"), ("bf16", "bfloat16"))
+        ),
+    ],
+    "What must not fail": [
+        Row(
+            "jobs killed and interrupted at random moments, in memory, on disk, in 4 bits",
+            "kills",
+            "make kill-check",
+            kills,
+        ),
+        Row(
+            "jobs with KV on disk within 3 GiB, disturbed by deadlines, full disks, kills and interrupts",
+            "soak",
+            "soak.py --hours 2",
+            soak,
+        ),
+        Row(
+            "workers on one output, rows without a model, 8 at a time",
+            "share",
+            "share.py --rows 12000",
+            share,
+        ),
+        Row(
+            "peak memory of a whole job (network stubbed), 1,000,000 rows against 10,000",
+            "memory_flat",
+            "memory_flat.py",
+            memory_flat,
+        ),
+        Row(
+            "random configurations of every family, tiny models in fp32, against transformers",
+            "random_configs",
+            "random_configs.py --draws 500 --seed 0",
+            random_configs,
+        ),
+        Row(
+            "damaged files of ten kinds, 200 cases of each",
+            "fuzz",
+            "python tests/support/fuzz.py --work-dir DIR --output benchmarks/results/fuzz.json",
+            fuzz,
+        ),
+    ],
+}
+
+
+def quotes() -> Iterator[tuple[Path, str]]:
+    """(page, words) for figures that other pages repeat."""
+    match = read(f"cpu_engines-{A}")["workloads"]["match"]
+    yield ROOT / "README.md", f"the engine took {statistics.mean(match['wall_s']['batchgen']):.1f} s for these prompts"
+
+
+def described() -> str:
+    """The text of the page with its tables made anew."""
+    text = PAGE.read_text()
+    for heading, rows in TABLES.items():
+        table = re.compile(rf"(## {re.escape(heading)}\n\n){re.escape(HEADER)}(?:\|.*\n)*")
+        body = HEADER + "".join(row.line() for row in rows)
+        text, count = table.subn(lambda found, body=body: found[1] + body, text)
+        if count != 1:
+            raise ValueError(f"{PAGE} has {count} tables under {heading!r}: it must have one")
+    return text
+
+
+def main() -> None:
+    PAGE.write_text(described())
+
+
+if __name__ == "__main__":
+    main()

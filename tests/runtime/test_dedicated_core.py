@@ -1,0 +1,156 @@
+"""An emulated accelerator with a core of its own: the same tokens, where its work runs, and how long it takes."""
+
+import os
+import time
+
+import pytest
+from tiered import before_each_step, everything_moves, generate, make_parts, make_policy
+from timing import undisturbed
+
+from batchgen.core.cores import dedicated_core, on_cores
+from batchgen.core.device import Device, parse_device
+from batchgen.core.errors import InputError
+from batchgen.ops import cpp as kernels
+from batchgen.runtime.dedicated_core import Throttle
+from batchgen.runtime.devices import open_tiers
+
+GIB = 1 << 30
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+two_cores = pytest.mark.skipif(len(CORES) < 2, reason="the accelerator's core, and another")
+APART = Device("emulated", GIB, slowdown=2.0, cpu_slowdown=1.5)
+PROMPTS = [[5 + (7 * i + j) % 400 for j in range(3 + 2 * i)] for i in range(8)]
+LENGTHS = [3, 5, 2, 6, 4, 3, 5, 4]
+
+
+@pytest.fixture
+def model(tiny_models):
+    return tiny_models("llama", num_hidden_layers=3)[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "emulated:gpu-memory=1GiB,slowdown=2",
+        "emulated:gpu-memory=1GiB,h2d=2GiB/s,slowdown=1.5,step-overhead=2.5ms,cpu-slowdown=4",
+    ],
+)
+def test_a_device_is_written_as_it_is_read(text):
+    device = parse_device(text)
+    assert not device.shares_cores and parse_device(str(device)) == device
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "slowdown=0.5",
+        "slowdown=x",
+        "slowdown=inf",
+        "slowdown=nan",
+        "slowdown=",
+        "cpu-slowdown=2",
+        "slowdown=1,step-overhead=-1ms",
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(option):
+    with pytest.raises(InputError, match=r"slowdown|step-overhead"):
+        parse_device(f"emulated:gpu-memory=1GiB,{option}")
+
+
+@two_cores
+@pytest.mark.parametrize("serial", [False, True])
+def test_tokens_are_those_of_a_device_that_takes_turns(model, tmp_path, serial):
+    policy = everything_moves(model)
+    expected = generate(make_parts(model, Device("emulated", GIB), policy, tmp_path), PROMPTS, LENGTHS)
+    assert generate(make_parts(model, APART, policy, tmp_path, serial=serial), PROMPTS, LENGTHS) == expected
+
+
+@two_cores
+def test_each_lane_keeps_to_its_cores(model, tmp_path):
+    core, others = dedicated_core()
+    belongs = {"compute": core, "h2d": core, "d2h": core, "cpu_attention": others}
+    seen = {}
+    threads = kernels.num_threads()
+    parts = make_parts(model, APART, everything_moves(model), tmp_path)
+    before_each_step(parts, lambda s: seen.setdefault(s.lane, (os.sched_getaffinity(0), kernels.num_threads())))
+    generate(parts, PROMPTS, LENGTHS)
+    for lane, (cores, lane_threads) in seen.items():
+        assert cores == belongs.get(lane, others), lane
+        assert lane_threads <= len(cores), lane
+    assert seen.keys() >= belongs.keys()
+    assert sorted(os.sched_getaffinity(0)) == CORES and kernels.num_threads() == threads, "all is given back"
+
+
+@two_cores
+def test_cpu_attention_runs_beside_compute(model, tmp_path):
+    parts = make_parts(model, APART, make_policy(model, APART, kv_seqs={"cpu": 8}), tmp_path)
+    assert parts.executor.lanes._cores is None
+    generate(parts, PROMPTS, LENGTHS)
+
+
+def test_one_core_is_not_enough():
+    if not CORES:
+        pytest.skip("the system does not keep threads to cores")
+    with on_cores(CORES[:1]), pytest.raises(InputError, match="leave out slowdown"):
+        open_tiers(APART)
+    assert sorted(os.sched_getaffinity(0)) == CORES
+
+
+def busy(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+class TestThrottle:
+    @pytest.mark.parametrize("slowdown", [2.0, 5.0])
+    def test_work_takes_so_many_times_as_long(self, slowdown):
+        started = time.perf_counter()
+        with Throttle(slowdown).held():
+            busy(0.01)
+        assert time.perf_counter() - started >= slowdown * 0.01
+
+    def test_waiting_is_a_part_of_it(self):
+        """Of a thread that waited while another had its core, only its own work counts."""
+        throttle, slept = Throttle(4.0), []
+
+        def sleep(seconds, own=time.sleep):
+            slept.append(seconds)
+            own(seconds)
+
+        started, ran = time.perf_counter(), time.thread_time()
+        with pytest.MonkeyPatch.context() as patch:
+            with throttle.held():
+                time.sleep(0.05)
+                busy(0.005)
+                patch.setattr(time, "sleep", sleep)
+            worked_s = time.thread_time() - ran
+        assert time.perf_counter() - started >= 0.055
+        assert sum(slept) <= max(0.0, 4 * worked_s - 0.055) + 0.001
+
+    @undisturbed
+    def test_sleeps_that_last_too_long_do_not_add_up(self):
+        throttle, started = Throttle(2.0), time.perf_counter()
+        for _ in range(100):
+            with throttle.held():
+                busy(0.0002)
+        assert time.perf_counter() - started == pytest.approx(100 * 2 * 0.0002, rel=0.15)
+
+    def test_what_is_the_hosts_takes_no_longer(self):
+        throttle, slept = Throttle(5.0), []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "sleep", slept.append)
+            ran = time.thread_time()
+            with throttle.held():
+                busy(0.002)
+                with throttle.hosts():
+                    busy(0.02)
+            worked_s = time.thread_time() - ran
+            with throttle.held():
+                busy(0.002)
+        assert 4 * 0.001 < slept[0] < 4 * (worked_s - 0.02) + 0.001
+        assert len(slept) == 2, "and what follows is the device's again"
+
+    def test_no_slowdown_is_no_wait(self, monkeypatch):
+        monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("slept"))
+        with Throttle(1.0).held():
+            busy(0.001)
