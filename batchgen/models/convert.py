@@ -23,7 +23,7 @@ from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.units import format_bytes
 from batchgen.models.config import DTYPES
-from batchgen.models.files import ModelFiles
+from batchgen.models.files import ModelFiles, resolve_weights
 from batchgen.models.identity import model_identity
 from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.models.store.manifest import (
@@ -33,7 +33,6 @@ from batchgen.models.store.manifest import (
     STORE_UNFINISHED,
     STORE_VERSION,
     read_store_manifest,
-    resolve_weights,
     store_manifest_checksum,
 )
 from batchgen.models.tokenizers.tokenizer import save_tokenizer
