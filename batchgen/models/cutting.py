@@ -1,4 +1,4 @@
-"""From the parts of a whole model to those of a rank (`shard.py`), as they are loaded."""
+"""The shares that a rank has of a model's parts (`shard.py`), cut out as they are loaded."""
 
 from __future__ import annotations
 
@@ -38,9 +38,13 @@ def fill_share(cut: Cut, part: StoredPart, rows: int, out: Tensor) -> None:
 def cut_tensors(
     shard: Shard, layout: Mapping[str, _Parts], tensors: Mapping[str, Tensor], weight_format: str | None = None
 ) -> dict[str, Tensor]:
-    """The rank's part of whole tensors, each made of the parts that the layout says.
+    """A rank's share of whole tensors.
 
-    weight_format: of matrices that are packed, one that `Shard.divides`.
+    Args:
+        shard: The rank's part of the model.
+        layout: Parts that each tensor is made of.
+        tensors: Whole tensors by name.
+        weight_format: Format of matrices that are packed, one that `Shard.divides`.
     """
     is_int4 = weight_format == INT4
     return {name: _cut_tensor(shard, name, layout[name], tensor, is_int4) for name, tensor in tensors.items()}
@@ -54,7 +58,7 @@ def _cut_tensor(shard: Shard, name: str, parts: _Parts, tensor: Tensor, is_int4:
         return torch.zeros_like(tensor)
     pieces = tensor.split([shape[0] for _, shape in parts])
     if is_int4 and tensor.dtype == torch.uint8:
-        own = [c.of_int4(piece, shape[1]) for c, piece, (_, shape) in zip(cuts, pieces, parts, strict=True)]
+        shares = [c.of_int4(piece, shape[1]) for c, piece, (_, shape) in zip(cuts, pieces, parts, strict=True)]
     else:
-        own = [cut.of(piece) for cut, piece in zip(cuts, pieces, strict=True)]
-    return torch.cat(own)
+        shares = [cut.of(piece) for cut, piece in zip(cuts, pieces, strict=True)]
+    return torch.cat(shares)

@@ -14,14 +14,22 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions: the base frequency and how it is scaled for longer contexts.
+    """Rotary positions: the base frequency and its scaling for longer contexts.
 
-    kind: one of ROPE_KINDS. factor: how many times longer the context becomes.
-    original_max_position: the context length before scaling, in tokens (llama3, yarn). low_freq_factor,
-    high_freq_factor: llama3 only. beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate:
-    yarn only (attention_factor: longrope too). short_factors, long_factors: longrope only, divisors per frequency for engines
-    whose context is within original_max_position, and for others. rotated: so many first values of a head are rotated, the
-    others stay; None: all. factors: divisor per frequency, `head_dim // 2` of them (a GGUF's `rope_freqs` tensor).
+    Attributes:
+        theta: Base of the frequencies.
+        kind: One of ROPE_KINDS.
+        factor: Ratio of the longer context to the original one.
+        low_freq_factor, high_freq_factor: Bounds of the blended frequencies (llama3).
+        original_max_position: Context length before scaling, in tokens (llama3, yarn, longrope).
+        beta_fast, beta_slow: Rotations between which frequencies are blended (yarn).
+        attention_factor: Multiplier of cos and sin (yarn, longrope); None: it follows from the factor.
+        mscale, mscale_all_dim: Weights of that multiplier (yarn).
+        truncate: Whether the bounds of the blended pairs are whole numbers (yarn).
+        factors: Divisor per frequency, `head_dim // 2` of them (a GGUF's `rope_freqs` tensor).
+        short_factors, long_factors: Divisors per frequency for contexts within original_max_position, and for longer
+            ones (longrope).
+        rotated: Number of a head's first values that are rotated; None: all.
     """
 
     theta: float
@@ -56,12 +64,14 @@ class RopeConfig:
             raise InputError("rope_type 'llama3' needs high_freq_factor above low_freq_factor")
 
     def inv_freq(self, head_dim: int, context: int = 0) -> tuple[float, ...]:
-        """Radians per position of each of the rotated pairs, `head_dim // 2` unless `rotated` says less, as float32 values.
+        """Radians per position of each rotated pair, float32 values: `head_dim // 2` of them, or `rotated // 2`.
 
-        context: the longest that sequences get, in tokens, which longrope's factors are chosen by.
+        Follows transformers operation by operation in float32. The powers are correctly rounded, where those of torch
+        may be one unit in the last place off, differently on each instruction set.
 
-        Follows transformers operation by operation in float32. The powers are correctly rounded, where those
-        of torch may be one unit in the last place off, differently on each instruction set.
+        Args:
+            head_dim: Values of a head.
+            context: Longest context of the sequences, in tokens, which longrope's factors are chosen by.
         """
         head_dim = self.rotated or head_dim
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
@@ -81,7 +91,7 @@ class RopeConfig:
         return tuple(freqs.tolist())
 
     def row_order(self, head_dim: int) -> tuple[int, ...]:
-        """The order of a head's values in which value i is rotated with value i + head_dim / 2, where `rotated` says less."""
+        """Order of a head's values in which value i is rotated with value i + head_dim / 2."""
         half, rest = self.rotated // 2, (head_dim - self.rotated) // 2
         first = (*range(half), *range(self.rotated, self.rotated + rest))
         return (*first, *range(half, self.rotated), *range(self.rotated + rest, head_dim))
@@ -134,5 +144,5 @@ class RopeConfig:
 
 
 def rotates_part(rope: RopeConfig | None, part: str) -> bool:
-    """Whether a part of a checkpoint has rows of heads of which only some values are rotated: `RopeConfig.row_order` is for these."""
+    """True for parts with rows of heads of which only some values are rotated; `RopeConfig.row_order` is for these."""
     return rope is not None and rope.rotated is not None and part.split(".")[0] in ("q", "k", "qkv")
