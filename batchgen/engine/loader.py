@@ -54,7 +54,7 @@ from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
 if TYPE_CHECKING:
     from batchgen.models.layers import Reduce
     from batchgen.models.shard import Shard
-    from batchgen.models.store.weight_store import WeightStore
+    from batchgen.models.store.layout import WeightStore
     from batchgen.models.tokenizers.tokenizer import Tokenizer
     from batchgen.runtime.executor import AdjacentRanks, Executor
     from batchgen.runtime.lanes import OnStep

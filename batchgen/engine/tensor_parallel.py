@@ -29,7 +29,7 @@ from batchgen.schedule.packed_batch import PackedBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from batchgen.models.store.weight_store import WeightStore
+    from batchgen.models.store.layout import WeightStore
     from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 # Where KV may be. Whether a sequence whose attention is deferred joins a sweep depends on time, which differs between ranks.

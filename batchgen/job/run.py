@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import NATIVE, changes_results
-from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, refusing_what_is_denied
+from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, naming_files
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
@@ -157,7 +157,7 @@ def run_job(options: JobOptions) -> dict[str, Any]:
     """
     started_s = time.monotonic()
     ranks = max(options.tensor_parallel, options.pipeline)
-    with refusing_what_is_denied(), own_share(ranks) as shares, early_group(ranks, shares) as group:
+    with naming_files(errors=PermissionError), own_share(ranks) as shares, early_group(ranks, shares) as group:
         return _run_job(options, started_s, shares, group)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT8, KEPT_FORMATS, PACKED_FORMATS
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KEPT_FORMATS, PACKED_FORMATS
 from batchgen.models.config import ModelConfig
 from batchgen.models.cutting import cut_tensors, fill_share
 from batchgen.models.files import ModelFiles, read_config, stated_scheme, stored_weights, weight_tensors
@@ -31,7 +31,7 @@ from batchgen.models.layouts import (
     tensor_shapes,
 )
 from batchgen.models.shard import Shard
-from batchgen.models.store.layout import StoreFile
+from batchgen.models.store.layout import StoreFile, WeightStore
 from batchgen.models.store.weight_store import load_extent, open_store, read_extent
 from batchgen.models.tensor_files.rows_in_file import RowsInFile
 from batchgen.ops import int8
@@ -43,11 +43,18 @@ _LoadUnread = Callable[[str, int, torch.dtype], dict[str, Tensor | RowsInFile]]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Weights to be loaded piece by piece; each call reads anew and keeps nothing.
+    """Weights to be loaded piece by piece; each call reads again and keeps nothing.
 
     Tensors come back contiguous, in the dtype asked for, in memory of their own; beside them only a few MB are held.
     Calls raise InputError naming file and tensor where reading fails; of a weight store BatchgenError naming file and
     group, also where a checksum does not fit.
+
+    Attributes:
+        config: Configuration of the model, or of the rank's part of it.
+        load: Loads tensors in the compute dtype.
+        weight_format: Format of the layers' matrices, where they can be had as they are stored.
+        load_stored: Loads tensors, matrices in `weight_format`.
+        load_unread: Loads tensors, but gives rows of blocks as places in files; None where these are not known.
     """
 
     config: ModelConfig
@@ -59,7 +66,7 @@ class Checkpoint:
     load_unread: _LoadUnread | None = None
 
     def load_embeddings(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What stands before the layers, by name.
+        """Tensors before the layers, by name.
 
         "embed.weight" [vocab, embed]; where the model has them "positions.weight" [max_position + offset, hidden] and
         "embed_proj.weight" [hidden, embed].
@@ -69,17 +76,22 @@ class Checkpoint:
     def load_layer(self, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """One layer's tensors, by name.
 
-        "input_norm", "qkv" [(heads + 2 kv_heads) head_dim, hidden] (q, k, v),
-        "q_norm" and "k_norm" [head_dim], "out", "out_norm" and "down_norm" where `output_norms`, "post_norm", "gate_up" [2 intermediate, hidden] (gate, up) or
-        "up", and "down"; of experts those of all in the rows, and "router" [experts, hidden]; of the one that all tokens share
-        "shared_gate" [1, hidden], "shared_gate_up" and "shared_down". Each has ".weight" and, where the model has it, ".bias".
+        "input_norm", "qkv" [(heads + 2 kv_heads) head_dim, hidden] (q, k, v), "q_norm" and "k_norm" [head_dim], "out",
+        "out_norm" and "down_norm" where `output_norms`, "post_norm", "gate_up" [2 intermediate, hidden] (gate, up) or
+        "up", and "down". With experts their rows follow each other, and there is "router" [experts, hidden]; of the
+        expert that all tokens share "shared_gate" [1, hidden], "shared_gate_up" and "shared_down". Each has ".weight"
+        and, where the model has it, ".bias".
         """
         return self.load("layer", layer, dtype)
 
     def load_packed(self, which: str, layer: int, dtype: torch.dtype, weight_format: str) -> dict[str, Tensor]:
-        """As `load`, packed matrices as `layouts.stored_tensors` has them.
+        """Tensors of a layer, or of those before or after the layers, with packed matrices (`layouts.stored_tensors`).
 
-        weight_format: "int8", or the checkpoint's own.
+        Args:
+            which: "embeddings", "layer" or "head".
+            layer: Number of the layer.
+            dtype: Compute dtype.
+            weight_format: "int8", or the checkpoint's own.
         """
         if weight_format == INT8:
             return self.load_int8_layer(layer, dtype) if which == "layer" else self.load(which, layer, dtype)
@@ -87,27 +99,30 @@ class Checkpoint:
         return self.load_stored(which, layer, dtype)
 
     def load_int8_layer(self, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """As `load_layer`, matrices in rows of 8 bits (`ops.int8`): as they are stored, or else quantized."""
+        """One layer's tensors, matrices in rows of 8 bits (`ops.int8`): as they are stored, or else quantized."""
         if self.load_stored is not None and self.weight_format == INT8:
             return self.load_stored("layer", layer, dtype)
         tensors = self.load_layer(layer, dtype)
         return {name: int8.quantize(t) if is_quantized(name, tuple(t.shape)) else t for name, t in tensors.items()}
 
     def load_head(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What stands after the layers, by name.
+        """Tensors after the layers, by name.
 
-        Those the model has of "final_norm.weight" and ".bias" [hidden], "head_proj.weight" [embed, hidden],
-        "sinks.weight" [layers * heads] and "lm_head.weight" [vocab, embed]; where it is tied, the embedding stands in for the last.
+        Those that the model has of "final_norm.weight" and ".bias" [hidden], "head_proj.weight" [embed, hidden],
+        "sinks.weight" [layers * heads] and "lm_head.weight" [vocab, embed]; where it is tied, the embedding stands in
+        for the last.
         """
         return self.load("head", 0, dtype)
 
     def load_sinks(self, dtype: torch.dtype) -> Tensor | None:
-        """Of the attention of all layers [layers * heads]; None: the model has none."""
+        """Sinks of the attention of all layers, [layers * heads]; None: the model has none."""
         return self.load("sinks", 0, dtype)["sinks.weight"] if self.config.sinks else None
 
 
 def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard: Shard | None = None) -> Checkpoint:
-    """The model's weights. Every tensor's presence and shape is checked here, before any is read; of a weight store its files' sizes.
+    """The model's weights.
+
+    Every tensor's presence and shape is checked here, before any is read; of a weight store the sizes of its files.
 
     Args:
         files: Files of the model.
@@ -118,7 +133,7 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard:
         InputError: The model is not supported, or a file is missing, corrupt or of another shape.
     """
     if files.kind == "store":
-        return _store_checkpoint(files, shard)
+        return _store_checkpoint(open_store(files.path), shard)
     config = shard.whole if shard else config or read_config(files)
     if files.kind == "dummy":
         return dummy_checkpoint(config, shard=shard)
@@ -195,7 +210,7 @@ class _Parts:
         }
 
     def _packed(self, which: str, layer: int, dtype: torch.dtype) -> tuple[Layout, dict[str, Stored]]:
-        """Which parts make up each tensor, where layers stay in `packed_format`, and how each tensor is stored."""
+        """The parts of each tensor where layers stay in `packed_format`, and the form in which it is stored."""
         weight_format = self.packed_format
         assert weight_format is not None
         stored = stored_tensors(self.config, which, layer, str(dtype).removeprefix("torch."), weight_format)
@@ -237,47 +252,64 @@ def _space(stored: Stored) -> Tensor:
     return torch.empty(stored.stored_shape, dtype=torch.uint8)
 
 
-def _store_checkpoint(files: ModelFiles, shard: Shard | None = None) -> Checkpoint:
-    store = open_store(files.path)
+@dataclass(frozen=True)
+class _StoreTensors:
+    """The tensors of a weight store.
 
-    def file_of(which: str, layer: int) -> StoreFile:
-        files = {"embeddings": store.embeddings, "layer": store.layers[layer], "head": store.head, "sinks": store.head}
-        return files[which]
+    Attributes:
+        store: The store.
+        shard: Part of each layer that is wanted; None: the whole.
+    """
 
-    def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        file = file_of(which, layer)
+    store: WeightStore
+    shard: Shard | None
+
+    @property
+    def packed_format(self) -> str | None:
+        """Format of packed matrices, of a rank's part only where its rows can be cut: a row of int8 has one scale."""
+        packed = (INT4, *KEPT_FORMATS) if self.shard else PACKED_FORMATS
+        return self.store.weight_format if self.store.weight_format in packed else None
+
+    def load(self, which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        file = self._file(which, layer)
         groups = [load_extent(file, extent, dtype) for extent in file.extents.values()]
-        tensors = {name: tensor for group in groups for name, tensor in group.items()}
-        layout = layout_of(store.config, "head" if which == "sinks" else which, layer)
-        return {
-            name: tensors[name] if name in tensors else joined(store.config, layer, name, tensors) for name in layout
-        }
+        stored = {name: tensor for group in groups for name, tensor in group.items()}
+        layout = self._layout("head" if which == "sinks" else which, layer)  # which are stored together
+        config = self.store.config
+        tensors = {name: stored[name] if name in stored else joined(config, layer, name, stored) for name in layout}
+        return cut_tensors(self.shard, layout, tensors) if self.shard else tensors
 
-    def load_own(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        layout = layout_of(shard.whole, "head" if which == "sinks" else which, layer)  # which are stored together
-        return cut_tensors(shard, layout, load(which, layer, dtype))
-
-    def load_own_stored(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        layout = layout_of(shard.whole, which, layer)
-        return cut_tensors(shard, layout, load_stored(which, layer, dtype), store.weight_format)
-
-    def load_stored(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        file = file_of(which, layer)
+    def load_stored(self, which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        file = self._file(which, layer)
         groups = [read_extent(file, extent) for extent in file.extents.values()]
-        tensors = {name: tensor for group in groups for name, tensor in group.items()}
-        return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        stored = {name: tensor for group in groups for name, tensor in group.items()}
+        tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in stored.items()}
+        if self.shard is None:
+            return tensors
+        return cut_tensors(self.shard, self._layout(which, layer), tensors, self.store.weight_format)
 
-    kept = store.weight_format if store.weight_format in PACKED_FORMATS else None
-    if shard is not None:
-        kept = kept if kept != INT8 else None
-        return Checkpoint(shard.config, load_own, kept, load_own_stored if kept else None)
-    return Checkpoint(store.config, load, kept, load_stored if kept else None)
+    def _file(self, which: str, layer: int) -> StoreFile:
+        if which == "layer":
+            return self.store.layers[layer]
+        return self.store.embeddings if which == "embeddings" else self.store.head
+
+    def _layout(self, which: str, layer: int) -> Layout:
+        return layout_of(self.shard.whole if self.shard else self.store.config, which, layer)
+
+
+def _store_checkpoint(store: WeightStore, shard: Shard | None) -> Checkpoint:
+    tensors = _StoreTensors(store, shard)
+    config, packed_format = shard.config if shard else store.config, tensors.packed_format
+    return Checkpoint(config, tensors.load, packed_format, tensors.load_stored if packed_format else None)
 
 
 def joined(config: ModelConfig, layer: int, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The tensor of a layer that was stored in several, by role (`layouts.packed_layout`); of experts, one after the other again."""
+    """The tensor of a layer that is stored in several, by role (`layouts.packed_layout`).
+
+    Rows of experts follow each other again.
+    """
     stem = name.removesuffix("weight")
-    parts = [tensor for own, tensor in tensors.items() if own.startswith(stem) and own.endswith(".weight")]
+    parts = [tensor for other, tensor in tensors.items() if other.startswith(stem) and other.endswith(".weight")]
     if stem != "gate_up." or not config.has_experts(layer):
         return torch.cat(parts)
     return torch.cat(

@@ -1,4 +1,4 @@
-"""Any model into a weight store, a file at a time, and where the stores that jobs make are kept.
+"""Conversion of any model into a weight store, a file at a time.
 
 Each file is written under a temporary name, synced, renamed and noted, with its checksums, in an unfinished manifest,
 which becomes the manifest when the last file is there. So whatever happens, the next call keeps what is whole.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from batchgen.models.checkpoint import Checkpoint
     from batchgen.models.shard import Shard
-    from batchgen.models.store.weight_store import Extent, StoreFile, WeightStore
+    from batchgen.models.store.layout import Extent, StoreFile, WeightStore
 
 _LOCK = "convert.lock"
 _OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head)\.safetensors|tokenizer")
@@ -68,16 +68,25 @@ def convert(
     on_layer: Callable[[int, int], None] = _ignore,
     shard: Shard | None = None,
 ) -> WeightStore:
-    """Puts the model's weights, in `dtype`, into a weight store in the directory `target`.
+    """Put the model's weights into a weight store.
 
-    weights: "int4" and "int8" pack the matrices of the layers; "native" leaves them packed as the model has them, "dequantized" does
-    not (`models.files.resolve_weights`). overwrite: replace a store of something else.
-    on_start: called when no other process is at it. on_layer(done, total): called after each layer. shard: the part of the model that the store is to have; in int4 it comes from a
-    store of the whole. Peak memory is about one layer, or the embeddings.
+    Where the directory holds part of it, or all of it, every file is checked against its checksums, and only what is
+    missing or damaged is written. Peak memory is about one layer, or the embeddings.
 
-    Where `target` holds part of it, or all of it, every file is checked against its checksums, and only what is missing
-    or damaged is written. Raises InputError where the model is broken or `target` is something else, BatchgenError
-    where the disk is full or another process is at it.
+    Args:
+        files: Files of the model.
+        target: Directory of the store.
+        dtype: Compute dtype.
+        weights: Format of the layers' matrices (`models.files.resolve_weights`): "int4" and "int8" pack them, "native"
+            leaves them packed as the model has them, "dequantized" does not.
+        overwrite: Whether a store of something else is replaced.
+        on_start: Called when no other process is at it.
+        on_layer: Called after each layer with how many are done, and of how many.
+        shard: Part of the model that the store is to have; in int4 it comes from a store of the whole.
+
+    Raises:
+        InputError: The model is broken, or the directory holds something else.
+        BatchgenError: The disk is full, or another process is at it.
     """
     from batchgen.models.checkpoint import open_checkpoint
     from batchgen.models.store.weight_store import open_store
@@ -117,7 +126,10 @@ def convert(
 
 
 def _check_apart(files: ModelFiles, target: Path) -> None:
-    """Raises InputError where the store would lie in what it is made of, or the other way round: files of its names are replaced."""
+    """Raise InputError where the store would lie in the model, or the model in the store.
+
+    Files of its names are replaced.
+    """
     model, destination = files.path.resolve(), target.resolve()
     if destination == model or (target.exists() and target.samefile(model)):
         raise InputError(f"{target} is the model itself: give another directory for the store")
@@ -133,7 +145,14 @@ def source_identity(files: ModelFiles, shard: Shard | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _PlannedFile:
-    """A file to be: its layout, and what of a checkpoint goes into it ("embeddings", "layer" or "head")."""
+    """A file to be written.
+
+    Attributes:
+        which: "embeddings", "layer" or "head".
+        layer: Number of the layer.
+        layout: Places of its tensors; checksums are not known yet.
+        header: Bytes before the first tensor.
+    """
 
     which: str
     layer: int
@@ -166,7 +185,14 @@ def _plan_files(checkpoint: Checkpoint, target: Path, dtype: str, weight_format:
 
 
 class _Conversion:
-    """One directory on its way to being a store. `finished` is what the manifest on disk lists, complete or not."""
+    """One directory on its way to being a store.
+
+    Attributes:
+        target: The directory.
+        header: The manifest without the list of files.
+        planned: All files, in the order of writing.
+        finished: Files that the manifest on disk lists.
+    """
 
     def __init__(self, target: Path, header: dict[str, Any], planned: list[_PlannedFile]) -> None:
         self.target = target
@@ -180,9 +206,10 @@ class _Conversion:
         return sum(p.layout.num_bytes for p in self.planned if p.path.name not in self.finished)
 
     def start(self, overwrite: bool) -> None:
-        """Finds out what is there already; removes what belongs to another model, or was left by a crash.
+        """Find out what is there already; remove what belongs to another model, or was left by a crash.
 
-        Raises InputError where `target` is not ours to change.
+        Raises:
+            InputError: The directory is not ours to change.
         """
         from batchgen.models.store.layout import file_from_json
 
@@ -203,17 +230,18 @@ class _Conversion:
                         self.finished[planned.path.name] = file
 
     def check_space(self) -> None:
-        """Raises BatchgenError where what is missing does not fit the disk."""
+        """Raise BatchgenError where what is missing does not fit the disk."""
         missing, free = self.missing_bytes, shutil.disk_usage(self.target).free
         if missing and free < missing + _SMALL_FILES_BYTES:
+            needed = missing + _SMALL_FILES_BYTES
             raise BatchgenError(
-                f"converting into {self.target} needs {missing + _SMALL_FILES_BYTES:,} bytes"
-                f" ({format_bytes(missing + _SMALL_FILES_BYTES)}), {format_bytes(free)} are free: free space and run the same"
-                " command again, or convert into another directory"
+                f"converting into {self.target} needs {needed:,} bytes ({format_bytes(needed)}), {format_bytes(free)} "
+                "are free: "
+                "free space and run the same command again, or convert into another directory"
             )
 
     def run(self, checkpoint: Checkpoint, on_layer: Callable[[int, int], None]) -> None:
-        """Checks what is there and writes the rest."""
+        """Check what is there and write the rest."""
         import torch
 
         from batchgen.models.store.weight_store import is_intact
@@ -237,7 +265,7 @@ class _Conversion:
     def _read(
         self, checkpoint: Checkpoint, dtype: torch.dtype
     ) -> Iterator[tuple[_PlannedFile, dict[str, Tensor] | None, dict[str, Tensor]]]:
-        """Yield each file, its tensors (None where it is finished) and how much columns of 4-bit matrices count."""
+        """Each file, its tensors (None where it is finished), and the importance of the columns of 4-bit matrices."""
         from batchgen.models.importance import ChannelImportance, random_tokens
 
         missing = [p.path.name not in self.finished for p in self.planned]
@@ -293,7 +321,7 @@ class _Conversion:
         raise InputError(f"{self.target} {what}: give another directory, or replace it with --overwrite")
 
     def _note(self) -> None:
-        """Puts `finished` on disk. The store is not complete from here until `run` says so."""
+        """Put `finished` on disk. The store is not complete from here until `run` says so."""
         from batchgen.models.store.layout import file_to_json
 
         names = [p.path.name for p in self.planned if p.path.name in self.finished]
@@ -314,9 +342,12 @@ def _without_checksums(file: StoreFile) -> StoreFile:
 
 
 def _write_file(planned: _PlannedFile, tensors: dict[str, Tensor], importance: dict[str, Tensor]) -> StoreFile:
-    """Writes and syncs one file, 4-bit matrices by the importance of their columns.
+    """Write and sync one file; its name is on stable storage when the next manifest is. Raises OSError.
 
-    Takes the tensors out of `tensors` as it goes. Its name is on stable storage when the next manifest is. Raises OSError.
+    Args:
+        planned: The file.
+        tensors: Its tensors, which are taken out of the mapping one by one.
+        importance: Importance of the columns of each 4-bit matrix.
     """
     temporary = planned.path.with_name(f"{planned.path.name}.tmp")
     with staged(temporary, 0o644) as out:
@@ -330,14 +361,14 @@ def _write_file(planned: _PlannedFile, tensors: dict[str, Tensor], importance: d
 
 
 def _drop_behind(out: BinaryIO) -> None:
-    """What is written so far goes to disk, and out of the page cache, where it would crowd out what is of use."""
+    """Push what is written so far to the disk, and out of the page cache, where it would crowd out what is of use."""
     out.flush()
     os.fdatasync(out.fileno())
     os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], importance: dict[str, Tensor]) -> str:
-    """Writes one group; returns its checksum."""
+    """Write one group. Returns its checksum."""
     import torch
     import xxhash
 
@@ -368,7 +399,7 @@ def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], imp
 
 
 class AnotherConverts(BatchgenError):
-    """Another process has the lock of `target`. holder: as of `LockHeld`."""
+    """Another process has the lock of `target`. holder: text that says which (`LockHeld.holder`)."""
 
     def __init__(self, target: Path, holder: str) -> None:
         super().__init__(f"another batchgen is converting into {target} ({holder}): wait for it, or stop it")
@@ -377,9 +408,11 @@ class AnotherConverts(BatchgenError):
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Makes the directory and holds its lock.
+    """Make the directory and hold its lock.
 
-    Raises InputError where it cannot be written, BatchgenError where another process holds the lock.
+    Raises:
+        InputError: It cannot be written.
+        BatchgenError: Another process holds the lock.
     """
     try:
         target.mkdir(mode=0o755, parents=True, exist_ok=True)

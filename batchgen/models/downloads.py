@@ -32,8 +32,9 @@ def fetch_from_hub(repo_id: str, notify: Callable[[str], None], patterns: list[s
         found = snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED)
     except Exception as error:  # network, authentication, unknown repository, disk: many kinds, one meaning
         raise InputError(
-            f"model {repo_id} is not a local path and could not be fetched from the hub"
-            f" ({reason_of(error).removeprefix('Got: ')}): check its name and the network, or give a directory that has it"
+            f"model {repo_id} is not a local path and could not be fetched from the hub ("
+            f"{reason_of(error).removeprefix('Got: ')}): check its name and the network, or give a directory that has "
+            "it"
         ) from error
     return Path(found)
 

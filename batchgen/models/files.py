@@ -1,6 +1,7 @@
-"""Which files a `--model` names: a local directory, a GGUF, a weight store, a hub id or the demo model; and what they say.
+"""The files that a `--model` names, and what they say.
 
-Neither torch nor transformers is imported here, so that a wrong model is refused at once.
+It is a local directory, a GGUF, a weight store, a hub id or the demo model. Neither torch nor transformers is imported
+here, so that a wrong model is refused at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchgen.core.dtypes import AUTO, DEQUANTIZED, KEPT_FORMATS, MIXED, NATIVE, WEIGHTS
-from batchgen.core.errors import InputError, one_line
+from batchgen.core.errors import InputError, naming_files, one_line
 from batchgen.core.screen import say
 from batchgen.models.config import ModelConfig
 from batchgen.models.downloads import HUB_PATTERNS, HUB_SMALL, demo_file, fetch_from_hub
@@ -37,8 +38,11 @@ _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 class ModelFiles:
     """A model on local disk.
 
-    path: the directory (kind "hf", or "store" of a weight store) or the file (kind "gguf", of a split one its first part; or
-    "dummy" of a config.json alone, with dummy weights). name: for people.
+    Attributes:
+        path: The directory of kind "hf" (Hugging Face) or "store" (a weight store); the file of kind "gguf", of a split
+            one its first part, or "dummy", a config.json that gets dummy weights.
+        kind: Kind of the files.
+        name: Name for people.
     """
 
     path: Path
@@ -49,13 +53,18 @@ class ModelFiles:
 def resolve_model(spec: str, notify: Callable[[str], None] | None = None) -> ModelFiles:
     """The local files of a model, fetched first where it is `demo` or a hub id.
 
-    notify: is told before something is downloaded; by default it goes to standard error. Raises InputError
-    where `spec` names no model, BatchgenError where the demo model cannot be fetched.
+    Args:
+        spec: Path or name of the model.
+        notify: Told before something is downloaded; by default it goes to standard error.
+
+    Raises:
+        InputError: `spec` names no model.
+        BatchgenError: The demo model cannot be fetched.
     """
     notify = notify or say
     if spec == "demo":
         return ModelFiles(demo_file(notify), "gguf", "demo")
-    with reading_model(spec):
+    with naming_files(spec):
         path = Path(os.path.expanduser(spec))  # which leaves what it does not know as it is
         if path.is_dir():
             files = ModelFiles(path, "store" if is_store(path) else "hf", path.resolve().name)
@@ -66,19 +75,10 @@ def resolve_model(spec: str, notify: Callable[[str], None] | None = None) -> Mod
             return _gguf_files(path)
     if _HUB_ID.fullmatch(spec) and not spec.endswith(".gguf"):
         files = ModelFiles(fetch_from_hub(spec, notify, HUB_PATTERNS), "hf", spec)
-        with reading_model(spec):
+        with naming_files(spec):
             _check_directory(files)
         return files
     raise InputError(f"model {spec} does not exist")
-
-
-@contextmanager
-def reading_model(spec: str) -> Iterator[None]:
-    """An OSError within becomes an InputError that names what cannot be read, as of a directory that is another user's."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"cannot read the model {error.filename or spec}: {error.strerror or error}") from error
 
 
 def resolve_for_planning(spec: str, notify: Callable[[str], None] | None = None) -> tuple[ModelFiles, ModelConfig]:
@@ -87,7 +87,7 @@ def resolve_for_planning(spec: str, notify: Callable[[str], None] | None = None)
     A `config.json` or its directory will do, and from the hub only the small files come. Raises InputError.
     """
     path = Path(os.path.expanduser(spec))
-    with reading_model(spec):
+    with naming_files(spec):
         if path.suffix == ".json" and path.is_file():
             return ModelFiles(path.parent, "hf", path.resolve().parent.name), _config_without_weights(path)
         if path.is_dir() and (path / "config.json").exists():
@@ -166,10 +166,10 @@ def read_config(files: ModelFiles) -> ModelConfig:
 
 
 def stored_weights(files: ModelFiles) -> str | None:
-    """What a model's layers are quantized in by itself; None: they are not, or in a way that cannot be kept.
+    """The format of a model's layers as it is stored; None: they are in numbers, or have to be dequantized.
 
-    "int8" of compressed-tensors; one of `KEPT_FORMATS` of a GGUF, of a scheme in models/formats/schemes.py, and of a
-    store of one.
+    It is "int8" of compressed-tensors, or one of `KEPT_FORMATS`: of a GGUF, of a scheme in models/formats/schemes.py,
+    or of a store of one.
     """
     if files.kind == "gguf":
         return _gguf_format(files.path)
@@ -183,7 +183,7 @@ def stored_weights(files: ModelFiles) -> str | None:
 
 
 def stated_scheme(files: ModelFiles) -> Scheme | None:
-    """How a Hugging Face model's config.json says that its layers are quantized; None: it does not. Raises InputError."""
+    """The quantization that a Hugging Face model's config.json states; None: it states none. Raises InputError."""
     path = files.path / "config.json"
     # Not there where only a shape is known, of another name.
     stated = read_config_json(path).get(QUANTIZATION) if files.kind == "hf" and path.exists() else None
@@ -192,7 +192,7 @@ def stated_scheme(files: ModelFiles) -> Scheme | None:
 
 
 def _tensors_if_there(files: ModelFiles) -> dict[str, TensorInfo]:
-    """Of a model whose configuration alone may be here, as of one that is planned for."""
+    """All tensors of a model; none where its configuration alone is here, as of a model that is planned for."""
     try:
         return weight_tensors(files)
     except InputError:
@@ -208,7 +208,7 @@ def _gguf_format(path: Path) -> str | None:
 
 
 def resolve_weights(files: ModelFiles, weights: str, *, on_cpu: bool = True) -> str:
-    """What weights are to be quantized in: what is asked for, or or the model's own format, if it has one.
+    """The format that layers are run in: what is asked for, or else the model's own, if it has one.
 
     Args:
         files: The model.
@@ -216,8 +216,8 @@ def resolve_weights(files: ModelFiles, weights: str, *, on_cpu: bool = True) -> 
         on_cpu: Whether a CPU multiplies; kernels for other devices do not know rows of blocks.
 
     Returns:
-        "native": the model has numbers, which are in the compute dtype. "dequantized": the model has a format of its own, and its
-        weights are in the compute dtype. Else a format.
+        "native": the model has numbers, which are in the compute dtype. "dequantized": the model has a format of its
+            own, and its weights are in the compute dtype. Else a format.
 
     Raises:
         InputError: There is no such format, or the model is not in it.

@@ -24,10 +24,10 @@ _VOLATILE_KEYS = {"_name_or_path", "transformers_version", "use_cache"}
 
 
 def model_identity(files: ModelFiles) -> dict[str, Any]:
-    """The values, as JSON has them, that make two models the same for a resumed job; wherever the files lie.
+    """The values, as JSON has them, that make two models the same for a resumed job, wherever the files lie.
 
-    Weight files of more than 64 MiB are sampled, not read whole: head, tail, 64 ranges between, and the middle of their tensors.
-    Of a store the manifest, which has the checksums of all it holds, is enough.
+    Weight files of more than 64 MiB are sampled, not read whole: head, tail, 64 ranges between, and the middle of their
+    tensors. Of a store the manifest, which has the checksums of all it holds, is enough.
     """
     if files.kind == "store":
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
@@ -49,27 +49,30 @@ def model_identity(files: ModelFiles) -> dict[str, Any]:
 
 
 def _weights_identity(paths: list[Path], tensors: Mapping[str, TensorInfo]) -> list[dict[str, Any]]:
-    """The values that tell each file from others. tensors: all of them."""
-    found = []
+    """The values that tell each file from others. tensors: all tensors of these files."""
+    identities = []
     for path in paths:
         version = version_of(path)
         of_file = tuple(sorted(i.offset + i.num_bytes // 2 for i in tensors.values() if i.path == path))
         step = -(-len(of_file) * len(paths) // _MOST_SAMPLES) or 1
-        found.append(
+        identities.append(
             {
                 "name": path.name,
                 "size_bytes": version.size_bytes,
                 "sha256": _content_sha256(path, version, of_file[::step]),
             }
         )
-    return found
+    return identities
 
 
 @lru_cache(maxsize=256)  # files; a job asks several times
 def _content_sha256(path: Path, version: FileVersion, middles: tuple[int, ...]) -> str:
     """sha256 of a small file, or of parts of a large one: its first and last 64 KiB, and blocks of 4 KiB.
 
-    version: What changes with the file. middles: Where blocks are taken, beside 64 that are spread evenly.
+    Args:
+        path: The file.
+        version: Its version, with which the digest changes.
+        middles: Offsets of blocks, beside 64 that are spread evenly.
     """
     size, edge, block, samples = version.size_bytes, 1 << 16, 1 << 12, 64
     with path.open("rb") as file:

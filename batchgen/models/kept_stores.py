@@ -28,20 +28,20 @@ def _ignore(done: int, total: int) -> None:
 
 
 def store_path(offload_dir: Path, files: ModelFiles, dtype: str, weights: str, shard: Shard | None = None) -> Path:
-    """Where jobs keep the store that is made of a model, or of a rank's part of it.
+    """Path of the store that jobs make of a model, or of a rank's part of it.
 
     Where another user has made what is there, or may write to it, this user's store is beside it.
 
     Raises:
-        InputError: What is beside it is not this user's alone, either.
+        InputError: The path beside it is not this user's alone, either.
     """
     path = _common_path(offload_dir, files, dtype, weights, shard)
     if why_untrusted(path, path) is None:
         return path
-    own = path.with_name(f"{path.name}-user-{os.geteuid()}")
-    if reason := why_untrusted(own, own):
-        raise InputError(f"the weight store {own} is not used, as {reason}: give another --offload-dir")
-    return own
+    private = path.with_name(f"{path.name}-user-{os.geteuid()}")
+    if reason := why_untrusted(private, private):
+        raise InputError(f"the weight store {private} is not used, as {reason}: give another --offload-dir")
+    return private
 
 
 def _common_path(offload_dir: Path, files: ModelFiles, dtype: str, weights: str, shard: Shard | None) -> Path:
@@ -66,9 +66,21 @@ def find_or_convert(
 ) -> WeightStore:
     """A store of the model: the model itself where it is one of that kind, one that was made before, or a new one.
 
-    Where another process makes the same store, waits for it: workers and ranks that start together find one store.
-    weights: of `models.files.resolve_weights`. notify: is told before a conversion, or the wait, begins. on_layer, shard and
-    errors as `convert`.
+    Where another process makes the same store, this one waits for it: workers and ranks that start together find one
+    store.
+
+    Args:
+        files: Files of the model.
+        offload_dir: Directory that has the stores.
+        dtype: Compute dtype.
+        weights: Format of the layers' matrices (`models.files.resolve_weights`).
+        notify: Told before a conversion, or the wait, begins.
+        on_layer: Called after each layer with how many are done, and of how many.
+        shard: Part of the model that the store is to have.
+
+    Raises:
+        InputError: The model is broken.
+        BatchgenError: The disk is full.
     """
     from batchgen.models.store.weight_store import open_store
 
@@ -96,7 +108,7 @@ def find_or_convert(
 
 
 def made_before(target: Path) -> WeightStore | None:
-    """The store that an earlier job made of the model in `target` (`store_path`); None where there is none, or not all of it."""
+    """The store that an earlier job made in `target`; None where there is none, or not all of it."""
     from batchgen.models.store.weight_store import open_store
 
     if (target / STORE_MANIFEST).exists():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from batchgen.core.errors import InputError
+from batchgen.core.errors import InputError, naming_files
 from batchgen.core.file_version import FileVersion, version_of
-from batchgen.models.files import ModelFiles, reading_model, weight_paths
+from batchgen.models.files import ModelFiles, weight_paths
 from batchgen.models.hf.config_files import STATES_MODEL
 from batchgen.models.hf.weight_files import find_weight_files
 from batchgen.models.store.manifest import STORE_MANIFEST
@@ -20,7 +20,7 @@ def model_versions(files: ModelFiles) -> ModelVersions:
 
     Of a store that is its manifest, which has the checksums of the others.
     """
-    with reading_model(str(files.path)):
+    with naming_files(str(files.path)):
         if files.kind == "hf":
             index = find_weight_files(files.path).index
             stated = [files.path / name for name in STATES_MODEL if (files.path / name).exists()]

@@ -1,7 +1,7 @@
-"""The two extension points for formats of weights: a part of a tensor that can be read, and a quantization that a checkpoint states.
+"""The two extension points for formats of weights: a part of a tensor, and a quantization that a checkpoint states.
 
-docs/adding_a_format.md has the steps. Nothing here imports torch, and no format does before a weight is looked for, so that a
-model is planned for, or refused, at once.
+docs/adding_a_format.md has the steps. Nothing here imports torch, and no format does before a weight is looked for, so
+that a model is planned for, or refused, at once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Tensors = Mapping[str, TensorInfo]
 
 
 class StoredPart(ABC):
-    """A part of a model's tensor (`layouts.py`) as a file has it. Whoever makes one has checked shapes and dtypes."""
+    """A part of a model's tensor (`layouts.py`) as a file has it; shapes and dtypes are checked before it is made."""
 
     @abstractmethod
     def fill(self, out: Tensor) -> None:
         """Read the whole part.
 
         Args:
-            out: Tensor to fill: the part's shape in any float dtype; or rows of bytes, uint8 or int8 [rows, bytes of a row], in the
-                format that `Scheme.packed_format` names.
+            out: Tensor to fill: the part's shape in any float dtype; or rows of bytes, uint8 or int8 [rows, bytes of a
+                row], in the format that `Scheme.packed_format` names.
 
         Raises:
             InputError: The file cannot be read, or holds what is no weight.
@@ -44,12 +44,12 @@ class StoredPart(ABC):
         return False
 
     def in_file(self) -> FilePart:
-        """The rows of bytes that `fill` would read, for readers that pack them piece by piece. GGUFs alone have them."""
+        """The rows of bytes that `fill` would read, for readers that pack them piece by piece; GGUFs have them."""
         raise NotImplementedError
 
 
 class Scheme(ABC):
-    """How a Hugging Face checkpoint quantizes the matrices of its linear layers.
+    """A quantization of the matrices of a Hugging Face checkpoint's linear layers.
 
     Subclasses are frozen dataclasses of what `quantization_config` states, one file each, with a row in `schemes.py`.
     """
@@ -73,14 +73,17 @@ class Scheme(ABC):
         """
 
     def packed_format(self, tensors: Tensors, columns: Collection[int]) -> str | None:
-        """The one of `core.dtypes.KEPT_FORMATS` and int8 in which matrices stay as they are; None where they are dequantized.
+        """The format in which matrices stay as they are; None: they are dequantized.
 
         Args:
             tensors: All tensors of the checkpoint; none where its configuration alone is known.
             columns: Columns of the layers' matrices.
+
+        Returns:
+            int8, or one of `core.dtypes.KEPT_FORMATS`.
         """
         return None
 
     def supports(self, family: str) -> bool:
-        """Whether models of a family are read in this scheme."""
+        """True where models of a family are read in this scheme."""
         return family != "gpt_oss"

@@ -1,4 +1,4 @@
-"""Block formats that hold a checkpoint's quantized matrices without loss, which decides whether they stay as they are."""
+"""Block formats that hold quantized matrices without loss, so that these stay as they are."""
 
 from __future__ import annotations
 
@@ -25,14 +25,20 @@ def fitting_blocks(formats: Formats, columns: int, shared: int | None) -> list[s
 
 
 def largest_blocks(formats: Formats, columns: Iterable[int], shared: int | None) -> str | None:
-    """The format with the largest blocks that fits all matrices; None: there is none. Arguments are those of `fitting_blocks`."""
+    """The format with the largest blocks that fits all matrices; None: none does.
+
+    Args:
+        formats: Formats to choose from.
+        columns: Columns of the matrices.
+        shared: Columns of a row that have one scale; None: all.
+    """
     rows = set(columns)
     fitting = [name for name in formats if all(name in fitting_blocks(formats, n, shared) for n in rows)]
     return fitting[-1] if fitting else None
 
 
 def has_plain_matrices(tensors: Tensors) -> bool:
-    """Whether a matrix of a layer, routers aside, is in numbers of 16 bits or more."""
+    """True where a matrix of a layer, routers aside, is in numbers of 16 bits or more."""
     return any(
         name.endswith(".weight")
         and not name.removesuffix(".weight").endswith(_ROUTERS)
@@ -43,7 +49,7 @@ def has_plain_matrices(tensors: Tensors) -> bool:
 
 
 def is_of_layer_matrix(name: str, ndim: int) -> bool:
-    """Whether a tensor of a checkpoint is one of those of a layer that have two dimensions."""
+    """True for tensors of a layer's matrices, which have two dimensions."""
     return ndim == 2 and re.search(r"(^|\.)layers\.\d+\.", name) is not None
 
 

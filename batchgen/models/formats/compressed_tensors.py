@@ -1,4 +1,4 @@
-"""compressed-tensors: weights of 4 bits (pack-quantized), of 8 bits (int-quantized) and in FP8, as its `config_groups` state them.
+"""compressed-tensors: weights of 4 bits (pack-quantized), of 8 bits (int-quantized) and in FP8, by `config_groups`.
 
 | format | tensor | shape | |
 |---|---|---|---|
@@ -93,7 +93,8 @@ class Int8(Scheme):
             raise InputError(f"{where} has {info.num_bytes:,} bytes, which do not fit its shape")
         if scale.shape not in ((shape[0], 1), (shape[0],)):
             raise InputError(
-                f"tensor {scale_name} in {scale.path} is {list(scale.shape)}: only a scale for each output channel is supported"
+                f"tensor {scale_name} in {scale.path} is {list(scale.shape)}: only a scale for each output channel is "
+                "supported"
             )
         check_stored(scale_name, scale, scale.shape)
         return Int8Matrix((name, info), (scale_name, scale))
@@ -159,7 +160,8 @@ def read_compressed_tensors(config: Stated) -> Scheme:
         schemes.append(_scheme_of_group(config, group))
     if len(set(schemes)) > 1:
         raise InputError(
-            "compressed-tensors checkpoints in several schemes at once are not supported: use the model's unquantised safetensors"
+            "compressed-tensors checkpoints in several schemes at once are not supported: use the model's unquantised "
+            "safetensors"
         )
     if config.get("kv_cache_scheme"):
         raise InputError(
@@ -195,7 +197,7 @@ def _scheme_of_group(config: Stated, group: Stated) -> Scheme:
 
 
 def _act_order(stated: Any) -> bool:
-    """Whether groups may be of any columns; true and false have two names each."""
+    """True where groups may be of any columns; true and false have two names each."""
     if stated in (None, "weight", "static") or stated is False:
         return False
     if stated in ("group", "dynamic") or stated is True:
@@ -207,7 +209,10 @@ def _act_order(stated: Any) -> bool:
 
 
 def _refuse_transforms(config: Stated) -> None:
-    """Raise InputError for what changes the meaning of the tensors beside the scheme. Sparsity that is "dense" changes nothing."""
+    """Raise InputError for what changes the meaning of the tensors beside the scheme.
+
+    Sparsity that is "dense" changes nothing.
+    """
     sparsity = config.get("sparsity_config")
     dense = isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"
     for name, stated in {
@@ -216,7 +221,8 @@ def _refuse_transforms(config: Stated) -> None:
     }.items():
         if stated:
             raise InputError(
-                f"compressed-tensors checkpoints with a {name} are not supported: use the model's unquantised safetensors"
+                f"compressed-tensors checkpoints with a {name} are not supported: use the model's unquantised "
+                "safetensors"
             )
 
 
@@ -236,7 +242,9 @@ def _refused(form: Any, group: Stated, wrong: str) -> InputError:
     )
     detail = f", {wrong}" if wrong else ""
     return InputError(
-        f"compressed-tensors checkpoints in the scheme {bits} ({form or 'no format'}{detail}) are not supported, only int-quantized"
-        " W8A8 (weights by channel, activations by token), pack-quantized W4A16 and float-quantized FP8: use the model's unquantised"
+        f"compressed-tensors checkpoints in the scheme {bits} ({form or 'no format'}{detail}) are not supported, only "
+        "int-quantized"
+        " W8A8 (weights by channel, activations by token), pack-quantized W4A16 and float-quantized FP8: use the "
+        "model's unquantised"
         " safetensors"
     )

@@ -18,8 +18,8 @@ _VALUES = (1 << 22) + 3  # odd, so that rows of a power-of-two width all differ
 def dummy_parts(config: ModelConfig, seed: int = 0) -> dict[tuple[str, int], StoredPart]:
     """Every part of a model, by name and layer: normal with standard deviation 0.02, norms 1.
 
-    Every tensor is a stretch of one pool of random numbers, so that even a large model is made at memory speed; seed, layer and name
-    decide which stretch.
+    Every tensor is a stretch of one pool of random numbers, so that even a large model is made at memory speed; seed,
+    layer and name decide which stretch.
     """
     pool = torch.randn(_VALUES, generator=torch.Generator().manual_seed(seed)) * 0.02
     return {(part.name, part.layer): _DummyPart(part.name, part.layer, pool) for part in all_parts(config)}

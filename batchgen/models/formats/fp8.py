@@ -1,10 +1,11 @@
-"""FP8 (E4M3: 4 bits of exponent, 3 of mantissa; Micikevicius et al., 2022), as weights only: activations stay as they are.
+"""FP8 (E4M3: 4 bits of exponent, 3 of mantissa; Micikevicius et al., 2022), as weights only.
 
 A weight is its number of 8 bits times a scale: one for the matrix, for each row, or for each block of rows and columns
-(`weight_block_size`, as DeepSeek and Qwen have them). Scales of activations, which files may have too (`input_scale`), are not used.
+(`weight_block_size`, as DeepSeek and Qwen have them). Activations stay as they are: their scales, which files may have
+too (`input_scale`), are not used.
 
-In memory and in weight stores they are rows of blocks (`core.dtypes.FP8_FORMATS`, csrc/quant/fp8.h): a scale in fp32, and the numbers
-that it is for.
+In memory and in weight stores they are rows of blocks (`core.dtypes.FP8_FORMATS`, csrc/quant/fp8.h): a scale in fp32,
+and the numbers that it is for.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Fp8(Scheme):
         scale_name = next((f"{stem}.{suffix}" for suffix in _SCALE_NAMES if f"{stem}.{suffix}" in tensors), None)
         if scale_name is None:
             raise InputError(
-                f"tensor {name} in {info.path} is in FP8 without scales (no {stem}.weight_scale): fetch the model again, or take "
+                f"tensor {name} in {info.path} is in FP8 without scales (no {stem}.weight_scale): fetch the model "
+                "again, or take "
                 "one in bfloat16"
             )
         scales = tensors[scale_name]
@@ -74,14 +76,16 @@ class Fp8(Scheme):
             if scales.shape == wanted:
                 return self.block
             raise InputError(
-                f"tensor {name} in {scales.path} is {list(scales.shape)}; blocks of {rows} x {columns} ask for {list(wanted)}"
+                f"tensor {name} in {scales.path} is {list(scales.shape)}; blocks of {rows} x {columns} ask for "
+                f"{list(wanted)}"
             )
         if math.prod(scales.shape) == 1:
             return shape
         if scales.shape in ((shape[0], 1), (shape[0],)):
             return 1, shape[1]
         raise InputError(
-            f"tensor {name} in {scales.path} is {list(scales.shape)}: only a scale for a matrix of {list(shape)}, for each of its rows, or"
+            f"tensor {name} in {scales.path} is {list(scales.shape)}: only a scale for a matrix of {list(shape)}, for "
+            "each of its rows, or"
             " for blocks that config.json states (weight_block_size), is supported"
         )
 
@@ -160,7 +164,7 @@ def _to_blocks(values: Tensor, scales: Tensor, column_scale: Tensor, out: Tensor
     Args:
         values: Numbers of 8 bits, uint8 [rows, n].
         scales: Scales of each row, fp32 [rows, scales of a row].
-        column_scale: Which of a row's scales each column has, int64 [n].
+        column_scale: The scale of each column, by its number in the row, int64 [n].
         out: uint8 [rows, bytes of a row]; these bytes tell one format from another.
     """
     import torch

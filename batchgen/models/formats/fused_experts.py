@@ -1,7 +1,7 @@
 """The experts of gpt-oss as its checkpoints have them: those of a layer in one tensor, with biases.
 
-Matrices are [experts, in, out] in numbers of 16 or 32 bits, or [experts, out, in] in MXFP4 (`mxfp4.py`). Rows of gate and up come in
-turns.
+Matrices are [experts, in, out] in numbers of 16 or 32 bits, or [experts, out, in] in MXFP4 (`mxfp4.py`). Rows of gate
+and up come in turns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def is_fused(part: str) -> bool:
-    """Whether a part of a layout is one of all experts of a layer."""
+    """True for parts of a layout that have all experts of a layer."""
     return part.removeprefix("experts.") in _PARTS
 
 
@@ -85,7 +85,8 @@ class FusedExperts(StoredPart):
             shapes = ((experts, self.columns, self.rows),)
         elif self.columns % BLOCK:
             raise InputError(
-                f"{model} has MXFP4 blocks of {BLOCK} values, which do not divide rows of {self.columns}: its config is wrong"
+                f"{model} has MXFP4 blocks of {BLOCK} values, which do not divide rows of {self.columns}: its config "
+                "is wrong"
             )
         else:
             blocks = (experts, self.rows, self.columns // BLOCK)

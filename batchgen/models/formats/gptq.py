@@ -3,8 +3,10 @@
 | tensor | shape | words |
 |---|---|---|
 | `qweight` | [columns / 8, rows] | nibble i of word w is column 8 w + i |
-| `qzeros` | [groups, rows / 8] | nibble i of word w is row 8 w + i, one less than it counts in checkpoint_format "gptq" |
+| `qzeros` | [groups, rows / 8] | nibble i of word w is row 8 w + i |
 | `scales` | [groups, rows] | |
+
+In checkpoint_format "gptq" stored zero points are one less than they count.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ class GroupMatrix(StoredPart):
         if self.scales[1].shape != scales:
             (name, info), size = self.scales, self.scheme.group_size or "all"
             raise InputError(
-                f"tensor {name} in {info.path} is {list(info.shape)}; groups of {size} columns, as config.json has them, "
+                f"tensor {name} in {info.path} is {list(info.shape)}; groups of {size} columns, as config.json has "
+                "them, "
                 f"ask for {list(scales)}"
             )
         check_stored(*self.scales, scales, _SCALES)

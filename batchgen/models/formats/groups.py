@@ -1,12 +1,13 @@
 """Weights of 4 bits in groups of columns: what GPTQ, AWQ and compressed-tensors (pack-quantized) have in common.
 
-All three are the same numbers, (code - zero point) * scale, with codes and zero points from 0 to 15 and a scale for each row and
-group. They differ in where these lie, which a subclass of `GroupScheme` says. Words are little-endian, nibble i of a word are its
-bits 4 i to 4 i + 3. `g_idx` [columns] says which group each column is of, where that is not the order of columns (act-order).
+All three are the same numbers, (code - zero point) * scale, with codes and zero points from 0 to 15 and a scale for
+each row and group. They differ in where these lie, which a subclass of `GroupScheme` says. Words are little-endian,
+nibble i of a word are its bits 4 i to 4 i + 3. `g_idx` [columns] says which group each column is of, where that is not
+the order of columns (act-order).
 
-In memory and in weight stores they are rows of blocks (`core.dtypes.GROUP_FORMATS`, csrc/quant/int4_groups.h), without loss: of each
-group four bytes, the first of which is the zero point and the others are the upper ones of the scale in fp32, which holds those of 16
-bits; then its codes, for each 32 of them 16 bytes, the first half in the low nibbles.
+In memory and in weight stores they are rows of blocks (`core.dtypes.GROUP_FORMATS`, csrc/quant/int4_groups.h), without
+loss: of each group four bytes, the first of which is the zero point and the others are the upper ones of the scale in
+fp32, which holds those of 16 bits; then its codes, for each 32 of them 16 bytes, the first half in the low nibbles.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class GroupScheme(Scheme):
 
 
 def _has_wide_scales(tensors: Tensors) -> bool:
-    """Whether a matrix of a layer has scales in fp32, of which a block holds 24 bits."""
+    """True where a matrix of a layer has scales in fp32, of which a block holds 24 bits."""
     return any(
         name.endswith((".scales", ".weight_scale")) and info.dtype in ("F32", "F64")
         for name, info in tensors.items()

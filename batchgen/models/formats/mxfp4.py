@@ -1,7 +1,8 @@
 """MXFP4 (OCP Microscaling Formats, 2023), as gpt-oss has its experts.
 
-Of a matrix [out, in] of each expert there are `_blocks` [experts, out, in / 32, 16] of 32 values each, two to a byte, the first in the
-low four bits, and `_scales` [experts, out, in / 32], powers of two, 127 larger. `fused_experts.py` says which rows are whose.
+A matrix [out, in] of each expert is `_blocks` [experts, out, in / 32, 16], of 32 values each, two to a byte, the first
+in the low four bits; and `_scales` [experts, out, in / 32], powers of two, 127 larger. `fused_experts.py` says which
+rows are whose.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Mxfp4(Scheme):
 
 
 def read_blocks(blocks: NamedTensor, scales: NamedTensor, first: int, count: int, columns: int) -> Tensor:
-    """Rows as a GGUF has MXFP4, each scale before its values, and halves in place of turns: uint8 [count, bytes of a row].
+    """Rows as a GGUF has MXFP4, each scale before its values, and halves in place of turns.
 
     Args:
         blocks: Tensor of the values.
@@ -52,6 +53,9 @@ def read_blocks(blocks: NamedTensor, scales: NamedTensor, first: int, count: int
         first: First row to read, counted over all experts.
         count: Rows to read.
         columns: Values of a row.
+
+    Returns:
+        uint8 [count, bytes of a row].
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The quantizations of Hugging Face checkpoints that are read, by the `quant_method` that a `quantization_config` states."""
+"""The quantizations of Hugging Face checkpoints that are read, by the `quant_method` that their config.json states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def read_scheme(config: Stated) -> Scheme:
     method = config.get("quant_method") or _unstated_method(config)
     if not isinstance(method, str) or method not in SCHEMES:
         raise InputError(
-            f"quantised checkpoints of quant_method {method!r} are not supported (only {', '.join(SCHEMES)}): use the model's "
+            f"quantised checkpoints of quant_method {method!r} are not supported (only {', '.join(SCHEMES)}): use the "
+            "model's "
             "unquantised safetensors, or a GGUF"
         )
     return SCHEMES[method](config)

@@ -53,7 +53,8 @@ def require_four_bits(method: str, bits: int) -> None:
     """Raise InputError unless weights have 4 bits. method: name of the format, for the message."""
     if bits != 4:
         raise InputError(
-            f"{method} checkpoints of {bits} bits are not supported, only of 4: use the model's unquantised safetensors, or a GGUF"
+            f"{method} checkpoints of {bits} bits are not supported, only of 4: use the model's unquantised "
+            "safetensors, or a GGUF"
         )
 
 
@@ -62,10 +63,11 @@ def refuse(method: str, stated: Mapping[str, Any]) -> None:
 
     Args:
         method: Name of the format, for the message.
-        stated: What is not supported, by the key that states it.
+        stated: Values that are not supported, by the key that states them.
     """
     for name, value in stated.items():
         if value:
             raise InputError(
-                f"{method} checkpoints with {name} {value!r} are not supported: use the model's unquantised safetensors, or a GGUF"
+                f"{method} checkpoints with {name} {value!r} are not supported: use the model's unquantised "
+                "safetensors, or a GGUF"
             )

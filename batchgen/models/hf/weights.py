@@ -1,4 +1,7 @@
-"""The weights of a Hugging Face directory: every part of the model in its safetensors, checked before any is read."""
+"""The weights of a Hugging Face directory: every part of the model in its safetensors.
+
+Presence and shapes are checked before any is read.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,8 @@ def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: Tensors)
             continue
         if layer and int(layer[0]) >= config.num_layers:
             raise InputError(
-                f"{info.path} has a layer {layer[0]} ({name}), and its config.json says that there are {config.num_layers}, counted "
+                f"{info.path} has a layer {layer[0]} ({name}), and its config.json says that there are "
+                f"{config.num_layers}, counted "
                 "from 0: take the config.json of these weights"
             )
         if suffix == "weight" or not _is_zero(name, info):
@@ -109,7 +113,7 @@ def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: Tensors)
 
 
 def _is_zero(name: str, info: TensorInfo) -> bool:
-    """Whether a bias changes nothing."""
+    """True where a bias changes nothing."""
     if info.dtype not in NUMBERS:
         return False
     read_numbers(name, info, bias := torch.empty(info.shape))

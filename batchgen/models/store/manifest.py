@@ -17,7 +17,7 @@ RANK_KEY = "rank"  # of the source's identity, of a store that has one rank's pa
 
 
 def is_store(directory: Path) -> bool:
-    """Whether a directory is a weight store, be it a damaged one."""
+    """True where a directory is a weight store, be it a damaged one."""
     try:
         manifest = parse_json((directory / STORE_MANIFEST).read_bytes())
         return isinstance(manifest, dict) and manifest.get("format") == STORE_FORMAT
@@ -41,7 +41,8 @@ def read_store_manifest(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is damaged: convert the model again with --overwrite")
     if version != STORE_VERSION:
         raise InputError(
-            f"{path} is of format version {version}, this batchgen reads {STORE_VERSION}: convert the model again with --overwrite"
+            f"{path} is of format version {version}, this batchgen reads {STORE_VERSION}: convert the model again with "
+            "--overwrite"
         )
     try:
         source = read_typed(Mapping[str, Any], manifest["source"], "source")

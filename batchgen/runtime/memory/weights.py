@@ -27,8 +27,8 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.experts import MATRICES, split_experts
 from batchgen.models.layers import is_gated
 from batchgen.models.layouts import Stored, is_quantized, layer_layout, stored_tensors, tensor_shapes
-from batchgen.models.store.layout import layer_groups
-from batchgen.models.store.weight_store import StoreFile, WeightStore, has_checksums, read_extent, verify, views
+from batchgen.models.store.layout import StoreFile, WeightStore, layer_groups
+from batchgen.models.store.weight_store import has_checksums, read_extent, verify, views
 from batchgen.models.tensor_files.block_packer import BlockPacker
 from batchgen.models.tensor_files.rows_in_file import RowsInFile
 from batchgen.ops import dispatch as ops

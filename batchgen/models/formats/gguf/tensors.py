@@ -44,7 +44,10 @@ def gguf_parts(config: ModelConfig, tensors: Tensors) -> dict[tuple[str, int], S
 
 
 def _find(config: ModelConfig, tensors: Tensors, part: str, layer: int) -> NamedTensor:
-    """The tensor of a part, and where the part lies: it may be one expert's, or one of several matrices in the tensor."""
+    """The tensor of a part, and the place of the part.
+
+    It may be one expert's, or one of several matrices in the tensor.
+    """
     place = place_of(config, part, layer)
     info = tensors[place.name]
     if place.of is None:
@@ -81,8 +84,8 @@ class GgufPart(StoredPart):
     Attributes:
         name: Name of the tensor that has it.
         info: Place of the part.
-        interleaved: Rows of a head, where a head's two halves take turns in the file: 0, d/2, 1, d/2 + 1, ...; None: they are in
-            order.
+        interleaved: Rows of a head, where a head's two halves take turns in the file: 0, d/2, 1, d/2 + 1, ...; None:
+            they are in order.
     """
 
     name: str
@@ -123,9 +126,9 @@ class GgufPart(StoredPart):
 
 
 def read_layer_ahead(tensors: Mapping[str, TensorInfo], layer: int) -> None:
-    """Begin to bring a layer's tensors into memory; they lie one behind the other, in a split GGUF perhaps in two files.
+    """Begin to bring a layer's tensors into memory; does nothing where there is no such layer.
 
-    Nothing where there is no such layer.
+    Tensors lie one behind the other, in a split GGUF perhaps in two files.
     """
     by_file: dict[Path, list[TensorInfo]] = {}
     for name, info in tensors.items():
