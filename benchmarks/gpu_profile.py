@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import tempfile
 from pathlib import Path
@@ -22,12 +23,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         check_measurable("cuda", (args.dtype,))
         with tempfile.TemporaryDirectory() as folder:
             profile = measure(
                 device="cuda", offload_dir=Path(folder), dtypes=(args.dtype,), overheads=measure_overheads("cuda"),
-                notify=lambda line: print(line, flush=True),
             )  # fmt: skip
     except InputError as error:
         sys.exit(f"gpu_profile: {error}")

@@ -222,7 +222,7 @@ class Campaign:
             "--dtype", "float32", "--max-num-seqs", 16, "--progress", "none", "--cpu-memory", "2GiB", "--offload-dir", self.offload,
         ]  # fmt: skip
         if name == "int4":
-            common += ["--weights", "int4", "--kv-cache-dtype", "int4"]
+            common += ["--weights", "int4", "--kv-cache-dtype", "int5"]
         if name == "disk":
             plan = self.folder / "plan.json"
             self.complete(["plan", *map(str, common), "-o", str(plan)])

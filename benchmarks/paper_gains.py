@@ -22,7 +22,8 @@ from batchgen.core.workload import Lengths, Workload
 from batchgen.job.planning import PlanRequest, plan_maker, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
-from batchgen.planner.strategies import WITH_GPU, NotApplicable, best_plan
+from batchgen.planner.strategies import WITH_GPU, NotApplicable
+from batchgen.planner.strategy_times import best_plan
 from batchgen.profiler.shipped import shipped_profile
 
 HERE = Path(__file__).parent

@@ -14,6 +14,7 @@ Writes benchmarks/results/policy_errors.json, after each round; with --only, set
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import statistics
 from collections.abc import Iterator
@@ -125,6 +126,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="measure no job")
     parser.add_argument("-o", "--output", type=Path, default=result_path("policy_errors"))
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     for setting in SETTINGS:
         if not args.only or setting.name in args.only:
             _setting(setting, args)

@@ -18,7 +18,8 @@ from batchgen.core.workload import Workload
 from batchgen.engine.loader import store_bytes
 from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.models.config import ModelConfig
-from batchgen.planner.strategies import NotApplicable, best_plan, strategies_for, strategy_of
+from batchgen.planner.strategies import NotApplicable, strategies_for, strategy_of
+from batchgen.planner.strategy_times import best_plan
 from batchgen.profiler.emulated import dedicated_core_profile
 
 MIB = 1 << 20

@@ -1,4 +1,14 @@
 // What experts have made of tokens, put together again.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "simd/numeric.h"
+
+namespace batchgen {
+namespace {
 
 template <class T, class O>
 inline void weighted_sum_of_rows(const WeightedSums& args, int64_t token, O* out) {
@@ -22,3 +32,6 @@ inline void weighted_sums(const WeightedSums& args, int64_t token, int64_t stop)
         }
     });
 }
+
+}  // namespace
+}  // namespace batchgen

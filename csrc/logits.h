@@ -1,4 +1,14 @@
 // The largest of a row of logits, the log of the sum of exponentials, and each one's softmax weight.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "simd/numeric.h"
+
+namespace batchgen {
+namespace {
 
 inline float largest_of(const float* x, int64_t n) {
     const vf none = set1(-__builtin_inff());
@@ -51,3 +61,6 @@ inline void softmax_weights(const float* logits, int64_t n, float temperature, f
         store_part(out + i, max(exp(mul(sub(load_part(logits + i, count), from), by)), zero()), count);
     }
 }
+
+}  // namespace
+}  // namespace batchgen

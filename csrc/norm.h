@@ -1,4 +1,14 @@
 // RMSNorm and LayerNorm of rows.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "simd/numeric.h"
+
+namespace batchgen {
+namespace {
 
 // The first n lanes, zero beyond.
 inline vf first_lanes(vf a, int n) {
@@ -54,3 +64,6 @@ inline void norm(const Norm& args, int64_t row, int64_t stop) {
         }
     });
 }
+
+}  // namespace
+}  // namespace batchgen

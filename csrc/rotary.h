@@ -1,4 +1,15 @@
 // Rotary embedding of fused queries, keys and values, and K and V to their slots in the KV.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "quant/groups.h"
+#include "simd/numeric.h"
+
+namespace batchgen {
+namespace {
 
 struct HeadBuffer {
     float x[kMaxHeadDim + W], y[kMaxHeadDim + W];
@@ -119,3 +130,6 @@ inline void rotary_store_rows(const RotaryStore& args, int64_t token, int64_t st
 inline void rotary_store(const RotaryStore& args, int64_t token, int64_t stop) {
     with_type(args.type, [&](auto* type) { rotary_store_rows<__typeof__(*type)>(args, token, stop); });
 }
+
+}  // namespace
+}  // namespace batchgen

@@ -1,15 +1,18 @@
 // All kernels for one instruction set: compiled once for each, with BATCHGEN_TARGET its name and flags to match. Only
 // C's headers are used here: an inline function of the standard library compiled with these flags could be the one that
 // the whole library is linked with, and then runs on machines that lack the instructions.
-#include <stdint.h>
-#include <string.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
+#include "attention/attention.h"
+#include "experts.h"
 #include "kernels.h"
+#include "logits.h"
+#include "matmul/linear.h"
+#include "matmul/panel_rows.h"
+#include "matmul/tile_registers.h"
+#include "norm.h"
+#include "quant/blocks.h"
+#include "quant/groups.h"
+#include "rotary.h"
+#include "simd/target.h"
 
 #define BATCHGEN_JOIN(a, b) a##b
 #define BATCHGEN_NAME(a, b) BATCHGEN_JOIN(a, b)
@@ -17,33 +20,6 @@
 #define BATCHGEN_TEXT_OF(a) #a
 
 namespace batchgen {
-namespace {
-#include BATCHGEN_SIMD
-#ifdef BATCHGEN_TILES
-#include "simd/tile_config.h"
-#include BATCHGEN_TILES
-#endif
-#include "simd/numeric.h"
-#include "matmul/micro_kernel.h"
-#include "matmul/tile_registers.h"
-#include "quant/blocks.h"
-#include "matmul/linear.h"
-#include "norm.h"
-#include "experts.h"
-#include "quant/groups.h"
-#include "attention/kv_tiles.h"
-#include "attention/small_m.h"
-#include "attention/attention.h"
-#include "rotary.h"
-#include "logits.h"
-
-#ifdef BATCHGEN_FAST_BF16
-constexpr bool kFastBF16 = true;
-#else
-constexpr bool kFastBF16 = false;
-#endif
-}  // namespace
-
 const Kernels& BATCHGEN_NAME(BATCHGEN_TARGET, _kernels)() {
     static const Kernels kernels = {
         BATCHGEN_TEXT(BATCHGEN_TARGET),

@@ -317,7 +317,7 @@ TABLES: dict[str, list[Row]] = {
             "perplexity of KV in 8 bits and in 5-bit codes, over fp32",
             "perplexity",
             "perplexity.py",
-            perplexities("int8 KV", "int4 KV"),
+            perplexities("int8 KV", "int5 KV"),
         ),
         Row(
             "the demo model in Q4_1",

@@ -99,6 +99,16 @@ def little_to_collect():
         gc.freeze()
 
 
+@pytest.fixture
+def logged():
+    """Lines that the package logs, as a job shows them."""
+    from batchgen.job.progress import log_lines
+
+    lines = []
+    with log_lines(lines.append):
+        yield lines
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory):
     """family -> (path, transformers model), made when first asked for."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 # Codes of some bits, and a scale and a zero point of 16 bits for each group of 64 (FlexGen section 5): KV, and weights of int4.
 # Weights of int8 are codes of 8 bits, and a scale in fp32 for each row.
-INT4, INT8 = "int4", "int8"
+INT4, INT5, INT8 = "int4", "int5", "int8"
 CODE_GROUP = 64
 WEIGHT_CODE_BITS = 4
 # KV of 4 bits costs 7 % of perplexity; the fifth bit takes that to 1 % (docs/tiers.md).
-KV_CODE_BITS = {INT4: 5, INT8: 8}
+KV_CODE_BITS = {INT5: 5, INT8: 8}
 # Packed rows of a GGUF: values and bytes of a block. Weights in them are kept as they are in the file.
 GGUF_FORMATS = {
     "q4_0": (32, 18),
@@ -116,8 +116,8 @@ def weight_row_bytes(n: int, weight_format: str) -> int:
 
 
 def kv_row_bytes(n: int, kv_format: str) -> int:
-    """Stored bytes of `n` numbers of one token's K or V. kv_format: a dtype to compute in, "int8" or "int4"."""
-    bits = KV_CODE_BITS.get(kv_format)
+    """Stored bytes of `n` numbers of one token's K or V. kv_format: a dtype to compute in, "int8", "int5" or "int4"."""
+    bits = WEIGHT_CODE_BITS if kv_format == INT4 else KV_CODE_BITS.get(kv_format)
     return packed_bytes(n, bits) if bits else n * int(FORMAT_BYTES[kv_format])
 
 

@@ -211,7 +211,7 @@ class HardwareProfile:
         link_overhead_s: of one copy to or from the GPU beside its bytes.
         shared_cores: the "gpu" is emulated by the cores of the CPU: its compute and CPU attention take turns.
         copy_bytes_per_s: copies between memories that take those cores; None: they take none.
-        sum_bytes_per_s, sum_overhead_s: of adding up a tensor over ranks that share every layer, of whose machine this is one rank's
+        all_reduce_bytes_per_s, all_reduce_overhead_s: of adding up a tensor over ranks that share every layer, of whose machine this is one rank's
             part, and of each such sum beside its bytes; None: there is one rank.
         kernels: what each shape runs on on the CPU, which its rates are those of; empty: nothing was chosen.
         sources: where each figure comes from, by field name; empty for a measured profile.
@@ -241,8 +241,8 @@ class HardwareProfile:
     link_overhead_s: float = 0.0
     shared_cores: bool = False
     copy_bytes_per_s: float | None = None
-    sum_bytes_per_s: float | None = None
-    sum_overhead_s: float = 0.0
+    all_reduce_bytes_per_s: float | None = None
+    all_reduce_overhead_s: float = 0.0
     kernels: KernelChoice = PROCESS_SET
     measured: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,21 +61,20 @@ class BatchgenClient(CachingClient):
         self._jobs: Jobs | None = None
         self._live: LiveEngine | None = None
 
-    def prefetch(self, requests: Iterable[Request], folder: Path, notify: Callable[[str], None]) -> None:
+    def prefetch(self, requests: Iterable[Request], folder: Path) -> None:
         """Have requests answered by jobs, those that no job has answered already.
 
         Args:
             requests: All that the deployment is going to be asked. What cannot be run is left to `make_request`, which says
                 why.
             folder: Where the jobs are.
-            notify: Told which jobs are run.
 
         Raises:
             BatchgenError: A job failed; JobStopped where it has not come to its end.
         """
         if self._jobs is None:
             self._jobs = Jobs(folder / self._identity(), self._options, self._engine)
-        self._jobs.answer((row for want in map(self._wanted_or_none, requests) if want for row in want.rows), notify)
+        self._jobs.answer(row for want in map(self._wanted_or_none, requests) if want for row in want.rows)
 
     def make_request(self, request: Request) -> RequestResult:
         try:

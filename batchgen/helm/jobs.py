@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from batchgen.core.atomic_file import written_atomically
 from batchgen.core.errors import BatchgenError, InputError, JobStopped
+from batchgen.core.screen import say
 from batchgen.core.text import repair_surrogates
 from batchgen.helm.results import ID_COLUMN, METADATA_KEY, OPTIONS, REPORT, REQUESTS, RESULTS, Results, read_requests
 from batchgen.helm.rows import GENERATE, SCORE, Row
@@ -55,7 +56,7 @@ class Jobs:
                 self._unfinished.append(requests.parent)
         self.found = frozenset(self.results)  # answered before this process began
 
-    def answer(self, rows: Iterable[Row], notify: Callable[[str], None] = lambda line: None) -> None:
+    def answer(self, rows: Iterable[Row]) -> None:
         """Runs all rows that have no result yet, a job a kind; what is begun already and still wanted goes on first.
 
         Raises JobStopped where jobs wait to be run elsewhere, or a time limit came first; BatchgenError.
@@ -76,7 +77,7 @@ class Jobs:
         if todo and self._engine == FILES:
             raise JobStopped(_instructions(todo))
         for job in todo:
-            notify(f"batchgen: {len(read_requests(job)[1]):,} rows in {job}")
+            say(f"batchgen: {len(read_requests(job)[1]):,} rows in {job}")
             self._run(job)
             self.results.add(job)
             self._unfinished = [other for other in self._unfinished if other != job]

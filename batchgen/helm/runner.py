@@ -82,7 +82,7 @@ class BatchExecutor(Executor):
                 continue
             client = self.context.client._get_client(name)
             try:
-                client.prefetch(of_deployment, self._folder / re.sub(r"[^\w.-]", "_", name), hlog)
+                client.prefetch(of_deployment, self._folder / re.sub(r"[^\w.-]", "_", name))
             except JobStopped as stopped:
                 waiting.append(str(stopped))
         if waiting:

@@ -48,13 +48,13 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
     with own_share(size) as shares, early_group(size, shares) as group, Progress(options.job.progress) as progress:
         check_options(options.job)
         check_files(options.job)
-        job = resolve_job(_measured(options), _model(options, progress))
+        job = resolve_job(_measured(options), _model(options))
         job = replace(job, shares=tuple(map(frozenset, shares)))
         workload = uniform_workload(
             options.num_prompts, options.input_len, options.output_len, job.options.sampling.n, job.context
         )
         tokenizer: Any = NoText() if job.files.kind == "dummy" else load_tokenizer(job.files)
-        plan = make_plan(job, lambda: EstimatedWorkload(workload, True), started_s=started_s, notify=progress.say)
+        plan = make_plan(job, lambda: EstimatedWorkload(workload, True), started_s=started_s)
         for line in headline(plan):
             progress.say(line)
         with tracing(job) as on_step:
@@ -75,12 +75,12 @@ def _measured(options: BenchOptions) -> JobOptions:
     return replace(options.job, sampling=sampling)
 
 
-def _model(options: BenchOptions, progress: Progress) -> ModelFiles:
+def _model(options: BenchOptions) -> ModelFiles:
     if options.load_format not in ("auto", "dummy"):
         raise InputError(f"--load-format must be auto or dummy, not {options.load_format!r}")
     if options.load_format == "dummy":
-        return without_weights(options.job.model, progress.say)
-    return resolve_model(options.job.model, notify=progress.say)
+        return without_weights(options.job.model)
+    return resolve_model(options.job.model)
 
 
 def _requests(options: BenchOptions, vocab_size: int) -> Iterator[Request]:

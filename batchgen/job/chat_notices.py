@@ -1,7 +1,8 @@
-"""Lines that tell a user how a job's chat messages become prompts, each said once."""
+"""Warnings about the prompts that a job makes of chat messages, each logged once."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,19 +12,19 @@ from batchgen.engine.encode import is_chat
 if TYPE_CHECKING:
     from batchgen.models.tokenizers.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 R = TypeVar("R")
 
 _BEGINS_ANOTHER = (
-    "row {row:,} ends with the assistant's message: the model begins another one behind it, unless --continue-final is given"
+    "row %s ends with the assistant's message: the model begins another one behind it, unless --continue-final is given"
     " (further rows are not told)"
 )
 _SAME_PROMPT = "the model's chat template does not read the messages: every row gets the same prompt"
 
 
-def watch_chats(
-    requests: Iterable[R], tokenizer: Callable[[], Tokenizer], notify: Callable[[str], None]
-) -> Iterator[R]:
-    """Hand on requests, and say what is to be known of their messages when the first such request comes."""
+def watch_chats(requests: Iterable[R], tokenizer: Callable[[], Tokenizer]) -> Iterator[R]:
+    """Pass requests on, and log once for the job what users may not expect of the prompts made of their chat messages."""
     first = begins_another = True
     for request in requests:
         if isinstance(request, Request | ScoreRequest) and request.error is None:
@@ -32,10 +33,10 @@ def watch_chats(
                 if first:
                     first = False
                     if not tokenizer().reads_messages:
-                        notify(_SAME_PROMPT)
+                        logger.warning(_SAME_PROMPT)
                 if begins_another and not request.chat.continue_final and _ends_with_assistant(messages):
                     begins_another = False
-                    notify(_BEGINS_ANOTHER.format(row=request.row or 0))
+                    logger.warning(_BEGINS_ANOTHER, f"{request.row or 0:,}")
         yield request
 
 

@@ -1,4 +1,4 @@
-"""The `convert` command."""
+"""`batchgen convert`: a model into a weight store."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from batchgen.models.files import resolve_model, resolve_weights
 
 
 def run_convert(options: ConvertOptions) -> str:
-    """Converts; returns the line to end with. Raises BatchgenError."""
+    """Convert a model into a weight store; returns the closing line. Raises BatchgenError."""
+    with Progress(options.progress) as progress:
+        return _converted(options, progress)
+
+
+def _converted(options: ConvertOptions, progress: Progress) -> str:
     started_s = time.monotonic()
-    shown = Progress(options.progress)
-    files = resolve_model(options.model, notify=shown.say)
+    files = resolve_model(options.model)
     dtype = resolve_job(JobOptions(options.model, None, None, dtype=options.dtype), files).dtype
     weights = resolve_weights(files, options.weights)
     weight_format = weight_format_of(dtype, weights)
-    shown.say(f"converting {files.name} to {dtype if weight_format == dtype else f'{weight_format} and {dtype}'}")
-    with shown.layers() as on_layer:
+    progress.say(f"converting {files.name} to {dtype if weight_format == dtype else f'{weight_format} and {dtype}'}")
+    with progress.layers() as on_layer:
         store = convert(
             files,
             Path(options.output),

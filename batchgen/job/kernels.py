@@ -1,8 +1,8 @@
-"""What a job's shapes run on: as planned, as its finished rows were made, or as BATCHGEN_ISA says."""
+"""The kernels of a job: the planned ones, those that made its finished rows, or those that BATCHGEN_ISA names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from typing import Any
 
 from batchgen.core.kernel_choice import TORCH, KernelChoice
@@ -14,12 +14,16 @@ from batchgen.ops.instruction_set import (
     usable_instruction_sets,
 )
 
+logger = logging.getLogger(__name__)
 
-def kernels_here(planned: KernelChoice, notify: Callable[[str], None]) -> KernelChoice:
-    """A choice as far as this machine has what it names, with nothing left open; BATCHGEN_ISA stands above it.
 
-    notify: told of what is missing, once, in a line. Raises InputError for a BATCHGEN_ISA that is not there, and for a
-    BATCHGEN_NUM_THREADS that is no number of threads.
+def kernels_here(planned: KernelChoice) -> KernelChoice:
+    """The planned choice as far as this machine has the instruction sets in it; BATCHGEN_ISA overrides it.
+
+    A set that is missing here is logged, and replaced by the machine's first one.
+
+    Raises:
+        InputError: BATCHGEN_ISA names a set that is missing here, or BATCHGEN_NUM_THREADS is not a number of threads.
     """
     num_threads()
     if forced := forced_instruction_set():
@@ -27,24 +31,26 @@ def kernels_here(planned: KernelChoice, notify: Callable[[str], None]) -> Kernel
     usable = (*usable_instruction_sets(), TORCH)
     missing = sorted({isa for isa in (planned.default, *planned.names().values()) if isa and isa not in usable})
     if missing:
-        notify(f"kernels were chosen for {', '.join(missing)}, which is not here: {instruction_set()} instead")
+        logger.warning(
+            "kernels were chosen for %s, which is not here: %s instead", ", ".join(missing), instruction_set()
+        )
     return planned.among(usable, instruction_set())
 
 
-def kernels_of_rows(recorded: KernelChoice | None, notify: Callable[[str], None]) -> KernelChoice:
-    """What the rows that are left run on, so that they come out as if the job had never stopped.
+def kernels_of_rows(recorded: KernelChoice) -> KernelChoice:
+    """The kernels for the remaining rows of a job, which come out as if the job had never stopped.
+
+    Where this machine lacks one of the recorded kernels, that is logged.
 
     Args:
-        recorded: What the finished rows were made with; None: by a version that recorded nothing, and did not choose.
-        notify: Told where that cannot be had.
+        recorded: The kernels that made the finished rows.
     """
-    wanted = recorded or KernelChoice(default=instruction_set())
-    made = kernels_here(wanted, notify)
-    if made.default != wanted.default or made.names() != wanted.names():
-        notify("finished rows were made with other kernels: the rows that are left may round differently")
-    return made
+    usable = kernels_here(recorded)
+    if usable.default != recorded.default or usable.names() != recorded.names():
+        logger.warning("finished rows were made with other kernels: the rows that are left may round differently")
+    return usable
 
 
 def kernels_report(kernels: KernelChoice) -> dict[str, Any]:
-    """The choice for a report, with the instruction sets that the CPU has and that cannot be used, and why."""
+    """The choice as JSON values, with the instruction sets of the CPU that cannot be used and the reasons."""
     return kernels.to_json() | {"unavailable": unavailable()}

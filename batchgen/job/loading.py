@@ -14,8 +14,7 @@ from batchgen.models.files import stated_scheme
 from batchgen.models.formats.fp8 import Fp8
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
-from batchgen.planner.pipeline import stage_policy
-from batchgen.planner.stages import split_layers
+from batchgen.planner.parallel import split_layers, stage_policy
 from batchgen.schedule.trace import TraceWriter
 
 if TYPE_CHECKING:
@@ -61,7 +60,6 @@ def load_engine(
                 job.offload_dir,
                 plan.dtype,
                 weights,
-                notify=progress.say,
                 on_layer=on_layer,
                 shard=job.shard,
             )

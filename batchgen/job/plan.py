@@ -54,7 +54,7 @@ from batchgen.planner.explain import compare, explain, frontier_lines, headline,
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.replanned import planned_anew_s
 from batchgen.planner.simulation import trace_plan
-from batchgen.planner.strategies import strategy_lines
+from batchgen.planner.strategy_times import strategy_lines
 from batchgen.profiler.emulated import emulated_profile
 from batchgen.profiler.shipped import shipped_profiles
 
@@ -63,8 +63,13 @@ _STARTUP_S = 5.0
 
 
 def run_plan(options: PlanOptions) -> list[str]:
-    """What to print. Raises InputError."""
-    started_s = time.monotonic()
+    """Lines of a plan, as the command prints them. Raises InputError."""
+    with Progress(options.job.progress):
+        return _plan_lines(options, time.monotonic())
+
+
+def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
+    """Lines of a plan. started_s: the start of the command, of time.monotonic."""
     devices, job = _devices(options)
     options = replace(options, job=job)
     check_options(job)
@@ -80,8 +85,7 @@ def run_plan(options: PlanOptions) -> list[str]:
         raise InputError(f"--max-block-latency must be above 0, not {options.max_block_latency!r}")
     check_path("-o", options.plan_file)
     check_path("--html", options.html)
-    progress = Progress(job.progress)
-    files, config = resolve_for_planning(job.model, progress.say)
+    files, config = resolve_for_planning(job.model)
     estimated = _workload(options, files, resolve_context(config, job.max_model_len))
     given = Split(tensor_parallel=job.tensor_parallel, pipeline=job.pipeline)
 
@@ -90,7 +94,7 @@ def run_plan(options: PlanOptions) -> list[str]:
         _check_cores(of_host)
         with own_share(shared):  # as `run` has it
             resolved = resolve_job(split.of(replace(job, hardware=None)), files, config, shared)
-            return _limited(case_here(resolved, started_s=started_s, notify=progress.say), options)
+            return _limited(case_here(resolved, started_s=started_s), options)
 
     def case_of(split: Split = given, of_host: int | None = None, hardware: str | None = job.hardware) -> Case:
         if hardware is None:
@@ -320,8 +324,13 @@ def _changes(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def run_profile(options: ProfileOptions) -> list[str]:
-    """Measures, or recalls, this machine's profile; returns the lines that show it."""
-    progress = Progress("plain")
+    """Lines of this machine's profile, measured or recalled."""
+    with Progress("plain"):
+        return _profile_lines(options)
+
+
+def _profile_lines(options: ProfileOptions) -> list[str]:
+    """Lines of this machine's profile."""
     check_path("-o", options.output)
     where = Device("cuda") if options.device == "auto" and has_cuda() else parse_device(options.device)
     device = "cuda" if where.kind == "cuda" else "cpu"
@@ -330,7 +339,7 @@ def run_profile(options: ProfileOptions) -> list[str]:
     for name in formats:
         find = partial(
             find_hardware, "", dtype=name, offload_dir=Path(options.offload_dir or cache_dir()), device=device,
-            refresh=options.refresh and profile is None, notify=progress.say,
+            refresh=options.refresh and profile is None,
         )  # fmt: skip
         profile, core = find_for(where, find)
     assert profile is not None  # there is at least one format

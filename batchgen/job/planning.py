@@ -51,13 +51,14 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import stored_weights
 from batchgen.models.layouts import layer_sizes, main_format, output_format
 from batchgen.planner import explain
+from batchgen.planner.linear import number
 from batchgen.planner.memory_requirements import kv_tokens_used
+from batchgen.planner.parallel import Link, link_of, part_of_host, with_all_reduce
 from batchgen.planner.pipeline import over_stages
 from batchgen.planner.plan_selection import choose, simulate_candidates
 from batchgen.planner.problem import Allowed, Problem
-from batchgen.planner.ranks import Link, link_of, part_of_host, with_sums
 from batchgen.planner.search import Candidate, block_latency_s, search
-from batchgen.planner.strategies import with_strategies
+from batchgen.planner.strategy_times import with_strategies
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe
 from batchgen.profiler.emulated import emulated_profile
@@ -126,7 +127,6 @@ def make_plan(
     estimate: Callable[[], EstimatedWorkload],
     *,
     started_s: float,
-    notify: Callable[[str], None],
 ) -> Plan:
     """The plan that a job is run by: the one it was given, or else the fastest on this machine.
 
@@ -134,7 +134,6 @@ def make_plan(
         job: What to plan for.
         estimate: Gives its workload; called where no plan is given.
         started_s: When the command started, of time.monotonic.
-        notify: Told what is measured.
 
     Raises:
         InputError: The given plan is for something else, or there is none that fits.
@@ -143,8 +142,8 @@ def make_plan(
         plan = runnable(read_plan(job.options.plan), job)
     else:
         workload = estimate()
-        plan, _ = plan_case(case_here(job, started_s=started_s, notify=notify), workload)
-    return replace(plan, kernels=kernels_here(plan.kernels, notify))
+        plan, _ = plan_case(case_here(job, started_s=started_s), workload)
+    return replace(plan, kernels=kernels_here(plan.kernels))
 
 
 def plan_case(case: Case, estimated: EstimatedWorkload, *, compare_strategies: bool = False) -> tuple[Plan, Problem]:
@@ -234,9 +233,9 @@ def _reading_s(case: Case, problem: Problem) -> float:
     return loading_s(problem.hardware, job.process_config, request.dtype, job.files.kind, weight_format)
 
 
-def case_here(job: ResolvedJob, *, started_s: float, notify: Callable[[str], None]) -> Case:
+def case_here(job: ResolvedJob, *, started_s: float) -> Case:
     """A job on this machine, with what it may use of it; measured where it was not before. Raises InputError."""
-    hardware, request = machine_of(job, notify)
+    hardware, request = machine_of(job)
     return Case(job, hardware, request, time.monotonic() - started_s)
 
 
@@ -264,11 +263,12 @@ def request_of(job: ResolvedJob) -> PlanRequest:
     )
 
 
-def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[HardwareProfile, PlanRequest]:
+def machine_of(job: ResolvedJob) -> tuple[HardwareProfile, PlanRequest]:
     """This machine, with the device that the job names, and what its plan may use of it. Raises InputError."""
     config, dtype, device, weights = job.process_config, job.dtype, job.device, job.options.weights
     may_stream = _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < store_bytes(config, dtype, weights)
-    formats, in_rows = _formats_measured(job, may_stream=may_stream)
+    weight_formats, in_rows = _weight_formats_measured(job, may_stream=may_stream)
+    kv_cache_dtype = job.options.kv_cache_dtype
     find = partial(
         find_hardware,
         job.options.hardware,
@@ -276,10 +276,10 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         offload_dir=job.offload_dir,
         model=config,
         device="cuda" if device.kind == "cuda" else "cpu",
-        formats=formats,
+        weight_formats=weight_formats,
+        kv_formats=() if kv_cache_dtype == "auto" else (kv_cache_dtype,),
         in_rows=in_rows,
         memory_bytes=job.budgets["cpu"],
-        notify=notify,
     )
     profile, core = find_for(device, find)
     if profile.gpu is not None and device.kind != "cuda":
@@ -326,27 +326,28 @@ def _bytes_to_write(job: ResolvedJob, weights: str) -> int:
     return store_bytes(job.process_config, job.dtype, weights)
 
 
-def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Formats beside the compute dtype that this job's plan needs rates of; and those of products with weights as they are stored.
+def _weight_formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Weights' formats beside the compute dtype that this job's plan needs rates of; and those of products with weights as they are stored.
 
     may_stream: Whether weights may have no room in memory.
     """
     config, weights = job.process_config, (*job.planned_formats, job.options.weights)[0]
     layers, output = main_format(config, weights), output_format(config, job.dtype, weights)
-    named = (layers, output, job.options.kv_cache_dtype)
     in_rows = []
     if job.device.kind != "cuda":  # whose memory holds all weights as they are stored
         streams = may_stream or job.device.accelerated
         in_rows += [layers if layers in (INT8, *BLOCK_FORMATS) else job.dtype] if streams and layers != INT4 else []
         # Chunks of an output matrix that come over lie as they are stored.
         in_rows += [output] if job.device.accelerated and output in BLOCK_FORMATS else []
-    return tuple(name for name in (*KV_CODE_BITS, *BLOCK_FORMATS) if name in named), tuple(dict.fromkeys(in_rows))
+    return tuple(name for name in (INT4, INT8, *BLOCK_FORMATS) if name in (layers, output)), tuple(
+        dict.fromkeys(in_rows)
+    )
 
 
 def process_profile(hardware: HardwareProfile, job: ResolvedJob, *, whole: bool) -> HardwareProfile:
-    """What one process of a job has. whole: as of `ranks.part_of_host`."""
+    """What one process of a job has. whole: as of `parallel.part_of_host`."""
     part = part_of_host(hardware, job.of_host, whole=whole)
-    return part if job.shard is None else with_sums(part, job.shard.size, _link_of(hardware, job))
+    return part if job.shard is None else with_all_reduce(part, job.shard.size, _link_of(hardware, job))
 
 
 def _link_of(hardware: HardwareProfile, job: ResolvedJob) -> Link:
@@ -372,13 +373,13 @@ def find_hardware(
     dtype: str,
     offload_dir: Path,
     device: str = "cpu",
-    formats: tuple[str, ...] = (),
+    weight_formats: tuple[str, ...] = (),
+    kv_formats: tuple[str, ...] = (),
     in_rows: tuple[str, ...] = (),
     refresh: bool = False,
     model: ModelConfig | None = None,
     memory_bytes: int | None = None,
     cores: frozenset[int] | None = None,
-    notify: Callable[[str], None] = lambda line: None,
 ) -> HardwareProfile:
     """Find the profile of a machine.
 
@@ -388,13 +389,13 @@ def find_hardware(
         dtype: To compute in.
         offload_dir: Directory of the disk tier, whose disk is measured.
         device: "cpu" or "cuda".
-        formats: Further ones that weights or KV may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
+        weight_formats: Further ones that weights may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
+        kv_formats: Further ones that KV may be stored in, of `KV_CODE_BITS`.
         in_rows: Those of weights that are multiplied as they are stored.
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
         memory_bytes: What measuring and this process may take of the host's memory together; None: what is free.
         cores: To measure on; None: all that this process may use.
-        notify: Told what is measured.
 
     Raises:
         InputError: There is no such profile, or it cannot be measured.
@@ -409,7 +410,7 @@ def find_hardware(
             known = ", ".join(shipped_profiles())
             raise InputError(f"{origin} {name}: no such file, and none of the shipped profiles ({known})")
         return read_profile(name)
-    wanted = Wanted(device, (dtype,), formats, model, kernels_of=model, in_rows=in_rows)
+    wanted = Wanted(device, (dtype,), weight_formats, kv_formats, model, kernels_of=model, in_rows=in_rows)
     if model is not None and model.params_per_layer > _LARGE_LAYER_PARAMS:
         wanted = replace(wanted, model=None)  # large products reach the same rates whatever their shape, and take long
     with contextlib.nullcontext() if cores is None else on_cores(cores):
@@ -419,7 +420,6 @@ def find_hardware(
             offload_dir=offload_dir,
             refresh=refresh,
             memory_bytes=memory_bytes,
-            notify=notify,
         )
         return corrected_by_probe(profile, dtype)
 
@@ -514,7 +514,7 @@ def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
     """
     s, at = best.inputs, best.counts.placement(best.inputs)
     layers = s.model.layer_params / s.model.num_params
-    seconds = whole_s * (1 - at.w_disk * layers)
+    seconds = whole_s * (1 - number(at.w_disk) * layers)
     written = _store_written_bytes(best, request)
     seconds += whole_s * bool(written) + written / s.hardware.disk_write_bytes_per_s
     return float(seconds)
@@ -578,7 +578,7 @@ def _first_touch_s(best: Candidate) -> float:
     tokens = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean)
     tokens = min(tokens, kv_tokens_used(workload, s.max_num_seqs))
     token_bytes = s.seq_kv_bytes / (s.seq_blocks * s.kv_block_size)  # of all layers
-    on_host = (at.kv_cpu + at.kv_streamed) * tokens * token_bytes
+    on_host = number(at.kv_cpu + at.kv_streamed) * tokens * token_bytes
     return float(on_host / s.hardware.first_touch_bytes_per_s)
 
 

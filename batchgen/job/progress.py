@@ -1,8 +1,13 @@
-"""What a person sees while a job runs: a bar on a terminal, plain lines elsewhere, or nothing."""
+"""The display of a running job: a bar on a terminal, plain lines elsewhere, or nothing.
+
+Lines come from the job itself (`Progress.say`) and from the package's loggers, which are shown while a `Progress` is entered.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import sys
 import time
 from collections import deque
@@ -17,6 +22,7 @@ from batchgen.core.units import format_seconds
 from batchgen.job.eta import Expected, Seen, progress_of, remaining_s
 
 STYLES = ("auto", "plain", "none")
+LOG_VARIABLE = "BATCHGEN_LOG"  # the least level of log records that are shown: DEBUG, INFO, WARNING or ERROR
 _RATE_WINDOW_S = 20.0  # tokens/s is that of this long a past
 _PLAIN_EVERY_S = 10.0
 _BAR_EVERY_S = 0.2
@@ -120,11 +126,54 @@ def describe(counts: Counts, clock: TokenClock) -> str:
     return ", ".join(parts)
 
 
+class _LogLines(logging.Handler):
+    """Log records shown as lines of a `Progress`."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(record.getMessage())
+
+
+@contextlib.contextmanager
+def log_lines(say: Callable[[str], None] | None) -> Iterator[None]:
+    """Show the package's log records as lines, each of them once: handlers of the root logger do not get them meanwhile.
+
+    Args:
+        say: Function that shows a line; None: no line is shown, and the root logger's handlers get the records.
+
+    Raises:
+        InputError: $BATCHGEN_LOG is not the name of a level.
+    """
+    package = logging.getLogger("batchgen")
+    handlers, level, propagate = package.handlers, package.level, package.propagate
+    if say is None:
+        package.handlers = [*handlers, logging.NullHandler()]  # without any handler Python would print warnings
+    else:
+        package.handlers = [*(other for other in handlers if not isinstance(other, _LogLines)), _LogLines(say)]
+        package.propagate = False
+        package.setLevel(_log_level())
+    try:
+        yield
+    finally:
+        package.handlers, package.propagate = handlers, propagate
+        package.setLevel(level)
+
+
+def _log_level() -> str:
+    name = os.environ.get(LOG_VARIABLE, "").upper() or "INFO"
+    if name not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise InputError(f"${LOG_VARIABLE} must be DEBUG, INFO, WARNING or ERROR, not {os.environ[LOG_VARIABLE]!r}")
+    return name
+
+
 class Progress:
-    """Shows `Counts` as they come in; also usable as a context manager. Writes to stderr, never to stdout.
+    """Display of a job's `Counts` and lines, on standard error. As a context manager it shows log records as well.
 
     Attributes:
-        estimated_s: what the whole job was estimated to take when 3 % of it were through; None before, or without a plan.
+        estimated_s: Seconds that the whole job was estimated to take when 3 % of it were done; None before, or without a plan.
     """
 
     def __init__(
@@ -140,6 +189,7 @@ class Progress:
         self._clock = TokenClock(now)
         self._made_s = self._shown_s = now()
         self.estimated_s: float | None = None
+        self._log = contextlib.ExitStack()
 
     def start(self, expected: Expected | None = None) -> None:
         """Rates and time left count from here. expected: by the plan."""
@@ -219,7 +269,9 @@ class Progress:
             self._bar = None
 
     def __enter__(self) -> Progress:
+        self._log.enter_context(log_lines(None if self._silent else self.say))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._log.close()
         self.close()

@@ -20,7 +20,7 @@ from batchgen.job.options import JobOptions
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, resolve_weights
 from batchgen.models.shard import Shard
-from batchgen.planner.pipeline import check_stages, largest_stage
+from batchgen.planner.parallel import check_stages, largest_stage
 
 
 @dataclass(frozen=True)

@@ -173,12 +173,12 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background,
         progress,
     ):
-        source = open_source(options, progress.say)
+        source = open_source(options)
         if source.is_openai:
             check_files(options, errors_file=True)
         elif options.output is None:  # names of columns, as of a file
             source.output_names(options)
-        files = resolve_model(options.model, notify=progress.say)
+        files = resolve_model(options.model)
         versions = model_versions(files)
         resolved = resolve_job(options, files)
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
@@ -234,16 +234,16 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
             job.progress.say(f"resuming: {state.rows_resumed:,} rows are done already")
         made_in = state.weight_format if state.rows_resumed else None
         job, plan = _plan_in(made_in, job, state)
-        if state.rows_resumed:
-            plan = replace(plan, kernels=kernels_of_rows(state.kernels, job.progress.say))
+        if state.rows_resumed and state.kernels is not None:
+            plan = replace(plan, kernels=kernels_of_rows(state.kernels))
         state.record_weight_format(plan.policy.weight_format)
         state.record_kernels(plan.kernels)
         if state.complete:  # by other workers, meanwhile
             return job.ended(state, None, None, "already complete")
         if state.weight_format not in (made_in, plan.policy.weight_format):  # of the worker that was first
             job, plan = _plan_in(state.weight_format, job, state)
-        if state.kernels != plan.kernels:  # those of the worker that was first
-            plan = replace(plan, kernels=kernels_of_rows(state.kernels, job.progress.say))
+        if state.kernels is not None and state.kernels != plan.kernels:  # those of the worker that was first
+            plan = replace(plan, kernels=kernels_of_rows(state.kernels))
         for line in (*headline(plan), *expanded_line(job.resolved), *_kernel_lines(plan)):
             job.progress.say(line)
         with tracing(job.resolved) as on_step:
@@ -348,7 +348,7 @@ def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
 
 def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
     """How to run the rows that are left."""
-    return make_plan(job.resolved, lambda: _workload(job, state), started_s=job.started_s, notify=job.progress.say)
+    return make_plan(job.resolved, lambda: _workload(job, state), started_s=job.started_s)
 
 
 def _plan_in(weight_format: str | None, job: _Job, state: Run | SharedRun) -> tuple[_Job, Plan]:
@@ -442,7 +442,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     job.progress.start(None if options.share else Expected.of(plan, rows_left, samples))
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
     requests = rows.watch(requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop))
-    requests = watch_chats(requests, job.tokenizer, job.progress.say)
+    requests = watch_chats(requests, job.tokenizer)
     if not options.share:  # nothing may hold rows of a worker back: it claims more as they come out
         requests = job.repeats.unique(requests)
     results = run(requests, should_stop=should_stop, on_sweep=show)
@@ -492,7 +492,7 @@ def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
     name, say = job.resolved.files.name, job.progress.say
     first, batch = next(job.source.batches(0, 1), (0, None))
     request = Request("", error="there is none") if batch is None else next(job.source.requests_of(batch, first))
-    (request,) = watch_chats([replace(request, row=first)], job.tokenizer, say)
+    (request,) = watch_chats([replace(request, row=first)], job.tokenizer)
     if request.error is not None:
         prompt, num_tokens, what = f"(row {first} would fail: {request.error})", 0, ""
     elif isinstance(request, ScoreRequest):

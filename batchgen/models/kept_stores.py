@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import time
@@ -19,6 +20,8 @@ from batchgen.models.files import ModelFiles
 from batchgen.models.shard import Shard
 from batchgen.models.store.layout import WeightStore
 from batchgen.models.store.manifest import STORE_MANIFEST, STORE_VERSION
+
+logger = logging.getLogger(__name__)
 
 _LOCK_POLL_S = 1.0
 
@@ -60,7 +63,6 @@ def find_or_convert(
     dtype: str,
     weights: str = NATIVE,
     *,
-    notify: Callable[[str], None] = lambda line: None,
     on_layer: Callable[[int, int], None] = _ignore,
     shard: Shard | None = None,
 ) -> WeightStore:
@@ -74,7 +76,6 @@ def find_or_convert(
         offload_dir: Directory that has the stores.
         dtype: Compute dtype.
         weights: Format of the layers' matrices (`models.files.resolve_weights`).
-        notify: Told before a conversion, or the wait, begins.
         on_layer: Called after each layer with how many are done, and of how many.
         shard: Part of the model that the store is to have.
 
@@ -91,18 +92,17 @@ def find_or_convert(
     target = store_path(offload_dir, files, dtype, weights, shard)
     common = _common_path(offload_dir, files, dtype, weights, shard)
     if target != common:
-        notify(
-            f"the weight store {common} is not used, as {why_untrusted(common, common)}: this user's own is {target}"
-        )
+        reason = why_untrusted(common, common)
+        logger.warning("the weight store %s is not used, as %s: this user's own is %s", common, reason, target)
     waited_for = ""
     while True:
         if made := made_before(target):
             return made
         try:
-            return _make_store(files, offload_dir, target, dtype, weights, notify, on_layer, shard)
+            return _make_store(files, offload_dir, target, dtype, weights, on_layer, shard)
         except AnotherConverts as error:
             if error.holder != waited_for:
-                notify(f"waiting for {error.holder}, which is converting {files.name} into {error.target}")
+                logger.info("waiting for %s, which is converting %s into %s", error.holder, files.name, error.target)
             waited_for = error.holder
             time.sleep(_LOCK_POLL_S)
 
@@ -123,14 +123,13 @@ def _make_store(
     target: Path,
     dtype: str,
     weights: str,
-    notify: Callable[[str], None],
     on_layer: Callable[[int, int], None],
     shard: Shard | None,
 ) -> WeightStore:
     """Converts the model, or a rank's part of it; a part in int4 from a store of the whole."""
     source = files
     if shard is not None and weights == INT4:  # which columns count is measured on the whole model
-        whole = find_or_convert(files, offload_dir, dtype, weights, notify=notify, on_layer=on_layer)
+        whole = find_or_convert(files, offload_dir, dtype, weights, on_layer=on_layer)
         source = replace(files, path=whole.path, kind="store")
     part = f"rank {shard.rank} of {shard.size} of " if shard else ""
     to_format = weight_format_of(dtype, weights)
@@ -141,7 +140,7 @@ def _make_store(
         dtype=dtype,
         weights=weights,
         overwrite=True,
-        on_start=lambda: notify(begun),
+        on_start=lambda: logger.info(begun),
         on_layer=on_layer,
         shard=shard,
     )

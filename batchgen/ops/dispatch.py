@@ -3,7 +3,7 @@
 On the CPU these are the C++ kernels (`cpp`), on a CUDA card Triton's (`triton`) where Triton is installed;
 elsewhere, and for shapes and cards that the kernels do not know, torch (`reference`). KV of one layer is one tensor [num_blocks, 2, kv_heads, kv_block_size, width], K before V: a block is
 contiguous, so that it moves between tiers in one piece, and within it each head's K and V are pages. width is head_dim,
-or, with packed KV, the bytes of a packed row (`quant`). Keys of int4 KV are kept rotated (`rotation`).
+or, with packed KV, the bytes of a packed row (`quant`). Keys of int5 KV are kept rotated (`rotation`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.core.dtypes import INT4, WEIGHT_CODE_BITS
+from batchgen.core.dtypes import INT5, WEIGHT_CODE_BITS
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant, reference
@@ -343,7 +343,7 @@ def rotary(  # the operands of one kernel
         positions: int64 [tokens].
         norms: RMSNorm weights of the heads of q and k, [head_dim] each.
         eps: Of the norms.
-        rotate_keys: For int4 KV: queries and keys are multiplied with `rotation`.
+        rotate_keys: For int5 KV: queries and keys are multiplied with `rotation`.
 
     Returns:
         q [tokens, heads, head_dim]; k and v [tokens, kv_heads, head_dim].
@@ -479,12 +479,12 @@ def paged_attention(
 
 def rotates_keys(kv_dtype: torch.dtype) -> bool:
     """Whether keys of KV in this dtype are kept rotated: 8 bits tell large channels from small ones as they are."""
-    return kv_dtype == quant.KV_DTYPES[INT4]
+    return kv_dtype == quant.KV_DTYPES[INT5]
 
 
 @lru_cache
 def rotation(n: int, device: torch.device = CPU) -> Tensor:
-    """An orthogonal matrix [n, n], fp32, that keys of int4 KV are rotated with, and queries alike.
+    """An orthogonal matrix [n, n], fp32, that keys of int5 KV are rotated with, and queries alike.
 
     Hadamard's where n is a power of two, else the cosine transform's. Some channels of keys are far larger than the rest, and
     would take all quantized values for themselves; rotated, what is in one channel spreads over all. The products stay the same.

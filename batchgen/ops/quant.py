@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.core import dtypes as formats
-from batchgen.core.dtypes import CODE_GROUP, INT4, INT8, KV_CODE_BITS, WEIGHT_CODE_BITS, code_bytes
+from batchgen.core.dtypes import CODE_GROUP, INT5, INT8, KV_CODE_BITS, WEIGHT_CODE_BITS, code_bytes
 
 _PLACES = torch.arange(8, dtype=torch.uint8)  # of bits in a byte
 # Of tensors of packed KV.
-KV_DTYPES = {INT4: torch.uint8, INT8: torch.int8}
+KV_DTYPES = {INT5: torch.uint8, INT8: torch.int8}
 _MAX_FP16 = 65504.0
 # Ranges that a fit starts from, as parts of a group's own, and its rounds from each.
 _NARROWER, _FIT_ROUNDS = (1.0, 0.92, 0.84, 0.76), 3

@@ -20,6 +20,7 @@ from batchgen.planner.costs import (
     streamed_kv_bytes,
     sweep_overhead_s,
 )
+from batchgen.planner.linear import number
 from batchgen.planner.peak_memory import peak_bytes
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
@@ -41,7 +42,7 @@ def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
     """
     layers = s.model.num_layers
     weights, kv = s.layer_bytes * layers, s.max_num_seqs * s.seq_kv_bytes
-    free = {tier: s.budgets[tier] - float(taken) for tier, taken in peak_bytes(s, _NOTHING).items()}
+    free = {tier: s.budgets[tier] - number(taken) for tier, taken in peak_bytes(s, _NOTHING).items()}
     if min(free.values()) < 0:
         return math.inf
     gpu, cpu = free.get("gpu", 0.0), free["cpu"]
@@ -92,8 +93,8 @@ def _disk_s(s: CostInputs, phase: Phase, on_disk: float, skipped: float) -> floa
     layers, hardware = s.model.num_layers, s.hardware
     moved = moved_bytes(s, phase, _KV_ON_DISK)
     read_s, written_s = (
-        moved["disk_read"] / hardware.disk_read_bytes_per_s,
-        moved["disk_write"] / hardware.disk_write_bytes_per_s,
+        number(moved["disk_read"]) / hardware.disk_read_bytes_per_s,
+        number(moved["disk_write"]) / hardware.disk_write_bytes_per_s,
     )
     kv_s = max(read_s, written_s) if "disk_read" in s.runtime.serial else read_s + written_s
     # Each: bytes, and the seconds that all of them would take.

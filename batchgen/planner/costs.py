@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT8, KEPT_FORMATS, KV_CODE_BITS, product_key
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, KEPT_FORMATS, KV_CODE_BITS, product_key
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.core.routing import Routing
 from batchgen.models.config import ModelConfig
+from batchgen.planner.linear import Linear, number
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
-from batchgen.planner.problem import CostInputs, Linear, RuntimeModel
+from batchgen.planner.problem import CostInputs, RuntimeModel
 
 # Below these, sequences read a shared prefix one by one (ops/attention_plan.py).
 _MIN_SHARED_TOKENS, _MIN_SHARED_SEQS = 64, 4
@@ -176,12 +177,12 @@ def elementwise_s(s: CostInputs, phase: Phase) -> float:
     return phase.tokens * s.model.elementwise_bytes_per_token(int(s.element_bytes)) / rate
 
 
-def sums_s(s: CostInputs, phase: Phase) -> float:
+def all_reduce_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's two sums over the ranks that share it, for which compute waits; not in FlexGen's model."""
-    rate = s.hardware.sum_bytes_per_s
+    rate = s.hardware.all_reduce_bytes_per_s
     if rate is None or not phase.tokens:
         return 0.0
-    return 2 * (s.num_gpu_batches * s.hardware.sum_overhead_s + phase.tokens * s.hidden_bytes / rate)
+    return 2 * (s.num_gpu_batches * s.hardware.all_reduce_overhead_s + phase.tokens * s.hidden_bytes / rate)
 
 
 def _seen(s: CostInputs, context: float) -> float:
@@ -244,17 +245,16 @@ def decode_attention_s(s: CostInputs, phase: Phase, device: ComputeRates) -> flo
     """
     if phase.decode_seqs == 0:
         return 0.0
-    dequantizes = s.kv_format == "int4" and not s.runtime.reads_int4_kv
     bytes_read = decode_kv_bytes(s, phase)
-    if dequantizes:
-        bytes_read *= s.element_bytes / FORMAT_BYTES["int4"]
-    rate = device.rates("decode_attention_bytes_per_s", s.compute_format if dequantizes else s.kv_format).at(
+    if s.dequantizes_kv:
+        bytes_read *= s.element_bytes / FORMAT_BYTES[INT4]
+    rate = device.rates("decode_attention_bytes_per_s", s.compute_format if s.dequantizes_kv else s.kv_format).at(
         group=s.model.num_heads // s.model.num_kv_heads,
         batch=max(1.0, phase.decode_seqs / s.num_gpu_batches),
         context=max(1.0, _seen(s, phase.context) - _shared_tokens(s, phase)),
     )
     seconds = bytes_read / rate
-    return seconds + (bytes_read / known(device.expand_bytes_per_s) if dequantizes else 0.0)
+    return seconds + (bytes_read / known(device.expand_bytes_per_s) if s.dequantizes_kv else 0.0)
 
 
 def _attended_in_layer(s: CostInputs, phase: Phase) -> Phase:
@@ -277,7 +277,7 @@ def deferred_attention_s(s: CostInputs, phase: Phase) -> float:
 def products_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's computation but for attention and dequantizing, with the fixed time of each micro-batch."""
     fixed_s = s.rates.step_overhead_s + 2 * s.rates.waking_overhead_s  # before attention and after it
-    return linear_s(s, phase) + elementwise_s(s, phase) + sums_s(s, phase) + s.num_gpu_batches * fixed_s
+    return linear_s(s, phase) + elementwise_s(s, phase) + all_reduce_s(s, phase) + s.num_gpu_batches * fixed_s
 
 
 def dequantize_weights_s(s: CostInputs) -> float:
@@ -477,7 +477,7 @@ def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, 
         lanes["compute"] = lanes["compute"] - at.experts_disk * (dequantize_s * (1 - touched_frac))
     for lane in {"disk_read", "disk"} & lanes.keys():
         lanes[lane] = lanes[lane] + at.experts_disk * requests_s
-    layer_s = linear_s(s, phase) + sum(longer_in_rows_s(s, phase)) + elementwise_s(s, phase) + sums_s(s, phase)
+    layer_s = linear_s(s, phase) + sum(longer_in_rows_s(s, phase)) + elementwise_s(s, phase) + all_reduce_s(s, phase)
     after_s = layer_s * after_router_frac(s.model) * mixtures
     dense_s = (at.w_disk * s.layer_bytes - at.experts_disk * s.all_expert_bytes) * (
         1 / s.hardware.disk_read_bytes_per_s
@@ -562,7 +562,7 @@ def _copy_s(s: CostInputs, moved: Mapping[str, Linear]) -> Linear:
 
 def can_delegate(s: CostInputs) -> bool:
     """Whether decode attention can run on the CPU beside the GPU: FlexGen cannot with compressed KV."""
-    if s.kv_format == "int4" and not s.runtime.reads_int4_kv:
+    if s.dequantizes_kv:
         return False
     return s.hardware.cpu.has_rates("decode_attention_bytes_per_s", s.kv_format)
 
@@ -608,15 +608,19 @@ def bounds(runtime: RuntimeModel, lanes: Mapping[str, Linear]) -> list[Linear]:
     return [base + lane for lane in together] or [base]
 
 
+def slowest_s(s: CostInputs, lanes: Mapping[str, Linear]) -> float:
+    """Seconds that lanes of a placement of numbers take together: the largest of their bounds."""
+    return max(map(number, bounds(s.runtime, lanes)))
+
+
 def job_seconds(s: CostInputs, phases: Sequence[Phase], at: Placement) -> float:
     """T = T_pre l + T_gen (n - 1) l (FlexGen A.3), for any sequence of phases, with what is not in the layers."""
-    seconds: float = sum(
+    return sum(
         phase.sweeps
         * (
-            s.model.num_layers * max(bounds(s.runtime, layer_lanes(s, phase, at)))
-            + max(bounds(s.runtime, head_lanes(s, phase, at)))
+            s.model.num_layers * slowest_s(s, layer_lanes(s, phase, at))
+            + slowest_s(s, head_lanes(s, phase, at))
             + sweep_overhead_s(s, phase)
         )
         for phase in phases
     )
-    return seconds

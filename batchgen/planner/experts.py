@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from batchgen.planner.costs import bounds, elementwise_s, layer_lanes, linear_s, longer_in_rows_s
+from batchgen.planner.costs import elementwise_s, layer_lanes, linear_s, longer_in_rows_s, slowest_s
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import CostInputs
@@ -26,8 +26,8 @@ def on_demand_tokens(s: CostInputs, at: Placement) -> int:
 
     def is_sooner(tokens: int) -> bool:
         phase = Phase(1, 0, 0, tokens, context)
-        some_s, all_s = (max(bounds(inputs.runtime, layer_lanes(inputs, phase, at))) for inputs in (on_demand, whole))
-        return bool(some_s < all_s)
+        some_s, all_s = (slowest_s(inputs, layer_lanes(inputs, phase, at)) for inputs in (on_demand, whole))
+        return some_s < all_s
 
     return _first(lambda tokens: not is_sooner(tokens)) - 1
 

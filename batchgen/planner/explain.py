@@ -22,6 +22,7 @@ from batchgen.planner.explanation import (
     stage_rows,
     total_lines,
 )
+from batchgen.planner.linear import Linear, number
 from batchgen.planner.peak_memory import kv_bytes, peak_bytes
 from batchgen.planner.phases import Phase, phases_of
 from batchgen.planner.placement import Counts, Placement
@@ -142,15 +143,15 @@ def _predict(
         memory_price_s=candidate.relaxed.memory_price_s,
         lane_price_s={k: v for k, v in candidate.relaxed.lane_price_s.items() if k in lane_s},
         stages=_stages(candidate, at, sweeps_s + rows_s),
-        break_even_tokens=break_even_tokens(s, _weights_s(s, at), float(at.w_streamed if s.on_gpu else at.w_disk)),
+        break_even_tokens=break_even_tokens(s, _weights_s(s, at), number(at.w_streamed if s.on_gpu else at.w_disk)),
     )
 
 
 def _weights_s(s: CostInputs, at: Placement) -> float:
     """Seconds in which the weights of one layer that are elsewhere come to the compute device."""
-    from_disk = float(at.w_disk) * s.layer_bytes / s.hardware.disk_read_bytes_per_s
+    from_disk = number(at.w_disk) * s.layer_bytes / s.hardware.disk_read_bytes_per_s
     return (
-        max(from_disk, float(at.w_streamed) * s.layer_bytes / known(s.hardware.h2d_bytes_per_s))
+        max(from_disk, number(at.w_streamed) * s.layer_bytes / known(s.hardware.h2d_bytes_per_s))
         if s.on_gpu
         else from_disk
     )
@@ -178,7 +179,7 @@ def _stage_name(s: CostInputs, phase: Phase) -> str:
 
 def _binding(s: CostInputs, phase: Phase, at: Placement) -> str:
     """The lane that takes longest in a phase's layers; "chain" for what waits for one another within a layer."""
-    lanes = {name: float(seconds) for name, seconds in layer_lanes(s, phase, at).items()}
+    lanes = {name: number(seconds) for name, seconds in layer_lanes(s, phase, at).items()}
     name = max(lanes, key=lanes.__getitem__)
     return name if name in LANE_NAMES else "chain"
 
@@ -187,7 +188,7 @@ def _kv_written_bytes(candidate: Candidate, at: Placement) -> float:
     """To the disk, in the whole job."""
     s = candidate.inputs
     return s.model.num_layers * sum(
-        phase.sweeps * float(moved_bytes(s, phase, at)["disk_write"]) for phase in candidate.phases
+        phase.sweeps * number(moved_bytes(s, phase, at)["disk_write"]) for phase in candidate.phases
     )
 
 
@@ -203,13 +204,13 @@ def _shorter(candidate: Candidate, at: Placement) -> float:
 def lane_seconds(candidate: Candidate, at: Placement) -> dict[str, float]:
     """Busy seconds of every lane over the whole job, without bounds that are none's; fixed overheads count as compute."""
     s = candidate.inputs
-    total: dict[str, float] = {}
+    busy: dict[str, float] = {}
     for phase in candidate.phases:
         for times, lanes in ((s.model.num_layers, layer_lanes(s, phase, at)), (1, head_lanes(s, phase, at))):
             for lane, seconds in lanes.items():
-                total[lane] = total.get(lane, 0.0) + phase.sweeps * times * seconds
-        total["compute"] += phase.sweeps * sweep_overhead_s(s, phase)
-    return {lane: seconds for lane, seconds in total.items() if lane in LANE_NAMES}
+                busy[lane] = busy.get(lane, 0.0) + phase.sweeps * times * number(seconds)
+        busy["compute"] += phase.sweeps * sweep_overhead_s(s, phase)
+    return {lane: seconds for lane, seconds in busy.items() if lane in LANE_NAMES}
 
 
 def placement_bytes(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
@@ -223,11 +224,12 @@ def placement_bytes(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]
     activations = s.num_gpu_batches * s.batch_tokens * s.hidden_bytes
     kv = kv_bytes(s, at)
     fractions = {"gpu": at.kv_gpu, "cpu": at.kv_cpu + at.kv_streamed + s.deferred_seqs, "disk": at.kv_disk}
-    return {
+    placed: dict[str, dict[str, Linear]] = {
         "weights": by_tier,
         "KV": {tier: kv[tier] if fraction else 0.0 for tier, fraction in fractions.items()},
         "activations": {"gpu": at.act_gpu * activations, "cpu": at.act_cpu * activations, "disk": 0.0},
     }
+    return {name: {tier: number(size) for tier, size in tiers.items()} for name, tiers in placed.items()}
 
 
 def memory_parts(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
@@ -242,7 +244,7 @@ def memory_parts(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
             own.pop("activations", None)  # of the buffers below
         if tier == "cpu":
             own["process"] = float(s.process_bytes)
-        own["buffers"] = max(0.0, float(peak) - sum(own.values()))
+        own["buffers"] = max(0.0, number(peak) - sum(own.values()))
         parts[tier] = own
     return parts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from batchgen.core.direct_io import aligned
@@ -42,11 +42,9 @@ class KVPools:
     tier_bytes: dict[str, int]
 
 
-def kv_block_bytes(
-    config: ModelConfig, kv_block_size: int, kv_format: str, row: Callable[[int, str], int] = kv_row_bytes
-) -> int:
-    """Stored bytes of one block of one layer. row: of one head's K or V of a token, of its size and format."""
-    return 2 * config.num_kv_heads * kv_block_size * row(config.head_dim, kv_format)
+def kv_block_bytes(config: ModelConfig, kv_block_size: int, kv_format: str) -> int:
+    """Stored bytes of one block of one layer."""
+    return 2 * config.num_kv_heads * kv_block_size * kv_row_bytes(config.head_dim, kv_format)
 
 
 def giving_window(config: ModelConfig, kv_block_size: int, longest_tokens: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The fastest placement as a mixed-integer programme (MIP): FlexGen's equation (1), over the lanes of costs.py.
+"""The fastest placement as a mixed-integer mip (MIP): FlexGen's equation (1), over the lanes of costs.py.
 
 The unknowns are counts: layers per weight tensor and tier, sequences per KV class, micro-batches whose activations stay
 on the GPU. As real numbers they make the LP, a bound no placement can beat; as integers the placement that can be
@@ -7,16 +7,17 @@ carried out. Both come from the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from batchgen.core.plan import KV_CLASSES, TIERS
 from batchgen.planner.costs import bounds, can_delegate, head_lanes, job_seconds, layer_lanes, sweep_overhead_s
-from batchgen.planner.linear import Affine, Programme, total
+from batchgen.planner.linear import Expression, Linear, number, total
 from batchgen.planner.peak_memory import peak_bytes
 from batchgen.planner.phases import Phase
-from batchgen.planner.placement import Counts, Placement, staged_classes
-from batchgen.planner.problem import Allowed, CostInputs, Linear
+from batchgen.planner.placement import Amounts, Counts, Placement, placement_of
+from batchgen.planner.problem import Allowed, CostInputs
+from batchgen.planner.solver import MIP
 
 GIB = 1 << 30
 # Integer placements are proven this close to the fastest one, and to the one that moves least.
@@ -57,7 +58,7 @@ def with_embeddings(s: CostInputs, found: Solution) -> Solution:
         return found
     counts = replace(found.counts, embeddings_on_gpu=1)
     placement = counts.placement(s)
-    if peak_bytes(s, placement)["gpu"] > s.budgets["gpu"] - _TOLERANCE_BYTES:
+    if number(peak_bytes(s, placement)["gpu"]) > s.budgets["gpu"] - _TOLERANCE_BYTES:
         return found
     return replace(found, counts=counts, placement=placement)
 
@@ -77,33 +78,33 @@ def solve(
         within_s: of the placements that take no longer than this, the one that keeps buses and disk least busy.
         start: a solution of the same inputs and phases, which the solver begins with.
     """
-    programme = _PlacementProgramme(s, phases, allowed, integer)
+    mip = _PlacementMIP(s, phases, allowed, integer)
     if within_s is not None:
-        programme.move_least(within_s)
+        mip.move_least(within_s)
     columns = start.columns if start else ()
-    if not programme.solve(GAP if within_s is None else _MOVING_GAP, columns):
+    if not mip.solve(GAP if within_s is None else _MOVING_GAP, columns):
         return None
-    counts = programme.counts()
+    counts = mip.counts()
     # Integer placements are costed as numbers; a relaxed one is what the solver says (its buffers are relaxed too).
-    placement = counts.placement(s) if integer else programme.placement_value()
-    seconds = job_seconds(s, phases, placement) if integer else programme.seconds()
-    memory, lanes = ({}, {}) if integer else programme.prices()
-    return Solution(seconds, placement, counts, memory, lanes, programme.found)
+    placement = counts.placement(s) if integer else mip.placement_value()
+    seconds = job_seconds(s, phases, placement) if integer else mip.seconds()
+    memory, lanes = ({}, {}) if integer else mip.prices()
+    return Solution(seconds, placement, counts, memory, lanes, mip.columns)
 
 
 def fits(s: CostInputs, allowed: Allowed) -> bool:
     """Whether the budgets allow any placement, in parts of whole things."""
-    return _PlacementProgramme(s, (), allowed, False).solve(GAP)
+    return _PlacementMIP(s, (), allowed, False).solve(GAP)
 
 
 def shortfall_bytes(s: CostInputs, phases: Sequence[Phase], allowed: Allowed, tier: str) -> float | None:
     """The least extra memory of one tier with which some placement of whole things fits; None if it alone cannot help."""
-    programme = _PlacementProgramme(s, phases, allowed, True, elastic=tier)
-    return programme.value(programme.slack) * GIB if programme.solve(GAP) else None
+    mip = _PlacementMIP(s, phases, allowed, True, elastic=tier)
+    return mip.value(mip.slack) * GIB if mip.solve(GAP) else None
 
 
-class _PlacementProgramme(Programme):
-    """The unknowns and rows for one set of inputs."""
+class _PlacementMIP(MIP):
+    """The unknowns and rows for one set of inputs; it is the `Rounding` of its placement."""
 
     def __init__(
         self, s: CostInputs, phases: Sequence[Phase], allowed: Allowed, integer: bool, elastic: str | None = None
@@ -111,15 +112,16 @@ class _PlacementProgramme(Programme):
         super().__init__()
         self.s, self.phases = s, phases
         self.integer = integer
-        self._make_variables(allowed)
-        self.slack = self.column() if elastic else Affine({})
+        self.amounts = self._make_amounts(allowed)
+        self.placement = placement_of(s, self.amounts, self)
+        self.slack: Linear = self.column() if elastic else 0.0
         self.memory_rows: dict[str, int] = {}
         for tier, peak in peak_bytes(s, self.placement).items():
             capacity = max(0, s.budgets[tier] - _TOLERANCE_BYTES) / GIB
             limit = self.slack + capacity if tier == elastic else capacity
             self.memory_rows[tier] = self.at_most(peak * (1 / GIB), limit)
         self.lane_rows: list[tuple[int, dict[str, Linear]]] = []
-        objective = []
+        objective: list[Linear] = []
         self.fixed_s = 0.0
         for phase in phases if elastic is None else ():
             layer, head = self.column(), self.column()
@@ -129,93 +131,50 @@ class _PlacementProgramme(Programme):
             self.fixed_s += phase.sweeps * sweep_overhead_s(s, phase)
         self.objective = total(objective) if elastic is None else self.slack
 
-    def _make_variables(self, allowed: Allowed) -> None:
-        s = self.s
-        sizes, layers = s.group_bytes, s.model.num_layers
-        tiers = [t for t in allowed.weight_tiers if t in s.budgets]
-        classes = [c for c in allowed.kv_classes if _class_exists(s, c)]
-        self.weights = {
-            tensor: tuple(self._count(layers if tier in tiers else 0) for tier in TIERS) for tensor in sizes
-        }
-        self.kv = {c: self._count(s.swept_seqs if c in classes else 0) for c in KV_CLASSES}
-        self.kv_layers = self._count(layers - 1) if allowed.kv_by_layer else Affine({})
-        staying = self.kv_layers * (1 / layers)
-        batches = s.num_gpu_batches
-        self.activations = (self._count(batches if s.on_gpu else 0), self._count(batches))
-        self.head_gpu = self._count(1 if s.on_gpu else 0)
-        for tensor in sizes:
-            self.equal(total(self.weights[tensor]), layers)
-        self.equal(total(self.kv.values()), s.swept_seqs)
-        self.equal(total(self.activations), batches)
+    def _make_amounts(self, allowed: Allowed) -> Amounts[Expression]:
+        """The unknowns, each group of which adds up to what is placed."""
+        s, layers, batches = self.s, self.s.model.num_layers, self.s.num_gpu_batches
+        tiers = [tier for tier in allowed.weight_tiers if tier in s.budgets]
+        classes = [name for name in allowed.kv_classes if _class_exists(s, name)]
 
-        def fraction(tier: int) -> Affine:
-            return total(self.weights[t][tier] * (size / (layers * s.layer_bytes)) for t, size in sizes.items())
+        def in_tiers() -> tuple[Expression, Expression, Expression]:
+            gpu, cpu, disk = (self._count(layers if tier in tiers else 0) for tier in TIERS)
+            return gpu, cpu, disk
 
-        self.placement = Placement(
-            w_gpu=fraction(0),
-            w_cpu=fraction(1),
-            w_disk=fraction(2),
-            kv_gpu=self.kv["gpu"] * (1 / s.swept_seqs) + staying,
-            kv_cpu=self.kv["cpu"] * (1 / s.swept_seqs),
-            kv_streamed=self.kv["streamed"] * (1 / s.swept_seqs) - staying,
-            kv_disk=self.kv["disk"] * (1 / s.swept_seqs),
-            act_gpu=self.activations[0] * (1 / batches),
-            act_cpu=self.activations[1] * (1 / batches),
-            head_gpu=self.head_gpu,
-            head_cpu=1 - self.head_gpu,
-            streamed_peak=self._peak(s.slot_group_bytes, (1, 2), layers),
-            disk_peak=self._peak(s.disk_group_bytes, (2,), layers),
-            experts_disk=total(
-                self.weights[group][2] * (size / (layers * sum(s.expert_bytes.values())))
-                for group, size in s.expert_bytes.items()
-            ),
-            **self._buffers(),
+        amounts = Amounts(
+            weight_layers={group: in_tiers() for group in s.group_bytes},
+            kv_seqs={name: self._count(s.swept_seqs if name in classes else 0) for name in KV_CLASSES},
+            kv_layers=self._count(layers - 1) if allowed.kv_by_layer else Expression({}),
+            activation_batches=(self._count(batches if s.on_gpu else 0), self._count(batches)),
+            head_on_gpu=self._count(1 if s.on_gpu else 0),
         )
+        for of_group in amounts.weight_layers.values():
+            self.equal(total(of_group), layers)
+        self.equal(total(amounts.kv_seqs.values()), s.swept_seqs)
+        self.equal(total(amounts.activation_batches), batches)
+        return amounts
 
-    def _peak(self, sizes: Mapping[str, int], tiers: Sequence[int], layers: int) -> Affine:
-        """A buffer holds the fullest layer: what any layer has there."""
-        used = [self._any([self.weights[tensor][i] for i in tiers], layers) * size for tensor, size in sizes.items()]
-        return total(used) * (1 / sum(sizes.values()))
-
-    def _buffers(self) -> dict[str, Linear]:
-        """Placement.staged_blocks and those after it, the same as in `Counts.placement`."""
-        s, batches = self.s, self.s.num_gpu_batches
-        parts = s.equal_parts
-        delegates: Linear = self._any([self.kv["cpu"]], s.max_num_seqs) if s.on_gpu else 0
-        passing = self._count(s.batch_seqs)
-        self.at_most(total(self.kv[c] for c in staged_classes(s)), passing * parts)
-        attends: Linear = 1 if s.deferred_seqs else delegates  # the CPU
-        self.at_most(attends, passing)
-        staged = passing * s.longest_blocks + attends * s.delegated_prompt_blocks
-        if not s.on_gpu:
-            on_disk = staged
-        elif s.runtime.attends_disk_kv_on_cpu:
-            read = self._count(s.batch_seqs)
-            self.at_most(self.kv["disk"], read * parts)
-            on_disk = read * s.longest_blocks
-        else:
-            # As many as are staged, if any sequence is on disk.
-            most = s.batch_seqs * s.longest_blocks + s.delegated_prompt_blocks
-            on_disk = self.column()
-            self.at_most(staged - most * (1 - self._any([self.kv["disk"]], s.max_num_seqs)), on_disk)
-            self.at_most(self.kv["disk"] * (s.longest_blocks / parts), on_disk)
-        waiting: Linear = self._any([self.activations[1]], batches) if s.on_gpu else 0
-        stages: Linear = (
-            self._any([self.kv[c] for c in staged_classes(s)], s.max_num_seqs) if s.on_gpu and batches > 1 else 0
-        )
-        flags = {"delegates": delegates, "acts_wait": waiting, "stages": stages}
-        return {"staged_blocks": staged, "disk_blocks": on_disk} | flags
-
-    def _any(self, counts: Sequence[Affine], most: int) -> Affine:
-        """1 as soon as any of the counts, which add up to at most `most`, is not 0."""
-        flag = self._count(1)
-        self.at_most(total(counts), most * flag)
-        return flag
-
-    def _count(self, most: int) -> Affine:
+    def _count(self, most: int) -> Expression:
         return self.column(most, integer=self.integer)
 
-    def _add_bounds(self, seconds: Affine, lanes: dict[str, Linear]) -> None:
+    def any(self, amounts: Sequence[Linear], most: int) -> Expression:
+        flag = self._count(1)
+        self.at_most(total(amounts), most * flag)
+        return flag
+
+    def least(self, most: int, *shares: tuple[Linear, float]) -> Expression:
+        count = self._count(most)
+        for amount, parts in shares:
+            self.at_most(amount, count * parts)
+        return count
+
+    def if_any(self, amounts: Sequence[Linear], most: int, value: Linear, highest: float, lowest: Linear) -> Expression:
+        size = self.column()
+        self.at_most(value - highest * (1 - self.any(amounts, most)), size)
+        self.at_most(lowest, size)
+        return size
+
+    def _add_bounds(self, seconds: Expression, lanes: dict[str, Linear]) -> None:
         runtime = self.s.runtime
         together: list[str | None] = [*(lane for lane in lanes if lane not in runtime.serial)] or [None]
         for lane, bound in zip(together, bounds(runtime, lanes), strict=True):
@@ -233,29 +192,35 @@ class _PlacementProgramme(Programme):
         self.objective = total(moving)
 
     def seconds(self) -> float:
-        """Of all sweeps."""
+        """Seconds of all sweeps in the solution."""
         return self.value(self.objective) + self.fixed_s
 
     def counts(self) -> Counts:
-        read = (lambda count: round(self.value(count))) if self.integer else self.value
+        """The solution's counts, which are whole numbers in an integer solution."""
+
+        def read(amount: Linear) -> float:
+            return round(self.value(amount)) if self.integer else self.value(amount)
+
+        amounts = self.amounts
         return Counts(
-            {tensor: (read(gpu), read(cpu), read(disk)) for tensor, (gpu, cpu, disk) in self.weights.items()},
-            {name: read(v) for name, v in self.kv.items()} | {"deferred": self.s.deferred_seqs},
-            (read(self.activations[0]), read(self.activations[1])),
-            read(self.head_gpu),
-            kv_layers=read(self.kv_layers),
+            {group: (read(gpu), read(cpu), read(disk)) for group, (gpu, cpu, disk) in amounts.weight_layers.items()},
+            {name: read(count) for name, count in amounts.kv_seqs.items()} | {"deferred": self.s.deferred_seqs},
+            (read(amounts.activation_batches[0]), read(amounts.activation_batches[1])),
+            read(amounts.head_on_gpu),
+            kv_layers=read(amounts.kv_layers),
         )
 
     def placement_value(self) -> Placement:
+        """The solution's fractions and buffers."""
         return Placement(*(self.value(getattr(self.placement, f.name)) for f in fields(Placement)))
 
     def prices(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds that one more GiB of each tier, and 10 % more of each lane's rate, would save to first order."""
         memory = {tier: max(0.0, -self.dual(row)) for tier, row in self.memory_rows.items()}
         lanes: dict[str, float] = {}
         for row, members in self.lane_rows:
             price = abs(self.dual(row))
             for lane, expression in members.items():
-                # A rate 10 % higher takes this much off the lane.
                 saved = price * self.value(expression) * (1 - 1 / 1.1)
                 lanes[lane] = lanes.get(lane, 0.0) + saved
         return memory, lanes

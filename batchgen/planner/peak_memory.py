@@ -5,6 +5,7 @@ from __future__ import annotations
 from batchgen.core.direct_io import ALIGNMENT
 from batchgen.core.dtypes import INT4
 from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, passing_bytes
+from batchgen.planner.linear import Linear
 from batchgen.planner.memory import (
     DEVICE_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
@@ -15,7 +16,7 @@ from batchgen.planner.memory import (
     sent_bytes,
 )
 from batchgen.planner.placement import Placement
-from batchgen.planner.problem import CostInputs, Linear
+from batchgen.planner.problem import CostInputs
 
 # Buffers of one kind: one in use, one being filled.
 _SLOTS = 2

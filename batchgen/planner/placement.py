@@ -1,32 +1,39 @@
-"""Where weights, KV and activations are: in whole layers, sequences and micro-batches, and as fractions."""
+"""Where weights, KV and activations are: as whole layers, sequences and micro-batches, and as fractions.
+
+Both a placement of numbers and the unknowns of the MIP (mip.py) become fractions and buffers by `placement_of`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from batchgen.core.plan import KV_CLASSES
-from batchgen.planner.problem import CostInputs, Linear
+from batchgen.planner.linear import Linear, number, total
+from batchgen.planner.problem import CostInputs
+
+Value = TypeVar("Value", bound=Linear)
 
 
 @dataclass(frozen=True)
 class Placement:
     """Where things live, as fractions: each group adds up to 1.
 
-    FlexGen's wg wc wd, cg cc cd, hg hc (4.2) with the KV classes of docs/packages/runtime.md, of the sequences that are not
-    deferred, whose number is fixed (`CostInputs.deferral`). Members are numbers, or linear
-    expressions. Those below are no fractions: buffers are sized by them.
+    FlexGen's wg wc wd, cg cc cd, hg hc (section 4.2) with the KV classes of docs/packages/runtime.md, of the sequences that
+    are not deferred, whose number is fixed (`CostInputs.deferral`). Members are numbers, or linear expressions. Those
+    below are no fractions: they size buffers.
 
     Attributes:
         streamed_peak, disk_peak: the largest fraction of any one layer that is not on the GPU, or is on disk.
         staged_blocks: KV blocks of one buffer on the compute device, for sequences that live elsewhere.
-        disk_blocks: of one buffer in host memory, for KV from and to disk.
+        disk_blocks: KV blocks of one buffer in host memory, for KV from and to disk.
         delegates: 1 if the CPU attends to any sequence for a GPU.
         acts_wait: 1 if the activations of any micro-batch wait in host memory.
         stages: 1 if KV of any sequence comes to the GPU for its attention.
-        embed_gpu: 1 if the input embeddings are on the GPU; it counts in memory alone, as the rows that come over
-            otherwise are few.
-        experts_disk: of the bytes of all experts, those on disk, as a fraction.
+        embed_gpu: 1 if the input embeddings are on the GPU; only memory depends on it, as few rows come over otherwise.
+        experts_disk: fraction of the bytes of all experts that are on disk.
     """
 
     w_gpu: Linear
@@ -47,71 +54,130 @@ class Placement:
     delegates: Linear = 0
     acts_wait: Linear = 0
     stages: Linear = 0
-    embed_gpu: float = 0
+    embed_gpu: Linear = 0
     experts_disk: Linear = 0
 
     @property
     def w_streamed(self) -> Linear:
-        """Weights that come over the bus in every sweep."""
+        """Fraction of the weights that come over the bus in every sweep."""
         return self.w_cpu + self.w_disk
 
 
 @dataclass(frozen=True)
-class Counts:
-    """A placement in whole things: policy.Policy's weight_layers, kv_seqs, activation_batches, tiers of the head and embeddings, kv_layers."""
+class Amounts(Generic[Value]):
+    """Where whole things are, as numbers or as unknowns.
 
-    weight_layers: dict[str, tuple[float, float, float]]
-    kv_seqs: dict[str, float]
-    activation_batches: tuple[float, float]
-    head_on_gpu: float
+    Attributes:
+        weight_layers: group of tensors -> layers on (GPU, CPU, disk).
+        kv_seqs: KV class -> sequences.
+        activation_batches: micro-batches whose activations wait on (GPU, CPU) between layers.
+        head_on_gpu: 1 if the output matrix is on the GPU.
+        embeddings_on_gpu: 1 if the input embeddings are there.
+        kv_layers: layers in which KV of class "streamed" stays on the GPU.
+    """
+
+    weight_layers: Mapping[str, tuple[Value, Value, Value]]
+    kv_seqs: Mapping[str, Value]
+    activation_batches: tuple[Value, Value]
+    head_on_gpu: Value
     embeddings_on_gpu: float = 0
+    kv_layers: Linear = 0
+
+
+@dataclass(frozen=True)
+class Counts(Amounts[float]):
+    """Where whole things are, in numbers: the fields of `core.plan.Policy`."""
+
     kv_layers: float = 0
 
     def placement(self, s: CostInputs) -> Placement:
-        """Each group as parts of 1, and the buffers that the placement needs."""
-        sizes, layers = s.group_bytes, s.model.num_layers
+        """The same as fractions, and the buffers that it needs."""
+        return placement_of(s, self, _Numbers())
 
-        def weights(tier: int) -> float:
-            return sum(self.weight_layers[t][tier] * size for t, size in sizes.items()) / (layers * s.layer_bytes)
 
-        def peak(groups: Mapping[str, int], tiers: Sequence[int]) -> float:
-            used = (size for t, size in groups.items() if any(self.weight_layers[t][i] > 0 for i in tiers))
-            return sum(used) / sum(groups.values())
+class Rounding(Protocol):
+    """Sizes that follow from amounts, but are not linear in them."""
 
-        experts = sum(self.weight_layers[group][2] * size for group, size in s.expert_bytes.items())
-        kv = {name: self.kv_seqs.get(name, 0) for name in KV_CLASSES}
-        staying = self.kv_layers / layers  # of the KV of class "streamed"
-        delegates = int(s.on_gpu and kv["cpu"] > 0)
-        attends = int(delegates or s.deferred_seqs > 0)  # the CPU
-        passing = max(-(-sum(kv[c] for c in staged_classes(s)) // s.equal_parts), attends)
-        staged = passing * s.longest_blocks + attends * s.delegated_prompt_blocks
-        if s.runtime.attends_disk_kv_on_cpu:
-            on_disk = -(-kv["disk"] // s.equal_parts) * s.longest_blocks
-        else:
-            on_disk = staged if kv["disk"] else 0
-        batches = sum(self.activation_batches)
-        return Placement(
-            w_gpu=weights(0),
-            w_cpu=weights(1),
-            w_disk=weights(2),
-            kv_gpu=kv["gpu"] / s.swept_seqs + staying,
-            kv_cpu=kv["cpu"] / s.swept_seqs,
-            kv_streamed=kv["streamed"] / s.swept_seqs - staying,
-            kv_disk=kv["disk"] / s.swept_seqs,
-            act_gpu=self.activation_batches[0] / batches,
-            act_cpu=self.activation_batches[1] / batches,
-            head_gpu=self.head_on_gpu,
-            head_cpu=1 - self.head_on_gpu,
-            streamed_peak=peak(s.slot_group_bytes, (1, 2)),
-            disk_peak=peak(s.disk_group_bytes, (2,)),
-            staged_blocks=staged,
-            disk_blocks=on_disk,
-            delegates=delegates,
-            acts_wait=int(self.activation_batches[1] > 0),
-            stages=int(s.on_gpu and any(kv[c] > 0 for c in staged_classes(s))),
-            embed_gpu=self.embeddings_on_gpu,
-            experts_disk=experts / (layers * sum(s.expert_bytes.values())) if experts else 0,
-        )
+    def any(self, amounts: Sequence[Linear], most: int) -> Linear:
+        """1 if any of the amounts, which add up to at most `most`, is above 0; else 0."""
+
+    def least(self, most: int, *shares: tuple[Linear, float]) -> Linear:
+        """The least whole number that is no smaller than any of the shares, each an amount over a number; at most `most`."""
+
+    def if_any(self, amounts: Sequence[Linear], most: int, value: Linear, highest: float, lowest: Linear) -> Linear:
+        """The value, which is no higher than `highest`, if any of the amounts is above 0, else 0; never below `lowest`."""
+
+
+class _Numbers:
+    """Sizes of buffers of a placement that is known."""
+
+    def any(self, amounts: Sequence[Linear], most: int) -> int:
+        return int(any(number(amount) > 0 for amount in amounts))
+
+    def least(self, most: int, *shares: tuple[Linear, float]) -> int:
+        return max(math.ceil(number(amount) / parts) for amount, parts in shares)
+
+    def if_any(self, amounts: Sequence[Linear], most: int, value: Linear, highest: float, lowest: Linear) -> Linear:
+        return value if self.any(amounts, most) else 0
+
+
+def placement_of(s: CostInputs, amounts: Amounts[Value], rounding: Rounding) -> Placement:
+    """The fractions of a placement, and the sizes of its buffers."""
+    layers, batches = s.model.num_layers, s.num_gpu_batches
+    groups, kv = amounts.weight_layers, {name: amounts.kv_seqs.get(name, 0) for name in KV_CLASSES}
+    staying = amounts.kv_layers / layers  # of the KV of class "streamed"
+
+    def fraction(sizes: Mapping[str, int], tier: int) -> Linear:
+        held = total(groups[group][tier] * size for group, size in sizes.items())
+        return held / (layers * sum(sizes.values())) if sizes else 0
+
+    def fullest(sizes: Mapping[str, int], tiers: Sequence[int]) -> Linear:
+        """Fraction of a buffer that holds what any layer has in the tiers."""
+        used = [rounding.any([groups[group][tier] for tier in tiers], layers) * size for group, size in sizes.items()]
+        return total(used) * (1 / sum(sizes.values()))
+
+    return Placement(
+        w_gpu=fraction(s.group_bytes, 0),
+        w_cpu=fraction(s.group_bytes, 1),
+        w_disk=fraction(s.group_bytes, 2),
+        experts_disk=fraction(s.expert_bytes, 2),
+        kv_gpu=kv["gpu"] / s.swept_seqs + staying,
+        kv_cpu=kv["cpu"] / s.swept_seqs,
+        kv_streamed=kv["streamed"] / s.swept_seqs - staying,
+        kv_disk=kv["disk"] / s.swept_seqs,
+        act_gpu=amounts.activation_batches[0] / batches,
+        act_cpu=amounts.activation_batches[1] / batches,
+        head_gpu=amounts.head_on_gpu,
+        head_cpu=1 - amounts.head_on_gpu,
+        embed_gpu=amounts.embeddings_on_gpu,
+        streamed_peak=fullest(s.slot_group_bytes, (1, 2)),
+        disk_peak=fullest(s.disk_group_bytes, (2,)),
+        **_buffers(s, kv, amounts.activation_batches[1], rounding),
+    )
+
+
+def _buffers(s: CostInputs, kv: Mapping[str, Linear], batches_on_host: Linear, rounding: Rounding) -> dict[str, Linear]:
+    """Members of `Placement` that size buffers of KV and activations."""
+    parts, staged_seqs = s.equal_parts, [kv[name] for name in staged_classes(s)]
+    delegates = rounding.any([kv["cpu"]], s.max_num_seqs) if s.on_gpu else 0
+    attends = 1 if s.deferred_seqs else delegates  # the CPU
+    passing = rounding.least(s.batch_seqs, (total(staged_seqs), parts), (attends, 1))
+    staged = passing * s.longest_blocks + attends * s.delegated_prompt_blocks
+    if not s.on_gpu:
+        disk = staged
+    elif s.runtime.attends_disk_kv_on_cpu:
+        disk = rounding.least(s.batch_seqs, (kv["disk"], parts)) * s.longest_blocks
+    else:
+        most = s.batch_seqs * s.longest_blocks + s.delegated_prompt_blocks
+        least = kv["disk"] * (s.longest_blocks / parts)
+        disk = rounding.if_any([kv["disk"]], s.max_num_seqs, staged, most, least)
+    return {
+        "staged_blocks": staged,
+        "disk_blocks": disk,
+        "delegates": delegates,
+        "acts_wait": rounding.any([batches_on_host], s.num_gpu_batches) if s.on_gpu else 0,
+        "stages": rounding.any(staged_seqs, s.max_num_seqs) if s.on_gpu and s.num_gpu_batches > 1 else 0,
+    }
 
 
 def staged_classes(s: CostInputs) -> tuple[str, ...]:

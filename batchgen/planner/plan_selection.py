@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
-from batchgen.planner.by_layer import by_layer_candidates
 from batchgen.planner.costs import moved_bytes
-from batchgen.planner.deferring import apex_candidates
+from batchgen.planner.linear import number
 from batchgen.planner.problem import CostInputs, Problem
-from batchgen.planner.sampled_simulation import simulate_shortened
+from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.search import TIE, Candidate, block_latency_s, candidates, first_rows_s
+from batchgen.planner.strategies import added_candidates
 
 # Kinds of plans that are looked at; most are given up early, as not even the cost model has them faster than the best one.
 _MOST_KINDS = 6
@@ -58,20 +58,20 @@ def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) 
     """
     found: list[Simulated] = []
 
-    def worth(seconds: float) -> bool:
-        return not found or seconds <= _MODEL_ABOVE * TIE * min(s.seconds for s in found)
+    def prune(seconds: float) -> bool:
+        return bool(found) and seconds > _MODEL_ABOVE * TIE * min(s.seconds for s in found)
 
-    def hopeless(inputs: CostInputs, order: str, seconds: float) -> bool:
+    def prune_order(inputs: CostInputs, order: str, seconds: float) -> bool:
         return _is_slower(inputs, order, seconds, found)
 
     fastest: Candidate | None = None
-    of_papers = apex_candidates(problem, worth), by_layer_candidates(problem, worth)
-    for candidate in itertools.chain(candidates(problem, _MOST_KINDS, worth, hopeless), *of_papers):
+    searched = candidates(problem, _MOST_KINDS, prune, prune_order)
+    for candidate in itertools.chain(searched, added_candidates(problem, prune)):
         fastest = fastest or candidate
-        if hopeless(candidate.inputs, candidate.inputs.batch_order, candidate.seconds):
+        if prune_order(candidate.inputs, candidate.inputs.batch_order, candidate.seconds):
             continue
         with contextlib.suppress(InputError):
-            run = simulate_shortened(plan_of(candidate), candidate)
+            run = simulate_sampled(plan_of(candidate), candidate)
             found.append(Simulated(candidate, run.seconds, run.whole))
     assert fastest is not None  # or it would have been an InputError
     return _settled(found, plan_of) or [Simulated(fastest, fastest.seconds)]
@@ -85,7 +85,7 @@ def _settled(found: list[Simulated], plan_of: Callable[[Candidate], Plan]) -> li
         if not tied:
             return found
         first = min(tied, key=lambda s: s.seconds)
-        run = simulate_shortened(plan_of(first.candidate), first.candidate, longer=True)
+        run = simulate_sampled(plan_of(first.candidate), first.candidate, longer=True)
         found = [Simulated(s.candidate, run.seconds) if s is first else s for s in found]
 
 
@@ -136,5 +136,5 @@ def _moved_bytes(candidate: Candidate) -> float:
     """Over all links, in the whole job."""
     s, at = candidate.inputs, candidate.counts.placement(candidate.inputs)
     return s.model.num_layers * sum(
-        phase.sweeps * sum(float(count) for count in moved_bytes(s, phase, at).values()) for phase in candidate.phases
+        phase.sweeps * sum(map(number, moved_bytes(s, phase, at).values())) for phase in candidate.phases
     )

@@ -9,10 +9,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from batchgen.core.direct_io import aligned
-from batchgen.core.dtypes import FORMAT_BYTES, kv_row_bytes, weight_row_bytes
+from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, KV_CLASSES, TIERS, window_blocks
 from batchgen.core.workload import Workload
@@ -26,8 +25,6 @@ from batchgen.planner.phases import Deferral
 _MOST_SEQS = 8192
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
 
-Linear = Any  # a number, or an expression of unknowns (linear.py)
-
 
 @dataclass(frozen=True)
 class RuntimeModel:
@@ -37,15 +34,14 @@ class RuntimeModel:
 
     Attributes:
         dequantizes_per_micro_batch: 4-bit weights are dequantized for every micro-batch, not once per layer and sweep.
-        reads_int4_kv: attention kernels read int4 KV, whose codes have 5 bits; otherwise it has 4 bits, as weights have, and is
-            dequantized first.
+        dequantizes_kv: packed KV is dequantized before attention, whose kernels read the compute dtype alone.
         attends_disk_kv_on_cpu: KV from disk is attended to by the CPU, and does not go on to the GPU.
     """
 
     name: str
     serial: tuple[str, ...] = ()
     dequantizes_per_micro_batch: bool = False
-    reads_int4_kv: bool = True
+    dequantizes_kv: bool = False
     attends_disk_kv_on_cpu: bool = False
 
 
@@ -53,7 +49,7 @@ BATCHGEN = RuntimeModel("batchgen")
 # FlexGen's released code starts loading a layer's weights with its first micro-batch, and its CPU attention keeps the
 # launching thread busy meanwhile: the loads are not hidden, the rest is. docs/flexgen_check.md compares.
 FLEXGEN = RuntimeModel(
-    "flexgen", serial=("h2d",), dequantizes_per_micro_batch=True, reads_int4_kv=False, attends_disk_kv_on_cpu=True
+    "flexgen", serial=("h2d",), dequantizes_per_micro_batch=True, dequantizes_kv=True, attends_disk_kv_on_cpu=True
 )
 
 
@@ -245,8 +241,12 @@ class CostInputs:
     @cached_property
     def kv_block_bytes(self) -> int:
         """One block of one layer."""
-        row = kv_row_bytes if self.runtime.reads_int4_kv else weight_row_bytes
-        return kv_block_bytes(self.model, self.kv_block_size, self.kv_format, row)
+        return kv_block_bytes(self.model, self.kv_block_size, self.kv_format)
+
+    @property
+    def dequantizes_kv(self) -> bool:
+        """Whether packed KV is dequantized before attention reads it."""
+        return self.runtime.dequantizes_kv and self.kv_format == INT4
 
     @property
     def disk_block_bytes(self) -> int:

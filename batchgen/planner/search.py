@@ -34,8 +34,8 @@ TIE = 1.02
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _EQUALLY_FAST = 1e-4
 # What is slower than the fastest by more than this factor is not looked at again: the cost model is not that far off.
-_WORTH_SIMULATING = 1.25
-# What the cost model finds slower than the fastest so far by more than what `worth` forgives, over this, has nothing to gain.
+_SIMULATED_WITHIN = 1.25
+# A candidate that would be pruned if it were slower by this factor has nothing to gain from another order of its micro-batches.
 _AS_GOOD = 1.05
 # How the attention of each KV class finds its KV: micro-batches of sequences that are alike in this are mixed anyway.
 _ATTENDED = {"gpu": "resident", "cpu": "delegated", "streamed": "staged", "disk": "staged", "deferred": "deferred"}
@@ -74,8 +74,17 @@ class Candidate:
 _MOST_OF_KIND = 6
 
 _ORDERS = ("even", "neo", "mixed")
-# Whether a candidate with these inputs, but in this order, has no chance if the cost model gives it no fewer than so many seconds.
-Hopeless = Callable[[CostInputs, str, float], bool]
+# Prune predicates: whether a candidate, or one with these inputs in this order of micro-batches, cannot be the plan where the cost model
+# gives it no fewer than so many seconds.
+Prune = Callable[[float], bool]
+PruneOrder = Callable[[CostInputs, str, float], bool]
+
+
+def prune_nothing(*_: object) -> bool:
+    """A prune predicate that keeps all candidates."""
+    return False
+
+
 # The best placement by the LP alone, for inputs and phases.
 _Relaxed = tuple[Solution, CostInputs, tuple[Phase, ...]]
 
@@ -85,17 +94,17 @@ def search(problem: Problem) -> Candidate:
     return next(candidates(problem, most=1))
 
 
-def search_worth(problem: Problem, worth: Callable[[float], bool]) -> Candidate | None:
-    """The same, given up as soon as no plan can be found that is worth it. worth: as of `candidates`."""
-    fastest = _BestFirst(problem).fastest(worth)
+def search_unless_pruned(problem: Problem, prune: Prune) -> Candidate | None:
+    """The fastest plan, or None as soon as all that may still be found are pruned. Raises InputError if no plan fits."""
+    fastest = _BestFirst(problem).fastest(prune)
     return _least_movement(fastest, problem.allowed) if fastest else None
 
 
 def candidates(
     problem: Problem,
     most: int,
-    worth: Callable[[float], bool] = lambda seconds: True,
-    hopeless: Hopeless = lambda inputs, order, seconds: False,
+    prune: Prune = prune_nothing,
+    prune_order: PruneOrder = prune_nothing,
 ) -> Iterator[Candidate]:
     """The fastest plan by the cost model, and then plans of other kinds that are not much slower by it.
 
@@ -104,8 +113,8 @@ def candidates(
 
     Args:
         most: kinds that are looked at, the fastest of each number of micro-batches before any others.
-        worth: asked before a candidate is worked out, with seconds that it cannot beat by the cost model.
-        hopeless: the same, of inputs and an order of their micro-batches: whether it need not be worked out.
+        prune: prune predicate, asked with a lower bound on a candidate's seconds before the candidate is worked out.
+        prune_order: prune predicate for an order of micro-batches, asked likewise.
 
     Raises:
         InputError: no plan fits. It says what is short.
@@ -117,15 +126,15 @@ def candidates(
     if most == 1:
         yield best
         return
-    yield from _in_orders(problem, best, worth, hopeless)
-    kinds = entries.kinds(fastest.seconds * _WORTH_SIMULATING, most, worth)
+    yield from _in_orders(problem, best, prune, prune_order)
+    kinds = entries.kinds(fastest.seconds * _SIMULATED_WITHIN, most, prune)
     for relaxed, inputs, phases in _other_kinds(best, kinds)[: most - 1]:
         orders = [order for order in _ORDERS if order != "neo" or inputs.num_gpu_batches == 2]
-        if all(hopeless(inputs, order, relaxed.seconds) for order in orders):
+        if all(prune_order(inputs, order, relaxed.seconds) for order in orders):
             continue
-        candidate = realised_candidate(problem, relaxed, inputs, phases, worth)
+        candidate = integer_candidate(problem, relaxed, inputs, phases, prune)
         if candidate is not None:
-            yield from _in_orders(problem, candidate, worth, hopeless)
+            yield from _in_orders(problem, candidate, prune, prune_order)
 
 
 class _BestFirst:
@@ -147,10 +156,10 @@ class _BestFirst:
         self._heap = [entry for entry in entries if entry.seconds < math.inf]
         heapq.heapify(self._heap)
 
-    def fastest(self, worth: Callable[[float], bool] = lambda seconds: True) -> Candidate | None:
-        """The fastest placement of whole things there is; None where it is not worth it. Raises InputError where none fits."""
+    def fastest(self, prune: Prune = prune_nothing) -> Candidate | None:
+        """The fastest integer placement; None where it is pruned. Raises InputError where none fits."""
         while self._heap:
-            if not worth(self._heap[0].seconds):
+            if prune(self._heap[0].seconds):
                 return None
             entry = heapq.heappop(self._heap)
             if entry.relaxed is not None:
@@ -160,14 +169,14 @@ class _BestFirst:
             self._work_out(entry)
         raise InputError(_too_slow(self._problem) if self._too_slow else explain_infeasible(self._problem))
 
-    def kinds(self, limit_s: float, most: int, worth: Callable[[float], bool]) -> Mapping[tuple[int, int], _Relaxed]:
-        """Of the kinds that `_other_kinds` takes, about the fastest by the LP, where that is below a limit and worth it.
+    def kinds(self, limit_s: float, most: int, prune: Prune) -> Mapping[tuple[int, int], _Relaxed]:
+        """Of the kinds that `_other_kinds` takes, about the fastest by the LP, where that is below a limit and not pruned.
 
         The first kind of each number of micro-batches is among them, others only until there are `most`: they come in the order of
         their seconds.
         """
         worked_out = Counter[tuple[int, int]]()
-        while self._heap and self._heap[0].seconds < limit_s and worth(self._heap[0].seconds):
+        while self._heap and self._heap[0].seconds < limit_s and not prune(self._heap[0].seconds):
             entry = heapq.heappop(self._heap)
             kind = _kind(entry.inputs)
             if kind in self._kinds or (len(self._kinds) >= most and kind[0] in {number for number, _ in self._kinds}):
@@ -242,11 +251,11 @@ def _other_kinds(best: Candidate, kinds: Mapping[tuple[int, int], _Relaxed]) -> 
     return sorted(first, key=lambda entry: entry[1].num_gpu_batches != 1) + rest
 
 
-def realised_candidate(
-    problem: Problem, relaxed: Solution, inputs: CostInputs, phases: tuple[Phase, ...], worth: Callable[[float], bool]
+def integer_candidate(
+    problem: Problem, relaxed: Solution, inputs: CostInputs, phases: tuple[Phase, ...], prune: Prune
 ) -> Candidate | None:
-    """The candidate with a placement in whole things, if there is one and it is worth it."""
-    if not worth(relaxed.seconds):
+    """The candidate with an integer placement; None where there is none, or it is pruned."""
+    if prune(relaxed.seconds):
         return None
     realised = solve(inputs, phases, problem.allowed, integer=True)
     if realised is None or _exceeds_latency(problem, inputs, phases, realised):
@@ -254,15 +263,13 @@ def realised_candidate(
     return _least_movement(Candidate(inputs, phases, relaxed, realised), problem.allowed)
 
 
-def _in_orders(
-    problem: Problem, candidate: Candidate, worth: Callable[[float], bool], hopeless: Hopeless
-) -> Iterator[Candidate]:
+def _in_orders(problem: Problem, candidate: Candidate, prune: Prune, prune_order: PruneOrder) -> Iterator[Candidate]:
     """The candidate in each order that may be the best.
 
     Where the CPU attends to some of its sequences, micro-batches with one class after the other leave it nothing to do beside the first
     of them: they are as they are only where no other order is tried.
     """
-    others = _in_other_orders(problem, candidate, worth, hopeless)
+    others = _in_other_orders(problem, candidate, prune, prune_order)
     if candidate.inputs.num_gpu_batches > 1 and "delegated" in (attended := _attended(candidate)) and len(attended) > 1:
         first = next(others, None)
         yield candidate if first is None else first
@@ -272,17 +279,15 @@ def _in_orders(
 
 
 def _in_other_orders(
-    problem: Problem, candidate: Candidate, worth: Callable[[float], bool], hopeless: Hopeless
+    problem: Problem, candidate: Candidate, prune: Prune, prune_order: PruneOrder
 ) -> Iterator[Candidate]:
     """The candidate in NEO's order, and with micro-batches that are mixed, which are the same to the cost model.
 
     These are tried only where the cost model leaves them something to gain.
     """
     inputs = candidate.inputs
-    yield from in_neos_order(
-        problem, candidate, lambda seconds: worth(seconds) and not hopeless(inputs, "neo", seconds)
-    )
-    if inputs.num_gpu_batches > 1 and len(_attended(candidate)) > 1 and worth(candidate.seconds * _AS_GOOD):
+    yield from in_neos_order(problem, candidate, lambda seconds: prune(seconds) or prune_order(inputs, "neo", seconds))
+    if inputs.num_gpu_batches > 1 and len(_attended(candidate)) > 1 and not prune(candidate.seconds * _AS_GOOD):
         yield replace(candidate, inputs=replace(inputs, batch_order="mixed"))
 
 
@@ -291,15 +296,13 @@ def _attended(candidate: Candidate) -> set[str]:
     return {_ATTENDED[name] for name, count in candidate.counts.kv_seqs.items() if count}
 
 
-def in_neos_order(
-    problem: Problem, candidate: Candidate, worth: Callable[[float], bool] = lambda seconds: True
-) -> Iterator[Candidate]:
+def in_neos_order(problem: Problem, candidate: Candidate, prune: Prune = prune_nothing) -> Iterator[Candidate]:
     """The candidate with unequal micro-batches, where it has two, and sequences that the CPU attends to."""
     if candidate.inputs.num_gpu_batches != 2 or not candidate.counts.kv_seqs.get("cpu"):
         return
     inputs = balanced(candidate.inputs, candidate.counts.kv_seqs["cpu"])
     relaxed = solve(inputs, candidate.phases, problem.allowed, integer=False)
-    found = relaxed and realised_candidate(problem, relaxed, inputs, candidate.phases, worth)
+    found = relaxed and integer_candidate(problem, relaxed, inputs, candidate.phases, prune)
     if found and found.counts.kv_seqs.get("cpu"):
         yield found
 
@@ -414,9 +417,9 @@ def _supported(s: CostInputs) -> bool:
     """Whether the machine has rates for these formats."""
     if s.weight_format == "int4" and not s.rates.expand_bytes_per_s:
         return False
-    if s.kv_format != "int4" or s.runtime.reads_int4_kv:
-        return s.rates.has_rates("decode_attention_bytes_per_s", s.kv_format)
-    return bool(s.rates.expand_bytes_per_s)
+    if s.dequantizes_kv:
+        return bool(s.rates.expand_bytes_per_s)
+    return s.rates.has_rates("decode_attention_bytes_per_s", s.kv_format)
 
 
 def max_num_seqs_choices(problem: Problem) -> list[int]:

@@ -19,6 +19,7 @@ from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
 from batchgen.planner.costs import (
     COPIES_SENT,
     after_router_frac,
+    all_reduce_s,
     before_attention_frac,
     decode_attention_s,
     dequantize_weights_s,
@@ -30,9 +31,9 @@ from batchgen.planner.costs import (
     longer_in_rows_s,
     prefill_attention_s,
     shared_attention_s,
-    sums_s,
     sweep_overhead_s,
 )
+from batchgen.planner.linear import number
 from batchgen.planner.memory import group_bytes_of_layers, group_tensors_of_layers
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
@@ -384,7 +385,7 @@ class StepCosts:
         """What a layer's computation takes but for attention."""
         phase = Phase(1, tokens, 0, 0, 0)
         s = self._inputs
-        whole = float(linear_s(s, phase) + elementwise_s(s, phase) + sums_s(s, phase)) if tokens else 0.0
+        whole = float(linear_s(s, phase) + elementwise_s(s, phase) + all_reduce_s(s, phase)) if tokens else 0.0
         return _LayerSeconds(whole * self._pre_frac, whole * (1 - self._pre_frac), *longer_in_rows_s(s, phase))
 
     def _head_s(self, rows: int) -> float:
@@ -393,7 +394,7 @@ class StepCosts:
             return 0.0
         at = _HEAD_ELSEWHERE if self._vocabulary_chunks else _NOTHING_PLACED
         lanes = head_lanes(self._inputs, Phase(1, 0, rows, 0, 0), at)
-        return float(lanes["compute"]) / max(1, self._vocabulary_chunks)
+        return number(lanes["compute"]) / max(1, self._vocabulary_chunks)
 
     def _computing_with(self, joined: int, load: BatchLoad, batch: _Computing, step: Step) -> float:
         """Seconds of a computation in which deferred batches take part: rows that have joined, and those that leave in the first layer."""

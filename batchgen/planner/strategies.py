@@ -1,136 +1,191 @@
-"""The ways of the papers beside the plan: what each would take for the same job on the same machine, or why it cannot be gone.
+"""Strategies of the papers as a table: what each fixes, what it may use, and the candidates that it adds to the search.
 
-A way is a restriction of the planner's search. Its best candidate is simulated as the plan was. Each has what this engine does
-anyway: continuous admission, chunked prompts, and the sizes that suit it best.
+A strategy restricts the planner's search. Each has what this engine does anyway: continuous admission, chunked prompts, and the
+sizes that suit it best.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
-from batchgen.core.plan import Plan, Policy, StrategyTime
-from batchgen.core.units import format_bytes, format_seconds
-from batchgen.planner.by_layer import by_layer, may_part
-from batchgen.planner.deferring import deferring, layers_bytes, may_defer
-from batchgen.planner.explain import aligned
+from batchgen.core.plan import KV_CLASSES, TIERS, Policy
+from batchgen.core.units import format_bytes
+from batchgen.planner.deferred_attention import may_defer, with_deferred_attention
+from batchgen.planner.kv_memory import giving_window
+from batchgen.planner.memory import group_bytes
 from batchgen.planner.problem import Problem
-from batchgen.planner.sampled_simulation import simulate_shortened
-from batchgen.planner.search import Candidate, in_neos_order, search
+from batchgen.planner.search import (
+    Candidate,
+    Prune,
+    in_neos_order,
+    prune_nothing,
+    search,
+    search_unless_pruned,
+)
 
-PlanOf = Callable[[Candidate, float | None], Plan]
+# With more sequences in flight than this, sequences that stream as a whole part the KV as finely as layers do.
+_FEW_SEQS = 64
 
 
 class NotApplicable(Exception):
-    """A way cannot be gone, for the reason given."""
+    """A strategy does not apply to a problem, for the reason given."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """What a plan may do that goes this strategy.
+    """One strategy: a restriction of the planner's search.
 
     Attributes:
-        name: of the paper, or what is special about it.
-        description: what it does, in half a sentence.
-        find: its best candidates, of which the simulator chooses; raises NotApplicable, or InputError where nothing fits.
-        matches: whether a policy uses the strategy; the first of several that match counts.
+        name: The paper's system, or what is special about the strategy.
+        description: Half a sentence that says what the strategy does.
+        matches: Whether a policy uses the strategy; the first of several that match counts.
+        weight_tiers: Tiers that may hold weights.
+        kv_classes: KV classes that sequences may have.
+        kv_by_layer: Whether KV of class "streamed" stays on the GPU in some layers.
+        gpu_batches: Number of micro-batches; None leaves it to the search.
+        yields_gpu_batches: Whether a number that the user asks for goes before `gpu_batches`; otherwise the strategy needs its own.
+        admissions: Admissions that the strategy may use; None allows those of the problem.
+        weight_formats: Formats that weights may have; None allows those of the problem.
+        unsuited: The reason why the strategy does not apply to a problem; "" where it does.
+        unused: The reason why the fastest plan within the restriction does not use the strategy; "" where it does.
+        extend: Candidates of the strategy made from the fastest plan within the restriction, but for those that are pruned.
+        not_extended: The reason why there may be none of these; with {sweeps} for the sweeps that a deferred token takes.
+        beside_search: Whether the strategy's plans are simulated beside the search's own candidates, which do not include them.
+        most_seqs: The most sequences in flight that are tried beside the search; None leaves it to the problem.
     """
 
     name: str
     description: str
-    find: Callable[[Problem], Sequence[Candidate]]
     matches: Callable[[Policy], bool]
+    weight_tiers: tuple[str, ...] = TIERS
+    kv_classes: tuple[str, ...] = KV_CLASSES
+    kv_by_layer: bool = False
+    gpu_batches: int | None = None
+    yields_gpu_batches: bool = False
+    admissions: tuple[str, ...] | None = None
+    weight_formats: tuple[str, ...] | None = None
+    unsuited: Callable[[Problem], str] = lambda problem: ""
+    unused: Callable[[Candidate], str] = lambda candidate: ""
+    extend: Callable[[Problem, Candidate, Prune], Iterator[Candidate]] | None = None
+    not_extended: str = ""
+    beside_search: bool = False
+    most_seqs: int | None = None
+
+    def restrict(self, problem: Problem) -> Problem:
+        """The problem under the strategy. Raises NotApplicable."""
+        self._check(problem)
+        allowed = problem.allowed
+        tiers = tuple(tier for tier in allowed.weight_tiers if tier in self.weight_tiers)
+        classes = tuple(name for name in allowed.kv_classes if name in self.kv_classes)
+        if not tiers or not classes:
+            raise NotApplicable("is not among what this plan may do")
+        batches = problem.num_gpu_batches if self.yields_gpu_batches else None
+        return replace(
+            problem,
+            allowed=replace(allowed, weight_tiers=tiers, kv_classes=classes, kv_by_layer=self.kv_by_layer),
+            num_gpu_batches=batches or self.gpu_batches or problem.num_gpu_batches,
+            admissions=self.admissions or problem.admissions,
+            weight_formats=self.weight_formats or problem.weight_formats,
+        )
+
+    def _check(self, problem: Problem) -> None:
+        """Raise NotApplicable where that is known without a search."""
+        if self.weight_tiers == ("gpu",) and _layer_weights_bytes(problem) > problem.budgets["gpu"]:
+            weights, memory = format_bytes(_layer_weights_bytes(problem)), format_bytes(problem.budgets["gpu"])
+            raise NotApplicable(f"the weights of the layers take {weights}, more than the GPU's {memory}")
+        if reason := self.unsuited(problem):
+            raise NotApplicable(reason)
+        if self.gpu_batches is None or self.yields_gpu_batches:
+            return
+        if problem.num_gpu_batches not in (None, self.gpu_batches):
+            raise NotApplicable(
+                f"takes {self.gpu_batches} micro-batches, --num-gpu-batches is {problem.num_gpu_batches}"
+            )
+        if problem.max_num_seqs is not None and problem.max_num_seqs % self.gpu_batches:
+            raise NotApplicable(f"takes {self.gpu_batches} micro-batches, --max-num-seqs is {problem.max_num_seqs}")
 
 
-def limited(
-    problem: Problem, weights: tuple[str, ...], kv: tuple[str, ...], num_gpu_batches: int | None = None
-) -> Problem:
-    """The problem with weights and KV in fewer tiers and classes. Raises NotApplicable where the user wants something else."""
-    allowed = problem.allowed
-    tiers = tuple(tier for tier in allowed.weight_tiers if tier in weights)
-    classes = tuple(name for name in allowed.kv_classes if name in kv)
-    if num_gpu_batches is not None and problem.num_gpu_batches not in (None, num_gpu_batches):
-        raise NotApplicable(f"takes {num_gpu_batches} micro-batches, --num-gpu-batches is {problem.num_gpu_batches}")
-    if num_gpu_batches is not None and problem.max_num_seqs is not None and problem.max_num_seqs % num_gpu_batches:
-        raise NotApplicable(f"takes {num_gpu_batches} micro-batches, --max-num-seqs is {problem.max_num_seqs}")
-    if not tiers or not classes:
-        raise NotApplicable("is not among what this plan may do")
-    return replace(
-        problem,
-        allowed=replace(allowed, weight_tiers=tiers, kv_classes=classes),
-        num_gpu_batches=num_gpu_batches or problem.num_gpu_batches,
+def _layer_weights_bytes(problem: Problem) -> int:
+    """Bytes of the weights of all layers in the smallest format that is allowed."""
+    sizes = (group_bytes(problem.model, problem.compute_format, name) for name in problem.weight_formats)
+    return min(sum(groups.values()) for groups in sizes) * problem.model.num_layers
+
+
+def best_candidates(strategy: Strategy, problem: Problem) -> list[Candidate]:
+    """The strategy's best candidates, of which the simulator chooses. Raises NotApplicable, or InputError where nothing fits."""
+    restricted = strategy.restrict(problem)
+    fastest = search(restricted)
+    if reason := strategy.unused(fastest):
+        raise NotApplicable(reason)
+    if strategy.extend is None:
+        return [fastest]
+    extended = list(strategy.extend(restricted, fastest, prune_nothing))
+    if not extended:
+        raise NotApplicable(strategy.not_extended.format(sweeps=f"{problem.model.num_layers + 1:,}"))
+    return extended
+
+
+def added_candidates(problem: Problem, prune: Prune) -> Iterator[Candidate]:
+    """Candidates of the strategies whose plans the search does not find by itself, but for those that are pruned."""
+    for strategy in strategies_for(problem):
+        if not strategy.beside_search:
+            continue
+        most_seqs = min(problem.most_seqs, strategy.most_seqs or problem.most_seqs)
+        with contextlib.suppress(NotApplicable, InputError):
+            restricted = strategy.restrict(replace(problem, most_seqs=most_seqs))
+            # What is extended may be faster than what it is made from.
+            fastest = search_unless_pruned(restricted, prune_nothing if strategy.extend else prune)
+            if fastest is None or strategy.unused(fastest):
+                continue
+            if not prune(fastest.seconds):
+                yield fastest
+            if strategy.extend is not None:
+                yield from strategy.extend(restricted, fastest, prune)
+
+
+def _no_cpu_attention(candidate: Candidate) -> str:
+    return "" if candidate.counts.kv_seqs["cpu"] else "CPU attention beside a second batch would save nothing here"
+
+
+def _with_unequal_batches(problem: Problem, even: Candidate, prune: Prune) -> Iterator[Candidate]:
+    yield even
+    yield from in_neos_order(problem, even, prune)
+
+
+def _with_deferred_attention(problem: Problem, base: Candidate, prune: Prune) -> Iterator[Candidate]:
+    candidate = with_deferred_attention(problem, base, prune)
+    if candidate is not None:
+        yield candidate
+
+
+def _defers_nothing(problem: Problem) -> str:
+    needs = "needs continuous admission, one micro-batch and a block size that is left to the plan"
+    return "" if may_defer(problem) else needs
+
+
+def _keeps_kv_whole(problem: Problem) -> str:
+    """Refuse KV by layer where classes forbid it, or where layers with a sliding window free blocks."""
+    longest = problem.longest_tokens or problem.workload.prompt_len.max + problem.workload.max_output_len
+    may_part = giving_window(problem.model, problem.kv_block_size, longest) is None and (
+        problem.hardware.gpu is not None
+        and not problem.runtime.serial
+        and "gpu" in problem.allowed.weight_tiers
+        and {"gpu", "streamed"} <= set(problem.allowed.kv_classes)
     )
+    return "" if may_part else "is not among what this plan may do"
 
 
-def _weights_on_gpu(problem: Problem) -> None:
-    """Raises NotApplicable where not even the layers' weights fit, which needs no search."""
-    weights = layers_bytes(problem)
-    if weights > problem.budgets["gpu"]:
-        raise NotApplicable(
-            f"the weights of the layers take {format_bytes(weights)}, more than the GPU's {format_bytes(problem.budgets['gpu'])}"
-        )
+def _no_layer_keeps_kv(candidate: Candidate) -> str:
+    return "" if candidate.counts.kv_layers else "GPU memory holds no layer's KV beside the weights"
 
 
-def _gpu_only(problem: Problem) -> Sequence[Candidate]:
-    _weights_on_gpu(problem)
-    # Nothing is waited for that a second micro-batch could hide.
-    return [search(limited(problem, ("gpu",), ("gpu",), num_gpu_batches=problem.num_gpu_batches or 1))]
-
-
-def _flexgen(problem: Problem) -> Sequence[Candidate]:
-    return [search(limited(problem, ("gpu", "cpu", "disk"), ("gpu", "cpu", "streamed", "disk")))]
-
-
-def _neo(problem: Problem) -> Sequence[Candidate]:
-    _weights_on_gpu(problem)
-    own = limited(problem, ("gpu",), ("gpu", "cpu"), num_gpu_batches=2)
-    even = search(own)
-    if not even.counts.kv_seqs["cpu"]:
-        raise NotApplicable("CPU attention beside a second batch would save nothing here")
-    return [even, *in_neos_order(own, even)]
-
-
-def _apex(problem: Problem) -> Sequence[Candidate]:
-    _weights_on_gpu(problem)
-    if not may_defer(problem):
-        raise NotApplicable("needs continuous admission, one micro-batch and a block size that is left to the plan")
-    own = limited(problem, ("gpu",), ("gpu",), num_gpu_batches=1)
-    found = deferring(problem, search(replace(own, admissions=("continuous",))))
-    if found is None:
-        raise NotApplicable(
-            f"a deferred token takes {problem.model.num_layers + 1:,} sweeps: the job is too short for that, or memory or the CPU"
-            " have nothing to spare"
-        )
-    return [found]
-
-
-def _pie(problem: Problem) -> Sequence[Candidate]:
-    _weights_on_gpu(problem)
-    if not may_part(problem):
-        raise NotApplicable("is not among what this plan may do")
-    found = search(by_layer(problem))
-    if not found.counts.kv_layers:
-        raise NotApplicable("GPU memory holds no layer's KV beside the weights")
-    return [found]
-
-
-def _in_memory(problem: Problem) -> Sequence[Candidate]:
-    return [search(limited(problem, ("cpu",), ("cpu",)))]
-
-
-def _streamed(problem: Problem) -> Sequence[Candidate]:
-    found = search(limited(problem, ("cpu", "disk"), ("cpu", "disk")))
-    at = found.counts.placement(found.inputs)
-    if not at.w_disk and not at.kv_disk:
-        raise NotApplicable("all of it is in memory: nothing would be gained by streaming")
-    return [found]
-
-
-def _quantised(problem: Problem) -> Sequence[Candidate]:
-    return [search(replace(problem, weight_formats=(INT4,)))]
+def _nothing_on_disk(candidate: Candidate) -> str:
+    at = candidate.counts.placement(candidate.inputs)
+    return "" if at.w_disk or at.kv_disk else "all of it is in memory: nothing would be gained by streaming"
 
 
 def _holds_weights(policy: Policy) -> bool:
@@ -145,105 +200,87 @@ def _uses_disk(policy: Policy) -> bool:
     return "disk" in _classes(policy) or any(on_disk for _, _, on_disk in policy.weight_layers.values())
 
 
-WITH_GPU = (
-    Strategy(
-        "GPU-only",
-        "weights and KV on the GPU",
-        _gpu_only,
-        lambda policy: _holds_weights(policy) and _classes(policy) <= {"gpu"},
-    ),
-    Strategy(
-        "NEO",
-        "weights on the GPU; the CPU attends for one batch while the other one computes",
-        _neo,
-        lambda policy: _holds_weights(policy) and policy.num_gpu_batches > 1 and _classes(policy) <= {"gpu", "cpu"},
-    ),
-    Strategy(
-        "APEX",
-        "weights on the GPU; the CPU attends beside whole sweeps",
-        _apex,
-        lambda policy: "deferred" in _classes(policy),
-    ),
-    Strategy(
-        "Pie",
-        "weights on the GPU, KV there in some layers; in the others it streams",
-        _pie,
-        lambda policy: policy.kv_layers > 0 and _holds_weights(policy),
-    ),
-    Strategy("FlexGen", "weights and KV in any tier, streamed where they are needed", _flexgen, lambda policy: True),
+GPU_ONLY = Strategy(
+    "GPU-only",
+    "weights and KV on the GPU",
+    lambda policy: _holds_weights(policy) and _classes(policy) <= {"gpu"},
+    weight_tiers=("gpu",),
+    kv_classes=("gpu",),
+    gpu_batches=1,  # nothing is waited for that a second micro-batch could hide
+    yields_gpu_batches=True,
 )
-ON_CPU = (
-    Strategy(
-        "quantised",
-        "weights in 4 bits (--weights int4)",
-        _quantised,
-        lambda policy: policy.weight_format == INT4,
-    ),
-    Strategy("streamed", "weights or KV from disk", _streamed, _uses_disk),
-    Strategy("in memory", "weights and KV in memory", _in_memory, lambda policy: True),
+NEO = Strategy(
+    "NEO",
+    "weights on the GPU; the CPU attends for one batch while the other one computes",
+    lambda policy: _holds_weights(policy) and policy.num_gpu_batches > 1 and _classes(policy) <= {"gpu", "cpu"},
+    weight_tiers=("gpu",),
+    kv_classes=("gpu", "cpu"),
+    gpu_batches=2,
+    unused=_no_cpu_attention,
+    extend=_with_unequal_batches,
 )
+APEX = Strategy(
+    "APEX",
+    "weights on the GPU; the CPU attends beside whole sweeps",
+    lambda policy: "deferred" in _classes(policy),
+    weight_tiers=("gpu",),
+    kv_classes=("gpu",),  # attention within a sweep would wait behind that of deferred sequences
+    gpu_batches=1,
+    admissions=("continuous",),
+    unsuited=_defers_nothing,
+    extend=_with_deferred_attention,
+    not_extended="a deferred token takes {sweeps} sweeps: the job is too short for that, or memory or the CPU have nothing to spare",
+    beside_search=True,
+)
+PIE = Strategy(
+    "Pie",
+    "weights on the GPU, KV there in some layers; in the others it streams",
+    lambda policy: policy.kv_layers > 0 and _holds_weights(policy),
+    weight_tiers=("gpu",),
+    kv_classes=("streamed",),
+    kv_by_layer=True,
+    unsuited=_keeps_kv_whole,
+    unused=_no_layer_keeps_kv,
+    beside_search=True,
+    most_seqs=_FEW_SEQS,
+)
+FLEXGEN = Strategy(
+    "FlexGen",
+    "weights and KV in any tier, streamed where they are needed",
+    lambda policy: True,
+    kv_classes=("gpu", "cpu", "streamed", "disk"),
+)
+QUANTISED = Strategy(
+    "quantised",
+    "weights in 4 bits (--weights int4)",
+    lambda policy: policy.weight_format == INT4,
+    weight_formats=(INT4,),
+)
+STREAMED = Strategy(
+    "streamed",
+    "weights or KV from disk",
+    _uses_disk,
+    weight_tiers=("cpu", "disk"),
+    kv_classes=("cpu", "disk"),
+    unused=_nothing_on_disk,
+)
+IN_MEMORY = Strategy(
+    "in memory",
+    "weights and KV in memory",
+    lambda policy: True,
+    weight_tiers=("cpu",),
+    kv_classes=("cpu",),
+)
+
+WITH_GPU = (GPU_ONLY, NEO, APEX, PIE, FLEXGEN)
+ON_CPU = (QUANTISED, STREAMED, IN_MEMORY)
 
 
 def strategies_for(problem: Problem) -> tuple[Strategy, ...]:
-    """Those that there are on the problem's machine."""
+    """The strategies that there are on the problem's machine."""
     return ON_CPU if problem.hardware.gpu is None else WITH_GPU
 
 
 def strategy_of(policy: Policy, strategies: tuple[Strategy, ...]) -> str:
-    """The name of the one that a policy goes."""
+    """The name of the strategy that a policy uses."""
     return next(strategy.name for strategy in strategies if strategy.matches(policy))
-
-
-def best_plan(strategy: Strategy, problem: Problem, plan_of: PlanOf) -> Plan:
-    """The best plan that goes this way, simulated. Raises NotApplicable, InputError.
-
-    Args:
-        way: Which one.
-        problem: What is planned for.
-        plan_of: Makes a plan of a candidate and the seconds of its sweeps, None for those of the cost model.
-    """
-    plans = [plan_of(c, simulate_shortened(plan_of(c, None), c, longer=True).seconds) for c in strategy.find(problem)]
-    limit_s = problem.max_block_latency_s or math.inf
-    kept = [plan for plan in plans if plan.prediction.block_latency_s <= limit_s]
-    if not kept:
-        raise NotApplicable("its blocks take longer than --max-block-latency")
-    return min(kept, key=lambda plan: plan.prediction.total_s)
-
-
-def with_strategies(plan: Plan, problem: Problem, plan_of: PlanOf) -> Plan:
-    """The plan, chosen for the problem, with the time of each way beside its own. plan_of: as of `best_plan`.
-
-    The way that it goes itself is not searched again.
-    """
-    strategies = strategies_for(problem)
-    own = strategy_of(plan.policy, strategies)
-    times = []
-    for strategy in strategies:
-        seconds, reason = None, ""
-        try:
-            seconds = (plan if strategy.name == own else best_plan(strategy, problem, plan_of)).prediction.total_s
-        except (NotApplicable, InputError) as error:
-            reason = str(error)
-        times.append(StrategyTime(strategy.name, strategy.description, seconds, reason))
-    chosen = StrategyTime("chosen", f"uses the strategy {own}", plan.prediction.total_s)
-    return replace(plan, strategies=(*times, chosen))
-
-
-def strategy_rows(plan: Plan) -> list[list[str]]:
-    """A row of cells for each way, after one that names them."""
-    rows = [["strategy", "time", ""]]
-    for strategy in plan.strategies:
-        time = "-" if strategy.seconds is None else format_seconds(strategy.seconds)
-        rows.append(
-            [
-                strategy.name,
-                time,
-                f"{strategy.description}: {strategy.reason}" if strategy.reason else strategy.description,
-            ]
-        )
-    return rows
-
-
-def strategy_lines(plan: Plan) -> list[str]:
-    """The same as text."""
-    return aligned(strategy_rows(plan)) if plan.strategies else []

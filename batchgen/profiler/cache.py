@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.digest import json_sha256
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import BLOCK_FORMATS, INT8, KV_CODE_BITS, product_key
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, product_key
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
 from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice
@@ -24,8 +25,9 @@ from batchgen.profiler.calibration import calibrated
 from batchgen.profiler.contention import contention_reason
 from batchgen.profiler.measure import (
     Overheads,
+    add_dequantizing,
     add_dtypes,
-    add_packed,
+    add_packed_kv,
     add_products,
     check_measurable,
     identity,
@@ -37,6 +39,8 @@ from batchgen.profiler.timing import FULL, Effort
 
 if TYPE_CHECKING:
     from batchgen.profiler.kernel_choice import Shapes
+
+logger = logging.getLogger(__name__)
 
 # How long it may take about, on two cores that have nothing else to do.
 TIME_S = 20.0
@@ -54,7 +58,8 @@ class Wanted:
     Attributes:
         device: that of the matrix products, "cpu" or "cuda".
         dtypes: those that models run in; the first one is what further formats are measured beside.
-        formats: others that weights or KV may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
+        weight_formats: others that weights may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
+        kv_formats: others that KV may be stored in, of `KV_CODE_BITS`.
         model: rates of its layers alone, corrected by whole sweeps on a CPU; None: of models of any size.
         effort: how long to measure.
         kernels_of: the model whose shapes kernels are chosen for; None: `model`, or where that is None too, models of any size.
@@ -63,26 +68,27 @@ class Wanted:
 
     device: str
     dtypes: tuple[str, ...]
-    formats: tuple[str, ...] = ()
+    weight_formats: tuple[str, ...] = ()
+    kv_formats: tuple[str, ...] = ()
     model: ModelConfig | None = None
     effort: Effort = FULL
     kernels_of: ModelConfig | None = None
     in_rows: tuple[str, ...] = ()
 
     @property
-    def kv_formats(self) -> tuple[str, ...]:
-        """Those of `formats` that KV may be stored in."""
-        return tuple(name for name in self.formats if name in KV_CODE_BITS)
+    def dequantizes(self) -> bool:
+        """Whether weights may be stored in 4 bits, which are dequantized before they are multiplied."""
+        return INT4 in self.weight_formats
 
     @property
     def block_formats(self) -> tuple[str, ...]:
         """Those that weights are multiplied in as rows of blocks."""
-        return tuple(dict.fromkeys(name for name in (*self.formats, *self.in_rows) if name in BLOCK_FORMATS))
+        return tuple(dict.fromkeys(name for name in (*self.weight_formats, *self.in_rows) if name in BLOCK_FORMATS))
 
     @property
     def products(self) -> dict[str, tuple[str, bool]]:
         """Names of the rates of products beside those of the dtypes: the weights' format, and whether they lie in rows."""
-        multiplied = [(name, False) for name in self.formats if name in (INT8, *BLOCK_FORMATS)]
+        multiplied = [(name, False) for name in self.weight_formats if name in (INT8, *BLOCK_FORMATS)]
         multiplied += [(name, True) for name in self.in_rows]
         return {product_key(name, self.dtypes[0], in_rows=in_rows): (name, in_rows) for name, in_rows in multiplied}
 
@@ -95,15 +101,13 @@ def recall(wanted: Wanted, *, cache_dir: Path, offload_dir: Path) -> HardwarePro
     """
     check_measurable(wanted.device, wanted.dtypes)
     offload_dir = make_offload_dir(offload_dir)
-    profile = _cached(_path_of(wanted, cache_dir, offload_dir), lambda line: None)
+    profile = _cached(_path_of(wanted, cache_dir, offload_dir), quiet=True)
     if profile is None or _to_be_repeated(profile) or _lacks(wanted, profile):
         return None
     return replace(profile, **sizes(wanted.device, offload_dir))
 
 
-def load_or_measure(
-    wanted: Wanted, *, cache_dir: Path, offload_dir: Path, refresh: bool, notify: Callable[[str], None]
-) -> HardwareProfile:
+def load_or_measure(wanted: Wanted, *, cache_dir: Path, offload_dir: Path, refresh: bool) -> HardwareProfile:
     """Return this machine's profile: rates from the cache as far as it has them, sizes as they are now.
 
     What is measured is kept. If the machine was busy meanwhile this is said, and the next call measures again: three times in
@@ -114,7 +118,6 @@ def load_or_measure(
         cache_dir: where profiles are kept.
         offload_dir: the directory of the disk tier, made where it does not exist; its disk is measured.
         refresh: measure even what the cache has.
-        notify: told what is measured, and of a cache that cannot be used.
 
     Raises:
         InputError: a device that is not there, an unknown dtype or an unusable offload_dir.
@@ -122,26 +125,26 @@ def load_or_measure(
     check_measurable(wanted.device, wanted.dtypes)
     offload_dir = make_offload_dir(offload_dir)
     path = _path_of(wanted, cache_dir, offload_dir)
-    kept = None if refresh else _cached(path, notify)
+    kept = None if refresh else _cached(path)
     tries = 1 + int(kept.measured.get(_TRIES, 0)) if kept is not None else 1
     if kept is not None and _to_be_repeated(kept):
-        notify(f"this machine was busy when it was measured ({kept.measured[_BUSY]}): it is measured again")
+        logger.warning("this machine was busy when it was measured (%s): it is measured again", kept.measured[_BUSY])
         kept = None
     if kept is not None and not _lacks(wanted, kept):
         return replace(kept, **sizes(wanted.device, offload_dir))
     what = "models of any size" if wanted.model is None else "models of this shape"
-    notify(f"measuring this machine once for {what} in {', '.join(wanted.dtypes)}: about {TIME_S:g} s")
+    logger.info("measuring this machine once for %s in %s: about %g s", what, ", ".join(wanted.dtypes), TIME_S)
     wanted = replace(wanted, effort=replace(wanted.effort, until_s=time.perf_counter() + TIME_S))
     before = CpuTime.now()
-    profile = _complete(wanted, kept, path, offload_dir, None if refresh else cache_dir, notify)
+    profile = _complete(wanted, kept, path, offload_dir, None if refresh else cache_dir)
     busy = contention_reason(before, CpuTime.now(), profile.measured.get("spread", 1.0))
     noted = {_BUSY: busy, _TRIES: tries} if busy else {}
     rest = {name: value for name, value in profile.measured.items() if name not in (_BUSY, _TRIES)}
     profile = replace(profile, measured=rest | noted)
     if busy:
         again = "the next run measures again" if tries < MOST_TRIES else "this is kept, as it always was"
-        notify(f"this machine was busy while it was measured ({busy}): {again}")
-    _keep(profile, path, notify)
+        logger.warning("this machine was busy while it was measured (%s): %s", busy, again)
+    _keep(profile, path)
     return replace(profile, **sizes(wanted.device, offload_dir))
 
 
@@ -151,12 +154,11 @@ def _complete(
     path: Path,
     offload_dir: Path,
     cache_dir: Path | None,
-    notify: Callable[[str], None],
 ) -> HardwareProfile:
     """The kept profile with what it lacks, or a new one. cache_dir: where others are that some rates may be taken from."""
     device, dtypes, effort = wanted.device, wanted.dtypes, wanted.effort
-    how: dict[str, Any] = {"notify": notify, "model": wanted.model, "effort": effort}
-    kernels = _kernels(wanted, profile, notify)
+    how: dict[str, Any] = {"model": wanted.model, "effort": effort}
+    kernels = _kernels(wanted, profile)
     if profile is not None and kernels != profile.kernels:
         changed = any(kernels.names().get(key) != isa for key, isa in profile.kernels.names().items())
         profile = None if changed else replace(profile, kernels=kernels)  # its rates are those of what was chosen
@@ -175,18 +177,20 @@ def _complete(
         )
         profile = replace(profile, measured=profile.measured | {_MACHINE: machine})
         if wanted.model is not None and device == "cpu":
-            notify("measuring whole sweeps")
+            logger.info("measuring whole sweeps")
             profile = calibrated(profile, wanted.model, dtypes[0], effort.until_s)
     elif missing := [dtype for dtype in dtypes if dtype not in profile.compute.gemm_flops_per_s]:
         profile = add_dtypes(profile, missing, **how)
-    if wanted.formats or wanted.in_rows:
-        _keep(profile, path, notify)
-    for packing in wanted.kv_formats:
-        if not profile.compute.has_rates("decode_attention_bytes_per_s", packing):
-            profile = add_packed(profile, dtypes[0], packing, **how)
-    for key, (packing, in_rows) in wanted.products.items():
+    if wanted.weight_formats or wanted.kv_formats or wanted.in_rows:
+        _keep(profile, path)
+    for kv_format in wanted.kv_formats:
+        if not profile.compute.has_rates("decode_attention_bytes_per_s", kv_format):
+            profile = add_packed_kv(profile, dtypes[0], kv_format, **how)
+    if wanted.dequantizes and profile.compute.expand_bytes_per_s is None:
+        profile = add_dequantizing(profile, dtypes[0], **how)
+    for key, (weight_format, in_rows) in wanted.products.items():
         if not profile.compute.has_rates("gemm_flops_per_s", key):
-            profile = add_products(profile, dtypes[0], packing, in_rows=in_rows, **how)
+            profile = add_products(profile, dtypes[0], weight_format, in_rows=in_rows, **how)
     return profile
 
 
@@ -200,7 +204,9 @@ def _lacks(wanted: Wanted, profile: HardwareProfile) -> bool:
     rates = profile.compute
     if any(dtype not in rates.gemm_flops_per_s for dtype in wanted.dtypes):
         return True
-    if any(not rates.has_rates("decode_attention_bytes_per_s", packing) for packing in wanted.kv_formats):
+    if any(not rates.has_rates("decode_attention_bytes_per_s", name) for name in wanted.kv_formats):
+        return True
+    if wanted.dequantizes and rates.expand_bytes_per_s is None:
         return True
     if any(not rates.has_rates("gemm_flops_per_s", key) for key in wanted.products):
         return True
@@ -211,7 +217,7 @@ def _lacks(wanted: Wanted, profile: HardwareProfile) -> bool:
 def _profile_of(machine: str, cache_dir: Path | None) -> HardwareProfile | None:
     """Any kept profile of a machine that was not busy."""
     for path in sorted((cache_dir / "profiles").glob("*.json")) if cache_dir else ():
-        profile = _cached(path, lambda line: None)
+        profile = _cached(path, quiet=True)
         if profile is not None and profile.measured.get(_MACHINE) == machine and _BUSY not in profile.measured:
             return profile
     return None
@@ -243,7 +249,7 @@ def _unknown_shapes(wanted: Wanted, known: KernelChoice) -> Iterator[str]:
             yield dtype
 
 
-def _kernels(wanted: Wanted, kept: HardwareProfile | None, notify: Callable[[str], None]) -> KernelChoice:
+def _kernels(wanted: Wanted, kept: HardwareProfile | None) -> KernelChoice:
     """What the wanted shapes run on: as in the kept profile, where this machine has it, else as measured now."""
     from batchgen.profiler.kernel_choice import Kernels, measure_kernels
 
@@ -252,7 +258,7 @@ def _kernels(wanted: Wanted, kept: HardwareProfile | None, notify: Callable[[str
         return known
     shapes = _shapes(wanted, wanted.kernels_of or wanted.model)
     for dtype in _unknown_shapes(wanted, known):
-        notify(f"measuring which kernels are the fastest in {dtype}")
+        logger.info("measuring which kernels are the fastest in %s", dtype)
         known = measure_kernels(shapes, dtype, Kernels.here(), known)
     return known
 
@@ -284,7 +290,8 @@ def _path_of(wanted: Wanted, cache_dir: Path, offload_dir: Path) -> Path:
     return profile_path(cache_dir, wanted.device, offload_dir, wanted.model, wanted.dtypes)
 
 
-def _cached(path: Path, notify: Callable[[str], None]) -> HardwareProfile | None:
+def _cached(path: Path, *, quiet: bool = False) -> HardwareProfile | None:
+    """The profile in a file, or None; one that cannot be used is logged unless `quiet`."""
     if not path.exists():
         return None
     try:
@@ -292,14 +299,16 @@ def _cached(path: Path, notify: Callable[[str], None]) -> HardwareProfile | None
             raise InputError(reason)
         return read_profile(path)
     except (InputError, TypeError, ValueError) as error:  # the last two: JSON of an altogether different kind
-        notify(f"the kept profile {path} cannot be used and is measured again ({error})")
+        if not quiet:
+            logger.warning("the kept profile %s cannot be used and is measured again (%s)", path, error)
         return None
 
 
-def _keep(profile: HardwareProfile, path: Path, notify: Callable[[str], None]) -> None:
+def _keep(profile: HardwareProfile, path: Path) -> None:
     """Whole or not at all, whatever other processes write; the last one's stays."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(path, json.dumps(profile.to_json(), indent=1).encode(), contended=True, mode=0o600)
     except OSError as error:
-        notify(f"the profile cannot be kept in {path.parent} and will be measured again ({error.strerror})")
+        folder, reason = path.parent, error.strerror
+        logger.warning("the profile cannot be kept in %s and will be measured again (%s)", folder, reason)

@@ -107,33 +107,37 @@ def measure_decode_attention(
 
 
 @torch.inference_mode()
-def measure_packed(  # what is measured, how, and for how long
-    device: Device, dtype_name: str, packing: str, subjects: Subjects, effort: Effort, timed: Timed
+def measure_packed_kv(  # what is measured, how, and for how long
+    device: Device, dtype_name: str, kv_format: str, subjects: Subjects, effort: Effort, timed: Timed
 ) -> ComputeRates:
-    """What packing changes: the rates of attention to packed KV and of writing it, and of dequantizing 4-bit weights.
-
-    packing: "int4" or "int8".
-    """
+    """Rates of attention to packed KV and of writing it, with queries in `dtype_name`."""
     pool = device.pool(getattr(torch, dtype_name), effort)
-    where, kernels = f"with {packing} and {dtype_name} on {device.kind}", subjects.kernels
+    where, kernels = f"with {kv_format} and {dtype_name} on {device.kind}", subjects.kernels
     decode = timed(
-        f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, packing, kernels)
+        f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, kv_format, kernels)
     )
     prefill = timed(
-        f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort, packing, kernels)
+        f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort, kv_format, kernels)
     )
     elementwise = timed(
-        f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort, packing)
+        f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort, kv_format)
     )
-    dequantize = None
-    if packing == INT4:
-        dequantize = timed(f"expanding weights {where}", lambda: dequantize_rate(device, pool, subjects.main, effort))
     return ComputeRates(
-        prefill_attention_flops_per_s={packing: prefill},
-        decode_attention_bytes_per_s={packing: decode},
-        elementwise_bytes_per_s={packing: elementwise},
-        expand_bytes_per_s=dequantize,
+        prefill_attention_flops_per_s={kv_format: prefill},
+        decode_attention_bytes_per_s={kv_format: decode},
+        elementwise_bytes_per_s={kv_format: elementwise},
     )
+
+
+@torch.inference_mode()
+def measure_dequantizing(
+    device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed
+) -> ComputeRates:
+    """The rate of dequantizing 4-bit weights to `dtype_name`."""
+    pool = device.pool(getattr(torch, dtype_name), effort)
+    name = f"expanding weights with {INT4} and {dtype_name} on {device.kind}"
+    rate = timed(name, lambda: dequantize_rate(device, pool, subjects.main, effort))
+    return ComputeRates(expand_bytes_per_s=rate)
 
 
 @torch.inference_mode()
@@ -261,7 +265,7 @@ def decode_rates(
     """Bytes of KV attended to per second by one query token per sequence, over group, batch and context.
 
     Args:
-        kv_format: "int4", "int8", or None: the pool's dtype.
+        kv_format: one of `KV_CODE_BITS`, or None: the pool's dtype.
         kernels: what the models' attention runs on.
     """
     kvs = [paged_kv(pool, model, kv_format) for model in models]

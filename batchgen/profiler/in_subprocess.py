@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from batchgen.models.rope import RopeConfig
 from batchgen.profiler.cache import Wanted, load_or_measure, recall
 from batchgen.profiler.timing import Effort
 
+logger = logging.getLogger(__name__)
+
 # The least that rates can be measured in, beside a process that has torch: two thirds of it are what measuring imports and keeps, and
 # in the rest operands are still larger than the inner caches.
 _LEAST_BYTES = 352 << 20
@@ -40,7 +43,6 @@ def recall_or_measure(
     offload_dir: Path,
     refresh: bool,
     memory_bytes: int | None,
-    notify: Callable[[str], None],
 ) -> HardwareProfile:
     """Return this machine's profile, as `load_or_measure` does, which runs in another process if anything has to be measured.
 
@@ -50,7 +52,6 @@ def recall_or_measure(
         offload_dir: the directory of the disk tier.
         refresh: measure even what the cache has.
         memory_bytes: what this process and the other one may have resident, together; None: what is free.
-        notify: told what is measured.
 
     Raises:
         InputError: as of `load_or_measure`.
@@ -64,10 +65,10 @@ def recall_or_measure(
     if memory_bytes is not None:
         allowed = min(allowed, max(0, memory_bytes - resident_bytes()))
     task = (wanted, cache_dir, offload_dir, refresh, allowed)
-    return _answer(python_command(__name__), task, notify)
+    return _answer(python_command(__name__), task)
 
 
-def _answer(command: list[str], task: Any, notify: Callable[[str], None]) -> HardwareProfile:
+def _answer(command: list[str], task: Any) -> HardwareProfile:
     """Runs the command of `main`, which ends with this process in any case."""
     # A session of its own: Ctrl-C is this process's to handle.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -78,8 +79,8 @@ def _answer(command: list[str], task: Any, notify: Callable[[str], None]) -> Har
         process.stdin.flush()
         for line in process.stdout:
             kind, value = json.loads(line)
-            if kind == "note":
-                notify(value)
+            if kind == "log":
+                logger.log(*value)
             elif kind == "error":
                 raise InputError(value)
             elif kind == "needs":
@@ -137,17 +138,30 @@ def main() -> None:
         say("needs", needed)
         return
     keep_within(allowed)
+    package = logging.getLogger("batchgen")
+    package.addHandler(_SentRecords(say))
+    package.setLevel(logging.INFO)
     try:
         profile = load_or_measure(
             wanted,
             cache_dir=cache_dir,
             offload_dir=offload_dir,
             refresh=refresh,
-            notify=lambda line: say("note", line),
         )
         say("profile", profile.to_json())
     except InputError as error:
         say("error", str(error))
+
+
+class _SentRecords(logging.Handler):
+    """Log records sent to the process that asked for the profile, which logs them as its own."""
+
+    def __init__(self, say: Callable[[str, Any], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say("log", [record.levelno, record.getMessage()])
 
 
 def _end_with_parent() -> None:

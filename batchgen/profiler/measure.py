@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,6 +23,8 @@ from batchgen.profiler.transfer import copy_rates, disk_rates, dram_read_rate, f
 
 if TYPE_CHECKING:
     from batchgen.profiler.compute import Subjects
+
+logger = logging.getLogger(__name__)
 
 DEVICES = ("cpu", "cuda")
 _TABLES = (
@@ -79,7 +82,6 @@ def measure(
     offload_dir: Path,
     dtypes: Sequence[str],
     overheads: Overheads,
-    notify: Callable[[str], None],
     model: ModelConfig | None = None,
     effort: Effort = FULL,
     kernels: KernelChoice = PROCESS_SET,
@@ -94,7 +96,6 @@ def measure(
         model: rates for its layers alone, which are truer for it; None: for models of any size.
         device: "cpu" or "cuda".
         offload_dir: made where it does not exist; its disk is measured.
-        notify: told what is being measured.
 
     Raises:
         InputError: for a device that is not there, an unknown dtype or an unusable offload_dir.
@@ -103,7 +104,7 @@ def measure(
 
     check_measurable(device, dtypes)
     offload_dir = make_offload_dir(offload_dir)
-    watch = _Stopwatch(notify)
+    watch = _Stopwatch()
     moves = _moving(device, offload_dir, effort, watch) if like is None else {n: getattr(like, n) for n in _MOVING}
     cpu, gpu = _compute_rates(device, dtypes, subjects_of(device, effort, model, kernels), effort, watch)
     # A GPU works off what is launched ahead of it.
@@ -155,7 +156,6 @@ def add_dtypes(
     profile: HardwareProfile,
     dtypes: Sequence[str],
     *,
-    notify: Callable[[str], None],
     model: ModelConfig | None = None,
     effort: Effort = FULL,
 ) -> HardwareProfile:
@@ -164,7 +164,7 @@ def add_dtypes(
 
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, dtypes)
-    watch = _Stopwatch(notify)
+    watch = _Stopwatch()
     cpu, gpu = _compute_rates(device, dtypes, subjects_of(device, effort, model, profile.kernels), effort, watch)
     seconds = profile.measured.get("seconds", {}) | watch.parts_s
     return replace(
@@ -175,33 +175,47 @@ def add_dtypes(
     )
 
 
-def add_packed(
+def add_packed_kv(
     profile: HardwareProfile,
     dtype: str,
-    packing: str,
+    kv_format: str,
     *,
-    notify: Callable[[str], None],
     model: ModelConfig | None = None,
     effort: Effort = FULL,
 ) -> HardwareProfile:
-    """A profile of this machine with the rates of packed KV and 4-bit weights, beside computing in `dtype`, merged in.
-
-    packing: "int4" or "int8".
-    """
-    from batchgen.profiler.compute import measure_decode_attention, measure_packed, subjects_of
+    """A profile of this machine with the rates of packed KV, beside computing in `dtype`, merged in."""
+    from batchgen.profiler.compute import measure_decode_attention, measure_packed_kv, subjects_of
 
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, (dtype,))
-    watch = _Stopwatch(notify)
+    watch = _Stopwatch()
     subjects = subjects_of(device, effort, model, profile.kernels)
-    rates = measure_packed(Device(device), dtype, packing, subjects, effort, watch)
+    rates = measure_packed_kv(Device(device), dtype, kv_format, subjects, effort, watch)
     if device == "cpu":
         profile = replace(profile, cpu=merged(profile.cpu, rates))
     else:
-        beside = measure_decode_attention(Device("cpu"), dtype, subjects, effort, watch, packing)
+        beside = measure_decode_attention(Device("cpu"), dtype, subjects, effort, watch, kv_format)
         profile = replace(profile, gpu=merged(profile.gpu, rates), cpu=merged(profile.cpu, beside))
     seconds = profile.measured.get("seconds", {}) | watch.parts_s
     return replace(profile, measured=profile.measured | {"seconds": seconds})
+
+
+def add_dequantizing(
+    profile: HardwareProfile,
+    dtype: str,
+    *,
+    model: ModelConfig | None = None,
+    effort: Effort = FULL,
+) -> HardwareProfile:
+    """A profile of this machine with the rate of dequantizing 4-bit weights to `dtype`, merged in."""
+    from batchgen.profiler.compute import measure_dequantizing, subjects_of
+
+    device = "cuda" if profile.gpu else "cpu"
+    check_measurable(device, (dtype,))
+    watch = _Stopwatch()
+    subjects = subjects_of(device, effort, model, profile.kernels)
+    rates = measure_dequantizing(Device(device), dtype, subjects, effort, watch)
+    return _with_rates(profile, rates, watch)
 
 
 def add_products(
@@ -209,7 +223,6 @@ def add_products(
     dtype: str,
     weight_format: str,
     *,
-    notify: Callable[[str], None],
     model: ModelConfig | None = None,
     effort: Effort = FULL,
     in_rows: bool = False,
@@ -222,20 +235,25 @@ def add_products(
 
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, (dtype,))
-    watch = _Stopwatch(notify)
+    watch = _Stopwatch()
     subjects = subjects_of(device, effort, model, profile.kernels)
     rates = measure_products(Device(device), dtype, weight_format, subjects, effort, watch, in_rows=in_rows)
     # What whole sweeps have shown of the dtype's own products goes for these too.
     slower = profile.measured.get("sweep_factors", {}).get(dtype, {}).get("gemm", 1.0)
     scaled = {kind: table.scaled(1 / slower) for kind, table in rates.gemm_flops_per_s.items()}
     rates = replace(rates, gemm_flops_per_s=scaled)
-    profile = (
-        replace(profile, gpu=merged(profile.gpu, rates))
-        if profile.gpu
-        else replace(profile, cpu=merged(profile.cpu, rates))
-    )
+    return _with_rates(profile, rates, watch)
+
+
+def _with_rates(profile: HardwareProfile, rates: ComputeRates, watch: _Stopwatch) -> HardwareProfile:
+    """The profile with further rates of its compute device, and what measuring them took."""
+    device = "gpu" if profile.gpu else "cpu"
     seconds = profile.measured.get("seconds", {}) | watch.parts_s
-    return replace(profile, measured=profile.measured | {"seconds": seconds})
+    return replace(
+        profile,
+        **{device: merged(profile.compute, rates)},
+        measured=profile.measured | {"seconds": seconds},
+    )
 
 
 def merged(a: ComputeRates, b: ComputeRates) -> ComputeRates:
@@ -283,12 +301,11 @@ def identity(device: str) -> dict[str, Any]:
 class _Stopwatch:
     """A stopwatch that runs parts of the measurement, says which, and keeps how long each took."""
 
-    def __init__(self, notify: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         self.parts_s: dict[str, float] = {}
-        self._notify = notify
 
     def __call__(self, name: str, part: Callable[[], Any]) -> Any:
-        self._notify(f"measuring {name}")
+        logger.info("measuring %s", name)
         started = time.perf_counter()
         result = part()
         self.parts_s[name] = round(time.perf_counter() - started, 3)

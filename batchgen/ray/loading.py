@@ -48,6 +48,6 @@ def load_stream(
         return EngineStream(Engine(model, sampling=sampling, **options))
     job = resolve_job(replace(job_options(model, options), sampling=sampling), resolve_model(model))
     plan = runnable(Plan.from_json(given), job)
-    plan = replace(plan, kernels=kernels_here(plan.kernels, lambda line: None))
+    plan = replace(plan, kernels=kernels_here(plan.kernels))
     tokenizer = load_tokenizer(job.files, job.options.special_tokens)
     return EngineStream(load_engine(job, plan, lambda: tokenizer, Progress("none"), None))

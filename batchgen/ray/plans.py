@@ -51,7 +51,6 @@ def plan_here(model: str, input: Any, options: Mapping[str, Any], memory: int, r
         job,
         lambda: measure_workload(source, tokenizer, job.options, job.context, rows_left=rows),
         started_s=started_s,
-        notify=lambda line: None,
     )
     return plan.to_json()
 

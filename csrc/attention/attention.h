@@ -4,6 +4,26 @@
 //
 // Of packed KV the codes themselves are multiplied. With k = scale * code + minimum for each key,
 //   q.k = scale * (q.code) + minimum * sum(q),   sum p v = sum (p scale) code + sum (p minimum).
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "attention/kv_tiles.h"
+#include "attention/prefetch.h"
+#include "attention/scratch.h"
+#include "attention/small_m_codes.h"
+#include "attention/small_m_floats.h"
+#include "attention/small_m_pairs.h"
+#include "attention/small_m_tiles.h"
+#include "kernels.h"
+#include "matmul/micro_kernel.h"
+#include "matmul/tile_registers.h"
+#include "quant/groups.h"
+#include "simd/numeric.h"
+
+namespace batchgen {
+namespace {
 
 // What a head's sink adds to the sum of softmax weights, once all keys have been seen.
 inline float sink_weight(const Attention& args, int64_t head, float highest) {
@@ -571,3 +591,6 @@ inline void merge(const Attention& args, const Merge& m, const int64_t* rows) {
         for (int j = 0; j < n; j += W) store_part(out + j, mul(load(acc + j), scale), n - j);
     });
 }
+
+}  // namespace
+}  // namespace batchgen

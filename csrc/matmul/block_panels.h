@@ -7,6 +7,19 @@
 // which fewer bits are used share one, shifted. Where codes are multiplied as bytes (matmul/split_bytes.h) slots 2 i
 // and 2 i + 1 are byte i of both vectors of columns, and a plane of codes of eight bits is the bytes of one of them; of
 // FP8 (matmul/fp8.h) planes are the bytes of two depths.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "matmul/layout.h"
+#include "matmul/operands.h"
+#include "quant/blocks.h"
+#include "simd/numeric.h"
+
+namespace batchgen {
+namespace {
 
 typedef uint32_t Lanes __attribute__((vector_size(4 * W)));
 
@@ -232,6 +245,10 @@ inline bool in_fp8(const Linear& args) {
 // A panel of rows of a GGUF.
 inline int64_t block_panel_bytes(const Linear& args) { return kPanel * args.w_stride; }
 
+inline const uint8_t* block_panel(const Linear& args, int64_t panel) {
+    return (const uint8_t*)args.w + panel * block_panel_bytes(args);
+}
+
 constexpr int kQuad = 16;  // depths that have one scale and minimum in every format: four groups of four depths
 
 // The eight slots of four depths: of W columns each the bytes of those depths, less than 16.
@@ -277,6 +294,20 @@ inline void planes_of(const Lanes (&codes)[2], Lanes (&planes)[2]) {
         planes[0] = plane(0, Kind::kLow), planes[1] = Lanes{};
         if constexpr (Kind::kHigh) planes[1] = plane(Kind::kLow, Kind::kHigh);
     }
+}
+
+// Where a code lies in its half of a word, of four slots: codes of at most four bits in their slots, others in bytes.
+template <class Kind>
+constexpr bool kInSlots = Kind::kLow + Kind::kHigh <= 4;
+template <class Kind>
+constexpr int bits_below(int place) {
+    return kInSlots<Kind> ? 4 * place : 8 * (place / 2);
+}
+
+template <int Bits>
+__attribute__((always_inline)) inline Lanes slots_at(const uint8_t* plane, int group) {
+    const Lanes words = (Lanes)load_int((const uint32_t*)plane + group * Bits / 4 * W) >> (group % (4 / Bits) * Bits);
+    return Bits == 4 ? words : words & ((1u << Bits) - 1) * 0x11111111u;
 }
 
 inline void add_to_plane(uint8_t* plane, int bits, int64_t group, Lanes slots) {
@@ -337,3 +368,6 @@ inline void arrange_panel(const Linear& args, int64_t panel, uint8_t* out) {
         }
     }
 }
+
+}  // namespace
+}  // namespace batchgen

@@ -1,5 +1,18 @@
 // What products share in which codes are multiplied and scales applied to their sums: of integers
 // (matmul/split_bytes.h) and of FP8 (matmul/fp8.h).
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "matmul/block_panels.h"
+#include "matmul/layout.h"
+#include "matmul/micro_kernel.h"
+#include "simd/target.h"
+
+namespace batchgen {
+namespace {
 
 // Scales and minimums of the runs of kTaken depths of a panel.
 struct RunScales {
@@ -175,3 +188,6 @@ inline void products_of_panels(const Linear& args, const Products& products, int
         finish(panel);
     }
 }
+
+}  // namespace
+}  // namespace batchgen

@@ -4,14 +4,18 @@
 // In registers a code becomes its number by one multiplication and one addition, rounded once, as in `unpack_row`; a
 // number may only be +0 where it is -0 there, which changes no sum. So sums are those of the unpacked weights, bit for
 // bit.
+#pragma once
 
-// Where a code lies in its half of a word, of four slots: codes of at most four bits in their slots, others in bytes.
-template <class Kind>
-constexpr bool kInSlots = Kind::kLow + Kind::kHigh <= 4;
-template <class Kind>
-constexpr int bits_below(int place) {
-    return kInSlots<Kind> ? 4 * place : 8 * (place / 2);
-}
+#include <stdint.h>
+
+#include "matmul/block_panels.h"
+#include "matmul/micro_kernel.h"
+#include "matmul/operands.h"
+#include "quant/fp8.h"
+#include "simd/target.h"
+
+namespace batchgen {
+namespace {
 
 // Scales and minimums of 256 depths of a panel, as lanes of an operand take them. Scales are those of the four places
 // in half a word: a code is not shifted down, its scale is smaller by as much.
@@ -83,12 +87,6 @@ template <int Low, int High>
 struct TableOf<CodeKind<Low, High, CodesAre::InTable>> {
     using Of = Table;
 };
-
-template <int Bits>
-__attribute__((always_inline)) inline Lanes slots_at(const uint8_t* plane, int group) {
-    const Lanes words = (Lanes)load_int((const uint32_t*)plane + group * Bits / 4 * W) >> (group % (4 / Bits) * Bits);
-    return Bits == 4 ? words : words & ((1u << Bits) - 1) * 0x11111111u;
-}
 
 // Numbers of a quad: sink(word of the quad's depth, vector of columns, operand).
 template <class M, class T, class Kind, class Sink>
@@ -190,10 +188,6 @@ __attribute__((noinline)) void numbers_of_kind(const PanelFormat<M>& format, con
     }
 }
 
-inline const uint8_t* block_panel(const Linear& args, int64_t panel) {
-    return (const uint8_t*)args.w + panel * block_panel_bytes(args);
-}
-
 // Depths [start, stop), in units of 32 bits and whole quads, of a panel: out [stop - start, kPanel]. next: the panel
 // after it.
 template <class M, class T>
@@ -268,3 +262,6 @@ inline void product_of_few(const Linear& args, int rows, const int64_t (&panels)
         });
     });
 }
+
+}  // namespace
+}  // namespace batchgen

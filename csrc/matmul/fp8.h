@@ -5,6 +5,19 @@
 //     sum += scale * (numbers . x)
 // No weight is rounded. Each element is summed up in the order of runs, wherever numbers come from, and however many
 // rows there are.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "matmul/block_panels.h"
+#include "matmul/code_panels.h"
+#include "matmul/operands.h"
+#include "simd/numeric.h"
+
+namespace batchgen {
+namespace {
 
 #ifdef BATCHGEN_FAST_BF16
 typedef uint16_t Halves __attribute__((vector_size(4 * W)));
@@ -168,3 +181,6 @@ inline void with_fp8(const Linear& args, int64_t row, F f) {
 template <class F>
 void with_fp8(const Linear&, int64_t, F) {}
 #endif
+
+}  // namespace
+}  // namespace batchgen

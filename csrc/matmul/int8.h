@@ -3,30 +3,23 @@
 // batchgen/ops/int8.py says how rows of numbers become codes, and in which order sums become results; it does the same
 // in torch, bit for bit. Rows of x are made codes once for all threads. A packed panel has its columns' scales after
 // its codes.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "matmul/layout.h"
+#include "matmul/operands.h"
+#include "simd/numeric.h"
+
+namespace batchgen {
+namespace {
 
 #ifdef BATCHGEN_TILES
 constexpr int kWeightOffset = 0;
 #else
 constexpr int kWeightOffset = kCodeOffset;  // which the sums are rid of by the sum of a row's codes
 #endif
-
-inline uint16_t operand_with(int16_t) { return 0; }
-inline uint32_t operand_with(int8_t) { return 0; }
-
-struct Bytes {
-    using Value = Code;
-    using Arithmetic = Apart;
-    static constexpr int kWhole = 4;
-    using Sum = vi;
-    using Operand = decltype(operand_with(Code{}));
-    using Number = uint32_t;
-    static constexpr int kPair = 4 / sizeof(Code);
-    static vi columns(const Operand* b) { return load_codes(b); }
-    static vi none() { return set1_int(0); }
-    static vi scaled(const uint32_t* c, float) { return load_int(c); }  // by one
-    static void put(uint32_t* c, vi sum) { store_int(c, sum); }
-    static vi dot(vi a, vi b, vi c) { return dot_codes(a, b, c); }
-};
 
 // Where w's scale is in a row.
 inline int64_t scale_at(const Linear& args) { return round_up(args.depth, 4); }
@@ -245,3 +238,6 @@ struct CodeSums {
         return rounded(mul(mul(to_float(sums), load(scales + part)), set1(row_scales[r])));
     }
 };
+
+}  // namespace
+}  // namespace batchgen

@@ -3,50 +3,16 @@
 // One operand, A, has its rows one after the other; of the other, B, a vector of columns lies together at each depth.
 // Both are arrays of 32 bits: a float, or a pair of bf16 from neighbouring depths where there are instructions for
 // them.
+#pragma once
 
-struct NoTiles {};  // where products are made in vectors
+#include <stdint.h>
 
-// What is summed up, where B lies, and where C does.
-struct FloatSums {
-    using Arithmetic = Fused;
-    static constexpr int kWhole = 1;  // depths are filled up to a multiple of it
-    using Sum = vf;
-    using Operand = uint32_t;  // a column of B at one depth
-    using Number = float;
-    static vi columns(const Operand* b) { return load_int(b); }
-    static vf none() { return zero(); }
-    static vf scaled(const float* c, float scale) { return mul(load(c), set1(scale)); }
-    static void put(float* c, vf sum) { store(c, sum); }
-};
+#include "matmul/operands.h"
+#include "simd/carve.h"
+#include "simd/target.h"
 
-struct Floats : FloatSums {
-    using Tiles = NoTiles;
-    using Value = float;
-    static constexpr int kPair = 1;  // values in 32 bits
-    static inline vf dot(vi a, vi b, vf c) { return fma(as_float(a), as_float(b), c); }
-};
-#ifdef BATCHGEN_FAST_BF16
-struct Pairs : FloatSums {
-#ifdef BATCHGEN_TILES
-    using Tiles = batchgen::Tiles;
-#else
-    using Tiles = NoTiles;
-#endif
-    using Value = bf16;
-    static constexpr int kPair = 2;
-    static inline vf dot(vi a, vi b, vf c) { return dot_pairs(a, b, c); }
-    static inline vi to_operand(vf first, vf second) { return to_pairs(first, second); }
-    static inline void twice(vf a, vf& first, vf& second) { repeated(a, first, second); }
-};
-#endif
-
-// Accumulators fill the registers, but for a few: 12 rows of 2 vectors where there are 32 of them.
-#if defined(__aarch64__)
-constexpr int kRowTile = 12;
-#else
-constexpr int kRowTile = W == 16 ? 12 : 6;
-#endif
-constexpr int kPanel = 2 * W;
+namespace batchgen {
+namespace {
 
 // kBeside: the rows of A lie beside each other, all of them at each depth; otherwise one after the other, `a_stride`
 // apart.
@@ -135,3 +101,6 @@ inline void product(NoTiles, const uint32_t* a, int64_t a_stride, int64_t rows, 
         n += left >= 2 * W ? 2 * W : W;
     }
 }
+
+}  // namespace
+}  // namespace batchgen

@@ -1,5 +1,19 @@
 // Rows of a weight that is packed in panels, as numbers again: an output matrix that is the embeddings too is in memory
 // once.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "matmul/block_panels.h"
+#include "matmul/layout.h"
+#include "matmul/operands.h"
+#include "quant/blocks.h"
+#include "simd/numeric.h"
+
+namespace batchgen {
+namespace {
 
 // Where the two parts of a code lie among the words of its four depths: the bits of the first plane, and those above.
 struct CodePlace {
@@ -100,3 +114,6 @@ inline void rows_of_panels(const Linear& args, const int64_t* rows, int64_t firs
         }
     });
 }
+
+}  // namespace
+}  // namespace batchgen

@@ -2,9 +2,19 @@
 // vector's width of rows at a time are taken apart into codes and scales (quant/blocks.h), codes are put in the order
 // of columns four in a word, and become numbers of x's type there. These are what `unpack_blocks` makes, so sums are
 // those of the unpacked weights, bit for bit; or they stay codes, with their scales beside them (matmul/split_bytes.h).
+#pragma once
 
-constexpr int64_t kTaken = 256;  // values of a row at a time: whole blocks of every format
-constexpr int64_t kTakenRuns = kTaken / kLeastRun;
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "matmul/layout.h"
+#include "matmul/operands.h"
+#include "quant/blocks.h"
+#include "simd/target.h"
+
+namespace batchgen {
+namespace {
 
 // 32-bit words with a sign.
 typedef int32_t Words __attribute__((vector_size(4 * W)));
@@ -72,8 +82,6 @@ inline void put_taken(const TakenRows& taken, int64_t from, int64_t stop, typena
                               [&](vf code, int64_t run) { return fma(code, scales[run], minimums[run]); });
 }
 
-inline bool is_fp8(BlockType type) { return type == BlockType::FP8_G32 || type == BlockType::FP8_G128; }
-
 // kTaken depths from `at` on, or those that are left, of W columns of a panel.
 inline void take_rows(const Linear& args, int64_t panel, int c, int64_t at, TakenRows& taken) {
     const int64_t here = smaller(kTaken, args.depth - at);
@@ -106,3 +114,6 @@ inline void unpack_panel(const Linear& args, int64_t panel, int64_t start, int64
         }
     }
 }
+
+}  // namespace
+}  // namespace batchgen

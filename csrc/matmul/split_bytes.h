@@ -6,6 +6,20 @@
 // Sums of a run are exact. A number of x is rounded to a multiple of 2^-14 to 2^-15 of the run's largest: bf16 has 8
 // bits, so all that are more than 2^-7 of that one stay as they are. No weight is rounded, and no code becomes a float.
 // Each element is summed up in the order of runs, wherever codes come from and however many rows there are.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "matmul/block_panels.h"
+#include "matmul/code_panels.h"
+#include "matmul/operands.h"
+#include "matmul/row_blocks.h"
+#include "simd/numeric.h"
+
+namespace batchgen {
+namespace {
 
 #ifdef BATCHGEN_DIGITS
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
@@ -348,3 +362,6 @@ inline void pack_digits(const Linear&, int64_t, int64_t, void*) {}
 template <class F>
 void with_digits(const Linear&, int64_t, F) {}
 #endif
+
+}  // namespace
+}  // namespace batchgen

@@ -4,6 +4,19 @@
 // the depth at a time, so that the panel's part stays in the nearest cache while rows pass by. Sums wait in memory
 // between parts, which changes nothing about them: each is a sum of steps in the order of depth, whatever the rows and
 // the parts.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "matmul/epilogue.h"
+#include "matmul/prepack.h"
+#include "matmul/tile_registers.h"
+#include "simd/carve.h"
+
+namespace batchgen {
+namespace {
 
 #ifdef BATCHGEN_TILES
 constexpr int64_t kBlockSteps = 32;  // of a block of depths, at most: 1,024 values of bf16
@@ -183,3 +196,6 @@ void linear_tiles(const Linear&, int64_t, int64_t, int64_t, int64_t, int64_t, vo
 template <class M, class T>
 inline void pack_tile_rows(const Linear&, int64_t, int64_t, void*) {}
 #endif
+
+}  // namespace
+}  // namespace batchgen

@@ -2,9 +2,17 @@
 //
 // A step is 16 depths of 32 bits. B is matmul/micro_kernel.h's operand as it is: 16 rows of it by 16 columns are what a
 // register holds. What C's elements are sums of, and in which order, depends on the depth alone.
+#pragma once
+
+#include <stdint.h>
+
+#include "kernels.h"
+#include "simd/target.h"
+
+namespace batchgen {
+namespace {
 
 #ifdef BATCHGEN_TILES
-constexpr bool kTiles = true;
 constexpr int kStep = 16;  // of depth, and columns and rows of a register
 
 // Where the registers of an operand are filled from, in bytes: `half` to the second register's part, `step` from step
@@ -123,6 +131,7 @@ inline void tile_dot(TileProduct kind, int rows, const void* a, const void* b, v
     }
     tiles.store<0>(c, 64);
 }
-#else
-constexpr bool kTiles = false;
 #endif
+
+}  // namespace
+}  // namespace batchgen

@@ -1,5 +1,16 @@
 // Weights in FP8 (E4M3) as batchgen/models/formats/fp8.py makes blocks of them: a scale, an fp32, and so many bytes, each a
 // number of a sign, four bits of exponent and three of mantissa. What is no number (127 and 255) is in no block.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "quant/block_shape.h"
+#include "simd/target.h"
+
+namespace batchgen {
+namespace {
 
 typedef uint32_t Fp8Bits __attribute__((vector_size(4 * W)));
 
@@ -24,3 +35,8 @@ struct Fp8 : PlainShape<Values, 4 + Values, 32, 4, 0> {
         memcpy(codes, block + 4, Values);
     }
 };
+
+inline bool is_fp8(BlockType type) { return type == BlockType::FP8_G32 || type == BlockType::FP8_G128; }
+
+}  // namespace
+}  // namespace batchgen

@@ -1,4 +1,15 @@
 // Rows in groups of 4, 5 or 8 bits a value, as batchgen/ops/quant.py has them.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "simd/numeric.h"
+#include "simd/target.h"
+
+namespace batchgen {
+namespace {
 
 constexpr float kMaxF16 = 65504.0f;
 
@@ -197,3 +208,6 @@ inline void dequantize(const Quant& args, int64_t row, int64_t stop) {
         if (streamed) end_streams();
     });
 }
+
+}  // namespace
+}  // namespace batchgen

@@ -2,6 +2,15 @@
 // batchgen/models/formats/groups.py makes: four bytes, of which the first is the zero point and the others are the upper
 // ones of the scale, an fp32; then the codes, nibbles as in Q4_0, 32 values after the other. A value is (code - zero
 // point) * scale, and so is code * scale - zero point * scale: a scale has 16 bits, so that nothing is rounded.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "quant/block_shape.h"
+
+namespace batchgen {
+namespace {
 
 template <int Values>
 struct Int4Group : PlainShape<Values, 4 + Values / 2, 32, 4, 16> {
@@ -18,3 +27,6 @@ struct Int4Group : PlainShape<Values, 4 + Values / 2, 32, 4, 16> {
         for (int i = 0; i < Values / 32; i++) nibble_halves(block + 4 + 16 * i, codes + 32 * i);
     }
 };
+
+}  // namespace
+}  // namespace batchgen

@@ -1,4 +1,14 @@
 // AVX2 with FMA and F16C, and with BATCHGEN_VNNI products of bytes (AVX-VNNI).
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+
+namespace batchgen {
+namespace {
 
 constexpr int W = 8;
 using vf = __m256;
@@ -171,3 +181,6 @@ inline void store_codes(Code* p, vf a) {
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
 #endif
+
+}  // namespace
+}  // namespace batchgen

@@ -1,5 +1,15 @@
 // AVX-512 (F, BW, VL, DQ), with BATCHGEN_VNNI its products of bytes, and with BATCHGEN_FAST_BF16 those of bf16 pairs
 // too.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+
+namespace batchgen {
+namespace {
 
 constexpr int W = 16;
 using vf = __m512;
@@ -283,3 +293,6 @@ inline void store_codes(Code* p, vf a) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a)));
 }
 #endif
+
+}  // namespace
+}  // namespace batchgen

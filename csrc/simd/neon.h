@@ -1,4 +1,15 @@
 // Advanced SIMD of 64-bit Arm, with products of bytes where the target has them (armv8.2-a+dotprod).
+#pragma once
+
+#include <arm_neon.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "simd/table.h"
+
+namespace batchgen {
+namespace {
 
 constexpr int W = 4;
 using vf = float32x4_t;
@@ -54,7 +65,7 @@ inline vf as_float(vi a) { return vreinterpretq_f32_u32(a); }
 inline vi load_bytes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
 inline vf to_float(vi a) { return vcvtq_f32_s32(vreinterpretq_s32_u32(a)); }
 // What the low four bits of each lane stand for, of 16 numbers.
-#include "table.h"
+using Table = IndexedTable<vf, vi>;
 // out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
 inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
     vst1q_s8(out, vqtbl1q_s8(vld1q_s8(table), vld1q_u8(index)));
@@ -119,3 +130,6 @@ inline void store_codes(Code* p, vf a) {
     const int8x8_t bytes = vmovn_s16(vcombine_s16(words, words));
     memcpy(p, &bytes, 4);
 }
+
+}  // namespace
+}  // namespace batchgen

@@ -1,4 +1,15 @@
 // Numbers: rows of any type as vectors, and the functions that activations and softmax need.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "simd/carve.h"
+#include "simd/target.h"
+
+namespace batchgen {
+namespace {
 
 inline uint32_t float_bits(float number) {
     uint32_t bits;
@@ -200,17 +211,5 @@ inline vf gated(Activation activation, vf x, vf up) {
     return mul(gate<A>(activation, x), up);
 }
 
-inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// Pieces of one allocation, each at a multiple of 64 bytes. With a null base it only counts.
-struct Carve {
-    uint8_t* base;
-    int64_t used = 0;
-    template <class T>
-    T* take(int64_t count) {
-        T* piece = base ? (T*)(base + used) : nullptr;
-        used += round_up(count * int64_t(sizeof(T)), 64);
-        return piece;
-    }
-};
+}  // namespace
+}  // namespace batchgen

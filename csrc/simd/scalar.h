@@ -1,6 +1,16 @@
 // No instruction set in particular: BATCHGEN_WIDTH floats at a time, by default four, in the compiler's own vectors,
 // whatever it makes of them. With 16 and BATCHGEN_FAST_BF16 it does what avx512.h does with its products, so that the
 // code above those runs on any machine, sanitizers included; it is not fast then.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "simd/table.h"
+
+namespace batchgen {
+namespace {
 
 #ifndef BATCHGEN_WIDTH
 #define BATCHGEN_WIDTH 4
@@ -143,7 +153,7 @@ inline vi load_bytes(const uint8_t* p) {
 }
 inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
 // What the low four bits of each lane stand for, of 16 numbers.
-#include "table.h"
+using Table = IndexedTable<vf, vi>;
 // The same of each byte, of numbers that are `above` more than these.
 struct ByteTable {
     uint8_t numbers[16];
@@ -321,3 +331,6 @@ inline void interleave_four(const uint8_t* a, const uint8_t* b, const uint8_t* c
     memcpy(&second, fours + W, sizeof second);
 }
 #endif
+
+}  // namespace
+}  // namespace batchgen

@@ -5,6 +5,12 @@
 //   2 3 | C, rows 16..31                                  5 | A, rows 16..31
 //
 // With 16 rows or fewer registers 2 and 3 are whole tiles of 16 rows, for B or anything else, and 5 has the shape of 4.
+#pragma once
+
+#include <stdint.h>
+
+namespace batchgen {
+namespace {
 
 struct alignas(64) TileConfig {
     uint8_t palette, start_row, reserved[14];
@@ -26,3 +32,6 @@ struct TileConfigs {
     }
 };
 constexpr TileConfigs kTileConfigs;
+
+}  // namespace
+}  // namespace batchgen

@@ -3,6 +3,14 @@
 // Written as instructions, because the compilers' intrinsics take registers as literals only, not as parameters of
 // templates, and GCC's do not say that they read and write memory: stores before a load, or reads after a store, might
 // change places.
+#pragma once
+
+#include <stdint.h>
+
+#include "simd/tile_config.h"
+
+namespace batchgen {
+namespace {
 
 struct Tiles {
     const TileConfig* config = nullptr;
@@ -43,3 +51,6 @@ struct Tiles {
         asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
     }
 };
+
+}  // namespace
+}  // namespace batchgen

@@ -11,6 +11,15 @@
 //     is.
 //   dot_i8, dot_u8: TDPBSSD, TDPBUSD. Bytes of A with a sign, or without one, times bytes of B with one; sums modulo
 //   2^32.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "simd/tile_config.h"
+
+namespace batchgen {
+namespace {
 
 struct Tiles {
     const TileConfig* config = nullptr;
@@ -97,3 +106,6 @@ struct Tiles {
         }
     }
 };
+
+}  // namespace
+}  // namespace batchgen

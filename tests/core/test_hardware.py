@@ -72,7 +72,7 @@ class TestScaled:
             for tokens in (1, 20, 5000):
                 rates = [b.compute.gemm_flops_per_s["float16"].at(tokens=tokens) for b in (box, faster)]
                 assert rates[1] == pytest.approx(2 * rates[0])
-            for kv_format in ("float16", "int4"):
+            for kv_format in ("float16", "int5"):
                 rates = [b.compute.decode_attention_bytes_per_s[kv_format].at() for b in (box, faster)]
                 assert rates[1] == pytest.approx(3 * rates[0])
             assert faster.compute.expand_bytes_per_s == 4 * box.compute.expand_bytes_per_s
@@ -151,7 +151,7 @@ def test_unknown_fields(field):
 @pytest.mark.parametrize("value", [-1, 0, math.nan, math.inf, "12 GB/s", True, None, [1.0]], ids=repr)
 @pytest.mark.parametrize(
     "field",
-    ["dram_bytes_per_s", "cpu_memory_bytes", "gpu/gemm_flops_per_s/float16", "gpu/decode_attention_bytes_per_s/int4"],
+    ["dram_bytes_per_s", "cpu_memory_bytes", "gpu/gemm_flops_per_s/float16", "gpu/decode_attention_bytes_per_s/int5"],
 )
 def test_absurd_rates_and_sizes(field, value):
     said = complaint(changed(gpu_box(), field, value))

@@ -15,7 +15,7 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.pipeline import Stage
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.stages import split_layers
+from batchgen.planner.parallel import split_layers
 from batchgen.schedule.sequence import CLASSES
 
 pytestmark = pytest.mark.usefixtures("one_thread")

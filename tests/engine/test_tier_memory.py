@@ -65,7 +65,7 @@ POLICIES = {
     "one batch": {"num_gpu_batches": 1, "gpu_batch_size": 12, "kv_seqs": {"gpu": 12}, "activation_batches": (1, 0)},
     "three batches": {"kv_seqs": {"gpu": 36}, "activation_batches": (3, 0)},
     "activations on the host": {"kv_seqs": {"gpu": 36}, "activation_batches": (0, 3)},
-    "streamed, 4-bit": {"kv_seqs": {"streamed": 36}, "activation_batches": (1, 2), "kv_format": "int4"},
+    "streamed, 5-bit": {"kv_seqs": {"streamed": 36}, "activation_batches": (1, 2), "kv_format": "int5"},
     "streamed in one of two layers": {"kv_seqs": {"streamed": 36}, "activation_batches": (3, 0), "kv_layers": 1},
     "delegated": {"kv_seqs": {"cpu": 36}, "activation_batches": (3, 0)},
     "unequal batches": {
@@ -150,8 +150,8 @@ TIERED = {
         "gpu_batch_size": 4, "num_gpu_batches": 2, "kv_seqs": {"gpu": 2, "cpu": 6}, "activation_batches": (1, 1), "batch_order": "neo",
         "balance_tokens": 50,
     },
-    "4-bit KV, head in vocabulary chunks": {
-        "kv_format": "int4", "kv_seqs": {"gpu": 2, "streamed": 6}, "head_tier": "cpu", "activation_batches": (0, 1),
+    "5-bit KV, head in vocabulary chunks": {
+        "kv_format": "int5", "kv_seqs": {"gpu": 2, "streamed": 6}, "head_tier": "cpu", "activation_batches": (0, 1),
     },
 }  # fmt: skip
 
@@ -187,7 +187,7 @@ def test_a_budget_that_is_just_enough(tiny_models, tmp_path, family, kind):
     found, _ = run(parts, prompts, [28] * 6)
     assert arena.allocated_bytes <= high, "it grew while it ran"
     plain = make_parts(model, CPU, make_policy(model, CPU, weight_format=policy.weight_format), tmp_path)
-    if policy.kv_format != "int4":
+    if policy.kv_format != "int5":
         assert found == run(plain, prompts, [28] * 6)[0]
     else:
         plain.executor.close()

@@ -42,7 +42,7 @@ def test_a_config_without_weights_is_enough(tiny_models, tmp_path, given):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("weights", "kv"), [("int4", "int4"), ("int8", "auto")])
+@pytest.mark.parametrize(("weights", "kv"), [("int4", "int5"), ("int8", "auto")])
 def test_dummy_weights_in_few_bits_and_on_disk(tiny_models, tmp_path, weights, kv):
     """They go through a weight store, which has no tokenizer."""
     shape = tmp_path / "config.json"

@@ -30,39 +30,33 @@ CHOICE = KernelChoice(
 
 
 class TestHere:
-    def test_what_is_there_stays(self):
-        said = []
-        assert kernels_here(CHOICE, said.append) == CHOICE and not said
+    def test_what_is_there_stays(self, logged):
+        assert kernels_here(CHOICE) == CHOICE and not logged
 
-    def test_what_is_missing_runs_on_the_first_set_and_is_told(self):
-        said = []
+    def test_what_is_missing_runs_on_the_first_set_and_is_logged(self, logged):
         other = KernelChoice({**CHOICE.linear, "8x8 float32": Measured("mmx")}, CHOICE.attention, "3dnow")
-        made = kernels_here(other, said.append)
+        made = kernels_here(other)
         assert made.names() == CHOICE.names() and made.default == instruction_set()
-        assert len(said) == 1 and "3dnow, mmx" in said[0] and instruction_set() in said[0]
+        assert len(logged) == 1 and "3dnow, mmx" in logged[0] and instruction_set() in logged[0]
 
     def test_nothing_chosen_is_the_process_set_by_name(self):
-        assert kernels_here(KernelChoice(), pytest.fail) == KernelChoice(default=instruction_set())
+        assert kernels_here(KernelChoice()) == KernelChoice(default=instruction_set())
 
     def test_one_set_for_all_where_the_environment_says_so(self, monkeypatch):
         monkeypatch.setattr(module, "forced_instruction_set", lambda: "scalar")
-        assert kernels_here(CHOICE, pytest.fail) == KernelChoice(default="scalar")
+        assert kernels_here(CHOICE) == KernelChoice(default="scalar")
 
 
 class TestResumed:
-    def test_as_recorded(self):
-        assert kernels_of_rows(CHOICE, pytest.fail) == CHOICE
+    def test_recorded_kernels_that_are_here_are_used_again(self, logged):
+        assert kernels_of_rows(CHOICE) == CHOICE and not logged
 
-    def test_rows_of_versions_that_did_not_choose_ran_on_the_first_set(self):
-        assert kernels_of_rows(None, pytest.fail) == KernelChoice(default=instruction_set())
-
-    def test_says_so_where_it_cannot_be_had(self, monkeypatch):
-        said = []
-        kernels_of_rows(KernelChoice({"8x8 float32": Measured("mmx")}), said.append)
-        assert "mmx" in said[0] and "round differently" in said[1]
+    def test_recorded_kernels_that_are_missing_are_logged(self, monkeypatch, logged):
+        kernels_of_rows(KernelChoice({"8x8 float32": Measured("mmx")}))
+        assert "mmx" in logged[0] and "round differently" in logged[1]
         monkeypatch.setattr(module, "forced_instruction_set", lambda: "amx_plain")
-        kernels_of_rows(CHOICE, said.append)
-        assert len(said) == 3 and "round differently" in said[2]
+        kernels_of_rows(CHOICE)
+        assert len(logged) == 3 and "round differently" in logged[2]
 
 
 def test_a_line_and_a_table():

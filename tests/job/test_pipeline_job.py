@@ -22,9 +22,8 @@ from batchgen.job.checks import check_options
 from batchgen.job.options import JobOptions
 from batchgen.job.resolved import resolve_job
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.pipeline import check_stages, stage_policy
-from batchgen.planner.pipeline_time import simulate_pipeline
-from batchgen.planner.ranks import Link
+from batchgen.planner.parallel import Link, check_stages, stage_policy
+from batchgen.planner.pipeline import simulate_pipeline
 from batchgen.planner.simulation import simulate_job
 
 ROWS = 24

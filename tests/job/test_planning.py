@@ -306,7 +306,7 @@ class TestRunnable:
     @pytest.mark.parametrize(
         ("name", "option", "stored"),
         [("weight_format", "weights", "int4"), ("weight_format", "weights", "int8"),
-         ("kv_format", "kv_cache_dtype", "int4"), ("kv_format", "kv_cache_dtype", "int8")],
+         ("kv_format", "kv_cache_dtype", "int5"), ("kv_format", "kv_cache_dtype", "int8")],
     )  # fmt: skip
     def test_a_plan_in_4_or_8_bits(self, in_memory, name, option, stored):
         plan = replace(in_memory, policy=replace(in_memory.policy, **{name: stored}))
@@ -314,7 +314,7 @@ class TestRunnable:
         assert f"--plan has {stored} where {flag} is" in complaint(self.runnable, plan)
         assert self.runnable(plan, **{option: stored}) is plan
         assert f"--plan has float16 where {flag} is {stored}" in complaint(self.runnable, in_memory, **{option: stored})
-        other = {"int4": "int8", "int8": "int4"}[stored]
+        other = {"int4": "int8", "int5": "int8", "int8": "int4" if name == "weight_format" else "int5"}[stored]
         assert f"--plan has {stored} where {flag} is {other}" in complaint(self.runnable, plan, **{option: other})
 
     def test_weights_as_found_need_less_memory(self):
@@ -520,7 +520,7 @@ def test_memory_that_others_take_after_the_job_began_is_not_planned_with(tiny_mo
         left = job.budgets["cpu"] - (1 << 20)
         monkeypatch.setattr(planning, "available_memory_bytes", lambda: left)
         monkeypatch.setattr(planning, "resident_bytes", lambda: 0)
-        return case_here(job, started_s=0.0, notify=lambda line: None), left
+        return case_here(job, started_s=0.0), left
 
     here, left = case()
     plan, _ = plan_case(here, workload)

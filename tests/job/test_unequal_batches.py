@@ -9,9 +9,9 @@ from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.planner.explain import explain
-from batchgen.planner.sampled_simulation import simulate_shortened
+from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.search import in_neos_order, search
-from batchgen.planner.strategies import limited
+from batchgen.planner.strategies import NEO
 from batchgen.profiler.shipped import shipped_profile
 
 # The host of a g5.8xlarge: the CPU attends to as much as it can hide beside all that the GPU computes, and no more.
@@ -30,12 +30,12 @@ def case():
 
 
 def simulated_s(candidate, plan, **policy):
-    return simulate_shortened(replace(plan, policy=replace(plan.policy, **policy)), candidate).seconds
+    return simulate_sampled(replace(plan, policy=replace(plan.policy, **policy)), candidate).seconds
 
 
 def test_they_are_faster_than_equal_ones_and_than_all_cpu_attention_in_one(case):
     problem, _, plan_of = case
-    own = limited(problem, ("gpu",), ("gpu", "cpu"), num_gpu_batches=2)
+    own = NEO.restrict(problem)
     even = search(own)
     (unequal,) = in_neos_order(own, even)
     equal_s = {order: simulated_s(even, plan_of(even, None), batch_order=order) for order in ("even", "mixed", "neo")}

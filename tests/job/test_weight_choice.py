@@ -19,7 +19,7 @@ from batchgen.core.plan import OtherWeights, Plan
 from batchgen.core.workload import Workload
 from batchgen.job import weight_choice
 from batchgen.job.options import JobOptions
-from batchgen.job.planning import Case, _formats_measured, plan_case, request_of
+from batchgen.job.planning import Case, _weight_formats_measured, plan_case, request_of
 from batchgen.job.resolved import resolve_job
 from batchgen.job.weight_choice import faster, in_format_of_rows, quantizations_planned
 from batchgen.job.workload import EstimatedWorkload
@@ -127,10 +127,10 @@ def test_where_neither_fits_the_one_that_needs_less_is_named(gguf_file):
 
 def test_rates_are_measured_for_what_is_compared(gguf_file):
     job = case_of(gguf_file, machine()).job
-    assert _formats_measured(job, may_stream=False) == (("q4_0",), ())
-    assert _formats_measured(job, may_stream=True) == (("q4_0",), ("q4_0",))
+    assert _weight_formats_measured(job, may_stream=False) == (("q4_0",), ())
+    assert _weight_formats_measured(job, may_stream=True) == (("q4_0",), ("q4_0",))
     expanded = case_of(gguf_file, machine(), weights="dequantized").job
-    assert _formats_measured(expanded, may_stream=True) == ((), (FP32,))
+    assert _weight_formats_measured(expanded, may_stream=True) == ((), (FP32,))
 
 
 def test_an_output_matrix_that_is_the_embeddings_too_needs_no_rates_of_its_own(tmp_path):
@@ -139,7 +139,7 @@ def test_an_output_matrix_that_is_the_embeddings_too_needs_no_rates_of_its_own(t
     write_tiny_gguf(model, path, tensor_type="Q4_0", tokenizer=make_tiny_tokenizer(tmp_path))
     job = case_of(path, machine()).job
     assert job.process_config.tied_embeddings
-    assert _formats_measured(job, may_stream=False) == (("q4_0",), ())
+    assert _weight_formats_measured(job, may_stream=False) == (("q4_0",), ())
 
 
 @pytest.fixture
@@ -254,5 +254,5 @@ def test_ranks_go_on_with_the_format_of_finished_rows_where_blocks_are_not_cut(i
         assert kept == {"q4_0": None, FP32: None}
         return
     assert [kept[name].options.weights for name in ("q4_0", FP32)] == ["q4_0", "dequantized"]
-    assert _formats_measured(kept["q4_0"], may_stream=True) == (("q4_0",), ("q4_0",))
-    assert _formats_measured(kept[FP32], may_stream=True) == ((), (FP32,))
+    assert _weight_formats_measured(kept["q4_0"], may_stream=True) == (("q4_0",), ("q4_0",))
+    assert _weight_formats_measured(kept[FP32], may_stream=True) == ((), (FP32,))

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -337,19 +338,20 @@ def test_two_conversions_at_once(llama, tmp_path):
 
 
 @pytest.mark.parametrize("finishes", [True, False])
-def test_jobs_that_need_one_store_at_once_share_it(llama, tmp_path, reference, finishes):
+def test_jobs_that_need_one_store_at_once_share_it(llama, tmp_path, reference, finishes, logged):
     """The second waits for the first, and makes the store itself where the first is stopped."""
     target = store_path(tmp_path, llama, "float32", "native")
-    found, said, waits = [], [], threading.Event()
+    found, deadline_s = [], time.monotonic() + 60
 
     def second() -> None:
-        found.append(find_or_convert(llama, tmp_path, "float32", notify=lambda line: (said.append(line), waits.set())))
+        found.append(find_or_convert(llama, tmp_path, "float32"))
 
     def first(done: int, total: int) -> None:
         if done == 2:
             other.start()
-            while not any(line.startswith("waiting for ") for line in said):
-                assert waits.wait(60)
+            while not any(line.startswith("waiting for ") for line in logged):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
             if not finishes:
                 raise KeyboardInterrupt
 
@@ -358,8 +360,8 @@ def test_jobs_that_need_one_store_at_once_share_it(llama, tmp_path, reference, f
         convert(llama, target, dtype="float32", on_layer=first)
     other.join(60)
     assert content(found[0].path) == content(reference)
-    assert [line.split()[0] for line in said] == ["waiting", *([] if finishes else ["converting"])]
-    assert f"waiting for process {os.getpid()} on" in said[0]
+    assert [line.split()[0] for line in logged] == ["waiting", *([] if finishes else ["converting"])]
+    assert f"waiting for process {os.getpid()} on" in logged[0]
 
 
 # ---- a full disk
@@ -404,14 +406,13 @@ def test_a_disk_that_fills_up(llama, reference, small_disk):
 # ---- where stores are kept, and the command
 
 
-def test_a_store_that_others_may_write_to_is_made_anew_beside_it(llama, tmp_path):
+def test_a_store_that_others_may_write_to_is_made_anew_beside_it(llama, tmp_path, logged):
     """Whoever shares the folder could have other weights answer."""
     first = find_or_convert(llama, tmp_path, "float32")
     first.path.chmod(0o777)
-    said = []
-    own = find_or_convert(llama, tmp_path, "float32", notify=said.append)
+    own = find_or_convert(llama, tmp_path, "float32")
     assert own.path == first.path.with_name(f"{first.path.name}-user-{os.geteuid()}")
-    assert said[0] == (
+    assert logged[1] == (
         f"the weight store {first.path} is not used, as every user may write to it: this user's own is {own.path}"
     )
     assert find_or_convert(llama, tmp_path, "float32").path == own.path
@@ -429,22 +430,21 @@ def test_stores_are_for_this_user_to_write_whatever_the_umask_is(llama, tmp_path
     assert not [path for path in (store.path, *store.path.rglob("*")) if path.stat().st_mode & 0o022]
 
 
-def test_find_or_convert(llama, tmp_path):
-    notices = []
-    first = find_or_convert(llama, tmp_path, "float32", notify=notices.append)
+def test_find_or_convert(llama, tmp_path, logged):
+    first = find_or_convert(llama, tmp_path, "float32")
     assert first.path == store_path(tmp_path, llama, "float32", "native") and first.path.is_relative_to(tmp_path)
-    again = find_or_convert(llama, tmp_path, "float32", notify=notices.append)
-    assert again == first and len(notices) == 1 and llama.name in notices[0] and str(first.path) in notices[0]
-    packed = find_or_convert(llama, tmp_path, "bfloat16", "int4", notify=notices.append)
-    assert packed.path != first.path and packed.num_bytes < first.num_bytes and len(notices) == 2
-    itself = find_or_convert(resolve_model(str(packed.path)), tmp_path, "bfloat16", "int4", notify=notices.append)
-    assert itself == packed and len(notices) == 2
+    again = find_or_convert(llama, tmp_path, "float32")
+    assert again == first and len(logged) == 1 and llama.name in logged[0] and str(first.path) in logged[0]
+    packed = find_or_convert(llama, tmp_path, "bfloat16", "int4")
+    assert packed.path != first.path and packed.num_bytes < first.num_bytes and len(logged) == 2
+    itself = find_or_convert(resolve_model(str(packed.path)), tmp_path, "bfloat16", "int4")
+    assert itself == packed and len(logged) == 2
     expected = content(first.path)
     (first.path / "layer-00001.safetensors").unlink()
-    find_or_convert(llama, tmp_path, "float32", notify=notices.append)
-    assert content(first.path) == expected and len(notices) == 3
+    find_or_convert(llama, tmp_path, "float32")
+    assert content(first.path) == expected and len(logged) == 3
     (first.path / "manifest.json").unlink()
-    find_or_convert(llama, tmp_path, "float32", notify=notices.append)
+    find_or_convert(llama, tmp_path, "float32")
     assert content(first.path) == expected
     names = {
         store_path(tmp_path, llama, dtype, q).name for dtype in ("float32", "bfloat16") for q in ("native", "int4")

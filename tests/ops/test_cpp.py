@@ -629,7 +629,7 @@ def test_norms(rows, columns, dtype, layer_norm, seed):
 @real_sets
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 256])
-@pytest.mark.parametrize("kv_format", ["own", "int4", "int8", "none", "none, rotated"])
+@pytest.mark.parametrize("kv_format", ["own", "int5", "int8", "none", "none, rotated"])
 @pytest.mark.parametrize("family", ["rope", "learned", "qk_norm"])
 def test_rotary_and_store(dtype, head_dim, kv_format, family):
     tokens, heads, kv_heads, kv_block_size, scale = 21, 6, 2, 16, head_dim**-0.5
@@ -638,7 +638,7 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
     angles = torch.outer(torch.arange(50.0), 1.0 / 100 ** (torch.arange(head_dim // 2) / head_dim))
     rope = None if family == "learned" else (angles.cos(), angles.sin())
     norms = tuple(random(i, head_dim, dtype=dtype) for i in (5, 6)) if family == "qk_norm" else None
-    rotated = kv_format in ("int4", "none, rotated")
+    rotated = kv_format in ("int5", "none, rotated")
     rotation = torch.linalg.qr(random(9, head_dim, head_dim))[0].contiguous() if rotated else None
     slots = torch.from_numpy(np.random.default_rng(1).permutation(4 * kv_block_size)[:tokens])
     kv = None

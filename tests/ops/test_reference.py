@@ -8,7 +8,7 @@ from attention_cases import attended, laid_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.core.dtypes import INT4, KV_CODE_BITS, kv_row_bytes
+from batchgen.core.dtypes import INT5, KV_CODE_BITS, kv_row_bytes
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 from batchgen.ops import reference
@@ -91,7 +91,7 @@ def test_4_bit_keys_with_one_large_channel_keep_their_products(head_dim):
     tokens, heads = 64, 2
     q, k, v = (torch.randn(tokens, heads, head_dim, generator=draw) for _ in range(3))
     k[..., 3] += 40
-    kv = torch.zeros(4, 2, heads, BLOCK, kv_row_bytes(head_dim, INT4), dtype=torch.uint8)
+    kv = torch.zeros(4, 2, heads, BLOCK, kv_row_bytes(head_dim, INT5), dtype=torch.uint8)
     qkv = torch.cat((q, k, v), 1).flatten(1)
     scale = head_dim**-0.5
     rotated = ops.rotary_store(qkv, heads, kv, torch.arange(tokens), scale=scale)
@@ -106,7 +106,7 @@ def test_4_bit_keys_with_one_large_channel_keep_their_products(head_dim):
 
 
 def packed_and_back(x):
-    bits = KV_CODE_BITS[INT4]
+    bits = KV_CODE_BITS[INT5]
     return dequantize(quantize(x, bits), x.shape[-1], bits=bits)
 
 

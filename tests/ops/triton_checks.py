@@ -62,8 +62,8 @@ FORMATS = {  # (queries, KV): the largest error
     ("float32", "float32"): 2e-5,
     ("bfloat16", "bfloat16"): 0.015,
     ("float16", "float16"): 2e-3,
-    ("float32", "int4"): 5e-5,
-    ("bfloat16", "int4"): 0.03,
+    ("float32", "int5"): 5e-5,
+    ("bfloat16", "int5"): 0.03,
     ("float32", "int8"): 5e-5,
     ("bfloat16", "int8"): 0.03,
 }
@@ -152,14 +152,14 @@ def test_attention(formats):
     check()
 
 
-@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int4", "int8"])
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int5", "int8"])
 def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
     dtype = torch.float32 if kv_format == "float32" else torch.bfloat16
     case = (0, [(1, LONG, False), (1, 1024, False), (1, 1023, False), (1, 0, False)], None, (8, 2), 64, 16, 132, 3)
     check_attention(case, dtype, kv_format, 2e-5 if dtype == torch.float32 else 0.01)
 
 
-@pytest.mark.parametrize("kv_format", ["float32", "int4", "int8"])
+@pytest.mark.parametrize("kv_format", ["float32", "int5", "int8"])
 def test_scores_are_capped(kv_format):
     case = (4, [(1, 100, True), (1, 64, True), (24, 64, False), (3, 0, False)], 100, (8, 2), 64, 16, 132, 3)
     check_attention(case, torch.float32, kv_format, 5e-5, softcap=1.5)
@@ -283,7 +283,7 @@ def test_the_same_twice_is_the_same_bit_by_bit():
 def test_kv_beyond_the_reach_of_32_bits():
     """Memory that is not touched takes none: a pool of which only the last blocks are used gives what a small one gives."""
     heads, kv_heads, head_dim, tokens = 4, 2, 64, 20
-    block = (2, kv_heads, 16, quant.row_bytes(head_dim, KV_CODE_BITS["int4"]))
+    block = (2, kv_heads, 16, quant.row_bytes(head_dim, KV_CODE_BITS["int5"]))
     qkv = random(0, tokens, (heads + 2 * kv_heads) * head_dim).to(DEVICE)
     found = []
     for blocks in (3, 2**31 // math.prod(block) + 100):
@@ -320,7 +320,7 @@ ROTARY = [
     (dtype, head_dim, kv_format, family)
     for dtype, head_dims in ((torch.float32, (8, 80, 256)), (torch.bfloat16, (34, 64, 96)), (torch.float16, (64,)))
     for head_dim in head_dims
-    for kv_format in ("own", "int4", "int8", "none", "none, rotated")
+    for kv_format in ("own", "int5", "int8", "none", "none, rotated")
     for family in ("rope", "learned", "qk_norm")
 ]
 
@@ -335,7 +335,7 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
     angles = torch.outer(torch.arange(50.0), 1.0 / 100 ** (torch.arange(head_dim // 2) / head_dim))
     rope = None if family == "learned" else (angles.cos(), angles.sin())
     norms = tuple(random(i, head_dim, dtype=dtype) for i in (5, 6)) if family == "qk_norm" else None
-    rotation = ops.rotation(head_dim) if kv_format in ("int4", "none, rotated") else None
+    rotation = ops.rotation(head_dim) if kv_format in ("int5", "none, rotated") else None
     slots = torch.from_numpy(np.random.default_rng(1).permutation(4 * kv_block_size)[:tokens])
     slots[5] = -1  # of this one nothing is stored
     kv = None

@@ -1,19 +1,16 @@
 """KV by layer: what the planner counts of a placement, what the runtime allocates for it, and when it is looked for."""
 
-from dataclasses import replace
-
 import pytest
 from planner_cases import GIB, gpu_box, opt
 
-from batchgen.core.errors import InputError
 from batchgen.core.workload import Lengths, Workload
-from batchgen.planner.by_layer import by_layer, by_layer_candidates
 from batchgen.planner.costs import moved_bytes
 from batchgen.planner.explain import make_plan
 from batchgen.planner.peak_memory import peak_bytes
 from batchgen.planner.problem import FLEXGEN, Allowed, Problem
-from batchgen.planner.search import search
+from batchgen.planner.search import prune_nothing, search
 from batchgen.planner.simulation import memory_of
+from batchgen.planner.strategies import PIE, NotApplicable, added_candidates
 
 MODEL = opt(1024, 12, 8)
 LONG = Workload(12, Lengths((4000,)), Lengths((64, 128)), 128)
@@ -26,10 +23,14 @@ def problem_with(gpu_memory, **changes):
     )  # fmt: skip
 
 
+def candidates_by_layer(problem):
+    return [candidate for candidate in added_candidates(problem, prune_nothing) if candidate.counts.kv_layers]
+
+
 @pytest.mark.parametrize("gpu_memory", [GIB, 3 * GIB // 2, 2 * GIB])
 def test_what_is_counted_holds_what_is_allocated(gpu_memory):
     problem = problem_with(gpu_memory)
-    found = search(by_layer(problem))
+    found = search(PIE.restrict(problem))
     s, counts = found.inputs, found.counts
     at = counts.placement(s)
     assert 0 < counts.kv_layers < 12 and {c for c, n in counts.kv_seqs.items() if n} == {"streamed"}
@@ -48,7 +49,7 @@ def test_what_is_counted_holds_what_is_allocated(gpu_memory):
 
 
 def test_each_token_goes_to_the_host_once_in_the_layers_that_stream():
-    found = search(by_layer(problem_with(GIB)))
+    found = search(PIE.restrict(problem_with(GIB)))
     s, at = found.inputs, found.counts.placement(found.inputs)
     for phase in found.phases:
         out = moved_bytes(s, phase, at)["d2h"] - at.act_cpu * phase.tokens * s.hidden_bytes * (1 - 1 / 12)
@@ -57,7 +58,7 @@ def test_each_token_goes_to_the_host_once_in_the_layers_that_stream():
 
 
 def test_whole_things_are_no_faster_than_the_bound_and_more_memory_no_slower():
-    found = [search(by_layer(problem_with(size))) for size in (GIB, 3 * GIB // 2, 2 * GIB)]
+    found = [search(PIE.restrict(problem_with(size))) for size in (GIB, 3 * GIB // 2, 2 * GIB)]
     for candidate in found:
         assert candidate.seconds >= candidate.relaxed.seconds * (1 - 1e-6)
     seconds = [candidate.seconds for candidate in found]
@@ -72,12 +73,12 @@ def test_whole_things_are_no_faster_than_the_bound_and_more_memory_no_slower():
         {"allowed": Allowed(weight_tiers=("cpu",))},
     ],
 )
-def test_it_is_not_looked_for_where_it_is_not_allowed(changes):
-    assert list(by_layer_candidates(problem_with(GIB), lambda seconds: True))
-    assert not list(by_layer_candidates(problem_with(GIB, **changes), lambda seconds: True))
+def test_kv_by_layer_is_not_tried_where_it_is_not_allowed(changes):
+    assert candidates_by_layer(problem_with(GIB))
+    assert not candidates_by_layer(problem_with(GIB, **changes))
 
 
-def test_nor_where_weights_do_not_fit():
-    assert not list(by_layer_candidates(problem_with(GIB // 4), lambda seconds: True))
-    with pytest.raises(InputError):
-        search(by_layer(replace(problem_with(GIB // 4))))
+def test_kv_by_layer_is_not_tried_where_weights_do_not_fit():
+    assert not candidates_by_layer(problem_with(GIB // 4))
+    with pytest.raises(NotApplicable, match="more than the GPU's 256"):
+        PIE.restrict(problem_with(GIB // 4))

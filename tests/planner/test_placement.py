@@ -18,7 +18,7 @@ from batchgen.core.units import parse_bytes
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.costs import bounds, head_lanes, job_seconds, layer_lanes
-from batchgen.planner.deferring import deferring
+from batchgen.planner.deferred_attention import with_deferred_attention
 from batchgen.planner.explain import make_plan
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import plan_memory
@@ -65,7 +65,7 @@ CASES = {
     "weights and KV on disk": problem(model=opt(9216, 64, 72), hardware=gpu_box(cpu_memory_bytes=24 * GIB)),
     "CPU only": problem(cpu_box(), model=llama_8b()),
     "CPU only, model larger than memory": problem(cpu_box(cpu_memory_bytes=12 * GIB), model=llama_8b()),
-    "4-bit allowed": problem(weight_formats=("float16", "int4"), kv_formats=("float16", "int4")),
+    "packing allowed": problem(weight_formats=("float16", "int4"), kv_formats=("float16", "int5")),
     "FlexGen's runtime": problem(runtime=FLEXGEN, admissions=("static",)),
     "mixed lengths": problem(
         workload=Workload(900, Lengths((64, 200, 900)), Lengths((4, 40, 128)), 128, shared_prefix_len=100)
@@ -114,13 +114,12 @@ def problems(draw):
             [("gpu", "cpu", "streamed", "disk"), ("gpu", "streamed", "disk"), ("gpu", "cpu", "disk"), ("disk",)]
         )
     )
-    formats = st.sampled_from([("float16",), ("int4",)])
     return problem(
         hardware,
         model,
         workload,
-        weight_formats=draw(formats),
-        kv_formats=draw(formats),
+        weight_formats=(draw(st.sampled_from(["float16", "int4"])),),
+        kv_formats=(draw(st.sampled_from(["float16", "int5"])),),
         allowed=Allowed(kv_classes=classes),
         max_num_seqs=draw(st.integers(1, 600)),
         num_gpu_batches=draw(st.sampled_from([None, 1, 2, 3])),
@@ -141,7 +140,7 @@ def test_what_is_planned_fits_the_memory_that_the_runtime_takes(p):
         return
     check_memory(p, best)
     if best.inputs.on_gpu and best.inputs.num_gpu_batches == 1 and best.inputs.admission == "continuous":
-        beside = deferring(replace(p, max_num_seqs=None), best)
+        beside = with_deferred_attention(replace(p, max_num_seqs=None), best)
         if beside is not None:
             assert beside.counts.kv_seqs["deferred"] == beside.inputs.deferred_seqs > 0
             check_placement(beside)
@@ -405,7 +404,7 @@ def test_equally_fast_plans_leave_the_disk_alone():
 
 
 def test_only_allowed_formats_and_tiers_are_used():
-    best = search(CASES["4-bit allowed"])
+    best = search(CASES["packing allowed"])
     assert best.inputs.weight_format == "int4"
     assert best.seconds < search(CASES["streamed weights"]).seconds
     resident = Allowed(("cpu",), ("cpu",))

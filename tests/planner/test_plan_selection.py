@@ -14,10 +14,10 @@ from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
 from batchgen.planner import plan_selection as choice
-from batchgen.planner import sampled_simulation as shortened
+from batchgen.planner import sampled_simulation as sampled
 from batchgen.planner.explain import make_plan
 from batchgen.planner.plan_selection import Simulated, choose, simulate_candidates
-from batchgen.planner.sampled_simulation import simulate_shortened
+from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.search import block_latency_s, candidates, first_rows_s
 from batchgen.planner.simulation import simulate_job
 from batchgen.profiler.shipped import shipped_profile
@@ -128,7 +128,7 @@ def test_an_order_that_takes_much_longer_than_modelled_is_given_up(monkeypatch):
     ]  # fmt: skip
     took = {(2, "even"): 200.0, (2, "mixed"): 150.0, (1, "even"): 145.0, (4, "mixed"): 130.0}
     monkeypatch.setattr(choice, "candidates", lambda *args: iter(offered))
-    monkeypatch.setattr(choice, "apex_candidates", lambda *args: iter(()))
+    monkeypatch.setattr(choice, "added_candidates", lambda *args: iter(()))
 
     class Run:
         whole = True
@@ -136,7 +136,7 @@ def test_an_order_that_takes_much_longer_than_modelled_is_given_up(monkeypatch):
         def __init__(self, plan, candidate):
             self.seconds = took[candidate.inputs.num_gpu_batches, candidate.inputs.batch_order]
 
-    monkeypatch.setattr(choice, "simulate_shortened", Run)
+    monkeypatch.setattr(choice, "simulate_sampled", Run)
     found = [s.candidate for s in simulate_candidates(problem, lambda candidate: None)]
     # 105 times 2 less a fifth is 175; 105 times 1.5 less a fifth is 131, below the 145 that are known; 105 times 1.5 is 158.
     assert found == [offered[i] for i in (0, 1, 2, 4, 5)]
@@ -181,11 +181,11 @@ def test_a_latency_holds_for_simulated_blocks():
 
 
 @pytest.mark.parametrize("hardware", [cpu_box(), gpu_box(gpu_memory_bytes=2 << 30)], ids=lambda h: h.name)
-def test_a_shortened_job_tells_of_the_whole(hardware):
+def test_a_sampled_job_tells_of_the_whole(hardware):
     workload = Workload.uniform(600, 100, 40)
     problem, _, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=64)
     best = next(candidates(problem, 1))
-    run = simulate_shortened(plan_of(best), best)
+    run = simulate_sampled(plan_of(best), best)
     assert not run.whole
     assert run.seconds == pytest.approx(simulate_job(plan_of(best), problem.model, hardware).total_s, rel=0.06)
 
@@ -196,9 +196,9 @@ def test_decoding_may_be_jumped_over(monkeypatch, hardware):
     workload = Workload.uniform(40, 100, 64)
     problem, _, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=40)
     best = next(candidates(problem, 1))
-    jumped = simulate_shortened(plan_of(best), best)
-    monkeypatch.setattr(shortened, "_JUMPS", 1 << 30)
-    each = simulate_shortened(plan_of(best), best)
+    jumped = simulate_sampled(plan_of(best), best)
+    monkeypatch.setattr(sampled, "_JUMPS", 1 << 30)
+    each = simulate_sampled(plan_of(best), best)
     assert jumped.whole and each.whole
     # KV moves in blocks of 16 tokens, so a context is off by less than one of them, in at least 100.
     assert jumped.seconds == pytest.approx(each.seconds, rel=0.05) and jumped.seconds != each.seconds
@@ -215,11 +215,11 @@ def test_only_what_may_be_the_fastest_is_simulated_for_longer(monkeypatch, longe
         asked.append((candidate, bool(options)))
         short = {90.0: 100.0, 99.0: 110.0, 101.0: 140.0}[candidate.seconds]
         seconds = longer if options and candidate is offered[0] else short
-        return shortened.ShortenedRun(seconds, False)
+        return sampled.SampledRun(seconds, False)
 
     monkeypatch.setattr(choice, "candidates", lambda *args: iter(offered))
-    monkeypatch.setattr(choice, "apex_candidates", lambda *args: iter(()))
-    monkeypatch.setattr(choice, "simulate_shortened", run)
+    monkeypatch.setattr(choice, "added_candidates", lambda *args: iter(()))
+    monkeypatch.setattr(choice, "simulate_sampled", run)
     found = simulate_candidates(problem, lambda candidate: None)
     again = [candidate for candidate, longer_run in asked if longer_run]
     assert again == (offered[:1] if longer == 100 else offered[:2])
@@ -230,7 +230,7 @@ def test_what_no_memory_plan_holds_stands_with_its_modelled_time(monkeypatch):
     def refuse(plan, candidate):
         raise InputError("too small")
 
-    monkeypatch.setattr(choice, "simulate_shortened", refuse)
+    monkeypatch.setattr(choice, "simulate_sampled", refuse)
     problem, _, plan_of = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(8, 100, 20))
     (only,) = simulate_candidates(problem, plan_of)
     assert only.slower == 1

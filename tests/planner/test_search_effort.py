@@ -18,7 +18,7 @@ from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.feasibility import fitting, halving
 from batchgen.planner.mip import fits, solve
 from batchgen.planner.problem import Allowed, Problem
-from batchgen.planner.search import block_latency_s, candidates, search, search_space, search_worth
+from batchgen.planner.search import block_latency_s, candidates, search, search_space, search_unless_pruned
 from batchgen.profiler.shipped import shipped_profile
 
 SHAPES = Path(__file__).parents[2] / "recipes" / "throughput" / "shapes"
@@ -58,7 +58,7 @@ def test_few_programmes_are_solved(monkeypatch, name):
         allowed=IN_SWEEPS,
     )
     found = []
-    for candidate in candidates(problem, 6, lambda seconds: not found or seconds <= 1.07 * found[0].seconds):
+    for candidate in candidates(problem, 6, lambda seconds: bool(found) and seconds > 1.07 * found[0].seconds):
         found.append(candidate)
     assert solved.count(False) <= MOST_LPS and solved.count(True) <= 2 * MOST_WHOLE
     best = search(problem)
@@ -84,12 +84,12 @@ def test_layers_are_measured_once_for_all_that_is_enumerated(monkeypatch):
     assert 48 <= len(asked) <= 3 * 48
 
 
-def test_what_is_worth_nothing_is_given_up():
+def test_a_search_ends_when_all_that_is_left_is_pruned():
     hardware = gpu_box()
     problem = Problem(hardware, opt(1024, 12, 16), Workload.uniform(64, 100, 20), budgets(hardware), **FORMATS)
     fastest = search(problem)
-    assert search_worth(problem, lambda seconds: seconds <= fastest.seconds * 1.001).seconds == fastest.seconds
-    assert search_worth(problem, lambda seconds: seconds <= fastest.seconds * 0.9) is None
+    assert search_unless_pruned(problem, lambda seconds: seconds > fastest.seconds * 1.001).seconds == fastest.seconds
+    assert search_unless_pruned(problem, lambda seconds: seconds > fastest.seconds * 0.9) is None
 
 
 def test_blocks_that_take_too_long_leave_their_kind_to_smaller_ones(monkeypatch):

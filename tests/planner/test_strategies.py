@@ -9,25 +9,16 @@ from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.loader import store_bytes
 from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
-from batchgen.planner.by_layer import by_layer
-from batchgen.planner.deferring import deferring
+from batchgen.planner.deferred_attention import with_deferred_attention
 from batchgen.planner.explain import make_plan
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.plan_selection import choose, simulate_candidates
 from batchgen.planner.problem import Allowed
-from batchgen.planner.sampled_simulation import simulate_shortened
+from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.search import search
 from batchgen.planner.simulation import simulate_job
-from batchgen.planner.strategies import (
-    ON_CPU,
-    WITH_GPU,
-    best_plan,
-    limited,
-    strategies_for,
-    strategy_lines,
-    strategy_of,
-    with_strategies,
-)
+from batchgen.planner.strategies import FLEXGEN, GPU_ONLY, ON_CPU, PIE, WITH_GPU, strategies_for, strategy_of
+from batchgen.planner.strategy_times import best_plan, strategy_lines, with_strategies
 
 # Few layers, so that a deferred token takes few sweeps; few words, so that logits take little of a small GPU's memory.
 MODEL = replace(opt(1024, 6, 8), vocab_size=2048)
@@ -76,8 +67,8 @@ def test_two_batches_give_way_to_deferred_attention_as_the_cpu_gets_slower(ratio
     problem, _ = planning(slow_cpu(ratio))
     two = search(replace(problem, num_gpu_batches=2, allowed=Allowed(kv_classes=("gpu", "cpu"))))
     alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(kv_classes=("gpu",))))
-    beside = deferring(problem, alone)
-    for seconds_of in (lambda c: c.seconds, lambda c: simulate_shortened(plan_of(problem, c), c).seconds):
+    beside = with_deferred_attention(problem, alone)
+    for seconds_of in (lambda c: c.seconds, lambda c: simulate_sampled(plan_of(problem, c), c).seconds):
         one_s, two_s = seconds_of(beside), seconds_of(two)
         assert (one_s < two_s) == deferred, (one_s, two_s)
         assert one_s < seconds_of(alone)
@@ -87,13 +78,13 @@ def test_deferred_sequences_take_no_weights_off_the_gpu():
     """What they need of its memory is fewer other sequences': before, layers' weights left it and came over in every sweep."""
     problem, _ = planning(slow_cpu(10, gpu_memory_bytes=int(0.36 * GIB), h2d_bytes_per_s=1e10))
     alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(("gpu",), ("gpu",))))
-    beside = deferring(problem, alone)
+    beside = with_deferred_attention(problem, alone)
     assert beside.counts.weight_layers == alone.counts.weight_layers
     assert 0 < beside.counts.kv_seqs["gpu"] < alone.counts.kv_seqs["gpu"] and beside.seconds < alone.seconds
 
 
 @pytest.mark.thorough
-def test_so_does_the_plan():
+def test_the_plan_has_two_batches_or_deferred_attention_by_how_fast_the_cpu_is():
     fast, slow = (planned(slow_cpu(ratio)) for ratio in (1.5, 10))
     assert fast.policy.num_gpu_batches == 2 and "deferred" not in fast.policy.kv_seqs
     assert fast.policy.kv_seqs["cpu"] > fast.policy.max_num_seqs / 3, "the CPU attends to much of it"
@@ -155,19 +146,17 @@ def few_long_rows():
 def test_kv_streams_by_layer_where_it_is_a_little_larger_than_the_gpu():
     """Few long sequences: to stream a whole one takes longer than the link hides, to stream a few layers of two does not."""
     problem, request = few_long_rows()
-    in_tiers = ("gpu", "cpu", "disk"), ("gpu", "streamed", "disk")
-    found = [
-        search(p) for p in (by_layer(problem), *(limited(problem, *some) for some in (in_tiers, (("gpu",), ("gpu",)))))
-    ]
+    whole = replace(FLEXGEN, kv_classes=("gpu", "streamed", "disk")), replace(GPU_ONLY, gpu_batches=None)
+    found = [search(strategy.restrict(problem)) for strategy in (PIE, *whole)]
     plans = [plan_of(problem, candidate, request.max_model_len) for candidate in found]
-    parted, *others = (simulate_shortened(*pair).seconds for pair in zip(plans, found, strict=True))
+    parted, *others = (simulate_sampled(*pair).seconds for pair in zip(plans, found, strict=True))
     assert parted < 0.9 * min(others)
     policy = plans[0].policy
     assert policy.kv_seqs == {"streamed": 2} and 12 < policy.kv_layers < 24
 
 
 @pytest.mark.thorough
-def test_the_plan_then_has_kv_by_layer():
+def test_the_plan_has_kv_by_layer_where_kv_is_a_little_larger_than_the_gpu():
     problem, request = few_long_rows()
     plan = plan_job(problem, request, **TIMES)
     plan = with_strategies(plan, problem, plan_maker(problem, request, **TIMES))

@@ -10,7 +10,7 @@ from tiered import CPU, make_parts, make_policy, make_requests
 from timing import undisturbed
 
 from batchgen.core.device import Device, parse_device
-from batchgen.core.dtypes import INT4, INT8
+from batchgen.core.dtypes import INT4, INT5, INT8
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.engine.engine import Engine
@@ -30,12 +30,12 @@ EMULATED = Device("emulated", GIB)
 
 
 def box(**changes):
-    """A CPU with rates in fp32, int4 and int8."""
+    """A CPU with rates in fp32, int5 and int8."""
     cpu = cpu_box().cpu
     tables = {
         name: {
             FP32: getattr(cpu, name)["float16"],
-            INT4: getattr(cpu, name)["float16"].scaled(0.5),
+            INT5: getattr(cpu, name)["float16"].scaled(0.5),
             INT8: getattr(cpu, name)["float16"].scaled(0.7),
         }
         for name in ("prefill_attention_flops_per_s", "decode_attention_bytes_per_s", "elementwise_bytes_per_s")
@@ -186,12 +186,12 @@ CASES = {
     "8-bit weights": (EMULATED, {"weight_layers": (0, 3, 0), "weight_format": INT8}),
     "streamed": (EMULATED, {"kv_seqs": {"streamed": 8}}),
     "streamed in two batches": (EMULATED, {"kv_seqs": {"streamed": 8}, "gpu_batch_size": 4, "num_gpu_batches": 2}),
-    "streamed in 4 bits": (EMULATED, {"kv_seqs": {"streamed": 8}, "kv_format": INT4}),
+    "streamed in 5 bits": (EMULATED, {"kv_seqs": {"streamed": 8}, "kv_format": INT5}),
     "streamed in 8 bits": (EMULATED, {"kv_seqs": {"streamed": 8}, "kv_format": INT8}),
     "attended to by the CPU": (EMULATED, {"kv_seqs": {"cpu": 8}}),
-    "attended to by the CPU in 4 bits": (EMULATED, {"kv_seqs": {"cpu": 8}, "kv_format": INT4}),
+    "attended to by the CPU in 5 bits": (EMULATED, {"kv_seqs": {"cpu": 8}, "kv_format": INT5}),
     "KV on disk": (EMULATED, {"kv_seqs": {"disk": 8}}),
-    "4-bit KV on disk": (EMULATED, {"kv_seqs": {"disk": 8}, "kv_format": INT4}),
+    "5-bit KV on disk": (EMULATED, {"kv_seqs": {"disk": 8}, "kv_format": INT5}),
     "8-bit KV on disk": (EMULATED, {"kv_seqs": {"disk": 8}, "kv_format": INT8}),
     "KV on disk for the CPU": (CPU, {"kv_seqs": {"disk": 8}}),
     "half of it": (EMULATED, {"kv_seqs": {"gpu": 4, "streamed": 4}}),
@@ -265,7 +265,7 @@ def test_packing_costs_what_it_was_measured_to_cost(llama):
     packed = box()
     tables = ("prefill_attention_flops_per_s", "elementwise_bytes_per_s")
     without = replace(packed, cpu=replace(packed.cpu, **{t: {FP32: getattr(packed.cpu, t)[FP32]} for t in tables}))
-    for packing in (INT4, INT8):
+    for packing in (INT5, INT8):
         assert compute_s(FP32, packing, without) == pytest.approx(plain)
         assert compute_s(FP32, packing) > plain * 1.01
 

@@ -13,6 +13,7 @@ from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.machine import CpuTime
 from batchgen.core.python_command import python_command
+from batchgen.job.progress import log_lines
 from batchgen.profiler import in_subprocess, overheads
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import _SWEEPS, _kv_tokens, affordable_sweeps
@@ -25,31 +26,30 @@ from batchgen.profiler.transfer import dram_read_rate, first_touch_rate
 GIB = 1 << 30
 
 
-def answer(tmp_path, code, notify=lambda line: None, task=None):
+def answer(tmp_path, code, task=None):
     """What the parent makes of a process that runs `code`, with `say(kind, value)`."""
     script = tmp_path / "child.py"
     said = "import json, sys, struct, os\ndef say(kind, value): print(json.dumps([kind, value]), flush=True)\n"
     script.write_text(said + textwrap.dedent(code))
-    return in_subprocess._answer([sys.executable, str(script)], task, notify)
+    return in_subprocess._answer([sys.executable, str(script)], task)
 
 
 class TestProcess:
-    def test_notes_come_as_they_are_made_and_the_profile_last(self, tmp_path):
+    def test_log_records_come_as_they_are_made_and_the_profile_last(self, tmp_path, logged):
         profile = shipped_profile("zen4")
-        notes = []
         code = f"""
             from batchgen.core.messages import decode
             from batchgen.core.frames import read_frame
             task = decode(bytes(read_frame(sys.stdin.buffer)), dict())
-            say("note", task)
-            say("note", str(os.getpid()))
+            say("log", [20, task])
+            say("log", [20, str(os.getpid())])
             say("profile", {profile.to_json()!r})
         """
-        found = answer(tmp_path, code, notes.append, task="measure this")
+        found = answer(tmp_path, code, task="measure this")
         assert isinstance(found, HardwareProfile) and found == HardwareProfile.from_json(
             json.loads(json.dumps(profile.to_json()))
         )
-        assert notes[0] == "measure this" and int(notes[1]) != os.getpid()
+        assert logged[0] == "measure this" and int(logged[1]) != os.getpid()
 
     def test_what_is_refused_there_is_refused_here(self, tmp_path):
         with pytest.raises(InputError, match="no such disk"):
@@ -64,7 +64,7 @@ class TestProcess:
                 "os.close(1); import time; time.sleep(0.3); os._exit(7)",
                 "exit code 7 .*--hardware",
             ),  # it takes a while to end
-            ('say("note", "x"); os.kill(os.getpid(), 9)', "signal 9 .*more memory"),
+            ('say("log", [20, "x"]); os.kill(os.getpid(), 9)', "signal 9 .*more memory"),
         ],
     )
     def test_its_own_exit_code_is_told_and_memory_only_where_it_was_killed(self, tmp_path, code, said):
@@ -78,13 +78,12 @@ class TestProcess:
         ):
             answer(tmp_path, f'say("needs", {2 * GIB})')
 
-    def test_nothing_is_measured_in_memory_too_small_for_it(self, tmp_path):
+    def test_nothing_is_measured_in_memory_too_small_for_it(self, tmp_path, logged):
         """The real process says so, before anything is measured."""
         task = (Wanted("cpu", ("float32",)), tmp_path, tmp_path, True, 100 << 20)
-        notes = []
         with pytest.raises(InputError, match="--cpu-memory"):
-            in_subprocess._answer(python_command(in_subprocess.__name__), task, notes.append)
-        assert notes == [] and not list(tmp_path.iterdir())
+            in_subprocess._answer(python_command(in_subprocess.__name__), task)
+        assert logged == [] and not list(tmp_path.iterdir())
 
     def test_an_interrupt_ends_it(self, tmp_path):
         seen = []
@@ -93,8 +92,8 @@ class TestProcess:
             seen.append(int(line))
             raise KeyboardInterrupt
 
-        with pytest.raises(KeyboardInterrupt):
-            answer(tmp_path, 'say("note", str(os.getpid())); sys.stdin.buffer.read()', interrupted)
+        with pytest.raises(KeyboardInterrupt), log_lines(interrupted):
+            answer(tmp_path, 'say("log", [20, str(os.getpid())]); sys.stdin.buffer.read()')
         with pytest.raises(ProcessLookupError):
             os.kill(seen[0], 0)
 
@@ -110,13 +109,12 @@ class TestProcess:
 
     def test_its_memory_is_what_the_budget_leaves_beside_this_process(self, tmp_path, monkeypatch):
         tasks = []
-        monkeypatch.setattr(in_subprocess, "_answer", lambda command, task, notify: tasks.append(task))
+        monkeypatch.setattr(in_subprocess, "_answer", lambda command, task: tasks.append(task))
         monkeypatch.setattr(in_subprocess, "resident_bytes", lambda: GIB)
         monkeypatch.setattr(in_subprocess, "available_memory_bytes", lambda: 20 * GIB)
         for budget in (None, 3 * GIB, GIB // 2):
             recall_or_measure(
-                Wanted("cpu", ("float32",)), cache_dir=tmp_path, offload_dir=tmp_path, refresh=False, memory_bytes=budget,
-                notify=lambda line: None,
+                Wanted("cpu", ("float32",)), cache_dir=tmp_path, offload_dir=tmp_path, refresh=False, memory_bytes=budget
             )  # fmt: skip
         assert [task[-1] for task in tasks] == [20 * GIB, 2 * GIB, 0]
 

@@ -32,7 +32,7 @@ from batchgen.profiler import measure as profile_module
 from batchgen.profiler import timing as profile_timing
 from batchgen.profiler import transfer as profile_transfer
 from batchgen.profiler.cache import Wanted, load_or_measure, profile_path, recall
-from batchgen.profiler.measure import Overheads, add_dtypes, add_packed, add_products, measure
+from batchgen.profiler.measure import Overheads, add_dequantizing, add_dtypes, add_packed_kv, add_products, measure
 from batchgen.profiler.timing import Device, Effort, Trial, last_level_cache_bytes, pieces
 from batchgen.profiler.transfer import copy_rates, disk_rates
 
@@ -60,14 +60,8 @@ OVERHEADS = Overheads(
 )
 
 
-def quiet(line):
-    pass
-
-
-def tiny_measure(offload_dir, dtypes=("float32",), notify=quiet, effort=TINY):
-    return measure(
-        device="cpu", offload_dir=offload_dir, dtypes=dtypes, overheads=OVERHEADS, notify=notify, effort=effort
-    )
+def tiny_measure(offload_dir, dtypes=("float32",), effort=TINY):
+    return measure(device="cpu", offload_dir=offload_dir, dtypes=dtypes, overheads=OVERHEADS, effort=effort)
 
 
 def leaves(points):
@@ -110,14 +104,13 @@ class TestMeasure:
     def test_is_the_same_after_a_round_trip_through_json(self, measured):
         assert HardwareProfile.from_json(json.loads(json.dumps(measured.to_json()))) == measured
 
-    def test_says_what_it_does_and_under_which_circumstances(self, tmp_path):
-        lines = []
-        profile = tiny_measure(tmp_path, notify=lines.append)
-        assert any(str(tmp_path) in line for line in lines)
-        assert any("matrix products in float32" in line for line in lines)
+    def test_says_what_it_does_and_under_which_circumstances(self, tmp_path, logged):
+        profile = tiny_measure(tmp_path)
+        assert any(str(tmp_path) in line for line in logged)
+        assert any("matrix products in float32" in line for line in logged)
         assert profile.measured["torch"] == torch.__version__
         assert profile.measured["threads"] == torch.get_num_threads()
-        assert len(profile.measured["seconds"]) == len(lines)
+        assert len(profile.measured["seconds"]) == len(logged)
         assert "core" in profile.name
 
     def test_cpu_only_profile_has_no_gpu_fields(self, measured):
@@ -134,57 +127,58 @@ class TestMeasure:
     def test_refuses_what_it_cannot_measure(self, tmp_path, change, message):
         arguments = {"device": "cpu", "offload_dir": tmp_path, "dtypes": ["float32"], "effort": TINY} | change
         with pytest.raises(InputError, match=message):
-            measure(**arguments, overheads=OVERHEADS, notify=quiet)
+            measure(**arguments, overheads=OVERHEADS)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
     def test_refuses_a_gpu_that_is_not_there(self, tmp_path):
         with pytest.raises(InputError, match=r"no CUDA device.*--device cpu"):
-            measure(
-                device="cuda", offload_dir=tmp_path, dtypes=["float32"], overheads=OVERHEADS, notify=quiet, effort=TINY
-            )
+            measure(device="cuda", offload_dir=tmp_path, dtypes=["float32"], overheads=OVERHEADS, effort=TINY)
 
     def test_further_dtypes_leave_the_rest_as_it_was(self, tmp_path):
         before = tiny_measure(tmp_path)
-        after = add_dtypes(before, ["float16"], notify=quiet, effort=TINY)
+        after = add_dtypes(before, ["float16"], effort=TINY)
         assert set(after.cpu.gemm_flops_per_s) == {"float32", "float16"}
         assert after.cpu.gemm_flops_per_s["float32"] == before.cpu.gemm_flops_per_s["float32"]
         assert after.cpu.elementwise_bytes_per_s["float32"] == before.cpu.elementwise_bytes_per_s["float32"]
         assert after.cpu.step_overhead_s == before.cpu.step_overhead_s
         assert after.disk_read_bytes_per_s == before.disk_read_bytes_per_s
 
-    @pytest.mark.parametrize(("packing", "dtype"), [("int4", "float32"), ("int4", "bfloat16"), ("int8", "float32")])
-    def test_packed_formats_are_merged_in(self, measured, packing, dtype):
-        lines = []
-        after = add_packed(measured, dtype, packing, notify=lines.append, effort=TINY)
+    @pytest.mark.parametrize(("kv_format", "dtype"), [("int5", "float32"), ("int5", "bfloat16"), ("int8", "float32")])
+    def test_packed_kv_is_merged_in(self, measured, kv_format, dtype, logged):
+        after = add_packed_kv(measured, dtype, kv_format, effort=TINY)
         before, cpu = measured.cpu, after.cpu
         for name in ("prefill_attention_flops_per_s", "decode_attention_bytes_per_s", "elementwise_bytes_per_s"):
             table = getattr(cpu, name)
-            assert set(table) == {"float32", "bfloat16", packing}
-            assert {k: v for k, v in table.items() if k != packing} == getattr(before, name)
-            assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table[packing].points))
-        assert cpu.gemm_flops_per_s == before.gemm_flops_per_s and before.expand_bytes_per_s is None
-        # Weights are dequantized from 4 bits alone.
-        assert 1e6 < cpu.expand_bytes_per_s < 1e13 if packing == "int4" else cpu.expand_bytes_per_s is None
-        assert len(lines) == 4 - (packing == "int8") and all(packing in line for line in lines)
+            assert set(table) == {"float32", "bfloat16", kv_format}
+            assert {k: v for k, v in table.items() if k != kv_format} == getattr(before, name)
+            assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table[kv_format].points))
+        assert cpu.gemm_flops_per_s == before.gemm_flops_per_s and cpu.expand_bytes_per_s is None
+        assert len(logged) == 3 and all(kv_format in line for line in logged)
         assert set(measured.measured["seconds"]) < set(after.measured["seconds"])
         assert HardwareProfile.from_json(json.loads(json.dumps(after.to_json()))) == after
+
+    def test_the_rate_of_dequantizing_is_merged_in(self, measured, logged):
+        after = add_dequantizing(measured, "float32", effort=TINY)
+        assert 1e6 < after.cpu.expand_bytes_per_s < 1e13
+        assert dataclasses.replace(after.cpu, expand_bytes_per_s=None) == measured.cpu
+        assert len(logged) == 1 and "int4" in logged[0]
+        assert set(measured.measured["seconds"]) < set(after.measured["seconds"])
 
     @pytest.mark.parametrize(
         ("packing", "dtype", "key"),
         [("int8", "float32", "int8"), ("int8", "bfloat16", "int8"), ("q4_1", "float32", "q4_1 float32")],
     )
     @pytest.mark.parametrize("in_rows", [False, True])
-    def test_products_of_packed_weights_are_merged_in(self, measured, packing, dtype, key, in_rows):
+    def test_products_of_packed_weights_are_merged_in(self, measured, packing, dtype, key, in_rows, logged):
         key = f"{key} in rows" if in_rows else key
-        lines = []
         slower = {"sweep_factors": {dtype: {"gemm": 2.0}}}
         before = dataclasses.replace(measured, measured=measured.measured | slower)
         model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16, inner=96)  # rows of whole blocks
-        after = add_products(before, dtype, packing, notify=lines.append, effort=TINY, model=model, in_rows=in_rows)
+        after = add_products(before, dtype, packing, effort=TINY, model=model, in_rows=in_rows)
         table = after.cpu.gemm_flops_per_s
         assert {k: v for k, v in table.items() if k != key} == measured.cpu.gemm_flops_per_s
         assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table[key].points))
-        assert len(lines) == 1 and packing in lines[0]
+        assert len(logged) == 1 and packing in logged[0]
         assert HardwareProfile.from_json(json.loads(json.dumps(after.to_json()))) == after
 
     def test_layers_of_no_certain_model_can_have_any_packed_weights(self):
@@ -222,7 +216,7 @@ class TestMeasure:
     def test_a_machine_of_any_speed_is_measured_within_a_minute(self, per_s, tmp_path, simulated):
         """Told by the clock of a machine that does `per_s` bytes or FLOPs a second, at most one call a microsecond."""
         clock = simulated(per_s, disk_bytes_per_s=per_s / 50)
-        profile = measure(device="cpu", offload_dir=tmp_path, dtypes=["float32"], overheads=OVERHEADS, notify=quiet)
+        profile = measure(device="cpu", offload_dir=tmp_path, dtypes=["float32"], overheads=OVERHEADS)
         assert 5 < clock.seconds < 60
         assert profile.dram_bytes_per_s == pytest.approx(per_s, rel=0.01)
         assert len(leaves(profile.cpu.decode_attention_bytes_per_s["float32"].points)) == 36
@@ -397,7 +391,7 @@ class TestAttention:
     def test_packed_kv_is_attended_to_as_it_is_stored(self, monkeypatch):
         """The bytes that count are those of the packed blocks, and results are those of KV that was packed."""
         pool = torch.randn(64 * 2 * 2 * 16 * 16)
-        kv = profile_compute.paged_kv(pool, self.model, "int4")
+        kv = profile_compute.paged_kv(pool, self.model, "int5")
         assert kv.dtype == torch.uint8 and kv.shape == (64, 2, 2, 16, 14)
         expanded = quant.dequantize(kv, 16, bits=5)
         sequences = [(1, 19), (1, 30)]
@@ -408,7 +402,7 @@ class TestAttention:
         assert torch.allclose(packed, plain, atol=1e-5)
         works = []
         monkeypatch.setattr(Device, "rate", lambda self, trial, effort: works.append(trial.work) or 1.0)
-        for kv_format in (None, "int4"):
+        for kv_format in (None, "int5"):
             profile_compute.decode_rates(Device("cpu"), pool, [self.model], TINY, kv_format)
         whole, packed_work = works[: len(works) // 2], works[len(works) // 2 :]
         assert [p / w for p, w in zip(packed_work, whole, strict=True)] == pytest.approx([14 / 64] * len(whole))
@@ -491,7 +485,7 @@ class TestTransfers:
 
 class TestCache:
     @pytest.fixture
-    def load(self, tmp_path, monkeypatch):
+    def load(self, tmp_path, monkeypatch, logged):
         """load(dtypes, **changes) -> profile; load.measured: the dtypes of each measurement; load.notes: lines."""
         whole, further = profile_module.measure, profile_module.add_dtypes
 
@@ -503,7 +497,6 @@ class TestCache:
                 "cache_dir": tmp_path / "cache",
                 "offload_dir": tmp_path / "offload",
                 "refresh": False,
-                "notify": load.notes.append,
             }
             return load_or_measure(wanted, **(arguments | changes))
 
@@ -522,7 +515,7 @@ class TestCache:
         monkeypatch.setattr(kernel_choice.Kernels, "here", lambda: kernels)
         monkeypatch.setattr(kernel_choice, "_SPREAD_BYTES", 1 << 12)
         load.timed, load.seconds = [], {}
-        load.measured, load.overheads, load.notes, load.busy = [], [], [], None
+        load.measured, load.overheads, load.notes, load.busy = [], [], logged, None
         monkeypatch.setattr("batchgen.profiler.cache.contention_reason", lambda *_: load.busy)
         monkeypatch.setattr("batchgen.profiler.cache.measure", counted(whole))
         monkeypatch.setattr("batchgen.profiler.cache.add_dtypes", counted(further))
@@ -598,25 +591,27 @@ class TestCache:
     def test_further_formats_are_measured_when_asked_for_and_kept(self, load):
         first = load()
         assert first.cpu.expand_bytes_per_s is None
-        packed = load(formats=("int4",))
+        packed = load(weight_formats=("int4",), kv_formats=("int5",))
         assert load.measured == [("float32",)] and len(load.overheads) == 1
-        assert packed.cpu.expand_bytes_per_s > 0 and "int4" in packed.cpu.decode_attention_bytes_per_s
+        assert packed.cpu.expand_bytes_per_s > 0 and "int5" in packed.cpu.decode_attention_bytes_per_s
         assert packed.cpu.gemm_flops_per_s == first.cpu.gemm_flops_per_s
         count = len(load.notes)
-        both = load(formats=("int4", "int8"))
+        both = load(weight_formats=("int4",), kv_formats=("int5", "int8"))
         assert "int8" in both.cpu.decode_attention_bytes_per_s
         count, packed = len(load.notes), both
-        again = load(formats=("int4", "int8"))
+        again = load(weight_formats=("int4",), kv_formats=("int5", "int8"))
         assert len(load.notes) == count and self.without_sizes(again) == self.without_sizes(packed)
         assert load().cpu.expand_bytes_per_s == packed.cpu.expand_bytes_per_s
 
     def test_products_of_8_bits_are_measured_when_asked_for_and_kept(self, load):
         first = load()
-        eight = load(formats=("int8",))
+        eight = load(weight_formats=("int8",))
         assert load.measured == [("float32",)] and set(eight.cpu.gemm_flops_per_s) == {"float32", "int8"}
         assert eight.cpu.gemm_flops_per_s["float32"] == first.cpu.gemm_flops_per_s["float32"]
         count = len(load.notes)
-        assert self.without_sizes(load(formats=("int8",))) == self.without_sizes(eight) and len(load.notes) == count
+        assert (
+            self.without_sizes(load(weight_formats=("int8",))) == self.without_sizes(eight) and len(load.notes) == count
+        )
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
     def test_what_cannot_be_measured_is_refused_before_anything_is(self, load):
@@ -704,7 +699,7 @@ class TestCache:
         last = load()
         assert len(load.measured) == 2 and any("30%" in note and "again" in note for note in load.notes)
         assert self.without_sizes(recall(wanted, **where)) == self.without_sizes(last) == self.without_sizes(load())
-        assert recall(dataclasses.replace(wanted, formats=("int4",)), **where) is None
+        assert recall(dataclasses.replace(wanted, kv_formats=("int5",)), **where) is None
         assert recall(dataclasses.replace(wanted, dtypes=("float16",)), **where) is None
 
     def test_a_profile_that_another_user_may_have_written_is_measured_again(self, load, tmp_path):
@@ -729,7 +724,7 @@ class TestCache:
             "import sys; from pathlib import Path; from batchgen.core.hardware import read_profile;"
             "from batchgen.profiler.cache import _keep;"
             f"profile = read_profile({str(source)!r});"
-            f"[_keep(profile, Path({str(target)!r}), sys.exit) for _ in range(200)]"
+            f"[_keep(profile, Path({str(target)!r})) for _ in range(200)]"
         )
         writers = [subprocess.Popen([sys.executable, "-c", writer]) for _ in range(4)]
         reads = 0

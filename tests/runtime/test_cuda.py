@@ -61,7 +61,7 @@ def policies(path):
         "resident": make_policy(path, CUDA, embedding_tier="gpu"),
         "everything moves": everything_moves(path, weight_format="float32", **small),
         "4 bits": everything_moves(
-            path, kv_format="int4", head_tier="gpu", embedding_tier="gpu", activation_batches=(1, 1), **small
+            path, kv_format="int5", head_tier="gpu", embedding_tier="gpu", activation_batches=(1, 1), **small
         ),
     }  # fmt: skip
 

@@ -27,7 +27,7 @@ def policies(path):
         "resident": make_policy(path, EMULATED, kv_seqs={"gpu": 4}),
         "everything moves": everything_moves(path, weight_format="float32"),
         "everything but activations": everything_moves(path, weight_format="float32", activation_batches=(2, 0)),
-        "4 bits": everything_moves(path, kv_format="int4"),
+        "4 bits": everything_moves(path, kv_format="int5"),
         "8 bits": everything_moves(path, kv_format="int8"),
         "weights from the host": make_policy(
             path, EMULATED, weight_layers={"qkv": (1, 2, 0), "out": (0, 3, 0), "up": (1, 2, 0), "down": (0, 3, 0)},

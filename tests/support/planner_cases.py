@@ -21,7 +21,7 @@ def gpu_box(**changes) -> HardwareProfile:
     gpu = ComputeRates(
         gemm_flops_per_s={"float16": Rates(("tokens",), ((1, 2e11), (64, 1e13), (1024, 4e13)))},
         prefill_attention_flops_per_s={"float16": constant(1e13)},
-        decode_attention_bytes_per_s={"float16": constant(2e11), "int4": constant(1e11)},
+        decode_attention_bytes_per_s={"float16": constant(2e11), "int5": constant(1e11)},
         elementwise_bytes_per_s={"float16": constant(3e11)},
         expand_bytes_per_s=1e11,
         step_overhead_s=5e-5,
@@ -29,7 +29,7 @@ def gpu_box(**changes) -> HardwareProfile:
     values = {
         "name": "gpu box",
         "gpu": gpu,
-        "cpu": ComputeRates(decode_attention_bytes_per_s={"float16": constant(2e10), "int4": constant(1.5e10)}),
+        "cpu": ComputeRates(decode_attention_bytes_per_s={"float16": constant(2e10), "int5": constant(1.5e10)}),
         "gpu_memory_bytes": 12 * GIB,
         "cpu_memory_bytes": 48 * GIB,
         "disk_bytes": 500 * GIB,
@@ -51,7 +51,7 @@ def cpu_box(**changes) -> HardwareProfile:
     cpu = ComputeRates(
         gemm_flops_per_s={"float16": Rates(("tokens",), ((1, 2e10), (64, 6e11), (1024, 1e12)))},
         prefill_attention_flops_per_s={"float16": constant(2e11)},
-        decode_attention_bytes_per_s={"float16": constant(1.5e10), "int4": constant(1e10)},
+        decode_attention_bytes_per_s={"float16": constant(1.5e10), "int5": constant(1e10)},
         elementwise_bytes_per_s={"float16": constant(2e10)},
         expand_bytes_per_s=1e10,
         step_overhead_s=5e-5,

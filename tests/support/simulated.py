@@ -10,8 +10,7 @@ from batchgen.core.hardware import ComputeRates
 from batchgen.core.plan import Plan, Policy, Prediction
 from batchgen.core.workload import Workload
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
-from batchgen.planner.pipeline import stage_policy
-from batchgen.planner.stages import split_layers
+from batchgen.planner.parallel import split_layers, stage_policy
 
 # Copies to the accelerator that compute makes itself; the planner counts them with the link's.
 SMALL_COPIES = ("embed", "load_attention", "join_deferred")

@@ -15,7 +15,7 @@ from batchgen.planner.explanation import LANE_NAMES, Explanation, price_lines, s
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import frontier
 from batchgen.planner.simulation import simulate_job
-from batchgen.planner.strategies import strategy_rows
+from batchgen.planner.strategy_times import strategy_rows
 from batchgen.schedule.step_graph import LANES, Step
 
 _SIMULATED_SWEEPS = 32

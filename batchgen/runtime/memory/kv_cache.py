@@ -55,7 +55,7 @@ class KVShape:
 
 
 def kv_shape(config: ModelConfig, kv_block_size: int, kv_format: str) -> KVShape:
-    """kv_format: a dtype's name, "int4" or "int8"."""
+    """kv_format: a dtype's name, "int5" or "int8"."""
     if kv_format in KV_DTYPES:
         width = kv_row_bytes(config.head_dim, kv_format)
         return KVShape(config.num_kv_heads, kv_block_size, width, KV_DTYPES[kv_format])

@@ -17,11 +17,11 @@ from batchgen.engine import pipeline
 from batchgen.engine.engine import Engine
 from batchgen.engine.pipeline import Stage
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner import pipeline_time
+from batchgen.planner import pipeline as planner_pipeline
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens
-from batchgen.planner.pipeline_time import simulate_pipeline
+from batchgen.planner.parallel import split_layers
+from batchgen.planner.pipeline import simulate_pipeline
 from batchgen.planner.simulation import simulated_rows
-from batchgen.planner.stages import split_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,8 +138,8 @@ def test_a_part_of_the_steps_tells_the_time_of_all(job, monkeypatch):
     stages = stages_of(plan, config, 2)
 
     def seconds(most_steps, most_scheduled=10**9):
-        monkeypatch.setattr(pipeline_time, "_MOST_STEPS", most_steps)
-        monkeypatch.setattr(pipeline_time, "_MOST_SCHEDULED", most_scheduled)
+        monkeypatch.setattr(planner_pipeline, "_MOST_STEPS", most_steps)
+        monkeypatch.setattr(planner_pipeline, "_MOST_SCHEDULED", most_scheduled)
         return simulate_pipeline(plan, config, hardware, stages)
 
     whole = seconds(10**9)

@@ -8,10 +8,10 @@ from planner_cases import GIB, cpu_box, gpu_box
 from batchgen.core.workload import Workload
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.shard import shard_of
-from batchgen.planner.costs import sums_s
+from batchgen.planner.costs import all_reduce_s
+from batchgen.planner.parallel import PROCESSES, Link, link_of, part_of_host, with_all_reduce
 from batchgen.planner.phases import Phase
 from batchgen.planner.problem import Problem
-from batchgen.planner.ranks import PROCESSES, Link, link_of, part_of_host, with_sums
 from batchgen.planner.search import search
 
 MODEL = config_of_hf(
@@ -44,7 +44,7 @@ def search_inputs(hardware):
 def test_two_ranks_of_a_machine_take_as_long_as_one_and_their_sums():
     box = cpu_box(cpu_memory_bytes=256 * GIB)
     without, half = part_of_host(box, 2, whole=True), shard_of(MODEL, 0, 2).config
-    rank = with_sums(without, 2, PROCESSES)
+    rank = with_all_reduce(without, 2, PROCESSES)
     # Half of each product and of the KV at half the rate; norms and the vocabulary are whole, and take twice as long.
     assert seconds(box, MODEL) <= seconds(without, half) * (1 + 1e-9)
     assert seconds(without, half) < seconds(rank, half)
@@ -72,10 +72,10 @@ def test_processes_share_what_is_the_hosts():
 def test_sums_take_what_a_ring_takes(size):
     """2 (N - 1) messages one after the other, each of the N-th part of the activations; two sums a layer."""
     link, tokens = Link(5e8, 1e-4), 96
-    s = search_inputs(with_sums(cpu_box(cpu_memory_bytes=256 * GIB), size, link))
+    s = search_inputs(with_all_reduce(cpu_box(cpu_memory_bytes=256 * GIB), size, link))
     message_s = 1e-4 + tokens * 4096 * 2 / size / 5e8
-    assert sums_s(s, Phase(1, tokens, 0, 0, 0)) == pytest.approx(2 * 2 * (size - 1) * message_s)
-    assert sums_s(search_inputs(cpu_box(cpu_memory_bytes=256 * GIB)), Phase(1, tokens, 0, 0, 0)) == 0
+    assert all_reduce_s(s, Phase(1, tokens, 0, 0, 0)) == pytest.approx(2 * 2 * (size - 1) * message_s)
+    assert all_reduce_s(search_inputs(cpu_box(cpu_memory_bytes=256 * GIB)), Phase(1, tokens, 0, 0, 0)) == 0
 
 
 def test_links():

@@ -1,0 +1,79 @@
+"""The job's time under each strategy beside the plan: each strategy's best candidate simulated, or why the strategy does not apply."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from batchgen.core.errors import InputError
+from batchgen.core.plan import Plan, StrategyTime
+from batchgen.core.units import format_seconds
+from batchgen.planner.explain import aligned
+from batchgen.planner.problem import Problem
+from batchgen.planner.sampled_simulation import simulate_sampled
+from batchgen.planner.search import Candidate
+from batchgen.planner.strategies import NotApplicable, Strategy, best_candidates, strategies_for, strategy_of
+
+PlanOf = Callable[[Candidate, float | None], Plan]  # candidate, seconds of its sweeps; None for those of the cost model
+
+
+def best_plan(strategy: Strategy, problem: Problem, plan_of: PlanOf) -> Plan:
+    """The best plan under a strategy, simulated.
+
+    Args:
+        strategy: The strategy.
+        problem: The planner's problem.
+        plan_of: Makes a plan of a candidate.
+
+    Raises:
+        NotApplicable: The strategy does not apply.
+        InputError: Nothing fits the budgets.
+    """
+    plans = [
+        plan_of(candidate, simulate_sampled(plan_of(candidate, None), candidate, longer=True).seconds)
+        for candidate in best_candidates(strategy, problem)
+    ]
+    limit_s = problem.max_block_latency_s or math.inf
+    in_time = [plan for plan in plans if plan.prediction.block_latency_s <= limit_s]
+    if not in_time:
+        raise NotApplicable("its blocks take longer than --max-block-latency")
+    return min(in_time, key=lambda plan: plan.prediction.total_s)
+
+
+def with_strategies(plan: Plan, problem: Problem, plan_of: PlanOf) -> Plan:
+    """The plan with the time of each strategy beside its own; the strategy that it uses itself is not searched again.
+
+    Args:
+        plan: The plan that was chosen for the problem.
+        problem: The planner's problem.
+        plan_of: Makes a plan of a candidate.
+    """
+    strategies = strategies_for(problem)
+    used = strategy_of(plan.policy, strategies)
+    times = []
+    for strategy in strategies:
+        seconds, reason = None, ""
+        try:
+            best = plan if strategy.name == used else best_plan(strategy, problem, plan_of)
+            seconds = best.prediction.total_s
+        except (NotApplicable, InputError) as error:
+            reason = str(error)
+        times.append(StrategyTime(strategy.name, strategy.description, seconds, reason))
+    chosen = StrategyTime("chosen", f"uses the strategy {used}", plan.prediction.total_s)
+    return replace(plan, strategies=(*times, chosen))
+
+
+def strategy_rows(plan: Plan) -> list[list[str]]:
+    """A row of cells for each strategy, after a header row."""
+    rows = [["strategy", "time", ""]]
+    for strategy in plan.strategies:
+        time = "-" if strategy.seconds is None else format_seconds(strategy.seconds)
+        described = f"{strategy.description}: {strategy.reason}" if strategy.reason else strategy.description
+        rows.append([strategy.name, time, described])
+    return rows
+
+
+def strategy_lines(plan: Plan) -> list[str]:
+    """Lines of text with the time of each strategy; none where the plan has no such times."""
+    return aligned(strategy_rows(plan)) if plan.strategies else []
