@@ -1,7 +1,7 @@
-"""A model's chat template: messages into the text of a prompt, rendered within limits, and what became of the messages checked.
+"""A model's chat template: renders messages within limits into the text of a prompt, and checks that none is lost.
 
-Templates come with models and are written against transformers, whose `apply_chat_template` gives the same texts. What is
-done beside it: content is given as a list of parts to templates that read it so, and a message whose text is not in the
+Templates come with models and are written against transformers, whose `apply_chat_template` gives the same texts.
+Beside it, content is given as a list of parts to templates that read it so, and a message whose text is not in the
 prompt is an error.
 """
 
@@ -55,7 +55,7 @@ class ChatTemplate:
     Attributes:
         text: The template.
         special_tokens: Variables that it has of the tokenizer, such as `bos_token`.
-        limits: Of one conversation.
+        limits: Limits of rendering one conversation.
     """
 
     text: str
@@ -138,7 +138,7 @@ class ChatTemplate:
         return {**self.special_tokens, **variables, "add_generation_prompt": add_generation_prompt}
 
     def _as_given(self, message: Any) -> Any:
-        """A message as the template gets it: plain values, none of them null, and its content as the template takes it."""
+        """A message as the template gets it: plain values, none of them null, and content in the form that it reads."""
         if not isinstance(message, Mapping):
             raise RowError("the model's chat template takes {role, content} objects: a message is none")
         plain = {name: _plain(value) for name, value in message.items() if value is not None}
@@ -156,7 +156,10 @@ class ChatTemplate:
 
     @cached_property
     def _taken(self) -> dict[str, str]:
-        """The way in which the template takes each role's content: "text", "parts", or "not at all", where it is in no prompt."""
+        """The form in which the template reads each role's content: "text" or "parts".
+
+        "not at all" is that of a role whose content is in no prompt.
+        """
         whole = [{"role": role, "content": _PROBES[role]} for role in ("system", "user", "assistant", "user")]
         if self._kept(whole, *_PROBES):
             return dict.fromkeys(_PROBES, "text")
@@ -173,7 +176,7 @@ class ChatTemplate:
         return taken
 
     def _kept(self, messages: list[Message], *roles: str) -> bool | None:
-        """Tell whether the prompt of these messages has the text of those roles, and no parts as they are written in code.
+        """True where the prompt has the text of those roles, and no parts as they are written in code.
 
         None where the template refuses the messages.
         """

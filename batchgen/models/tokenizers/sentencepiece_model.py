@@ -1,4 +1,7 @@
-"""A tokenizer.model without a tokenizer.json beside it: SentencePiece's own file, which the packages of that name and protobuf read."""
+"""A tokenizer.model without a tokenizer.json beside it: SentencePiece's own file.
+
+The packages sentencepiece and protobuf read it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Converted:
     Attributes:
         backend: The tokenizer.
         names: Its special tokens by what transformers calls them.
-        prepare: What is done to a text before it is tokenized; None: nothing.
+        prepare: Changes a text before it is tokenized; None: nothing is changed.
     """
 
     backend: Backend
@@ -40,8 +43,8 @@ def convert_model(directory: Path, stated: dict[str, Any]) -> Converted:
     """The tokenizer of a directory's tokenizer.model.
 
     Args:
-        directory: It may have added_tokens.json as well.
-        stated: Its tokenizer_config.json, or nothing.
+        directory: Directory, which may have added_tokens.json as well.
+        stated: Values of its tokenizer_config.json, or nothing.
 
     Raises:
         InputError: A package is not installed, or the file is not understood.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-# All that a tokenizer, its chat template among it, is loaded from in a Hugging Face directory.
+# Files of a Hugging Face directory that a tokenizer, with its chat template, is loaded from.
 _COPIED_FILES = (
     *_TOKENIZER_FILES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
@@ -38,9 +38,8 @@ _COPIED_FILES = (
 _STORE_FOLDER = "tokenizer"  # of a weight store
 _SHORT = 1 << 16  # characters that take a fraction of a second
 _TOGETHER = 1 << 20  # characters tokenized at once: each takes more than a hundred bytes meanwhile
-_PREPARE = (
-    "batchgen_prepare"  # of transformers' object: what is done to a text before the tokenizer sees it, if anything
-)
+# Attribute of transformers' object: changes a text before the tokenizer sees it.
+_PREPARE = "batchgen_prepare"
 _CONVERSION = 3  # of tokenizers in the cache: those that were made in another way are made anew
 
 
@@ -48,7 +47,13 @@ class Tokenizer:
     """A model's tokenizer. Encoding and decoding change nothing in it: threads may share one."""
 
     def __init__(self, hf: PreTrainedTokenizerFast, special_tokens: str = "parse") -> None:
-        """`special_tokens`: what those in prompts and messages are; "parse": tokens, "text": text like any other."""
+        """Take transformers' tokenizer.
+
+        Args:
+            hf: The tokenizer.
+            special_tokens: Meaning of special tokens in prompts and messages: "parse": they are tokens, "text": text
+                like any other.
+        """
         self._hf = hf
         self._backend = hf.backend_tokenizer
         self._as_text = None
@@ -84,7 +89,7 @@ class Tokenizer:
 
         Args:
             messages: `[{"role": ..., "content": ...}, ...]`.
-            options: How they become a prompt.
+            options: Options of the prompt.
 
         Raises:
             RowError: The model's chat template refuses them, or leaves some of their text out.
@@ -100,7 +105,7 @@ class Tokenizer:
         return text
 
     def render_chats(self, chats: Sequence[Chat]) -> list[str | RowError]:
-        """Render many conversations together, as `render_chat` does one. Raises InputError where the model has no chat template."""
+        """The texts of many conversations, rendered together. Raises InputError where there is no template."""
         template = self.chat_template
         refused = [self._unknown_role(chat.messages) for chat in chats]
         known = [
@@ -120,7 +125,7 @@ class Tokenizer:
         return ChatTemplate.of(self._hf.chat_template, self._hf.special_tokens_map)
 
     def _unknown_role(self, messages: Sequence[dict]) -> RowError | None:
-        """A role that the chat template does not know, which it would write as it is, or leave out."""
+        """The error for a role that the chat template does not know, which it would write as it is, or leave out."""
         for number, message in enumerate(messages, 1):
             role = message.get("role") if isinstance(message, dict) else None
             if isinstance(role, str) and role not in self.chat_template.roles and role != "developer":
@@ -167,7 +172,7 @@ class Tokenizer:
         return self._token_texts[token_id]
 
     def token_id(self, token: str) -> int | None:
-        """Of a token as the vocabulary writes it."""
+        """The id of a token as the vocabulary writes it; None: it has none."""
         found: int | None = self._backend.token_to_id(token)
         return found
 
@@ -176,7 +181,7 @@ class Tokenizer:
         return StopDetector(self, stop)
 
     def to_json(self) -> str:
-        """As Hugging Face's `tokenizers` writes it."""
+        """JSON that Hugging Face's `tokenizers` writes and reads."""
         return self._backend.to_str()
 
     def identity(self) -> str:
@@ -186,7 +191,7 @@ class Tokenizer:
         return hashlib.sha256((self.to_json() + template + mode).encode()).hexdigest()
 
     def least_tokens(self, text: str) -> int:
-        """How many tokens a text has at least; 0: nothing is known without tokenizing it, or it is soon done."""
+        """The least number of tokens of a text; 0: nothing is known without tokenizing it, or it is soon done."""
         return self._bound.least(text) if len(text) > _SHORT else 0
 
     @cached_property
@@ -256,7 +261,7 @@ class StopDetector:
         self._window = max((len(s.encode("utf-8", "replace")) for s in self._stop), default=0) + 4
 
     def push(self, token_id: int) -> str | None:
-        """The stop string that the text holds now that this token was added, the earliest one; else None."""
+        """Take a token. Returns the stop string that the text holds now, the earliest one; None: none."""
         if token_id in self._tokenizer.special_ids:
             return self._special.get(token_id)
         ids = self._token_ids
@@ -297,7 +302,7 @@ def load_hf_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(files: ModelFiles, store: Path) -> None:
-    """Puts the model's tokenizer into a weight store, whole or not at all.
+    """Put the model's tokenizer into a weight store, whole or not at all.
 
     Does nothing where it is there already, or the model has none. Raises InputError where it is broken, OSError.
     """
@@ -429,7 +434,7 @@ def _save(hf: PreTrainedTokenizerFast, directory: Path) -> None:
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Makes one line of whatever is wrong with the files of a tokenizer. Raises InputError."""
+    """Turn whatever is wrong with the files of a tokenizer into one line. Raises InputError."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
