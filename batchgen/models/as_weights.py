@@ -12,6 +12,7 @@ from torch import Tensor
 from batchgen.core.dtypes import BLOCK_FORMATS
 from batchgen.models.layouts import Stored
 from batchgen.ops import dispatch as ops
+from batchgen.ops.cpp import BlockWeight
 
 
 def as_weights(stored: Mapping[str, Stored], tensors: Mapping[str, Tensor]) -> dict[str, ops.Weight]:
@@ -26,9 +27,7 @@ def as_weights(stored: Mapping[str, Stored], tensors: Mapping[str, Tensor]) -> d
     for name, tensor in tensors.items():
         kind = stored[name].dtype
         stem, suffix = name.split(".")[0], name.rsplit(".", 1)[1]
-        parts.setdefault(f"{stem}.{suffix}", []).append(
-            ops.BlockWeight(tensor, kind) if kind in BLOCK_FORMATS else tensor
-        )
+        parts.setdefault(f"{stem}.{suffix}", []).append(BlockWeight(tensor, kind) if kind in BLOCK_FORMATS else tensor)
     return {
         name: weights[0] if len(weights) == 1 else ops.SplitWeight(tuple(weights)) for name, weights in parts.items()
     }

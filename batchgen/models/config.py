@@ -132,7 +132,7 @@ class ModelConfig:
             raise InputError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
             )
-        for rope in {self.rope, self.local_rope} - {None}:
+        for rope in filter(None, (self.rope, self.local_rope)):
             _check_rope(rope, self.head_dim)
         if len(self.windows) != self.num_layers:
             raise InputError(f"layer_types: {len(self.windows)} do not fit {self.num_layers} layers")
@@ -180,9 +180,14 @@ class ModelConfig:
 
     def _of_layers(self, first: int, stop: int) -> ModelConfig:
         dense = tuple(layer - first for layer in self.dense_layers if first <= layer < stop)
-        fields = {"dense_layers": dense, "dense_size": self.dense_size if dense else 0}
-        formats = self.layer_formats[first:stop]
-        return replace(self, num_layers=stop - first, windows=self.windows[first:stop], layer_formats=formats, **fields)
+        return replace(
+            self,
+            num_layers=stop - first,
+            windows=self.windows[first:stop],
+            layer_formats=self.layer_formats[first:stop],
+            dense_layers=dense,
+            dense_size=self.dense_size if dense else 0,
+        )
 
     @property
     def embeds(self) -> bool:
@@ -312,16 +317,16 @@ class ModelConfig:
     def _matrices(self, experts: bool) -> dict[str, tuple[tuple[int, int], ...]]:
         """`layer_matrices` of a layer with experts, or of one without."""
         shapes = self.product_shapes
-        found = {group: (shapes[group],) for group in ("qkv", "out")}
+        matrices: dict[str, tuple[tuple[int, int], ...]] = {group: (shapes[group],) for group in ("qkv", "out")}
         for group in ("up", "down"):
             rows, columns = shapes[group]
             if not experts:
-                found[group] = (shapes.get(f"dense_{group}", (rows, columns)),)
+                matrices[group] = (shapes.get(f"dense_{group}", (rows, columns)),)
             elif self.shared_expert_size:
-                found[group] = ((self.num_experts * rows, columns), shapes[f"shared_{group}"])
+                matrices[group] = ((self.num_experts * rows, columns), shapes[f"shared_{group}"])
             else:
-                found[group] = ((self.num_experts * rows, columns),)
-        return found
+                matrices[group] = ((self.num_experts * rows, columns),)
+        return matrices
 
     def _router_params(self, experts: bool) -> int:
         """Weights that choose experts: a row for each, and one that weighs the shared expert."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def _chunks(weight: ops.Weight, count: int) -> list[ops.Weight]:
     """The rows of a weight in `count` equal parts, without a copy."""
     if isinstance(weight, ops.SplitWeight):
         return [ops.SplitWeight(parts) for parts in zip(*(_chunks(part, count) for part in weight.parts), strict=True)]
-    if isinstance(weight, ops.BlockWeight):
+    if isinstance(weight, kernels.BlockWeight):
         return [replace(weight, data=part) for part in weight.data.chunk(count)]
     return list(weight.chunk(count))
 
@@ -122,7 +123,7 @@ def experts(
     return _with_shared(config, weights, x, total, on_input).to(x.dtype)
 
 
-def _grouped(weights: Weights, name: str, x: Tensor, counts: Sequence[int], out: Tensor, **options) -> Tensor:
+def _grouped(weights: Weights, name: str, x: Tensor, counts: Sequence[int], out: Tensor, **options: Any) -> Tensor:
     """Products of each expert's rows of x with its own matrix, which experts without rows need not have."""
     chosen = [e for e, count in enumerate(counts) if count]
     matrices = [weights[f"{name}.{e}.weight"] for e in chosen]

@@ -36,7 +36,7 @@ def model_identity(files: ModelFiles) -> dict[str, Any]:
         return {"config_sha256": json_sha256(read_config(files).to_json()), "weights": "dummy"}
     if files.kind == "gguf":
         header = read_gguf(files.path)
-        config = [header.metadata, {name: info.shape for name, info in header.tensors.items()}]
+        config: list[Any] = [header.metadata, {name: info.shape for name, info in header.tensors.items()}]
     else:
         stated = read_config_json(files.path / "config.json")
         generation = files.path / "generation_config.json"

@@ -8,6 +8,7 @@ configuration only. Tensor names are those of `checkpoint.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ def is_gated(name: str) -> bool:
     return name.startswith(("gate_up.", "shared_gate_up."))
 
 
-def linear(weights: Weights, name: str, x: Tensor, on_input: OnInput | None = None, **options) -> Tensor:
+def linear(weights: Weights, name: str, x: Tensor, on_input: OnInput | None = None, **options: Any) -> Tensor:
     """Product x @ weightᵀ (+ bias), [tokens, out].
 
     Args:
@@ -93,7 +94,7 @@ def pre_attention(
     return linear(weights, "qkv", x, on_input, out=out)
 
 
-def rotary_options(config: ModelConfig, weights: Weights, rope: Rope | None, positions: Tensor) -> dict:
+def rotary_options(config: ModelConfig, weights: Weights, rope: Rope | None, positions: Tensor) -> dict[str, Any]:
     """Options of `ops.rotary` and `ops.rotary_store` that hold for a layer.
 
     Args:

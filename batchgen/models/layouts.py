@@ -267,7 +267,7 @@ def _format_of(  # all that it depends on
 @lru_cache(maxsize=64)
 def layer_sizes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[Mapping[str, int], ...]:
     """Stored bytes of every tensor, by name, for every layer."""
-    made: dict[tuple, Mapping[str, int]] = {}  # layers that are alike, once
+    made: dict[tuple[object, ...], Mapping[str, int]] = {}  # layers that are alike, once
     found = []
     for j in range(config.num_layers):
         kind = config.has_experts(j), config.layer_formats[j] if weight_format == MIXED else ()

@@ -76,7 +76,7 @@ class RopeConfig:
         head_dim = self.rotated or head_dim
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
         powers = np.power(self.theta, exponents.astype(np.float64)).astype(np.float32)  # [head_dim / 2]
-        freqs = 1.0 / powers
+        freqs: np.ndarray = 1.0 / powers
         if self.kind == "linear":
             freqs = freqs / self.factor
         elif self.kind == "llama3":
@@ -84,7 +84,7 @@ class RopeConfig:
         elif self.kind == "yarn":
             freqs = self._yarn(powers, head_dim)
         elif self.kind == "longrope":
-            factors = self.long_factors if context > self.original_max_position else self.short_factors
+            factors = self.long_factors if context > self._original else self.short_factors
             freqs = 1.0 / (np.array(factors, dtype=np.float32) * powers)
         if self.factors is not None:
             freqs = freqs / np.array(self.factors, dtype=np.float32)
@@ -92,13 +92,19 @@ class RopeConfig:
 
     def row_order(self, head_dim: int) -> tuple[int, ...]:
         """Order of a head's values in which value i is rotated with value i + head_dim / 2."""
-        half, rest = self.rotated // 2, (head_dim - self.rotated) // 2
-        first = (*range(half), *range(self.rotated, self.rotated + rest))
-        return (*first, *range(half, self.rotated), *range(self.rotated + rest, head_dim))
+        rotated = self.rotated or head_dim
+        half, rest = rotated // 2, (head_dim - rotated) // 2
+        first = (*range(half), *range(rotated, rotated + rest))
+        return (*first, *range(half, rotated), *range(rotated + rest, head_dim))
+
+    @property
+    def _original(self) -> int:
+        assert self.original_max_position is not None, "kinds that scale with it have it"
+        return self.original_max_position
 
     def _llama3(self, freqs: np.ndarray) -> np.ndarray:
         """Wavelengths beyond the original context are stretched, short ones kept, those between blended."""
-        context = self.original_max_position
+        context = self._original
         low, high = self.low_freq_factor, self.high_freq_factor
         wavelengths = 1 / freqs * (2 * math.pi)  # torch divides a number by a tensor in these two steps
         smooth = (1 / wavelengths * context - low) / (high - low)
@@ -110,7 +116,7 @@ class RopeConfig:
         """Pairs that turn often in the original context are kept, rare ones interpolated, a ramp between."""
 
         def correction_dim(rotations: float) -> float:
-            turns = self.original_max_position / (rotations * 2 * math.pi)
+            turns = self._original / (rotations * 2 * math.pi)
             return head_dim * math.log(turns) / (2 * math.log(self.theta))
 
         low, high = correction_dim(self.beta_fast), correction_dim(self.beta_slow)
@@ -121,16 +127,15 @@ class RopeConfig:
             high += 0.001  # the ramp must not divide by zero
         ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
         kept = 1 - ramp
-        return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
+        blended: np.ndarray = 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
+        return blended
 
     def attention_scaling(self) -> float:
         """Multiplier on cos and sin (so its square is on the attention scores); 1 except for yarn and longrope."""
         if self.kind == "longrope":
             if self.attention_factor is not None:
                 return self.attention_factor
-            return (
-                1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position))
-            )
+            return 1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(self._original))
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:

@@ -114,7 +114,7 @@ def read_architecture(config: Mapping[str, Any]) -> str:
     types = {name: _MODEL_TYPES.get(name, family) for name, family in ARCHITECTURES.items()}
     # Some configs state the model type only.
     found = stated or [name for name, known in types.items() if known == model_type] or [f"model_type {model_type!r}"]
-    architecture = found[0]
+    architecture: str = found[0]
     if architecture not in ARCHITECTURES:
         advice = ": its text model may be there as a GGUF" if architecture.endswith("ForConditionalGeneration") else ""
         raise InputError(f"architecture {architecture} is not supported{advice}; supported: {', '.join(ARCHITECTURES)}")
@@ -151,7 +151,7 @@ def _dense_layers(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if layer in named or (layer + 1) % step)
 
 
-def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, bool]:
+def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The fields of a ModelConfig that say which linear layers have biases."""
     if family == "opt":
         return dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), keys["enable_bias"])

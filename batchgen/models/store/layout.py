@@ -141,7 +141,7 @@ def lay_out(path: Path, groups: Mapping[str, Mapping[str, Stored]], weight_forma
         groups: Tensors of each group, in order.
         weight_format: Format that is noted in the file's header.
     """
-    entries: dict[str, dict] = {}
+    entries: dict[str, dict[str, Any]] = {}
     extents = []  # of (group, begin, end, tensors), counted from the first tensor's byte
     end = pads = 0
 

@@ -30,7 +30,7 @@ def is_store(directory: Path) -> bool:
 def read_store_manifest(path: Path) -> dict[str, Any]:
     """A store's manifest, its own checksum checked. Raises InputError."""
     try:
-        manifest = parse_json(path.read_bytes())
+        manifest: dict[str, Any] = parse_json(path.read_bytes())
         version = manifest["format_version"]
         intact = version != STORE_VERSION or manifest["checksum"] == store_manifest_checksum(manifest)
     except OSError as error:

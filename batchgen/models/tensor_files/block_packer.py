@@ -45,7 +45,7 @@ class BlockPacker:
     def __enter__(self) -> BlockPacker:
         return self
 
-    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, failed: type[BaseException] | None, *error: object) -> None:
         try:
             self._wait(0 if failed is None else len(self._pending))
         finally:

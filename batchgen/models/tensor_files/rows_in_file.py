@@ -43,7 +43,8 @@ class FilePart:
         if self.head_order is None:
             return None
         heads, place = np.divmod(np.arange(start, stop), self.head_dim)
-        return heads * self.head_dim + np.array(self.head_order)[place] - self.rows_read(start, stop)[0]
+        places: np.ndarray = heads * self.head_dim + np.array(self.head_order)[place]
+        return places - self.rows_read(start, stop)[0]
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class ChatTemplate:
             messages[-1] = {**messages[-1], "content": _with_end_mark(messages[-1].get("content"))}
         return self._around(messages, add_generation_prompt=not chat.continues) | dict(own)
 
-    def _around(self, messages: list[Any], *, add_generation_prompt: bool) -> dict[str, Any]:
+    def _around(self, messages: Sequence[Any], *, add_generation_prompt: bool) -> dict[str, Any]:
         variables = {"messages": messages, "tools": None, "documents": None}
         return {**self.special_tokens, **variables, "add_generation_prompt": add_generation_prompt}
 
@@ -175,7 +175,7 @@ class ChatTemplate:
             taken[role] = next((way for way, found in kept.items() if found), otherwise)
         return taken
 
-    def _kept(self, messages: list[Message], *roles: str) -> bool | None:
+    def _kept(self, messages: Sequence[Message], *roles: str) -> bool | None:
         """True where the prompt has the text of those roles, and no parts as they are written in code.
 
         None where the template refuses the messages.
@@ -268,8 +268,10 @@ def _plain(value: Any) -> Any:
     """A value as plain JSON types: templates are not to have objects with methods of their own."""
     if value is None or type(value) in (str, int, float, bool):
         return value
-    if isinstance(value, str | int | float):
-        return next(kind.__new__(kind, value) for kind in (str, int, float) if isinstance(value, kind))
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -60,7 +60,7 @@ class _Vocabulary:
         """The value of `tokenizer.ggml.{key}`. Raises InputError for one that is not of that kind."""
         return _get(self.pairs, key, kind, default)
 
-    def array(self, key: str, *kinds: type) -> tuple | None:
+    def array(self, key: str, *kinds: type) -> tuple[Any, ...] | None:
         """The values of an array, each of one of these kinds; None: there is none. Raises InputError."""
         return _array(self.pairs, key, *kinds)
 
@@ -115,11 +115,11 @@ def _get(pairs: Mapping[str, Any], key: str, kind: type, default: Any = None) ->
     return found
 
 
-def _array(pairs: Mapping[str, Any], key: str, *kinds: type) -> tuple | None:
-    found = _get(pairs, key, tuple)
-    if found is not None and not all(isinstance(value, kinds) for value in found):
+def _array(pairs: Mapping[str, Any], key: str, *kinds: type) -> tuple[Any, ...] | None:
+    values: tuple[Any, ...] | None = _get(pairs, key, tuple)
+    if values is not None and not all(isinstance(value, kinds) for value in values):
         raise InputError(f"{VOCABULARY}{key} is not an array of {kinds[0].__name__}: fetch the file again")
-    return found
+    return values
 
 
 def _vocabulary(pairs: Mapping[str, Any]) -> _Vocabulary:

@@ -30,10 +30,11 @@ class Harmony:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Harmony | None:
         """The reader for a tokenizer; None where that lacks the tokens that tell channels apart."""
-        ids = {tokenizer.token_id(token): mark for token, mark in _MARKS.items()}
-        if None in ids:
+        ids = {token: tokenizer.token_id(token) for token in (*_MARKS, *_ENDS)}
+        if any(ids[token] is None for token in _MARKS):
             return None
-        return cls(tokenizer, {**dict.fromkeys(map(tokenizer.token_id, _ENDS), "end"), **ids})
+        marks = {**dict.fromkeys(_ENDS, "end"), **_MARKS}
+        return cls(tokenizer, {i: marks[token] for token, i in ids.items() if i is not None})
 
     def name_of(self, channel: Sequence[int]) -> str:
         """Name of a channel, by the tokens before its message.

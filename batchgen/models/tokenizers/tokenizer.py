@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchgen.core.cache_folder import cache_dir, is_trusted
 from batchgen.core.digest import json_sha256
@@ -84,7 +84,7 @@ class Tokenizer:
         """The tokens of each text, with the special tokens the model expects around a prompt or without."""
         return self._encode(texts, add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[dict], options: ChatOptions = PLAIN_CHAT) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], options: ChatOptions = PLAIN_CHAT) -> list[int]:
         """The tokens of a conversation, up to where the assistant's answer begins, or goes on.
 
         Args:
@@ -97,7 +97,7 @@ class Tokenizer:
         """
         return self._encode([self.render_chat(messages, options)], add_special_tokens=False)[0]
 
-    def render_chat(self, messages: Sequence[dict], options: ChatOptions = PLAIN_CHAT) -> str:
+    def render_chat(self, messages: Sequence[dict[str, Any]], options: ChatOptions = PLAIN_CHAT) -> str:
         """The text whose tokens `encode_chat` gives, with all special tokens written out, for this tokenizer only."""
         (text,) = self.render_chats([Chat(messages, options)])
         if isinstance(text, RowError):
@@ -124,7 +124,7 @@ class Tokenizer:
         """The model's chat template. Raises InputError where it has none."""
         return ChatTemplate.of(self._hf.chat_template, self._hf.special_tokens_map)
 
-    def _unknown_role(self, messages: Sequence[dict]) -> RowError | None:
+    def _unknown_role(self, messages: Sequence[dict[str, Any]]) -> RowError | None:
         """The error for a role that the chat template does not know, which it would write as it is, or leave out."""
         for number, message in enumerate(messages, 1):
             role = message.get("role") if isinstance(message, dict) else None
@@ -135,7 +135,7 @@ class Tokenizer:
                 )
         return None
 
-    def _as_given(self, message: dict) -> dict:
+    def _as_given(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message as the template gets it: OpenAI's developer is the system where the template has no such role."""
         if not isinstance(message, dict):
             return message
@@ -347,7 +347,9 @@ def _with_names(backend: Backend, directory: Path) -> PreTrainedTokenizerFast:
         from transformers import PreTrainedTokenizerFast
 
         # What transformers does to a tokenizer when it makes it, it does to one that is put away.
-        hf = PreTrainedTokenizerFast.from_pretrained(str(directory), tokenizer_object=_empty(), local_files_only=True)
+        hf: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
+            str(directory), tokenizer_object=_empty(), local_files_only=True
+        )
     hf._tokenizer = backend
     return hf
 
@@ -378,10 +380,11 @@ def _converted(directory: Path) -> PreTrainedTokenizerFast:
     with _quiet_transformers():
         from transformers import AutoTokenizer
 
-        hf = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    if not hf.is_fast:
+        found: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    if not found.is_fast:
         raise InputError("it is no fast tokenizer: fetch the model's tokenizer.json")
-    return hf
+    fast: PreTrainedTokenizerFast = found
+    return fast
 
 
 def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
@@ -419,7 +422,10 @@ def _taken_out(path: Path) -> PreTrainedTokenizerFast:
     with _quiet_transformers():
         from transformers import PreTrainedTokenizerFast
 
-        hf = PreTrainedTokenizerFast(tokenizer_object=_empty(), clean_up_tokenization_spaces=False, **names_of(pairs))
+        of_backend: Any = PreTrainedTokenizerFast  # whose __init__ has no types
+        hf: PreTrainedTokenizerFast = of_backend(
+            tokenizer_object=_empty(), clean_up_tokenization_spaces=False, **names_of(pairs)
+        )
     hf.chat_template = template if isinstance(template, str) else None
     hf._tokenizer = backend
     return hf

@@ -158,6 +158,7 @@ def config_of_gguf(
         )
     context, gpt_oss, gemma = _require_int(fields, "context_length"), family == "gpt_oss", family in GEMMA
     layer_formats, end_formats = _formats(tensors, layers)
+    attention_softcap, logit_softcap = _softcaps(fields, family)
     return ModelConfig(
         architecture=architecture,
         family=family,
@@ -188,7 +189,8 @@ def config_of_gguf(
         output_norms=gemma,
         embedding_scale=hidden**0.5 if gemma else 1.0,
         query_scale=_query_scale(fields, family, layers, hidden, heads, head_dim),
-        **_softcaps(fields, family),
+        attention_softcap=attention_softcap,
+        logit_softcap=logit_softcap,
         router_bias=gpt_oss,
         sinks=gpt_oss,
         layer_formats=layer_formats,
@@ -286,18 +288,17 @@ def _query_scale(
         return float(stated)
     if family not in GEMMA:
         return None
-    return float(hidden // heads if layers == _GEMMA_27B[family] else head_dim) ** -0.5
+    scale: float = (hidden // heads if layers == _GEMMA_27B[family] else head_dim) ** -0.5
+    return scale
 
 
-def _softcaps(fields: Mapping[str, Any], family: str) -> dict[str, float]:
-    """The fields of a ModelConfig for caps of scores and logits; older files of Gemma 2 leave them out."""
+def _softcaps(fields: Mapping[str, Any], family: str) -> tuple[float, float]:
+    """Caps of scores and of logits; older files of Gemma 2 leave them out."""
     if family not in GEMMA:
-        return {}
+        return 0.0, 0.0
     score_cap, logit_cap = (50.0, 30.0) if family == "gemma2" else (0.0, 0.0)
-    return {
-        "attention_softcap": float(_get_or(fields, "attn_logit_softcapping", score_cap)),
-        "logit_softcap": float(_get_or(fields, "final_logit_softcapping", logit_cap)),
-    }
+    attention = float(_get_or(fields, "attn_logit_softcapping", score_cap))
+    return attention, float(_get_or(fields, "final_logit_softcapping", logit_cap))
 
 
 # Tensors that have divisors of rotary frequencies.
@@ -421,4 +422,4 @@ def _require_int(config: Mapping[str, Any], key: str) -> int:
     if config.get(key) is None:
         raise InputError(f"the model's configuration has no {key!r}")
     require_positive(key, config[key])
-    return config[key]
+    return int(config[key])

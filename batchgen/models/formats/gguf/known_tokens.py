@@ -108,10 +108,9 @@ def end_ids(metadata: Mapping[str, Any], known: Mapping[str, int]) -> tuple[int,
     stated = [special_id(metadata, name) for name in ("eos", "eot", "eom")]
     of_gaps = [_gap_id(metadata, known, name) for name in _ENDING_GAPS]
     ids = dict.fromkeys(i for i in (*stated, *of_gaps, *map(known.get, ENDS)) if i is not None)
-    if any(all(text in known for text in texts) for texts in _GOES_ON):
-        ids.pop(known.get("<|end|>"), None)
-    ids.pop(plain_id(known), None)
-    return tuple(ids)
+    goes_on = any(all(text in known for text in texts) for texts in _GOES_ON)
+    others = (plain_id(known), known.get("<|end|>") if goes_on else None)
+    return tuple(i for i in ids if i not in others)
 
 
 def plain_id(known: Mapping[str, int]) -> int | None:
