@@ -73,7 +73,8 @@ WRITERS = {
 }
 # core/screen.py opens descriptors by their numbers, which is no file of ours.
 WRITES = re.compile(
-    r"writ(e|ten)_atomically\(|staged\(Path|with staged\(|replace_durably\(|os\.(replace|rename)\(|\.write_(text|bytes)\("
+    r"writ(e|ten)_atomically\(|staged\(Path|with staged\(|replace_durably\(|os\.(replace|rename)\("
+    r"|\.write_(text|bytes)\("
     r"|\bopen\((?!\d)[^)]*\"[wx]|os\.O_CREAT|pq\.(write_table|ParquetWriter)|def __getstate__"
 )
 

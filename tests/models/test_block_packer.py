@@ -174,7 +174,10 @@ def test_a_file_that_is_gone_is_named(tmp_path):
 
 
 def test_an_interrupt_leaves_out_what_has_not_begun(tmp_path, small_pieces, monkeypatch):
-    """And no thread is at work afterwards. The only thread is in its first piece until the others are called off, or are not."""
+    """No thread is at work afterwards.
+
+    The only thread is in its first piece until the others are called off, or are not.
+    """
     rows, _ = make(tmp_path / "model.gguf", "q4_1", (2000,), 256)
     packed, begun, released, real = [], threading.Event(), threading.Event(), kernels.fill_panels
 

@@ -1,4 +1,7 @@
-"""Tokenizers of GGUFs: ids are those of llama.cpp, recorded or by its algorithm, and what cannot be so is refused by name."""
+"""Tokenizers of GGUFs: ids are those of llama.cpp, recorded or by its algorithm.
+
+What cannot be so is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,7 @@ def cut_out(text, special):
 
 
 def by_the_algorithm(pairs, text):
-    """As llama.cpp: of all neighbours the pair with the best score becomes one, the first of equals; bytes are what is left."""
+    """llama.cpp's algorithm: the pair of neighbours with the best score becomes one; the rest is bytes."""
     get = lambda key, default=None: pairs.get(f"tokenizer.ggml.{key}", default)  # noqa: E731
     tokens, scores, kinds = get("tokens"), get("scores"), get("token_type")
     ids = {token: i for i, token in enumerate(tokens)}

@@ -24,15 +24,23 @@ TEXTS = [
     *TEXT.split("\n"),
 ]
 KINDS = {
-    "bpe": {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False},
+    "bpe": {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+    },
     "bpe, no prefix": {
-        "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
         "add_dummy_prefix": False,
     },
     "bpe, as trained by default": {"model_type": "bpe", "byte_fallback": True},
     "unigram": {"model_type": "unigram", "byte_fallback": True, "normalization_rule_name": "identity"},
     "unigram, as trained by default": {"model_type": "unigram"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=KINDS)

@@ -1,4 +1,7 @@
-"""GGUFs in several files: all parts are one model, whichever is passed; a part that is missing or of another model is named."""
+"""GGUFs in several files: all parts are one model, whichever is passed.
+
+A part that is missing or of another model is named.
+"""
 
 import json
 import shutil

@@ -133,7 +133,8 @@ def test_a_role_that_the_template_does_not_know_fails_the_row(tokenizers, tmp_pa
     assert "\n" not in str(caught.value)
     as_system = ours.encode_chat([{"role": "system", "content": "x"}])
     assert ours.encode_chat([{"role": "developer", "content": "x"}]) == as_system
-    template = "{% for m in messages %}{{ m.role if m.role == \"wizard\" or m.role != 'developer' }}{{ m.content }}{% endfor %}"
+    role = "{{ m.role if m.role == \"wizard\" or m.role != 'developer' }}"
+    template = f"{{% for m in messages %}}{role}{{{{ m.content }}}}{{% endfor %}}"
     make_tiny_tokenizer(tmp_path, chat_template=template)
     knows = load_tokenizer(ModelFiles(tmp_path, "hf", "x"))
     assert knows.render_chat([{"role": "wizard", "content": "x"}]) == "wizardx"
@@ -319,7 +320,7 @@ def test_byte_level_tokenizers_of_ggufs(tmp_path, monkeypatch, family):
 @pytest.mark.parametrize(("family", "pre_tokenizer", "digits", "whole_words"), PRE_TOKENIZERS)
 @pytest.mark.parametrize("add_bos", [None, True, False])
 def test_pre_tokenizers_of_ggufs(tmp_path, monkeypatch, family, pre_tokenizer, digits, whole_words, add_bos):
-    """How digits are cut, whether a word that is a token needs no merges, and what begins a text where the file does not say."""
+    """Digits are cut, words that are tokens need merges or not, and a text begins with BOS or not."""
     from tokenizers import Regex, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX

@@ -1,4 +1,4 @@
-"""Which files of a directory are read for weights, which file has which tensor, and what is said of directories of other kinds."""
+"""The files of a directory that are read for weights, the file of each tensor, and directories of other kinds."""
 
 from __future__ import annotations
 
