@@ -1,6 +1,6 @@
 """Weights that linear layers take, from tensors as they are stored.
 
-They are rows of blocks, and matrices whose parts are in different formats.
+They are block-quantized rows, and matrices whose parts are in different formats.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Checkpoint:
         load: Loads tensors in the compute dtype.
         weight_format: Format of the layers' matrices, where they can be had as they are stored.
         load_stored: Loads tensors, matrices in `weight_format`.
-        load_unread: Loads tensors, but gives rows of blocks as places in files; None where these are not known.
+        load_unread: Loads tensors, but gives block-quantized rows as places in files; None where these are not known.
     """
 
     config: ModelConfig
@@ -62,7 +62,7 @@ class Checkpoint:
     # Of one whose matrices are packed: the layers' format, and what `load` gives as it is stored.
     weight_format: str | None = None
     load_stored: _Load | None = None
-    # As `load_stored`, but that rows of blocks are not read; of one that can say where in its files they are.
+    # As `load_stored`, but that block-quantized rows are not read; of one that can say where in its files they are.
     load_unread: _LoadUnread | None = None
 
     def load_embeddings(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -166,7 +166,7 @@ class _Parts:
         parts: Every part, by name and layer.
         stored_format: Format in which rows can be taken as they are.
         shard: Part of each layer that is wanted; None: the whole.
-        of_gguf: Whether parts are single matrices, whose rows of blocks can be left in the file.
+        of_gguf: Whether parts are single matrices, whose block-quantized rows can be left in the file.
         read_ahead: Begins to bring a layer's tensors into memory.
     """
 

@@ -210,7 +210,7 @@ def resolve_weights(files: ModelFiles, weights: str, *, on_cpu: bool = True) -> 
     Args:
         files: The model.
         weights: One of `WEIGHTS`, or what this has returned.
-        on_cpu: Whether a CPU multiplies; kernels for other devices do not know rows of blocks.
+        on_cpu: Whether a CPU multiplies; kernels for other devices do not know block-quantized rows.
 
     Returns:
         "native": the model has numbers, which are in the compute dtype. "dequantized": the model has a format of its

@@ -1,6 +1,6 @@
 """Checkpoints of compressed-tensors: W8A8 as it is stored, and what is refused by name.
 
-test_group_codes.py has the other schemes.
+test_quantized_checkpoints.py has the other schemes.
 """
 
 import json

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.core.errors import InputError
 from batchgen.models.formats.base import NamedTensor
-from batchgen.models.formats.groups import GroupScheme, ReadCodes
+from batchgen.models.formats.groups import GroupScheme, ReadQuants
 from batchgen.models.formats.stated import Stated, flag, group_size, refuse, require_four_bits, whole_number
 
 if TYPE_CHECKING:
@@ -41,18 +41,18 @@ class Awq(GroupScheme):
         flag(config, "zero_point", True)
         return cls(group_size(config, "group_size", "q_group_size"))
 
-    def check_rows(self, codes: NamedTensor, rows: int) -> None:
-        name, info = codes
+    def check_rows(self, quants: NamedTensor, rows: int) -> None:
+        name, info = quants
         if rows % 8:
             raise InputError(f"tensor {name} in {info.path} cannot have {rows} rows: words hold eight")
 
     def shapes(self, rows: int, columns: int, groups: int) -> tuple[Shape, Shape]:
         return (columns, rows // 8), (groups, rows // 8)
 
-    def read_codes(self, codes: NamedTensor) -> ReadCodes:
+    def read_quants(self, quants: NamedTensor) -> ReadQuants:
         from batchgen.models.tensor_files.reading import read_rows
 
-        words = read_rows(*codes, 0, codes[1].shape[0])
+        words = read_rows(*quants, 0, quants[1].shape[0])
         return lambda start, stop: _in_order(words[:, start // 8 : stop // 8]).t()
 
     def zero_points(self, words: Tensor) -> Tensor:

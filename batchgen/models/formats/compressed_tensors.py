@@ -22,7 +22,7 @@ from batchgen.core.errors import InputError
 from batchgen.models.families import MIXTURES
 from batchgen.models.formats.base import NamedTensor, Scheme, StoredPart, Tensors
 from batchgen.models.formats.fp8 import Fp8
-from batchgen.models.formats.groups import GroupScheme, ReadCodes
+from batchgen.models.formats.groups import GroupScheme, ReadQuants
 from batchgen.models.formats.stated import Stated, block_shape, flag, group_size
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ class PackQuantized(GroupScheme):
     def shapes(self, rows: int, columns: int, groups: int) -> tuple[Shape, Shape]:
         return (rows, -(-columns // 8)), (-(-rows // 8), groups)
 
-    def read_codes(self, codes: NamedTensor) -> ReadCodes:
+    def read_quants(self, quants: NamedTensor) -> ReadQuants:
         from batchgen.models.formats.group_matrix import nibbles
         from batchgen.models.tensor_files.reading import read_rows
 
-        return lambda start, stop: nibbles(read_rows(*codes, start, stop))
+        return lambda start, stop: nibbles(read_rows(*quants, start, stop))
 
     def zero_points(self, words: Tensor) -> Tensor:
         from batchgen.models.formats.group_matrix import nibbles
@@ -105,15 +105,15 @@ class Int8Matrix(StoredPart):
     """A matrix of 8 bits.
 
     Attributes:
-        codes: Tensor of the codes [rows, columns].
+        quants: Tensor of the quantized values [rows, columns].
         scales: Tensor of the scales, one for each row.
     """
 
-    codes: NamedTensor
+    quants: NamedTensor
     scales: NamedTensor
 
     def fill(self, out: Tensor) -> None:
-        """Fill `out` with numbers, or where it is int8 with rows of codes and scale (`ops/int8.py`).
+        """Fill `out` with numbers, or where it is int8 with rows of quantized values and scale (`ops/int8.py`).
 
         Raises:
             InputError: A scale is negative or no number. A sign would say that the row is rotated.
@@ -123,7 +123,7 @@ class Int8Matrix(StoredPart):
         from batchgen.models.tensor_files import reading
         from batchgen.ops import int8
 
-        (name, info), (scale_name, scale) = self.codes, self.scales
+        (name, info), (scale_name, scale) = self.quants, self.scales
         rows, n = info.shape
         scales = torch.empty(rows, dtype=torch.float32)
         reading.read_numbers(scale_name, scale, scales)

@@ -4,8 +4,8 @@ A weight is its number of 8 bits times a scale: one for the matrix, for each row
 (`weight_block_size`, as DeepSeek and Qwen have them). Activations stay as they are: their scales, which files may have
 too (`input_scale`), are not used.
 
-In memory and in weight stores they are rows of blocks (`core.dtypes.FP8_FORMATS`, csrc/quant/fp8.h): a scale in fp32,
-and the numbers that it is for.
+In memory and in weight stores they are block-quantized rows (`core.dtypes.FP8_FORMATS`, csrc/quant/fp8.h): a scale in
+fp32, and the numbers that it is for.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Fp8Matrix(StoredPart):
     scales: NamedTensor
 
     def fill(self, out: Tensor) -> None:
-        """Fill `out` with numbers, or with rows of blocks where it is uint8.
+        """Fill `out` with numbers, or with block-quantized rows where it is uint8.
 
         Raises:
             InputError: Scales or weights are no numbers.

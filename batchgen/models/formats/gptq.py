@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batchgen.models.formats.base import NamedTensor
-from batchgen.models.formats.groups import GroupScheme, ReadCodes
+from batchgen.models.formats.groups import GroupScheme, ReadQuants
 from batchgen.models.formats.stated import Stated, flag, group_size, refuse, require_four_bits, whole_number
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ class Gptq(GroupScheme):
     def shapes(self, rows: int, columns: int, groups: int) -> tuple[Shape, Shape]:
         return (-(-columns // 8), rows), (groups, -(-rows // 8))
 
-    def read_codes(self, codes: NamedTensor) -> ReadCodes:
+    def read_quants(self, quants: NamedTensor) -> ReadQuants:
         from batchgen.models.formats.group_matrix import nibbles
         from batchgen.models.tensor_files.reading import read_rows
 
-        words = read_rows(*codes, 0, codes[1].shape[0])
+        words = read_rows(*quants, 0, quants[1].shape[0])
         return lambda start, stop: nibbles(words[:, start:stop].t())
 
     def zero_points(self, words: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A matrix of 4 bits in groups of columns (`groups.py`): its numbers, or its rows of blocks."""
+"""A matrix of 4 bits in groups of columns (`groups.py`): its numbers, or its block-quantized rows."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SCALES = ("F16", "BF16", "F32")
 
 
 class GroupLayout(Protocol):
-    """The places of codes, zero points and scales in a file; `groups.GroupScheme` describes the members."""
+    """The places of quantized values, zero points and scales in a file; `groups.GroupScheme` describes the members."""
 
     @property
     def group_size(self) -> int | None: ...
     @property
     def scales_by_row(self) -> bool: ...
     def shapes(self, rows: int, columns: int, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]: ...
-    def read_codes(self, codes: NamedTensor) -> Callable[[int, int], Tensor]: ...
+    def read_quants(self, quants: NamedTensor) -> Callable[[int, int], Tensor]: ...
     def zero_points(self, words: Tensor) -> Tensor: ...
-    def check_rows(self, codes: NamedTensor, rows: int) -> None: ...
+    def check_rows(self, quants: NamedTensor, rows: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class GroupMatrix(StoredPart):
     """A matrix [rows, columns].
 
     Attributes:
-        scheme: Places of codes, zero points and scales.
+        scheme: Places of quantized values, zero points and scales.
         shape: Rows and columns.
-        codes: Tensor of the codes.
+        quants: Tensor of the quantized values.
         scales: Tensor of the scales.
         zeros: Tensor of the zero points; None where all of them are 8.
         group_of: Tensor with the group of each column; None where groups are columns in order.
@@ -49,7 +49,7 @@ class GroupMatrix(StoredPart):
 
     scheme: GroupLayout
     shape: tuple[int, int]
-    codes: NamedTensor
+    quants: NamedTensor
     scales: NamedTensor
     zeros: NamedTensor | None
     group_of: NamedTensor | None
@@ -67,9 +67,9 @@ class GroupMatrix(StoredPart):
     def check(self) -> None:
         """Raise InputError where a tensor is of another shape or dtype than the scheme asks for."""
         (rows, n), groups = self.shape, self.num_groups
-        self.scheme.check_rows(self.codes, rows)
-        codes, zeros = self.scheme.shapes(rows, n, groups)
-        check_stored(*self.codes, codes, ("I32",))
+        self.scheme.check_rows(self.quants, rows)
+        quants, zeros = self.scheme.shapes(rows, n, groups)
+        check_stored(*self.quants, quants, ("I32",))
         scales = (rows, groups) if self.scheme.scales_by_row else (groups, rows)
         if self.scales[1].shape != scales:
             (name, info), size = self.scales, self.scheme.group_size or "all"
@@ -85,7 +85,7 @@ class GroupMatrix(StoredPart):
             check_stored(*self.group_of, (n,), ("I32", "I64"))
 
     def fill(self, out: Tensor) -> None:
-        """Fill `out` with numbers, or with rows of blocks where it is uint8.
+        """Fill `out` with numbers, or with block-quantized rows where it is uint8.
 
         Raises:
             InputError: Scales are no numbers, or columns are in no group, or in another one than blocks have them in.
@@ -93,18 +93,18 @@ class GroupMatrix(StoredPart):
         scales, zeros, group_of = self._scales(), self._zeros(), self._group_of()
         packing, n = out.dtype == torch.uint8, self.shape[1]
         if packing and not self._in_order(group_of):
-            name, info = self.group_of or self.codes
+            name, info = self.group_of or self.quants
             raise InputError(f"tensor {name} in {info.path} has columns out of order: give --weights dequantized")
         block_format = self._block_format(group_of)
-        for some, codes in self._pieces():
+        for some, quants in self._pieces():
             if packing:
-                _to_blocks(codes, scales[some], zeros[some], out[some])
+                _to_blocks(quants, scales[some], zeros[some], out[some])
             elif block_format:  # the kernels' threads are faster
-                blocks = torch.empty(len(codes), weight_row_bytes(n, block_format), dtype=torch.uint8)
-                _to_blocks(codes, scales[some], zeros[some], blocks)
+                blocks = torch.empty(len(quants), weight_row_bytes(n, block_format), dtype=torch.uint8)
+                _to_blocks(quants, scales[some], zeros[some], blocks)
                 kernels.unpack_blocks(block_format.upper(), blocks, out[some])
             else:
-                values = codes.float().sub_(zeros[some].float()[:, group_of])
+                values = quants.float().sub_(zeros[some].float()[:, group_of])
                 out[some] = values.mul_(scales[some][:, group_of])
 
     def _in_order(self, group_of: Tensor) -> bool:
@@ -118,10 +118,10 @@ class GroupMatrix(StoredPart):
         return next(iter(fitting_blocks(GROUP_FORMATS, n, self.group_size)), None)
 
     def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Some rows after others, and their codes, uint8 [rows, columns]."""
+        """Some rows after others, and their quantized values, uint8 [rows, columns]."""
         rows, n = self.shape
         step = max(8, reading.CHUNK_VALUES // n // 8 * 8)
-        read = self.scheme.read_codes(self.codes)
+        read = self.scheme.read_quants(self.quants)
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             yield slice(start, stop), read(start, stop)[:, :n].contiguous()
@@ -163,21 +163,21 @@ def nibbles(words: Tensor) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(words), -1)
 
 
-def _to_blocks(codes: Tensor, scales: Tensor, zeros: Tensor, out: Tensor) -> None:
+def _to_blocks(quants: Tensor, scales: Tensor, zeros: Tensor, out: Tensor) -> None:
     """Write rows as blocks.
 
     Args:
-        codes: uint8 [rows, n].
+        quants: uint8 [rows, n].
         scales: fp32 [rows, groups].
         zeros: Zero points, uint8 [rows, groups].
         out: uint8 [rows, bytes of a row]; these bytes tell one format from another.
     """
-    rows, n = codes.shape
+    rows, n = quants.shape
     size = block_columns(GROUP_FORMATS, n, out.shape[1])
     blocks = out.view(rows, n // size, 4 + size // 2)
     heads = (scales.contiguous().view(torch.int32) & ~255) | zeros.int()
     blocks_per_scale = n // size // scales.shape[1]
     heads = heads.repeat_interleave(blocks_per_scale, dim=1).contiguous()
     blocks[..., :4] = heads.view(torch.uint8).view(rows, n // size, 4)
-    halves = codes.reshape(rows, n // 32, 2, 16)
+    halves = quants.reshape(rows, n // 32, 2, 16)
     blocks[..., 4:] = (halves[:, :, 0] | halves[:, :, 1] << 4).view(rows, n // size, size // 2)

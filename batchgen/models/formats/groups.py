@@ -1,13 +1,14 @@
 """Weights of 4 bits in groups of columns: what GPTQ, AWQ and compressed-tensors (pack-quantized) have in common.
 
-All three are the same numbers, (code - zero point) * scale, with codes and zero points from 0 to 15 and a scale for
-each row and group. They differ in where these lie, which a subclass of `GroupScheme` says. Words are little-endian,
-nibble i of a word are its bits 4 i to 4 i + 3. `g_idx` [columns] says which group each column is of, where that is not
-the order of columns (act-order).
+All three are the same numbers, (quantized value - zero point) * scale, with quantized values and zero points from 0 to
+15 and a scale for each row and group. They differ in where these lie, which a subclass of `GroupScheme` says. Words are
+little-endian, nibble i of a word are its bits 4 i to 4 i + 3. `g_idx` [columns] says which group each column is of,
+where that is not the order of columns (act-order).
 
-In memory and in weight stores they are rows of blocks (`core.dtypes.GROUP_FORMATS`, csrc/quant/int4_groups.h), without
-loss: of each group four bytes, the first of which is the zero point and the others are the upper ones of the scale in
-fp32, which holds those of 16 bits; then its codes, for each 32 of them 16 bytes, the first half in the low nibbles.
+In memory and in weight stores they are block-quantized rows (`core.dtypes.GROUP_FORMATS`, csrc/quant/int4_groups.h),
+without loss: of each group four bytes, the first of which is the zero point and the others are the upper ones of the
+scale in fp32, which holds those of 16 bits; then its quantized values, for each 32 of them 16 bytes, the first half in
+the low nibbles.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
     from batchgen.models.layouts import Shape
 
-# Gives the codes of rows [start, stop), uint8 [stop - start, columns, and up to 7 more].
-ReadCodes = Callable[[int, int], "Tensor"]
+# Gives the quantized values of rows [start, stop), uint8 [stop - start, columns, and up to 7 more].
+ReadQuants = Callable[[int, int], "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class GroupScheme(Scheme):
         symmetric: Whether all zero points are 8, and the files have none.
         act_order: Whether a group may be of any columns.
         label: Name of the format for people.
-        names: Suffixes of a matrix's codes, zero points, scales and groups of columns.
+        names: Suffixes of a matrix's quantized values, zero points, scales and groups of columns.
         scales_by_row: Whether scales are [rows, groups] in the file, and not [groups, rows].
     """
 
@@ -53,17 +54,17 @@ class GroupScheme(Scheme):
 
     @abstractmethod
     def shapes(self, rows: int, columns: int, groups: int) -> tuple[Shape, Shape]:
-        """Shapes of a matrix's codes and zero points in the file, in words of 32 bits."""
+        """Shapes of a matrix's quantized values and zero points in the file, in words of 32 bits."""
 
     @abstractmethod
-    def read_codes(self, codes: NamedTensor) -> ReadCodes:
-        """A function that reads rows of codes."""
+    def read_quants(self, quants: NamedTensor) -> ReadQuants:
+        """A function that reads rows of quantized values."""
 
     @abstractmethod
     def zero_points(self, words: Tensor) -> Tensor:
         """Zero points, uint8 [groups, rows, and up to 7 more], from their words in the file."""
 
-    def check_rows(self, codes: NamedTensor, rows: int) -> None:
+    def check_rows(self, quants: NamedTensor, rows: int) -> None:
         """Raise InputError where a matrix cannot have so many rows."""
 
     def describe(self) -> str:
@@ -77,19 +78,19 @@ class GroupScheme(Scheme):
         return largest_blocks(GROUP_FORMATS, columns, self.group_size)
 
     def find(self, tensors: Tensors, stem: str, shape: tuple[int, int], *, in_layer: bool) -> StoredPart | None:
-        codes, zeros, scales, group_of = (f"{stem}.{name}" for name in self.names)
-        if codes not in tensors:
+        quants, zeros, scales, group_of = (f"{stem}.{name}" for name in self.names)
+        if quants not in tensors:
             return None
         order = (group_of,) if self.act_order and self.group_size else ()
         for name in (scales, *order) if self.symmetric else (scales, zeros, *order):
             if name not in tensors:
-                raise InputError(f"{tensors[codes].path} has no tensor {name} beside {codes}: fetch the model again")
+                raise InputError(f"{tensors[quants].path} has no tensor {name} beside {quants}: fetch the model again")
         from batchgen.models.formats.group_matrix import GroupMatrix
 
         matrix = GroupMatrix(
             self,
             shape,
-            (codes, tensors[codes]),
+            (quants, tensors[quants]),
             (scales, tensors[scales]),
             None if self.symmetric else (zeros, tensors[zeros]),
             (group_of, tensors[group_of]) if group_of in tensors else None,

@@ -66,5 +66,5 @@ def read_blocks(blocks: NamedTensor, scales: NamedTensor, first: int, count: int
     powers = torch.empty(count * per_row, 1, dtype=torch.uint8)
     read_into(*blocks, first * per_row * BLOCK // 2, memoryview(pairs.view(-1).numpy()))
     read_into(*scales, first * per_row, memoryview(powers.view(-1).numpy()))
-    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(-1, 2, BLOCK // 2)
-    return torch.cat([powers, codes[:, 0] | codes[:, 1] << 4], dim=1).view(count, -1)
+    quants = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(-1, 2, BLOCK // 2)
+    return torch.cat([powers, quants[:, 0] | quants[:, 1] << 4], dim=1).view(count, -1)

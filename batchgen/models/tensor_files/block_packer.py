@@ -1,4 +1,4 @@
-"""Rows of blocks from their files into panels, a piece at a time, so that what is read takes no memory of its own.
+"""Block-quantized rows from their files into panels, a piece at a time, so that reading takes no memory of its own.
 
 Each thread reads a piece into memory that it uses again, and prepacks it from there, while it is in the core's cache:
 the only memory that is used for the first time is the result's. There are more threads than those that compute, up to a

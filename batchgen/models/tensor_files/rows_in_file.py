@@ -1,4 +1,4 @@
-"""Rows of blocks that are still in a file: a matrix that is packed while it is read (`block_packer.py`)."""
+"""Block-quantized rows that are still in a file: a matrix that is packed while it is read (`block_packer.py`)."""
 
 from __future__ import annotations
 
