@@ -144,7 +144,7 @@ class Cut:
         return torch.cat([self.of(packed[:, :codes]), self.of(packed[:, codes:])], dim=1)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The rank's rows, one after the other, or its columns, of the whole part; of block-quantized rows its blocks."""
+        """The rank's rows, one after the other, or its columns, of the whole part; of packed rows its blocks."""
         if self.by_columns:
             return tensor.chunk(self.size, dim=1)[self.rank]
         if self.is_stretch:
