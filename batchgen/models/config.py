@@ -164,8 +164,8 @@ class ModelConfig:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelConfig:
         """The configuration that `to_json` wrote. Raises InputError, or ValueError where it is something else."""
-        found: ModelConfig = read_typed(cls, value, "the configuration")
-        return found
+        config: ModelConfig = read_typed(cls, value, "the configuration")
+        return config
 
     def first_layers(self, count: int) -> ModelConfig:
         """The model with its first `count` layers alone."""
@@ -280,12 +280,12 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> tuple[tuple[dict[str, tuple[tuple[int, int], ...]], dict[str, int]], ...]:
         """`layer_matrices` and the number of other weights in each group, for layers with experts and without."""
-        found = []
+        kinds = []
         for experts in self._kinds:
             matrices, tensors = self._matrices(experts), self._tensors(experts)
             rest = {g: tensors[g] - sum(map(math.prod, shapes)) for g, shapes in matrices.items()}
-            found.append((matrices, rest))
-        return tuple(found)
+            kinds.append((matrices, rest))
+        return tuple(kinds)
 
     @property
     def layer_matrices(self) -> dict[str, tuple[tuple[int, int], ...]]:

@@ -298,14 +298,14 @@ class _Conversion:
 
     def _held_manifest(self, overwrite: bool) -> dict[str, Any] | None:
         """The manifest of this same store, complete or not; None where it begins, or begins afresh."""
-        found = [self.target / name for name in (STORE_MANIFEST, STORE_UNFINISHED) if (self.target / name).exists()]
-        if not found:
+        manifests = [self.target / name for name in (STORE_MANIFEST, STORE_UNFINISHED) if (self.target / name).exists()]
+        if not manifests:
             others = [path.name for path in self.target.iterdir() if path.name != _LOCK]
             if others and not (overwrite and all(_OWN_NAMES.fullmatch(name) for name in others)):
                 raise InputError(f"{self.target} is not empty and no weight store: give another directory")
             return None
         try:
-            held = read_store_manifest(found[0])
+            held = read_store_manifest(manifests[0])
         except InputError:
             if overwrite:
                 return None

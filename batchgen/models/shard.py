@@ -67,11 +67,11 @@ class Shard:
         """
         if weight_format == MIXED:
             return False
-        own = self.config
+        share = self.config
         values = CODE_GROUP if weight_format == INT4 else BLOCK_FORMATS[block_format(weight_format)][0]
-        columns = [own.intermediate_size]
+        columns = [share.intermediate_size]
         if weight_format not in EXPERT_FORMATS:
-            columns += [own.num_heads * own.head_dim, own.shared_expert_size, own.dense_size]
+            columns += [share.num_heads * share.head_dim, share.shared_expert_size, share.dense_size]
         return all(count % values == 0 for count in columns)
 
     def cut(self, name: str, part: str) -> Cut:

@@ -26,8 +26,8 @@ STATES_MODEL = ("config.json", "generation_config.json", *_BESIDE, _MODELOPT)
 def read_json_object(path: Path) -> dict[str, Any]:
     """A file that is one JSON object. Raises InputError where it cannot be read or is something else."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
             raise InputError(f"{path} is no file of JSON of at most {_MOST_BYTES >> 20} MiB: fetch it again")
         value = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:

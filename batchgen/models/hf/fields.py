@@ -101,7 +101,7 @@ def read_activation(keys: Mapping[str, Any], family: str) -> str:
     names = ("activation_function", "hidden_activation", "hidden_act")
     name, stated = next((name, keys[name]) for name in names if name in keys)
     computed = _ALONE if family == "opt" else _GATES
-    known = {own: found for own, found in _ACTIVATIONS.items() if found in computed}
+    known = {name: activation for name, activation in _ACTIVATIONS.items() if activation in computed}
     if stated not in known:
         raise InputError(f"{name} {stated!r} is not supported for this family; supported: {', '.join(known)}")
     return known[stated]
@@ -113,8 +113,8 @@ def read_architecture(config: Mapping[str, Any]) -> str:
         raise InputError(f"architectures must be a list of names, not {shown(stated)}")
     types = {name: _MODEL_TYPES.get(name, family) for name, family in ARCHITECTURES.items()}
     # Some configs state the model type only.
-    found = stated or [name for name, known in types.items() if known == model_type] or [f"model_type {model_type!r}"]
-    architecture: str = found[0]
+    names = stated or [name for name, known in types.items() if known == model_type] or [f"model_type {model_type!r}"]
+    architecture: str = names[0]
     if architecture not in ARCHITECTURES:
         advice = ": its text model may be there as a GGUF" if architecture.endswith("ForConditionalGeneration") else ""
         raise InputError(f"architecture {architecture} is not supported{advice}; supported: {', '.join(ARCHITECTURES)}")

@@ -288,9 +288,9 @@ def _value(config: Mapping[str, Any], name: str, key: Key) -> Any:
 
 def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     """Raises InputError for a key with a value that batchgen does not compute with."""
-    own = KEYS[family]
+    keys = KEYS[family]
     exempt = _NOT_FOREIGN.get(family, ())
-    foreign = {name: known for name, known in _FOREIGN.items() if name not in own and name not in exempt}
+    foreign = {name: known for name, known in _FOREIGN.items() if name not in keys and name not in exempt}
     for name, known in {**foreign, **FIXED[family]}.items():
         if name in config and not any(config[name] == value for value in known):
             raise InputError(

@@ -102,16 +102,16 @@ def _read_gemma3(
         raise InputError("rope_scaling beside rope_parameters without full_attention is not supported: put it there")
     # In its old spelling rope_scaling is added to what all layers have, "rope_type" first of all.
     everywhere = {"rope_type": "default", **everywhere, **old} if old else everywhere
-    found = []
+    ropes = []
     for params, theta in ((everywhere, "rope_theta"), (local, "rope_local_base_freq")):
         if params.get("truncate", True) is not True:  # which transformers does not read of layer types
             raise InputError(
                 f"truncate {shown(params['truncate'])} in rope parameters of a layer type is not supported"
             )
-        found.append(
+        ropes.append(
             _rope({"rope_theta": keys[theta], **_with_part(config, params)}, keys["max_position_embeddings"], None)
         )
-    return found[0], found[1]
+    return ropes[0], ropes[1]
 
 
 def _read(
@@ -186,15 +186,15 @@ def _kind(params: Mapping[str, Any]) -> str:
 
 def _fields(params: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """The fields of a RopeConfig that are stated; null means what transformers makes of it."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in names:
         if name in ("short_factor", "long_factor"):
-            found[f"{name}s"] = _numbers(params, name)
+            fields[f"{name}s"] = _numbers(params, name)
         elif name == "truncate":  # null is not true
-            found[name] = _flag(params, name)
+            fields[name] = _flag(params, name)
         elif params.get(name) is not None and (params[name] or name not in ("beta_fast", "beta_slow")):
-            found[name] = _number(params, name, None)
-    return found
+            fields[name] = _number(params, name, None)
+    return fields
 
 
 def _number(params: Mapping[str, Any], name: str, default: float | None) -> float:

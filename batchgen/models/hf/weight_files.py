@@ -67,14 +67,14 @@ def find_weight_files(directory: Path) -> WeightFiles:
     if (directory / _SINGLE).exists():
         return WeightFiles((directory / _SINGLE,))
     names = sorted(entry.name for entry in directory.iterdir())
-    found = [name for name in names if name.endswith(".safetensors") and not name.startswith(_NOT_THE_MODEL)]
+    safetensors = [name for name in names if name.endswith(".safetensors") and not name.startswith(_NOT_THE_MODEL)]
     indices = [_INDEX] if _INDEX in names else [name for name in names if name.endswith(_INDEX_SUFFIX)]
     if len(indices) == 1:
         return _of_index(directory / indices[0])
-    if len(found) == 1 and not indices:
-        return WeightFiles((directory / found[0],))
-    if found or indices:
-        listed = ", ".join((indices or found)[:4]) + (", ..." if len(indices or found) > 4 else "")
+    if len(safetensors) == 1 and not indices:
+        return WeightFiles((directory / safetensors[0],))
+    if safetensors or indices:
+        listed = ", ".join((indices or safetensors)[:4]) + (", ..." if len(indices or safetensors) > 4 else "")
         raise InputError(
             f"{directory} has several files of weights ({listed}) and no {_INDEX} that says which has what: fetch that "
             "file, or "

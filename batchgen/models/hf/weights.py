@@ -58,10 +58,10 @@ def hf_parts(
 def _part_names(config: ModelConfig, model: Path, tensors: Tensors) -> dict[str, str]:
     """Part -> name in the file, with {} for the layer."""
     prefixes = _PREFIXES.get(config.family, (("model.", ""), ("", "")))
-    there = [(prefix, of_head) for prefix, of_head in prefixes if f"{prefix}embed_tokens.weight" in tensors]
-    if not there:
+    present = [(prefix, of_head) for prefix, of_head in prefixes if f"{prefix}embed_tokens.weight" in tensors]
+    if not present:
         raise missing_tensor(model, tensors, f"{prefixes[0][0]}embed_tokens.weight")
-    (prefix, of_head), table = there[0], tensor_names(config)
+    (prefix, of_head), table = present[0], tensor_names(config)
     return {part: prefix + name for part, name in table.items()} | {"lm_head": f"{of_head}lm_head"}
 
 

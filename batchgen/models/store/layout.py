@@ -207,7 +207,7 @@ def file_to_json(file: StoreFile) -> dict[str, Any]:
 
 def file_from_json(path: Path, entry: Any) -> StoreFile:
     """The file of a manifest's entry. Raises ValueError where it is something else."""
-    found = read_typed(_FileEntry, entry, path.name)
+    stated = read_typed(_FileEntry, entry, path.name)
     extents = {
         name: Extent(
             name,
@@ -216,7 +216,7 @@ def file_from_json(path: Path, entry: Any) -> StoreFile:
             group.xxh3_128,
             tuple(StoredTensor(t.name, t.dtype, t.shape, t.offset, t.bytes) for t in group.tensors),
         )
-        for name, group in sorted(found.groups.items(), key=lambda item: item[1].offset)
+        for name, group in sorted(stated.groups.items(), key=lambda item: item[1].offset)
     }
     end = None
     for extent in extents.values():
@@ -225,9 +225,9 @@ def file_from_json(path: Path, entry: Any) -> StoreFile:
             raise ValueError(f"{path.name} has group {extent.name} out of place")
         end = extent.offset + extent.num_bytes
         _check_tensors(path, extent)
-    if end is not None and end != found.bytes:
-        raise ValueError(f"{path.name} has {found.bytes} bytes for groups that end at {end}")
-    return StoreFile(path, found.bytes, extents)
+    if end is not None and end != stated.bytes:
+        raise ValueError(f"{path.name} has {stated.bytes} bytes for groups that end at {end}")
+    return StoreFile(path, stated.bytes, extents)
 
 
 def _check_tensors(path: Path, extent: Extent) -> None:

@@ -56,11 +56,11 @@ def open_store(path: Path | str) -> WeightStore:
     for file in store.files:
         try:
             with file.path.open("rb"):
-                found = file.path.stat().st_size
+                num_bytes = file.path.stat().st_size
         except OSError as error:
             raise InputError(f"cannot read {file.path}: {error.strerror}: {_REPAIR}") from error
-        if found != file.num_bytes:
-            raise InputError(f"{file.path} has {found:,} bytes instead of {file.num_bytes:,}: {_REPAIR}")
+        if num_bytes != file.num_bytes:
+            raise InputError(f"{file.path} has {num_bytes:,} bytes instead of {file.num_bytes:,}: {_REPAIR}")
     return store
 
 

@@ -123,29 +123,29 @@ class BlockPacker:
         if len(stretches) == 1 and stretches[0][0].head_order is None:
             return self._fetch(*stretches[0], row_bytes)
         count = sum(stop - start for _, start, stop in stretches)
-        found = np.frombuffer(self._rows.buffer(count * row_bytes), np.uint8, count * row_bytes).reshape(count, -1)
+        gathered = np.frombuffer(self._rows.buffer(count * row_bytes), np.uint8, count * row_bytes).reshape(count, -1)
         done = 0
         for part, start, stop in stretches:
-            target = found[done : done + stop - start]
+            target = gathered[done : done + stop - start]
             order, stored = part.order(start, stop), self._fetch(part, *part.rows_read(start, stop), row_bytes)
             if order is None:
                 np.copyto(target, stored)
             else:
                 np.take(stored, order, axis=0, out=target, mode="clip")  # others than "clip" copy once more
             done += len(target)
-        return found
+        return gathered
 
     def _fetch(self, part: FilePart, start: int, stop: int, row_bytes: int) -> np.ndarray:
         """Rows as the file has them, until the thread's next call."""
         first, num_bytes = start * row_bytes, (stop - start) * row_bytes
         bounce = self._bounce.buffer(num_bytes)
         try:
-            found = self._files[part.info.path][0].fetch(part.info.offset + first, num_bytes, bounce)
+            fetched = self._files[part.info.path][0].fetch(part.info.offset + first, num_bytes, bounce)
         except OSError as error:
             raise _unreadable(part, error) from error
-        if found is None:
-            read_into(part.name, part.info, first, found := bounce[:num_bytes])
-        return np.frombuffer(found, np.uint8).reshape(-1, row_bytes)
+        if fetched is None:
+            read_into(part.name, part.info, first, fetched := bounce[:num_bytes])
+        return np.frombuffer(fetched, np.uint8).reshape(-1, row_bytes)
 
 
 def _unreadable(part: FilePart, error: OSError) -> InputError:

@@ -65,10 +65,10 @@ def _tensor_of(path: Path, entry: dict[str, Any], start: int, version: FileVersi
 
 
 def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise ValueError("its header has a name twice")
-    return found
+    return entries
 
 
 def check_extents(path: Path, tensors: dict[str, TensorInfo], file_bytes: int) -> None:

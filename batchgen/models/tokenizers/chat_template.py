@@ -73,8 +73,10 @@ class ChatTemplate:
                 "the model has no chat template: give it prompts instead of messages, without --chat and "
                 "--system-prompt"
             )
-        own = {name: list(map(str, t)) if isinstance(t, list | tuple) else str(t) for name, t in special_tokens.items()}
-        return cls(text, own)
+        names = {
+            name: list(map(str, t)) if isinstance(t, list | tuple) else str(t) for name, t in special_tokens.items()
+        }
+        return cls(text, names)
 
     @cached_property
     def roles(self) -> frozenset[str]:
@@ -100,8 +102,10 @@ class ChatTemplate:
         """Raises InputError for a variable that the template does not use, which would change nothing."""
         for name in names:
             if name not in self.variables:
-                own = sorted(self.variables - set(self.special_tokens) - {"messages", "tools", "add_generation_prompt"})
-                has = f"it has {', '.join(own)}" if own else "it has none"
+                known = sorted(
+                    self.variables - set(self.special_tokens) - {"messages", "tools", "add_generation_prompt"}
+                )
+                has = f"it has {', '.join(known)}" if known else "it has none"
                 raise InputError(f"chat_template_kwargs: the model's chat template has no variable {name!r}: {has}")
 
     def render(self, chats: Sequence[Chat]) -> list[str | RowError]:
@@ -126,12 +130,12 @@ class ChatTemplate:
 
     def _variables_of(self, chat: Chat) -> dict[str, Any]:
         """Return what the template gets for a conversation. Raises RowError, InputError."""
-        own = chat.options.variables
-        self.check_variables(own)
+        variables = chat.options.variables
+        self.check_variables(variables)
         messages = [self._as_given(message) for message in chat.messages]
         if chat.continues:
             messages[-1] = {**messages[-1], "content": _with_end_mark(messages[-1].get("content"))}
-        return self._around(messages, add_generation_prompt=not chat.continues) | dict(own)
+        return self._around(messages, add_generation_prompt=not chat.continues) | dict(variables)
 
     def _around(self, messages: Sequence[Any], *, add_generation_prompt: bool) -> dict[str, Any]:
         variables = {"messages": messages, "tools": None, "documents": None}
@@ -172,7 +176,7 @@ class ChatTemplate:
                 kept[way] = self._kept([{"role": each, "content": _content(each, ways[each])} for each in spoken], role)
             refused = None in kept.values()  # as templates do that know no such role
             otherwise = taken.get("user", "text") if refused else "not at all"
-            taken[role] = next((way for way, found in kept.items() if found), otherwise)
+            taken[role] = next((way for way, is_kept in kept.items() if is_kept), otherwise)
         return taken
 
     def _kept(self, messages: Sequence[Message], *roles: str) -> bool | None:

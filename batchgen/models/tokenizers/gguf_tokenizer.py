@@ -66,8 +66,8 @@ class _Vocabulary:
 
     def special_id(self, name: str) -> int | None:
         """The id of a special token that the vocabulary has."""
-        found = special_id(self.pairs, name)
-        return found if found is not None and 0 <= found < len(self.tokens) else None
+        token_id = special_id(self.pairs, name)
+        return token_id if token_id is not None and 0 <= token_id < len(self.tokens) else None
 
     @property
     def cut_out(self) -> Iterator[tuple[str, int]]:
@@ -102,17 +102,17 @@ def backend_of(pairs: Mapping[str, Any], model: models.Model | None = None) -> B
 def names_of(pairs: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens of a GGUF by what transformers calls them: "bos_token" and so on."""
     words = _vocabulary(pairs)
-    ids = {own: words.special_id(name) for name, own in _NAMES.items()}
-    return {own: words.tokens[i] for own, i in ids.items() if i is not None}
+    ids = {attribute: words.special_id(name) for name, attribute in _NAMES.items()}
+    return {attribute: words.tokens[i] for attribute, i in ids.items() if i is not None}
 
 
 def _get(pairs: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    found = pairs.get(VOCABULARY + key)
-    if found is None:
+    value = pairs.get(VOCABULARY + key)
+    if value is None:
         return default
-    if not isinstance(found, kind):
+    if not isinstance(value, kind):
         raise InputError(f"{VOCABULARY}{key} is not what it should be, {kind.__name__}: fetch the file again")
-    return found
+    return value
 
 
 def _array(pairs: Mapping[str, Any], key: str, *kinds: type) -> tuple[Any, ...] | None:

@@ -138,14 +138,14 @@ def _pairs(proto: Any, directory: Path, stated: dict[str, Any]) -> dict[str, Any
 
 def _added(directory: Path, stated: dict[str, Any]) -> dict[int, AddedToken]:
     """The tokens that other files add to a model's, by id."""
-    found: dict[int, AddedToken] = {}
+    added: dict[int, AddedToken] = {}
     path = directory / "added_tokens.json"
     more = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for content, token_id in more.items():
-        found[int(token_id)] = AddedToken(content, special=True)
+        added[int(token_id)] = AddedToken(content, special=True)
     for token_id, token in (stated.get("added_tokens_decoder") or {}).items():
-        found[int(token_id)] = AddedToken(token["content"], special=bool(token.get("special", False)))
-    return found
+        added[int(token_id)] = AddedToken(token["content"], special=bool(token.get("special", False)))
+    return added
 
 
 def _cleaning(spec: Any) -> list[normalizers.Normalizer]:

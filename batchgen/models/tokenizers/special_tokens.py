@@ -42,12 +42,12 @@ class SpecialTokensAsText:
     def hide(self, text: str) -> str:
         """A message's text, for the chat template."""
         text = text.replace(_MARK, "\ufffd")
-        return self._any.sub(lambda found: f"{_MARK}{self._order.index(found[0])}{_MARK}", text)
+        return self._any.sub(lambda match: f"{_MARK}{self._order.index(match[0])}{_MARK}", text)
 
     def rendered(self, text: str) -> str:
         """Text for `backend`, from what the template made of messages with hidden special tokens."""
-        text = self._any.sub(lambda found: self._names[found[0]], text)
-        return _HIDDEN.sub(lambda found: self._order[int(found[1])], text)
+        text = self._any.sub(lambda match: self._names[match[0]], text)
+        return _HIDDEN.sub(lambda match: self._order[int(match[1])], text)
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:

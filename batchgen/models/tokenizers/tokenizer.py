@@ -173,8 +173,8 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it; None: it has none."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
 
     def stop_detector(self, stop: Sequence[str]) -> StopDetector:
         """A detector of these stop strings for one sample."""
@@ -200,16 +200,16 @@ class Tokenizer:
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """The tokens of each text, of no more texts at once than memory is free for."""
-        found: list[list[int]] = []
+        encoded: list[list[int]] = []
         group: list[str] = []
         length = 0
         for text in texts:
             if group and length + len(text) > _TOGETHER:
-                found += self._encode_together(group, add_special_tokens)
+                encoded += self._encode_together(group, add_special_tokens)
                 group, length = [], 0
             group.append(text)
             length += len(text)
-        return found + self._encode_together(group, add_special_tokens)
+        return encoded + self._encode_together(group, add_special_tokens)
 
     def _encode_together(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         if prepare := getattr(self._hf, _PREPARE, None):
@@ -274,10 +274,10 @@ class StopDetector:
         if not any(s in recent for s in self._stop):
             return None
         text = self._tokenizer.decode(ids)
-        found = [(text.find(s), s) for s in self._stop if s in text]
-        if not found:
+        places = [(text.find(s), s) for s in self._stop if s in text]
+        if not places:
             return None
-        self._end, stop = min(found, key=lambda pair: pair[0])
+        self._end, stop = min(places, key=lambda pair: pair[0])
         return stop
 
     @property
@@ -380,10 +380,10 @@ def _converted(directory: Path) -> PreTrainedTokenizerFast:
     with _quiet_transformers():
         from transformers import AutoTokenizer
 
-        found: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    if not found.is_fast:
+        loaded: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    if not loaded.is_fast:
         raise InputError("it is no fast tokenizer: fetch the model's tokenizer.json")
-    fast: PreTrainedTokenizerFast = found
+    fast: PreTrainedTokenizerFast = loaded
     return fast
 
 

@@ -200,9 +200,9 @@ def config_of_gguf(
 
 def _refuse_fused_biases(arch: str, tensors: Mapping[str, TensorInfo]) -> None:
     """Raise InputError where matrices that are one in the file (Phi-3's) have biases."""
-    found = [name for name in tensors if name.endswith((".attn_qkv.bias", ".ffn_up.bias"))]
-    if arch == "phi3" and found:
-        raise InputError(f"GGUFs of architecture {arch!r} with biases ({found[0]}) are not supported")
+    biases = [name for name in tensors if name.endswith((".attn_qkv.bias", ".ffn_up.bias"))]
+    if arch == "phi3" and biases:
+        raise InputError(f"GGUFs of architecture {arch!r} with biases ({biases[0]}) are not supported")
 
 
 def _refuse_unknown_norms(arch: str, family: str, tensors: Mapping[str, TensorInfo]) -> None:
@@ -211,10 +211,10 @@ def _refuse_unknown_norms(arch: str, family: str, tensors: Mapping[str, TensorIn
     In files of architecture "llama" rows of queries and keys are interleaved. No file says whether the weights of such
     norms are too, and there is no program that both writes and reads them.
     """
-    found = [name for name in tensors if name.endswith((".attn_q_norm.weight", ".attn_k_norm.weight"))]
-    if found and family not in _QK_NORMS:
+    norms = [name for name in tensors if name.endswith((".attn_q_norm.weight", ".attn_k_norm.weight"))]
+    if norms and family not in _QK_NORMS:
         raise InputError(
-            f"GGUFs of architecture {arch!r} with norms of queries and keys ({found[0]}) are not supported: "
+            f"GGUFs of architecture {arch!r} with norms of queries and keys ({norms[0]}) are not supported: "
             "use the model's safetensors"
         )
 
@@ -253,10 +253,10 @@ def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorIn
 
 def _rows(tensors: Mapping[str, TensorInfo], name: str) -> int:
     """Rows of a layer's matrix, which older files do not state. Raises InputError where no layer has it."""
-    found = next((info for full, info in tensors.items() if full.endswith(f".{name}.weight")), None)
-    if found is None or len(found.shape) < 2:
+    matrix = next((info for full, info in tensors.items() if full.endswith(f".{name}.weight")), None)
+    if matrix is None or len(matrix.shape) < 2:
         raise InputError(f"the GGUF has no tensor blk.0.{name}.weight: it is incomplete")
-    return found.shape[-2]
+    return matrix.shape[-2]
 
 
 def _windows(fields: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
@@ -381,30 +381,30 @@ def _formats(
     """`ModelConfig.layer_formats` and `end_formats`."""
     of_layers = matrix_formats(tensors, layers)
     of_ends = {part: _format(tensors.get(f"{_ENDS[part]}.weight")) for part in ("embed", "lm_head")}
-    ends = tuple((part, found) for part, found in of_ends.items() if found)
-    alike = len({found for formats in of_layers for found in formats.values()}) <= 1
+    ends = tuple((part, name) for part, name in of_ends.items() if name)
+    alike = len({name for formats in of_layers for name in formats.values()}) <= 1
     if alike:
         return (), ends
-    return tuple(tuple((r, found) for r, found in formats.items() if found) for formats in of_layers), ends
+    return tuple(tuple((r, name) for r, name in formats.items() if name) for formats in of_layers), ends
 
 
 def matrix_formats(tensors: Mapping[str, TensorInfo], layers: int) -> list[dict[str, str]]:
     """Format of each matrix of each layer, by role; "": it is in numbers, or in blocks that no kernel knows."""
-    found = []
+    formats = []
     for layer in range(layers):
         names = {
-            role: [name for name in (f"blk.{layer}.{own}.weight" for own in _names_of(role)) if name in tensors]
+            role: [name for name in (f"blk.{layer}.{suffix}.weight" for suffix in _names_of(role)) if name in tensors]
             for role in _MATRICES
         }
-        found.append({role: _format(tensors[own[0]]) for role, own in names.items() if own})
-    return found
+        formats.append({role: _format(tensors[matrices[0]]) for role, matrices in names.items() if matrices})
+    return formats
 
 
 def _names_of(role: str) -> tuple[str, ...]:
     """Names that a layer's matrix may have: by itself, of experts, or where it is fused with others."""
-    own = _MATRICES[role]
+    name = _MATRICES[role]
     fused = (_FUSED[role],) if role in _FUSED else ()
-    return own, f"{own}_exps", *fused
+    return name, f"{name}_exps", *fused
 
 
 def _format(info: TensorInfo | None) -> str:

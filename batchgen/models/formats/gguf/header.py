@@ -168,7 +168,7 @@ class _GgufParser:
 
         `position` stays.
         """
-        start, found, wanted = self.position, dict[str, int](), {word.encode(): word for word in words}
+        start, places, wanted = self.position, dict[str, int](), {word.encode(): word for word in words}
         kind, item_kind, count = self.scalar("I"), self.scalar("I"), self.scalar("Q")
         if (kind, item_kind) == (_ARRAY, _STRING):
             lengths = {len(word) for word in wanted}
@@ -177,9 +177,9 @@ class _GgufParser:
                 (length,) = unpack_length(self.data, position)
                 position += 8 + length
                 if length in lengths and (word := wanted.get(self.data[position - length : position])):
-                    found[word] = i
+                    places[word] = i
         self.position = start
-        return found
+        return places
 
     def value(self, kind: int, is_whole: bool) -> Any:
         """The value at `position`; None for an array too long to be about the model's shape, unless `is_whole`."""
@@ -189,8 +189,8 @@ class _GgufParser:
             return self.scalar(_SCALARS[kind])
         item_kind, count = self.scalar("I"), self.scalar("Q")
         if item_kind == _ARRAY:
-            found = [self.value(item_kind, is_whole) for _ in range(count)]
-            return tuple(found) if is_whole or count <= _LONG_ARRAY else None
+            arrays = [self.value(item_kind, is_whole) for _ in range(count)]
+            return tuple(arrays) if is_whole or count <= _LONG_ARRAY else None
         if item_kind == _STRING:
             return self.strings(count, is_whole)
         size = struct.calcsize(f"<{_SCALARS[item_kind]}")

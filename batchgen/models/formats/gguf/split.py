@@ -71,11 +71,11 @@ def read_gguf(first: Path) -> GgufHeader:
     paths = gguf_paths(first)
     header, tensors = read_gguf_header(first), dict[str, TensorInfo]()
     for path in paths:
-        own = read_gguf_header(path).tensors
-        if twice := own.keys() & tensors.keys():
+        of_part = read_gguf_header(path).tensors
+        if twice := of_part.keys() & tensors.keys():
             name = min(twice)
             raise InputError(f"tensor {name} is in {tensors[name].path} and in {path} again: fetch both again")
-        tensors |= own
+        tensors |= of_part
     stated = header.metadata.get("split.tensors.count", len(tensors))
     if len(paths) > 1 and stated != len(tensors):
         raise InputError(
@@ -102,15 +102,15 @@ def _missing(path: Path, count: int) -> InputError:
 
 def _check_part(first: Path, header: GgufHeader, path: Path, number: int, count: int) -> None:
     """Raise InputError unless this is the part of that number, from 0 on, of the model that the first part is of."""
-    own = read_gguf_header(path)
-    if _count(own) != count:
-        raise InputError(f"{path} is of a GGUF in {_count(own)} parts, {first} of one in {count}: fetch both again")
-    stated = own.metadata.get("split.no", number)
+    of_part = read_gguf_header(path)
+    if _count(of_part) != count:
+        raise InputError(f"{path} is of a GGUF in {_count(of_part)} parts, {first} of one in {count}: fetch both again")
+    stated = of_part.metadata.get("split.no", number)
     if stated != number:
         raise InputError(
             f"{path} has the name of part {number + 1}, but its split.no is {stated}, not {number}: fetch it again"
         )
-    totals = [each.metadata.get("split.tensors.count") for each in (header, own)]
+    totals = [each.metadata.get("split.tensors.count") for each in (header, of_part)]
     if totals[0] != totals[1]:
         raise InputError(
             f"{path} is of a model with {totals[1]} tensors, {first} of one with {totals[0]} "

@@ -134,9 +134,9 @@ def read_layer_ahead(tensors: Mapping[str, TensorInfo], layer: int) -> None:
     for name, info in tensors.items():
         if name.startswith(f"blk.{layer}."):
             by_file.setdefault(info.path, []).append(info)
-    for path, own in by_file.items():
-        start, stop = min(info.offset for info in own), max(info.offset + info.num_bytes for info in own)
-        if stop - start <= 2 * sum(info.num_bytes for info in own):  # of files that are written in another order
+    for path, infos in by_file.items():
+        start, stop = min(info.offset for info in infos), max(info.offset + info.num_bytes for info in infos)
+        if stop - start <= 2 * sum(info.num_bytes for info in infos):  # of files that are written in another order
             read_ahead(path, start, stop)
 
 
