@@ -24,6 +24,7 @@ from batchgen.models.hf.weights import hf_parts
 from batchgen.models.layouts import (
     Layout,
     Stored,
+    Which,
     is_quantized,
     layout_of,
     packed_layout,
@@ -36,9 +37,9 @@ from batchgen.models.store.weight_store import load_extent, open_store, read_ext
 from batchgen.models.tensor_files.rows_in_file import RowsInFile
 from batchgen.ops import int8
 
-# ("embeddings", "layer", "head" or "sinks", layer, compute dtype) -> tensors by name
-_Load = Callable[[str, int, torch.dtype], dict[str, Tensor]]
-_LoadUnread = Callable[[str, int, torch.dtype], dict[str, Tensor | RowsInFile]]
+# (tensors to load, layer, compute dtype) -> tensors by name
+_Load = Callable[[Which, int, torch.dtype], dict[str, Tensor]]
+_LoadUnread = Callable[[Which, int, torch.dtype], dict[str, Tensor | RowsInFile]]
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Checkpoint:
         """
         return self.load("layer", layer, dtype)
 
-    def load_packed(self, which: str, layer: int, dtype: torch.dtype, weight_format: str) -> dict[str, Tensor]:
+    def load_packed(self, which: Which, layer: int, dtype: torch.dtype, weight_format: str) -> dict[str, Tensor]:
         """Tensors of a layer, or of those before or after the layers, with packed matrices (`layouts.stored_tensors`).
 
         Args:
@@ -186,19 +187,19 @@ class _Parts:
         """`stored_format`, of a rank's part only where its rows can be cut: a row of int8 has one scale."""
         return self.stored_format if self.shard is None or self.stored_format in KEPT_FORMATS else None
 
-    def load(self, which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         self._prefetch(which, layer)
         layout = layout_of(self.config, which, layer, unfused=self.of_gguf)
         tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in tensor_shapes(layout).items()}
         return self._filled(which, layout, layer, tensors)
 
-    def load_stored(self, which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load_stored(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         if self.config.num_experts:  # too small to be read by several threads around the page cache
             self._prefetch(which, layer)
         layout, stored = self._packed(which, layer, dtype)
         return self._filled(which, layout, layer, {name: _space(stored[name]) for name in layout})
 
-    def load_unread(self, which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor | RowsInFile]:
+    def load_unread(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor | RowsInFile]:
         layout, stored = self._packed(which, layer, dtype)
         read = {name: parts for name, parts in layout.items() if stored[name].dtype not in BLOCK_FORMATS}
         tensors = self._filled(which, read, layer, {name: _space(stored[name]) for name in read})
@@ -209,20 +210,20 @@ class _Parts:
             for name, parts in layout.items()
         }
 
-    def _packed(self, which: str, layer: int, dtype: torch.dtype) -> tuple[Layout, dict[str, Stored]]:
+    def _packed(self, which: Which, layer: int, dtype: torch.dtype) -> tuple[Layout, dict[str, Stored]]:
         """The parts of each tensor where layers stay in `packed_format`, and the form in which it is stored."""
         weight_format = self.packed_format
         assert weight_format is not None
         stored = stored_tensors(self.config, which, layer, str(dtype).removeprefix("torch."), weight_format)
         return packed_layout(self.config, which, layer, weight_format, unfused=self.of_gguf), stored
 
-    def _prefetch(self, which: str, layer: int) -> None:
+    def _prefetch(self, which: Which, layer: int) -> None:
         """Begin to read this layer and the next one."""
         if self.read_ahead and which == "layer":
             self.read_ahead(layer)
             self.read_ahead(layer + 1)
 
-    def _filled(self, which: str, layout: Layout, layer: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _filled(self, which: Which, layout: Layout, layer: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors, each part of which is read into its rows."""
         whole = layout_of(self.whole, which, layer, unfused=self.of_gguf) if self.shard else {}
         for name, parts in layout.items():
@@ -270,7 +271,7 @@ class _StoreTensors:
         packed = (INT4, *KEPT_FORMATS) if self.shard else PACKED_FORMATS
         return self.store.weight_format if self.store.weight_format in packed else None
 
-    def load(self, which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         file = self._file(which, layer)
         groups = [load_extent(file, extent, dtype) for extent in file.extents.values()]
         stored = {name: tensor for group in groups for name, tensor in group.items()}
@@ -279,7 +280,7 @@ class _StoreTensors:
         tensors = {name: stored[name] if name in stored else joined(config, layer, name, stored) for name in layout}
         return cut_tensors(self.shard, layout, tensors) if self.shard else tensors
 
-    def load_stored(self, which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load_stored(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         file = self._file(which, layer)
         groups = [read_extent(file, extent) for extent in file.extents.values()]
         stored = {name: tensor for group in groups for name, tensor in group.items()}
@@ -288,12 +289,12 @@ class _StoreTensors:
             return tensors
         return cut_tensors(self.shard, self._layout(which, layer), tensors, self.store.weight_format)
 
-    def _file(self, which: str, layer: int) -> StoreFile:
+    def _file(self, which: Which, layer: int) -> StoreFile:
         if which == "layer":
             return self.store.layers[layer]
         return self.store.embeddings if which == "embeddings" else self.store.head
 
-    def _layout(self, which: str, layer: int) -> Layout:
+    def _layout(self, which: Which, layer: int) -> Layout:
         return layout_of(self.shard.whole if self.shard else self.store.config, which, layer)
 
 

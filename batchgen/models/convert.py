@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from batchgen.models.checkpoint import Checkpoint
+    from batchgen.models.layouts import Stored, Which
     from batchgen.models.shard import Shard
     from batchgen.models.store.layout import Extent, StoreFile, WeightStore
 
@@ -154,7 +155,7 @@ class _PlannedFile:
         header: Bytes before the first tensor.
     """
 
-    which: str
+    which: Which
     layer: int
     layout: StoreFile
     header: bytes
@@ -171,9 +172,9 @@ def _plan_files(checkpoint: Checkpoint, target: Path, dtype: str, weight_format:
 
     config = checkpoint.config
 
-    def planned(which: str, layer: int, name: str, noted: str) -> _PlannedFile:
+    def planned(which: Which, layer: int, name: str, noted: str) -> _PlannedFile:
         stored = stored_tensors(config, which, layer, dtype, weight_format)
-        groups = layer_groups(stored) if which == "layer" else {which: stored}
+        groups: dict[str, dict[str, Stored]] = layer_groups(stored) if which == "layer" else {str(which): stored}
         return _PlannedFile(which, layer, *lay_out(target / name, groups, noted))
 
     layers = [planned("layer", j, layer_file_name(j), weight_format) for j in range(config.num_layers)]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from batchgen.core.dtypes import AUTO, DEQUANTIZED, KEPT_FORMATS, MIXED, NATIVE, WEIGHTS
 from batchgen.core.errors import InputError, naming_files, one_line
@@ -33,6 +34,9 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
+ModelKind = Literal["hf", "gguf", "store", "dummy"]
+
+
 @dataclass(frozen=True)
 class ModelFiles:
     """A model on local disk.
@@ -45,7 +49,7 @@ class ModelFiles:
     """
 
     path: Path
-    kind: str
+    kind: ModelKind
     name: str
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from batchgen.core.dtypes import (
     FORMAT_BYTES,
@@ -27,6 +27,8 @@ from batchgen.core.dtypes import (
 from batchgen.models.config import ModelConfig
 
 Shape = tuple[int, ...]
+# Tensors that are loaded together: before the layers, of a layer, after the layers, or the attention's sinks alone.
+Which = Literal["embeddings", "layer", "head", "sinks"]
 # name of a tensor -> the parts stacked in its rows, each with its shape
 Layout = dict[str, tuple[tuple[str, Shape], ...]]
 
@@ -132,7 +134,7 @@ def tensor_shapes(layout: Layout) -> dict[str, Shape]:
     return {name: (sum(shape[0] for _, shape in parts), *parts[0][1][1:]) for name, parts in layout.items()}
 
 
-def layout_of(config: ModelConfig, which: str, layer: int, *, unfused: bool = False) -> Layout:
+def layout_of(config: ModelConfig, which: Which, layer: int, *, unfused: bool = False) -> Layout:
     """Tensors of a layer, or of those before and after the layers.
 
     Args:
@@ -167,7 +169,7 @@ class Part(NamedTuple):
 
 def all_parts(config: ModelConfig, *, unfused: bool = False) -> Iterator[Part]:
     """Every part of a model's tensors. unfused: whether parts of layers are single matrices of one expert each."""
-    layouts = [(layout_of(config, which, 0), 0, False) for which in ("embeddings", "head")]
+    layouts = [(embedding_layout(config), 0, False), (head_layout(config), 0, False)]
     of_layers = range(config.num_layers)
     layouts += [(layout_of(config, "layer", layer, unfused=unfused), layer, True) for layer in of_layers]
     for layout, layer, in_layer in layouts:
@@ -216,7 +218,9 @@ def role(part: str) -> str:
     return _OF_EXPERT.sub("", part).rsplit(".", 1)[0]
 
 
-def packed_layout(config: ModelConfig, which: str, layer: int, weight_format: str, *, unfused: bool = False) -> Layout:
+def packed_layout(
+    config: ModelConfig, which: Which, layer: int, weight_format: str, *, unfused: bool = False
+) -> Layout:
     """The layout of `layout_of`, with a tensor for each role where the parts of a matrix are in different formats."""
     layout = layout_of(config, which, layer, unfused=unfused)
     if which != "layer" or weight_format != MIXED:
@@ -235,7 +239,7 @@ def packed_layout(config: ModelConfig, which: str, layer: int, weight_format: st
     return packed
 
 
-def stored_tensors(config: ModelConfig, which: str, layer: int, dtype: str, weight_format: str) -> dict[str, Stored]:
+def stored_tensors(config: ModelConfig, which: Which, layer: int, dtype: str, weight_format: str) -> dict[str, Stored]:
     """Every tensor of a layer, or before or after the layers, with the form in which it is stored.
 
     Args:
@@ -254,7 +258,7 @@ def stored_tensors(config: ModelConfig, which: str, layer: int, dtype: str, weig
 
 
 def _format_of(  # all that it depends on
-    config: ModelConfig, which: str, layer: int, name: str, part: str, shape: Shape, dtype: str, weight_format: str
+    config: ModelConfig, which: Which, layer: int, name: str, part: str, shape: Shape, dtype: str, weight_format: str
 ) -> str:
     if which != "layer":
         as_found = dict(config.end_formats) if weight_format in KEPT_FORMATS else {}
@@ -284,7 +288,7 @@ def layer_sizes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[Ma
 def end_bytes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[int, int]:
     """Stored bytes of the tensors before and after the layers that this stage of a pipeline has."""
 
-    def total(which: str) -> int:
+    def total(which: Which) -> int:
         return sum(stored.num_bytes for stored in stored_tensors(config, which, 0, dtype, weight_format).values())
 
     size = int(FORMAT_BYTES[dtype])
