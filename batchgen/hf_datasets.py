@@ -179,7 +179,7 @@ class MapFunction:
         self._forget_engine()
 
     def _model_identity(self) -> dict:
-        from batchgen.models.tokenizers.tokenizer import load_tokenizer
+        from batchgen.models.tokenizers.loading import load_tokenizer
 
         files = resolve_model(self._model)
         return {"files": model_identity(files), "tokenizer": load_tokenizer(files).identity()}

@@ -124,7 +124,7 @@ def resolve_budget(cpu_memory: int | str | None, processes: int = 1) -> int:
 
 def process_bytes() -> int:
     """Host memory of the running process without any model, once all that a job imports is there."""
-    import batchgen.models.tokenizers.tokenizer
+    import batchgen.models.tokenizers.loading
     import batchgen.runtime.executor  # noqa: F401
 
     if resident_bytes() > TYPICAL_PROCESS_BYTES:  # perhaps freed memory of an earlier model; trimming takes a while

@@ -261,7 +261,7 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> Estimate
         return EstimatedWorkload(uniform, True)
     if any(length is not None for length in lengths):
         raise InputError("--num-prompts, --input-len and --output-len stand in for an --input: give one or the other")
-    from batchgen.models.tokenizers.tokenizer import load_tokenizer
+    from batchgen.models.tokenizers.loading import load_tokenizer
 
     source = open_source(job)
     tokenizer = load_tokenizer(files, job.special_tokens)

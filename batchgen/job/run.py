@@ -341,7 +341,7 @@ def _cached_output(fingerprint: dict[str, Any], suffix: str) -> Path:
 
 
 def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
-    from batchgen.models.tokenizers.tokenizer import load_tokenizer
+    from batchgen.models.tokenizers.loading import load_tokenizer
 
     return load_tokenizer(files, special_tokens)
 

@@ -29,7 +29,7 @@ from batchgen.lmeval.jobs import Workplace, nested_token_lists, token_lists
 from batchgen.lmeval.texts import Texts
 from batchgen.models.files import resolve_model
 from batchgen.models.identity import model_identity
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -35,7 +35,7 @@ from batchgen.models.store.manifest import (
     read_store_manifest,
     store_manifest_checksum,
 )
-from batchgen.models.tokenizers.tokenizer import save_tokenizer
+from batchgen.models.tokenizers.loading import save_tokenizer
 
 if TYPE_CHECKING:
     import torch

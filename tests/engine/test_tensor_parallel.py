@@ -31,7 +31,7 @@ from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.shard import shard_of
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 
 def loaded(checkpoint, config):

@@ -25,7 +25,7 @@ from batchgen.lmeval.jobs import Workplace
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.store.weight_store import open_store
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "batchgen"
@@ -56,7 +56,7 @@ WRITERS = {
     "lmeval/jobs.py": "run_directory, in folders whose names are checked",
     "models/convert.py": "weight_store",
     "models/downloads.py": "a download, which has a hash",
-    "models/tokenizers/tokenizer.py": "what transformers reads, kept by its version",
+    "models/tokenizers/loading.py": "what transformers reads, kept by its version",
     "output/formats.py": "outputs: Parquet, JSON lines, CSV, Arrow",
     "output/manifest.py": "run_directory",
     "output/parts.py": "run_directory",

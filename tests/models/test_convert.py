@@ -27,7 +27,7 @@ from batchgen.models.files import read_config, resolve_for_planning, resolve_mod
 from batchgen.models.identity import model_identity
 from batchgen.models.kept_stores import find_or_convert, store_path
 from batchgen.models.store.weight_store import open_store
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Which day has two sailings?"}]
 

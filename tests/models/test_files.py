@@ -259,7 +259,7 @@ def test_the_demo_model(tmp_path):
     import torch
 
     from batchgen.models.checkpoint import open_checkpoint
-    from batchgen.models.tokenizers.tokenizer import load_tokenizer
+    from batchgen.models.tokenizers.loading import load_tokenizer
 
     files = resolve_model("demo")
     config = read_config(files)

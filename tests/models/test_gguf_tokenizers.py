@@ -15,7 +15,7 @@ from gguf_vocabularies import BYTE, CONTROL, RECORDED, UNKNOWN, USER_DEFINED, by
 from batchgen.core.errors import InputError
 from batchgen.models.tokenizers.gguf_pre_tokenizers import PRE_TOKENIZERS
 from batchgen.models.tokenizers.gguf_tokenizer import backend_of, names_of
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 
 @pytest.mark.parametrize("kind", RECORDED["kinds"], ids=lambda kind: kind["names"][0])

@@ -11,7 +11,7 @@ from tiny_models import TEXT
 
 from batchgen.core.errors import InputError
 from batchgen.models.files import ModelFiles
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 TEXTS = [
     "The ferry left the harbour.",

@@ -19,7 +19,7 @@ from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model, resolve_weights, weight_paths, weight_tensors
 from batchgen.models.formats.gguf import tensors as gguf_tensors
 from batchgen.models.identity import model_identity
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 KINDS = {"numbers": "F32", "one format": "Q8_0", "formats of their own": mixed_types("qwen2")}

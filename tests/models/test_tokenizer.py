@@ -24,8 +24,9 @@ from tiny_models import (
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.models.files import ModelFiles, resolve_model
-from batchgen.models.tokenizers import tokenizer as tokenizer_module
-from batchgen.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from batchgen.models.tokenizers import loading as tokenizer_module
+from batchgen.models.tokenizers.loading import load_tokenizer
+from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 TEXTS = ["", " ", "Question: which day?", "  two  spaces\n\n\ttab", "naïve 日本語 😀👩‍👩‍👧 é"]
 TEXTS += TEXT.split("\n")

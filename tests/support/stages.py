@@ -18,7 +18,7 @@ from batchgen.engine.parts import EngineParts
 from batchgen.engine.pipeline import Stage, load_pipeline
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.kept_stores import find_or_convert
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 _END = object()
 

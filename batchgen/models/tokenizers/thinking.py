@@ -14,7 +14,8 @@ from typing import Any
 
 from batchgen.core.request import SamplingParams
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.tokenizers.tokenizer import NoText, StopDetector, Tokenizer, load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
+from batchgen.models.tokenizers.tokenizer import NoText, StopDetector, Tokenizer
 
 # The tags that begin and end what models think, in the order in which they are looked for.
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
