@@ -183,7 +183,7 @@ def test_weights_are_expanded_where_that_takes_little_of_the_memory(tmp_path):
     ]
 
 
-def test_the_engine_takes_them_as_they_are(tmp_path, monkeypatch, little_memory):
+def test_the_engine_runs_block_quantized_weights_as_they_are(tmp_path, monkeypatch, little_memory):
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     files = make_gguf(tmp_path / "model", "Q4_0")
     store = find_or_convert(files, tmp_path / "stores", "float32", "q4_0")

@@ -62,7 +62,7 @@ def state(path, weights):
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MIXTURES])
-def test_codes_and_scales_are_those_of_the_file(tmp_path, family, scale_dtype):
+def test_quantized_values_and_scales_are_those_of_the_file(tmp_path, family, scale_dtype):
     stored = make_quantized(family, tmp_path / "model", scale_dtype)
     files = resolve_model(str(tmp_path / "model"))
     checkpoint = open_checkpoint(files)
@@ -94,7 +94,7 @@ def test_mixtures_of_experts_are_refused(tmp_path, family):
         open_checkpoint(resolve_model(str(tmp_path / "model")))
 
 
-def test_it_runs_in_8_bits_without_being_told(tmp_path, monkeypatch):
+def test_a_checkpoint_in_8_bits_runs_in_8_bits_by_default(tmp_path, monkeypatch):
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     make_quantized("llama", tmp_path / "model")
     path = str(tmp_path / "model")

@@ -226,7 +226,7 @@ def test_killed_anywhere_and_run_again(llama, reference, tmp_path):
     assert int(found.stdout) > 20
 
 
-def test_an_interrupted_4_bit_store_becomes_the_same(llama, tmp_path):
+def test_an_interrupted_4_bit_store_is_finished_byte_for_byte(llama, tmp_path):
     """Layers are packed by what those before them make, which a second start has to know."""
     whole = convert(llama, tmp_path / "whole", dtype="float32", weights="int4")
 

@@ -173,7 +173,7 @@ def test_layers_of_one_format_keep_its_name_and_the_ends_their_own(tmp_path):
     assert embed.dtype == "q8_0" and head == {"final_norm.weight": "float32", "lm_head.weight": "q6_k"}
 
 
-def test_what_no_kernel_knows_is_expanded_beside_the_others(tmp_path):
+def test_matrices_that_no_kernel_knows_are_dequantized_beside_native_ones(tmp_path):
     """As of the types that the gguf package alone reads."""
     kind = gguf.GGMLQuantizationType.TQ2_0
     files = make(tmp_path, "llama", lambda name: "TQ2_0" if name == "blk.1.ffn_down.weight" else "Q4_0")

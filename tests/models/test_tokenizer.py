@@ -349,7 +349,7 @@ def test_pre_tokenizers_of_ggufs(tmp_path, monkeypatch, family, pre_tokenizer, d
     assert load_tokenizer(resolve_model(str(path))).encode_batch(texts) == hf(texts)["input_ids"]
 
 
-def test_several_processes_may_keep_it_at_once(gguf_files, tmp_path):
+def test_several_processes_may_keep_a_tokenizer_at_once(gguf_files, tmp_path):
     found = []
     threads = [threading.Thread(target=lambda: found.append(load_tokenizer(gguf_files))) for _ in range(4)]
     for thread in threads:
