@@ -25,9 +25,9 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model, resolve_weights, weight_tensors
 from batchgen.models.kept_stores import find_or_convert
-from batchgen.models.layouts import layer_sizes, main_format, store_bytes, stored_tensors
+from batchgen.models.layouts import layer_sizes, main_format, stored_tensors
 from batchgen.ops import cpp
-from batchgen.planner.memory import group_bytes, group_bytes_of_layers, slot_bytes
+from batchgen.planner.memory import group_bytes, group_bytes_of_layers, slot_bytes, store_bytes
 
 
 def make(directory, family, kinds=None):
@@ -96,7 +96,7 @@ def test_each_matrix_keeps_its_format_and_numbers(tmp_path, family):
 @pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_bytes_are_those_of_the_file(tmp_path, monkeypatch, family):
     """Planned, stored and loaded, layer by layer."""
-    monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", 0)
+    monkeypatch.setattr("batchgen.engine.loader._DEQUANTIZED_FRAC", 0)
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     files = make(tmp_path, family, as_q4_k_m(2))
     config = read_config(files)
@@ -118,7 +118,7 @@ def test_bytes_are_those_of_the_file(tmp_path, monkeypatch, family):
 
 
 def test_a_plan_states_the_bytes_of_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", 0)
+    monkeypatch.setattr("batchgen.engine.loader._DEQUANTIZED_FRAC", 0)
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     files = make(tmp_path, "llama")
