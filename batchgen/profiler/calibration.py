@@ -22,6 +22,7 @@ from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kernel_choice import KernelChoice
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.machine import available_cores, available_memory_bytes, keep_freed_memory
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.request import SamplingParams
@@ -353,7 +354,7 @@ def _scheduled(sweep: _Sweep) -> list[ScheduledSequence]:
     next_block = shared_blocks
     for i in range(sweep.count):
         sequence = Generated(
-            i, i, 0, [(i + j) % _VOCAB for j in range(sweep.cached + sweep.new)], SamplingParams(), "cpu"
+            i, i, 0, [(i + j) % _VOCAB for j in range(sweep.cached + sweep.new)], SamplingParams(), KVPlacement.CPU
         )
         own = -(-(sweep.cached + sweep.new) // DEFAULT_KV_BLOCK_SIZE) - shared_blocks
         sequence.block_table = array("i", [*range(shared_blocks), *range(next_block, next_block + own)])
