@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from batchgen.models.store.layout import WeightStore
     from batchgen.models.tokenizers.tokenizer import Tokenizer
 
-# KV placements that ranks may have: when a deferred sequence joins a sweep depends on time, which differs between ranks.
+# KV placements that ranks may have: a deferred sequence joins a sweep at a time that differs between ranks.
 KV_PLACEMENTS = tuple(p for p in KVPlacement if p is not KVPlacement.DEFERRED)
 
 
