@@ -16,7 +16,8 @@ from batchgen.core.request import Completion, Request, Sample, SamplingParams
 from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompts
 from batchgen.dataset.storage import is_url
 from batchgen.job.options import names_of, options_of
-from batchgen.models.files import model_identity, resolve_model
+from batchgen.models.files import resolve_model
+from batchgen.models.identity import model_identity
 from batchgen.models.tokenizers.thinking import gives_reasoning
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_prefix, output_schema
@@ -184,7 +185,7 @@ class MapFunction:
         self._forget_engine()
 
     def _model_identity(self) -> dict:
-        from batchgen.models.tokenizers.tokenizer import load_tokenizer
+        from batchgen.models.tokenizers.loading import load_tokenizer
 
         files = resolve_model(self._model)
         return {"files": model_identity(files), "tokenizer": load_tokenizer(files).identity()}

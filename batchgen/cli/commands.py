@@ -15,7 +15,7 @@ import click
 
 from batchgen._version import __version__
 from batchgen.cli.options import takes_options
-from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, refusing_what_is_denied
+from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, naming_files
 from batchgen.core.interrupts import keep
 from batchgen.core.request import SamplingParams
 from batchgen.core.screen import ProductLost, Screen, put, say
@@ -203,7 +203,7 @@ def run_cli() -> int:
     """Run the command of `sys.argv`; returns its exit code, after one line for whatever went wrong."""
     try:
         # Not by click's main(), which ends without a word where any pipe or socket has broken.
-        with refusing_what_is_denied(), cli.make_context("batchgen", sys.argv[1:]) as context:
+        with naming_files(errors=PermissionError), cli.make_context("batchgen", sys.argv[1:]) as context:
             code = cli.invoke(context)
     except click.exceptions.Exit as error:  # of --help and --version
         return error.exit_code

@@ -29,7 +29,7 @@ class BatchgenTokenizer(HuggingFaceTokenizer):
     def get_wrapped_tokenizer(self) -> WrappedPreTrainedTokenizer:
         """The transformers tokenizer, loaded once in a process. Raises InputError where it is missing or broken."""
         from batchgen.models.files import resolve_model
-        from batchgen.models.tokenizers.tokenizer import load_hf_tokenizer
+        from batchgen.models.tokenizers.loading import load_hf_tokenizer
 
         with _loading:
             if self._model not in _loaded:

@@ -17,6 +17,7 @@ from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from batchgen._version import __version__
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import NATIVE, changes_results
 from batchgen.core.errors import InputError, RowError, one_line
@@ -26,8 +27,9 @@ from batchgen.job.options import JobOptions, names_of
 from batchgen.lmeval.generation import generation
 from batchgen.lmeval.jobs import Workplace, nested_token_lists, token_lists
 from batchgen.lmeval.texts import Texts
-from batchgen.models.files import cache_dir, model_identity, resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.files import resolve_model
+from batchgen.models.identity import model_identity
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

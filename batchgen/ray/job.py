@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 from batchgen.core.atomic_file import storage_error, write_atomically
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.job.options import options_of
-from batchgen.models.files import model_identity, resolve_model
+from batchgen.models.files import resolve_model
+from batchgen.models.identity import model_identity
 from batchgen.output.manifest import describe_changes
 from batchgen.ray.generate import Generate
 from batchgen.ray.ids import check_ids, ids_done, rows_left

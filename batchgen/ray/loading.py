@@ -16,7 +16,7 @@ from batchgen.job.loading import load_engine
 from batchgen.job.planning import runnable
 from batchgen.job.progress import Progress
 from batchgen.models.files import resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.ops.instruction_set import num_threads
 from batchgen.ray.plans import job_options, machine_kind
 from batchgen.ray.share import take_share

@@ -20,7 +20,7 @@ from batchgen.job.planning import make_plan
 from batchgen.job.source import open_source
 from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.profiler.measure import identity
 from batchgen.ray.share import share_of, use_cores
 

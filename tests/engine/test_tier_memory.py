@@ -21,8 +21,8 @@ from batchgen.core.request import ScoreRequest
 from batchgen.core.units import parse_bytes
 from batchgen.engine import loader as loading
 from batchgen.engine.engine import Engine
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import resolve_model
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
 from batchgen.runtime.memory.transfers import Arena
 

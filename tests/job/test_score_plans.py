@@ -17,7 +17,7 @@ from batchgen.job.options import JobOptions
 from batchgen.job.source import open_source
 from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.planner.costs import head_lanes
 from batchgen.planner.memory import planned_logit_rows
 from batchgen.planner.phases import phases_of
