@@ -15,7 +15,7 @@ from batchgen.models.store.layout import layer_groups
 from batchgen.planner import memory
 from batchgen.planner import search as searching
 from batchgen.planner.bound import lower_bound_s
-from batchgen.planner.feasibility import fitting, halving
+from batchgen.planner.feasibility import feasible, halving
 from batchgen.planner.mip import fits, solve
 from batchgen.planner.problem import Allowed, Problem
 from batchgen.planner.search import block_latency_s, candidates, search, search_space, search_unless_pruned
@@ -121,7 +121,7 @@ def test_what_is_left_out_fits_nowhere(name):
         asked.append(s)
         return fits(s, IN_SWEEPS)
 
-    kept = fitting(space, asking)
+    kept = feasible(space, asking)
     assert [id(s) for s, _ in kept] == [id(s) for s, _ in space if fits(s, IN_SWEEPS)]
     assert len(asked) <= 40, "a few of some hundreds"
 
@@ -139,7 +139,7 @@ def test_no_programme_beats_the_bound(name):
     hardware = shipped_profile("t4")
     formats = FORMATS | {"weight_formats": (weights,)}
     problem = Problem(hardware, config, Workload.uniform(*job), budgets(hardware), **formats)
-    kept = fitting(search_space(problem), lambda s: fits(s, IN_SWEEPS))
+    kept = feasible(search_space(problem), lambda s: fits(s, IN_SWEEPS))
     for s, phases in kept[:: max(1, len(kept) // 40)]:
         found = solve(s, phases, IN_SWEEPS, integer=False)
         assert lower_bound_s(s, phases) <= found.seconds * (1 + 1e-6), (s.num_gpu_batches, s.max_num_seqs)
