@@ -1,6 +1,6 @@
-"""`plan --devices`: what a job would take on several devices, by each way of using them, and the fastest one.
+"""`plan --devices`: a job's time on several devices by each strategy of using them together, and the fastest strategy.
 
-A way that there is to use devices together is a row of `ALTERNATIVES`.
+The strategies are the rows of `ALTERNATIVES`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ _HERE = "cpu"  # a name of the machine that is planned for
 
 @dataclass(frozen=True)
 class Devices:
-    """So many devices of one kind, with what its profile has of a host.
+    """Devices of one kind.
 
     Attributes:
-        count: Of them.
-        hardware: The name of each; None: that of the plan.
-        hosts: That they are in, evenly; devices of a host share the memory, cores and disk of one profile.
+        count: Number of devices.
+        hardware: Name of the profile of each; None: the plan's hardware.
+        hosts: Number of hosts that they are in, evenly; devices of a host share the memory, cores and disk of one
+            profile.
     """
 
     count: int
@@ -44,7 +45,7 @@ class Devices:
 
     @classmethod
     def parse(cls, text: str, hosts: int | None = None) -> Devices:
-        """Of "2x t4", or "2". hosts: None: one for each. Raises InputError."""
+        """Parse "2x t4" or "2". hosts: number of hosts; None: one for each device. Raises InputError."""
         parts = re.fullmatch(r"\s*(\d+)\s*(?:x\s*(\S.*?)\s*)?", text)
         if parts is None or not 1 <= int(parts[1]) <= _MOST:
             raise InputError(f"--devices {text!r}: give how many and of what, as in '2x t4', or how many")
@@ -56,7 +57,7 @@ class Devices:
 
 
 def parse_kinds(text: str, hosts: int | None = None) -> tuple[Devices, ...]:
-    """Of "1x t4 + 2x a100", or of one kind. Raises InputError."""
+    """Parse "1x t4 + 2x a100", or devices of one kind. Raises InputError."""
     kinds = tuple(re.split(r"\s+\+\s+|\s*\+\s*(?=\d+\s*x)", text))
     if len(kinds) == 1:
         return (Devices.parse(text, hosts),)
@@ -70,7 +71,7 @@ def parse_kinds(text: str, hosts: int | None = None) -> tuple[Devices, ...]:
 
 @dataclass(frozen=True)
 class Split:
-    """How processes share a job: its rows, or the model, every layer or each some of the layers."""
+    """A split of a job over processes: of its rows (workers), of every layer (ranks), or of the layers (stages)."""
 
     workers: int = 1
     tensor_parallel: int = 1
@@ -85,18 +86,19 @@ class Split:
         return replace(options, tensor_parallel=self.tensor_parallel, pipeline=self.pipeline)
 
 
-# From a split, and how many of its processes share a host, to the job and the problem of one of them. Raises InputError.
+# From a split, and how many of its processes share a host, to the job and the problem of one of them. Raises
+# InputError.
 ProblemOf = Callable[[Split, int], tuple[Job, Problem]]
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A way to use devices for one job.
+    """A strategy of using devices for one job.
 
     Attributes:
-        name: As text and JSON have it, the number of devices in place of {}.
-        words: How a job is started so.
-        split: For a number of devices.
+        name: Name in text and JSON, with {} for the number of devices.
+        words: Description for a person.
+        split: Function from the number of devices to the split.
     """
 
     name: str
@@ -106,16 +108,18 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job would take by one way.
+    """The plan of a job by one strategy.
 
     Attributes:
-        name, words: Of the way.
-        seconds, total_tokens_per_s: Of the whole job; None where it cannot be, for the reason given.
-        memory_bytes: Peak of each tier, for each device.
-        reason: Why it cannot be.
-        not_run: Why this version does not run what it has planned; "" where it does.
-        command: That runs it, on each host, or for each worker.
-        shares: Of workers on devices of several kinds, the part of the rows that all of a kind have.
+        name: Name of the strategy.
+        words: Description of the strategy.
+        seconds: Time of the whole job; None: there is no plan, for the reason given.
+        total_tokens_per_s: Prompt and output tokens per second of the whole job; None: there is no plan.
+        memory_bytes: Peak bytes of each tier, for each device.
+        reason: Why there is no plan.
+        not_run: Why this version does not run the plan; "" where it does.
+        command: Command that runs it, on each host or for each worker.
+        shares: Part of the rows that the workers of each kind of device have.
     """
 
     name: str
@@ -131,7 +135,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The ways beside each other. recommended: the name of the fastest of those that this version runs; None where no way fits."""
+    """The strategies beside each other.
+
+    Attributes:
+        count: Number of devices.
+        hosts: Number of hosts.
+        hardware: Name of the devices.
+        recommended: Name of the fastest strategy that this version runs; None: none fits.
+        outcomes: The plan of each strategy.
+    """
 
     count: int
     hosts: int
@@ -140,7 +152,7 @@ class Comparison:
     outcomes: tuple[Outcome, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As the plan's JSON has it under "devices"."""
+        """The comparison as JSON values, for "devices" of the plan's JSON."""
         return asdict(self)
 
 
@@ -153,9 +165,9 @@ ALTERNATIVES = (
 
 
 def plan_split(job: Job, problem: Problem, split: Split) -> Plan:
-    """The plan of a job over several processes, as one of them has it, with the time of the whole job.
+    """The plan of one process of a job over several, with the time of the whole job.
 
-    Workers have a part of the rows each, read the whole model and compute shared prefixes as the others do.
+    Each worker has a part of the rows, reads the whole model and computes shared prefixes itself.
 
     Args:
         job: The job of one process.
@@ -169,13 +181,13 @@ def plan_split(job: Job, problem: Problem, split: Split) -> Plan:
 
 
 def compare_devices(problem_for: ProblemOf, options: JobOptions, devices: Devices, hardware: str) -> Comparison:
-    """Plan a job for each way of using devices.
+    """Plan a job by each strategy of using devices.
 
     Args:
-        problem_for: Gives the job and the problem of one process.
-        options: The options of the job on one device.
-        devices: How many there are, in how many hosts.
-        hardware: What each is called.
+        problem_for: Function that returns the job and the problem of one process.
+        options: The job's options on one device.
+        devices: The devices.
+        hardware: Name of each device.
     """
     outcomes = tuple(_outcome(way, problem_for, options, devices) for way in ALTERNATIVES)
     return Comparison(devices.count, devices.hosts, hardware, _fastest(outcomes), outcomes)
@@ -205,11 +217,12 @@ def _outcome(way: Alternative, problem_for: ProblemOf, options: JobOptions, devi
 
 
 def compare_kinds(kinds: Sequence[tuple[Devices, str, ProblemOf]], options: JobOptions) -> Comparison:
-    """As `compare_devices`, for devices of several kinds, each with a host of its own.
+    """Plan a job by each strategy of using devices of several kinds, each device with a host of its own.
 
     Args:
-        kinds: Devices, name, and function that gives the job and the problem of a process there; one entry a kind.
-        options: The job's, on one device.
+        kinds: Devices of each kind, their name, and the function that returns the job and the problem of a process
+            there.
+        options: The job's options on one device.
     """
     alone = [_outcome(ALTERNATIVES[0], problem_for, options, Devices(1)) for _, _, problem_for in kinds]
     seconds = [outcome.seconds or math.inf for outcome in alone]
@@ -274,11 +287,11 @@ def _command(job: Job, options: JobOptions, plan: Plan, split: Split, of_host: i
 
 
 def _fastest(outcomes: tuple[Outcome, ...]) -> str | None:
-    """The first of those that are not slower than any other that runs."""
+    """Name of the first strategy that is not slower than any other that runs."""
     seconds = {o.name: o.seconds for o in outcomes if o.seconds is not None and not o.not_run}
     fastest = min(seconds.values(), default=math.inf)
     # Of equal times that of fewer devices is the better choice.
-    return next((name for name, own in seconds.items() if own <= TIE * fastest), None)
+    return next((name for name, time_s in seconds.items() if time_s <= TIE * fastest), None)
 
 
 def device_lines(comparison: Comparison) -> list[str]:
@@ -307,7 +320,7 @@ def _where(comparison: Comparison) -> str:
 
 
 def _started(outcome: Outcome, comparison: Comparison) -> str:
-    """Where, and how often, the command is started."""
+    """Text on where and how often the command is started."""
     if "--share" in outcome.command:
         each = comparison.count // comparison.hosts
         if outcome.shares:

@@ -106,8 +106,9 @@ def find_hardware(
     """Find the profile of a machine.
 
     Args:
-        name: A file, or a profile that ships with the package; "": this machine's; None: the one that $BATCHGEN_HARDWARE
-            names, or else this machine's. The other arguments are about this machine's, which is measured at its first use.
+        name: A file, or a profile that ships with the package; "": this machine's; None: the one that
+            $BATCHGEN_HARDWARE names, or else this machine's. The other arguments are about this machine's, which is
+            measured at its first use.
         dtype: To compute in.
         offload_dir: Directory of the disk tier, whose disk is measured.
         device: "cpu" or "cuda".

@@ -1,4 +1,4 @@
-"""`plan --devices "1x t4 + 1x a100"`: a worker on each of devices of several kinds, which share the rows by how fast they are."""
+"""`plan --devices "1x t4 + 1x a100"`: workers on devices of several kinds share the rows by their speed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from batchgen.job.planning import plan_job
 from batchgen.planner.problem import Problem
 
 _ROUNDS = 6
-_TOGETHER = 1.01  # kinds that end so close together have the right rows
+_TOGETHER = 1.01  # most ratio of the end times of two kinds that have the right rows
 
 
 @dataclass(frozen=True)
 class Part:
-    """What the workers on the devices of one kind do of a job.
+    """The part of a job that the workers on the devices of one kind do.
 
     Attributes:
-        count: Devices, each with a worker.
-        sequences: Of each worker.
-        plan: Of each worker; None where it would begin when the others have done all.
+        count: Number of devices, each with a worker.
+        sequences: Sequences of each worker.
+        plan: Plan of each worker; None: it would begin when the others have done all.
     """
 
     count: int
@@ -31,23 +31,23 @@ class Part:
 
     @property
     def start_s(self) -> float:
-        """Until a worker's first sweep."""
+        """Seconds until a worker's first sweep."""
         return self.plan.prediction.startup_s if self.plan else 0.0
 
     @property
     def end_s(self) -> float:
-        """Until a worker's last row."""
+        """Seconds until a worker's last row."""
         return self.plan.prediction.total_s if self.plan else 0.0
 
     @property
     def rate(self) -> float:
-        """Sequences of all workers in a second."""
+        """Sequences per second of all workers."""
         busy_s = self.end_s - self.start_s
         return self.count * self.sequences / busy_s if busy_s > 0 else 0.0
 
 
 def share_out(kinds: Sequence[tuple[int, Job, Problem, Plan]]) -> list[Part]:
-    """Plans for workers on devices of several kinds, with so many rows each that they end together, as `--share` has it.
+    """Plans for workers on devices of several kinds, whose rows are such that all end together, as with `--share`.
 
     Args:
         kinds: Number of devices, job and problem of a worker with all rows, and its plan; one entry a kind.
@@ -74,9 +74,9 @@ def share_out(kinds: Sequence[tuple[int, Job, Problem, Plan]]) -> list[Part]:
 
 
 def _sequences_of_each(parts: Sequence[Part], total: int) -> list[int]:
-    """Of each kind, the sequences of a worker with which all end at the same moment, if they keep to their rates.
+    """Sequences of a worker of each kind with which all end at the same moment, if they keep to their rates.
 
-    Those of a kind that would begin later than that have none.
+    Workers that would begin later than that have none.
     """
     working = [part for part in parts if part.rate]
     while True:

@@ -1,4 +1,4 @@
-"""`--what-if`: the machine with some of its sizes or rates changed."""
+"""`plan --what-if`: a machine with some of its sizes or rates changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def what_if(job: Job, hardware: HardwareProfile, changes: Mapping[str, str]) -> 
 
     Args:
         job: The job.
-        hardware: What one process has of the machine.
+        hardware: Resources of one process.
         changes: Changes by name: {"gpu-memory": "48GiB", "cpu-memory": "+64GiB", "disk-read": "7GB/s", "h2d": "x2"}.
 
     Raises:
@@ -54,7 +54,7 @@ def what_if(job: Job, hardware: HardwareProfile, changes: Mapping[str, str]) -> 
 
 
 def _change(name: str, text: str) -> Callable[[float], float]:
-    """What turns a size in bytes, or a rate in bytes/s, into the new one. Raises InputError."""
+    """A function from a size in bytes, or a rate in bytes/s, to the changed one. Raises InputError."""
     if factor := re.fullmatch(r"x\s*([0-9]*\.?[0-9]+)", text):
         times = float(factor[1])
         if times <= 0:
