@@ -16,7 +16,7 @@ from batchgen.planner.costs import (
     sweep_overhead_s,
 )
 from batchgen.planner.linear import number
-from batchgen.planner.peak_memory import peak_bytes
+from batchgen.planner.memory import peak_bytes
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import CostInputs

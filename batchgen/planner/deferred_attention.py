@@ -11,8 +11,8 @@ from dataclasses import replace
 from batchgen.core.plan import TIERS
 from batchgen.planner.costs import can_delegate, layer_lanes, phase_decode_attention_s, slowest_s
 from batchgen.planner.linear import number
+from batchgen.planner.memory import peak_bytes
 from batchgen.planner.mip import solve
-from batchgen.planner.peak_memory import peak_bytes
 from batchgen.planner.phases import deferral_of, phases_of
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import Candidate, Prune, integer_candidate, max_num_seqs_choices, prune_nothing

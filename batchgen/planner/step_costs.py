@@ -11,8 +11,8 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_layers
 from batchgen.models.config import ModelConfig
 from batchgen.planner.batch_load import Attended, BatchLoad
-from batchgen.planner.memory import group_bytes_of_layers, group_tensors_of_layers
 from batchgen.planner.problem import BATCHGEN, CostInputs
+from batchgen.planner.sizes import group_bytes_of_layers, group_tensors_of_layers
 from batchgen.planner.step_seconds import (
     COPIES_SENT,
     MatmulSeconds,

@@ -177,7 +177,7 @@ def prefill_attention_s(s: CostInputs, prompts: float, mean_square: float) -> fl
         mean_square: Mean of the squares of their numbers of tokens.
     """
     longest: float = mean_square**0.5
-    flops = 4 * s.model.num_heads * s.model.head_dim * (mean_square / 2) * (seen_tokens(s, longest) / longest) * prompts
+    flops = 4 * s.model.q_size * (mean_square / 2) * (seen_tokens(s, longest) / longest) * prompts
     return flops / _kv_rates(s, "prefill_attention_flops_per_s").at(context=longest)
 
 
@@ -188,7 +188,7 @@ def prefix_attention_s(s: CostInputs, queries: float, prefix: float) -> float:
     kind = "shared_attention_flops_per_s"
     if not s.rates.has_rates(kind, s.compute_format):
         kind = "prefill_attention_flops_per_s"
-    flops = 4 * s.model.num_heads * s.model.head_dim * seen_tokens(s, prefix) * queries
+    flops = 4 * s.model.q_size * seen_tokens(s, prefix) * queries
     return flops / s.rates.rates(kind, s.compute_format).at(context=prefix)
 
 
@@ -241,7 +241,7 @@ def schedule_s(s: CostInputs, sampled: float) -> float:
 
 def query_bytes(s: CostInputs) -> float:
     """Bytes of one token's queries in one layer, and of its attention's result, which are as large."""
-    return s.model.num_heads * s.model.head_dim * s.element_bytes
+    return s.model.q_size * s.element_bytes
 
 
 def attention_input_bytes(s: CostInputs) -> float:

@@ -17,7 +17,6 @@ from batchgen.core.plan import TIERS, Policy
 from batchgen.core.units import format_bytes
 from batchgen.planner.deferred_attention import may_defer, with_deferred_attention
 from batchgen.planner.kv_memory import giving_window
-from batchgen.planner.memory import group_bytes
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import (
     Candidate,
@@ -27,6 +26,7 @@ from batchgen.planner.search import (
     search,
     search_unless_pruned,
 )
+from batchgen.planner.sizes import group_bytes
 
 # With more sequences in flight than this, sequences that stream as a whole part the KV as finely as layers do.
 _FEW_SEQS = 64
