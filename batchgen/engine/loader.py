@@ -45,7 +45,8 @@ from batchgen.models.kept_stores import made_before, store_path
 from batchgen.models.store.manifest import STORE_MANIFEST, read_store_manifest
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
 from batchgen.planner.kv_memory import Demand
-from batchgen.planner.memory import chunk_tokens, plan_memory, stream_bytes
+from batchgen.planner.memory import plan_memory
+from batchgen.planner.sizes import chunk_tokens
 from batchgen.runtime.grammar import Grammars
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.schedule.residency import WeightResidency
@@ -629,8 +630,7 @@ def warm_up(
             sample(logits, varied)
         return sample(logits, sequences).token_ids
 
-    dtype = str(executor.weights.dtype).removeprefix("torch.")
-    for lane, num_bytes in stream_bytes(executor.config, policy, memory, dtype).items():
+    for lane, num_bytes in memory.stream_bytes.items():
         executor.lanes.reserve(lane, num_bytes)
     sweeps = dummy_sweeps(
         Scheduler(kv_pools(policy, memory), scheduler_limits(policy, memory, compute_tier)),

@@ -19,8 +19,8 @@ from batchgen.core.machine import available_memory_bytes, resident_bytes
 from batchgen.job.job import Job
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import main_format, output_format
-from batchgen.planner.memory import store_bytes
 from batchgen.planner.parallel import Link, link_of, part_of_host, with_all_reduce
+from batchgen.planner.sizes import store_bytes
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe
 from batchgen.profiler.emulated import emulated_profile

@@ -227,9 +227,19 @@ class ModelConfig:
         return f"{self.activation}_mul" if self.gated_mlp else self.activation
 
     @property
+    def q_size(self) -> int:
+        """Numbers in a token's queries of all heads, and in its attention's result."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers in a token's keys of all heads, and as many in its values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
     def qkv_size(self) -> int:
         """Rows of the fused query, key and value projection."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.q_size + 2 * self.kv_size
 
     def has_experts(self, layer: int) -> bool:
         """True where a layer has a mixture of experts, and not one MLP."""

@@ -14,7 +14,7 @@ from tiny_models import make_tiny_model
 
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.kept_stores import find_or_convert
-from batchgen.planner.memory import WORKSPACE_BYTES
+from batchgen.planner.sizes import WORKSPACE_BYTES
 
 MIB = 1 << 20
 ROWS = 300

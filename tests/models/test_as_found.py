@@ -21,7 +21,7 @@ from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.layouts import is_quantized
 from batchgen.models.store.weight_store import load_extent
 from batchgen.ops import cpp
-from batchgen.planner.memory import group_bytes
+from batchgen.planner.sizes import group_bytes
 
 OPTIONS = {"dtype": "float32", "cpu_memory": "2GiB", "max_tokens": 4}
 

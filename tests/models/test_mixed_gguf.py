@@ -27,7 +27,7 @@ from batchgen.models.files import read_config, resolve_model, resolve_weights, w
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.layouts import layer_sizes, main_format, stored_tensors
 from batchgen.ops import cpp
-from batchgen.planner.memory import group_bytes, group_bytes_of_layers, slot_bytes, store_bytes
+from batchgen.planner.sizes import group_bytes, group_bytes_of_layers, slot_bytes, store_bytes
 
 
 def make(directory, family, kinds=None):

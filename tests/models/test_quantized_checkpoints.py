@@ -25,7 +25,7 @@ from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.layouts import is_quantized
 from batchgen.models.store.weight_store import load_extent
 from batchgen.ops import cpp
-from batchgen.planner.memory import group_bytes
+from batchgen.planner.sizes import group_bytes
 
 FP8_FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 # name -> (quantization_config, what makes a matrix), and what it is kept as where columns are multiples of its groups
