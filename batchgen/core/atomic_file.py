@@ -101,9 +101,7 @@ def sync_directory(path: Path) -> None:
 
 
 def storage_error(error: OSError, action: str, rows_safe: int | None = None) -> BatchgenError:
-    """The error for a disk that failed in `action` ("write X"), with the number of rows that are safe where it is
-    known.
-    """
+    """The error for a disk that failed in `action` ("write X"); `rows_safe`: rows that are on it, where known."""
     what = error.strerror or " ".join(str(error).split())
     if error.filename is not None and str(error.filename) not in action:
         what += f" ({error.filename})"

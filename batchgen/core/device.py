@@ -64,8 +64,9 @@ class Device:
 
 @cache
 def has_cuda() -> bool:
-    """True where torch can use a CUDA GPU. torch takes seconds to import, so it is asked only where a driver has
-    devices.
+    """True where torch can use a CUDA GPU.
+
+    torch takes seconds to import, so it is asked only where a driver has devices.
     """
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
         return False

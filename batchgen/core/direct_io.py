@@ -41,9 +41,7 @@ def aligned_buffer(num_bytes: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mm
 
 
 class DirectFile:
-    """An open file whose offsets are multiples of ALIGNMENT, and whose buffers begin at and have sizes of such
-    multiples.
-    """
+    """An open file for direct I/O: offsets and sizes are multiples of ALIGNMENT, and buffers begin at such ones."""
 
     def __init__(self, path: Path | str, *, size_bytes: int | None = None) -> None:
         """Open a file, or make one.

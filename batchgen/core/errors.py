@@ -42,7 +42,9 @@ class JobStopped(BatchgenError):
 
 
 class TooManyFailed(BatchgenError):
-    """More rows failed than `--max-failed` allows, or all of them. Finished rows are saved, with the errors of the others.
+    """More rows failed than `--max-failed` allows, or all of them.
+
+    Finished rows are saved, with the errors of the others.
 
     Attributes:
         report: The report of the job.
@@ -73,17 +75,13 @@ def refusing_what_is_denied() -> Iterator[None]:
 
 
 def one_line(text: object) -> str:
-    """A value as text of one line: without line breaks, characters that act on a terminal, or credentials, and not too
-    long.
-    """
+    """A value as text of one line, without characters that act on a terminal, without credentials, and not too long."""
     line = " ".join(str(text).split())
     line = visible(without_credentials(line))  # before it is cut, or a piece of them would stay
     return line if len(line) <= 300 else line[:297] + "..."
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error's text, with the next line where it ends in a colon; the error's type if it has no
-    text.
-    """
+    """The first line of an error's text, and the next where it ends in a colon; the error's type if it has no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -15,9 +15,7 @@ def framed(message: bytes) -> bytes:
 
 
 def read_frame(file: Any) -> bytearray | None:
-    """The next message, however many reads an unbuffered file takes for it; None where the file ends before it is
-    whole.
-    """
+    """The next message, however many reads it takes; None where the file ends before the message is whole."""
     header = _read(file, _LENGTH.size)
     return None if header is None else _read(file, _LENGTH.unpack(header)[0])
 

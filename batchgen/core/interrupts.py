@@ -1,9 +1,9 @@
 """Ctrl-C, SIGTERM and SIGHUP for a whole process: it ends within a second, with a line that says what is kept.
 
-The signal raises KeyboardInterrupt in the main thread, as it always does. While that thread is in a long C call, or waits
-for another thread, nothing comes of it. So a thread that the signal wakes by itself (`signal.set_wakeup_fd`) ends the process
-where the main one does not. That harms nothing, as a job may be killed at any moment; finished rows are saved first,
-which needs no main thread (`keep`). A second signal ends the process at once.
+The signal raises KeyboardInterrupt in the main thread, as it always does. While that thread is in a long C call, or
+waits for another thread, nothing comes of it. So a thread that the signal wakes by itself (`signal.set_wakeup_fd`) ends
+the process where the main one does not. That harms nothing, as a job may be killed at any moment; finished rows are
+saved first, which needs no main thread (`keep`). A second signal ends the process at once.
 
 This module imports next to nothing, so that signals are handled before anything that takes long is imported.
 """
@@ -44,9 +44,7 @@ def keep(save: Callable[[], str]) -> None:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Run the main thread's work: if it is interrupted, the process ends with exit code 130 and does not return from
-    here.
-    """
+    """Run the main thread's work: where it is interrupted, the process ends here with exit code 130."""
     global _guard
     guard = _guard = _Guard()
     try:

@@ -64,7 +64,9 @@ class KernelChoice:
     def blocks_isa(self, weight_format: str, dtype: str) -> str:
         """The instruction set, never TORCH, for block-quantized weights of any shape; "": the process's.
 
-        It is chosen apart from that for weights of numbers, since instruction sets multiply quantized values in different ways.
+        It is chosen apart from that for weights of numbers, since instruction sets multiply quantized values in
+        different
+        ways.
 
         Args:
             weight_format: A key of `BLOCK_FORMATS`.

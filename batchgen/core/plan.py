@@ -17,7 +17,8 @@ TIERS = ("gpu", "cpu", "disk")
 VOCABULARY_CHUNKS = 8
 # Tokens of a KV block, unless somebody asks for others.
 DEFAULT_KV_BLOCK_SIZE = 16
-# Pinned memory of the host through which small arrays come to an accelerator and results come back, allocated with the engine.
+# Pinned memory of the host through which small arrays come to an accelerator and results come back, allocated with
+# the engine.
 PINNED_BYTES = 16 << 20
 # Memory of the accelerator beside a link, through which rows go that do not lie as they are copied.
 PASSING_BYTES = 4 << 20
