@@ -27,8 +27,8 @@ def staged(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A new file that is on stable storage when the block ends, and is removed when the block raises.
 
     Removing it at once gives a full disk its space back. A killed process leaves it behind: callers give it a name
-    (`*.tmp`) that only the next start's cleaning looks at, and rename it when it is whole. A file of that name is removed
-    first and not written to, since it may be a link where others may write to the folder.
+    (`*.tmp`) that only the next start's cleaning looks at, and rename it when it is whole. A file of that name is
+    removed first and not written to, since it may be a link where others may write to the folder.
 
     Args:
         path: The path of the new file.

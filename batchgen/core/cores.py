@@ -24,8 +24,8 @@ def take_cores(count: int, folder: Path | None = None) -> tuple[int, ...]:
         folder: The folder of the locks, one for each core, on a disk of this machine; None: this user's.
 
     Returns:
-        The cores, in order. Empty where so many are not free or the system has no affinity: then the process may use the
-        cores that it could before.
+        The cores, in order. Empty where so many are not free or the system has no affinity: then the process may use
+        the cores that it could before.
     """
     if not hasattr(os, "sched_getaffinity"):
         return ()

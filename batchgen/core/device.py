@@ -11,7 +11,10 @@ from batchgen.core.errors import InputError
 from batchgen.core.units import format_bytes, parse_bytes
 
 _EMULATED = "emulated"
-_KNOWN = "auto, cpu, cuda or emulated:gpu-memory=512MiB[,h2d=2GiB/s][,d2h=2GiB/s][,slowdown=2][,step-overhead=1ms][,cpu-slowdown=2]"
+_KNOWN = (
+    "auto, cpu, cuda or emulated:gpu-memory=512MiB[,h2d=2GiB/s][,d2h=2GiB/s][,slowdown=2][,step-overhead=1ms]"
+    "[,cpu-slowdown=2]"
+)
 _SIZES, _FACTORS = ("gpu-memory", "h2d", "d2h"), ("slowdown", "cpu-slowdown")
 _OF_OWN_CORE = ("cpu-slowdown", "step-overhead")
 
@@ -27,7 +30,7 @@ class Device:
         d2h_bytes_per_s: Rate to which the link to the host is throttled; None: not throttled.
         slowdown: Factor, 1 or more, by which an emulated device is slower than the dedicated core that it computes on;
             None: it takes turns with CPU attention, on all cores.
-        cpu_slowdown: Factor by which CPU attention is slower than the other cores, where the device has a dedicated core.
+        cpu_slowdown: Factor by which CPU attention is slower than the other cores, where the device has a core.
         step_overhead_s: Seconds that each layer of each micro-batch takes longer on a dedicated core.
     """
 

@@ -63,7 +63,7 @@ class RowError(Exception):
 
 @contextmanager
 def refusing_what_is_denied() -> Iterator[None]:
-    """Turn a file or directory that this user may not open, wherever a command or a job meets it, into an InputError that names it."""
+    """Turn a PermissionError within the block into an InputError that names the file or directory."""
     try:
         yield
     except PermissionError as error:

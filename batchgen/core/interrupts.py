@@ -149,7 +149,7 @@ def _after_fork() -> None:
 
 
 def _leave_to_parent() -> None:
-    """Forget the guard in a forked process, which has none of its threads; signals of the parent are not the child's."""
+    """Forget the guard in a forked process, which has none of its threads and handles signals of its own."""
     global _guard
     if _guard is not None:
         with suppress(ValueError):  # forked by another thread than the main one

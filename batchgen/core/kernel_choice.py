@@ -19,8 +19,8 @@ class Measured:
 
     Attributes:
         isa: The instruction set, or TORCH.
-        rates: Rates by candidate and by what was timed ("128 tokens"): FLOP/s of products, bytes of KV a second of decode
-            attention. A candidate that was far slower than another is not timed further.
+        rates: Rates by candidate and by what was timed ("128 tokens"): FLOP/s of products, bytes of KV a second of
+            decode attention. A candidate that was far slower than another is not timed further.
         refused: Reasons by candidate why it may not run this shape although it is faster.
     """
 

@@ -15,5 +15,8 @@ def python_command(module: str, *arguments: str) -> list[str]:
         module: The full name of the module.
         arguments: The arguments of `main`, which has them as `sys.argv[1:]`.
     """
-    program = f"import sys; count = {len(arguments) + 1}; sys.path[:], sys.argv[count:] = sys.argv[count:], []; from {module} import main; main()"
+    program = (
+        f"import sys; count = {len(arguments) + 1}; sys.path[:], sys.argv[count:] = sys.argv[count:], [];"
+        f" from {module} import main; main()"
+    )
     return [sys.executable, "-c", program, *arguments, *(path or os.getcwd() for path in sys.path)]
