@@ -47,8 +47,8 @@ class DirectFile:
         """Open a file, or make one.
 
         Args:
-            path: The path of the file; or with `size_bytes` the folder of a new file without a name, of which nothing is
-                left however the process ends.
+            path: The path of the file; or with `size_bytes` the folder of a new file without a name, of which nothing
+                is left however the process ends.
             size_bytes: Bytes of a new file that is to be written and read; None: an existing file is opened to be read.
 
         Raises:

@@ -159,7 +159,7 @@ def spread_layers(counts: tuple[int, int, int]) -> Iterator[str]:
 
 
 def kv_on_device(num_layers: int, kv_layers: int) -> tuple[bool, ...]:
-    """For each layer True where KV of placement "streamed" stays on the compute device, which it does in `kv_layers` layers.
+    """True for each layer where KV of placement "streamed" stays on the compute device: `kv_layers` of them.
 
     The other layers lie as far apart as can be, each after those whose computation hides its transfer (Pie section
     3.3).
@@ -186,10 +186,12 @@ class MemoryPlan:
         batch_tokens: The most tokens of one micro-batch.
         logit_rows: Rows of logits that are made together; None: all of a micro-batch.
         window: Tokens that layers with a sliding window see, where these free blocks that no later token sees; None:
-            all
-            layers keep all blocks.
+            all layers keep all blocks.
         window_blocks: Blocks, by tier, of the pools of layers with a sliding window; `kv_blocks` are those of the other
             layers. KV on disk has none.
+        stream_bytes: Bytes that the work of each accelerator stream may hold at once, beside what is held from
+            beginning to end; empty where no part of a sweep waits for the host: there memory may be allocated at any
+            time.
     """
 
     budgets: Mapping[str, int]
@@ -200,6 +202,7 @@ class MemoryPlan:
     logit_rows: int | None = None
     window: int | None = None
     window_blocks: Mapping[str, int] = field(default_factory=dict)
+    stream_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -285,7 +288,7 @@ class StrategyTime:
 
     Attributes:
         name: Name of the strategy, or "chosen".
-        description: What the strategy does, in half a sentence.
+        description: Half a sentence about the strategy.
         seconds: Seconds of the whole job; None where the strategy does not apply.
         reason: Reason why the strategy does not apply.
     """
