@@ -30,15 +30,9 @@ CASES = {
 def planned(*, max_num_seqs, hardware=None, model=None, workload=UNIFORM, **options):
     hardware, model = hardware or gpu_box(), model or opt(5120, 40, 40)
     formats = {"compute_format": "float16", "weight_formats": ("float16",), "kv_formats": ("float16",)}
-    problem = Problem(hardware, model, workload, budgets(hardware), **formats, max_num_seqs=max_num_seqs)
-    values = {
-        "model_name": "m",
-        "max_model_len": 2048,
-        "share_prefixes": True,
-        "startup_s": 5.0,
-        "output_len_known": True,
-    }
-    return problem, make_plan(problem, search(problem), **(values | options))
+    known = {"model_name": "m", "max_model_len": 2048}
+    problem = Problem(hardware, model, workload, budgets(hardware), **formats, **known, max_num_seqs=max_num_seqs)
+    return problem, make_plan(problem, search(problem), **({"startup_s": 5.0} | options))
 
 
 @pytest.fixture(scope="module", params=CASES)

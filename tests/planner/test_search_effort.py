@@ -12,7 +12,7 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.workload import Workload
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.store.layout import layer_groups
-from batchgen.planner import memory
+from batchgen.planner import sizes
 from batchgen.planner import search as searching
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.feasibility import feasible, halving
@@ -74,7 +74,7 @@ def test_layers_are_measured_once_for_all_that_is_enumerated(monkeypatch):
         asked.append(tensors)
         return layer_groups(tensors)
 
-    monkeypatch.setattr(memory, "layer_groups", counting)
+    monkeypatch.setattr(sizes, "layer_groups", counting)
     hardware = gpu_box()
     # Of a vocabulary that no other test has, so that nothing of it is known yet.
     model = replace(opt(1024, 48, 16), vocab_size=1237)
@@ -95,7 +95,7 @@ def test_a_search_ends_when_all_that_is_left_is_pruned():
 def test_blocks_that_take_too_long_leave_their_kind_to_smaller_ones(monkeypatch):
     """The most promising of a kind are its largest blocks."""
     hardware = gpu_box()
-    problem = Problem(hardware, opt(1024, 12, 16), Workload.uniform(4096, 100, 20), budgets(hardware), **FORMATS)
+    problem = Problem(hardware, opt(1024, 6, 16), Workload.uniform(1024, 100, 20), budgets(hardware), **FORMATS)
     bounded = replace(problem, max_block_latency_s=block_latency_s(search(problem)) / 4)
 
     def kinds():
