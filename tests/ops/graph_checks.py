@@ -19,7 +19,7 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops import triton as triton_kernels
 from batchgen.runtime import graphs
 from batchgen.runtime.in_memory import in_memory
-from batchgen.runtime.memory.weights import Weights
+from batchgen.runtime.memory.weight_packing import WeightPacker
 from batchgen.runtime.sampler import sample
 from batchgen.runtime.steps.captured import decode_graphs
 from batchgen.schedule.packed_batch import pack
@@ -52,7 +52,7 @@ def engine(config, monkeypatch, *, captured):
     if DEVICE.type == "cpu":  # weights as on a card
         monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)
         monkeypatch.setattr(ops, "bind_weight", lambda weight, isa: weight)
-        monkeypatch.setattr(Weights, "_splits_experts", False)
+        monkeypatch.setattr(WeightPacker, "splits_experts", False)
     executor = in_memory(config, dummy_checkpoint(config), torch.float32, BLOCKS, BLOCK_SIZE, DEVICE)
     if DEVICE.type == "cpu":  # the same paths as on a card
         monkeypatch.setattr(ops, "_has_kernels", lambda *a: False)

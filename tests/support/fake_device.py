@@ -28,7 +28,8 @@ from batchgen.runtime import batch_preparation, token_table
 from batchgen.runtime.cuda import CudaLink
 from batchgen.runtime.lane_threads import prepare_thread
 from batchgen.runtime.memory import kv_cache
-from batchgen.runtime.memory.weights import OUTPUT_MATRIX, Weights
+from batchgen.runtime.memory.weight_packing import WeightPacker
+from batchgen.runtime.memory.weights import OUTPUT_MATRIX
 from batchgen.runtime.steps import hidden
 from batchgen.runtime.streams import STREAMS, StreamLanes
 
@@ -426,7 +427,7 @@ class PlayedLanes(StreamLanes):
 def as_on_a_device(monkeypatch) -> None:
     """Weights that are loaded for an emulated accelerator lie as a real one's: plain, all experts together."""
     monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)
-    monkeypatch.setattr(Weights, "_splits_experts", property(lambda weights: weights._h2d is None))
+    monkeypatch.setattr(WeightPacker, "splits_experts", property(lambda packer: packer.tiers.links is None))
 
 
 def run_on(
@@ -505,11 +506,11 @@ def _give_memory(executor, device):
         *cache.pools.get("gpu", ()),
         *(pool for pool, stays in zip(cache.pools.get("cpu", ()), cache.on_device, strict=False) if stays),
         *cache._staging,
-        *weights._head_slots,
+        *weights.output_matrix.buffers,
         *(table for rope in executor.context.ropes.values() for table in rope or ()),
     ]
     held += [*filter(torch.is_tensor, cache._passing), *executor.context.activations.on_device]
-    tensors = [*weights._resident, *weights._slots, *weights._dequantized]
+    tensors = [*weights._resident, *weights.slots.buffers, *weights.dequantized.buffers]
     tensors.append({n: t for n, t in weights.head.items() if n != OUTPUT_MATRIX or weights.residency.head == "gpu"})
     if weights.embeds_on_device:
         tensors.append(weights.embeddings)
