@@ -277,19 +277,6 @@ class StrategyTime:
 
 
 @dataclass(frozen=True)
-class OtherWeights:
-    """The format that a plan's weights could have instead, as found or expanded.
-
-    Attributes:
-        weight_format: as of Policy.
-        seconds: of the whole job with it; None where no plan fits.
-    """
-
-    weight_format: str
-    seconds: float | None
-
-
-@dataclass(frozen=True)
 class Plan:
     """A policy, what it is for, and what it is expected to do.
 
@@ -298,7 +285,7 @@ class Plan:
         placement_bytes: weights, KV and activations -> tier -> bytes.
         kernels: what each shape of the model runs on on the CPU.
         strategies: the job's time under each strategy that was compared, and under this plan.
-        other_weights: where the weights' format was left to the plan.
+        weights_reason: The sentence that says why the weights are in their format, where that was left to the plan.
     """
 
     model: str
@@ -311,7 +298,7 @@ class Plan:
     prediction: Prediction
     kernels: KernelChoice = PROCESS_SET
     strategies: tuple[StrategyTime, ...] = ()
-    other_weights: OtherWeights | None = None
+    weights_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"policy": self.policy.to_json()}

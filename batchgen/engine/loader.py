@@ -42,10 +42,9 @@ from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.convert import made_before, store_path
 from batchgen.models.files import STORE_MANIFEST, ModelFiles, read_store_manifest, resolve_weights
-from batchgen.models.layouts import end_bytes
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
 from batchgen.planner.kv_memory import Demand
-from batchgen.planner.memory import chunk_tokens, group_bytes_of_layers, plan_memory, stream_bytes
+from batchgen.planner.memory import chunk_tokens, plan_memory, stream_bytes
 from batchgen.runtime.grammar import Grammars
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.schedule.residency import WeightResidency
@@ -272,13 +271,6 @@ def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: st
         if (manifest["dtype"], manifest["weight_format"]) == (dtype, weight_format_of(dtype, weights)):
             return True
     return made_before(files, store_path(offload_dir, files, dtype, weights, shard)) is not None
-
-
-def store_bytes(config: ModelConfig, dtype: str, weights: str) -> int:
-    """Approximate bytes of a weight store on disk."""
-    weight_format = weight_format_of(dtype, weights)
-    layers = group_bytes_of_layers(config, dtype, weight_format)
-    return sum(map(sum, (layer.values() for layer in layers))) + sum(end_bytes(config, dtype, weight_format))
 
 
 def needs_store(policy: Policy) -> bool:

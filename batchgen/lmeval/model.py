@@ -21,8 +21,8 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import NATIVE, changes_results
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import ChatOptions
+from batchgen.job.job import resolve_job
 from batchgen.job.options import JobOptions, names_of
-from batchgen.job.resolved import resolve_job
 from batchgen.lmeval.generation import generation
 from batchgen.lmeval.jobs import Workplace, nested_token_lists, token_lists
 from batchgen.lmeval.texts import Texts

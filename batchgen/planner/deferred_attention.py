@@ -9,13 +9,14 @@ import math
 from dataclasses import replace
 
 from batchgen.core.plan import TIERS
-from batchgen.planner.costs import can_delegate, decode_attention_s, layer_lanes, slowest_s
+from batchgen.planner.costs import can_delegate, layer_lanes, phase_decode_attention_s, slowest_s
 from batchgen.planner.linear import number
 from batchgen.planner.mip import solve
 from batchgen.planner.peak_memory import peak_bytes
 from batchgen.planner.phases import deferral_of, phases_of
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import Candidate, Prune, integer_candidate, max_num_seqs_choices, prune_nothing
+from batchgen.planner.step_seconds import query_bytes
 
 # The part of the CPU's idle time that is given to deferred attention: sweeps are not all equally long.
 _DEFERRED_FRAC = 0.9
@@ -86,8 +87,7 @@ def _most_deferred(problem: Problem, base: Candidate) -> int:
         return 0
     lanes = layer_lanes(s, steady, at)
     idle_s = slowest_s(s, lanes) - number(lanes.get("cores", lanes["cpu_attention"]))
-    seq_s = decode_attention_s(s, steady, s.hardware.cpu) / steady.decode_seqs
+    seq_s = phase_decode_attention_s(s, steady, s.hardware.cpu) / steady.decode_seqs
     in_time = _DEFERRED_FRAC * s.model.num_layers * idle_s / seq_s
-    result_bytes = s.model.num_heads * s.model.head_dim * s.element_bytes
-    in_memory = (s.budgets["cpu"] - number(peak_bytes(s, at)["cpu"])) / (s.seq_kv_bytes + 2 * result_bytes)
+    in_memory = (s.budgets["cpu"] - number(peak_bytes(s, at)["cpu"])) / (s.seq_kv_bytes + 2 * query_bytes(s))
     return max(0, int(min(in_time, in_memory, problem.most_seqs - s.max_num_seqs)))

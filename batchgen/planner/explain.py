@@ -18,7 +18,6 @@ from batchgen.planner.explanation import (
     LANE_NAMES,
     Explanation,
     explanation_of,
-    format_sentences,
     price_lines,
     stage_rows,
     total_lines,
@@ -42,11 +41,7 @@ def make_plan(
     problem: Problem,
     candidate: Candidate,
     *,
-    model_name: str,
-    max_model_len: int,
-    share_prefixes: bool,
     startup_s: float,
-    output_len_known: bool,
     simulated_s: float | None = None,
     store_written_bytes: float = 0.0,
 ) -> Plan:
@@ -54,7 +49,6 @@ def make_plan(
 
     Args:
         startup_s: time before the first sweep.
-        output_len_known: whether the workload's output lengths are more than an upper limit.
         simulated_s: of all sweeps, where these were simulated; None: as the cost model has them.
         store_written_bytes: what the job writes of a weight store before it begins.
     """
@@ -69,10 +63,10 @@ def make_plan(
         gpu_batch_size=s.gpu_batch_size,
         num_gpu_batches=s.num_gpu_batches,
         max_num_batched_tokens=s.max_num_batched_tokens,
-        max_model_len=max_model_len,
+        max_model_len=problem.max_model_len,
         kv_block_size=s.kv_block_size,
         kv_blocks={tier: count for tier, count in kv_blocks.items() if count},
-        share_prefixes=share_prefixes,
+        share_prefixes=problem.share_prefixes,
         weight_format=s.weight_format,
         kv_format=s.kv_format,
         weight_layers={group: (int(a), int(b), int(c)) for group, (a, b, c) in counts.weight_layers.items()},
@@ -87,7 +81,7 @@ def make_plan(
         balance_tokens=s.balance.tokens if s.balance and counts.kv_seqs.get("cpu") else None,
     )
     return Plan(
-        model=model_name,
+        model=problem.model_name,
         hardware=s.hardware.name,
         dtype=s.compute_format,
         workload=s.workload,
@@ -95,7 +89,7 @@ def make_plan(
         policy=policy,
         placement_bytes=placement_bytes(s, at),
         prediction=replace(
-            _predict(candidate, at, startup_s, output_len_known, simulated_s or candidate.seconds),
+            _predict(candidate, at, startup_s, problem.output_len_known, simulated_s or candidate.seconds),
             disk_written_bytes={"KV": _kv_written_bytes(candidate, at), "weight store": store_written_bytes},
         ),
         kernels=s.hardware.kernels.of(_kernel_keys(s)),
@@ -258,7 +252,6 @@ def headline(plan: Plan) -> list[str]:
         f"plan: {workload.num_seqs:,} sequences of {_lengths(workload)} tokens,"
         f" {min(policy.max_num_seqs, workload.num_seqs):,} in flight, up to {policy.max_num_batched_tokens:,} tokens a sweep",
         f"predicted: {format_seconds(predicted.total_s)} ({between}), bound by {LANE_NAMES[predicted.bottleneck]}",
-        *format_sentences(plan),
     ]
 
 

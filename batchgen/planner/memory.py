@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, MIXED
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, MIXED, weight_format_of
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import (
     PINNED_BYTES,
@@ -339,3 +339,16 @@ def _add_staging(config: ModelConfig, policy: Policy, device: str, staging_block
         add("gpu", "KV in transit", links * passing_bytes(aligned(block), staging_blocks))
     if policy.kv_seqs.get("disk") and (device == "gpu" or block % ALIGNMENT):
         add("cpu", "KV in transit", 4 * staging_blocks * aligned(block))
+
+
+def store_bytes(config: ModelConfig, dtype: str, weights: str) -> int:
+    """Bytes that a weight store takes on disk, but for its manifest.
+
+    Args:
+        config: The model's configuration.
+        dtype: The compute dtype.
+        weights: A value of `--weights`, or a format.
+    """
+    weight_format = weight_format_of(dtype, weights)
+    layers = group_bytes_of_layers(config, dtype, weight_format)
+    return sum(sum(layer.values()) for layer in layers) + sum(end_bytes(config, dtype, weight_format))

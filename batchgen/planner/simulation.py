@@ -19,11 +19,12 @@ from batchgen.core.plan import MemoryPlan, Plan
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Lengths, Workload
 from batchgen.models.config import ModelConfig
+from batchgen.planner.batch_load import BatchLoad, load_of
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import plan_memory
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
 from batchgen.planner.phases import Phase
-from batchgen.planner.step_costs import BatchLoad, StepCosts, load_of, streams_of
+from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator, Timeline
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
 from batchgen.models.config import ModelConfig
+from batchgen.planner.batch_load import BatchLoad
 from batchgen.planner.parallel import PROCESSES, Link
 from batchgen.planner.phases import Phase
 from batchgen.planner.simulation import SimulatedJob
-from batchgen.planner.step_costs import BatchLoad, StepCosts, streams_of
+from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator
 from batchgen.schedule.deferred_batches import DeferredBatch, DeferredBatches
 from batchgen.schedule.step_graph import Step, Sweeps

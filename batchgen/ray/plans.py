@@ -14,9 +14,9 @@ from batchgen.core.device import parse_device
 from batchgen.core.digest import json_sha256
 from batchgen.core.machine import available_memory_bytes
 from batchgen.core.request import SamplingParams
+from batchgen.job.job import resolve_job
 from batchgen.job.options import JobOptions
 from batchgen.job.planning import make_plan
-from batchgen.job.resolved import resolve_job
 from batchgen.job.source import open_source
 from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model

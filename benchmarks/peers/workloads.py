@@ -46,8 +46,10 @@ def fixed(model: str, vocab_size: int, rows: int | None) -> Workload:
 
 
 def azure(model: str, vocab_size: int, rows: int | None) -> Workload:
-    """Random prompts of the lengths of the Azure LLM inference trace (conversation), clipped to 1024 in and 256 out: the
-    first rows of a seeded sample."""
+    """Random prompts with lengths of the Azure LLM inference trace (conversation), clipped to 1024 in and 256 out.
+
+    They are the first rows of a seeded sample.
+    """
     with AZURE_SAMPLE.open() as file:
         sample = list(islice(csv.DictReader(file), rows or 64))
     lengths = [(_clip(row["ContextTokens"], 1024), _clip(row["GeneratedTokens"], 256)) for row in sample]

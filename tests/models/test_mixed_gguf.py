@@ -20,12 +20,12 @@ from tiny_models import (
 
 import batchgen
 from batchgen.core.dtypes import BLOCK_FORMATS, GGUF_FORMATS, MIXED
-from batchgen.engine.loader import existing_store, store_bytes
+from batchgen.engine.loader import existing_store
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.convert import convert, find_or_convert
 from batchgen.models.files import read_config, resolve_model, resolve_weights, weight_tensors
-from batchgen.models.layouts import layer_sizes, main_format, stored_tensors
+from batchgen.models.layouts import layer_sizes, main_format, store_bytes, stored_tensors
 from batchgen.ops import cpp
 from batchgen.planner.memory import group_bytes, group_bytes_of_layers, slot_bytes
 

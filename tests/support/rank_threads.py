@@ -1,4 +1,4 @@
-"""Ranks of tensor parallelism as threads of the test's process: what they tell one another goes through queues, sums through memory."""
+"""Ranks of tensor parallelism as threads of the test's process, with queues for messages and memory for sums."""
 
 import queue
 import threading
