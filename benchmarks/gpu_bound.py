@@ -38,7 +38,7 @@ from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.models.config import ModelConfig
 from batchgen.planner.kv_memory import kv_block_bytes
-from batchgen.planner.memory import group_bytes
+from batchgen.planner.sizes import group_bytes
 
 _ROUNDING = 1e-9  # of sums and quotients
 

@@ -23,8 +23,9 @@ import torch
 from peers.model_files import write_directory
 from recording import result_path, write
 
+from batchgen.core.cache_folder import cache_dir
 from batchgen.job.report import versions
-from batchgen.models.files import cache_dir, resolve_model
+from batchgen.models.files import resolve_model
 
 HERE = Path(__file__).parent
 TASKS = ("listings_match", "listings_address", "listings_perplexity")

@@ -35,9 +35,9 @@ from batchgen.core.request import ScoreRequest
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, in_memory_policy, load_parts, resolve_budgets
 from batchgen.engine.parts import EngineParts
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import ModelFiles, read_config, resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.kept_stores import find_or_convert
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 DTYPE = "float32"
 FORMATS = {  # of weights, of KV

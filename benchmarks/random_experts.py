@@ -21,9 +21,9 @@ from batchgen.core.dtypes import weight_row_bytes
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.convert import _Conversion, _plan_files
-from batchgen.models.files import STORE_FORMAT, STORE_VERSION
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.layouts import embedding_layout, head_layout, is_quantized, layer_layout, tensor_shapes
+from batchgen.models.store.manifest import STORE_FORMAT, STORE_VERSION
 
 # name -> (config.json, format of the layers' matrices)
 SHAPES: dict[str, tuple[dict[str, Any], str]] = {

@@ -17,9 +17,9 @@ from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
-from batchgen.planner.memory import store_bytes
 from batchgen.planner.prediction import plan_maker, plan_problem
 from batchgen.planner.problem import Problem, problem_of
+from batchgen.planner.sizes import store_bytes
 from batchgen.planner.strategies import NotApplicable, strategies_for, strategy_of
 from batchgen.planner.strategy_times import best_plan
 from batchgen.profiler.emulated import dedicated_core_profile

@@ -25,9 +25,9 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts, needs_store, resolve_budgets
 from batchgen.job.machine_profile import find_for, find_hardware, on_this_machine
 from batchgen.models.config import ModelConfig
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.kept_stores import find_or_convert
+from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.profiler.calibration import corrected_by_disk_probe
 from batchgen.profiler.contention import contention_reason
 from batchgen.profiler.emulated import emulated_profile

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# Without bytecode each process of a test compiles all that it imports: five seconds of ten.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("support", "models", "engine")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -84,7 +84,7 @@ def models(tiny_models, tmp_path_factory):
 def reader(models, tmp_path, monkeypatch):
     """The folder that a reader of a page is in, with what the page tells him to have, and the checkout's recipes."""
     path, demo = models
-    monkeypatch.setattr("batchgen.models.files._demo_file", lambda: demo)
+    monkeypatch.setattr("batchgen.models.files.demo_file", lambda: demo)
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     for name in ("M", "MODEL", "llama-3.2-3b"):

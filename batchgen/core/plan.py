@@ -175,6 +175,8 @@ class MemoryPlan:
         window: tokens that layers with a sliding window see, where these give back blocks that no later token sees; None: all layers
             keep all blocks.
         window_blocks: blocks of such layers' own pools, by tier; `kv_blocks` are of the other layers. KV on disk has none.
+        stream_bytes: stream of an accelerator -> bytes that its work may hold at once, beside what is held from beginning to end;
+            empty where no part of a sweep waits for the host: there memory may be allocated at any time.
     """
 
     budgets: Mapping[str, int]
@@ -185,6 +187,7 @@ class MemoryPlan:
     logit_rows: int | None = None
     window: int | None = None
     window_blocks: Mapping[str, int] = field(default_factory=dict)
+    stream_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -27,7 +27,8 @@ from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import engine_report, write_report
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.files import ModelFiles, resolve_model, without_weights
-from batchgen.models.tokenizers.tokenizer import NoText, load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
+from batchgen.models.tokenizers.tokenizer import NoText
 from batchgen.planner.explain import headline
 
 

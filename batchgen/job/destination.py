@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.atomic_file import write_atomically
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.errors import BatchgenError, InputError, one_line
 from batchgen.core.screen import leave_standard_output, put, takes_product
 from batchgen.core.text import without_credentials
 from batchgen.dataset.paths import InputPaths
 from batchgen.dataset.storage import file_system, is_url, version
 from batchgen.job.options import JobOptions
-from batchgen.models.files import cache_dir
 from batchgen.output.run_directory import errors_path, run_directory
 
 STANDARD_OUTPUT = "-"

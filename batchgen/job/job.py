@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device, parse_device
 from batchgen.core.dtypes import AUTO, KEPT_FORMATS, MIXED, weight_format_of
 from batchgen.core.errors import InputError
@@ -17,7 +18,7 @@ from batchgen.engine.loader import choose_weights, resolve_budgets, resolve_cont
 from batchgen.engine.tensor_parallel import check_hosts, first_shard, shard_weights
 from batchgen.job.options import JobOptions
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, cache_dir, read_config, resolve_weights
+from batchgen.models.files import ModelFiles, read_config, resolve_weights
 from batchgen.models.shard import Shard
 from batchgen.planner.parallel import check_stages, largest_stage
 

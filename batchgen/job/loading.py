@@ -10,9 +10,9 @@ from batchgen.core.dtypes import DEQUANTIZED, KEPT_FORMATS
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.tensor_parallel import load_on_ranks
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import stated_scheme
-from batchgen.models.formats.quantization import FP8, describe
+from batchgen.models.formats.fp8 import Fp8
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
 from batchgen.planner.parallel import split_layers, stage_policy
 from batchgen.schedule.trace import TraceWriter
@@ -66,7 +66,7 @@ def load_engine(
     scheme = stated_scheme(files)
     progress.say(
         f"loading {files.name}"
-        + (f" ({describe(scheme)}{_NOT_USED if scheme.layout == FP8 else ''})" if scheme else "")
+        + (f" ({scheme.describe()}{_NOT_USED if isinstance(scheme, Fp8) else ''})" if scheme else "")
     )
     request = LoadRequest(
         files,

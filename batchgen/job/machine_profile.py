@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.cores import dedicated_core, on_cores
 from batchgen.core.device import Device
 from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8
@@ -17,10 +18,9 @@ from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_prof
 from batchgen.core.machine import available_memory_bytes, resident_bytes
 from batchgen.job.job import Job
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import cache_dir
 from batchgen.models.layouts import main_format, output_format
-from batchgen.planner.memory import store_bytes
 from batchgen.planner.parallel import Link, link_of, part_of_host, with_all_reduce
+from batchgen.planner.sizes import store_bytes
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe
 from batchgen.profiler.emulated import emulated_profile

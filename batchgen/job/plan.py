@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device, has_cuda, parse_device
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
@@ -41,7 +42,7 @@ from batchgen.job.weight_choice import with_faster_weights
 from batchgen.job.what_if import what_if
 from batchgen.job.workload import EstimatedWorkload, measure_workload
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, cache_dir, resolve_for_planning
+from batchgen.models.files import ModelFiles, resolve_for_planning
 from batchgen.planner.explain import compare, explain, frontier_lines, headline, kernel_lines
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.problem import Problem
@@ -292,7 +293,7 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> Estimate
         return EstimatedWorkload(uniform, True)
     if any(length is not None for length in lengths):
         raise InputError("--num-prompts, --input-len and --output-len stand in for an --input: give one or the other")
-    from batchgen.models.tokenizers.tokenizer import load_tokenizer
+    from batchgen.models.tokenizers.loading import load_tokenizer
 
     source = open_source(job)
     tokenizer = load_tokenizer(files, job.special_tokens)

@@ -21,10 +21,10 @@ from batchgen.job.machine_profile import link_between, profile_here
 from batchgen.job.routing import known_routing
 from batchgen.job.weight_choice import with_faster_weights
 from batchgen.job.workload import EstimatedWorkload
-from batchgen.planner.memory import store_bytes
 from batchgen.planner.pipeline import over_stages
 from batchgen.planner.prediction import loading_s, plan_maker, plan_problem
 from batchgen.planner.problem import Problem, problem_of
+from batchgen.planner.sizes import store_bytes
 from batchgen.planner.strategy_times import with_strategies
 
 

@@ -8,11 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from batchgen.core.atomic_file import write_atomically
+from batchgen.core.cache_folder import cache_dir, is_trusted
 from batchgen.core.digest import json_sha256
 from batchgen.core.routing import INDEPENDENT, Routing, RoutingCounts
 from batchgen.core.typed_json import parse_json, read_typed
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, cache_dir, is_trusted
+from batchgen.models.files import ModelFiles
 
 
 def known_routing(files: ModelFiles, config: ModelConfig) -> Routing:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import NATIVE, changes_results
-from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, refusing_what_is_denied
+from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, naming_files
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
@@ -46,7 +47,8 @@ from batchgen.job.shared import open_output, requests_left
 from batchgen.job.source import RequestSource, open_source
 from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
-from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
+from batchgen.models.files import ModelFiles, resolve_model
+from batchgen.models.identity import model_identity
 from batchgen.models.model_versions import ModelVersions, changed_file, check_unchanged, model_versions
 from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
@@ -173,7 +175,7 @@ def run_job(options: JobOptions) -> dict[str, Any]:
     """
     started_s = time.monotonic()
     ranks = max(options.tensor_parallel, options.pipeline)
-    with refusing_what_is_denied(), own_share(ranks) as shares, early_group(ranks, shares) as group:
+    with naming_files(errors=PermissionError), own_share(ranks) as shares, early_group(ranks, shares) as group:
         return _run_job(options, started_s, shares, group)
 
 
@@ -357,7 +359,7 @@ def _cached_output(fingerprint: dict[str, Any], suffix: str) -> Path:
 
 
 def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
-    from batchgen.models.tokenizers.tokenizer import load_tokenizer
+    from batchgen.models.tokenizers.loading import load_tokenizer
 
     return load_tokenizer(files, special_tokens)
 

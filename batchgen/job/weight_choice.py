@@ -16,8 +16,8 @@ from batchgen.core.units import format_bytes, format_seconds
 from batchgen.core.workload import Workload
 from batchgen.job.job import Job
 from batchgen.models.layouts import main_format
-from batchgen.planner.memory import store_bytes
 from batchgen.planner.search import TIE
+from batchgen.planner.sizes import store_bytes
 
 # Tokens of a sweep that has prompts, and the most sequences of one that has none, for comparing rates of products.
 _PROMPT_TOKENS, _MOST_SEQS = 1024, 256

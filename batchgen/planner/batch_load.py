@@ -1,4 +1,4 @@
-"""The load of a scheduled micro-batch: what it computes and moves in each layer of a sweep, counted before the sweep is committed."""
+"""The load of a scheduled micro-batch: what it computes and moves in each layer of a sweep."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class BatchLoad:
         sampled: Sequences that reach their last token, in this sweep or a later one.
         logits_rows: Rows of logits.
         attended: Attention of the sequences of each placement in the sweep.
-        windowed: Attention of the sequences of each placement in layers with a sliding window, where no prefix is shared.
+        windowed: Attention of the sequences of each placement in layers with a sliding window, where no prefix is
+            shared.
         host_blocks: KV blocks that come from the host's pool.
         windowed_host_blocks: KV blocks that come from the host's pool in layers with a sliding window.
         new_tokens: Tokens whose KV goes to the host's pool.
@@ -65,7 +66,7 @@ class BatchLoad:
 
     @property
     def flow(self) -> BatchFlow:
-        """What the micro-batch moves, as the Step graph takes it; equal to `PackedBatch.flow`."""
+        """The flow that the Step graph takes; equal to `PackedBatch.flow`."""
         return BatchFlow(
             placements=frozenset(self.attended),
             history=self.host_blocks > 0 or self.disk_reads[0] > 0,

@@ -16,15 +16,15 @@ from batchgen.planner.costs import (
     sweep_overhead_s,
 )
 from batchgen.planner.linear import number
-from batchgen.planner.peak_memory import peak_bytes
+from batchgen.planner.memory import peak_bytes
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import CostInputs
 from batchgen.planner.step_seconds import dequantize_s, experts_frac
 
 _NOTHING = Placement(
-    w_gpu=0, w_cpu=0, w_disk=0, kv_gpu=0, kv_cpu=0, kv_streamed=0, kv_disk=0, act_gpu=0, act_cpu=0, head_gpu=0, head_cpu=0,
-    streamed_peak=0, disk_peak=0,
+    w_gpu=0, w_cpu=0, w_disk=0, kv_gpu=0, kv_cpu=0, kv_streamed=0, kv_disk=0, act_gpu=0, act_cpu=0,
+    head_gpu=0, head_cpu=0, streamed_peak=0, disk_peak=0,
 )  # fmt: skip
 _KV_ON_DISK = replace(_NOTHING, kv_disk=1)
 
@@ -32,9 +32,9 @@ _KV_ON_DISK = replace(_NOTHING, kv_disk=1)
 def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
     """Seconds that no placement can beat, without a solver; infinite where weights and KV fit nowhere.
 
-    The bound counts compute with decode attention split between GPU and CPU at its best, what the GPU cannot hold and must cross the bus
-    or be attended to by the CPU, and what must come from disk. Where not all fits, what costs least is away: KV, as far as there is
-    any, or weights.
+    The bound counts compute with decode attention split between GPU and CPU at its best, what the GPU cannot hold and
+    must cross the bus or be attended to by the CPU, and what must come from disk. Where not all fits, what costs least
+    is away: KV, as far as there is any, or weights.
     """
     layers = s.model.num_layers
     weights, kv = s.layer_bytes * layers, s.max_num_seqs * s.seq_kv_bytes

@@ -1,8 +1,8 @@
-"""Seconds of a sweep for each resource lane: the Steps of a layer added up, and the chains of Steps that wait for one another.
+"""Seconds of a sweep for each resource lane: sums over the Steps of a layer, and chains of Steps that wait.
 
-Every function is linear in the `Placement` it is given. With numbers it explains; with expressions of unknowns it makes the rows of the
-linear programme (mip.py). The seconds of each kind of Step are in step_seconds.py. Prompts are prefilled next to decoding sequences
-(continuous admission), so FlexGen's T_pre and T_gen are one function of a phase.
+Every function is linear in the `Placement` it is given. With numbers it explains; with expressions of unknowns it makes
+the rows of the linear programme (mip.py). The seconds of each kind of Step are in step_seconds.py. Prompts are
+prefilled next to decoding sequences (continuous admission), so FlexGen's T_pre and T_gen are one function of a phase.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _brought_to_gpu(s: CostInputs, at: Placement) -> Linear:
 
 
 def reads_on_demand(s: CostInputs, phase: Phase) -> bool:
-    """True if only those experts on disk are read that tokens are routed to: after the router, so not ahead of anything."""
+    """True if experts on disk are read after the router, only those that tokens are routed to."""
     return not s.on_gpu and 0 < phase.tokens <= s.on_demand_tokens
 
 
@@ -72,7 +72,7 @@ def experts_skipped_frac(s: CostInputs, phase: Phase) -> float:
 
 
 def unequal_batches(s: CostInputs, phase: Phase) -> tuple[Phase, Phase]:
-    """The two micro-batches of a sweep with `CostInputs.balance`: the second has only sequences that the CPU attends to."""
+    """The two micro-batches of a sweep with `CostInputs.balance`; the CPU attends to all sequences of the second."""
     delegated = phase.decode_seqs * s.balance.cpu_frac if s.balance else 0.0
     second = delegated * (1 - _first_share(s, phase))
     first = replace(phase, decode_seqs=phase.decode_seqs - second)
@@ -93,7 +93,7 @@ def phase_matmul_s(s: CostInputs, phase: Phase) -> float:
 
 
 def phase_matmul_as_stored_s(s: CostInputs, phase: Phase) -> MatmulSeconds:
-    """Seconds that one layer's matmuls in one sweep take longer where all its weights stream, which lie as they are stored."""
+    """Seconds that one layer's matmuls in one sweep take longer where all its weights lie as they are stored."""
     if s.balance is None:
         return matmul_as_stored_s(s, phase.tokens, s.num_gpu_batches)
     dense, experts = zip(
@@ -115,7 +115,7 @@ def _streamed_matmul_s(s: CostInputs, phase: Phase, at: Placement) -> Linear:
 
 
 def phase_prefill_attention_s(s: CostInputs, phase: Phase) -> float:
-    """Seconds of one layer's attention of new prompts to themselves; of a shared prefix only the rest is computed anew."""
+    """Seconds of one layer's attention of new prompts to themselves, without a prefix that they share."""
     if phase.prefill_seqs == 0:
         return 0.0
     prompt = s.workload.prompt_len
@@ -172,14 +172,14 @@ def deferred_attention_s(s: CostInputs, phase: Phase) -> float:
 
 
 def batch_compute_s(s: CostInputs, phase: Phase) -> float:
-    """Seconds of one layer's computation but for attention and dequantizing, with the fixed time of each micro-batch."""
+    """Seconds of one layer's computation but for attention and dequantizing, with each micro-batch's fixed time."""
     batches = s.num_gpu_batches
     seconds = phase_matmul_s(s, phase) + elementwise_s(s, phase.tokens) + all_reduce_s(s, phase.tokens, batches)
     return seconds + batches * layer_overhead_s(s.rates)
 
 
 def prompt_compute_s(s: CostInputs, phase: Phase) -> float:
-    """Seconds of one layer's computation, whatever is placed where: all but dequantizing and the attention of decoding sequences."""
+    """Seconds of one layer's computation but for dequantizing and the attention of decoding sequences."""
     seconds = batch_compute_s(s, phase) + phase_prefill_attention_s(s, phase)
     return seconds + phase_prefix_attention_s(s, phase)
 
@@ -222,8 +222,8 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     """Bytes of one layer over each transfer lane: FlexGen's ctog, gtoc, dtoc and ctod, prefill and decode together.
 
     Changed: CPU attention takes queries, keys and values of its sequences out and results back (FlexGen counts these
-    with the activations); KV of streamed sequences comes over the bus; KV on disk moves in whole blocks; experts may be left out
-    that no token is routed to.
+    with the activations); KV of streamed sequences comes over the bus; KV on disk moves in whole blocks; experts may be
+    left out that no token is routed to.
     """
     deferred_rows = s.deferral.rows / s.workload.num_seqs if s.deferral else 0.0
     kv_deferred = phase.prefill_tokens * s.kv_token_bytes * deferred_rows
@@ -253,8 +253,9 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
 def _requests(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
     """Requests of one layer over each transfer lane beside its bytes.
 
-    Disks have one request for each sequence's KV. Links have one copy for each tensor, and for each kind of micro-batches' data, in
-    proportion to what is where, though a tenth of the sequences are copied as often as all of them: else it would not be linear.
+    Disks have one request for each sequence's KV. Links have one copy for each tensor, and for each kind of
+    micro-batches' data, in proportion to what is where, though a tenth of the sequences are copied as often as all of
+    them: else it would not be linear.
     """
     requests: dict[str, Linear] = {
         "disk_read": at.kv_disk * phase.decode_seqs,
@@ -292,12 +293,12 @@ def _transfer_lanes(s: CostInputs, moved: Mapping[str, Linear], requests: Mappin
 def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
     """Seconds of each lane for one layer of one sweep; T of FlexGen's T_pre and T_gen is their maximum (`bounds`).
 
-    FlexGen's comp is two lanes here: with K >= 2 micro-batches, CPU attention of one runs during the matmuls of another (NEO
-    section 3). Steps that follow one another within a layer make lanes of their own, named `chain...` (`_chains`). Where the GPU is
-    emulated by the same cores, nothing overlaps that needs them: the lane `cores`. On a CPU-only machine attention is part of compute,
-    as is what the kernel does for each request to the disk: matmuls wait for their slowest core. DRAM carries every byte that enters or
-    leaves host memory. Reads and writes share the disk: the lane `disk`. A GPU computes no faster than the host launches: the lane
-    `launch`.
+    FlexGen's comp is two lanes here: with K >= 2 micro-batches, CPU attention of one runs during the matmuls of another
+    (NEO section 3). Steps that follow one another within a layer make lanes of their own, named `chain...` (`_chains`).
+    Where the GPU is emulated by the same cores, nothing overlaps that needs them: the lane `cores`. On a CPU-only
+    machine attention is part of compute, as is what the kernel does for each request to the disk: matmuls wait for
+    their slowest core. DRAM carries every byte that enters or leaves host memory. Reads and writes share the disk: the
+    lane `disk`. A GPU computes no faster than the host launches: the lane `launch`.
     """
     moved, requests = moved_bytes(s, phase, at), _requests(s, phase, at)
     resident_s = prompt_compute_s(s, phase) + dequantize_s(s)
@@ -333,7 +334,7 @@ def _add_gpu_lanes(
         at: The placement.
         lanes: The lanes to add to.
         resident_s: Seconds of one layer's computation but for decode attention where no weights stream.
-        compute: The same seconds with the placement.
+        compute: Seconds of that computation with the placement.
     """
     hardware, batches = s.hardware, s.num_gpu_batches
     # Where the CPU cannot attend to this format, no sequence is placed there, so its cost does not matter.
@@ -367,9 +368,9 @@ def _dram_bytes(s: CostInputs, phase: Phase, at: Placement, moved: Mapping[str, 
 def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, Linear]) -> None:
     """Change the lanes of a layer to those of one whose experts on disk are read on demand.
 
-    The Steps are `read_dense`, `route` and `read_experts` of schedule/step_graph.py. What all tokens need is read ahead while the
-    layer before routes, the experts when the router has chosen, and what comes after them waits. So neither matmuls nor
-    the disk go on beside that: two chains. Of 4-bit weights only experts that were read are dequantized.
+    The Steps are `read_dense`, `route` and `read_experts` of schedule/step_graph.py. What all tokens need is read ahead
+    while the layer before routes, the experts when the router has chosen, and what comes after them waits. So neither
+    matmuls nor the disk go on beside that: two chains. Of 4-bit weights only experts that were read are dequantized.
     """
     touched_frac = 1 - experts_skipped_frac(s, phase)
     mixtures = s.model.expert_layers / s.model.num_layers
@@ -393,23 +394,23 @@ def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, 
 def _chains(
     s: CostInputs, phase: Phase, at: Placement, resident_s: float, before: Linear, compute: Linear, attention: Linear
 ) -> dict[str, Linear]:
-    """Seconds of what cannot overlap within one layer of one sweep: Steps that wait for one another, or behind one another.
+    """Seconds of Steps that cannot overlap within one layer of one sweep, as they wait for or behind one another.
 
     The Steps are those of schedule/step_graph.py. With K = 1 micro-batch, queries go out, the CPU attends, results come
     back, and activations that wait in host memory come and go, all between the same batch's matmuls. With K >= 2 only
-    activations are waited for, as they are fetched when the batch before has ended. Of two unequal batches (NEO) each waits for
-    its own matmuls and then for its part of CPU attention.
+    activations are waited for, as they are fetched when the batch before has ended. Of two unequal batches (NEO) each
+    waits for its own matmuls and then for its part of CPU attention.
 
-    A link serves its Steps in order, and a layer's weights are issued when the layer two before it has ended. So Steps that are
-    issued after them wait for them: activations from host memory, KV of the second micro-batch, and where the CPU
-    attends, the matmuls of the first and the last batch.
+    A link serves its Steps in order, and a layer's weights are issued when the layer two before it has ended. So Steps
+    that are issued after them wait for them: activations from host memory, KV of the second micro-batch, and where the
+    CPU attends, the matmuls of the first and the last batch.
 
     Args:
         s: The inputs of the cost model.
         phase: The sweep.
         at: The placement.
         resident_s: Seconds of matmuls and prefill attention where no weights stream.
-        before: The same seconds with the placement.
+        before: Seconds of matmuls and prefill attention with the placement.
         compute: Seconds of these and of attention on the GPU.
         attention: Seconds of attention on the CPU but for what is deferred.
     """
@@ -474,7 +475,7 @@ def can_delegate(s: CostInputs) -> bool:
 
 
 def head_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
-    """Seconds of each lane for embeddings, which come before the layers, and for logits and sampling, which come after them."""
+    """Seconds of each lane for embeddings, logits and sampling, which come before and after the layers."""
     prepacked_s, stored_s = (
         logits_s(s, phase.logits_rows, s.num_gpu_batches, as_stored=as_stored) for as_stored in (False, True)
     )

@@ -11,8 +11,8 @@ from dataclasses import replace
 from batchgen.core.plan import TIERS
 from batchgen.planner.costs import can_delegate, layer_lanes, phase_decode_attention_s, slowest_s
 from batchgen.planner.linear import number
+from batchgen.planner.memory import peak_bytes
 from batchgen.planner.mip import solve
-from batchgen.planner.peak_memory import peak_bytes
 from batchgen.planner.phases import deferral_of, phases_of
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import Candidate, Prune, integer_candidate, max_num_seqs_choices, prune_nothing
@@ -25,7 +25,7 @@ _SMALLER_SIZES = 8
 
 
 def may_defer(problem: Problem) -> bool:
-    """True if attention may be deferred: not where the block size is fixed, as deferred sequences come beside a block."""
+    """True if attention may be deferred: not where the block size is fixed, beside which deferred sequences come."""
     return (
         problem.hardware.gpu is not None
         and not problem.runtime.serial
@@ -37,7 +37,7 @@ def may_defer(problem: Problem) -> bool:
 
 
 def with_deferred_attention(problem: Problem, base: Candidate, prune: Prune = prune_nothing) -> Candidate | None:
-    """The candidate with as many deferred sequences beside its own as the CPU, its memory, and the length of the job allow.
+    """The candidate with as many deferred sequences as the CPU, its memory, and the length of the job allow.
 
     Args:
         problem: The planner's problem.
@@ -72,7 +72,7 @@ def with_deferred_attention(problem: Problem, base: Candidate, prune: Prune = pr
 
 
 def _weight_tiers(base: Candidate) -> tuple[str, ...]:
-    """Tiers that hold weights of the candidate: weights in transit would make the sweeps longer, beside which the CPU attends."""
+    """Tiers that hold weights of the candidate, which others would make slower by weights in transit."""
     layers_by_tier = zip(*base.counts.weight_layers.values(), strict=True)
     return tuple(tier for tier, layers in zip(TIERS, layers_by_tier, strict=True) if any(layers))
 

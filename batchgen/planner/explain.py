@@ -22,8 +22,8 @@ from batchgen.planner.explanation import (
     stage_rows,
     total_lines,
 )
-from batchgen.planner.linear import Linear, number
-from batchgen.planner.peak_memory import kv_bytes, peak_bytes
+from batchgen.planner.linear import number
+from batchgen.planner.memory import memory_parts, placement_bytes
 from batchgen.planner.phases import Phase, phases_of
 from batchgen.planner.placement import Counts, Placement
 from batchgen.planner.problem import CostInputs, Problem
@@ -206,42 +206,6 @@ def lane_seconds(candidate: Candidate, at: Placement) -> dict[str, float]:
                 busy[lane] = busy.get(lane, 0.0) + phase.sweeps * times * number(seconds)
         busy["compute"] += phase.sweeps * sweep_overhead_s(s, phase)
     return {lane: seconds for lane, seconds in busy.items() if lane in LANE_NAMES}
-
-
-def placement_bytes(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
-    """Weights, KV and activations by tier; FlexGen's wg..hd in bytes."""
-    weights = s.layer_bytes * s.model.num_layers
-    by_tier = {"gpu": at.w_gpu * weights, "cpu": at.w_cpu * weights, "disk": at.w_disk * weights}
-    by_tier["gpu"] += at.head_gpu * s.head_bytes + at.embed_gpu * s.embedding_bytes if s.on_gpu else 0
-    by_tier["cpu"] += (1 - at.embed_gpu) * s.embedding_bytes + (
-        at.head_cpu * s.head_bytes if s.on_gpu else s.head_bytes
-    )
-    activations = s.num_gpu_batches * s.batch_tokens * s.hidden_bytes
-    kv = kv_bytes(s, at)
-    fractions = {"gpu": at.kv_gpu, "cpu": at.kv_cpu + at.kv_streamed + s.deferred_seqs, "disk": at.kv_disk}
-    placed: dict[str, dict[str, Linear]] = {
-        "weights": by_tier,
-        "KV": {tier: kv[tier] if fraction else 0.0 for tier, fraction in fractions.items()},
-        "activations": {"gpu": at.act_gpu * activations, "cpu": at.act_cpu * activations, "disk": 0.0},
-    }
-    return {name: {tier: number(size) for tier, size in tiers.items()} for name, tiers in placed.items()}
-
-
-def memory_parts(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
-    """Peak bytes of each tier: what is placed there, and the buffers beside it."""
-    placed = placement_bytes(s, at)
-    parts: dict[str, dict[str, float]] = {}
-    for tier, peak in peak_bytes(s, at).items():
-        own = {name: tiers[tier] for name, tiers in placed.items() if tiers[tier]}
-        if tier == "disk":
-            own.pop("weights", None)  # which the budget is not for: they are there before
-        if not s.on_gpu:
-            own.pop("activations", None)  # of the buffers below
-        if tier == "cpu":
-            own["process"] = float(s.process_bytes)
-        own["buffers"] = max(0.0, number(peak) - sum(own.values()))
-        parts[tier] = own
-    return parts
 
 
 def headline(plan: Plan) -> list[str]:

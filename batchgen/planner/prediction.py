@@ -16,11 +16,11 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import layer_sizes
 from batchgen.planner.explain import make_plan
 from batchgen.planner.linear import number
-from batchgen.planner.memory import store_bytes
 from batchgen.planner.memory_requirements import kv_tokens_used
 from batchgen.planner.plan_selection import choose, simulate_candidates
 from batchgen.planner.problem import Allowed, Problem
 from batchgen.planner.search import Candidate, block_latency_s, search
+from batchgen.planner.sizes import store_bytes
 
 # Bytes of a quantized weight in a GGUF: 4.5 to 5 bits a weight are usual.
 _GGUF_WEIGHT_BYTES = 0.6

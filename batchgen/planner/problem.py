@@ -5,24 +5,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from batchgen.core.direct_io import aligned
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, NATIVE, weight_format_of
+from batchgen.core.dtypes import INT4, NATIVE, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, window_blocks
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
-from batchgen.models.layouts import end_bytes, main_format, output_format, output_row_bytes
-from batchgen.planner.kv_memory import chunk_blocks, giving_window, kv_block_bytes
-from batchgen.planner.memory import disk_bytes, expert_bytes, group_bytes, group_tensors_of_layers, slot_bytes
+from batchgen.planner.kv_memory import chunk_blocks, giving_window
 from batchgen.planner.phases import Deferral
+from batchgen.planner.sizes import Sizes
 
 # Most sequences in flight that are looked at.
 _MOST_SEQS = 8192
@@ -72,33 +69,26 @@ class Balance:
 
 
 @dataclass(frozen=True)
-class CostInputs:
+class CostInputs(Sizes):
     """All that is fixed while placement is decided.
 
-    Memory budgets in bytes, None where there is no such tier.
-
     Attributes:
+        admission, batch_order, on_demand_tokens: as in `core.plan.Policy`.
         max_num_seqs: sequences in flight.
+        budgets: tier -> bytes; without "gpu" where there is none.
         process_bytes: host memory the process takes before any of the model's.
-        longest_tokens: of a sequence that staging buffers must hold; None: the longest of the workload.
-        batch_order: of policy.Policy.
-        deferral: sequences of the block whose attention is deferred; None: there are none.
+        longest_tokens: tokens of a sequence that staging buffers must hold; None: those of the workload's longest.
+        deferral: sequences in flight whose attention is deferred; None: there are none.
         balance: how unequal micro-batches are made; None: they are equal.
-        on_demand_tokens: of policy.Policy.
     """
 
     hardware: HardwareProfile
-    model: ModelConfig
     workload: Workload
     runtime: RuntimeModel
-    compute_format: str
-    weight_format: str
-    kv_format: str
     admission: str
     max_num_seqs: int
     num_gpu_batches: int
     max_num_batched_tokens: int
-    kv_block_size: int
     budgets: Mapping[str, int]
     process_bytes: int
     longest_tokens: int | None = None
@@ -154,116 +144,10 @@ class CostInputs:
         """The same for what a single micro-batch computes."""
         return replace(self, num_gpu_batches=1, batch_order="even", balance=None)
 
-    # Sizes in bytes, under the names that the papers use.
-
-    @property
-    def element_bytes(self) -> float:
-        return FORMAT_BYTES[self.compute_format]
-
-    @cached_property
-    def group_bytes(self) -> dict[str, int]:
-        """Stored bytes of what can be placed on its own in one layer, `ModelConfig.layer_tensors`."""
-        return group_bytes(self.model, self.compute_format, self.weight_format)
-
-    @cached_property
-    def layer_bytes(self) -> int:
-        """W: one layer's weights as stored."""
-        return sum(self.group_bytes.values())
-
-    @cached_property
-    def layer_tensors(self) -> float:
-        """Tensors of one layer, the mean over layers."""
-        layers = group_tensors_of_layers(self.model, self.compute_format, self.weight_format)
-        return sum(sum(groups.values()) for groups in layers) / len(layers)
-
-    @cached_property
-    def expert_bytes(self) -> dict[str, int]:
-        """Stored bytes of one expert's matrices, by group; none where there are no experts."""
-        return expert_bytes(self.model, self.compute_format, self.weight_format)
-
-    @cached_property
-    def all_expert_bytes(self) -> float:
-        """Stored bytes of all experts of one layer, the mean of layers with and without."""
-        mixtures = self.model.expert_layers / self.model.num_layers
-        return mixtures * self.model.num_experts * sum(self.expert_bytes.values())
-
-    @cached_property
-    def disk_group_bytes(self) -> dict[str, int]:
-        """The same of a buffer in host memory that any layer is read into from disk."""
-        return disk_bytes(self.model, self.compute_format, self.weight_format)
-
-    @cached_property
-    def slot_group_bytes(self) -> dict[str, int]:
-        """Of a buffer that any layer's tensors of each group fit into."""
-        return slot_bytes(self.model, self.compute_format, self.weight_format)
-
-    @cached_property
-    def dequantized_slot_bytes(self) -> int:
-        """Of a buffer for the dequantized weights of any layer."""
-        return sum(slot_bytes(self.model, self.compute_format, self.compute_format).values())
-
-    @cached_property
-    def dequantized_layer_bytes(self) -> float:
-        return self.model.params_per_layer * self.element_bytes
-
-    @property
-    def hidden_bytes(self) -> float:
-        """Bytes of a token's activations between layers: FlexGen's h."""
-        return self.model.hidden_size * self.element_bytes
-
-    @property
-    def head_bytes(self) -> float:
-        """Final norm and output matrix."""
-        embedding, head = self._end_bytes
-        return float(head + (embedding if self.model.tied_embeddings else 0))
-
-    @property
-    def embedding_bytes(self) -> float:
-        """The input embedding, where it is a tensor of its own."""
-        return 0.0 if self.model.tied_embeddings else float(self._end_bytes[0])
-
-    @cached_property
-    def _end_bytes(self) -> tuple[int, int]:
-        return end_bytes(self.model, self.compute_format, self.weight_format)
-
-    @cached_property
-    def main_format(self) -> str:
-        """What most of the layers' weights are in."""
-        return main_format(self.model, self.weight_format)
-
-    @cached_property
-    def output_format(self) -> str:
-        """What the output matrix is in."""
-        return output_format(self.model, self.compute_format, self.weight_format)
-
-    @property
-    def output_row_bytes(self) -> int:
-        """Of a row of the output matrix."""
-        return output_row_bytes(self.model, self.compute_format, self.weight_format)
-
-    # KV, which is stored in blocks of `kv_block_size` tokens, and on disk in whole pages.
-
-    @cached_property
-    def kv_block_bytes(self) -> int:
-        """One block of one layer."""
-        return kv_block_bytes(self.model, self.kv_block_size, self.kv_format)
-
     @property
     def dequantizes_kv(self) -> bool:
         """Whether packed KV is dequantized before attention reads it."""
         return self.runtime.dequantizes_kv and self.kv_format == INT4
-
-    @property
-    def disk_block_bytes(self) -> int:
-        return aligned(self.kv_block_bytes)
-
-    @cached_property
-    def kv_token_bytes(self) -> float:
-        """κ: keys and values of one token in one layer, as stored."""
-        return self.kv_block_bytes / self.kv_block_size
-
-    def kv_blocks(self, tokens: float) -> int:
-        return -(-math.ceil(tokens) // self.kv_block_size)
 
     @cached_property
     def seq_blocks(self) -> int:

@@ -1,4 +1,4 @@
-"""Seconds of each Step of a scheduled sweep on a machine, from the quantities of its micro-batches and the formulas of step_seconds.py."""
+"""Seconds of each Step of a scheduled sweep on a machine, from the loads of its micro-batches and step_seconds.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_layers
 from batchgen.models.config import ModelConfig
 from batchgen.planner.batch_load import Attended, BatchLoad
-from batchgen.planner.memory import group_bytes_of_layers, group_tensors_of_layers
 from batchgen.planner.problem import BATCHGEN, CostInputs
+from batchgen.planner.sizes import group_bytes_of_layers, group_tensors_of_layers
 from batchgen.planner.step_seconds import (
     COPIES_SENT,
     MatmulSeconds,
@@ -195,10 +195,10 @@ class StepCosts:
         return self._begun.setdefault(deferred_batch, load)
 
     def sweep(self, loads: Sequence[BatchLoad]) -> Callable[[Step], float]:
-        """A function that gives the seconds of a Step, to be called once for each Step of a sweep over these micro-batches.
+        """A function that gives the seconds of each Step of a sweep over these micro-batches.
 
-        It is to be called in the order of the Steps: what copies take of the cores of an emulated accelerator is added to the next
-        computation.
+        It is to be called once for each Step, in their order: what copies take of the cores of an emulated accelerator
+        is added to the next computation.
         """
         return _SweepCosts(self, loads).seconds
 
@@ -325,7 +325,7 @@ class _SweepCosts:
         return seconds + owed_s
 
     def _with_deferred(self, step: Step, load: BatchLoad) -> float:
-        """Seconds of a computation with the rows of deferred batches that joined it, but for those that leave in the first layer."""
+        """Seconds of a computation with the deferred batches that joined it, and without those that have left."""
         costs, joined = self._costs, self._joined[step.batch]
         if step.kind not in ("pre", "post", "head") or not (joined or load.deferred):
             return self._undeferred(step)
@@ -353,7 +353,7 @@ class _SweepCosts:
         return batch.head_s if step.kind == "head" else self._costs.dequantize_s
 
     def _without_experts(self, step: Step, whole_s: float) -> float:
-        """Seconds of a computation in a layer whose experts are read on demand, from those in a layer that is read as a whole."""
+        """Seconds of a computation where experts are read on demand, from those where the layer is read as a whole."""
         if step.kind == "route":
             return whole_s * self._costs.route_frac
         if step.kind == "post":
@@ -361,7 +361,7 @@ class _SweepCosts:
         return whole_s + self._dequantized_after_router(step)
 
     def _dequantized_after_router(self, step: Step) -> float:
-        """Seconds that a computation takes longer where only those 4-bit experts are dequantized, after the router, that are touched."""
+        """Seconds that a computation takes longer where 4-bit experts are dequantized after the router, if touched."""
         if step.kind == "expand_weight":
             return -self._costs.dequantize_experts_s
         if step.kind == "post":
@@ -406,7 +406,7 @@ class _SweepCosts:
         return moved / rate + copies * hardware.link_overhead_s
 
     def read_weights(self, step: Step, load: BatchLoad) -> float:
-        """Seconds of reading weights from disk: those of a layer, those that all tokens need, or the experts that a micro-batch adds."""
+        """Seconds of reading weights from disk: a layer's, those that all tokens need, or a micro-batch's experts."""
         costs, hardware, layer = self._costs, self._costs.hardware, self._costs.layers[step.layer]
         if step.kind == "read_experts":
             request_s = len(layer.expert_bytes) * hardware.disk_read_overhead_s

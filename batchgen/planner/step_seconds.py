@@ -1,11 +1,12 @@
-"""Seconds of each kind of Step from its quantities: tokens, sequences, keys, rows, bytes. Each formula is here and nowhere else.
+"""Seconds of each kind of Step from its quantities: tokens, sequences, keys, rows, bytes. Each formula is here alone.
 
-The cost model (costs.py) takes the quantities of a phase's average sweep, the simulator (step_costs.py) those of a scheduled micro-batch.
-Where a function takes `batches`, its quantities are those of so many like micro-batches together, each with its part of them.
+The cost model (costs.py) takes the quantities of a phase's average sweep, the simulator (step_costs.py) those of a
+scheduled micro-batch. Where a function takes `batches`, its quantities are those of so many like micro-batches
+together, each with its part of them.
 
-The equations follow FlexGen's appendix A.3; each docstring says which and what was changed. The common changes: rates are curves measured
-on the machine instead of constants; KV is counted with grouped-query attention, in bytes; decode attention on CPU and GPU is bound by
-bytes, not FLOPs.
+The equations follow FlexGen's appendix A.3; each docstring says which and what was changed. The common changes: rates
+are curves measured on the machine instead of constants; KV is counted with grouped-query attention, in bytes; decode
+attention on CPU and GPU is bound by bytes, not FLOPs.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class MatmulSeconds(NamedTuple):
 def matmul_s(s: CostInputs, tokens: float, batches: int = 1, *, as_stored: bool = False) -> MatmulSeconds:
     """Seconds of one layer's matmuls: FlexGen's linear_layer^p and linear_layer^g over mm_flops.
 
-    Changed: the rate depends on the tokens of one micro-batch, and prefill and decode tokens ride together. Each expert that is touched
-    multiplies the tokens that chose it: the busiest as many as `Routing` says, the others the mean of the rest.
+    Changed: the rate depends on the tokens of one micro-batch, and prefill and decode tokens ride together. Each expert
+    that is touched multiplies the tokens that chose it: the busiest as many as `Routing` says, the others the mean of
+    the rest.
 
     Args:
         s: The inputs of the cost model.
@@ -83,7 +85,8 @@ def matmul_as_stored_s(s: CostInputs, tokens: float, batches: int = 1) -> Matmul
 def _matmul_rates(s: CostInputs, weight_format: str, *, as_stored: bool) -> Rates:
     """Rates of matmuls with weights in a format.
 
-    Where rates of weights as they are stored are not known, they count as those of prepacked ones, and these as if in the compute format.
+    Where rates of weights as they are stored are not known, they count as those of prepacked ones, and these as if in
+    the compute format.
     """
     key = product_key(weight_format, s.compute_format)
     if as_stored and _has_rates_as_stored(s, weight_format):
@@ -128,7 +131,7 @@ def elementwise_s(s: CostInputs, tokens: float) -> float:
 
 
 def all_reduce_s(s: CostInputs, tokens: float, batches: int = 1) -> float:
-    """Seconds of one layer's two all-reduces over the ranks that share it, for which compute waits; not in FlexGen's model."""
+    """Seconds of one layer's two all-reduces over the ranks that share it, for which compute waits."""
     rate = s.hardware.all_reduce_bytes_per_s
     if rate is None or not tokens:
         return 0.0
@@ -164,7 +167,9 @@ def seen_tokens(s: CostInputs, context: float) -> float:
 
 
 def prefill_attention_s(s: CostInputs, prompts: float, mean_square: float) -> float:
-    """Seconds of one layer's attention of prompts to themselves: FlexGen's att^p over bmm_flops. Changed: causal, half of s^2.
+    """Seconds of one layer's attention of prompts to themselves: FlexGen's att^p over bmm_flops.
+
+    Changed: it is causal, half of s^2.
 
     Args:
         s: The inputs of the cost model.
@@ -172,18 +177,18 @@ def prefill_attention_s(s: CostInputs, prompts: float, mean_square: float) -> fl
         mean_square: Mean of the squares of their numbers of tokens.
     """
     longest: float = mean_square**0.5
-    flops = 4 * s.model.num_heads * s.model.head_dim * (mean_square / 2) * (seen_tokens(s, longest) / longest) * prompts
+    flops = 4 * s.model.q_size * (mean_square / 2) * (seen_tokens(s, longest) / longest) * prompts
     return flops / _kv_rates(s, "prefill_attention_flops_per_s").at(context=longest)
 
 
 def prefix_attention_s(s: CostInputs, queries: float, prefix: float) -> float:
-    """Seconds of one layer's attention to a prefix that all queries see: one matmul, bound by FLOPs. Not in FlexGen's model."""
+    """Seconds of one layer's attention to a prefix that all queries see: one matmul, bound by FLOPs."""
     if not prefix or not queries:
         return 0.0
     kind = "shared_attention_flops_per_s"
     if not s.rates.has_rates(kind, s.compute_format):
         kind = "prefill_attention_flops_per_s"
-    flops = 4 * s.model.num_heads * s.model.head_dim * seen_tokens(s, prefix) * queries
+    flops = 4 * s.model.q_size * seen_tokens(s, prefix) * queries
     return flops / s.rates.rates(kind, s.compute_format).at(context=prefix)
 
 
@@ -218,7 +223,7 @@ def _kv_rates(s: CostInputs, kind: str) -> Rates:
 
 
 def logits_s(s: CostInputs, rows: float, batches: int = 1, *, as_stored: bool = False) -> float:
-    """Seconds of so many rows of logits. FlexGen leaves them out (footnote 1); with small models or large vocabularies they count."""
+    """Seconds of so many rows of logits, which FlexGen leaves out (footnote 1)."""
     flops = 2 * s.model.vocab_size * s.model.embed_size * rows
     tokens = max(1.0, rows / batches)
     return flops / _matmul_rates(s, s.output_format, as_stored=as_stored).at(width=s.model.hidden_size, tokens=tokens)
@@ -230,13 +235,13 @@ def sampling_s(s: CostInputs, rows: float) -> float:
 
 
 def schedule_s(s: CostInputs, sampled: float) -> float:
-    """Seconds of scheduling, packing and bookkeeping of one sweep with so many sampled sequences, during which nothing else runs."""
+    """Seconds of scheduling, packing and bookkeeping of one sweep that samples so many sequences; nothing else runs."""
     return s.hardware.sweep_overhead_s + sampled * s.hardware.sequence_overhead_s
 
 
 def query_bytes(s: CostInputs) -> float:
     """Bytes of one token's queries in one layer, and of its attention's result, which are as large."""
-    return s.model.num_heads * s.model.head_dim * s.element_bytes
+    return s.model.q_size * s.element_bytes
 
 
 def attention_input_bytes(s: CostInputs) -> float:

@@ -1,7 +1,7 @@
 """A part of a job's sweeps, simulated over one engine or the stages of a pipeline.
 
-The order of the sweeps does not depend on time, so the real scheduler makes them first. Then the real Steps of some of them run, each
-stage's in lanes of its own; what the others take lies between those next to them.
+The order of the sweeps does not depend on time, so the real scheduler makes them first. Then the real Steps of some of
+them run, each stage's in lanes of its own; what the others take lies between those next to them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _answered(job: SimulatedJob, answered: int, in_flight: int) -> int:
 def sampled_numbers(
     sweeps: Sequence[ScheduledSweep], num_layers: int, most_steps: int, kinds: Sequence[Sequence[int]] | None = None
 ) -> list[int]:
-    """The numbers of the sweeps that are simulated: of each kind the first, the last, and evenly spread ones between them.
+    """The numbers of the simulated sweeps: of each kind the first, the last, and evenly spread ones between them.
 
     Args:
         sweeps: The sweeps of a job.
@@ -157,7 +157,8 @@ class SimulatedStage:
             arrivals_s: When each micro-batch's activations arrive.
 
         Returns:
-            When each micro-batch's activations are with the next stage, and the seconds of the sweep's deferred attention.
+            When each micro-batch's activations are with the next stage, and the seconds of the sweep's deferred
+            attention.
         """
         deferred_batches = DeferredBatches([replace(batch) for batch, _ in sweep.deferred_batches])
         for batch, load in sweep.deferred_batches:
@@ -184,7 +185,7 @@ class SimulatedStage:
     def _with_transfers(
         self, seconds: Callable[[Step], float], loads: Sequence[BatchLoad], arrivals_s: Sequence[float]
     ) -> Callable[[Step], float]:
-        """Seconds of Steps, with those that send activations to the next stage and receive them from the previous one."""
+        """Seconds of Steps, with those that send activations to the next stage and receive the previous one's."""
 
         def seconds_of(step: Step) -> float:
             if step.kind not in ("send", "receive"):
@@ -219,7 +220,8 @@ def simulate_sweeps(
         numbers: The numbers of those that are simulated, in ascending order.
 
     Returns:
-        For each number the seconds of the sweep in every stage: from when the stage is done with the sweep before, and the stage before
+        For each number the seconds of the sweep in every stage: from when the stage is done with the sweep before, and
+            the stage before
         with this one; no less than the CPU takes for what is deferred in the sweep.
     """
     first, seconds = stages[0].lanes, dict[int, list[float]]()

@@ -14,7 +14,7 @@ from batchgen.job.options import JobOptions
 from batchgen.job.source import open_source
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 AZURE_SAMPLE = ROOT / "benchmarks" / "data" / "azure_conv_sample.csv"

@@ -86,7 +86,7 @@ PHASES = {
     "model": ("batchgen.job.run:resolve_model", 0, 0),
     "input": ("batchgen.job.source:open_dataset", 0, 0),
     "identity of the input": ("batchgen.dataset.dataset:Dataset.identity", 0, 0),
-    "tokenizer": ("batchgen.models.tokenizers.tokenizer:load_tokenizer", 0, 0),
+    "tokenizer": ("batchgen.models.tokenizers.loading:load_tokenizer", 0, 0),
     "run directory": ("batchgen.output.run_directory:_lock", 0, 0),
     "workload": ("batchgen.job.run:measure_workload", 0, 0),
     "profile": ("batchgen.job.machine_profile:find_hardware", 0, 0),

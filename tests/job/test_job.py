@@ -97,7 +97,7 @@ def test_what_means_nothing_is_refused(model, wrong):
 
 def test_ranks_that_expand_packed_weights_say_so(tmp_path, monkeypatch):
     """Where blocks would be cut; one process has them as they are found."""
-    monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", 0.0)  # as of a model that is large for its memory
+    monkeypatch.setattr("batchgen.engine.loader._DEQUANTIZED_FRAC", 0.0)  # as of a model that is large for its memory
     model = make_tiny_model("llama", tmp_path / "hf", num_key_value_heads=4, intermediate_size=96)
     write_tiny_gguf(model, tmp_path / "model.gguf", tensor_type="Q8_0", tokenizer=make_tiny_tokenizer(tmp_path / "hf"))
 

@@ -17,14 +17,14 @@ from batchgen.job.options import JobOptions
 from batchgen.job.source import open_source
 from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.planner.costs import head_lanes
-from batchgen.planner.memory import planned_logit_rows
 from batchgen.planner.phases import phases_of
 from batchgen.planner.prediction import plan_problem
 from batchgen.planner.problem import problem_of
 from batchgen.planner.search import search
 from batchgen.planner.simulation import memory_of, simulate_job
+from batchgen.planner.sizes import planned_logit_rows
 
 PROMPTS = Lengths(tuple(range(50, 300, 10)))
 

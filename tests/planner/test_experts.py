@@ -14,11 +14,11 @@ from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.costs import bounds, job_seconds, layer_lanes, moved_bytes, phase_matmul_s
 from batchgen.planner.experts import break_even_tokens, on_demand_tokens
-from batchgen.planner.memory import expert_bytes
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
 from batchgen.planner.problem import BATCHGEN, CostInputs, Problem
 from batchgen.planner.search import search
+from batchgen.planner.sizes import expert_bytes
 from batchgen.planner.step_seconds import experts_touched
 
 SIZES = {

@@ -263,7 +263,7 @@ def gpu_policy(**changes) -> Policy:
 
 
 def planned(hardware, model: ModelConfig, workload: Workload, **options) -> Plan:
-    given = {"max_model_len": 2048, "process_bytes": 1 << 29} | options
+    given = {"model_name": "model", "max_model_len": 2048, "process_bytes": 1 << 29} | options
     problem = problem_of(hardware, model, workload, dtype="float16", **given)
     longest = int(1.5 * (workload.prompt_len.max + workload.max_output_len)) + 16
     problem = replace(problem, longest_tokens=longest)

@@ -10,13 +10,13 @@ from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.deferred_attention import with_deferred_attention
 from batchgen.planner.explain import make_plan
 from batchgen.planner.explanation import explanation_of
-from batchgen.planner.memory import store_bytes
 from batchgen.planner.plan_selection import choose, simulate_candidates
 from batchgen.planner.prediction import plan_maker, plan_problem
 from batchgen.planner.problem import Allowed, problem_of
 from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.search import search
 from batchgen.planner.simulation import simulate_job
+from batchgen.planner.sizes import store_bytes
 from batchgen.planner.strategies import FLEXGEN, GPU_ONLY, ON_CPU, PIE, WITH_GPU, strategies_for, strategy_of
 from batchgen.planner.strategy_times import best_plan, strategy_lines, with_strategies
 

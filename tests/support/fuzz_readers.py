@@ -33,15 +33,10 @@ from batchgen.core.hardware import read_profile
 from batchgen.job.planning import read_plan
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
-from batchgen.models.files import (
-    model_identity,
-    read_config,
-    resolve_for_planning,
-    resolve_model,
-    resolve_weights,
-    store_manifest_checksum,
-)
+from batchgen.models.files import read_config, resolve_for_planning, resolve_model, resolve_weights
+from batchgen.models.identity import model_identity
 from batchgen.models.model_versions import model_versions
+from batchgen.models.store.manifest import store_manifest_checksum
 from batchgen.models.store.weight_store import load_extent, open_store
 from batchgen.output.run_directory import open_run
 from batchgen.share.files import DirectoryFiles

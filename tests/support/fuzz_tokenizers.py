@@ -19,7 +19,7 @@ from tiny_models import CHAT_TEMPLATE, TEXT, make_tiny_sentencepiece_tokenizer, 
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.models.files import ModelFiles
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 CPU_LIMIT_S = 10
 GROWTH_LIMIT_BYTES = 1 << 30

@@ -19,9 +19,9 @@ from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts, needs_store
 from batchgen.engine.parts import EngineParts, EngineStats
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.kept_stores import find_or_convert
+from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.runtime.lanes import Lanes
 from batchgen.schedule.step_graph import LANES, Step
 

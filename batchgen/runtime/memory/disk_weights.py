@@ -11,7 +11,8 @@ from batchgen.core.direct_io import DirectFile, aligned
 from batchgen.core.errors import BatchgenError
 from batchgen.core.file_version import FileVersion
 from batchgen.models.config import ModelConfig
-from batchgen.models.store.weight_store import StoreFile, WeightStore, has_checksums, verify, views
+from batchgen.models.store.layout import StoreFile, WeightStore
+from batchgen.models.store.weight_store import has_checksums, verify, views
 from batchgen.runtime.memory.expert_reads import ExpertReads, Piece, Stretch
 from batchgen.runtime.memory.transfers import Arena, as_buffer
 from batchgen.schedule.residency import WeightResidency

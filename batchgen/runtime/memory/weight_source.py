@@ -9,9 +9,9 @@ import torch
 from batchgen.core.dtypes import KEPT_FORMATS, PACKED_FORMATS
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
-from batchgen.models.layouts import Stored, stored_tensors
-from batchgen.models.store.layout import layer_groups
-from batchgen.models.store.weight_store import StoreFile, WeightStore, read_extent
+from batchgen.models.layouts import Stored, Which, stored_tensors
+from batchgen.models.store.layout import StoreFile, WeightStore, layer_groups
+from batchgen.models.store.weight_store import read_extent
 from batchgen.ops import dispatch as ops
 from batchgen.schedule.residency import WeightResidency
 
@@ -52,7 +52,7 @@ class WeightSource:
         self._checkpoint = checkpoint
         self.layers = [self.stored("layer", j) for j in range(config.num_layers)]
 
-    def stored(self, which: str, layer: int) -> dict[str, Stored]:
+    def stored(self, which: Which, layer: int) -> dict[str, Stored]:
         """The stored form of tensors. which: "embeddings", "layer" or "head"."""
         dtype = str(self._dtype).removeprefix("torch.")
         return stored_tensors(self._config, which, layer, dtype, self._residency.weight_format)
@@ -88,7 +88,7 @@ class WeightSource:
             return {SINKS: _whole(self.store.head)[SINKS]}
         return {SINKS: self._checkpoint.load_sinks(self._dtype)}
 
-    def is_packed_end(self, which: str) -> bool:
+    def is_packed_end(self, which: Which) -> bool:
         """Whether "embeddings" or "head" have the output matrix, and it is prepacked."""
         packed = self._config.has_head and self._residency.head == self._compute_tier
         return packed and (which == "head" or self._config.tied_embeddings)
@@ -103,7 +103,7 @@ class WeightSource:
         kept = self._residency.weight_format in KEPT_FORMATS
         return kept and self.store is None and self._compute_tier == "cpu" and self._checkpoint.load_unread is not None
 
-    def _end(self, which: str) -> Tensors:
+    def _end(self, which: Which) -> Tensors:
         if self._packs_from_file and self.is_packed_end(which):
             return self._checkpoint.load_unread(which, 0, self._dtype)
         if self._residency.weight_format in KEPT_FORMATS:

@@ -19,7 +19,7 @@ from batchgen.models.as_weights import as_weights
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import MATRICES, split_experts
-from batchgen.models.store.weight_store import WeightStore
+from batchgen.models.store.layout import WeightStore
 from batchgen.models.tensor_files.block_packer import BlockPacker
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.memory.dequantized_weights import DequantizedWeights
