@@ -12,8 +12,8 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.workload import Workload
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.store.layout import layer_groups
-from batchgen.planner import sizes
 from batchgen.planner import search as searching
+from batchgen.planner import sizes
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.feasibility import feasible, halving
 from batchgen.planner.mip import fits, solve
