@@ -139,8 +139,8 @@ def copy_overhead_s(device: Device) -> float:
         step
         for i in range(0, 2 * _HANDOVERS, 2)
         for step in (
-            Step(i, "use", "compute", 0, 0, 0, None, None, (i - 3,) if i > 3 else ()),
-            Step(i + 1, "copy", "d2h", 0, 0, 0, None, None, (i,)),
+            Step(i, "post", "compute", 0, 0, 0, None, None, (i - 3,) if i > 3 else ()),
+            Step(i + 1, "store_hidden", "d2h", 0, 0, 0, None, None, (i,)),
         )
     ]
     cores = None if device.slowdown is None else DedicatedCore(device.slowdown)
@@ -198,8 +198,8 @@ def handover_s() -> float:
         step
         for i in range(0, 2 * _HANDOVERS, 2)
         for step in (
-            Step(i, "copy", "h2d", 0, 0, 0, None, None, (i - 1,) if i else ()),
-            Step(i + 1, "use", "compute", 0, 0, 0, None, None, (i,)),
+            Step(i, "load_hidden", "h2d", 0, 0, 0, None, None, (i - 1,) if i else ()),
+            Step(i + 1, "post", "compute", 0, 0, 0, None, None, (i,)),
         )
     ]
     try:
