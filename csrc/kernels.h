@@ -15,6 +15,9 @@ struct f16 {
 // Numbered as in batchgen/ops/cpp.py. Int5, Int8: rows packed in groups of 64 as batchgen/ops/quant.py describes them.
 enum class Type : int { F32 = 0, BF16 = 1, F16 = 2, Int5 = 3, Int8 = 4 };
 
+// Bytes of a number of one of the first three.
+inline int element_bytes(Type type) { return type == Type::F32 ? 4 : 2; }
+
 enum class Activation : int {
     None = 0,
     Relu = 1,

@@ -36,7 +36,7 @@ inline float sink_weight(const Attention& args, int64_t head, float highest) {
 // exp(score - highest), to the precision of the products it goes into; 0 for a score of kLowest.
 template <class Mma>
 struct SoftmaxWeight {
-    static constexpr bool kRough = Mma::kPair == 2;
+    static constexpr bool kRough = Mma::kPerWord == 2;
     vf highest;
     // A row that has seen nothing yet has no score above kLowest.
     explicit SoftmaxWeight(float most) : highest(set1(most > kLowest ? (kRough ? most * -kLog2E : most) : 0)) {}
@@ -146,7 +146,7 @@ struct Attend {
                         continue;
                     }
                 }
-                const int transposes = int(whole / W * (s.depth / W)), steps = whole / Mma::kPair;
+                const int transposes = int(whole / W * (s.depth / W)), steps = whole / Mma::kPerWord;
                 ahead.spread(left * transposes);
                 if (kCodes) {
                     read_tables<kBits<T>>(keys, whole, n, s.k_scale, s.k_minimum);
@@ -196,7 +196,7 @@ struct Attend {
     // Whether so many rows take the path of bf16 pairs, or of quantized values, that packs no K and V.
     bool uses_small_m(int count) const {
 #ifdef BATCHGEN_FAST_BF16
-        return Mma::kPair == 2 && !uses_small_m_tiles(count) && count <= kMaxSmallM &&
+        return Mma::kPerWord == 2 && !uses_small_m_tiles(count) && count <= kMaxSmallM &&
                n % (kCodes ? kGroup : 2 * W) == 0;
 #else
         (void)count;
@@ -206,13 +206,13 @@ struct Attend {
 
     // Whether so many rows take the path in floats that packs no K and V.
     bool uses_small_m_floats(int count) const {
-        return Mma::kPair == 1 && !kCodes && count <= kMaxSmallM && n * int(sizeof(T)) % (4 * W) == 0;
+        return Mma::kPerWord == 1 && !kCodes && count <= kMaxSmallM && n * int(sizeof(T)) % (4 * W) == 0;
     }
 
     // A tile of one head with such rows, as many at a time as have their sums in registers.
     void small_m_floats(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys,
                         const uint8_t* const* values, int left) {
-        if constexpr (Mma::kPair == 1 && !kCodes) {
+        if constexpr (Mma::kPerWord == 1 && !kCodes) {
             const int words = n / kInWord<T>, passes = (count + kSmallMAtOnce - 1) / kSmallMAtOnce;
             at = 0, rows_now = count;
             ahead.spread(left * (whole / W) * (words / W));
@@ -261,7 +261,7 @@ struct Attend {
             }
             mask(key, count_keys, whole);
             softmax(held_row, whole);
-            ahead.spread((left - 1) * (whole / Mma::kPair));
+            ahead.spread((left - 1) * (whole / Mma::kPerWord));
             pack_values<T>(Mma(), values, whole, n, s, ahead);
             add_values(held_row, whole);
         }
@@ -274,7 +274,7 @@ struct Attend {
     // halves of heads.
     void small_m_pairs(int held_row, int key, int count_keys, int whole, int h, const uint8_t* const* rows, int left) {
 #ifdef BATCHGEN_FAST_BF16
-        if constexpr (Mma::kPair == 2 && !kCodes) {
+        if constexpr (Mma::kPerWord == 2 && !kCodes) {
             const int64_t head = h * args.kv.head_bytes, value = head + args.kv.value_offset;
             const int64_t next = left > 2 ? args.kv.head_bytes : 0;
             ahead.spread(left * (whole / (count == 1 ? kFetchOfOne : kFetchOfMany)) * count);
@@ -313,7 +313,7 @@ struct Attend {
     void small_m_codes(int held_row, int key, int count_keys, int whole, const uint8_t** keys, const uint8_t** values,
                        int left) {
 #ifdef BATCHGEN_FAST_BF16
-        if constexpr (Mma::kPair == 2) {
+        if constexpr (Mma::kPerWord == 2) {
             // Lines are asked for beside the products, too: many at once would take the places of those that are waited
             // for.
             constexpr int kRowsOfValues = kMaxSmallM / 2;
@@ -385,7 +385,7 @@ struct Attend {
     template <class Q>
     void load_query(const Q* q, int r) {
         uint32_t* a = s.a + r * s.depth;
-        if constexpr (Mma::kPair == 2) {
+        if constexpr (Mma::kPerWord == 2) {
             memset(a, 0, s.depth * 4);
             if constexpr (sizeof(Q) == sizeof(bf16)) {
                 if (!kCodes) memcpy(a, q, n * sizeof(Q));
@@ -396,7 +396,7 @@ struct Attend {
             for (int i = 0; i < n; i += W) store_part((float*)a + i, load_part(q + i, n - i), n - i);
         }
 #ifdef BATCHGEN_FAST_BF16
-        if constexpr (Mma::kPair == 2 && kCodes)
+        if constexpr (Mma::kPerWord == 2 && kCodes)
             if (uses_small_m(group)) s.q_step[r] = fixed_query(q, n, s.fixed_q + r * kFixedRow);
 #endif
         for (int g = 0; kCodes && g < groups; g++) {
@@ -414,7 +414,8 @@ struct Attend {
             product<Mma>(tiles, a, s.depth, rows_now, s.k, s.tile, keys, s.depth, s.s, s.tile, nullptr);
         } else {
             for (int g = 0; g < groups; g++) {
-                const int from = g * kGroup / Mma::kPair, depth = int(smaller(kGroup, n - g * kGroup)) / Mma::kPair;
+                const int from = g * kGroup / Mma::kPerWord,
+                          depth = int(smaller(kGroup, n - g * kGroup)) / Mma::kPerWord;
                 product<Mma>(tiles, a + from, s.depth, rows_now, s.k + from * s.tile, s.tile, keys, depth, s.t, s.tile,
                              nullptr);
                 for (int r = 0; r < rows_now; r++) {
@@ -485,7 +486,7 @@ struct Attend {
     }
 
     void add_values(int held_row, int keys) {
-        const int64_t stride = s.tile / Mma::kPair, depth = keys / Mma::kPair;
+        const int64_t stride = s.tile / Mma::kPerWord, depth = keys / Mma::kPerWord;
         float* acc = s.acc + held_row * s.columns;
         if constexpr (!kCodes) {
             product<Mma>(tiles, s.p, stride, rows_now, s.v, s.columns, s.columns, depth, acc, s.columns, s.change);

@@ -77,8 +77,8 @@ inline void pack_values(FloatMma, const uint8_t* const* rows, int keys, int n, A
     for (int i = 0; i < keys; i++) ahead.fetch(), expand_row((const T*)rows[i], n, (float*)s.v + i * s.columns);
 }
 
-// Which values of a row are the pair at each depth of a packed K tile: those of each four codes, as `store_codes` puts
-// them.
+// Which values of a row are the pair at each depth of a packed K tile: those of each four codes, as
+// `store_quants_as_pairs` puts them.
 inline void code_order(const bf16* q, int n, bf16* out) {
     for (int i = 0; i < n; i += 4, out += 4) out[0] = q[i], out[1] = q[i + 2], out[2] = q[i + 1], out[3] = q[i + 3];
 }
@@ -90,7 +90,7 @@ inline vi bytes_to_bf16(vi a) {
     return add_int(shift_right<16>(low), and_bits(high, set1_int(0xffff0000)));
 }
 // Four codes of W keys as pairs, in the order of `code_order`.
-inline void store_codes(vi words, uint32_t* out, int64_t stride) {
+inline void store_quants_as_pairs(vi words, uint32_t* out, int64_t stride) {
     const vi bytes = set1_int(0x00ff00ff);
     store_int(out, bytes_to_bf16(and_bits(words, bytes)));
     store_int(out + stride, bytes_to_bf16(and_bits(shift_right<8>(words), bytes)));
@@ -118,7 +118,7 @@ inline void pack_keys(Bf16Mma, const uint8_t* const* rows, int n, AttentionScrat
         if constexpr (codes) {
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++)
-                if (i < count) store_codes(r[i], out + 2 * i * s.tile, s.tile);
+                if (i < count) store_quants_as_pairs(r[i], out + 2 * i * s.tile, s.tile);
             out += 2 * count * s.tile;
         } else {
 #pragma GCC unroll 16

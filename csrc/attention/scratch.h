@@ -51,11 +51,11 @@ struct AttentionScratch {
 
     AttentionScratch(const Attention& args, Carve& carve) {
         columns = round_up(args.kv.head_dim, W);
-        depth = round_up(args.kv.head_dim, W * Mma::kPair) / Mma::kPair;
+        depth = round_up(args.kv.head_dim, W * Mma::kPerWord) / Mma::kPerWord;
         a = carve.take<uint32_t>(kTileRows * depth);
-        p = carve.take<uint32_t>(kRowsAtOnce<Mma> * kKeys / Mma::kPair);
+        p = carve.take<uint32_t>(kRowsAtOnce<Mma> * kKeys / Mma::kPerWord);
         k = carve.take<uint32_t>(depth * kKeys);
-        v = carve.take<uint32_t>(kKeys / Mma::kPair * columns + 2 * W);
+        v = carve.take<uint32_t>(kKeys / Mma::kPerWord * columns + 2 * W);
         s = carve.take<float>(kRowsAtOnce<Mma> * kKeys);
         t = carve.take<float>(kRowsAtOnce<Mma> * kKeys);
         acc = carve.take<float>(kTileRows * columns);
@@ -70,7 +70,7 @@ struct AttentionScratch {
         v_minimum = carve.take<float>(kGroups * kKeys);
         expanded_stride = columns + 2 * W;
         expanded = carve.take<float>(W * expanded_stride);
-        const int64_t fixed = Mma::kPair == 2 && code_bits(args.kv.type) && args.kv.head_dim % kGroup == 0;
+        const int64_t fixed = Mma::kPerWord == 2 && code_bits(args.kv.type) && args.kv.head_dim % kGroup == 0;
         fixed_q = carve.take<int8_t>(fixed * kTileRows * kFixedRow);
         fixed_p = carve.take<int8_t>(fixed * kMaxSmallM * kGroups * kFixedWeights);
         q_step = carve.take<float>(fixed * kTileRows);

@@ -254,7 +254,7 @@ constexpr int kQuad = 16;  // depths that have one scale and minimum in every fo
 // The eight slots of four depths: of W columns each the bytes of those depths, less than 16.
 template <class Mma, bool InBytes>
 inline Lanes slots_of(const Lanes (&columns)[2]) {
-    if constexpr (InBytes || Mma::kPair == 1) {
+    if constexpr (InBytes || Mma::kPerWord == 1) {
         return columns[0] | columns[1] << 4;
     } else {
         Lanes even, slots = {};
@@ -295,6 +295,50 @@ inline void planes_of(const Lanes (&quants)[2], Lanes (&planes)[2]) {
         if constexpr (Kind::kHigh) planes[1] = plane(Kind::kLow, Kind::kHigh);
     }
 }
+
+// The layout of a format's panels, so that functions are compiled for a kind of quantized values and not for a format.
+struct PanelLayout {
+    const int8_t* table;
+    int64_t block_bytes, scale_bytes, low_bytes;
+    int log2_quads_of_block, log2_quads_of_run;
+};
+
+template <class Format>
+constexpr PanelLayout panel_layout(const int8_t* table) {
+    using Block = typename Format::Block;
+    return {table,
+            Format::kBlockBytes,
+            Format::kScaleBytes,
+            Format::kLowBytes,
+            __builtin_ctz(Block::kValues / kQuad),
+            __builtin_ctz(Block::kRun / kQuad)};
+}
+
+// The blocks of up to kChunkK values of K of a panel, from `at` on. next: the memory that is read after the panel.
+struct PanelChunk {
+    struct Planes {
+        const uint8_t *low, *high;
+    };
+    const uint8_t *blocks, *ahead;  // ahead: the memory that is read after the chunk
+    int64_t k_count, num_blocks, ahead_of_quad;
+
+    void seek(const PanelLayout& layout, const uint8_t* panel, int64_t k, int64_t at, const uint8_t* next) {
+        k_count = smaller(kChunkK, k - at);
+        num_blocks = k_count / kQuad >> layout.log2_quads_of_block;
+        blocks = panel + (at / kQuad >> layout.log2_quads_of_block) * layout.block_bytes;
+        ahead = at + kChunkK < k ? blocks + num_blocks * layout.block_bytes : next;
+        ahead_of_quad = layout.block_bytes >> layout.log2_quads_of_block;
+    }
+    // The quantized values of quad i. As many bytes of what comes after the chunk are prefetched.
+    template <class Kind>
+    __attribute__((always_inline)) Planes quad(const PanelLayout& layout, int64_t i) const {
+        constexpr int64_t kLowBytes = kPanelN * kQuad * Kind::kLow / 8, kHighBytes = kPanelN * kQuad * Kind::kHigh / 8;
+        const int64_t block = i >> layout.log2_quads_of_block, within = i - (block << layout.log2_quads_of_block);
+        for (int64_t line = 0; line < ahead_of_quad; line += 64) __builtin_prefetch(ahead + i * ahead_of_quad + line);
+        const uint8_t* low = blocks + block * layout.block_bytes + layout.scale_bytes;
+        return {low + within * kLowBytes, low + layout.low_bytes + within * kHighBytes};
+    }
+};
 
 // Where a code lies in its half of a word, of four slots: codes of at most four bits in their slots, others in bytes.
 template <class Kind>

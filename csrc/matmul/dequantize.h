@@ -21,13 +21,13 @@ namespace {
 // in half a word: a code is not shifted down, its scale is smaller by as much.
 template <class Mma>
 struct PanelScales {
-    static constexpr int kVectors = 2 * Mma::kPair;  // of an operand's columns at one depth
+    static constexpr int kVectors = 2 * Mma::kPerWord;  // of an operand's columns at one depth
     vf scales[kChunkRuns][4], minimums[kChunkRuns][kVectors];
 };
 
 template <class Mma>
 inline void spread_columns(vf own, int part, vf* out) {
-    if constexpr (Mma::kPair == 1) out[part] = own;
+    if constexpr (Mma::kPerWord == 1) out[part] = own;
     else Mma::twice(own, out[2 * part], out[2 * part + 1]);
 }
 
@@ -55,25 +55,16 @@ __attribute__((noinline)) void panel_scales(const uint8_t* blocks, int64_t count
     }
 }
 
-// What a kind of codes is read with, whatever the format. `scales`: of some blocks.
+// A format's layout, and what makes the scales of some blocks.
 template <class Mma>
 struct PanelFormat {
+    PanelLayout layout;
     void (*scales)(const uint8_t* blocks, int64_t count, PanelScales<Mma>& out);
-    const int8_t* table;
-    int64_t block_bytes, scale_bytes, low_bytes;
-    int quads_of_block, quads_of_run;  // powers of two, by their exponents
 };
 
 template <class Mma, class Format>
 constexpr PanelFormat<Mma> panel_format(const int8_t* table) {
-    using Block = typename Format::Block;
-    return {panel_scales<Mma, Format>,
-            table,
-            Format::kBlockBytes,
-            Format::kScaleBytes,
-            Format::kLowBytes,
-            __builtin_ctz(Block::kValues / kQuad),
-            __builtin_ctz(Block::kRun / kQuad)};
+    return {panel_layout<Format>(table), panel_scales<Mma, Format>};
 }
 
 struct NoTable {
@@ -123,12 +114,12 @@ __attribute__((always_inline)) inline void quad_numbers(const uint8_t* low, cons
             return fma(quant, scale[place], minimum[slot % kVectors]);
         };
 #pragma GCC unroll 4
-        for (int word = 0; word < 4 / Mma::kPair; word++) {
+        for (int word = 0; word < 4 / Mma::kPerWord; word++) {
 #pragma GCC unroll 2
             for (int part = 0; part < 2; part++) {
-                const int slot = (2 * word + part) * Mma::kPair;
+                const int slot = (2 * word + part) * Mma::kPerWord;
                 vi operand;
-                if constexpr (Mma::kPair == 2) {
+                if constexpr (Mma::kPerWord == 2) {
                     operand = Mma::to_operand(number(slot), number(slot + 1));
                 } else if constexpr (__is_same(T, float)) {
                     operand = as_int(number(slot));
@@ -137,37 +128,28 @@ __attribute__((always_inline)) inline void quad_numbers(const uint8_t* low, cons
                     store(rounded, number(slot));
                     operand = as_int(load(rounded));
                 }
-                sink(group * 4 / Mma::kPair + word, part, operand);
+                sink(group * 4 / Mma::kPerWord + word, part, operand);
             }
         }
     }
 }
 
-// Of 256 depths of a panel, or those that are left.
+// A chunk of a panel with its scales.
 template <class Mma>
-struct Chunk {
-    const uint8_t *blocks, *ahead;  // ahead: what is read after them
-    int64_t ahead_of_quad;          // bytes
+struct Chunk : PanelChunk {
     PanelScales<Mma> scales;
 
     void load(const PanelFormat<Mma>& format, const uint8_t* panel, int64_t k, int64_t at, const uint8_t* next) {
-        const int64_t count = smaller(kChunkK, k - at) / kQuad >> format.quads_of_block;
-        blocks = panel + (at / kQuad >> format.quads_of_block) * format.block_bytes;
-        ahead = at + kChunkK < k ? blocks + count * format.block_bytes : next;
-        ahead_of_quad = format.block_bytes >> format.quads_of_block;
-        format.scales(blocks, count, scales);
+        seek(format.layout, panel, k, at, next);
+        format.scales(blocks, num_blocks, scales);
     }
+    // The numbers of quad i, as `quad_numbers` hands them to the sink.
     template <class T, class Kind, class Sink>
-    __attribute__((always_inline)) void quad(const PanelFormat<Mma>& format, int64_t i,
-                                             const typename TableOf<Kind>::Of& table, Sink sink) const {
-        for (int64_t line = 0; line < ahead_of_quad; line += 64) __builtin_prefetch(ahead + i * ahead_of_quad + line);
-        constexpr int64_t kLowBytes = kPanelN * kQuad * Kind::kLow / 8, kHighBytes = kPanelN * kQuad * Kind::kHigh / 8;
-        const int64_t block = i >> format.quads_of_block, within = i - (block << format.quads_of_block);
-        const int64_t run = i >> format.quads_of_run;
-        const uint8_t* low = blocks + block * format.block_bytes + format.scale_bytes;
-        const uint8_t* high = low + format.low_bytes + within * kHighBytes;
-        quad_numbers<Mma, T, Kind>(low + within * kLowBytes, high, scales.scales[run], scales.minimums[run], table,
-                                   sink);
+    __attribute__((always_inline)) void numbers(const PanelFormat<Mma>& format, int64_t i,
+                                                const typename TableOf<Kind>::Of& table, Sink sink) const {
+        const Planes planes = quad<Kind>(format.layout, i);
+        const int64_t run = i >> format.layout.log2_quads_of_run;
+        quad_numbers<Mma, T, Kind>(planes.low, planes.high, scales.scales[run], scales.minimums[run], table, sink);
     }
 };
 
@@ -175,17 +157,17 @@ template <class Mma, class T, class Kind>
 __attribute__((noinline)) void numbers_of_kind(const PanelFormat<Mma>& format, const uint8_t* panel,
                                                const uint8_t* next, int64_t k, int64_t first, int64_t end,
                                                typename Mma::Operand* out) {
-    const typename TableOf<Kind>::Of table(format.table);
+    const typename TableOf<Kind>::Of table(format.layout.table);
     Chunk<Mma> chunk;
     for (int64_t at = first / kChunkK * kChunkK; at < end; at += kChunkK) {
         chunk.load(format, panel, k, at, next);
         const int64_t from = at < first ? first - at : 0, stop = smaller(kChunkK, end - at);
         for (int64_t kk = from; kk < stop; kk += kQuad) {
-            typename Mma::Operand* to = out + (at + kk - first) / Mma::kPair * kPanelN;
-            chunk.template quad<T, Kind>(format, kk / kQuad, table,
-                                         [&](int word, int part, vi operand) __attribute__((always_inline)) {
-                                             store_int(to + word * kPanelN + part * W, operand);
-                                         });
+            typename Mma::Operand* to = out + (at + kk - first) / Mma::kPerWord * kPanelN;
+            chunk.template numbers<T, Kind>(format, kk / kQuad, table,
+                                            [&](int word, int part, vi operand) __attribute__((always_inline)) {
+                                                store_int(to + word * kPanelN + part * W, operand);
+                                            });
         }
     }
 }
@@ -197,8 +179,8 @@ inline void numbers_of_panel(const Linear& args, int64_t panel, int64_t next, in
                              typename Mma::Operand* out) {
     with_panels(args.packing, [&]<class Format>(const int8_t* table) {
         numbers_of_kind<Mma, T, typename Format::Kind>(panel_format<Mma, Format>(table), block_panel(args, panel),
-                                                       block_panel(args, next), args.k, start * Mma::kPair,
-                                                       smaller(stop * Mma::kPair, args.k), out);
+                                                       block_panel(args, next), args.k, start * Mma::kPerWord,
+                                                       smaller(stop * Mma::kPerWord, args.k), out);
     });
 }
 
@@ -218,7 +200,7 @@ template <class Mma, class T, class Kind, int MR>
 __attribute__((noinline)) void product_of_kind(const PanelFormat<Mma>& format, const uint8_t* const* panels,
                                                const uint8_t* const* next, int64_t k, SmallMRows x, float* c) {
     constexpr int kPanels = panels_at_once(MR);
-    const typename TableOf<Kind>::Of table(format.table);
+    const typename TableOf<Kind>::Of table(format.layout.table);
     Chunk<Mma> chunk[kPanels];
     vf acc[kPanels][MR][2];
 #pragma GCC unroll 2
@@ -229,7 +211,7 @@ __attribute__((noinline)) void product_of_kind(const PanelFormat<Mma>& format, c
         for (int p = 0; p < kPanels; p++) chunk[p].load(format, panels[p], k, at, next[p]);
         const int64_t quads = smaller(kChunkK, k - at) / kQuad;
         for (int64_t i = 0; i < quads; i++) {
-            const uint32_t* from = x.at + (at + i * kQuad) / Mma::kPair * x.depth_stride;
+            const uint32_t* from = x.at + (at + i * kQuad) / Mma::kPerWord * x.depth_stride;
 #pragma GCC unroll 2
             for (int p = 0; p < kPanels; p++) {
                 const auto use = [&](int word, int part, vi operand) __attribute__((always_inline)) {
@@ -239,7 +221,7 @@ __attribute__((noinline)) void product_of_kind(const PanelFormat<Mma>& format, c
                         acc[p][r][part] = Mma::dot(value, operand, acc[p][r][part]);
                     }
                 };
-                chunk[p].template quad<T, Kind>(format, i, table, use);
+                chunk[p].template numbers<T, Kind>(format, i, table, use);
             }
         }
     }

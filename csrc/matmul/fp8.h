@@ -70,7 +70,7 @@ __attribute__((noinline)) void small_m_fp8_product(const QuantFormat& format, co
                     for (int r = 0; r < MR; r++)
                         acc[r][part] = dot_pairs(set1_int(x[word * MR + r]), operand, acc[r][part]);
                 };
-                fp8_quad(chunk.template quad<Kind>(format, run * (kFp8Run / kQuad) + quad), small, use);
+                fp8_quad(chunk.template quad<Kind>(format.layout, run * (kFp8Run / kQuad) + quad), small, use);
                 x += kRunWords * MR;
             }
 #pragma GCC unroll 12
@@ -91,7 +91,7 @@ __attribute__((noinline)) void fp8_operand(const QuantFormat& format, const uint
     const PairTable small = small_fp8();
     const QuantChunk chunk(format, panel, k, at, next, scales);
     for (int64_t i = 0; i < chunk.k_count / kQuad; i++, out += kRunWords * kPanelN)
-        fp8_quad(chunk.template quad<Kind>(format, i), small,
+        fp8_quad(chunk.template quad<Kind>(format.layout, i), small,
                  [&](int word, int part, vi operand)
                      __attribute__((always_inline)) { store_int(out + word * kPanelN + part * W, operand); });
 }

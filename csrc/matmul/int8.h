@@ -18,7 +18,7 @@ namespace {
 #ifdef BATCHGEN_TILES
 constexpr int kWeightOffset = 0;
 #else
-constexpr int kWeightOffset = kCodeOffset;  // which the sums are rid of by the sum of a row's codes
+constexpr int kWeightOffset = kInt8Bias;  // which the sums are rid of by the sum of a row's codes
 #endif
 
 // Where w's scale is in a row.
@@ -119,11 +119,11 @@ struct RowScale {
 
 // Codes of the 64 numbers from `from` on, a multiple of 64.
 template <class T>
-inline void store_quantized(const RowValues<T>& x, int64_t from, float steps, Code* out) {
+inline void store_quantized(const RowValues<T>& x, int64_t from, float steps, XInt8* out) {
     vf block[kRotatedVectors];
     x.block(from, block);
 #pragma GCC unroll 16
-    for (int i = 0; i < kRotatedVectors; i++) store_codes(out + i * W, round_even(mul(block[i], set1(steps))));
+    for (int i = 0; i < kRotatedVectors; i++) store_int8(out + i * W, round_even(mul(block[i], set1(steps))));
 }
 
 // Whether w's rows were rotated before they became codes: their scales are negative then.
@@ -138,8 +138,8 @@ inline bool is_rotated(const Linear& args) {
 // time.
 template <class T>
 inline void pack_quantized_x(const Linear& args, int64_t tile, int64_t stop, void* out) {
-    constexpr int kWords = kRotated / Int8Mma::kPair, kLanes = int(kTileM + W - 1) / W * W;
-    constexpr uint32_t kOnes = sizeof(Code) == 1 ? 0x01010101 : 0x00010001;
+    constexpr int kWords = kRotated / Int8Mma::kPerWord, kLanes = int(kTileM + W - 1) / W * W;
+    constexpr uint32_t kOnes = sizeof(XInt8) == 1 ? 0x01010101 : 0x00010001;
     const QuantizedX coded(args, out);
     const int64_t k = packed_k<Int8Mma>(args);
     const bool rotated = is_rotated(args);
@@ -159,7 +159,7 @@ inline void pack_quantized_x(const Linear& args, int64_t tile, int64_t stop, voi
         alignas(64) uint32_t quants[kLanes][kWords] = {};
         for (int64_t kk = 0; kk < k; kk += kWords) {
             for (int64_t r = 0; r < count; r++)
-                store_quantized(row(r), kk * Int8Mma::kPair, steps[r], (Code*)quants[r]);
+                store_quantized(row(r), kk * Int8Mma::kPerWord, steps[r], (XInt8*)quants[r]);
             for (int64_t c = 0; c < count; c += W) {
                 for (int64_t at = kk; at < smaller(k, kk + kWords); at += W) {
                     vi r[W];
@@ -168,7 +168,7 @@ inline void pack_quantized_x(const Linear& args, int64_t tile, int64_t stop, voi
                     transpose(r);
                     if (kWeightOffset) {
 #pragma GCC unroll 16
-                        for (int i = 0; i < W; i++) sums[c / W] = dot_codes(r[i], set1_int(kOnes), sums[c / W]);
+                        for (int i = 0; i < W; i++) sums[c / W] = dot_int8(r[i], set1_int(kOnes), sums[c / W]);
                     }
                     store_row_tile(r, to, at, k, c, count);
                 }

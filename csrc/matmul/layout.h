@@ -16,7 +16,7 @@ constexpr int64_t kBlockK = 1024;   // of 32 bits: a panel of it stays in a cach
 
 template <class Mma>
 inline int64_t packed_k(const Linear& args) {
-    return (round_up(args.k, Mma::kWhole) + Mma::kPair - 1) / Mma::kPair;
+    return (round_up(args.k, Mma::kMultipleOfK) + Mma::kPerWord - 1) / Mma::kPerWord;
 }
 
 // The row of w that is column `c` of a panel; with a gated one a vector of the gate is beside one of what it is
@@ -27,7 +27,7 @@ inline int64_t weight_row(const Linear& args, int64_t panel, int c) {
     return column < half ? column + (c / W) * half : args.n;
 }
 
-// Int8Mma of a packed panel of w that is numbers, or codes of 8 bits with a scale for each column.
+// Bytes of a packed panel of w that is numbers, or codes of 8 bits with a scale for each column.
 template <class Mma>
 inline int64_t operand_panel_bytes(const Linear& args) {
     return kPanelN * (packed_k<Mma>(args) * int64_t(sizeof(typename Mma::Operand)) + (kIsInt8<Mma> ? 4 : 0));
@@ -62,7 +62,7 @@ inline void gather_k(const T* const* rows, int64_t kk, int64_t values, vi* r) {
 #pragma GCC unroll 16
     for (int i = 0; i < W; i++) {
         if (!rows[i]) r[i] = set1_int(0);
-        else if constexpr (Mma::kPair == 1) r[i] = as_int(load_part(rows[i] + kk, int(values)));
+        else if constexpr (Mma::kPerWord == 1) r[i] = as_int(load_part(rows[i] + kk, int(values)));
         else if (values == 2 * W) r[i] = load_int((const uint32_t*)(rows[i] + 2 * kk));
         else {
             uint32_t part[W] = {};

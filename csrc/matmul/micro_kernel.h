@@ -29,7 +29,7 @@ __attribute__((always_inline)) inline void accumulate(typename Mma::Sum (&acc)[M
     for (int64_t kk = 0; kk < k; kk++) {
         vi columns[NR];
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) columns[n] = Mma::columns(b + n * W);
+        for (int n = 0; n < NR; n++) columns[n] = Mma::load_b(b + n * W);
 #pragma GCC unroll 12
         for (int r = 0; r < MR; r++) {
             vi value = set1_int(kBeside ? row[0][r] : row[r / 3][(r % 3) * a_stride]);
@@ -53,13 +53,14 @@ inline void product_tile(const uint32_t* a, int64_t a_stride, const typename Mma
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) acc[r][n] = scale ? Mma::scaled(c + r * c_stride + n * W, scale[r]) : Mma::none();
+        for (int n = 0; n < NR; n++)
+            acc[r][n] = scale ? Mma::load_scaled(c + r * c_stride + n * W, scale[r]) : Mma::zero_sum();
     }
     accumulate<Mma, MR, NR, kBeside>(acc, a, a_stride, b, b_stride, k, ahead);
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) Mma::put(c + r * c_stride + n * W, acc[r][n]);
+        for (int n = 0; n < NR; n++) Mma::store_sum(c + r * c_stride + n * W, acc[r][n]);
     }
 }
 

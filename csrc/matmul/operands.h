@@ -15,20 +15,20 @@ struct NoTiles {};  // where products are made in vectors
 // What is summed up, where B lies, and where C does.
 struct FloatMmaBase {
     using Arithmetic = Fused;
-    static constexpr int kWhole = 1;  // depths are filled up to a multiple of it
+    static constexpr int kMultipleOfK = 1;  // depths are filled up to a multiple of it
     using Sum = vf;
     using Operand = uint32_t;  // a column of B at one depth
     using Number = float;
-    static vi columns(const Operand* b) { return load_int(b); }
-    static vf none() { return zero(); }
-    static vf scaled(const float* c, float scale) { return mul(load(c), set1(scale)); }
-    static void put(float* c, vf sum) { store(c, sum); }
+    static vi load_b(const Operand* b) { return load_int(b); }
+    static vf zero_sum() { return zero(); }
+    static vf load_scaled(const float* c, float scale) { return mul(load(c), set1(scale)); }
+    static void store_sum(float* c, vf sum) { store(c, sum); }
 };
 
 struct FloatMma : FloatMmaBase {
     using Tiles = NoTiles;
     using Value = float;
-    static constexpr int kPair = 1;  // values in 32 bits
+    static constexpr int kPerWord = 1;  // values in 32 bits
     static inline vf dot(vi a, vi b, vf c) { return fma(as_float(a), as_float(b), c); }
 };
 #ifdef BATCHGEN_FAST_BF16
@@ -39,7 +39,7 @@ struct Bf16Mma : FloatMmaBase {
     using Tiles = NoTiles;
 #endif
     using Value = bf16;
-    static constexpr int kPair = 2;
+    static constexpr int kPerWord = 2;
     static inline vf dot(vi a, vi b, vf c) { return dot_pairs(a, b, c); }
     static inline vi to_operand(vf first, vf second) { return to_pairs(first, second); }
     static inline void twice(vf a, vf& first, vf& second) { repeated(a, first, second); }
@@ -58,18 +58,18 @@ inline uint16_t operand_with(int16_t) { return 0; }
 inline uint32_t operand_with(int8_t) { return 0; }
 
 struct Int8Mma {
-    using Value = Code;
+    using Value = XInt8;
     using Arithmetic = Apart;
-    static constexpr int kWhole = 4;
+    static constexpr int kMultipleOfK = 4;
     using Sum = vi;
-    using Operand = decltype(operand_with(Code{}));
+    using Operand = decltype(operand_with(XInt8{}));
     using Number = uint32_t;
-    static constexpr int kPair = 4 / sizeof(Code);
-    static vi columns(const Operand* b) { return load_codes(b); }
-    static vi none() { return set1_int(0); }
-    static vi scaled(const uint32_t* c, float) { return load_int(c); }  // by one
-    static void put(uint32_t* c, vi sum) { store_int(c, sum); }
-    static vi dot(vi a, vi b, vi c) { return dot_codes(a, b, c); }
+    static constexpr int kPerWord = 4 / sizeof(XInt8);
+    static vi load_b(const Operand* b) { return load_int8(b); }
+    static vi zero_sum() { return set1_int(0); }
+    static vi load_scaled(const uint32_t* c, float) { return load_int(c); }  // by one
+    static void store_sum(uint32_t* c, vi sum) { store_int(c, sum); }
+    static vi dot(vi a, vi b, vi c) { return dot_int8(a, b, c); }
 };
 
 template <class Mma>
@@ -78,7 +78,7 @@ constexpr bool kIsInt8 = __is_same(Mma, Int8Mma);
 // What is done in tile registers where there are some: products of pairs, and of bytes.
 template <class Mma>
 constexpr bool uses_tiles() {
-    return kTiles && Mma::kPair > 1;
+    return kTiles && Mma::kPerWord > 1;
 }
 
 // Calls f with the kind of product and x's type.

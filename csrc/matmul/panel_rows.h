@@ -87,7 +87,7 @@ __attribute__((noinline)) void row_of_blocks(const Linear& args, int64_t row, co
 template <class Mma, class T>
 inline void row_of_numbers(const Linear& args, int64_t row, T* out) {
     const auto* column = packed_panel<Mma>(args, row / kPanelN) + row % kPanelN;
-    if constexpr (Mma::kPair == 2) {
+    if constexpr (Mma::kPerWord == 2) {
         for (int64_t kk = 0; kk < args.k; kk++) out[kk].bits = uint16_t(column[kk / 2 * kPanelN] >> (kk % 2 * 16));
     } else {
         for (int64_t kk = 0; kk < args.k; kk += W) {

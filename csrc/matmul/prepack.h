@@ -41,7 +41,7 @@ inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t 
             for (int64_t kk = start; kk < stop; kk += W) {
                 const int64_t count = smaller(W, stop - kk);
                 vi r[W];
-                gather_k<Mma>(rows, kk, smaller(count * Mma::kPair, args.k - kk * Mma::kPair), r);
+                gather_k<Mma>(rows, kk, smaller(count * Mma::kPerWord, args.k - kk * Mma::kPerWord), r);
 #pragma GCC unroll 16
                 for (int i = 0; i < W; i++)
                     if (i < count) store_int(out + (kk - start + i) * kPanelN + c, r[i]);
@@ -66,7 +66,7 @@ inline void pack_row_tiles(const Linear& args, int64_t tile, int64_t stop, void*
             for (int64_t kk = 0; kk < k; kk += W) {
                 const int64_t k_count = smaller(W, k - kk);
                 vi r[W];
-                gather_k<Mma>(rows, kk, smaller(k_count * Mma::kPair, args.k - kk * Mma::kPair), r);
+                gather_k<Mma>(rows, kk, smaller(k_count * Mma::kPerWord, args.k - kk * Mma::kPerWord), r);
                 store_row_tile(r, to, kk, k, c, count);
             }
         }

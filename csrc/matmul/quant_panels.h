@@ -29,50 +29,27 @@ __attribute__((noinline)) void scales_of_runs(const uint8_t* blocks, int64_t str
                                     out.minimums[b * Format::kRuns + run][part]);
 }
 
-// Where a format's panels have what.
+// A format's layout, and what makes the scales of some blocks, `stride` bytes apart.
 struct QuantFormat {
+    PanelLayout layout;
     void (*scales)(const uint8_t* blocks, int64_t stride, int64_t count, RunScales& out);
-    const int8_t* table;
-    int64_t block_bytes, scale_bytes, low_bytes;
-    int quads_of_block;  // a power of two, by its exponent
 };
 
 template <class Format>
 constexpr QuantFormat quant_format(const int8_t* table) {
-    return {scales_of_runs<Format>, table,
-            Format::kBlockBytes,    Format::kScaleBytes,
-            Format::kLowBytes,      __builtin_ctz(Format::Block::kValues / kQuad)};
+    return {panel_layout<Format>(table), scales_of_runs<Format>};
 }
 
-// Up to kChunkK depths of a panel from `at` on, and their scales.
-struct QuantChunk {
-    struct Planes {
-        const uint8_t *low, *high;
-    };
-    const uint8_t *blocks, *ahead;  // ahead: what is read after them
-    int64_t k_count, ahead_of_quad;
-
+// A chunk of a panel, whose scales are written to `scales`.
+struct QuantChunk : PanelChunk {
     QuantChunk(const QuantFormat& format, const uint8_t* panel, int64_t k, int64_t at, const uint8_t* next,
                RunScales& scales) {
-        k_count = smaller(kChunkK, k - at);
-        const int64_t count = k_count / kQuad >> format.quads_of_block;
-        blocks = panel + (at / kQuad >> format.quads_of_block) * format.block_bytes;
-        ahead = at + kChunkK < k ? blocks + count * format.block_bytes : next;
-        ahead_of_quad = format.block_bytes >> format.quads_of_block;
-        format.scales(blocks, format.block_bytes, count, scales);
-    }
-    // The codes of quad i. As much of what comes after the stretch is fetched.
-    template <class Kind>
-    __attribute__((always_inline)) Planes quad(const QuantFormat& format, int64_t i) const {
-        constexpr int64_t kLowBytes = kPanelN * kQuad * Kind::kLow / 8, kHighBytes = kPanelN * kQuad * Kind::kHigh / 8;
-        const int64_t block = i >> format.quads_of_block, within = i - (block << format.quads_of_block);
-        for (int64_t line = 0; line < ahead_of_quad; line += 64) __builtin_prefetch(ahead + i * ahead_of_quad + line);
-        const uint8_t* low = blocks + block * format.block_bytes + format.scale_bytes;
-        return {low + within * kLowBytes, low + format.low_bytes + within * kHighBytes};
+        seek(format.layout, panel, k, at, next);
+        format.scales(blocks, format.layout.block_bytes, num_blocks, scales);
     }
 };
 
-// Int8Mma [start, start + count) of the row of column c; null: there is none. The same of panel `next` are fetched into
+// Bytes [start, start + count) of the row of column c; null: there is none. The same of panel `next` are fetched into
 // the second cache: as many rows as a panel has are too many for the hardware to follow.
 inline const uint8_t* row_at(const Linear& args, int64_t panel, int64_t next, int c, int64_t start, int64_t count) {
     const auto* w = (const uint8_t*)args.w;
@@ -86,7 +63,7 @@ inline const uint8_t* row_at(const Linear& args, int64_t panel, int64_t next, in
     return w + row * args.w_stride + start;
 }
 
-#ifdef BATCHGEN_QUARTERS
+#ifdef BATCHGEN_LOAD_QUARTERS
 // Where in a row the code of a byte is, in its lower nibble where there are two.
 template <class Block>
 constexpr int64_t k_of_byte(int64_t byte) {

@@ -46,7 +46,7 @@ inline void store_two_k(vf first, vf second, typename Mma::Operand* out) {
         T rounded[2][W];
         store(rounded[0], first), store(rounded[1], second);
         const vi a = as_int(load(rounded[0])), b = as_int(load(rounded[1]));
-        if constexpr (Mma::kPair == 1) store_int(out, a), store_int(out + kPanelN, b);
+        if constexpr (Mma::kPerWord == 1) store_int(out, a), store_int(out + kPanelN, b);
         else store_int(out, (vi)(((Words)a >> 16 & 0xffff) | (Words)b));
     }
 }
@@ -68,9 +68,9 @@ inline void store_numbers(const UnpackedRows& unpacked, int64_t from, int64_t st
             const auto made = [&](Words quant) {
                 return number(IsFp8 ? from_e4m3((vi)quant) : to_float((vi)quant), k / kLeastRun);
             };
-            typename Mma::Operand* to = out + (k - from) / Mma::kPair * kPanelN;
+            typename Mma::Operand* to = out + (k - from) / Mma::kPerWord * kPanelN;
             store_two_k<Mma, T>(made(quants << 24 >> 24), made(quants << 16 >> 24), to);
-            store_two_k<Mma, T>(made(quants << 8 >> 24), made(quants >> 24), to + 2 / Mma::kPair * kPanelN);
+            store_two_k<Mma, T>(made(quants << 8 >> 24), made(quants >> 24), to + 2 / Mma::kPerWord * kPanelN);
         }
     }
 }
@@ -103,14 +103,14 @@ inline void unpack_rows(const Linear& args, int64_t panel, int c, int64_t at, Un
 // Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanelN].
 template <class Mma, class T>
 inline void unpack_panel(const Linear& args, int64_t panel, int64_t start, int64_t stop, typename Mma::Operand* out) {
-    const int64_t first = start * Mma::kPair, end = smaller(stop * Mma::kPair, args.k);
+    const int64_t first = start * Mma::kPerWord, end = smaller(stop * Mma::kPerWord, args.k);
     UnpackedRows unpacked;
     for (int c = 0; c < kPanelN; c += W) {
         for (int64_t at = first / kChunkK * kChunkK; at < end; at += kChunkK) {
             const int64_t here = smaller(kChunkK, args.k - at), from = at < first ? first - at : 0;
             unpack_rows(args, panel, c, at, unpacked);
             const int64_t stop_here = smaller(here, end - at);
-            typename Mma::Operand* to = out + ((at + from) / Mma::kPair - start) * kPanelN + c;
+            typename Mma::Operand* to = out + ((at + from) / Mma::kPerWord - start) * kPanelN + c;
             if (is_fp8(args.packing)) store_unpacked<Mma, T, true>(unpacked, from, stop_here, to);
             else store_unpacked<Mma, T, false>(unpacked, from, stop_here, to);
         }

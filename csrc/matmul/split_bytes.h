@@ -111,7 +111,18 @@ inline void pack_split_tiles(const Linear& args, int64_t tile, int64_t stop, voi
 
 // ---- codes as an operand -------------------------------------------------------------------------------------------
 
-// Int8Mma without a sign for codes that a table tells what they stand for.
+// Sixteen numbers, each `bias` larger than in `values`, by the indexes in the bytes of a vector.
+struct ByteTable {
+    vi numbers;
+    ByteTable(const int8_t* values, int bias) {
+        uint8_t bytes[sizeof numbers];
+        for (int i = 0; i < int(sizeof bytes); i++) bytes[i] = uint8_t(values[i % 16] + bias);
+        memcpy(&numbers, bytes, sizeof numbers);
+    }
+    vi operator()(vi index) const { return shuffle_bytes(numbers, index); }
+};
+
+// Quantized values as bytes without a sign: as they are, or looked up in the format's table.
 template <class Kind>
 struct QuantBytes {
     explicit QuantBytes(const int8_t*) {}
@@ -145,7 +156,7 @@ __attribute__((always_inline)) inline void group_quants(const uint8_t* low, cons
 template <class Kind, class Sink>
 __attribute__((always_inline)) inline void quant_quad(const QuantFormat& format, const QuantChunk& chunk, int64_t i,
                                                       const QuantBytes<Kind>& bytes, Sink sink) {
-    const auto [low, high] = chunk.quad<Kind>(format, i);
+    const auto [low, high] = chunk.quad<Kind>(format.layout, i);
 #pragma GCC unroll 4
     for (int group = 0; group < 4; group++) {
         vi first, second;
@@ -175,8 +186,8 @@ struct SplitSums {
 #pragma GCC unroll 6
         for (int r = 0; r < MR; r++) {
             const vi upper = set1_int(x[2 * r]), lower = set1_int(x[2 * r + 1]);
-            of[r][0][0] = dot_codes(upper, first, of[r][0][0]), of[r][0][1] = dot_codes(upper, second, of[r][0][1]);
-            of[r][1][0] = dot_codes(lower, first, of[r][1][0]), of[r][1][1] = dot_codes(lower, second, of[r][1][1]);
+            of[r][0][0] = dot_int8(upper, first, of[r][0][0]), of[r][0][1] = dot_int8(upper, second, of[r][0][1]);
+            of[r][1][0] = dot_int8(lower, first, of[r][1][0]), of[r][1][1] = dot_int8(lower, second, of[r][1][1]);
         }
     }
     // c [MR, kPanelN] += the run's products. factors: [2, count].
@@ -204,7 +215,7 @@ template <class Kind, int Run, bool Minimums, int MR>
 __attribute__((noinline)) void small_m_split_product(const QuantFormat& format, const uint8_t* panel,
                                                      const uint8_t* next, int64_t k, const uint32_t* x,
                                                      const uint32_t* factors, int64_t count, float* c) {
-    const QuantBytes<Kind> bytes(format.table);
+    const QuantBytes<Kind> bytes(format.layout.table);
     RunScales scales;
     memset(c, 0, MR * kPanelN * sizeof *c);
     for (int64_t at = 0; at < k; at += kChunkK) {
@@ -248,7 +259,7 @@ __attribute__((noinline)) void split_product(const uint32_t* x, int64_t count, c
 template <class Kind>
 __attribute__((noinline)) void quant_operand(const QuantFormat& format, const uint8_t* panel, const uint8_t* next,
                                              int64_t k, int64_t at, uint32_t* out, RunScales& scales) {
-    const QuantBytes<Kind> bytes(format.table);
+    const QuantBytes<Kind> bytes(format.layout.table);
     const QuantChunk chunk(format, panel, k, at, next, scales);
     for (int64_t i = 0; i < chunk.k_count / kQuad; i++, out += 4 * kPanelN)
         quant_quad<Kind>(format, chunk, i, bytes, [&](int group, vi first, vi second) __attribute__((always_inline)) {
@@ -263,7 +274,7 @@ __attribute__((noinline)) void quant_operand_of_rows(const Linear& args, const i
     using Block = typename Format::Block;
     const int64_t here = smaller(kChunkK, args.k - at), blocks = here / Block::kValues, runs = here / Block::kRun;
     const int64_t here_bytes = blocks * Block::kBytes;
-#ifdef BATCHGEN_QUARTERS
+#ifdef BATCHGEN_LOAD_QUARTERS
     if constexpr (Block::kQuantsAt > 0) {
         using Kind = typename Format::Kind;
         const QuantBytes<Kind> bytes(table);
@@ -329,7 +340,7 @@ struct SplitProducts {
         x = (const uint32_t*)args.packed_x + row * args.k / 2, factors = factors_of_tile(args, args.packed_x, row);
     }
     void operand(int64_t panel, int64_t next, int64_t at, uint32_t* out, RunScales& scales) const {
-        if (!args.packed) return quant_operand_of_rows<Format>(args, format.table, panel, next, at, out, scales);
+        if (!args.packed) return quant_operand_of_rows<Format>(args, format.layout.table, panel, next, at, out, scales);
         quant_operand<Kind>(format, block_panel(args, panel), block_panel(args, next), args.k, at, out, scales);
     }
     template <int MR>

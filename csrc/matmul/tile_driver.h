@@ -27,7 +27,7 @@ constexpr int64_t kRegisterBytes = 1024;
 
 // Values of x in a step.
 template <class Mma>
-constexpr int64_t kStepValues = Mma::kPair * kStep;
+constexpr int64_t kStepValues = Mma::kPerWord * kStep;
 
 template <class Mma>
 struct KBlocking {
@@ -90,7 +90,7 @@ inline void pack_tile_rows(const Linear& args, int64_t group, int64_t stop, void
                 registers + (from * groups + r / kStep * each + step - from) * kRegisterBytes + r % kStep * 64;
             const int64_t first = step * kStepValues<Mma>;
             if constexpr (kIsInt8<Mma>) {
-                store_quantized(values, first, steps_of_row, (Code*)to);
+                store_quantized(values, first, steps_of_row, (XInt8*)to);
             } else {
                 const int64_t bytes = smaller(64, (args.k - first) * 2);
                 if (bytes < 64) memset(to, 0, 64);

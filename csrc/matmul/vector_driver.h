@@ -16,7 +16,7 @@ namespace {
 
 template <class Mma, class T>
 inline constexpr bool direct() {
-    return sizeof(typename Mma::Value) == sizeof(T) && (Mma::kPair == 2 || sizeof(T) == 4);
+    return sizeof(typename Mma::Value) == sizeof(T) && (Mma::kPerWord == 2 || sizeof(T) == 4);
 }
 
 template <class Mma>
@@ -45,13 +45,13 @@ inline Rows rows_as_operand(const Linear& args, int64_t row, int64_t rows, uint3
         return {(const uint32_t*)QuantizedX(args, args.packed_x).quants + row * k, k, true};
     } else {
         if (args.packed_x) return {(const uint32_t*)args.packed_x + row * k, k, true};
-        if (direct<Mma, T>() && args.k % Mma::kPair == 0 && args.x_stride % Mma::kPair == 0 &&
+        if (direct<Mma, T>() && args.k % Mma::kPerWord == 0 && args.x_stride % Mma::kPerWord == 0 &&
             uintptr_t(args.x) % 4 == 0)
-            return {(const uint32_t*)((const T*)args.x + row * args.x_stride), args.x_stride / Mma::kPair, false};
+            return {(const uint32_t*)((const T*)args.x + row * args.x_stride), args.x_stride / Mma::kPerWord, false};
         for (int64_t r = 0; r < rows; r++) {
             const T* x = (const T*)args.x + (row + r) * args.x_stride;
             typename Mma::Value* out = (typename Mma::Value*)(space + r * k);
-            if (args.k % Mma::kPair) out[args.k] = typename Mma::Value{};
+            if (args.k % Mma::kPerWord) out[args.k] = typename Mma::Value{};
             for (int64_t i = 0; i < args.k; i += W) {
                 const int n = int(smaller(W, args.k - i));
                 store_part(out + i, load_part(x + i, n), n);
@@ -96,7 +96,7 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
             return small_m_block<Mma, T, O>(args, row, rows, a, panel, panel_stop, next_panel, s.c);
     }
     // Numbers of packed ones stay in the nearest cache.
-    const int64_t block = args.packed && args.packing != BlockType::F32 ? kChunkK / Mma::kPair : kBlockK;
+    const int64_t block = args.packed && args.packing != BlockType::F32 ? kChunkK / Mma::kPerWord : kBlockK;
     for (; panel < panel_stop; panel++) {
         const int64_t next = panel + 1 < panel_stop ? panel + 1 : next_panel;
         for (int64_t kk = 0; kk < k; kk += block) {

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "simd/x86.h"
 
 namespace batchgen {
 namespace {
@@ -43,7 +44,6 @@ inline vf load(const bf16* p) {
 }
 inline vf load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline vf load(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
-inline float to_float(f16 a) { return _cvtsh_ss(a.bits); }
 inline void store(float* p, vf a) { _mm512_storeu_ps(p, a); }
 inline void store(f16* p, vf a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
 inline __m256i to_bf16(vf a) {
@@ -62,7 +62,6 @@ inline void store(bf16* p, vf a) { _mm256_storeu_si256((__m256i*)p, to_bf16(a));
 inline void stream(float* p, vf a) { _mm512_stream_ps(p, a); }
 inline void stream(f16* p, vf a) { _mm256_stream_si256((__m256i*)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
 inline void stream(bf16* p, vf a) { _mm256_stream_si256((__m256i*)p, to_bf16(a)); }
-inline void end_streams() { _mm_sfence(); }
 
 inline vi load_int(const uint32_t* p) { return _mm512_loadu_si512(p); }
 // The first n, 0 < n <= W; zero beyond.
@@ -86,20 +85,8 @@ struct Table {
     explicit Table(const int8_t* values) : numbers(load(values)) {}
     vf operator()(vi a) const { return _mm512_permutexvar_ps(a, numbers); }
 };
-// The same of each byte, of numbers that are `above` more than these.
-struct ByteTable {
-    vi numbers;
-    ByteTable(const int8_t* values, int above)
-        : numbers(_mm512_add_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values)),
-                                  _mm512_set1_epi8(char(above)))) {}
-    vi operator()(vi index) const { return _mm512_shuffle_epi8(numbers, index); }
-};
-// out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
-inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
-    const __m128i found =
-        _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), _mm_loadu_si128((const __m128i*)index));
-    _mm_storeu_si128((__m128i*)out, found);
-}
+// In each 16 bytes, the bytes of the table that the low four bits of the indexes name.
+inline vi shuffle_bytes(vi table, vi index) { return _mm512_shuffle_epi8(table, index); }
 inline vf low_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_and_si512(a, _mm512_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_srli_epi32(a, 4)); }
 // FloatMma that are integers in [0, 15], low and high, as bytes low | high << 4.
@@ -190,7 +177,7 @@ inline vi dot_bytes(vi a, vi b, vi c) {
 }
 #endif
 
-#define BATCHGEN_QUARTERS
+#define BATCHGEN_LOAD_QUARTERS
 // 16 bytes of each place beside each other.
 inline vi load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
     const auto at = [](const uint8_t* p) { return _mm_loadu_si128((const __m128i*)p); };
@@ -273,23 +260,23 @@ inline vf rounded(vf a) {
     return a;
 }
 
-// Products of codes, which are integers of 8 bits with a sign. Code: what those of x are kept in, so many in 32 bits.
-// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut
+// Products of codes, which are integers of 8 bits with a sign. XInt8: what those of x are kept in, so many in 32 bits.
+// load_int8: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut
 // off.
 #ifdef BATCHGEN_VNNI
-using Code = int8_t;
-constexpr int kCodeOffset = 128;  // codes of w are without a sign, and so much larger
-inline vi load_codes(const uint32_t* p) { return load_int(p); }
-inline vi dot_codes(vi x, vi w, vi c) { return dot_bytes(w, x, c); }
+using XInt8 = int8_t;
+constexpr int kInt8Bias = 128;  // codes of w are without a sign, and so much larger
+inline vi load_int8(const uint32_t* p) { return load_int(p); }
+inline vi dot_int8(vi x, vi w, vi c) { return dot_bytes(w, x, c); }
 // FloatMma that are such integers.
-inline void store_codes(Code* p, vf a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))); }
+inline void store_int8(XInt8* p, vf a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))); }
 #else
-using Code = int16_t;
-constexpr int kCodeOffset = 0;
-inline vi load_codes(const uint16_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
-inline vi dot_codes(vi x, vi w, vi c) { return _mm512_add_epi32(c, _mm512_madd_epi16(x, w)); }
+using XInt8 = int16_t;
+constexpr int kInt8Bias = 0;
+inline vi load_int8(const uint16_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline vi dot_int8(vi x, vi w, vi c) { return _mm512_add_epi32(c, _mm512_madd_epi16(x, w)); }
 // FloatMma that are such integers.
-inline void store_codes(Code* p, vf a) {
+inline void store_int8(XInt8* p, vf a) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a)));
 }
 #endif

@@ -107,13 +107,13 @@ inline vf max_or_nan(vf a, vf b) {
     return vreinterpretq_f32_u32(vmaxq_u32(vreinterpretq_u32_f32(vabsq_f32(a)), vreinterpretq_u32_f32(vabsq_f32(b))));
 }
 
-// Products of codes, which are integers of 8 bits with a sign. Code: what those of x are kept in, so many in 32 bits.
-// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut
+// Products of codes, which are integers of 8 bits with a sign. XInt8: what those of x are kept in, so many in 32 bits.
+// load_int8: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut
 // off.
-using Code = int8_t;
-constexpr int kCodeOffset = 0;
-inline vi load_codes(const uint32_t* p) { return load_int(p); }
-inline vi dot_codes(vi x, vi w, vi c) {
+using XInt8 = int8_t;
+constexpr int kInt8Bias = 0;
+inline vi load_int8(const uint32_t* p) { return load_int(p); }
+inline vi dot_int8(vi x, vi w, vi c) {
     const int8x16_t a = vreinterpretq_s8_u32(x), b = vreinterpretq_s8_u32(w);
     const int32x4_t sums = vreinterpretq_s32_u32(c);
 #ifdef __ARM_FEATURE_DOTPROD
@@ -125,7 +125,7 @@ inline vi dot_codes(vi x, vi w, vi c) {
 #endif
 }
 // FloatMma that are such integers.
-inline void store_codes(Code* p, vf a) {
+inline void store_int8(XInt8* p, vf a) {
     const int16x4_t words = vmovn_s32(vcvtnq_s32_f32(a));
     const int8x8_t bytes = vmovn_s16(vcombine_s16(words, words));
     memcpy(p, &bytes, 4);

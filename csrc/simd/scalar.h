@@ -154,20 +154,15 @@ inline vi load_bytes(const uint8_t* p) {
 inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
 // What the low four bits of each lane stand for, of 16 numbers.
 using Table = IndexedTable<vf, vi>;
-// The same of each byte, of numbers that are `above` more than these.
-struct ByteTable {
-    uint8_t numbers[16];
-    ByteTable(const int8_t* values, int above) {
-        for (int i = 0; i < 16; i++) numbers[i] = uint8_t(values[i] + above);
-    }
-    vi operator()(vi index) const {
-        uint8_t bytes[sizeof index];
-        memcpy(bytes, &index, sizeof index);
-        for (uint8_t& byte : bytes) byte = numbers[byte % 16];
-        memcpy(&index, bytes, sizeof index);
-        return index;
-    }
-};
+// In each 16 bytes, the bytes of the table that the low four bits of the indexes name.
+inline vi shuffle_bytes(vi table, vi index) {
+    uint8_t numbers[sizeof table], bytes[sizeof index];
+    memcpy(numbers, &table, sizeof table);
+    memcpy(bytes, &index, sizeof index);
+    for (int i = 0; i < int(sizeof bytes); i++) bytes[i] = numbers[i / 16 * 16 + bytes[i] % 16];
+    memcpy(&index, bytes, sizeof index);
+    return index;
+}
 // out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
 inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
     for (int i = 0; i < 16; i++) out[i] = table[index[i]];
@@ -212,16 +207,16 @@ inline vi dot_bytes(vi a, vi b, vi c) {
 // A number as it is. Products and sums are never made in one rounding here: CMakeLists.txt says so to the compiler.
 inline vf rounded(vf a) { return a; }
 
-// Products of codes, which are integers of 8 bits with a sign. Code: what those of x are kept in, so many in 32 bits.
-// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut
+// Products of codes, which are integers of 8 bits with a sign. XInt8: what those of x are kept in, so many in 32 bits.
+// load_int8: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut
 // off.
-using Code = int8_t;
-constexpr int kCodeOffset = 128;  // codes of w are without a sign, and so much larger
-inline vi load_codes(const uint32_t* p) { return load_int(p); }
-inline vi dot_codes(vi x, vi w, vi c) { return dot_bytes(w, x, c); }
+using XInt8 = int8_t;
+constexpr int kInt8Bias = 128;  // codes of w are without a sign, and so much larger
+inline vi load_int8(const uint32_t* p) { return load_int(p); }
+inline vi dot_int8(vi x, vi w, vi c) { return dot_bytes(w, x, c); }
 // FloatMma that are such integers.
-inline void store_codes(Code* p, vf a) {
-    for (int i = 0; i < W; i++) p[i] = a[i] == a[i] ? Code(a[i]) : 0;
+inline void store_int8(XInt8* p, vf a) {
+    for (int i = 0; i < W; i++) p[i] = a[i] == a[i] ? XInt8(a[i]) : 0;
 }
 
 #ifdef BATCHGEN_FAST_BF16
@@ -267,7 +262,7 @@ struct PairTable {
         return index;
     }
 };
-#define BATCHGEN_QUARTERS
+#define BATCHGEN_LOAD_QUARTERS
 inline vi load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
     const uint8_t* const from[] = {a, b, c, d};
     vi all;
