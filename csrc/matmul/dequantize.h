@@ -1,9 +1,7 @@
-// Products with rows of a GGUF that are in panels (matmul/block_panels.h), where codes become numbers of the compute
-// dtype.
+// Products with prepacked block-quantized weights whose values become numbers of x's type in registers.
 //
-// In registers a code becomes its number by one multiplication and one addition, rounded once, as in
-// `dequantize_blocks`; a number may only be +0 where it is -0 there, which changes no sum. So sums are those of the
-// unpacked weights, bit for bit.
+// A number is one multiplication and one addition, rounded once, as in `dequantize_blocks`; it may be +0 where that has
+// -0, which changes no sum. So sums are those of the dequantized weights, bit for bit.
 #pragma once
 
 #include <stdint.h>
@@ -17,20 +15,22 @@
 namespace batchgen {
 namespace {
 
-// Scales and minimums of 256 depths of a panel, as lanes of an operand take them. Scales are those of the four places
-// in half a word: a code is not shifted down, its scale is smaller by as much.
+// Scales and minimums of a chunk of a panel, in the lanes of an operand. There is a scale for each of the four places
+// in half a word: a value is not shifted down, its scale is smaller instead.
 template <class Mma>
 struct PanelScales {
-    static constexpr int kVectors = 2 * Mma::kPerWord;  // of an operand's columns at one depth
+    static constexpr int kVectors = 2 * Mma::kPerWord;  // vectors of an operand's columns at one word of K
     vf scales[kChunkRuns][4], minimums[kChunkRuns][kVectors];
 };
 
+// Stores one vector of columns' scales as an operand has them.
 template <class Mma>
 inline void spread_columns(vf own, int part, vf* out) {
     if constexpr (Mma::kPerWord == 1) out[part] = own;
     else Mma::twice(own, out[2 * part], out[2 * part + 1]);
 }
 
+// Loads the scales of `count` blocks of a panel.
 template <class Mma, class Format>
 __attribute__((noinline)) void panel_scales(const uint8_t* blocks, int64_t count, PanelScales<Mma>& out) {
     using Kind = typename Format::Kind;
@@ -79,7 +79,7 @@ struct TableOf<QuantKind<Low, High, QuantsAre::InTable>> {
     using Of = Table;
 };
 
-// Numbers of a quad: sink(word of the quad's depth, vector of columns, operand).
+// Dequantizes a quad: sink(word of K in the quad, vector of columns, operand).
 template <class Mma, class T, class Kind, class Sink>
 __attribute__((always_inline)) inline void quad_numbers(const uint8_t* low, const uint8_t* high, const vf* scales,
                                                         const vf* minimums, const typename TableOf<Kind>::Of& table,
@@ -153,6 +153,7 @@ struct Chunk : PanelChunk {
     }
 };
 
+// Dequantizes the values [first, end) of K of a panel.
 template <class Mma, class T, class Kind>
 __attribute__((noinline)) void numbers_of_kind(const PanelFormat<Mma>& format, const uint8_t* panel,
                                                const uint8_t* next, int64_t k, int64_t first, int64_t end,
@@ -172,8 +173,8 @@ __attribute__((noinline)) void numbers_of_kind(const PanelFormat<Mma>& format, c
     }
 }
 
-// Depths [start, stop), in units of 32 bits and whole quads, of a panel: out [stop - start, kPanelN]. next: the panel
-// after it.
+// Dequantizes the words [start, stop) of K of a panel, whole quads: out [stop - start, kPanelN]. next: the panel that
+// is read after it.
 template <class Mma, class T>
 inline void numbers_of_panel(const Linear& args, int64_t panel, int64_t next, int64_t start, int64_t stop,
                              typename Mma::Operand* out) {
@@ -184,18 +185,20 @@ inline void numbers_of_panel(const Linear& args, int64_t panel, int64_t next, in
     });
 }
 
+// Rows of x, at most, that are multiplied with values as they are dequantized, in registers.
 constexpr int kSmallM = W == 16 ? 4 : 2;
-// Panels at a time: as many sums as stay in registers, and enough of them not to wait for one another.
+// Panels that are multiplied together: as many sums as stay in registers, and enough of them that none waits for
+// itself.
 constexpr int panels_at_once(int64_t rows) { return W == 16 && rows <= 2 ? 2 : 1; }
 
-// Rows whose value at depth d, in units of 32 bits, is at[row * row_stride + d * depth_stride].
+// Rows of x: word k of a row is at[row * row_stride + k * k_stride].
 struct SmallMRows {
     const uint32_t* at;
-    int64_t row_stride, depth_stride;
+    int64_t row_stride, k_stride;
 };
 
-// c [panels, MR, kPanelN] = rows of x times panels, each number used as soon as it is there. next: what is read after
-// each panel.
+// c [panels, MR, kPanelN] = x times panels; each operand is used as soon as it is dequantized. next: the panels that
+// are read after these.
 template <class Mma, class T, class Kind, int MR>
 __attribute__((noinline)) void product_of_kind(const PanelFormat<Mma>& format, const uint8_t* const* panels,
                                                const uint8_t* const* next, int64_t k, SmallMRows x, float* c) {
@@ -211,13 +214,13 @@ __attribute__((noinline)) void product_of_kind(const PanelFormat<Mma>& format, c
         for (int p = 0; p < kPanels; p++) chunk[p].load(format, panels[p], k, at, next[p]);
         const int64_t quads = smaller(kChunkK, k - at) / kQuad;
         for (int64_t i = 0; i < quads; i++) {
-            const uint32_t* from = x.at + (at + i * kQuad) / Mma::kPerWord * x.depth_stride;
+            const uint32_t* from = x.at + (at + i * kQuad) / Mma::kPerWord * x.k_stride;
 #pragma GCC unroll 2
             for (int p = 0; p < kPanels; p++) {
                 const auto use = [&](int word, int part, vi operand) __attribute__((always_inline)) {
 #pragma GCC unroll 4
                     for (int r = 0; r < MR; r++) {
-                        const vi value = set1_int(from[r * x.row_stride + word * x.depth_stride]);
+                        const vi value = set1_int(from[r * x.row_stride + word * x.k_stride]);
                         acc[p][r][part] = Mma::dot(value, operand, acc[p][r][part]);
                     }
                 };
@@ -233,7 +236,7 @@ __attribute__((noinline)) void product_of_kind(const PanelFormat<Mma>& format, c
             for (int part = 0; part < 2; part++) store(c + ((p * MR + r) * 2 + part) * W, acc[p][r][part]);
 }
 
-// Of `panels_at_once` panels; next: those after them.
+// x times `panels_at_once` panels; next: those that are read after them.
 template <class Mma, class T>
 inline void small_m_product(const Linear& args, int rows, const int64_t (&panels)[2], const int64_t (&next)[2],
                             SmallMRows x, float* c) {

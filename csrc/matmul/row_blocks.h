@@ -1,7 +1,8 @@
-// Panels of weights that are rows of a GGUF as they lie in the file, on their way through memory: some values of a
-// vector's width of rows at a time are taken apart into codes and scales (quant/blocks.h), codes are put in the order
-// of columns four in a word, and become numbers of x's type there. These are what `unpack_blocks` makes, so sums are
-// those of the unpacked weights, bit for bit; or they stay codes, with their scales beside them (matmul/split_bytes.h).
+// Panels of numbers from block-quantized rows as they lie in a file.
+//
+// Chunks of W rows at a time are unpacked into quantized values and scales (quant/blocks.h) and transposed into words
+// of four values a column, which become numbers of x's type. The numbers are those of `unpack_blocks`, so sums are
+// those of the dequantized weights, bit for bit.
 #pragma once
 
 #include <stdint.h>
@@ -16,16 +17,16 @@
 namespace batchgen {
 namespace {
 
-// 32-bit words with a sign.
+// Signed words.
 typedef int32_t Words __attribute__((vector_size(4 * W)));
 
-// Stretches of W rows.
+// A chunk of W rows: quantized values, and the scales and minimums of their runs.
 struct UnpackedRows {
     alignas(64) int8_t quants[W][kChunkK];
     alignas(64) float scales[W][kChunkRuns], minimums[W][kChunkRuns];
 };
 
-// out[i] = value i of each of W rows.
+// Transposes W rows: out[i] has value i of each.
 template <int kCount>
 inline void transpose_floats(const float (&rows)[W][kCount], vf* out) {
     static_assert(kCount % W == 0);
@@ -37,7 +38,7 @@ inline void transpose_floats(const float (&rows)[W][kCount], vf* out) {
     }
 }
 
-// Two neighbouring depths of W columns, rounded to T, to where an operand has them.
+// Stores two neighbouring values of K of W columns, rounded to T, as an operand has them.
 template <class Mma, class T>
 inline void store_two_k(vf first, vf second, typename Mma::Operand* out) {
     if constexpr (__is_same(T, float)) {
@@ -51,12 +52,12 @@ inline void store_two_k(vf first, vf second, typename Mma::Operand* out) {
     }
 }
 
-// Depths [from, stop) of the stretch, multiples of kLeastRun, to `out`, where the first of them goes. FloatMma: codes
-// are FP8's. number(code, depth) is what goes there.
+// Stores the values [from, stop) of the chunk, multiples of kLeastRun, to `out`, where the first of them goes. IsFp8:
+// quantized values are FP8 numbers. number(value, run) makes the number that is stored.
 template <class Mma, class T, bool IsFp8, class Number>
 inline void store_numbers(const UnpackedRows& unpacked, int64_t from, int64_t stop, typename Mma::Operand* out,
                           Number number) {
-    constexpr int kEach = W * 4;  // codes of a row that are put in order together
+    constexpr int kEach = W * 4;  // values of a row that are transposed together
     for (int64_t kk = from / kEach * kEach; kk < stop; kk += kEach) {
         vi r[W];
         for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)(unpacked.quants[i] + kk));
@@ -75,6 +76,7 @@ inline void store_numbers(const UnpackedRows& unpacked, int64_t from, int64_t st
     }
 }
 
+// Dequantizes and stores the values [from, stop) of the chunk.
 template <class Mma, class T, bool IsFp8>
 inline void store_unpacked(const UnpackedRows& unpacked, int64_t from, int64_t stop, typename Mma::Operand* out) {
     vf scales[kChunkRuns], minimums[kChunkRuns];
@@ -83,10 +85,10 @@ inline void store_unpacked(const UnpackedRows& unpacked, int64_t from, int64_t s
                                  [&](vf quant, int64_t run) { return fma(quant, scales[run], minimums[run]); });
 }
 
-// kChunkK depths from `at` on, or those that are left, of W columns of a panel.
+// Unpacks a chunk, the values of K from `at` on, of the rows of W columns of a panel.
 inline void unpack_rows(const Linear& args, int64_t panel, int c, int64_t at, UnpackedRows& unpacked) {
     const int64_t here = smaller(kChunkK, args.k - at);
-    const uint8_t* packed = (const uint8_t*)args.w + at * args.w_stride / args.k;  // a row is blocks of one size
+    const uint8_t* packed = (const uint8_t*)args.w + at * args.w_stride / args.k;  // all blocks of a row have one size
     for (int i = 0; i < W; i++) {
         const int64_t row = weight_row(args, panel, c + i);
         if (row < args.n) {
@@ -100,7 +102,7 @@ inline void unpack_rows(const Linear& args, int64_t panel, int c, int64_t at, Un
     }
 }
 
-// Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanelN].
+// Dequantizes the words [start, stop) of K of a panel: out [stop - start, kPanelN].
 template <class Mma, class T>
 inline void unpack_panel(const Linear& args, int64_t panel, int64_t start, int64_t stop, typename Mma::Operand* out) {
     const int64_t first = start * Mma::kPerWord, end = smaller(stop * Mma::kPerWord, args.k);

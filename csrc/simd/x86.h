@@ -1,4 +1,4 @@
-// What AVX2 and AVX-512 share: operations that are not on whole vectors.
+// Operations that AVX2 and AVX-512 have in common: on numbers and on 16 bytes.
 #pragma once
 
 #include <immintrin.h>
