@@ -39,28 +39,28 @@ KV make_kv(Address data, int type, int block_size, int kv_heads, int head_dim) {
     return kv;
 }
 
-// Rows are shared out in pieces large enough to be worth a thread's while.
+// Calls f(first, stop) for pieces of the rows, large enough to be worth a thread's while.
 template <class F>
 void over_rows(int64_t rows, int64_t row_cost, F f) {
     const int64_t piece = std::max<int64_t>({1, 16384 / std::max<int64_t>(1, row_cost), rows / (8 * num_threads())});
     run((rows + piece - 1) / piece, [&](int64_t i) { f(i * piece, std::min(rows, (i + 1) * piece)); });
 }
 
-// Attention of one layer as a loop: pieces of the plan's items, then merges.
+// The attention of one layer as a loop: pieces of the plan's items, then merges.
 struct Attending {
     const Kernels& kernels;
     Attention args;
     const AttentionPlan& plan;
     std::unique_ptr<float[]> partial;
-    std::vector<int64_t> pieces;  // where each begins among the items, and the end
+    std::vector<int64_t> pieces;  // the first item of each, and the end
     static constexpr int64_t kMergesAtOnce = 16;
 
     Attending(const Attention& given, const AttentionPlan& plan)
         : kernels(kernels_of(plan.isa)), args(given), plan(plan) {
-        partial.reset(new float[plan.partial_rows() * (args.kv.head_dim + 2)]);  // not filled
+        partial.reset(new float[plan.partial_rows() * (args.kv.head_dim + 2)]);  // without initialisation
         args.partial = partial.get();
-        // Several items at once, while there is enough for all threads: where one ends, the next one's KV comes in
-        // already.
+        // A piece is several items while there are enough for all threads: where one ends, the KV of the next is
+        // prefetched.
         const int64_t most = std::min<int64_t>(plan.cost() / (16 * num_threads()), kPieceCost);
         int64_t cost = most;
         for (size_t i = 0; i < plan.items().size(); i++) {
@@ -84,7 +84,7 @@ struct Attending {
         for (int64_t m = first; m < stop; m++) kernels.merge(args, plan.merges()[m], plan.merge_rows().data());
     }
 
-    static constexpr int64_t kPieceCost = 5 * 32768;  // of decode items: so many keys and heads, some megabytes
+    static constexpr int64_t kPieceCost = 5 * 32768;  // decode items with so many keys and heads read some megabytes
 };
 
 Attention attention_args(const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride,
@@ -255,7 +255,8 @@ PYBIND11_MODULE(_kernels, m) {
         over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.norm(args, row, stop); });
     });
 
-    // Rows by expert, those of one in the order of tokens (counting sort). Returns how many rows each expert has.
+    // Sorts tokens by expert (counting sort), those of one expert in the order of tokens. Returns the number of rows of
+    // each expert.
     m.def("sort_by_expert", [](Address chosen, int64_t tokens, int64_t choices, int64_t experts, Address token_of_row,
                                Address row_of_choice) {
         const auto* expert = at<const int64_t>(chosen);

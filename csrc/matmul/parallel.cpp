@@ -7,21 +7,20 @@
 namespace batchgen {
 namespace {
 
-// Rows of panels [first, stop) of a linear layer as the calls that the kernels would have.
+// The calls of the kernels that the panels [first, stop) of a linear layer take.
 struct PanelCalls {
     const Kernels& kernels;
     Linear args;
     const LinearCut& cut;
     int64_t first, stop, block, blocks, piece, pieces;
-    int64_t groups, groups_at_once,
-        packs;  // where the kernels want x put in order first, some groups of rows at a time
+    int64_t groups, groups_at_once, packs;  // groups of rows of x that are packed before the calls
 
-    // beside: how many others there are at the same time, of about the same size.
+    // beside: the number of other layers that run at the same time, of about the same size.
     PanelCalls(const Kernels& kernels, const Linear& given, const LinearCut& cut, int64_t first, int64_t stop,
                int64_t beside = 0)
         : kernels(kernels), args(given), cut(cut), first(first), stop(stop) {
         const int64_t panels = stop - first, k = kernels.panel_bytes(args) / (4 * kernels.panel), tile = cut.row_tile;
-        // As many rows at once as the kernels would have. Fewer where threads would have nothing to do.
+        // As many rows in a call as the kernels want; fewer where threads would have nothing to do.
         blocks = (args.m + cut.rows - 1) / cut.rows;
         while ((beside + 1) * blocks * panels < 3 * num_threads() && args.m > blocks * tile) blocks++;
         block = ((args.m + blocks - 1) / blocks + tile - 1) / tile * tile;
@@ -31,8 +30,9 @@ struct PanelCalls {
         piece =
             std::clamp<int64_t>((1 << 19) / std::max<int64_t>(1, panel_cost), cut.panels, std::max(cut.panels, panels));
         piece = std::max<int64_t>(1, std::min(piece, (beside + 1) * blocks * panels / (4 * num_threads())));
-        // A gated panel makes half a panel of results: two of them, or threads would write to the same lines of memory.
-        // Of blocks in panels a few rows are multiplied with two panels at a time: one alone would be multiplied twice.
+        // A gated panel makes half a panel of results: two together, or threads would write to the same lines of
+        // memory. Small M is multiplied with two block-quantized panels at a time: a single one would be multiplied
+        // twice.
         if (is_gated(args.activation) || (args.packed && args.packing != BlockType::F32)) piece += piece % 2;
         piece = std::min(piece, cut.most_panels);
         pieces = (panels + piece - 1) / piece;
@@ -46,7 +46,7 @@ struct PanelCalls {
     }
     void multiply(int64_t i) const {
         const int64_t row = i / pieces * block, panel = first + i % pieces * piece;
-        // Threads take turns, so this one's next piece is as many further as there are threads.
+        // Threads take turns, so this one's next piece is as many pieces further as there are threads.
         const int64_t next = std::min(stop - 1, panel + piece * num_threads());
         kernels.linear(args, row, std::min(args.m, row + block), panel, std::min(stop, panel + piece), next,
                        scratch(kernels.linear_scratch(args, block, piece)));
@@ -62,9 +62,9 @@ void run_linear_panels(const Kernels& kernels, const Linear& args, const LinearC
 }
 
 void run_linear_rows(const Kernels& kernels, const Linear& args, const LinearCut& cut) {
-    constexpr int64_t kMostUnpacked = 4 << 20;  // bytes of panels that are unpacked for all rows
+    constexpr int64_t kMostUnpacked = 4 << 20;  // bytes of panels that are unpacked together
     const int64_t panels = num_panels(kernels, args);
-    // Within the kernels a panel would be unpacked again for each block of rows.
+    // Unpacked here, for all rows: the kernels would unpack a panel again for each block of rows.
     if (args.packing == BlockType::F32 || args.m <= cut.rows) return run_linear_panels(kernels, args, cut, 0, panels);
     const int64_t bytes = kernels.panel_bytes(args), some = std::max<int64_t>(2, kMostUnpacked / bytes / 2 * 2);
     auto* unpacked = static_cast<uint8_t*>(scratch(std::min(some, panels) * bytes, 2));
@@ -80,16 +80,16 @@ void run_linear_rows(const Kernels& kernels, const Linear& args, const LinearCut
     }
 }
 
-// Bytes of x put in order: many rows go a part at a time, which is still in a cache when products come to it.
+// Bytes of packed x, at most: more rows go a part at a time, which is still in a cache when products come to it.
 int64_t most_packed_bytes() {
     constexpr int64_t kMost = 16 << 20, kOfThread = 1 << 20;
     return std::min(kMost, kOfThread * num_threads());
 }
 
-// Linear layers that follow each other, in one loop: first all of x is put in order, then all is multiplied.
+// Runs layers in one loop: first all of x is packed, then all is multiplied.
 void run_together(const Kernels& kernels, const std::vector<Linear>& layers, const std::vector<LinearCut>& cuts) {
     std::vector<PanelCalls> calls;
-    std::vector<int64_t> packs{0}, items{0}, packed_at;  // where those of each begin, and the end
+    std::vector<int64_t> packs{0}, items{0}, packed_at;  // where those of each layer begin, and the end
     int64_t bytes = 0;
     for (size_t i = 0; i < layers.size(); i++) {
         calls.emplace_back(kernels, layers[i], cuts[i], 0, num_panels(kernels, layers[i]), int64_t(layers.size()) - 1);
