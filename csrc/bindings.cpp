@@ -178,13 +178,13 @@ PYBIND11_MODULE(_kernels, m) {
         over_rows(num_panels(kernels, args), k * kernels.panel,
                   [&](int64_t panel, int64_t stop) { kernels.prepack_panels(args, panel, stop, at(out)); });
     });
-    m.def("prepacked_blocks_bytes", [](int64_t row_bytes, int64_t n, int activation, const std::string& isa) {
+    m.def("arranged_bytes", [](int64_t row_bytes, int64_t n, int activation, const std::string& isa) {
         Linear args{};
         args.n = n, args.activation = Activation(activation);
         const Kernels& kernels = kernels_of(isa);
         return num_panels(kernels, args) * kernels.panel * row_bytes;
     });
-    m.def("prepack_blocks", [](Address w, int64_t row_bytes, int64_t n, int64_t k, int type, int packing,
+    m.def("arrange", [](Address w, int64_t row_bytes, int64_t n, int64_t k, int type, int packing,
                                int activation, Address out, const std::string& isa) {
         Linear args{};
         args.w = at(w), args.w_stride = row_bytes, args.n = n, args.k = k, args.type = Type(type);

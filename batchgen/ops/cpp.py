@@ -288,7 +288,7 @@ def pack_blocks(weight: BlockWeight, dtype: torch.dtype, *, gated: bool = False)
 def block_panels_bytes(weight: BlockWeight, *, gated: bool = False) -> int:
     """Size of `pack_blocks`'s result. The weight's data may lack all but a shape."""
     columns, row_bytes = weight.data.shape
-    return _kernels.prepacked_blocks_bytes(row_bytes, columns, _gate(gated), weight.isa or instruction_set())
+    return _kernels.arranged_bytes(row_bytes, columns, _gate(gated), weight.isa or instruction_set())
 
 
 def block_panels(weight: BlockWeight, dtype: torch.dtype, memory: Tensor, *, gated: bool = False) -> PackedWeight:
@@ -299,7 +299,7 @@ def block_panels(weight: BlockWeight, dtype: torch.dtype, memory: Tensor, *, gat
 
 def rows_of_panel(isa: str) -> int:
     """Rows of blocks that one panel has; of a gated weight half of them are the gate's."""
-    return _kernels.prepacked_blocks_bytes(1, 1, _gate(False), isa)
+    return _kernels.arranged_bytes(1, 1, _gate(False), isa)
 
 
 def fill_panels(panels: PackedWeight, first: int, rows: np.ndarray) -> None:
@@ -309,7 +309,7 @@ def fill_panels(panels: PackedWeight, first: int, rows: np.ndarray) -> None:
     """
     row_bytes = weight_row_bytes(panels.depth, panels.weight_format)
     skipped = first * rows_of_panel(panels.isa) * row_bytes
-    _kernels.prepack_blocks(
+    _kernels.arrange(
         rows.ctypes.data,
         row_bytes,
         rows.size // row_bytes,
