@@ -1,11 +1,11 @@
-"""Digests of values, to tell jobs, rows and files apart by what they are made of."""
+"""Digests of values, which tell jobs, rows and files apart."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def json_sha256(value: Any, *, default: Callable[[Any], Any] | None = None) -> str:
@@ -14,10 +14,18 @@ def json_sha256(value: Any, *, default: Callable[[Any], Any] | None = None) -> s
     Cache files and folders are named by it: the text must not change.
 
     Args:
-        value: what JSON has a form for.
-        default: turns anything else into such a value, as for `json.dumps`.
+        value: A value that JSON has a form for.
+        default: A function that turns anything else into such a value, as `json.dumps` takes it.
 
     Returns:
         The SHA-256, 64 hexadecimal digits.
     """
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=default).encode()).hexdigest()
+
+
+def file_sha256(file: BinaryIO) -> str:
+    """The hex digest of what an open file has from its position on."""
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# Codes of some bits, and a scale and a zero point of 16 bits for each group of 64 (FlexGen section 5): KV, and weights of int4.
+# Codes of some bits, and a scale and a zero point of 16 bits for each group of 64 (FlexGen section 5): KV, and
+# weights of int4.
 # Weights of int8 are codes of 8 bits, and a scale in fp32 for each row.
 INT4, INT5, INT8 = "int4", "int5", "int8"
 CODE_GROUP = 64
@@ -26,7 +27,7 @@ GGUF_FORMATS = {
     "mxfp4": (32, 17),
 }
 # Weights of 4 bits with a scale and a zero point for so many values of a row, as of GPTQ, AWQ and compressed-tensors
-# (models/formats/group_codes.py): values and bytes of a block.
+# (models/formats/groups.py): values and bytes of a block.
 GROUP_FORMATS = {"w4_g32": (32, 20), "w4_g64": (64, 36), "w4_g128": (128, 68)}
 # Weights in FP8 with a scale for so many values of a row (models/formats/fp8.py).
 FP8_FORMATS = {"fp8_g32": (32, 36), "fp8_g128": (128, 132)}
@@ -46,7 +47,8 @@ MIXED = "mixed"
 KEPT_FORMATS = (*BLOCK_FORMATS, *EXPERT_FORMATS, MIXED)
 # Formats in which matrices of layers are packed. All else is in the compute dtype, but for `ModelConfig.end_formats`.
 PACKED_FORMATS = (INT4, INT8, *KEPT_FORMATS)
-# Values of `--weights`. AUTO: NATIVE or DEQUANTIZED, whichever is faster. NATIVE: in the model's own format. DEQUANTIZED: in the
+# Values of `--weights`. AUTO: NATIVE or DEQUANTIZED, whichever is faster. NATIVE: in the model's own format.
+# DEQUANTIZED: in the
 # compute dtype.
 AUTO, NATIVE, DEQUANTIZED = "auto", "native", "dequantized"
 WEIGHTS = (AUTO, NATIVE, DEQUANTIZED, INT8, INT4)

@@ -1,4 +1,4 @@
-"""Frozen values out of JSON, with the types that their dataclasses declare: nothing of another kind comes further than here."""
+"""Frozen values from JSON, with the types that their dataclasses declare."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _LARGEST = 2**53  # of integers: what JSON readers and floating point agree on
 
 
 def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON as `json.loads` does, but raise ValueError alone: also where values are nested too deeply for it."""
+    """Parse JSON as `json.loads` does, but raise ValueError alone, also where values are nested too deeply."""
     try:
         return json.loads(text, object_pairs_hook=object_pairs_hook)
     except RecursionError as error:
@@ -20,15 +20,16 @@ def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, A
 
 
 def read_typed(kind: Any, value: Any, where: str = "it") -> Any:
-    """A value as a type annotation has it, built from what `json.loads` gives.
+    """A value of a type annotation, built from what `json.loads` gives.
 
     Args:
-        kind: bool, int, float (finite), str, a dataclass, `Mapping[K, V]`, `tuple[...]`, unions with None, or `Any`.
-        value: As JSON has it: dictionaries for dataclasses, lists for tuples.
-        where: What the value is, for the message.
+        kind: bool, int, float (finite), str, a literal of texts, a dataclass, `Mapping[K, V]`, `tuple[...]`, a union
+            with None, or `Any`.
+        value: The value in the form that JSON has: dictionaries for dataclasses, lists for tuples.
+        where: Name of the value, for the message.
 
     Raises:
-        ValueError: The value is of another kind; the message names the place.
+        ValueError: The value has another type; the message names the place.
     """
     if kind is Any:
         return value
@@ -36,6 +37,10 @@ def read_typed(kind: Any, value: Any, where: str = "it") -> Any:
         if value is None and type(None) in get_args(kind):
             return None
         kind = next(k for k in get_args(kind) if k is not type(None))
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"{where} must be one of {', '.join(get_args(kind))}, not {_short(value)}")
+        return value
     if is_dataclass(kind):
         return _dataclass(kind, value, where)
     if get_origin(kind) is tuple:

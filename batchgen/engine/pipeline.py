@@ -24,9 +24,10 @@ from batchgen.engine.loader import LoadRequest, load_executor, load_words, pack_
 from batchgen.engine.messages import Answers, SentSequence, StageLoads, SweepMessage, decode, encode
 from batchgen.engine.parts import EngineParts, process_peaks
 from batchgen.engine.ranks import RankGroup, RankZeroCounts
-from batchgen.runtime.executor import Executor, OnLogits
+from batchgen.runtime.executor import Executor
 from batchgen.runtime.sampler import SampledToken, sample
 from batchgen.runtime.scorer import Scorer
+from batchgen.runtime.sweep_options import OnLogits
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import splitter
 from batchgen.schedule.packed_batch import PackedBatch
@@ -43,7 +44,7 @@ class Stage:
     Attributes:
         first: Number of its first layer.
         stop: Number after its last layer.
-        policy: The policy of these layers. Block, micro-batches, KV placements and admission are the same in all stages.
+        policy: The policy of these layers. Block, micro-batches, KV placements and admission are the same in all.
     """
 
     first: int

@@ -1,4 +1,4 @@
-// 4-bit weights in groups (GPTQ, AWQ, compressed-tensors), in the blocks of batchgen/models/formats/group_codes.py:
+// 4-bit weights in groups (GPTQ, AWQ, compressed-tensors), in the blocks of batchgen/models/formats/group_matrix.py:
 // four bytes, the first the zero point and the others the upper three of an fp32 scale; then nibbles as in Q4_0, 32
 // values after the other. A number is (value - zero point) * scale = value * scale - zero point * scale. The scale has
 // 16 bits, so nothing is rounded.

@@ -1,12 +1,14 @@
 """KV by layer: what the planner counts of a placement, what the runtime allocates for it, and when it is looked for."""
 
+from dataclasses import replace
+
 import pytest
 from planner_cases import GIB, gpu_box, opt
 
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.costs import moved_bytes
 from batchgen.planner.explain import make_plan
-from batchgen.planner.peak_memory import peak_bytes
+from batchgen.planner.memory import peak_bytes
 from batchgen.planner.problem import FLEXGEN, Allowed, Problem
 from batchgen.planner.search import prune_nothing, search
 from batchgen.planner.simulation import memory_of
@@ -19,7 +21,8 @@ LONG = Workload(12, Lengths((4000,)), Lengths((64, 128)), 128)
 def problem_with(gpu_memory, **changes):
     fields = {"admissions": ("continuous",), "longest_tokens": 4128} | changes
     return Problem(
-        gpu_box(), MODEL, LONG, {"gpu": gpu_memory, "cpu": 8 * GIB, "disk": 0}, "float16", ("float16",), ("float16",), **fields
+        gpu_box(), MODEL, LONG, {"gpu": gpu_memory, "cpu": 8 * GIB, "disk": 0}, "float16", ("float16",), ("float16",),
+        **fields,
     )  # fmt: skip
 
 
@@ -28,16 +31,14 @@ def candidates_by_layer(problem):
 
 
 @pytest.mark.parametrize("gpu_memory", [GIB, 3 * GIB // 2, 2 * GIB])
-def test_what_is_counted_holds_what_is_allocated(gpu_memory):
+def test_memory_counted_for_kv_by_layer_holds_what_is_allocated(gpu_memory):
     problem = problem_with(gpu_memory)
     found = search(PIE.restrict(problem))
     s, counts = found.inputs, found.counts
     at = counts.placement(s)
     assert 0 < counts.kv_layers < 12 and {c for c, n in counts.kv_seqs.items() if n} == {"streamed"}
     assert at.kv_gpu == pytest.approx(counts.kv_layers / 12) and at.kv_gpu + at.kv_streamed == pytest.approx(1)
-    plan = make_plan(
-        problem, found, model_name="m", max_model_len=4128, share_prefixes=False, startup_s=0.0, output_len_known=True
-    )
+    plan = make_plan(replace(problem, model_name="m", max_model_len=4128, share_prefixes=False), found, startup_s=0.0)
     assert plan.policy.kv_layers == counts.kv_layers
     memory = memory_of(plan, MODEL)
     assert memory.kv_blocks["cpu"] >= s.max_num_seqs * s.seq_blocks, "the block at full length"
@@ -57,7 +58,7 @@ def test_each_token_goes_to_the_host_once_in_the_layers_that_stream():
         assert out == pytest.approx(streamed * (phase.prefill_tokens + phase.decode_seqs) * s.kv_token_bytes)
 
 
-def test_whole_things_are_no_faster_than_the_bound_and_more_memory_no_slower():
+def test_plans_by_layer_are_no_faster_than_their_bound_and_no_slower_with_more_memory():
     found = [search(PIE.restrict(problem_with(size))) for size in (GIB, 3 * GIB // 2, 2 * GIB)]
     for candidate in found:
         assert candidate.seconds >= candidate.relaxed.seconds * (1 - 1e-6)

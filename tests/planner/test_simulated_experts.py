@@ -12,14 +12,14 @@ from batchgen.core.dtypes import product_key
 from batchgen.core.plan import Plan, Policy, Prediction
 from batchgen.core.routing import Routing
 from batchgen.core.workload import Workload
-from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.costs import job_seconds, moved_bytes
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
-from batchgen.planner.problem import BATCHGEN, CostInputs
+from batchgen.planner.prediction import plan_problem
+from batchgen.planner.problem import BATCHGEN, CostInputs, problem_of
 from batchgen.planner.simulation import simulate_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NOTHING = Prediction(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, "compute", {"cpu": {"process": 1 << 29}}, {}, {})
 MODEL = config_of_hf(
     {
-        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "vocab_size": 8000, "num_experts": 128,
-        "num_experts_per_tok": 8, "intermediate_size": 6144,
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768,
+        "vocab_size": 8000, "num_experts": 128, "num_experts_per_tok": 8, "intermediate_size": 6144,
     }
 )  # fmt: skip
 
@@ -55,10 +55,9 @@ def in_float32(hardware):
 
 
 def planned(rows):
-    request = PlanRequest("model", "float16", 64, process_bytes=1 << 29)
-    problem = problem_of(cpu_box(), MODEL, Workload.uniform(rows, 1, 12), request)
+    problem = problem_of(cpu_box(), MODEL, Workload.uniform(rows, 1, 12), dtype="float16", process_bytes=1 << 29)
     problem = replace(problem, budgets={"cpu": 4 * GIB, "disk": 0}, longest_tokens=32)
-    return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+    return plan_problem(problem)
 
 
 def test_a_plan_says_in_which_sweeps_experts_are_read_on_demand():
@@ -117,7 +116,7 @@ def slower_in_rows(hardware, factor):
 
 @pytest.mark.parametrize("rows", [4, 200])
 @pytest.mark.parametrize("on_disk", [("qkv", "out", "up", "down"), ("up", "down"), ("qkv",), ("up",)])
-def test_products_of_what_streams_have_rates_of_their_own_in_the_cost_model_and_in_the_simulator(rows, on_disk):
+def test_matmuls_of_streamed_weights_have_rates_of_their_own_in_the_cost_model_and_in_the_simulator(rows, on_disk):
     plan = plan_with(rows, 0)
     layers = {group: (0, 0, 6) if group in on_disk else (0, 6, 0) for group in MODEL.layer_tensors}
     plan = replace(plan, policy=replace(plan.policy, weight_layers=layers))

@@ -1,10 +1,13 @@
-"""A device with streams, played on the CPU: what is launched there is done later, in an order that nothing but its waits
-restrains, so that a missing one shows in the result.
+"""A device with streams, played on the CPU.
 
-Operations of torch on the device's memory are intercepted while a Step is launched: views are made at once, everything else is put
-off, and what it will fill is poisoned until then. Memory is `fake_memory`'s: given out again as soon as torch might. Operations
-on the host's memory alone are done at once, as they are beside a real device. Nothing here depends on how fast the machine is:
-streams and host lanes go on when the launching thread lets them, or when it cannot go on without them.
+An operation that is launched there runs later, in an order that nothing but its waits restrains, so that a missing wait
+shows in the result.
+
+Operations of torch on the device's memory are intercepted while a Step is launched: views are made at once, everything
+else is put off, and what it will fill is poisoned until then. Memory is `fake_memory`'s: given out again as soon as
+torch might. Operations on the host's memory alone are done at once, as they are beside a real device. Nothing here
+depends on how fast the machine is: streams and host lanes go on when the launching thread lets them, or when it cannot
+go on without them.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ from batchgen.engine.parts import EngineParts
 from batchgen.ops import dispatch as ops
 from batchgen.ops import quant, reference
 from batchgen.ops.host_copy import Passage, upload
-from batchgen.runtime import executor as executors
-from batchgen.runtime import token_table
+from batchgen.runtime import batch_preparation, token_table
 from batchgen.runtime.cuda import CudaLink
+from batchgen.runtime.lane_threads import prepare_thread
 from batchgen.runtime.memory import kv_cache
-from batchgen.runtime.memory.weights import OUTPUT_MATRIX, Weights
+from batchgen.runtime.memory.weight_packing import WeightPacker
+from batchgen.runtime.memory.weights import OUTPUT_MATRIX
+from batchgen.runtime.steps import hidden
 from batchgen.runtime.streams import STREAMS, StreamLanes
 
 # Equal to no other device, and its tensors are the CPU's.
@@ -63,9 +68,14 @@ class FakeDevice:
     """The Driver of `streams`. Invariant: an entry of a stream is done after those before it there."""
 
     def __init__(self, order=STREAMS, eager=0, warm=(), passage_bytes=PASSAGE_BYTES):
-        """order: streams by priority. eager: how many of the first run as soon as they can; others when they must. warm: what may
-        not be used for the first time while a stream waits at a semaphore, of FIRST_USES. passage_bytes: of
-        its pinned memory for small arrays."""
+        """Makes the device.
+
+        Args:
+            order: streams by priority.
+            eager: how many of the first run as soon as they can; others when they must.
+            warm: kinds of FIRST_USES that may not come while a stream waits at a semaphore.
+            passage_bytes: pinned memory for small arrays.
+        """
         self._order, self._eager, self.warm = order, eager, warm
         self._queues = {lane: deque() for lane in STREAMS}
         self._loads = dict.fromkeys(STREAMS, 0)
@@ -254,8 +264,11 @@ class FakeDevice:
         return True
 
     def _wait_for_host(self, event):
-        """Waits, with the lock held, until a host lane may have done something. Fails where the event waits at a semaphore that
-        nobody is to open."""
+        """Waits, with the lock held, until a host lane may have done something.
+
+        Raises:
+            AssertionError: the event waits at a semaphore that nobody is to open.
+        """
         semaphore = self._queues[self._holding_up(event)][0].semaphore
         if self.lanes is not None:
             self._changed.release()
@@ -374,8 +387,11 @@ def _tensors(x):
 
 
 class PlayedLanes(StreamLanes):
-    """Lanes of a played device. Host lanes that are late act when nothing else can go on; the launching thread gives the
-    others the time to do what they can, if it is patient."""
+    """Lanes of a played device.
+
+    Host lanes that are late act when nothing else can go on. A patient launching thread gives the others the time to do
+    what they can.
+    """
 
     def __init__(self, perform, device, *, late=(), patient=True, **options):
         super().__init__(perform, device, **options)
@@ -425,18 +441,22 @@ class PlayedLanes(StreamLanes):
 def as_on_a_device(monkeypatch) -> None:
     """Weights that are loaded for an emulated accelerator lie as a real one's: plain, all experts together."""
     monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)
-    monkeypatch.setattr(Weights, "_splits_experts", property(lambda weights: weights._h2d is None))
+    monkeypatch.setattr(WeightPacker, "splits_experts", property(lambda packer: packer.tiers.links is None))
 
 
 def run_on(
     parts: EngineParts, device: FakeDevice, monkeypatch, late: tuple[str, ...] = (), ahead: bool = False
 ) -> EngineParts:
-    """Has the parts, loaded for an emulated accelerator (`as_on_a_device`), run on the device's streams. late: lanes of the host that are slow.
-    ahead: tokens are sampled on the device, and sweeps launched before those of the last one have come to the host; else the host
-    samples, and waits for the logits."""
+    """Has the parts, loaded for an emulated accelerator (`as_on_a_device`), run on the device's streams.
+
+    Args:
+        late: lanes of the host that are slow.
+        ahead: tokens are sampled on the device, and sweeps launched before those of the last one have come to the host;
+            else the host samples, and waits for the logits.
+    """
     executor = parts.executor
-    executor.lanes = PlayedLanes(executor._perform, device, on_thread=executors._prepare_thread, late=late)
-    executor._device = DEVICE
+    executor.lanes = PlayedLanes(executor._perform, device, on_thread=prepare_thread, late=late)
+    executor.context.device = DEVICE
     _give_memory(executor, device)
 
     def on_device(name, function):
@@ -451,7 +471,7 @@ def run_on(
     on_device("gather_rows", lambda target, source, index: torch.index_select(source, 0, index, out=target))
     on_device("quantize", quant.quantize)
     on_device("dequantize", lambda packed, out: quant.dequantize(packed, out.shape[-1], out=out))
-    for module in (executors, kv_cache, token_table):
+    for module in (hidden, batch_preparation, kv_cache, token_table):
         monkeypatch.setattr(
             module, "upload", lambda array, to: device.uploaded(array) if to == DEVICE else upload(array, to)
         )
@@ -473,7 +493,7 @@ def run_on(
             ops, "_of_logits", lambda x: reference if getattr(device.launching, "lane", None) else real_of_logits(x)
         )
         assert executor.weights.embeds_on_device, "tokens that the host does not have cannot be looked up there"
-        executor._tokens = token_table.TokenTable(DEVICE)
+        executor.context.tokens = token_table.TokenTable(DEVICE)
         return parts
 
     def looking(run):
@@ -504,15 +524,15 @@ def _give_memory(executor, device):
         *cache.pools.get("gpu", ()),
         *(pool for pool, stays in zip(cache.pools.get("cpu", ()), cache.on_device, strict=False) if stays),
         *cache._staging,
-        *weights._head_slots,
-        *(table for rope in executor._ropes.values() for table in rope or ()),
+        *weights.output_matrix.buffers,
+        *(table for rope in executor.context.ropes.values() for table in rope or ()),
     ]
-    held += [*filter(torch.is_tensor, cache._passing), *executor.activations.on_device]
-    tensors = [*weights._resident, *weights._slots, *weights._dequantized]
+    held += [*filter(torch.is_tensor, cache._passing), *executor.context.activations.on_device]
+    tensors = [*weights._resident, *weights.slots.buffers, *weights.dequantized.buffers]
     tensors.append({n: t for n, t in weights.head.items() if n != OUTPUT_MATRIX or weights.residency.head == "gpu"})
     if weights.embeds_on_device:
         tensors.append(weights.embeddings)
     device.memory.keep([*held, *(t for named in tensors for t in named.values())])
     links = CudaLink(device, to_gpu=True), CudaLink(device, to_gpu=False)
-    executor.links = cache._links = links
+    executor.context.links = cache._links = links
     weights._h2d = links[0]
