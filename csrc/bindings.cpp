@@ -184,8 +184,8 @@ PYBIND11_MODULE(_kernels, m) {
         const Kernels& kernels = kernels_of(isa);
         return num_panels(kernels, args) * kernels.panel * row_bytes;
     });
-    m.def("arrange", [](Address w, int64_t row_bytes, int64_t n, int64_t k, int type, int packing,
-                               int activation, Address out, const std::string& isa) {
+    m.def("arrange", [](Address w, int64_t row_bytes, int64_t n, int64_t k, int type, int packing, int activation,
+                        Address out, const std::string& isa) {
         Linear args{};
         args.w = at(w), args.w_stride = row_bytes, args.n = n, args.k = k, args.type = Type(type);
         args.packing = BlockType(packing), args.activation = Activation(activation);
