@@ -26,7 +26,7 @@ def size_bytes(value: int | str) -> int:
 
 
 def parse_rate(text: str, flag: str) -> float:
-    """Bytes/s in "1.25GB/s" or "12GiB/s". flag: what messages call it. Raises InputError."""
+    """Bytes/s in "1.25GB/s" or "12GiB/s". flag: name of the option in messages. Raises InputError."""
     size, slash, second = text.partition("/")
     if (slash and second.strip() != "s") or "bit" in size:
         raise InputError(f"{flag} {text!r} is not a rate in bytes: write it as 1.25GB/s")
@@ -66,7 +66,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_at_least(count: float) -> str:
-    """As `format_bytes`, rounded up: who gives that much has given enough."""
+    """The size in the largest binary unit, rounded up, so that whoever gives as much gives enough."""
     text = format_bytes(count)
     number, unit = text.split()
     step = 1 if unit == "B" else 0.1

@@ -57,11 +57,12 @@ if TYPE_CHECKING:
     from batchgen.models.shard import Shard
     from batchgen.models.store.layout import WeightStore
     from batchgen.models.tokenizers.tokenizer import Tokenizer
-    from batchgen.runtime.executor import AdjacentRanks, Executor
+    from batchgen.runtime.executor import Executor
     from batchgen.runtime.lanes import OnStep
     from batchgen.runtime.memory.kv_cache import KVCache
     from batchgen.runtime.memory.tiers import Tiers
     from batchgen.runtime.memory.weights import Weights
+    from batchgen.runtime.sweep_options import AdjacentRanks
     from batchgen.schedule.packed_batch import PackedBatch
 
 ADMISSIONS = ("continuous", "static")
@@ -546,7 +547,8 @@ def _make_executor(
 ) -> Executor:
     import torch
 
-    from batchgen.runtime.executor import Executor, SweepOptions
+    from batchgen.runtime.executor import Executor
+    from batchgen.runtime.sweep_options import SweepOptions
 
     config, policy, accelerated = request.config, request.policy, request.device.accelerated
     heads = config.num_heads, config.num_kv_heads, config.head_dim

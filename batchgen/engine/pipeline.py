@@ -24,9 +24,10 @@ from batchgen.engine.loader import LoadRequest, load_executor, load_words, pack_
 from batchgen.engine.messages import Answers, SentSequence, StageLoads, SweepMessage, decode, encode
 from batchgen.engine.parts import EngineParts, process_peaks
 from batchgen.engine.ranks import RankGroup, RankZeroCounts
-from batchgen.runtime.executor import Executor, OnLogits
+from batchgen.runtime.executor import Executor
 from batchgen.runtime.sampler import SampledToken, sample
 from batchgen.runtime.scorer import Scorer
+from batchgen.runtime.sweep_options import OnLogits
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import splitter
 from batchgen.schedule.packed_batch import PackedBatch

@@ -112,7 +112,7 @@ def made_before(target: Path) -> WeightStore | None:
     from batchgen.models.store.weight_store import open_store
 
     if (target / STORE_MANIFEST).exists():
-        with contextlib.suppress(InputError):  # what is missing is made anew
+        with contextlib.suppress(InputError):  # a store that lacks something is made again
             return open_store(target)
     return None
 
@@ -128,7 +128,7 @@ def _make_store(
 ) -> WeightStore:
     """Converts the model, or a rank's part of it; a part in int4 from a store of the whole."""
     source = files
-    if shard is not None and weights == INT4:  # which columns count is measured on the whole model
+    if shard is not None and weights == INT4:  # the importance of columns is measured on the whole model
         whole = find_or_convert(files, offload_dir, dtype, weights, on_layer=on_layer)
         source = replace(files, path=whole.path, kind="store")
     part = f"rank {shard.rank} of {shard.size} of " if shard else ""

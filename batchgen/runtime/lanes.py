@@ -33,9 +33,9 @@ class Lanes:
         on_thread: Callable[[str], None] = lambda lane: None,
     ) -> None:
         """on_thread: called with the lane in each thread that is started. perform: does a Step's work. shared_cores: compute and CPU attention have the same cores, and take turns."""
-        self.busy_s = dict.fromkeys(LANES, 0.0)
+        self.busy_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
         # Seconds in which compute stood still, by the lane it waited for; CPU attention also where it had the cores.
-        self.stalled_s = dict.fromkeys(LANES, 0.0)
+        self.stalled_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self._perform, self._serial, self._on_step, self._on_thread = perform, serial, on_step, on_thread
         self._cores = threading.Lock() if shared_cores and not serial else None
         self._lock = threading.Lock()

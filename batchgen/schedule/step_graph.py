@@ -12,14 +12,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.deferred_batches import DeferredBatch, DeferredBatches
 
-LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "receive", "send")
-# Every kind of Step, and its lane.
-KINDS = {
+Lane = Literal["compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "receive", "send"]
+LANES: tuple[Lane, ...] = get_args(Lane)
+StepKind = Literal[
+    "read_weight", "read_dense", "read_experts", "load_weight", "expand_weight", "load_head",
+    "read_cache", "load_cache", "store_cache", "write_cache",
+    "embed", "receive", "load_hidden", "store_hidden", "send",
+    "pre", "attention", "route", "post", "head", "layers",
+    "send_qkv", "cpu_attention", "load_attention",
+    "send_deferred", "attend_deferred", "join_deferred",
+]  # fmt: skip
+# The lane of each kind of Step; `batchgen.runtime.steps.handlers` has its work.
+KINDS: dict[StepKind, Lane] = {
     "embed": "compute", "read_weight": "disk_read", "load_weight": "h2d", "expand_weight": "compute", "load_hidden": "h2d",
     "pre": "compute", "send_qkv": "d2h", "cpu_attention": "cpu_attention", "load_attention": "compute",
     "read_cache": "disk_read", "load_cache": "h2d", "attention": "compute", "store_cache": "d2h", "write_cache": "disk_write",
@@ -49,8 +58,8 @@ class Step(NamedTuple):  # thousands are made in a second
     """
 
     id: int
-    kind: str
-    lane: str
+    kind: StepKind
+    lane: Lane
     sweep: int
     layer: int
     batch: int
@@ -156,7 +165,7 @@ class Sweeps:
         self._write_users: dict[int, tuple[int, ...]] = {}
         # Per layer, the last Step of each lane that stored KV in an earlier sweep; those before it in its lane have ended
         # too. Kept over sweeps in which nothing is stored.
-        self._stored: list[dict[str, int]] = [{} for _ in range(streams.num_layers)]
+        self._stored: list[dict[Lane, int]] = [{} for _ in range(streams.num_layers)]
         self._posted: dict[int, tuple[int, ...]] = {}  # per batch, the last `post` of the sweep before
         self._num_deferred_batches = 0
         self._alike: dict[BatchFlow, list[Step]] = {}  # of sweeps in which nothing moves, numbered from 0
@@ -238,14 +247,15 @@ class Sweeps:
         """The Steps of the next sweep over one micro-batch that moves nothing, with all layers in one."""
         self._sweep += 1
         after: tuple[int, ...] = ()
-        for kind in ("embed", "layers", "head"):
+        kinds: tuple[StepKind, ...] = ("embed", "layers", "head")
+        for kind in kinds:
             step = self._step(kind, 0, 0, after=after)
             after = (step.id,)
             yield step
 
     def _step(
         self,
-        kind: str,
+        kind: StepKind,
         layer: int,
         batch: int,
         *,
@@ -406,7 +416,7 @@ class Sweeps:
                 del table[old]
         self._without_experts = {n for n in self._without_experts if n >= self._num_loaded - 2 * WEIGHT_SLOTS}
 
-    def _read_kind(self, n: int) -> str:
+    def _read_kind(self, n: int) -> StepKind:
         """Without its experts, where these are read on demand.
 
         A layer is read as a whole the first time, when it is checked. What is read ahead for the next sweep is read as if that had
@@ -427,7 +437,7 @@ class Sweeps:
                 yield self._weight_step("read_weight", n, self._reads, after)
             self._num_read += 1
 
-    def _weight_step(self, kind: str, n: int, table: dict[int, int], after: Iterable[int]) -> Step:
+    def _weight_step(self, kind: StepKind, n: int, table: dict[int, int], after: Iterable[int]) -> Step:
         layer = self._streamed[n % len(self._streamed)]
         step = self._step(kind, layer, 0, weight_slot=n % WEIGHT_SLOTS, after=after)
         table[n] = step.id
@@ -519,7 +529,7 @@ class _Flow:
     before_attention: dict[LayerBatch, tuple[int, ...]] = field(default_factory=dict)
     attended: dict[LayerBatch, int] = field(default_factory=dict)  # CPU attention
     staged: dict[LayerBatch, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # slot, and what fills it
-    stored: dict[int, dict[str, int]] = field(default_factory=dict)  # per layer and lane, the last Step that stores KV
+    stored: dict[int, dict[Lane, int]] = field(default_factory=dict)  # per layer and lane, the last Step that stores KV
     num_fetched: int = 0  # activations brought from host memory, and the Steps after which their slots were free
     left: list[int] = field(default_factory=list)
     head_loads: list[int] = field(default_factory=list)

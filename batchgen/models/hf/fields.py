@@ -13,7 +13,7 @@ from batchgen.models.stated_numbers import shown
 
 # Models that take images too, whose text model alone is read.
 _WITH_IMAGES = ("Gemma3ForConditionalGeneration",)
-# Where model_type is not the family.
+# Architecture -> model_type, where that is not the family.
 _MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text", "Gemma3ForConditionalGeneration": "gemma3"}
 _ACTIVATIONS = {
     "silu": "silu",

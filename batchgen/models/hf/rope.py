@@ -104,7 +104,7 @@ def _read_gemma3(
     everywhere = {"rope_type": "default", **everywhere, **old} if old else everywhere
     ropes = []
     for params, theta in ((everywhere, "rope_theta"), (local, "rope_local_base_freq")):
-        if params.get("truncate", True) is not True:  # which transformers does not read of layer types
+        if params.get("truncate", True) is not True:  # transformers does not read it of layer types
             raise InputError(
                 f"truncate {shown(params['truncate'])} in rope parameters of a layer type is not supported"
             )
