@@ -1,4 +1,4 @@
-"""Every kernel on every instruction set that this machine has, and on the plain twins of those it may lack, against float64."""
+"""Every kernel against float64, on every instruction set of this machine and on plain twins of those it lacks."""
 
 import functools
 import itertools
@@ -366,9 +366,12 @@ def test_linear(shape, dtype, activation, with_bias, with_residual, packed, seed
 
 
 def gated_slack(sums):
-    """By how much more the product of two sums may be off than one sum [rows, 2 * columns]: the error of each, times the other.
+    """By how much more the product of two sums may be off than one sum [rows, 2 * columns].
 
-    An activation passes on at most 1.13 times the error of its argument (the steepest slope of GELU) and is itself at most |gate|.
+    The error of each, times the other.
+
+    An activation passes on at most 1.13 times the error of its argument (the steepest slope of GELU) and is itself at
+    most |gate|.
     """
     gate, up = sums.abs().chunk(2, dim=-1)
     return 2 + 1.13 * up + gate  # gpt-oss's adds 1 to what the gate is multiplied with
@@ -425,7 +428,7 @@ def test_a_row_is_the_same_alone_and_in_any_number(depth):
     st.integers(0, 2**20),
 )
 def test_rows_in_tiles(shape, dtype, part, apart, packed, threads, seed):
-    """Rows of x are put into tiles of a few: any number of them, alone or among others, has the results that it should have."""
+    """Any number of rows of x, alone or among others, has the right results, whatever tiles they are put into."""
     rows, columns, depth = shape
     x_dtype = torch.float32 if dtype == torch.int8 else dtype
     x = random(seed, rows, depth + apart, dtype=x_dtype)[:, :depth]
@@ -486,7 +489,10 @@ def test_rows_that_go_in_parts_have_the_bits_of_few(dtype, depth):
 @pytest.mark.parametrize("kind", ["bf16", "i8", "u8"])
 @pytest.mark.parametrize("rows", [1, 7, 16])
 def test_products_in_tile_registers(kind, rows, instruction_set):
-    """What the kernels above take an instruction to do: c [rows, 16] += a [rows, depth] b [depth, 16], b in pairs or fours."""
+    """The product that the kernels above take an instruction to do: C [rows, 16] += a [rows, depth] b [depth, 16].
+
+    b is in pairs or fours.
+    """
     together = {"bf16": 2, "i8": 4, "u8": 4}[kind]
     rng = np.random.default_rng(rows)
     if kind == "bf16":
@@ -692,7 +698,8 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
 @real_sets
 @settings(max_examples=some_draws(60), deadline=None)
 @given(
-    st.integers(1, 9), st.integers(1, 300), st.sampled_from(DTYPES), st.sampled_from(["normal", "tiny", "huge", "flat"]),
+    st.integers(1, 9), st.integers(1, 300), st.sampled_from(DTYPES),
+    st.sampled_from(["normal", "tiny", "huge", "flat"]),
     st.integers(0, 2**20),
 )  # fmt: skip
 def test_packed_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):

@@ -21,7 +21,8 @@ LONG = Workload(12, Lengths((4000,)), Lengths((64, 128)), 128)
 def problem_with(gpu_memory, **changes):
     fields = {"admissions": ("continuous",), "longest_tokens": 4128} | changes
     return Problem(
-        gpu_box(), MODEL, LONG, {"gpu": gpu_memory, "cpu": 8 * GIB, "disk": 0}, "float16", ("float16",), ("float16",), **fields
+        gpu_box(), MODEL, LONG, {"gpu": gpu_memory, "cpu": 8 * GIB, "disk": 0}, "float16", ("float16",), ("float16",),
+        **fields
     )  # fmt: skip
 
 

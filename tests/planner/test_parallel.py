@@ -15,7 +15,8 @@ from batchgen.planner.step_seconds import all_reduce_s
 
 MODEL = config_of_hf(
     {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000,
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "vocab_size": 32000,
         "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
         "bos_token_id": 1, "eos_token_id": 2,
     }
@@ -26,7 +27,8 @@ def found(hardware, model):
     """The plan of a block whose size is fixed, in more memory than it needs."""
     problem = Problem(
         hardware=hardware, model=model, workload=Workload.uniform(256, 512, 64), budgets={"cpu": 256 * GIB, "disk": 0},
-        compute_format="float16", weight_formats=("float16",), kv_formats=("float16",), admissions=("static",), max_num_seqs=64,
+        compute_format="float16", weight_formats=("float16",), kv_formats=("float16",), admissions=("static",),
+        max_num_seqs=64,
         num_gpu_batches=1, max_num_batched_tokens=512,
     )  # fmt: skip
     return search(problem)

@@ -36,7 +36,8 @@ def llama_70b() -> ModelConfig:
     return config_of_hf(values | sizes)
 
 
-# The same of jobs of which only a part is simulated for a plan; before sweeps were jumped over, these were 28 and 13 % too short.
+# The same of jobs of which only a part is simulated for a plan; before sweeps were jumped over, these were 28 and 13 %
+# too short.
 PARTS = {"128 + 128": Workload.uniform(1024, 128, 128), "256 + 32": Workload.uniform(1024, 256, 32)}
 
 # machine, model, job, --weights: as the cost model alone would have it, 14 to 51 % slower than predicted.
@@ -98,7 +99,7 @@ def test_a_plan_is_within_10_percent_of_its_whole_job(name):
     [("OPT-6.7B in 4 bits", 1), ("OPT-6.7B in 4 bits", 2), ("Llama-70B", 4), ("Llama-8B", 1), ("Llama-8B", 4)],
 )
 def test_the_cost_model_knows_what_waits_for_what(name, num_batches):
-    """Before it knew of activations that cross the bus, and of Steps behind a layer's weights, it was off by 14 to 46 %."""
+    """The prediction counts activations that cross the bus, and Steps behind a layer's weights."""
     machine, model, workload, weights = CASES[name]
     options = {"weights": weights, "num_gpu_batches": num_batches}
     problem, plan_of = problem_and_plans(shipped_profile(machine), model, workload, **options)
@@ -108,7 +109,7 @@ def test_the_cost_model_knows_what_waits_for_what(name, num_batches):
 
 
 def test_an_order_that_takes_much_longer_than_modelled_is_given_up(monkeypatch):
-    """With several micro-batches only, and of the same order only; of the same sweeps in more parts it is no nearer to the model."""
+    """This holds with several micro-batches of the same order alone; in more parts it is no nearer to the model."""
     problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
     best = next(candidates(problem, 1))
 
@@ -132,7 +133,8 @@ def test_an_order_that_takes_much_longer_than_modelled_is_given_up(monkeypatch):
 
     monkeypatch.setattr(choice, "simulate_sampled", Run)
     found = [s.candidate for s in simulate_candidates(problem, lambda candidate: None)]
-    # 105 times 2 less a fifth is 175; 105 times 1.5 less a fifth is 131, below the 145 that are known; 105 times 1.5 is 158.
+    # 105 times 2 less a fifth is 175; 105 times 1.5 less a fifth is 131, below the 145 that are known; 105 times 1.5 is
+    # 158.
     assert found == [offered[i] for i in (0, 1, 2, 4, 5)]
 
 
@@ -186,7 +188,7 @@ def test_a_sampled_job_tells_of_the_whole(hardware):
 
 @pytest.mark.parametrize("hardware", [cpu_box(), gpu_box(gpu_memory_bytes=2 << 30)], ids=lambda h: h.name)
 def test_decoding_may_be_jumped_over(monkeypatch, hardware):
-    """Sweeps that are alike but for their contexts: each is costed with the mean of theirs, in which attention is linear."""
+    """Sweeps that are alike but for their contexts are costed with the mean context, in which attention is linear."""
     workload = Workload.uniform(40, 100, 64)
     problem, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=40)
     best = next(candidates(problem, 1))

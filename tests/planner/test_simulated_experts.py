@@ -27,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NOTHING = Prediction(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, "compute", {"cpu": {"process": 1 << 29}}, {}, {})
 MODEL = config_of_hf(
     {
-        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 32,
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6,
+        "num_attention_heads": 32,
         "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "vocab_size": 8000, "num_experts": 128,
         "num_experts_per_tok": 8, "intermediate_size": 6144,
     }

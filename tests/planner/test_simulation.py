@@ -1,5 +1,7 @@
-"""The simulator against hand-made cases, against the lanes' rules tried out tick by tick, and against the lanes themselves;
-a plan's job, simulated, against the planner's terms, and against what the engine packs and moves."""
+"""The simulator against hand-made cases, the lanes' rules tried out tick by tick, and the lanes themselves.
+
+A plan's simulated job is held against the planner's terms, and against what the engine packs and moves.
+"""
 
 import json
 import random
@@ -73,7 +75,8 @@ def test_standing_still_counts_for_each_lane_in_turn():
 
 def test_shared_cores_are_taken_in_turns():
     steps = [
-        step(0, "compute"), step(1, "d2h", 0), step(2, "cpu_attention", 1), step(3, "compute", 0), step(4, "compute", 0),
+        step(0, "compute"), step(1, "d2h", 0), step(2, "cpu_attention", 1), step(3, "compute", 0),
+        step(4, "compute", 0),
         step(5, "h2d", 2), step(6, "compute", 5),
     ]  # fmt: skip
     seconds = [1.0, 1.0, 4.0, 3.0, 2.0, 1.0, 1.0]
@@ -162,7 +165,8 @@ def tick_by_tick(steps, seconds, between_s, shared_cores):
             }  # fmt: skip
             if shared_cores:
                 both = ("cpu_attention", "compute")
-                # What ends as it begins comes first: CPU attention that waits for it asks for the cores in the same second.
+                # What ends as it begins comes first: CPU attention that waits for it asks for the cores in the same
+                # second.
                 heads = {lane: s for lane, s in heads.items() if lane not in both} or heads
                 asking = {lane: asking.get(lane, now) for lane in both if lane in heads}
                 first = None if any(lane in running for lane in both) else min(asking, key=asking.get, default=None)
@@ -300,7 +304,7 @@ def spent(plan: Plan, model: ModelConfig, hardware, batch: list[ScheduledSequenc
 
 
 def slept_box():
-    """An accelerator that sleeps so as to be slow, and multiplies streamed weights as they are stored, at half the rate; so does the CPU."""
+    """An accelerator that sleeps so as to be slow, and multiplies streamed weights as stored, at half the rate."""
     box = gpu_box(shared_cores=False)
     products = box.gpu.gemm_flops_per_s
     streamed = {product_key("float16", "float16", in_rows=True): products["float16"].scaled(0.5)}
@@ -333,7 +337,10 @@ def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_placement, b
 
 @pytest.mark.parametrize(("kv_placement", "sent", "brought"), [("gpu", 0, 0), ("cpu", 3, 1), ("streamed", 1, 1)])
 def test_each_copy_over_a_link_takes_longer_than_its_bytes(kv_placement, sent, brought):
-    """Queries, keys and values are sent one by one, results brought by compute; streamed KV comes and goes in one copy each."""
+    """Queries, keys and values are sent one by one, results brought by compute.
+
+    Streamed KV comes and goes in one copy each.
+    """
     model, overhead_s = opt(2048, 24, 32), 0.25
     policy = gpu_policy(weight_layers=GPU_COUNTS, kv_seqs={kv_placement: 32})
     batch = decoding(kv_placement, 32, 401)
@@ -486,8 +493,11 @@ def test_a_job_over_the_tiers_is_no_faster_than_perfect_overlap():
 
 @pytest.mark.parametrize("hardware", [cpu_box(), *(gpu_box(gpu_memory_bytes=gib << 30) for gib in (12, 2, 1))])
 def test_planner_and_simulator_give_the_same_time(hardware):
-    """With one micro-batch, as nothing waits for its turn. With several, a lane serves its Steps in order, which the planner
-    leaves out: it may call a job up to 1.8 times as fast as the lanes can be."""
+    """The simulation equals the cost model with one micro-batch, as nothing waits for its turn.
+
+    With several, a lane serves its Steps in order, which the planner leaves out: it may call a job up to 1.8 times as
+    fast as the lanes can be.
+    """
     model, workload = opt(2048, 24, 32), Workload.uniform(64, 100, 32)
     for num_batches in (1, 2, 4, 8) if hardware.gpu else (1,):
         plan = planned(
