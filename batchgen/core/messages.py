@@ -1,6 +1,6 @@
 """Frozen values as bytes for another process, and back: JSON, with arrays after it. Nothing that is read names code.
 
-Only dataclasses and named tuples of a table are made, field by field. A value that occurs several times in a message is
+Only dataclasses, named tuples and enums of a table are made, field by field. A value that occurs several times in a message is
 one value again.
 """
 
@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ _FEWEST_OF_A_KIND = (
     3  # from so many on, values of one kind in a list are said field by field, which is some four times as fast
 )
 
-Table = Mapping[str, type]  # of dataclasses and named tuples, by name
+Table = Mapping[str, type]  # of dataclasses, named tuples and enums, by name
 
 
 def table_of(*kinds: type) -> Table:
@@ -69,6 +70,8 @@ def decode(message: bytes, table: Table) -> Any:
 
 def _names(kind: Any) -> tuple[str, ...]:
     """The fields of a type that its constructor takes, in order."""
+    if issubclass(kind, Enum):
+        return ("value",)
     return tuple(f.name for f in fields(kind) if f.init) if is_dataclass(kind) else kind._fields
 
 

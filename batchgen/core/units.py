@@ -9,6 +9,8 @@ from batchgen.core.errors import InputError
 _SIZE = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SIZE |= {f"{p}b": v for p, v in list(_SIZE.items()) if p not in ("", "b")}
 _SIZE |= {f"{p}{s}": 2**e for p, e in (("k", 10), ("m", 20), ("g", 30), ("t", 40)) for s in ("i", "ib")}
+# Bytes.
+GIB = 1 << 30
 _DURATION = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 

@@ -1,4 +1,4 @@
-"""Where weights, KV and activations are: as whole layers, sequences and micro-batches, and as fractions.
+"""Placements of weights, KV and activations: as counts of layers, sequences and micro-batches, and as fractions.
 
 Both a placement of numbers and the unknowns of the MIP (mip.py) become fractions and buffers by `placement_of`.
 """
@@ -19,11 +19,11 @@ Value = TypeVar("Value", bound=Linear)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where things live, as fractions: each group adds up to 1.
+    """A placement as fractions: each group adds up to 1.
 
-    FlexGen's wg wc wd, cg cc cd, hg hc (section 4.2) with the KV placements of docs/packages/runtime.md, of the sequences that
-    are not deferred, whose number is fixed (`CostInputs.deferral`). Members are numbers, or linear expressions. Those
-    below are no fractions: they size buffers.
+    FlexGen's wg wc wd, cg cc cd, hg hc (section 4.2) with the KV placements of docs/packages/runtime.md, of the
+    sequences that are not deferred, whose number is fixed (`CostInputs.deferral`). Members are numbers, or linear
+    expressions. Those below are no fractions: they size buffers.
 
     Attributes:
         streamed_peak, disk_peak: the largest fraction of any one layer that is not on the GPU, or is on disk.
@@ -65,7 +65,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Amounts(Generic[Value]):
-    """Where whole things are, as numbers or as unknowns.
+    """A placement as counts of layers, sequences and micro-batches, which are numbers or unknowns.
 
     Attributes:
         weight_layers: group of tensors -> layers on (GPU, CPU, disk).
@@ -86,12 +86,12 @@ class Amounts(Generic[Value]):
 
 @dataclass(frozen=True)
 class Counts(Amounts[float]):
-    """Where whole things are, in numbers: the fields of `core.plan.Policy`."""
+    """A placement as numbers of layers, sequences and micro-batches, which become fields of `core.plan.Policy`."""
 
     kv_layers: float = 0
 
     def placement(self, s: CostInputs) -> Placement:
-        """The same as fractions, and the buffers that it needs."""
+        """The placement as fractions, and the buffers that it needs."""
         return placement_of(s, self, _Numbers())
 
 
@@ -102,10 +102,10 @@ class Rounding(Protocol):
         """1 if any of the amounts, which add up to at most `most`, is above 0; else 0."""
 
     def least(self, most: int, *shares: tuple[Linear, float]) -> Linear:
-        """The least whole number that is no smaller than any of the shares, each an amount over a number; at most `most`."""
+        """The least whole number, at most `most`, that no share exceeds; a share is an amount over a number."""
 
     def if_any(self, amounts: Sequence[Linear], most: int, value: Linear, highest: float, lowest: Linear) -> Linear:
-        """The value, which is no higher than `highest`, if any of the amounts is above 0, else 0; never below `lowest`."""
+        """The value if any of the amounts is above 0, else 0; it lies between `lowest` and `highest`."""
 
 
 class _Numbers:

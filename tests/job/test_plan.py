@@ -132,7 +132,7 @@ class TestElsewhere:
         assert 48 * 32 / predicted["generated_tokens_per_s"] == pytest.approx(predicted["total_s"])
         bought = text[text.index("would save") :]
         assert re.search(r"^  (10 % more|1 GiB more) [\w ]+: [\d.]+ (s|min).* \([\d.]+%\)$", bought, re.M)
-        assert ", planned anew " in bought
+        assert ", re-planned " in bought
 
     def test_stands_beside_this_machine(self, explained):
         text, _ = explained

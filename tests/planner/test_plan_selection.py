@@ -115,7 +115,7 @@ def test_an_order_that_takes_much_longer_than_modelled_is_given_up(monkeypatch):
 
     def modelled(seconds, num_batches, order="even", tokens=4096):
         inputs = replace(best.inputs, num_gpu_batches=num_batches, batch_order=order, max_num_batched_tokens=tokens)
-        return replace(best, inputs=inputs, realised=replace(best.realised, seconds=seconds))
+        return replace(best, inputs=inputs, incumbent=replace(best.incumbent, seconds=seconds))
 
     offered = [
         modelled(100, 2), modelled(100, 2, "mixed"), modelled(140, 1), modelled(105, 4, tokens=8192),
@@ -204,7 +204,7 @@ def test_decoding_may_be_jumped_over(monkeypatch, hardware):
 def test_only_what_may_be_the_fastest_is_simulated_for_longer(monkeypatch, longer):
     problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
     best = next(candidates(problem, 1))
-    offered = [replace(best, realised=replace(best.realised, seconds=seconds)) for seconds in (90.0, 99.0, 101.0)]
+    offered = [replace(best, incumbent=replace(best.incumbent, seconds=seconds)) for seconds in (90.0, 99.0, 101.0)]
     asked = []
 
     def run(plan, candidate, **options):
