@@ -373,7 +373,7 @@ def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, 
     touched_frac = 1 - experts_skipped_frac(s, phase)
     mixtures = s.model.expert_layers / s.model.num_layers
     tensors = mixtures * s.model.num_experts * touched_frac * len(s.expert_bytes)
-    read_s = s.all_expert_bytes * touched_frac / s.hardware.disk_read_bytes_per_s
+    read_s = transfer_s(s.all_expert_bytes * touched_frac, s.hardware.disk_read_bytes_per_s)
     requests_s = tensors * s.hardware.disk_read_overhead_s
     dequantize_all_s = dequantize_experts_s(s)
     if not dequantizes_after_router(s):
