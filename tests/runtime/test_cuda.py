@@ -1,7 +1,5 @@
-"""All that an engine does on a CUDA card, without one.
-
-Every tensor is where it must be, host memory is pinned as long as it is there and no longer.
-"""
+"""An engine on a CUDA card, without one: every tensor is where it must be, host memory is pinned as long as it is
+there and no longer."""
 
 import gc
 import random
@@ -32,8 +30,8 @@ LENGTHS = [2, 2, 2, 2]
 
 _COMPUTED = {"embed", "pre", "attention", "post", "head"}
 _MOVED = {
-    "read_weight", "load_weight", "read_cache", "load_cache", "store_cache", "write_cache", "load_hidden",
-    "store_hidden",
+    "read_weight", "load_weight", "read_cache", "load_cache", "store_cache", "write_cache",
+    "load_hidden", "store_hidden",
     "send_qkv", "cpu_attention", "load_attention",
 }  # fmt: skip
 STEPS = {
@@ -192,7 +190,7 @@ def test_large_copies_are_made_in_pieces(tiny_models, tmp_path, card, cold, monk
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_after_warming_up_nothing_is_new(tiny_models, tmp_path, card, monkeypatch, family):
-    """Every kind of Step has run and every variant of a kernel was launched, and nothing has waited for the host."""
+    """Every kind of Step has run, every variant of a kernel was launched, and nothing has waited for the host."""
     path = tiny_models(family, **LAYERS)[0]
     steps, seen, waited = [], set(), []
     real = cuda.CudaDriver.wait_for_host

@@ -1,7 +1,4 @@
-"""Schemas as pydantic and OpenAI's clients write them.
-
-Texts that follow them are valid against the schema as it was given.
-"""
+"""Schemas of pydantic and OpenAI's clients: texts that follow them are valid against the schema as it was given."""
 
 import datetime
 import enum
@@ -55,7 +52,7 @@ SCHEMAS = {
     "decimal, digits and places": {"type": "string", "pattern": decimal_pattern(6, 2), "maxLength": 9},
     "decimal, more places than digits": {"type": "string", "pattern": decimal_pattern(2, 4), "maxLength": 9},
     "path and password": record(
-        ["p", "q"], p=TEXT | {"format": "path"}, q=TEXT | {"format": "password", "writeOnly": True},
+        ["p", "q"], p=TEXT | {"format": "path"}, q=TEXT | {"format": "password", "writeOnly": True}
     ),
     "a property that is called format": record(["format"], format=TEXT | {"format": "binary"}),
     "a default that looks like a schema": record(["a"], a=INTEGER | {"default": {"format": "path"}}),
@@ -84,7 +81,7 @@ SCHEMAS = {
     },
     "OpenAI's": {"name": "pet", "strict": True, "schema": record(["lives"], lives=INTEGER)},
     "OpenAI's response format": {
-        "type": "json_schema", "json_schema": {"name": "n", "schema": record(["a"], a=INTEGER)}
+        "type": "json_schema", "json_schema": {"name": "n", "schema": record(["a"], a=INTEGER)},
     },
     "OpenAI's text format": {"type": "json_schema", "name": "n", "schema": record(["a"], a=INTEGER)},
 }  # fmt: skip

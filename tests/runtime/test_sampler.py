@@ -155,9 +155,9 @@ def test_penalties_are_applied_once_whatever_is_repeated():
 
 
 class NoWaiting(TorchDispatchMode):
-    """A mode that fails where the host would wait for the device.
+    """Fails where the host would wait for the device.
 
-    These are copies to it, and CPU tensors among a GPU's operands, which torch copies from memory that is not pinned.
+    It does for copies to it, and for CPU tensors among a GPU's operands, which torch copies from memory that is not pinned.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -1,7 +1,4 @@
-"""The executor on a device with streams.
-
-The same tokens whatever runs when, and a dependency that is missing is noticed.
-"""
+"""The executor on a device with streams: the same tokens whatever runs when, and a missing dependency is noticed."""
 
 import itertools
 import random
@@ -146,7 +143,7 @@ def test_a_missing_dependency_is_noticed(make, monkeypatch, name, kind, earlier)
 
 
 class Loans:
-    """Memory that is kept for another stream than its own, as (kind of Step, which of its blocks), but `left_out`."""
+    """Memory kept for another stream than its own: (kind of Step, which of its blocks). left_out: this one is not."""
 
     def __init__(self, parts, device, left_out=None):
         self.found, self._left_out = set(), left_out

@@ -32,14 +32,14 @@ def make(index, prompt, max_tokens):
 
 @dataclass(frozen=True)
 class Load:
-    """A random job for the scheduler.
+    """Sequences, and what they run in.
 
     Attributes:
-        prompts: (tokens, max_tokens, tokens until it ends).
-        pools: home -> blocks.
-        window: tokens that layers with a sliding window see.
-        windowed: home -> blocks of these layers; 0 where they have none of their own.
-        limits: the first one, and those that they change to between sweeps, where the seed says so.
+        prompts: (tokens, max_tokens, tokens until it ends) of each.
+        pools: tier -> blocks.
+        window: sliding window of some layers.
+        windowed: tier -> blocks of these layers; 0: they have none of their own.
+        limits: the first limits, and those that they change to between sweeps, where the seed says so.
     """
 
     prompts: list

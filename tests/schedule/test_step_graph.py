@@ -172,7 +172,7 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
 
 
 def _sequences(step):
-    """Sequences of a batch whose KV a Step touches: those that the CPU attends to, or that pass through staging."""
+    """The sequences whose KV a Step touches: those that the CPU attends to, or whose KV is streamed, of a batch."""
     return step.deferred_batch, step.batch, step.kind in ("send_qkv", "cpu_attention")
 
 
@@ -272,7 +272,7 @@ def check_computation(steps, streams, sweeps):
 
 
 def check_deferred_batches(steps, streams, sweeps):
-    """A deferred batch goes through the layers in order, at most one in a sweep, and is passed by boundedly often."""
+    """A deferred batch goes through the layers in order, one in a sweep at most, and is passed by not for ever."""
     own = defaultdict(list)
     for step in steps:
         if step.deferred_batch is not None:
@@ -291,11 +291,7 @@ def check_deferred_batches(steps, streams, sweeps):
 
 @st.composite
 def batch_flows(draw, accelerated, by_layer):
-    """Sequences by KV placement: none, only new ones, or some that have KV already.
-
-    Args:
-        by_layer: all of them are in host memory in some layers.
-    """
+    """Sequences by where they live: none, new ones, or some with KV. by_layer: all in host memory, in some layers."""
     host = draw(st.sampled_from(["none", "new", "old"])) if accelerated else "none"
     disk = "none" if by_layer else draw(st.sampled_from(["none", "new", "old"]))
     delegated = accelerated and not by_layer and draw(st.booleans())
@@ -531,7 +527,7 @@ def test_in_memory_all_is_computation_in_one_lane():
 
 
 def test_a_stage_receives_and_sends():
-    """Activations are received and sent micro-batch by micro-batch; nothing is embedded, and there are no logits."""
+    """Each micro-batch as soon as it is there, and as soon as it is done; nothing is embedded, no logits are made."""
     made = Sweeps(Streams(False, (False, False), (False, False), receives=True, sends=True))
     first, second = (list(made.steps([BatchFlow(), BatchFlow()])) for _ in range(2))
     layer = ["pre", "attention", "post"]
