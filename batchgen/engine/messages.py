@@ -101,7 +101,7 @@ class SentSequence:
             list(sequence.tokens) if sequence.sampling.changes_logits else [],
             sequence.targets,
             sequence.scored_from,
-            sequence.constraint and SentMask(sequence.constraint.mask()),
+            None if sequence.constraint is None else SentMask(sequence.constraint.mask()),
         )
 
     @property

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import attention_key, linear_key
@@ -19,6 +19,8 @@ from batchgen.models.rope import RopeConfig
 from batchgen.models.stated_numbers import require_positive
 
 DTYPES = ("float32", "bfloat16", "float16")
+Norm = Literal["rms", "layer"]
+Activation = Literal["silu", "relu", "gelu", "gelu_tanh", "swiglu_oai"]
 # Activations of a gate, which linear layers compute together with the product that follows.
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
 # Fields of stages and of block formats, which are left out of JSON where they are empty.
@@ -87,9 +89,9 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     max_position: int
-    norm: str
+    norm: Norm
     norm_eps: float
-    activation: str
+    activation: Activation
     gated_mlp: bool
     qkv_bias: bool
     out_bias: bool

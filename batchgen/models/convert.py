@@ -54,8 +54,8 @@ _DIRTY_BYTES = 256 << 20  # written before it is pushed to the disk
 _LOCK_POLL_S = 1.0
 
 
-def _ignore(done: int, total: int) -> None:
-    pass
+def no_progress(done: int, total: int) -> None:
+    """Show nobody how many layers are done."""
 
 
 def convert(
@@ -66,7 +66,7 @@ def convert(
     weights: str = NATIVE,
     overwrite: bool = False,
     on_start: Callable[[], None] = lambda: None,
-    on_layer: Callable[[int, int], None] = _ignore,
+    on_layer: Callable[[int, int], None] = no_progress,
     shard: Shard | None = None,
 ) -> WeightStore:
     """Put the model's weights into a weight store.

@@ -193,7 +193,7 @@ def _probe_s(dtype: str) -> float:
     weights = torch.ones(8, 1024, 1024, dtype=getattr(torch, dtype))
     x = torch.ones(512, 1024, dtype=weights.dtype)
     source, target = torch.ones(2, 1 << 27, dtype=torch.uint8)
-    times = []
+    times: list[float] = []
     deadline = time.perf_counter() + _PROBE_S
     while len(times) < 4 or time.perf_counter() < deadline:
         started = time.perf_counter()

@@ -25,6 +25,7 @@ from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops import int8
 from batchgen.ops.attention_plan import SequenceSlice, plan_attention
+from batchgen.ops.cpp import BlockWeight
 from batchgen.profiler.timing import Device, Effort, Trial, pieces
 
 # Function that runs a measurement under a name for people, and returns its result.
@@ -265,18 +266,18 @@ def _weight(
     numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated: bool, in_rows: bool = False
 ) -> ops.Weight:
     """A matrix prepacked for GEMMs; with other numbers where quantizing takes long, as the timing is the same."""
+    rows, columns = numbers.shape
     if weight_format in BLOCK_FORMATS:
-        rows, columns = numbers.shape
         data = torch.full(
             (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
         )  # scales are numbers
-        found = ops.BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, _name(numbers.dtype)))
+        found = BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, _name(numbers.dtype)))
         return found if in_rows else ops.pack_blocks(found, numbers.dtype, gated=gated)
     stored = numbers
     if weight_format == INT8:
         some = int8.quantize(numbers[:_QUANTIZED_ROWS])
         stored = some.repeat(-(-len(numbers) // len(some)), 1)[: len(numbers)]
-    isa = kernels.linear_isa(*numbers.shape, weight_format)
+    isa = kernels.linear_isa(rows, columns, weight_format)
     return ops.bind_weight(stored, isa) if in_rows else ops.pack_weight(stored, gated=gated, isa=isa)
 
 
