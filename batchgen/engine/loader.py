@@ -584,7 +584,7 @@ def pack_for(request: LoadRequest, compute_tier: str) -> Callable[[list[Schedule
     return partial(
         pack,
         kv_block_size=request.policy.kv_block_size,
-        key_bytes=config.num_kv_heads * config.head_dim * int(FORMAT_BYTES[request.dtype]),
+        key_bytes=config.kv_size * int(FORMAT_BYTES[request.dtype]),
         windows=frozenset(config.windows),
         compute_tier=compute_tier,
         in_place=request.policy.kv_layers > 0,

@@ -353,7 +353,7 @@ class ModelConfig:
         """
         shapes = {
             "qkv": (self.qkv_size, self.hidden_size),
-            "out": (self.hidden_size, self.num_heads * self.head_dim),
+            "out": (self.hidden_size, self.q_size),
         }
         widths = {"": self.intermediate_size, "shared_": self.shared_expert_size, "dense_": self.dense_size}
         for kind, width in widths.items():
@@ -426,14 +426,14 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values one token leaves in the cache, all layers together."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * dtype_bytes
+        return self.num_layers * 2 * self.kv_size * dtype_bytes
 
     def flops_per_token(self, context: int) -> int:
         """FLOPs of one token and its logits, attending to `context` positions, itself included."""
         weights = self._matmul_params
         weights += self.vocab_size * self.embed_size + 2 * self._projection_params
         seen = sum(context if window is None else min(context, window) for window in self.windows)
-        return 2 * weights + 4 * self.num_heads * self.head_dim * seen
+        return 2 * weights + 4 * self.q_size * seen
 
     def elementwise_bytes_per_token(self, dtype_bytes: int) -> int:
         """Activations that one token reads and writes in one layer outside of matrix products and attention.
@@ -443,7 +443,7 @@ class ModelConfig:
         the write of k and v to the cache (1, 1), the activation (gate and up, or up alone, in; one out) and two
         residual adds (2, 1). Weights of the norms and intermediate fp32 values do not count.
         """
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q, kv = self.q_size, self.kv_size
         norms = (4 if self.output_norms else 2) * 2 * self.hidden_size + self.qk_norm * 2 * (q + kv)
         rotary = 2 * (q + kv) if self.rope else 2 * q
         kv_write = 2 * 2 * kv

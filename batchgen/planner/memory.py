@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import INT4
@@ -27,11 +27,12 @@ from batchgen.core.plan import (
 from batchgen.models.config import ModelConfig
 from batchgen.planner.kv_memory import Demand, kv_pools
 from batchgen.planner.linear import Linear, number, total
-from batchgen.planner.placement import Placement
+from batchgen.planner.placement import WHOLE_NUMBERS, Placement, staging_blocks
 from batchgen.planner.problem import CostInputs
 from batchgen.planner.sizes import (
     DEVICE_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
+    Batches,
     Sizes,
     activation_bytes,
     coded_bytes,
@@ -55,30 +56,6 @@ class Item(NamedTuple):
     part: str
     size: Linear
     stream: str | None = None
-
-
-class Batches(Protocol):
-    """Numbers of sequences and tokens in flight: a `Policy`, or the inputs of the cost model."""
-
-    @property
-    def num_gpu_batches(self) -> int:
-        """Micro-batches of a sweep."""
-
-    @property
-    def gpu_batch_size(self) -> int:
-        """Sequences of a micro-batch, if all are of equal size."""
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Most sequences in flight."""
-
-    @property
-    def batch_seqs(self) -> int:
-        """Most sequences of one micro-batch."""
-
-    @property
-    def batch_tokens(self) -> int:
-        """Most tokens of one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -331,7 +308,11 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
         read_buffer += max((aligned(size) for tier, size in groups if tier == "disk"), default=0)
         stream_buffer += slots[group] if any(counts[1:]) else 0
     seqs = policy.kv_seqs
-    staged_blocks = _staging_blocks(policy, "gpu" if on_gpu else "cpu", demand.longest_tokens)
+    longest_blocks = s.kv_blocks(demand.longest_tokens)
+    in_sweep = [(KVPlacement(name).in_sweep("gpu" if on_gpu else "cpu", True), count) for name, count in seqs.items()]
+    passing = [count for placement, count in in_sweep if placement is KVPlacement.STREAMED]
+    attended = any(count for placement, count in in_sweep if placement in (KVPlacement.CPU, KVPlacement.DEFERRED))
+    staged_blocks = int(number(staging_blocks(s, policy, longest_blocks, passing, int(attended), WHOLE_NUMBERS)))
     links = 2 if seqs.get("disk") and s.kv_block_bytes % ALIGNMENT else 1
     return Held(
         on_gpu=on_gpu,
@@ -352,17 +333,3 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
         passing_bytes=links * passing_bytes(s.disk_block_bytes, staged_blocks) if staged_blocks else 0,
         disk_blocks=staged_blocks if seqs.get("disk") else 0,
     )
-
-
-def _staging_blocks(policy: Policy, device: str, longest_tokens: int) -> int:
-    """Blocks of one buffer: a micro-batch's part of what does not live on the compute device, at its longest."""
-    away = {name: count for name, count in policy.kv_seqs.items() if count and KVPlacement(name).tier != device}
-    if not away:
-        return 0
-    longest = -(-longest_tokens // policy.kv_block_size)
-    attended = {"cpu", "deferred"} & away.keys()  # on the CPU
-    passing = -(-sum(count for name, count in away.items() if name not in attended) // policy.equal_parts)
-    blocks = max(1, passing) * longest
-    if attended:  # their prompts pass through once
-        blocks += -(-policy.batch_tokens // policy.kv_block_size) + min(policy.batch_seqs, policy.batch_tokens)
-    return blocks

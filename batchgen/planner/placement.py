@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.planner.linear import Linear, number, total
 from batchgen.planner.problem import CostInputs
+from batchgen.planner.sizes import Batches, Sizes
 
 Value = TypeVar("Value", bound=Linear)
 
@@ -92,7 +93,7 @@ class Counts(Amounts[float]):
 
     def placement(self, s: CostInputs) -> Placement:
         """The placement as fractions, and the buffers that it needs."""
-        return placement_of(s, self, _Numbers())
+        return placement_of(s, self, WHOLE_NUMBERS)
 
 
 class Rounding(Protocol):
@@ -108,7 +109,7 @@ class Rounding(Protocol):
         """The value if any of the amounts is above 0, else 0; it lies between `lowest` and `highest`."""
 
 
-class _Numbers:
+class _WholeNumbers:
     """Sizes of buffers of a placement that is known."""
 
     def any(self, amounts: Sequence[Linear], most: int) -> int:
@@ -119,6 +120,9 @@ class _Numbers:
 
     def if_any(self, amounts: Sequence[Linear], most: int, value: Linear, highest: float, lowest: Linear) -> Linear:
         return value if self.any(amounts, most) else 0
+
+
+WHOLE_NUMBERS = _WholeNumbers()
 
 
 def placement_of(s: CostInputs, amounts: Amounts[Value], rounding: Rounding) -> Placement:
@@ -158,19 +162,18 @@ def placement_of(s: CostInputs, amounts: Amounts[Value], rounding: Rounding) -> 
 
 def _buffers(s: CostInputs, kv: Mapping[str, Linear], batches_on_host: Linear, rounding: Rounding) -> dict[str, Linear]:
     """Members of `Placement` that size buffers of KV and activations."""
-    parts, staged_seqs = s.equal_parts, [kv[name] for name in staged_classes(s)]
+    staged_seqs = [kv[name] for name in _staged_placements(s)]
     delegates = rounding.any([kv["cpu"]], s.max_num_seqs) if s.on_gpu else 0
-    attends = 1 if s.deferred_seqs else delegates  # the CPU
-    passing = rounding.least(s.batch_seqs, (total(staged_seqs), parts), (attends, 1))
-    staged = passing * s.longest_blocks + attends * s.delegated_prompt_blocks
+    attended = 1 if s.deferred_seqs else delegates
+    staged = staging_blocks(s, s, s.longest_blocks, staged_seqs, attended, rounding)
     if not s.on_gpu:
         disk = staged
     elif s.runtime.attends_disk_kv_on_cpu:
-        disk = rounding.least(s.batch_seqs, (kv["disk"], parts)) * s.longest_blocks
+        disk = rounding.least(s.batch_seqs, (kv["disk"], s.equal_parts)) * s.longest_blocks
     else:
-        most = s.batch_seqs * s.longest_blocks + s.delegated_prompt_blocks
-        least = kv["disk"] * (s.longest_blocks / parts)
-        disk = rounding.if_any([kv["disk"]], s.max_num_seqs, staged, most, least)
+        highest = s.batch_seqs * s.longest_blocks + _prompt_blocks(s, s)
+        lowest = kv["disk"] * (s.longest_blocks / s.equal_parts)
+        disk = rounding.if_any([kv["disk"]], s.max_num_seqs, staged, highest, lowest)
     return {
         "staged_blocks": staged,
         "disk_blocks": disk,
@@ -180,8 +183,35 @@ def _buffers(s: CostInputs, kv: Mapping[str, Linear], batches_on_host: Linear, r
     }
 
 
-def staged_classes(s: CostInputs) -> tuple[str, ...]:
+def _staged_placements(s: CostInputs) -> tuple[str, ...]:
     """KV placements of which all KV passes through a staging buffer of the compute device in every sweep."""
     if not s.on_gpu:
         return ("disk",)
     return ("streamed",) if s.runtime.attends_disk_kv_on_cpu else ("streamed", "disk")
+
+
+def staging_blocks(
+    s: Sizes,
+    batches: Batches,
+    longest_blocks: int,
+    staged_seqs: Sequence[Linear],
+    attended: Linear,
+    rounding: Rounding,
+) -> Linear:
+    """KV blocks of one staging buffer: a micro-batch's part of what passes through it, at its longest.
+
+    Args:
+        s: sizes of the model.
+        batches: numbers of sequences and tokens in flight.
+        longest_blocks: KV blocks of the longest sequence.
+        staged_seqs: sequences in flight, by KV placement, whose KV passes through in every sweep.
+        attended: 1 if the CPU attends to any sequence for the GPU: its prompt passes through once.
+        rounding: operations of numbers or of unknowns.
+    """
+    passing = rounding.least(batches.batch_seqs, (total(staged_seqs), batches.equal_parts), (attended, 1))
+    return passing * longest_blocks + attended * _prompt_blocks(s, batches)
+
+
+def _prompt_blocks(s: Sizes, batches: Batches) -> int:
+    """KV blocks of a staging buffer for the prompts of sequences that the CPU attends to."""
+    return s.kv_blocks(batches.batch_tokens) + min(batches.batch_seqs, batches.batch_tokens)

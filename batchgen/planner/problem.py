@@ -213,11 +213,6 @@ class CostInputs(Sizes):
         """KV blocks of the longest sequence that staging buffers must hold."""
         return self.kv_blocks(self.longest_tokens or self.workload.prompt_len.max + self.workload.max_output_len)
 
-    @property
-    def delegated_prompt_blocks(self) -> int:
-        """KV blocks of a staging buffer for the prompts of sequences that the CPU attends to."""
-        return self.kv_blocks(self.batch_tokens) + min(self.batch_seqs, self.batch_tokens)
-
 
 @dataclass(frozen=True)
 class Allowed:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Protocol
 
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED, weight_format_of
@@ -146,6 +147,34 @@ class Sizes:
     def kv_blocks(self, tokens: float) -> int:
         """KV blocks that hold so many tokens."""
         return -(-math.ceil(tokens) // self.kv_block_size)
+
+
+class Batches(Protocol):
+    """Numbers of sequences and tokens in flight: a `Policy`, or the inputs of the cost model."""
+
+    @property
+    def num_gpu_batches(self) -> int:
+        """Micro-batches of a sweep."""
+
+    @property
+    def gpu_batch_size(self) -> int:
+        """Sequences of a micro-batch, if all are of equal size."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences in flight."""
+
+    @property
+    def equal_parts(self) -> int:
+        """Number of equal parts of a sweep of which a micro-batch has at most one."""
+
+    @property
+    def batch_seqs(self) -> int:
+        """Most sequences of one micro-batch."""
+
+    @property
+    def batch_tokens(self) -> int:
+        """Most tokens of one micro-batch."""
 
 
 def activation_bytes(

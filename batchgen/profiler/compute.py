@@ -224,7 +224,7 @@ def gemm_rates(
     stored_in = weight_format or _name(pool.dtype)
 
     def rates(model: ModelConfig) -> tuple:
-        width, attention, inner = model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size
+        width, attention, inner = model.hidden_size, model.q_size, model.intermediate_size
         up = (2 if model.gated_mlp else 1) * inner
         shapes = [(model.qkv_size, width), (width, attention), (up, width), (width, inner)]  # rows, columns
         sizes = [rows * columns for rows, columns in shapes]
@@ -332,7 +332,7 @@ def prefill_rates(
     kv = paged_kv(pool, model, kv_format)
 
     def trial(context: int) -> Trial:
-        flops = 4 * model.num_heads * model.head_dim * (context * (context + 1) // 2)
+        flops = 4 * model.q_size * (context * (context + 1) // 2)
         return Trial(flops, paged_attention(kv, model, [(context, 0)], pool.dtype, isa))
 
     return Rates(("context",), device.rising_rates(effort.prefill_contexts, trial, effort))

@@ -329,8 +329,8 @@ def _attention_shape(model: ModelConfig, dtype_name: str) -> _Shape:
         return lambda candidate: Trial(work, paged_attention(kv, model, sequences, dtype, candidate))
 
     n = _PREFILL_TOKENS
-    flops = 4 * model.num_heads * model.head_dim * (n * (n + 1) // 2)
-    token_bytes = 2 * model.num_kv_heads * model.head_dim * FORMAT_BYTES[dtype_name]
+    flops = 4 * model.q_size * (n * (n + 1) // 2)
+    token_bytes = 2 * model.kv_size * FORMAT_BYTES[dtype_name]
     points = {
         f"prefill of {n} tokens": lambda: prepare([(n, 0)], flops),
         f"decode of {_DECODE_SEQS} rows of {_DECODE_CONTEXT} tokens": lambda: prepare(

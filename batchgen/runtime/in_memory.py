@@ -58,7 +58,7 @@ def in_memory(
     if tiers.driver:
         rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * kv_block_size
         limits = SchedulerLimits(rows, tokens, kv_seqs={KVPlacement(tier): rows}, compute_tier=tier)
-        key_bytes = config.num_kv_heads * config.head_dim * dtype.itemsize
+        key_bytes = config.kv_size * dtype.itemsize
         shape = {"kv_block_size": kv_block_size, "key_bytes": key_bytes, "windows": frozenset(config.windows)}
         sweeps = dummy_sweeps(
             Scheduler({tier: BlockManager(num_blocks, kv_block_size)}, limits),

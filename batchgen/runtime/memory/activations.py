@@ -47,7 +47,7 @@ class Activations:
             (host.zeros(heads, dtype), host.zeros(heads, dtype)) for _ in range(EXCHANGE_SLOTS) if delegated_seqs
         ]
         # Of each of them, by its slot, queries for attention on the CPU and what came of it: [slots, heads * head_dim].
-        width = config.num_heads * config.head_dim
+        width = config.q_size
         self.deferred = tuple(
             host.zeros((deferred_seqs, width), dtype) if deferred_seqs else torch.empty(0, width, dtype=dtype)
             for _ in range(2)

@@ -104,7 +104,7 @@ def place_of(config: ModelConfig, part: str, layer: int) -> Place:
 
 def _fused_rows(config: ModelConfig, stem: str) -> tuple[int, int, int]:
     """The `Place.of` of a matrix of Phi-3 that is fused with others."""
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    q, kv = config.q_size, config.kv_size
     inner = config.intermediate_size
     first, rows = {"q": (0, q), "k": (q, kv), "v": (q + kv, kv), "gate": (0, inner), "up": (inner, inner)}[stem]
     return first, first + rows, 2 * inner if stem in ("gate", "up") else q + 2 * kv
