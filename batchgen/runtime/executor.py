@@ -1,7 +1,8 @@
 """Takes the micro-batches of a sweep through all layers, in the order of its Steps.
 
-The order of Steps and what they wait for is `schedule.step_graph`'s, running them `lanes`' and `streams`', the work of each kind
-`steps.handlers`'. With everything in the compute device's memory all Steps are in one lane, and this is the plain serial order.
+The order of Steps and what they wait for is `schedule.step_graph`'s, running them `lanes`' and `streams`', the work of
+each kind `steps.handlers`'. With everything in the compute device's memory all Steps are in one lane, and this is the
+plain serial order.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Executor:
 
     Attributes:
         config, weights, kv_cache: model and its memory.
-        context: what the work of all Steps shares.
+        context: model, memory and sweep that the work of all Steps shares.
         lanes: lanes that carry out Steps.
         routing: numbers of tokens by expert, where the host computes.
     """
@@ -56,7 +57,7 @@ class Executor:
             weights: Its weights.
             kv_cache: Its KV.
             tiers: Tiers that weights and KV are in.
-            options: How sweeps are run.
+            options: Options of its sweeps.
         """
         self.config, self.weights, self.kv_cache = config, weights, kv_cache
         self._tiers, self._options = tiers, options
@@ -116,13 +117,14 @@ class Executor:
         Args:
             batches: Micro-batches; with deferred batches under way there need be none.
             on_logits: Function that takes the logits.
-            vocabulary_chunks: Whether it takes chunks of the vocabulary, one after the other for the same rows, where the
-                output matrix comes in chunks; otherwise it gets the whole.
-            deferred_batches: Deferred batches of the same job. Those that the batches begin are added, those whose last layer
-                the sweep computes have their logits too.
+            vocabulary_chunks: Whether it takes chunks of the vocabulary, one after the other for the same rows, where
+                the output matrix comes in chunks; otherwise it gets the whole.
+            deferred_batches: Deferred batches of the same job. Those that the batches begin are added, those whose last
+                layer the sweep computes have their logits too.
 
         Returns:
-            A function that waits for the sweep, on a device with streams where it has only been launched; None: it is over.
+            A function that waits for the sweep, on a device with streams where it has only been launched; None: it is
+            over.
         """
         context = self.context
         context.vocabulary_chunks = vocabulary_chunks
@@ -134,7 +136,7 @@ class Executor:
         return wait
 
     def drop(self, deferred_batches: DeferredBatches) -> None:
-        """Drop deferred batches that are under way; return when the CPU is done with their KV. Raises what a Step raised."""
+        """Drop deferred batches under way. Return when the CPU is done with their KV; raise what a Step raised."""
         if deferred_batches.waiting:
             for deferred_batch in deferred_batches.waiting:
                 self._deferred_batches.pop(deferred_batch.number, None)
@@ -147,11 +149,12 @@ class Executor:
     ) -> None:
         """Run sweeps for nothing but what a first use of each operation brings with it.
 
-        Kernels are compiled and loaded, libraries take their work space. That may wait for everything on the device, which would
-        not end while something there waits for the host; so here every Step is done before the next one is launched.
+        Kernels are compiled and loaded, libraries take their work space. That may wait for everything on the device,
+        which would not end while something there waits for the host; so here every Step is done before the next one is
+        launched.
 
-        Layers of the model that differ, in where their weights are and what they attend to, are run. KV that is written is set
-        to zero again, and nothing is counted. To be called before the first `run`.
+        Layers of the model that differ, in where their weights are and what they attend to, are run. KV that is written
+        is set to zero again, and nothing is counted. To be called before the first `run`.
 
         Args:
             sweeps: Micro-batches of each sweep.

@@ -15,7 +15,14 @@ _of_thread = threading.local()
 
 
 def prepare_thread(lane: str, dedicated_core: DedicatedCore | None = None) -> None:
-    """Have the calling thread, which is the lane's, make copies alone: a team of threads would wait for the cores that compute has."""
+    """Have the calling thread, which is a lane's, make copies alone.
+
+    A team of threads would wait for the cores that compute has.
+
+    Args:
+        lane: Lane of the thread.
+        dedicated_core: Cores of an emulated accelerator; None: all lanes have the same.
+    """
     if dedicated_core is not None:
         dedicated_core.keep_lane(lane)
     _of_thread.inference = torch.inference_mode()  # until the thread ends

@@ -1,4 +1,4 @@
-"""How an executor runs sweeps, and whom it hands logits and activations to."""
+"""Options of an executor's sweeps, and whom it hands logits and activations to."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from batchgen.models.layers import Reduce
 from batchgen.runtime.lanes import OnStep
 from batchgen.schedule.sequence import LogitsRow
 
-# Takes (rows, fp32 logits [rows, columns], token of the first column) as soon as they are there. Returns the tokens chosen,
-# int64 [rows], if any are.
+# Takes (rows, fp32 logits [rows, columns], token of the first column) as soon as they are there. Returns the tokens
+# chosen, int64 [rows], if any are.
 OnLogits = Callable[[Sequence[LogitsRow], Tensor, int], Tensor | None]
 
 
@@ -29,7 +29,7 @@ class AdjacentRanks(Protocol):
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """How an `Executor` runs sweeps.
+    """Options of an `Executor`'s sweeps.
 
     Attributes:
         max_positions: most tokens of a sequence.
@@ -39,14 +39,14 @@ class SweepOptions:
         deferred_seqs: most sequences in flight whose attention is deferred.
         chunk_tokens: tokens that go through a layer's matmuls together; None: a micro-batch.
         logit_rows: rows whose logits are made together; None: a micro-batch.
-        captured_tokens: most tokens of a decode sweep that becomes a CUDA graph (`graphs`), for models whose weights and KV
-            are all on the device; 0: none does.
+        captured_tokens: most tokens of a decode sweep that becomes a CUDA graph (`graphs`), for models whose weights
+            and KV are all on the device; 0: none does.
         attention_isa: instruction set that attends on the CPU; "": the process's.
         reduce: all-reduce over the ranks, on tensors of the compute device; None: there is one rank.
-        makes_logits: whether this rank is asked for logits.
+        makes_logits: Whether this rank is asked for logits.
         adjacent_ranks: ranks of the previous and the next pipeline stage; None: there is one stage.
-        serial: whether Steps run one after the other in the caller's thread (`Lanes`).
-        shared_cores: whether compute and CPU attention take turns on the same cores (`Lanes`).
+        serial: Whether Steps run one after the other in the caller's thread (`Lanes`).
+        shared_cores: Whether compute and CPU attention take turns on the same cores (`Lanes`).
         on_step: function that is called after each Step with its times (`Lanes`).
     """
 

@@ -73,7 +73,7 @@ class DiskWeights:
         return self._views[layer, slot]
 
     def has_experts_on_demand(self, slot: int | None) -> bool:
-        """Whether a buffer has a layer whose experts are read on demand."""
+        """Tell whether a buffer has a layer whose experts are read on demand."""
         return slot in self._on_demand
 
     def read(self, layer: int, slot: int) -> None:

@@ -28,7 +28,7 @@ class OutputMatrix:
         self.buffers: list[Tensor] = []
 
     def make_buffers(self, matrix: Tensor, gpu: Arena) -> None:
-        """Make buffers for chunks of a matrix that is stored elsewhere. Raises BatchgenError where memory does not suffice."""
+        """Make buffers for chunks of a matrix that is stored elsewhere. Raises BatchgenError where memory is short."""
         shape = self._chunk_rows, matrix.shape[1]
         self.buffers = [gpu.empty(shape, matrix.dtype, "the output matrix in transit") for _ in range(HEAD_SLOTS)]
 

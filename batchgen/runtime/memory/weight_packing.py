@@ -1,4 +1,4 @@
-"""Matrices made ready for the kernels that multiply them: prepacked where they stay, bound to an instruction set where they pass."""
+"""Matrices made ready for the kernels that multiply them: prepacked, or bound to an instruction set."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class WeightPacker:
 
     @property
     def splits_experts(self) -> bool:
-        """Whether products are made expert by expert; elsewhere kernels take the matrices of all experts as they lie."""
+        """Tell whether experts are multiplied one by one; elsewhere kernels take the matrices of all together."""
         return self.tiers.device.type == "cpu"
 
     def pack_layer(self, tensors: Tensors, layer: int, blocks: BlockPacker) -> Tensors:
@@ -62,8 +62,8 @@ class WeightPacker:
     def pack(self, tensors: Tensors, blocks: BlockPacker) -> Tensors:
         """Tensors with matrices prepacked.
 
-        Tensors are taken out of `tensors`, so that no more than one is in memory twice. Vectors are copied: they may be views of
-        memory in which what is packed now was read, and would keep all of it.
+        Tensors are taken out of `tensors`, so that no more than one is in memory twice. Vectors are copied: they may be
+        views of memory in which what is packed now was read, and would keep all of it.
         """
         return {name: self._packed(name, tensors.pop(name), blocks) for name in list(tensors)}
 
@@ -106,5 +106,5 @@ class WeightPacker:
 
 
 def _is_matrix(weight: ops.Weight) -> bool:
-    """Whether a weight is a matrix of numbers, or of rows of 8 bits; bytes are 4-bit rows or rows of a GGUF."""
+    """Tell whether a weight is a matrix of numbers, or of rows of 8 bits; bytes are 4-bit rows or rows of a GGUF."""
     return isinstance(weight, Tensor) and weight.ndim == 2 and weight.dtype != torch.uint8

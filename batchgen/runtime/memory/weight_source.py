@@ -89,7 +89,7 @@ class WeightSource:
         return {SINKS: self._checkpoint.load_sinks(self._dtype)}
 
     def is_packed_end(self, which: Which) -> bool:
-        """Whether "embeddings" or "head" have the output matrix, and it is prepacked."""
+        """Tell whether "embeddings" or "head" have the output matrix, and it is prepacked."""
         packed = self._config.has_head and self._residency.head == self._compute_tier
         return packed and (which == "head" or self._config.tied_embeddings)
 
@@ -99,7 +99,7 @@ class WeightSource:
 
     @property
     def _packs_from_file(self) -> bool:
-        """Whether block-quantized weights are packed while they are read."""
+        """Tell whether block-quantized weights are packed while they are read."""
         kept = self._residency.weight_format in KEPT_FORMATS
         return kept and self.store is None and self._compute_tier == "cpu" and self._checkpoint.load_unread is not None
 

@@ -2,8 +2,9 @@
 
 A layer's tensors come in groups ("qkv", "out", "up", "down"), each in one of the tiers. What is in host memory is
 copied to an accelerator; what is on disk is read from a weight store, straight into the buffers in use where the host
-computes. 4-bit matrices are dequantized once per layer and sweep, of experts on the host only those that tokens are routed to;
-matrices of 8 bits, and block-quantized ones, are multiplied as they are, each in the format that it was found in.
+computes. 4-bit matrices are dequantized once per layer and sweep, of experts on the host only those that tokens are
+routed to; matrices of 8 bits, and block-quantized ones, are multiplied as they are, each in the format that it was
+found in.
 """
 
 from __future__ import annotations
@@ -68,10 +69,10 @@ class Weights:
             config: Configuration of the model.
             residency: Tiers and format of the weights.
             dtype: Compute dtype.
-            checkpoint: Checkpoint that resident weights come from, read layer by layer, and freed matrix by matrix, so that
-                memory peaks about one matrix above the result.
-            store: Weight store of `residency.weight_format`; needed for weights of int4 and those on disk, and used for all if
-                given.
+            checkpoint: Checkpoint that resident weights come from, read layer by layer, and freed matrix by matrix, so
+                that memory peaks about one matrix above the result.
+            store: Weight store of `residency.weight_format`; needed for weights of int4 and those on disk, and used for
+                all if given.
             tiers: Memories of the tiers; None: host memory alone.
             dequantized_slots: Layers whose dequantized 4-bit weights are in use at once.
             kernels: Instruction set of each shape on the CPU.
@@ -111,7 +112,7 @@ class Weights:
 
     @property
     def embeds_on_device(self) -> bool:
-        """Whether the input embeddings are in the compute device's memory."""
+        """Tell whether the input embeddings are in the compute device's memory."""
         return self.residency.tier_of_embeddings(self.config) == self._compute_tier
 
     @property
@@ -178,7 +179,7 @@ class Weights:
         return self.output_matrix.chunk(self._logits_matrix(), chunk, slot)
 
     def sinks(self, layer: int, device: torch.device) -> Tensor | None:
-        """Attention sinks of a layer, fp32 [heads], in memory of the host or of the compute device; None: the model has none."""
+        """Attention sinks of a layer, fp32 [heads], in the memory of a device; None: the model has none."""
         return self._sinks[device.type][layer] if self._sinks else None
 
     def reset_counts(self) -> None:

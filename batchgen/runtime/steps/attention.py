@@ -35,7 +35,8 @@ def attention(context: StepContext, step: Step, batch: BatchState) -> None:
 
 def send_qkv(context: StepContext, step: Step, batch: BatchState) -> None:
     """Send queries of sequences that the CPU attends to, and their new KV, to host memory."""
-    # What is compute's here outlives this: before it is given up, compute waits for the CPU, which has waited for the copies.
+    # What is compute's here outlives this: before it is given up, compute waits for the CPU, which has waited for the
+    # copies.
     part, d2h = batch.parts[KVPlacement.CPU], context.links[1]
     q, k, v = qkv_for_host(context, step, batch.qkv[part.tokens], batch.positions_of(part.tokens))
     pool = context.kv_cache.pools["cpu"][step.layer]

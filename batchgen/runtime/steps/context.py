@@ -1,4 +1,4 @@
-"""What the work of all Steps shares: the model, its memory, and the sweep that is being run."""
+"""The model, its memory, and the sweep that is being run: all that the work of Steps shares."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class StepContext:
         tokens: sampled tokens on the device; None: the host hands them to the next sweep.
         deferred_of: Step id -> the deferred batch that it works for.
         on_logits: function that takes the sweep's logits.
-        vocabulary_chunks: whether it takes chunks of the vocabulary.
-        one_batch: whether the sweep has one micro-batch.
+        vocabulary_chunks: Whether it takes chunks of the vocabulary.
+        one_batch: Whether the sweep has one micro-batch.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which function does the work of each kind of Step."""
+"""The table of functions that do the work of each kind of Step."""
 
 from __future__ import annotations
 

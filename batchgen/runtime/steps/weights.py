@@ -39,7 +39,7 @@ def load_head(context: StepContext, step: Step, batch: BatchState) -> None:
 
 
 def dequantizes_after_router(context: StepContext, step: Step) -> bool:
-    """Whether only those of a layer's 4-bit experts are dequantized that the sweep's tokens are routed to.
+    """Tell whether only those of a layer's 4-bit experts are dequantized that the sweep's tokens are routed to.
 
     With several micro-batches each would dequantize its own again.
     """
