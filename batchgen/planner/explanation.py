@@ -247,7 +247,7 @@ def stage_rows(explained: Explanation) -> list[list[str]]:
 
 
 def total_lines(explained: Explanation) -> list[str]:
-    """Lines with tokens, rates, bytes written to the disk, cost, energy and the search's gap, as far as there are any."""
+    """Lines with tokens, rates, bytes written to the disk, cost, energy and the search's gap, where there are any."""
     prompts, generated = explained.prompt_tokens, explained.generated_tokens
     generated_words = f" and {generated:,.0f} generated ones" if generated else ""
     every, output = explained.all_rate, explained.generated_rate
