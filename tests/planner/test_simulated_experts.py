@@ -55,7 +55,8 @@ def in_float32(hardware):
 
 
 def planned(rows):
-    problem = problem_of(cpu_box(), MODEL, Workload.uniform(rows, 1, 12), dtype="float16", process_bytes=1 << 29)
+    given = {"dtype": "float16", "max_model_len": 64, "process_bytes": 1 << 29}
+    problem = problem_of(cpu_box(), MODEL, Workload.uniform(rows, 1, 12), **given)
     problem = replace(problem, budgets={"cpu": 4 * GIB, "disk": 0}, longest_tokens=32)
     return plan_problem(problem)
 
