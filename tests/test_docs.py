@@ -45,13 +45,15 @@ def anchors_of(page):
 
 
 def defined_in(path):
-    """The functions and classes of a Python or C++ file; methods of Python classes as Class.method."""
+    """The functions, classes and annotated tables of a Python or C++ file; methods of Python classes as Class.method."""
     if path.suffix != ".py":
         return set(re.findall(r"^(?:struct|class|inline [\w<>*& ]+?) (\w+)\b", path.read_text(), re.MULTILINE))
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
+        if isinstance(node, ast.AnnAssign):
+            names.add(ast.unparse(node.target))
         if isinstance(node, ast.ClassDef):
             names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
     return names
