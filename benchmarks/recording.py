@@ -57,7 +57,7 @@ def result_path(name: str, *, by_cpu: bool = False) -> Path:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Writes a result with the command, the machine and the versions that it is of; paths of the machine are left out."""
+    """Writes a result with the command, without paths, the machine and the versions that it is of."""
     arguments = ["PATH" if os.sep in argument else argument for argument in sys.argv[1:]]
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
     about = {"command": command, "machine": machine(), "versions": versions()}
