@@ -157,7 +157,7 @@ class Engine:
         weights: Of the layers' matrices: "none" (as they are found; packed ones expanded to `dtype` where that takes at most half
             of the memory), "bf16" (expanded always), "int4" (4 bits; packed once, in the cache directory), or "int8" (8 bits,
             multiplied as integers with tokens quantized to 8 bits). One of compressed-tensors W8A8 is "int8" by itself.
-        kv_cache_dtype: "auto" (KV as the model computes), "int8" or "int5".
+        kv_cache_dtype: "auto" (KV as the model computes), "int8", "int5" or "int4".
         device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
         cpu_memory: Budget for the whole process, bytes or text such as "14GiB"; None: what is free, less a margin.
         gpu_memory: Budget of the GPU: a larger card behaves as one of this size. None: all of it.

@@ -224,7 +224,7 @@ def in_memory_policy(
         max_model_len: As of `resolve_context`.
         share_prefixes: Whether rows take over the KV of a prompt prefix that another row has computed.
         weights: Of the layers' matrices, as of `resolve_weights`.
-        kv_cache_dtype: "auto" (KV in `dtype`), "int8" or "int5".
+        kv_cache_dtype: "auto" (KV in `dtype`), "int8", "int5" or "int4".
 
     Raises:
         InputError: A value is out of range.

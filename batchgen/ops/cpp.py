@@ -28,7 +28,8 @@ from batchgen.ops.sampling import Draws
 
 AttentionPlan = _kernels.AttentionPlan
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.int8: 4}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+PACKED_KV_TYPES = {5: 3, 8: 4, 4: 5}  # by bits of a quantized value
 # Those that `unpack_blocks` knows: as files number them, and from 1000 on blocks that are in no GGUF.
 GGUF_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
@@ -129,15 +130,32 @@ def attention_plan(
     return made
 
 
+def _kv_type(kv: Tensor, bits: int) -> int:
+    """Number of the type that KV is stored in."""
+    assert (kv.dtype == torch.uint8) == bool(bits)
+    return PACKED_KV_TYPES[bits] if bits else TYPES[kv.dtype]
+
+
 def attention(
     q: Tensor,
     kv: Tensor,
     plan: AttentionPlan,
     out: Tensor | None = None,
+    bits: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `ops.paged_attention`; out: where it goes, of q's shape."""
+    """Attention of queries [tokens, heads, head_dim] to paged KV, as `dispatch.paged_attention` describes it.
+
+    Args:
+        q: Queries, with heads one after the other.
+        kv: [num_blocks, 2, kv_heads, kv_block_size, width].
+        plan: Items of the sweep, with an instruction set.
+        out: Where the result goes, of q's shape.
+        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
+        softcap: Bound of the scores; 0: none.
+        sinks: fp32 [heads].
+    """
     out = torch.empty_like(q) if out is None else out
     (_, _, head_dim), (stride, head_stride, unit) = q.shape, q.stride()
     assert unit == 1 and head_stride == head_dim and kv.is_contiguous()
@@ -150,7 +168,7 @@ def attention(
         out.stride()[0],
         TYPES[q.dtype],
         kv.data_ptr(),
-        TYPES[kv.dtype],
+        _kv_type(kv, bits),
         head_dim,
         softcap,
         _address(sinks),
@@ -573,8 +591,25 @@ def rotary_store(  # the operands of one kernel
     rotation: Tensor | None = None,
     kv: Tensor | None = None,
     slots: Tensor | None = None,
+    bits: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `ops.rotary_store`. rotation: what queries and keys are rotated with, fp32 [head_dim, head_dim]."""
+    """Queries of fused QKV, and keys and values in their slots, or apart where there is no KV, as `dispatch.rotary` describes them.
+
+    Args:
+        qkv: [tokens, (heads + 2 kv_heads) * head_dim].
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        head_dim: Numbers of a head.
+        scale: Factor of queries.
+        rope: cos and sin, fp32 [positions, head_dim / 2].
+        positions: int64 [tokens].
+        norms: RMSNorm weights of the heads of q and k, [head_dim] each.
+        eps: Epsilon of the norms.
+        rotation: Matrix that queries and keys are rotated with, fp32 [head_dim, head_dim].
+        kv: KV of a layer; None: keys and values are returned.
+        slots: int64 [tokens].
+        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
+    """
     tokens, (stride, unit) = qkv.shape[0], qkv.stride()
     q = qkv.new_empty(tokens, heads, head_dim)
     k = v = None
@@ -601,7 +636,7 @@ def rotary_store(  # the operands of one kernel
         _address(rotation),
         q.data_ptr(),
         _address(kv),
-        TYPES[kv.dtype] if kv is not None else 0,
+        _kv_type(kv, bits) if kv is not None else 0,
         kv.shape[3] if kv is not None else 1,
         _address(slots),
         _address(k),
@@ -614,8 +649,7 @@ def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
     """As `quant.quantize` without importance."""
     x = x.contiguous()
     columns = x.shape[-1]
-    dtype = torch.int8 if bits == 8 else torch.uint8
-    packed = torch.empty(*x.shape[:-1], quant.row_bytes(columns, bits), dtype=dtype)
+    packed = torch.empty(*x.shape[:-1], quant.row_bytes(columns, bits), dtype=torch.uint8)
     rows = packed.numel() // packed.shape[-1]
     _kernels.quantize(x.data_ptr(), rows, columns, TYPES[x.dtype], packed.data_ptr(), bits)
     return packed

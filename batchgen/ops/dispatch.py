@@ -3,7 +3,7 @@
 On the CPU these are the C++ kernels (`cpp`), on a CUDA card Triton's (`triton`) where Triton is installed;
 elsewhere, and for shapes and cards that the kernels do not know, torch (`reference`). KV of one layer is one tensor [num_blocks, 2, kv_heads, kv_block_size, width], K before V: a block is
 contiguous, so that it moves between tiers in one piece, and within it each head's K and V are pages. width is head_dim,
-or, with packed KV, the bytes of a packed row (`quant`). Keys of int5 KV are kept rotated (`rotation`).
+or, with packed KV, the bytes of a packed row (`quant`). Keys of int5 and int4 KV are kept rotated (`rotation`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.core.dtypes import INT5, WEIGHT_CODE_BITS
+from batchgen.core.dtypes import WEIGHT_CODE_BITS, KVFormat
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant, reference
@@ -343,7 +343,7 @@ def rotary(  # the operands of one kernel
         positions: int64 [tokens].
         norms: RMSNorm weights of the heads of q and k, [head_dim] each.
         eps: Of the norms.
-        rotate_keys: For int5 KV: queries and keys are multiplied with `rotation`.
+        rotate_keys: For int5 and int4 KV: queries and keys are multiplied with `rotation`.
 
     Returns:
         q [tokens, heads, head_dim]; k and v [tokens, kv_heads, head_dim].
@@ -365,20 +365,22 @@ def rotary(  # the operands of one kernel
     return reference.rotary(qkv, heads, kv_heads, **options)
 
 
-def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, **options) -> Tensor:
+def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, kv_format: KVFormat, **options) -> Tensor:
     """As `rotary`, but k and v go to their slots in a layer's KV. Returns q.
 
     slots: int64 [tokens], block * kv_block_size + offset; where `can_capture`, one below 0 is not stored. options: those of `rotary`, but for `rotate_keys`.
     """
-    kv_heads, bits, rotate_keys = kv.shape[2], quant.kv_code_bits(kv.dtype), rotates_keys(kv.dtype)
+    kv_heads, bits, rotate_keys = kv.shape[2], kv_format.bits, kv_format.rotates_keys
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     if _has_kernels(qkv, head_dim):
         matrix = rotation(head_dim) if rotate_keys else None
-        return kernels.rotary_store(qkv, heads, kv_heads, head_dim, kv=kv, slots=slots, rotation=matrix, **options)[0]
+        stored = {"kv": kv, "slots": slots, "bits": bits, "rotation": matrix}
+        return kernels.rotary_store(qkv, heads, kv_heads, head_dim, **stored, **options)[0]
     made = _device_kernels(qkv.device)
     if made and made.supports_rotary(head_dim, rotate_keys, qkv.device):
         matrix = rotation(head_dim, qkv.device) if rotate_keys else None
-        return made.rotary_store(qkv, heads, kv_heads, kv=kv, slots=slots, rotation=matrix, **options)[0]
+        stored = {"kv": kv, "slots": slots, "bits": bits, "rotation": matrix}
+        return made.rotary_store(qkv, heads, kv_heads, **stored, **options)[0]
     q, k, v = rotary(qkv, heads, kv_heads, rotate_keys=rotate_keys, **options)
     if bits:
         k, v = quantize(k, bits), quantize(v, bits)
@@ -393,7 +395,7 @@ def prepare_attention(  # shapes of one launch
     head_dim: int,
     kv_block_size: int,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    kv_format: KVFormat,
     device: torch.device = CPU,
     isa: str = "",
 ) -> PreparedAttention:
@@ -405,13 +407,11 @@ def prepare_attention(  # shapes of one launch
     if device.type != "cpu":
         made = _device_kernels(device)
         if made and made.supports_attention(head_dim, group, kv_block_size, device):
-            return made.prepare_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_dtype, device)
+            return made.prepare_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device)
         return reference.prepare_attention(plan, kv_heads, kv_block_size, dtype, device)
     if not kernels.supports_attention(head_dim, group):
         return reference.prepare_attention(plan, kv_heads, kv_block_size, dtype)
-    bits = quant.kv_code_bits(kv_dtype)
-    width = quant.row_bytes(head_dim, bits) if bits else head_dim * kv_dtype.itemsize
-    return kernels.attention_plan(plan, kv_heads, group, kv_block_size, width, isa)
+    return kernels.attention_plan(plan, kv_heads, group, kv_block_size, kv_format.row_bytes(head_dim), isa)
 
 
 def cut_attention(
@@ -421,14 +421,14 @@ def cut_attention(
     head_dim: int,
     kv_block_size: int,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    kv_format: KVFormat,
     device: torch.device,
 ) -> CutPlan:
     """As `prepare_attention`, but not yet on the device; only where `can_capture`.
 
     So plans of several sweeps can be written into the same memory, for CUDA graphs.
     """
-    return _triton().cut_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_dtype, device)
+    return _triton().cut_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device)
 
 
 def can_capture(device: torch.device, head_dim: int, group: int, kv_block_size: int) -> bool:
@@ -451,6 +451,7 @@ def paged_attention(
     plan: PreparedAttention,
     out: Tensor | None = None,
     *,
+    bits: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -461,6 +462,7 @@ def paged_attention(
         kv: [num_blocks, 2, kv_heads, kv_block_size, width]; the tokens' own K and V are already there.
         plan: Of `prepare_attention`, with KV blocks (PagedAttention: Kwon et al., 2023) and shared prefixes.
         out: Where the result goes, of q's shape.
+        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
         softcap: Scores become softcap * tanh(score / softcap) before the softmax (Gemma 2, Gemma Team, 2024, section 2); 0: they stay.
         sinks: fp32 [heads], a score of each head that takes its part of the softmax and has no value (gpt-oss, 2025; attention sinks:
             Xiao et al., 2023); on q's device.
@@ -474,17 +476,12 @@ def paged_attention(
         compute = reference.paged_attention
     else:
         compute = _triton().paged_attention
-    return compute(q, kv, plan, out, softcap, sinks).flatten(1)
-
-
-def rotates_keys(kv_dtype: torch.dtype) -> bool:
-    """Whether keys of KV in this dtype are kept rotated: 8 bits tell large channels from small ones as they are."""
-    return kv_dtype == quant.KV_DTYPES[INT5]
+    return compute(q, kv, plan, out, bits, softcap, sinks).flatten(1)
 
 
 @lru_cache
 def rotation(n: int, device: torch.device = CPU) -> Tensor:
-    """An orthogonal matrix [n, n], fp32, that keys of int5 KV are rotated with, and queries alike.
+    """An orthogonal matrix [n, n], fp32, that keys of int5 and int4 KV are rotated with, and queries alike.
 
     Hadamard's where n is a power of two, else the cosine transform's. Some channels of keys are far larger than the rest, and
     would take all quantized values for themselves; rotated, what is in one channel spreads over all. The products stay the same.
@@ -600,7 +597,7 @@ def _of_logits(logits: Tensor) -> ModuleType:
 
 
 def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
-    """Packs rows [..., n] into [..., quant.row_bytes(n, bits)]. bits: of a code; of KV `quant.kv_code_bits`."""
+    """Packs rows [..., n] into [..., quant.row_bytes(n, bits)]. bits: of a quantized value."""
     return (kernels if x.device.type == "cpu" else _device_kernels(x.device) or quant).quantize(x, bits)
 
 

@@ -9,8 +9,7 @@ half, so that unpacking a vector gives two runs. With 5 bits these bytes hold th
 bits, lowest first: ceil(h / 8) bytes of the first h values, as many of the others. With 8 bits byte i holds value i. Scales
 and minimums are little-endian fp16. A value is minimum + code * scale.
 
-Weights have codes of 4 bits. The dtype of a tensor of KV says how many bits its codes have, uint8 5 and int8 8 (0 to 255: the
-bytes are not read as signed numbers).
+Weights have codes of 4 bits, KV those of its `KVFormat`. Tensors of packed rows are uint8, whatever the bits.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.core import dtypes as formats
-from batchgen.core.dtypes import CODE_GROUP, INT5, INT8, KV_CODE_BITS, WEIGHT_CODE_BITS, code_bytes
+from batchgen.core.dtypes import CODE_GROUP, WEIGHT_CODE_BITS, code_bytes
 
 _PLACES = torch.arange(8, dtype=torch.uint8)  # of bits in a byte
-# Of tensors of packed KV.
-KV_DTYPES = {INT5: torch.uint8, INT8: torch.int8}
 _MAX_FP16 = 65504.0
 # Ranges that a fit starts from, as parts of a group's own, and its rounds from each.
 _NARROWER, _FIT_ROUNDS = (1.0, 0.92, 0.84, 0.76), 3
@@ -40,15 +37,10 @@ def row_bytes(n: int, bits: int = WEIGHT_CODE_BITS) -> int:
     return formats.packed_bytes(n, bits)
 
 
-def kv_code_bits(dtype: torch.dtype) -> int:
-    """Bits of the codes that KV of this dtype consists of; 0: of numbers."""
-    return next((KV_CODE_BITS[name] for name, packed in KV_DTYPES.items() if packed == dtype), 0)
-
-
 def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS, *, importance: Tensor | None = None) -> Tensor:
     """Packs rows of numbers: x [..., n] of any float dtype, on any device -> [..., row_bytes(n, bits)].
 
-    bits: of a code, 4, 5 or 8. The result is uint8, of 8 bits int8.
+    bits: of a code, 4, 5 or 8.
     importance: [n], above zero: scale and minimum are fitted to each group by least squares, each value's error weighted by
     its column's importance. That takes several times as long: for weights, which are packed once. The bound below then
     holds for the weighted mean square of a group's errors.
@@ -60,8 +52,8 @@ def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS, *, importance: Tensor | No
     """
     n = x.shape[-1]
     width = row_bytes(n, bits)
-    packed = torch.empty(*x.shape[:-1], width, dtype=torch.int8 if bits == 8 else torch.uint8, device=x.device)
-    out, x = packed.view(torch.uint8).view(-1, width), x.reshape(-1, n)
+    packed = torch.empty(*x.shape[:-1], width, dtype=torch.uint8, device=x.device)
+    out, x = packed.view(-1, width), x.reshape(-1, n)
     table_start = code_bytes(n, bits)
     for rows in _chunks(len(x), n, x.device):
         values = x[rows].float().clamp(-_MAX_FP16, _MAX_FP16)
@@ -92,7 +84,7 @@ def dequantize(
         out = torch.empty(*packed.shape[:-1], n, dtype=dtype, device=packed.device)
     elif not out.is_contiguous():
         return out.copy_(dequantize(packed, n, dtype=out.dtype, bits=bits))
-    packed, target = packed.view(torch.uint8).reshape(-1, packed.shape[-1]), out.view(-1, n)
+    packed, target = packed.reshape(-1, packed.shape[-1]), out.view(-1, n)
     table_start = code_bytes(n, bits)
     for rows in _chunks(len(packed), n, packed.device):
         # A copy, since rows of odd sizes leave the numbers unaligned.

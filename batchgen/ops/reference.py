@@ -71,6 +71,7 @@ def paged_attention(
     kv: Tensor,
     plan: DeviceAttentionPlan,
     out: Tensor | None = None,
+    bits: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -80,22 +81,22 @@ def paged_attention(
     # Log-sum-exp per token and head, needed only where a token's keys are attended to in two parts, or a sink joins them.
     lse = torch.empty(tokens, heads, device=q.device) if plan.shared or sinks is not None else None
     for group, pages, mask in plan.decode:
-        _decode_group(q, kv, group, pages, mask, out, lse, softcap)
+        _decode_group(q, kv, bits, group, pages, mask, out, lse, softcap)
     for item, pages in plan.prefill:
-        _prefill_item(q, kv, item, pages, out, lse, softcap)
+        _prefill_item(q, kv, bits, item, pages, out, lse, softcap)
     for item, pages in plan.shared:
-        _shared_item(q, kv, item, pages, out, lse, softcap)
+        _shared_item(q, kv, bits, item, pages, out, lse, softcap)
     if sinks is not None:
         out.copy_(out.float() * torch.sigmoid(lse - sinks)[..., None])
     return out
 
 
-def _gather(q: Tensor, kv: Tensor, pages: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+def _gather(q: Tensor, kv: Tensor, bits: int, pages: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """The pages' K and V as [batch, keys, head_dim] in q's dtype, batch running over (sequence,) kv head."""
     blocks, _, kv_heads, kv_block_size, width = kv.shape
     flat = kv.view(blocks * 2 * kv_heads, kv_block_size * width)
     gathered = (flat.index_select(0, which).view(batch, -1, width) for which in (pages, pages + kv_heads))
-    if bits := quant.kv_code_bits(kv.dtype):
+    if bits:
         gathered = (quant.dequantize(packed, q.shape[-1], dtype=q.dtype, bits=bits) for packed in gathered)
     return tuple(gathered)
 
@@ -121,10 +122,10 @@ def _attend(
     return torch.bmm(weights, v), lse
 
 
-def _decode_group(q, kv, group: DecodeGroup, pages, mask, out, lse, softcap) -> None:
+def _decode_group(q, kv, bits: int, group: DecodeGroup, pages, mask, out, lse, softcap) -> None:
     kv_heads, head_dim = kv.shape[2], q.shape[2]
     n = group.stop - group.start
-    k, v = _gather(q, kv, pages, n * kv_heads)
+    k, v = _gather(q, kv, bits, pages, n * kv_heads)
     rows = q[group.start : group.stop].reshape(n * kv_heads, -1, head_dim)
     result, part = _attend(rows, k, v, mask, lse is not None, softcap)
     out[group.start : group.stop] = result.view(n, -1, head_dim)
@@ -161,9 +162,9 @@ def _causal_mask(queries: int, keys: int, window: int | None, dtype: torch.dtype
     return torch.zeros(1, 1, *hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device)
 
 
-def _prefill_item(q, kv, item: PrefillItem, pages, out, lse, softcap) -> None:
+def _prefill_item(q, kv, bits: int, item: PrefillItem, pages, out, lse, softcap) -> None:
     kv_heads = kv.shape[2]
-    k, v = _gather(q, kv, pages, kv_heads)
+    k, v = _gather(q, kv, bits, pages, kv_heads)
     count = item.stop - item.start
     step = _tile_rows(q, item.query_offset + count)
     for a in range(0, count, step):
@@ -178,10 +179,10 @@ def _prefill_item(q, kv, item: PrefillItem, pages, out, lse, softcap) -> None:
             lse[item.start + a : item.start + b] = _by_token(part, b - a)
 
 
-def _shared_item(q, kv, item: SharedItem, pages, out, lse, softcap) -> None:
+def _shared_item(q, kv, bits: int, item: SharedItem, pages, out, lse, softcap) -> None:
     """Attention of many sequences' tokens over one shared prefix: K and V are read once for all of them."""
     kv_heads = kv.shape[2]
-    k, v = _gather(q, kv, pages, kv_heads)
+    k, v = _gather(q, kv, bits, pages, kv_heads)
     step = _tile_rows(q, k.shape[1])
     for a in range(item.start, item.stop, step):
         b = min(a + step, item.stop)

@@ -28,7 +28,6 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops import scratch
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
-from batchgen.ops.quant import kv_code_bits
 from batchgen.runtime.batch_state import BatchPart, BatchState, Plans, for_each
 from batchgen.runtime.dedicated_core import DedicatedCore
 from batchgen.runtime.deferred import DeferredBatchState, slices, with_deferred
@@ -378,7 +377,7 @@ class Executor:
     def _attention_shape(self) -> tuple:
         config, shape = self.config, self.kv_cache.shape
         heads = config.num_heads, config.num_kv_heads, config.head_dim
-        return *heads, shape.kv_block_size, self.weights.dtype, shape.dtype
+        return *heads, shape.kv_block_size, self.weights.dtype, shape.format
 
     # Sweeps as CUDA graphs.
 
@@ -549,10 +548,10 @@ class Executor:
 
     def _qkv_for_host(self, step: Step, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries for attention on the CPU, keys and values as they are stored."""
-        heads, kv_dtype = (self.config.num_heads, self.config.num_kv_heads), self.kv_cache.shape.dtype
+        heads, kv_format = (self.config.num_heads, self.config.num_kv_heads), self.kv_cache.shape.format
         options = self._rotary(step, positions)
-        q, k, v = ops.rotary(qkv, *heads, rotate_keys=ops.rotates_keys(kv_dtype), **options)
-        if bits := kv_code_bits(kv_dtype):
+        q, k, v = ops.rotary(qkv, *heads, rotate_keys=kv_format.rotates_keys, **options)
+        if bits := kv_format.bits:
             k, v = ops.quantize(k, bits), ops.quantize(v, bits)
         return q, k, v
 
@@ -569,12 +568,18 @@ class Executor:
                 part, kv = b.in_place, self.kv_cache.pools["cpu"][step.layer]
             options = self._rotary(step, b.positions_of(part.tokens))
             qkv = b.qkv if len(b.parts) == 1 else b.qkv[part.tokens]
-            q = ops.rotary_store(qkv, self.config.num_heads, kv, part.slots[window], **options)
+            q = ops.rotary_store(
+                qkv, self.config.num_heads, kv, part.slots[window], self.kv_cache.shape.format, **options
+            )
             b.attended[residency] = ops.paged_attention(q, kv, part.plans[window], **self._softmax(step, self._device))
 
     def _softmax(self, step: Step, device: torch.device) -> dict:
         """What `ops.paged_attention` is told of a layer, on the device that attends."""
-        return {"softcap": self.config.attention_softcap, "sinks": self.weights.sinks(step.layer, device)}
+        return {
+            "bits": self.kv_cache.shape.format.bits,
+            "softcap": self.config.attention_softcap,
+            "sinks": self.weights.sinks(step.layer, device),
+        }
 
     def _rotary(self, step: Step, positions: Tensor) -> dict:
         tensors = self.weights.layer(step.layer, step.weight_slot) if self.config.qk_norm else {}

@@ -47,7 +47,7 @@ struct AttentionScratch {
     int8_t *fixed_q, *fixed_p;  // [rows, kFixedRow], [kFewest, groups, kFixedWeights]
     float *q_step, *p_step;     // [rows], [kFewest, groups]
     uint32_t* transposed;       // [heads, depth, 16]: queries as columns, where there are few of them
-    uint8_t* bytes;             // [kKeys, kByteRow]: K's or V's codes of 5 bits
+    uint8_t* bytes;             // [kKeys, kByteRow]: K's or V's codes of 4 or 5 bits
 
     AttentionScratch(const Attention& args, Carve& carve) {
         columns = round_up(args.kv.head_dim, W);
@@ -77,7 +77,8 @@ struct AttentionScratch {
         p_step = carve.take<float>(fixed * kFewest * kGroups);
         transposed = carve.take<uint32_t>(
             in_tiles<M>() && args.kv.type == Type::BF16 ? kTileRows / kFewestInTiles * depth * kMostInTiles : 0);
-        bytes = carve.take<uint8_t>(args.kv.type == Type::Int5 ? kKeys * kByteRow : 0);
+        const int bits = code_bits(args.kv.type);
+        bytes = carve.take<uint8_t>(bits && bits < 8 ? kKeys * kByteRow : 0);
     }
 };
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thorough import some_draws, some_of
 
-from batchgen.core.dtypes import KV_CODE_BITS, code_bytes, kv_row_bytes
+from batchgen.core.dtypes import KV_CODE_BITS, KVFormat, code_bytes
 from batchgen.ops import cpp as kernels
 from batchgen.ops import int8, quant, reference
 from batchgen.ops.attention_plan import (
@@ -109,12 +109,13 @@ def check_attention(case, dtype, kv_format, tolerance):
         tail = s.num_keys % kv_block_size
         if tail and stored.is_floating_point():
             stored[int(s.blocks[(s.num_keys - 1) // kv_block_size]), :, :, tail:] = float("nan")
-    stored[spare] = float("nan") if stored.is_floating_point() else 255 if stored.dtype == torch.uint8 else -1
+    stored[spare] = float("nan") if stored.is_floating_point() else 255
     row_bytes = stored.shape[-1] * stored.element_size()
     made = kernels.attention_plan(plan, kv_heads, heads // kv_heads, kv_block_size, row_bytes)
     softcap = 2.0 if seed % 3 == 1 else 0.0
     sinks = random(seed + 2, heads, scale=3) if seed % 2 else None
-    got = kernels.attention(q, stored, made, softcap=softcap, sinks=sinks)
+    bits = KVFormat.of(kv_format).bits
+    got = kernels.attention(q, stored, made, bits=bits, softcap=softcap, sinks=sinks)
     expected = attended(q, meant.nan_to_num(), slices, window, softcap, sinks)
     assert torch.isfinite(got).all()
     torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
@@ -203,16 +204,15 @@ def test_what_is_no_number_stays_in_its_sequence(kv_format, head_dim, part, what
     q = random(2, 3, 8, head_dim, dtype=dtype, scale=head_dim**-0.5)
     plan = plan_attention(slices, [], kv_block_size=16, key_bytes=256)
     made = kernels.attention_plan(plan, 2, 4, 16, kv.shape[-1] * kv.element_size())
-    before = kernels.attention(q, kv, made)
+    bits = KVFormat.of(kv_format).bits
+    before = kernels.attention(q, kv, made, bits=bits)
     row = kv[int(slices[1].blocks[2]), part, 0, 3]
     if kv_format in PACKINGS:
-        table = row[code_bytes(head_dim, KV_CODE_BITS[kv_format]) :].view(
-            torch.float16
-        )  # (scale, minimum) of each group
+        table = row[code_bytes(head_dim, bits) :].view(torch.float16)  # (scale, minimum) of each group
         table[:2][{"scale": slice(0, 1), "minimum": slice(1, 2), "both": slice(0, 2)}[what]] = math.nan
     else:
         row[0] = math.nan
-    got = kernels.attention(q, kv, made)
+    got = kernels.attention(q, kv, made, bits=bits)
     assert got[1, :4, : min(head_dim, 64) if part and kv_format in PACKINGS else 1].isnan().all()
     if not part:
         assert got[1, :4].isnan().all()
@@ -234,7 +234,8 @@ def test_decode_over_packed_kv_with_numbers_of_any_size(packing):
     q[1, :, 1:] *= 1e-30
     q[3] *= 100
     plan = plan_attention(slices, [], kv_block_size=16, key_bytes=256)
-    got = kernels.attention(q, stored, kernels.attention_plan(plan, 1, 4, 16, stored.shape[-1]))
+    made = kernels.attention_plan(plan, 1, 4, 16, stored.shape[-1])
+    got = kernels.attention(q, stored, made, bits=KV_CODE_BITS[packing])
     torch.testing.assert_close(got.double(), attended(q, meant, slices, None), atol=0.008, rtol=0.008)
 
 
@@ -629,7 +630,7 @@ def test_norms(rows, columns, dtype, layer_norm, seed):
 @real_sets
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 256])
-@pytest.mark.parametrize("kv_format", ["own", "int5", "int8", "none", "none, rotated"])
+@pytest.mark.parametrize("kv_format", ["own", *PACKINGS, "none", "none, rotated"])
 @pytest.mark.parametrize("family", ["rope", "learned", "qk_norm"])
 def test_rotary_and_store(dtype, head_dim, kv_format, family):
     tokens, heads, kv_heads, kv_block_size, scale = 21, 6, 2, 16, head_dim**-0.5
@@ -638,18 +639,18 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
     angles = torch.outer(torch.arange(50.0), 1.0 / 100 ** (torch.arange(head_dim // 2) / head_dim))
     rope = None if family == "learned" else (angles.cos(), angles.sin())
     norms = tuple(random(i, head_dim, dtype=dtype) for i in (5, 6)) if family == "qk_norm" else None
-    rotated = kv_format in ("int5", "none, rotated")
+    rotated = kv_format in ("int4", "int5", "none, rotated")
     rotation = torch.linalg.qr(random(9, head_dim, head_dim))[0].contiguous() if rotated else None
     slots = torch.from_numpy(np.random.default_rng(1).permutation(4 * kv_block_size)[:tokens])
-    kv = None
+    kv, bits = None, KV_CODE_BITS.get(kv_format, 0)
     if kv_format == "own":
         kv = torch.zeros(4, 2, kv_heads, kv_block_size, head_dim, dtype=dtype)
-    elif kv_format in PACKINGS:
-        width, stored_dtype = kv_row_bytes(head_dim, kv_format), quant.KV_DTYPES[kv_format]
-        kv = torch.zeros(4, 2, kv_heads, kv_block_size, width, dtype=stored_dtype)
+    elif bits:
+        width = KVFormat.of(kv_format).row_bytes(head_dim)
+        kv = torch.zeros(4, 2, kv_heads, kv_block_size, width, dtype=torch.uint8)
     q, k, v = kernels.rotary_store(
         qkv, heads, kv_heads, head_dim, scale=scale, rope=rope, positions=positions, norms=norms, eps=1e-6,
-        rotation=rotation, kv=kv, slots=slots,
+        rotation=rotation, kv=kv, slots=slots, bits=bits,
     )  # fmt: skip
 
     wide = (
@@ -675,8 +676,7 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
             stored[slots // kv_block_size, 1, slots % kv_block_size],
         )
         assert int((stored != 0).any(-1).any(-1).sum()) == 2 * tokens
-    if kv_format in PACKINGS:
-        bits = KV_CODE_BITS[kv_format]
+    if bits:
         steps = 2**bits - 1
         for got, meant in ((k, parts[1]), (v, parts[2])):
             groups = meant.split(64, -1)

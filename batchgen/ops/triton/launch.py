@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchgen.ops.quant import kv_code_bits
-
 # Shared memory that one block may use, in bytes, by compute capability (CUDA C++ Programming Guide, table of technical
 # specifications): for compiling ahead, and where torch does not tell it.
 SHARED_MEMORY = {
@@ -84,13 +82,18 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 
 @lru_cache
-def attention_tiles(
-    group: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, shared_memory: int
-) -> tuple[Tile, Tile]:
+def attention_tiles(group: int, head_dim: int, dtype: torch.dtype, bits: int, shared_memory: int) -> tuple[Tile, Tile]:
     """The tiles of programs with few rows (decode) and with many (prefill, shared prefixes).
 
-    group: query heads of a KV head. Decode is bound by memory: a tile of 16 rows, and stages enough to keep loads under
-    way. Prefill is bound by products: as many rows as registers hold.
+    Decode is bound by memory: a tile of 16 rows, and stages enough to keep loads under way. Prefill is bound by products: as many
+    rows as registers hold.
+
+    Args:
+        group: Query heads of a KV head.
+        head_dim: Numbers of a head.
+        dtype: Dtype of queries, and of KV that is not packed.
+        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
+        shared_memory: Bytes that a block may take.
     """
     dim = power_of_two(head_dim, 16)
     wide = dim > 128
@@ -100,14 +103,13 @@ def attention_tiles(
         many = Tile(max(few_rows, 16 if wide else 32), 16 if dim > 64 else 32, 8, 2)
     else:
         few = Tile(few_rows, 32 if wide else 64, 4, 5)
-        stages = 3 if kv_code_bits(kv_dtype) else 5
+        stages = 3 if bits else 5
         many = Tile(max(few_rows, 64), 32, 4, 3) if wide else Tile(max(few_rows, 128), 64, 8, stages)
 
     def fitting(tile: Tile) -> Tile:
         # Q and softmax weights once; K and V in as many buffers as stages, less the two that fetch blocks' numbers.
-        size = dtype.itemsize if kv_code_bits(kv_dtype) else kv_dtype.itemsize
         left = shared_memory - tile.rows * (dim + tile.keys) * dtype.itemsize
-        buffers = left // (2 * tile.keys * dim * size)
+        buffers = left // (2 * tile.keys * dim * dtype.itemsize)
         if buffers < 1 and tile.keys > 16:
             return fitting(replace(tile, keys=tile.keys // 2))
         if buffers < 1 and tile.rows > few_rows:

@@ -32,7 +32,7 @@ def dequantize_launch(packed: Tensor, n: int, out: Tensor) -> Launch:
 def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
     """As `quant.quantize` without importance. With 8 bits rows are heads of KV: an even number of values, and few."""
     shape = *x.shape[:-1], quant.row_bytes(x.shape[-1], bits)
-    packed = torch.empty(shape, dtype=torch.int8 if bits == 8 else torch.uint8, device=x.device)
+    packed = torch.empty(shape, dtype=torch.uint8, device=x.device)
     made = quantize_heads_launch(x.contiguous(), packed) if bits == 8 else quantize_launch(x.contiguous(), packed, bits)
     made()
     return packed
@@ -41,7 +41,7 @@ def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
 def quantize_heads_launch(x: Tensor, packed: Tensor) -> Launch:
     n = x.shape[-1]
     rows = x.numel() // n
-    args = {"x": x, "packed": packed.view(torch.uint8), "num_rows": rows}
+    args = {"x": x, "packed": packed, "num_rows": rows}
     constants = {
         "N": n,
         "WIDTH": packed.shape[-1],
