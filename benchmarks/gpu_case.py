@@ -24,7 +24,8 @@ from gpu_bound import Job, Rates, bound
 
 from batchgen.core.device import Device, parse_device
 from batchgen.core.errors import InputError
-from batchgen.core.plan import KV_TIERS, MemoryPlan, Plan, Policy
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.plan import MemoryPlan, Plan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import (
@@ -45,7 +46,7 @@ from batchgen.schedule.trace import TraceWriter
 
 POLICIES = ("planned", "resident", "cpu", "streamed")
 PLANNER = ("highspy",)
-_KV_CLASS = {"resident": "gpu", "cpu": "cpu", "streamed": "streamed"}
+_KV_PLACEMENT = {"resident": "gpu", "cpu": "cpu", "streamed": "streamed"}
 
 
 def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) -> Plan:
@@ -69,7 +70,7 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) ->
     workload = uniform_workload(args.num_prompts, args.input_len, args.output_len, 1, config.max_position)
     hardware, request = machine_of(resolve_job(options, files, config), print)
     problem = problem_of(hardware, config, workload, request)
-    allowed = Allowed(weight_tiers=("gpu", "cpu"), kv_classes=("gpu", "cpu", "streamed"))
+    allowed = Allowed(weight_tiers=("gpu", "cpu"), kv_placements=("gpu", "cpu", "streamed"))
     return plan_job(replace(problem, allowed=allowed), request, startup_s=0.0, loading_s=0.0, output_len_known=True)
 
 
@@ -78,7 +79,7 @@ def plain_policy(
 ) -> Policy:
     """The largest block whose KV fits where the policy's name says, up to --num-prompts, and beside it as many layers on
     the GPU as fit. Raises InputError where not even one sequence does."""
-    kv_class, length = _KV_CLASS[args.policy], args.input_len + args.output_len
+    kv_placement, length = _KV_PLACEMENT[args.policy], args.input_len + args.output_len
     held = process_bytes()
 
     def made(batch_size: int, kept: int, head_tier: str) -> Policy:
@@ -93,7 +94,7 @@ def plain_policy(
             num_gpu_batches=args.num_gpu_batches,
             weight_layers=dict.fromkeys(config.layer_tensors, (kept, config.num_layers - kept, 0)),
             head_tier=head_tier,
-            kv_seqs={kv_class: seqs},
+            kv_seqs={kv_placement: seqs},
             activation_batches=(args.num_gpu_batches, 0),
         )
 
@@ -102,7 +103,7 @@ def plain_policy(
 
     def fits(policy: Policy) -> bool:
         try:
-            blocks = memory_of(policy).kv_blocks[KV_TIERS[kv_class]]
+            blocks = memory_of(policy).kv_blocks[KVPlacement(kv_placement).tier]
         except InputError:
             return False
         return blocks >= policy.max_num_seqs * -(-length // policy.kv_block_size)

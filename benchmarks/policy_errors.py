@@ -49,7 +49,7 @@ class Setting:
         prompt, output: tokens of a row.
         shape: keys of the model's config.json.
         tiers: tiers of the weights that draws choose from.
-        classes: KV classes that draws choose from.
+        classes: KV placements that draws choose from.
         cpu_memory: bytes beside those of the process; None for all that is free.
     """
 
@@ -105,7 +105,7 @@ def drawn(problem: Problem, setting: Setting, seed: int) -> Iterator[tuple[str, 
         allowed = own["allowed"]
         words = (
             f"{own['num_gpu_batches']} batches of {own['max_num_seqs'] // own['num_gpu_batches']}, {own['admissions'][0]},"
-            f" weights {'+'.join(allowed.weight_tiers)}, KV {'+'.join(sorted(allowed.kv_classes))}"
+            f" weights {'+'.join(allowed.weight_tiers)}, KV {'+'.join(sorted(allowed.kv_placements))}"
         )
         try:
             yield words, search(replace(problem, **own))

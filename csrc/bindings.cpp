@@ -101,15 +101,15 @@ Attention attention_args(const AttentionPlan& plan, Address q, int64_t q_stride,
 
 int64_t num_panels(const Kernels& kernels, const Linear& args) {
     const bool gated = is_gated(args.activation);
-    const int64_t columns = gated ? args.columns / 2 : args.columns, width = gated ? kernels.width : kernels.panel;
-    return (columns + width - 1) / width;
+    const int64_t n = gated ? args.n / 2 : args.n, width = gated ? kernels.width : kernels.panel;
+    return (n + width - 1) / width;
 }
 
 // Rows [row, row + count) of a linear layer.
-Linear rows_of(const Linear& args, int64_t row, int64_t count) {
+Linear slice_rows(const Linear& args, int64_t row, int64_t count) {
     Linear part = args;
     const int64_t bytes = bytes_of(args.type);
-    part.rows = count;
+    part.m = count;
     part.x = at(Address(args.x) + row * args.x_stride * bytes);
     if (args.residual) part.residual = at(Address(args.residual) + row * args.residual_stride * bytes);
     part.out = at(Address(args.out) + row * args.out_stride * bytes_of(args.out_type));
@@ -129,15 +129,14 @@ struct PanelCalls {
     PanelCalls(const Kernels& kernels, const Linear& given, const LinearCut& cut, int64_t first, int64_t stop,
                int64_t beside = 0)
         : kernels(kernels), args(given), cut(cut), first(first), stop(stop) {
-        const int64_t panels = stop - first, depth = kernels.panel_bytes(args) / (4 * kernels.panel),
-                      tile = cut.row_tile;
+        const int64_t panels = stop - first, k = kernels.panel_bytes(args) / (4 * kernels.panel), tile = cut.row_tile;
         // As many rows at once as the kernels would have. Fewer where threads would have nothing to do.
-        blocks = (args.rows + cut.rows - 1) / cut.rows;
-        while ((beside + 1) * blocks * panels < 3 * num_threads() && args.rows > blocks * tile) blocks++;
-        block = ((args.rows + blocks - 1) / blocks + tile - 1) / tile * tile;
-        blocks = (args.rows + block - 1) / block;
+        blocks = (args.m + cut.rows - 1) / cut.rows;
+        while ((beside + 1) * blocks * panels < 3 * num_threads() && args.m > blocks * tile) blocks++;
+        block = ((args.m + blocks - 1) / blocks + tile - 1) / tile * tile;
+        blocks = (args.m + block - 1) / block;
         // Pieces of at least a microsecond or two.
-        const int64_t panel_cost = std::min(args.rows, block) * depth * kernels.panel;
+        const int64_t panel_cost = std::min(args.m, block) * k * kernels.panel;
         piece =
             std::clamp<int64_t>((1 << 19) / std::max<int64_t>(1, panel_cost), cut.panels, std::max(cut.panels, panels));
         piece = std::max<int64_t>(1, std::min(piece, (beside + 1) * blocks * panels / (4 * num_threads())));
@@ -146,7 +145,7 @@ struct PanelCalls {
         if (is_gated(args.activation) || (args.packed && args.packing != BlockType::F32)) piece += piece % 2;
         piece = std::min(piece, cut.most_panels);
         pieces = (panels + piece - 1) / piece;
-        groups = cut.packed_bytes ? (args.rows + cut.group - 1) / cut.group : 0;
+        groups = cut.packed_bytes ? (args.m + cut.group - 1) / cut.group : 0;
         groups_at_once = groups ? std::max<int64_t>(1, 32768 * groups / cut.packed_bytes) : 1;
         packs = (groups + groups_at_once - 1) / groups_at_once;
     }
@@ -158,7 +157,7 @@ struct PanelCalls {
         const int64_t row = i / pieces * block, panel = first + i % pieces * piece;
         // Threads take turns, so this one's next piece is as many further as there are threads.
         const int64_t next = std::min(stop - 1, panel + piece * num_threads());
-        kernels.linear(args, row, std::min(args.rows, row + block), panel, std::min(stop, panel + piece), next,
+        kernels.linear(args, row, std::min(args.m, row + block), panel, std::min(stop, panel + piece), next,
                        scratch(kernels.linear_scratch(args, block, piece)));
     }
 };
@@ -175,17 +174,16 @@ void run_linear_rows(const Kernels& kernels, const Linear& args, const LinearCut
     constexpr int64_t kMostUnpacked = 4 << 20;  // bytes of panels that are unpacked for all rows
     const int64_t panels = num_panels(kernels, args);
     // Within the kernels a panel would be unpacked again for each block of rows.
-    if (args.packing == BlockType::F32 || args.rows <= cut.rows)
-        return run_linear_panels(kernels, args, cut, 0, panels);
+    if (args.packing == BlockType::F32 || args.m <= cut.rows) return run_linear_panels(kernels, args, cut, 0, panels);
     const int64_t bytes = kernels.panel_bytes(args), some = std::max<int64_t>(2, kMostUnpacked / bytes / 2 * 2);
     auto* unpacked = static_cast<uint8_t*>(scratch(std::min(some, panels) * bytes, 2));
     for (int64_t first = 0; first < panels; first += some) {
         const int64_t stop = std::min(panels, first + some);
         void* whole = at(Address(unpacked) - first * bytes);  // where all panels would begin
-        run(stop - first, [&](int64_t i) { kernels.pack_panels(args, first + i, first + i + 1, whole); });
+        run(stop - first, [&](int64_t i) { kernels.prepack_panels(args, first + i, first + i + 1, whole); });
         Linear packed = args;
         packed.w = whole, packed.packed = packed.unpacked = true;
-        if (!cut.keeps_codes) packed.packing = BlockType::F32;
+        if (!cut.keeps_quants) packed.packing = BlockType::F32;
         run_linear_panels(kernels, packed, cut, first, stop);
     }
 }
@@ -197,14 +195,14 @@ int64_t most_packed_bytes() {
 }
 
 void run_linear(const Kernels& kernels, const Linear& args) {
-    if (!args.rows) return;
+    if (!args.m) return;
     const LinearCut cut = kernels.linear_cut(args);
     const int64_t most_packed = most_packed_bytes();
     if (cut.packed_bytes <= most_packed) return run_linear_rows(kernels, args, cut);
     const int64_t most =
-        std::max(cut.rows, int64_t(args.rows * (double(most_packed) / cut.packed_bytes)) / cut.rows * cut.rows);
-    for (int64_t row = 0; row < args.rows; row += most) {
-        Linear part = rows_of(args, row, std::min(most, args.rows - row));
+        std::max(cut.rows, int64_t(args.m * (double(most_packed) / cut.packed_bytes)) / cut.rows * cut.rows);
+    for (int64_t row = 0; row < args.m; row += most) {
+        Linear part = slice_rows(args, row, std::min(most, args.m - row));
         run_linear_rows(kernels, part, kernels.linear_cut(part));
     }
 }
@@ -250,9 +248,9 @@ void run_grouped(const Kernels& kernels, const std::vector<Linear>& layers) {
         some.clear(), cuts.clear(), bytes = 0;
     };
     for (const Linear& layer : layers) {
-        if (!layer.rows) continue;
+        if (!layer.m) continue;
         const LinearCut cut = kernels.linear_cut(layer);
-        if (layer.rows > cut.rows || cut.packed_bytes > most) {
+        if (layer.m > cut.rows || cut.packed_bytes > most) {
             run_linear(kernels, layer);
             continue;
         }
@@ -324,81 +322,79 @@ PYBIND11_MODULE(_kernels, m) {
         run(work.count(), std::cref(work), work.first_phase());
     });
 
-    m.def("packed_bytes", [](int64_t columns, int64_t depth, int type, bool codes, int activation,
-                             const std::string& isa) {
+    m.def("packed_bytes", [](int64_t n, int64_t k, int type, bool int8, int activation, const std::string& isa) {
         Linear args{};
-        args.columns = columns, args.depth = depth, args.type = Type(type), args.activation = Activation(activation);
-        args.codes = codes;
+        args.n = n, args.k = k, args.type = Type(type), args.activation = Activation(activation);
+        args.int8 = int8;
         const Kernels& kernels = kernels_of(isa);
         return num_panels(kernels, args) * kernels.panel_bytes(args);
     });
-    m.def("pack", [](Address w, int64_t stride, int64_t columns, int64_t depth, int type, bool codes, int activation,
-                     Address out, const std::string& isa) {
+    m.def("pack", [](Address w, int64_t stride, int64_t n, int64_t k, int type, bool int8, int activation, Address out,
+                     const std::string& isa) {
         Linear args{};
-        args.w = at(w), args.w_stride = stride, args.columns = columns, args.depth = depth, args.type = Type(type);
-        args.codes = codes, args.activation = Activation(activation);
+        args.w = at(w), args.w_stride = stride, args.n = n, args.k = k, args.type = Type(type);
+        args.int8 = int8, args.activation = Activation(activation);
         const Kernels& kernels = kernels_of(isa);
         py::gil_scoped_release release;
-        over_rows(num_panels(kernels, args), depth * kernels.panel,
-                  [&](int64_t panel, int64_t stop) { kernels.pack_panels(args, panel, stop, at(out)); });
+        over_rows(num_panels(kernels, args), k * kernels.panel,
+                  [&](int64_t panel, int64_t stop) { kernels.prepack_panels(args, panel, stop, at(out)); });
     });
-    m.def("arranged_bytes", [](int64_t row_bytes, int64_t columns, int activation, const std::string& isa) {
+    m.def("arranged_bytes", [](int64_t row_bytes, int64_t n, int activation, const std::string& isa) {
         Linear args{};
-        args.columns = columns, args.activation = Activation(activation);
+        args.n = n, args.activation = Activation(activation);
         const Kernels& kernels = kernels_of(isa);
         return num_panels(kernels, args) * kernels.panel * row_bytes;
     });
-    m.def("arrange", [](Address w, int64_t row_bytes, int64_t columns, int64_t depth, int type, int packing,
-                        int activation, Address out, const std::string& isa) {
+    m.def("arrange", [](Address w, int64_t row_bytes, int64_t n, int64_t k, int type, int packing, int activation,
+                        Address out, const std::string& isa) {
         Linear args{};
-        args.w = at(w), args.w_stride = row_bytes, args.columns = columns, args.depth = depth, args.type = Type(type);
+        args.w = at(w), args.w_stride = row_bytes, args.n = n, args.k = k, args.type = Type(type);
         args.packing = BlockType(packing), args.activation = Activation(activation);
         const Kernels& kernels = kernels_of(isa);
         py::gil_scoped_release release;
-        over_rows(num_panels(kernels, args), depth * kernels.panel,
-                  [&](int64_t panel, int64_t stop) { kernels.arrange_panels(args, panel, stop, at(out)); });
+        over_rows(num_panels(kernels, args), k * kernels.panel,
+                  [&](int64_t panel, int64_t stop) { kernels.prepack_block_panels(args, panel, stop, at(out)); });
     });
-    m.def("packed_rows", [](Address w, int64_t row_bytes, int64_t columns, int64_t depth, int type, int packing,
-                            Address rows, int64_t count, Address out, const std::string& isa) {
+    m.def("packed_rows", [](Address w, int64_t row_bytes, int64_t n, int64_t k, int type, int packing, Address rows,
+                            int64_t count, Address out, const std::string& isa) {
         Linear args{};
-        args.w = at(w), args.w_stride = row_bytes, args.columns = columns, args.depth = depth, args.type = Type(type);
+        args.w = at(w), args.w_stride = row_bytes, args.n = n, args.k = k, args.type = Type(type);
         args.packing = BlockType(packing), args.packed = true;
         const auto* which = at<const int64_t>(rows);
         for (int64_t i = 0; i < count; i++)
-            if (which[i] < 0 || which[i] >= columns) throw py::index_error("no such row: " + std::to_string(which[i]));
+            if (which[i] < 0 || which[i] >= n) throw py::index_error("no such row: " + std::to_string(which[i]));
         const Kernels& kernels = kernels_of(isa);
         py::gil_scoped_release release;
-        over_rows(count, depth * 4,
+        over_rows(count, k * 4,
                   [&](int64_t i, int64_t stop) { kernels.rows_of_panels(args, which, i, stop, at(out)); });
     });
-    m.def("linear",
-          [](Address x, int64_t x_stride, int64_t rows, Address w, int64_t w_stride, int64_t columns, int64_t depth,
-             int type, bool codes, bool packed, int packing, int activation, Address bias, Address residual,
-             int64_t residual_stride, Address out, int64_t out_stride, int out_type, const std::string& isa) {
-              Linear args{};
-              args.x = at(x), args.w = at(w), args.bias = at(bias), args.residual = at(residual), args.out = at(out);
-              args.x_stride = x_stride, args.w_stride = w_stride, args.residual_stride = residual_stride;
-              args.out_stride = out_stride, args.rows = rows, args.columns = columns, args.depth = depth;
-              args.type = Type(type), args.out_type = Type(out_type), args.activation = Activation(activation);
-              args.packed = packed, args.codes = codes, args.packing = BlockType(packing);
-              const Kernels& kernels = kernels_of(isa);
-              py::gil_scoped_release release;
-              run_linear(kernels, args);
-          });
+    m.def("linear", [](Address x, int64_t x_stride, int64_t m, Address w, int64_t w_stride, int64_t n, int64_t k,
+                       int type, bool int8, bool packed, int packing, int activation, Address bias, Address residual,
+                       int64_t residual_stride, Address out, int64_t out_stride, int out_type, const std::string& isa) {
+        Linear args{};
+        args.x = at(x), args.w = at(w), args.bias = at(bias), args.residual = at(residual), args.out = at(out);
+        args.x_stride = x_stride, args.w_stride = w_stride, args.residual_stride = residual_stride;
+        args.out_stride = out_stride, args.m = m, args.n = n, args.k = k;
+        args.type = Type(type), args.out_type = Type(out_type), args.activation = Activation(activation);
+        args.packed = packed, args.int8 = int8, args.packing = BlockType(packing);
+        const Kernels& kernels = kernels_of(isa);
+        py::gil_scoped_release release;
+        run_linear(kernels, args);
+    });
 
     m.def("grouped_linear",
           [](Address x, int64_t x_stride, const Array<int64_t>& rows, const Array<int64_t>& w, int64_t w_stride,
-             int64_t columns, int64_t depth, int type, bool codes, bool packed, int packing, int activation,
+             int64_t n, int64_t k, int type, bool int8, bool packed, int packing, int activation,
              const Array<int64_t>& bias, Address out, int64_t out_stride, int out_type, const std::string& isa) {
               Linear args{};
               args.x = at(x), args.out = at(out), args.x_stride = x_stride, args.w_stride = w_stride;
-              args.out_stride = out_stride, args.columns = columns, args.depth = depth;
+              args.out_stride = out_stride, args.n = n, args.k = k;
               args.type = Type(type), args.out_type = Type(out_type), args.activation = Activation(activation);
-              args.packed = packed, args.codes = codes, args.packing = BlockType(packing);
+              args.packed = packed, args.int8 = int8, args.packing = BlockType(packing);
               std::vector<Linear> layers;
               int64_t row = 0;
               for (int64_t i = 0; i < rows.size(); row += rows.at(i), i++) {
-                  layers.push_back(rows_of(args, row, rows.at(i)));
+                  layers.push_back(slice_rows(args, row, rows.at(i)));
                   layers.back().w = at(w.at(i)), layers.back().bias = at(bias.at(i));
               }
               const Kernels& kernels = kernels_of(isa);

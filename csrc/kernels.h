@@ -136,17 +136,17 @@ enum class BlockType : int {
 struct Linear {
     const void* x;         // [rows, depth]
     const void* packed_x;  // the same as `pack_rows` makes it, where a LinearCut asks for it
-    const void* w;         // [columns, depth], or packed in panels (pack_panels, arrange_panels)
+    const void* w;         // [columns, depth], or packed in panels (prepack_panels, prepack_block_panels)
     const void* bias;      // [columns] or null
     const void* residual;  // [rows, columns of out] or null
     void* out;
     int64_t x_stride, w_stride, residual_stride,
         out_stride;  // values from row to row; with `codes` or a packing w's are bytes, in panels too
-    int64_t rows, columns, depth;
+    int64_t m, n, k;
     Type type, out_type;  // of x, w, bias and residual; of out
     Activation activation;
-    bool packed, codes;
-    bool unpacked;      // by pack_panels, of rows with a packing
+    bool packed, int8;
+    bool unpacked;      // by prepack_panels, of rows with a packing
     BlockType packing;  // F32: w is of x's type
 };
 
@@ -157,7 +157,7 @@ struct LinearCut {
     int64_t panels, most_panels;  // of a call, where there is enough for all threads, and at most
     int64_t packed_bytes;         // of x as `pack_rows` makes it, before all calls; 0: x is taken as it lies
     int64_t group;                // rows of a group of `pack_rows`
-    bool keeps_codes;             // panels unpacked for many rows are codes with their scales (matmul/code_panels.h)
+    bool keeps_quants;            // panels unpacked for many rows are codes with their scales (matmul/quant_panels.h)
 };
 
 // Products of tile registers.
@@ -252,9 +252,9 @@ struct Kernels {
     // Rows [row, row_stop) of the panels [panel, panel_stop); next_panel is what the thread probably works on then.
     void (*linear)(const Linear&, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, int64_t next_panel,
                    void* scratch);
-    void (*pack_panels)(const Linear&, int64_t panel, int64_t panel_stop, void* out);
+    void (*prepack_panels)(const Linear&, int64_t panel, int64_t panel_stop, void* out);
     // Panels of rows of a GGUF, `panel` times w_stride bytes each.
-    void (*arrange_panels)(const Linear&, int64_t panel, int64_t panel_stop, void* out);
+    void (*prepack_block_panels)(const Linear&, int64_t panel, int64_t panel_stop, void* out);
     // Rows [first, stop) of those at `rows` of a packed w, as numbers: out [rows, depth].
     void (*rows_of_panels)(const Linear&, const int64_t* rows, int64_t first, int64_t stop, void* out);
     void (*norm)(const Norm&, int64_t row, int64_t stop);

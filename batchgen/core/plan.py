@@ -8,12 +8,11 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.typed_json import read_typed
 from batchgen.core.workload import Workload
 
 TIERS = ("gpu", "cpu", "disk")
-# Where a sequence's KV lives, and where its decode attention runs (docs/tiers.md).
-KV_CLASSES = ("gpu", "cpu", "streamed", "disk", "deferred")
 # Chunks of the vocabulary in which an output matrix that is not on the accelerator comes over, two at a time.
 VOCABULARY_CHUNKS = 8
 # Tokens of a KV block, unless somebody asks for others.
@@ -22,7 +21,6 @@ DEFAULT_KV_BLOCK_SIZE = 16
 PINNED_BYTES = 16 << 20
 # Memory of the accelerator beside a link, through which rows go that do not lie as they are copied.
 PASSING_BYTES = 4 << 20
-KV_TIERS = {"gpu": "gpu", "cpu": "cpu", "streamed": "cpu", "disk": "disk", "deferred": "cpu"}
 
 
 def passing_bytes(block_bytes: int, staging_blocks: int | None = None) -> int:
@@ -51,14 +49,14 @@ class Policy:
         weight_format, kv_format: stored dtypes.
         weight_layers: for each weight matrix of a layer, in how many layers it lives on (GPU, CPU, disk).
         head_tier: tier of the output matrix.
-        kv_seqs: sequences of the block in each KV class.
+        kv_seqs: sequences of the block in each KV placement.
         activation_batches: micro-batches whose activations between layers stay on (GPU, CPU).
-        batch_order: "even": micro-batches of equal tokens; "mixed": the same, each with its part of every KV class; "neo": of two, one has what the CPU attends to (NEO section
+        batch_order: "even": micro-batches of equal tokens; "mixed": the same, each with its part of every KV placement; "neo": of two, one has what the CPU attends to (NEO section
             3).
         embedding_tier: tier of the input embeddings, where these are not the output matrix too: "gpu" or "cpu".
-        deferred_rows: sequences that may enter class "deferred" in one job, in which they stay much longer than in others; None:
+        deferred_rows: sequences that may enter placement "deferred" in one job, in which they stay much longer than in others; None:
             as many as there is a place for.
-        kv_layers: layers in which KV of class "streamed" stays in GPU memory; in the others it lives in host memory. Above 0 all
+        kv_layers: layers in which KV of placement "streamed" stays in GPU memory; in the others it lives in host memory. Above 0 all
             sequences are of this class.
         on_demand_tokens: in sweeps of at most so many tokens, of a layer's experts on disk only those are read that a token is
             routed to; where the host computes.
@@ -112,7 +110,7 @@ class Policy:
     def all_on_gpu(self) -> bool:
         """Whether nothing moves between tiers in a sweep of one micro-batch."""
         layers = all(not on_cpu and not on_disk for _, on_cpu, on_disk in self.weight_layers.values())
-        kv = all(c == "gpu" for c, count in self.kv_seqs.items() if count)
+        kv = all(c == KVPlacement.DEVICE for c, count in self.kv_seqs.items() if count)
         return self.num_gpu_batches == 1 and self.head_tier == "gpu" and layers and kv
 
     def to_json(self) -> dict[str, Any]:
@@ -150,7 +148,7 @@ def spread_layers(counts: tuple[int, int, int]) -> Iterator[str]:
 
 
 def kv_on_device(num_layers: int, kv_layers: int) -> tuple[bool, ...]:
-    """In which layers KV of class "streamed" stays on the compute device, when it does so in `kv_layers` of them.
+    """In which layers KV of placement "streamed" stays on the compute device, when it does so in `kv_layers` of them.
 
     The others lie as far apart as can be, each behind those whose computation hides its transfer (Pie section 3.3).
     """
@@ -232,7 +230,7 @@ class Prediction:
         lane_price_s: seconds 10 % more of a lane's rate would save; both to first order, at this block size.
         stages: of the time after startup_s, in their order; earlier versions wrote none.
         disk_written_bytes: what for -> bytes that the whole job writes to the disk beside its output.
-        search_gap: by how much the placement may take longer, by the cost model, than the fastest of these blocks, micro-batches, sweeps and KV classes: a fraction,
+        search_gap: by how much the placement may take longer, by the cost model, than the fastest of these blocks, micro-batches, sweeps and KV placements: a fraction,
             which is proven; earlier versions wrote none.
         break_even_tokens: of a sweep, from which on products take as long as bringing the weights that are elsewhere; 0: always, or
             never.
@@ -347,7 +345,7 @@ def check_policy(policy: Policy, max_num_seqs: int) -> None:
     for name, allowed in choices.items():
         if getattr(policy, name) not in allowed:
             raise ValueError(f"{name} must be {' or '.join(allowed)}, not {getattr(policy, name)!r}")
-    for name, allowed in {"kv_blocks": TIERS, "kv_seqs": KV_CLASSES}.items():
+    for name, allowed in {"kv_blocks": TIERS, "kv_seqs": tuple(KVPlacement)}.items():
         for key, count in getattr(policy, name).items():
             if key not in allowed or count < 0:
                 raise ValueError(f"{name} must be numbers of 0 or more for {', '.join(allowed)}, not {key!r}: {count}")
@@ -358,8 +356,10 @@ def check_policy(policy: Policy, max_num_seqs: int) -> None:
     layers = min((sum(counts) for counts in policy.weight_layers.values()), default=0)
     if policy.kv_layers and not 0 < policy.kv_layers < layers:
         raise ValueError(f"kv_layers must be a number of layers, 0 or more and below {layers}, not {policy.kv_layers}")
-    if policy.kv_layers and any(n for kv_class, n in policy.kv_seqs.items() if kv_class != "streamed"):
-        raise ValueError("with kv_layers above 0 all of kv_seqs must be of class 'streamed'")
+    if policy.kv_layers and any(
+        n for kv_placement, n in policy.kv_seqs.items() if kv_placement != KVPlacement.STREAMED
+    ):
+        raise ValueError("with kv_layers above 0 all of kv_seqs must be of placement 'streamed'")
     if policy.on_demand_tokens < 0:
         raise ValueError(f"on_demand_tokens must be 0 or more, not {policy.on_demand_tokens}")
     counts = [*policy.weight_layers.values(), policy.activation_batches]

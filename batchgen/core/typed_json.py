@@ -66,9 +66,10 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where} must be a number, not {_short(value)}")
         return float(value)
     called = {int: "a whole number", str: "a text", bool: "true or false"}[kind]
-    if type(value) is not kind or (kind is int and abs(value) > _LARGEST):
+    is_of_kind = isinstance(value, str) if kind is str else type(value) is kind  # an enum's member may be a text
+    if not is_of_kind or (kind is int and abs(value) > _LARGEST):
         raise ValueError(f"{where} must be {called}, not {_short(value)}")
-    return value
+    return str(value) if kind is str else value
 
 
 def _tuple(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
-"""From prompts to tokens: text, chat messages or token ids, of requests to generate and of requests to score.
+"""Tokenizing prompts: text, chat messages or token ids, of requests to generate and of requests to score.
 
-Texts of many requests are tokenized together: first all texts are collected and encoded, then each request takes its own.
+Texts of many requests are tokenized together: all are collected and encoded, and then each request takes its own
+    tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 ENCODE_CHUNK = 64  # requests tokenized together
 R = TypeVar("R")
-# Characters that are tokenized whatever the context: a hundred bytes and more are held for each meanwhile.
+# Characters that are tokenized whatever the context; the tokenizer takes a hundred bytes and more for each.
 _ALWAYS_TOKENIZED = 1 << 22
-_MOST_PER_TOKEN = 16  # characters of a longer text, for each token of the context
+_MOST_PER_TOKEN = 16  # characters of a longer text for each token of the context
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class Texts:
     """The texts of some requests, encoded together.
 
     Attributes:
-        tokens: (text, whether special tokens are added) -> its tokens.
-        chats: id of a request whose prompt, or context, is chat messages -> their text, which has its special tokens written
-            out, or why there is none.
+        tokens: Token ids by (text, whether special tokens are added).
+        chats: Text of chat messages, its special tokens written out, by the id of the request; or the error of their
+            template.
     """
 
     tokens: Mapping[tuple[str, bool], list[int]]
@@ -45,10 +46,10 @@ class Texts:
 
 
 def chunks(requests: Iterable[R | None]) -> Iterator[list[tuple[int, R]]]:
-    """Requests with their numbers, some at a time, to be tokenized together.
+    """Yield requests with their numbers, in chunks to be tokenized together.
 
     Args:
-        requests: None among them says that it may take a while until there are more: those before it do not wait for these.
+        requests: Requests; None among them means that the next one may take a while, so the chunk ends there.
     """
     chunk: list[tuple[int, R]] = []
     number = 0
@@ -65,11 +66,11 @@ def chunks(requests: Iterable[R | None]) -> Iterator[list[tuple[int, R]]]:
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """How long texts may be.
+    """The longest text that is tokenized.
 
     Attributes:
         context: Tokens that the context holds.
-        cuts: Whether prompts that are longer are cut.
+        cuts: Whether longer prompts are cut.
     """
 
     context: int
@@ -77,11 +78,11 @@ class LengthLimit:
 
     @classmethod
     def of(cls, context: int, on_overlong: str) -> LengthLimit:
-        """on_overlong: As of `Engine`."""
+        """The limit of a context under an engine's `on_overlong`: "error", "truncate-left" or "truncate-right"."""
         return cls(context, on_overlong != "error")
 
     def check(self, tokenizer: Tokenizer, text: str, what: str = "the prompt") -> None:
-        """Raises RowError for a text that cannot fit, or would take more memory than a row is worth, before it is tokenized."""
+        """Raise RowError for a text that cannot fit or would take too much memory, before it is tokenized."""
         least = 0 if self.cuts else tokenizer.least_tokens(text)
         if least > self.context:
             raise RowError(f"{what} has {least:,} tokens at least, the context holds {self.context:,}")
@@ -102,11 +103,7 @@ class LengthLimit:
 
 
 def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request], limit: LengthLimit | None = None) -> Texts:
-    """Encode together the prompts that are texts, and those that are chat messages, but for those that cannot fit.
-
-    Returns:
-        What `encode_prompt` asks for.
-    """
+    """Encode together the prompts that are texts or chat messages, but for those that cannot fit."""
     requests = list(requests)
     chats = _rendered(tokenizer, [(request, request.prompt) for request in requests])
     plain = [r.prompt for r in requests if isinstance(r.prompt, str) and r.prompt]
@@ -121,10 +118,10 @@ def encode_prompt(
     """The tokens of a prompt; none of an empty one.
 
     Args:
-        tokenizer: The model's.
-        request: Its prompt is a text, chat messages or token ids.
-        limit: How long it may be; None: as long as it is.
-        texts: Of `encode_texts`; None: the text is encoded here.
+        tokenizer: The model's tokenizer.
+        request: A request whose prompt is a text, chat messages or token ids.
+        limit: The longest text that is tokenized; None: any.
+        texts: Texts that were encoded together with others; None: the prompt is encoded here.
 
     Raises:
         RowError: The chat template refuses the messages, or it is too long.
@@ -145,7 +142,7 @@ def encode_prompt(
 
 
 def _rendered(tokenizer: Tokenizer, given: Iterable[tuple[Request | ScoreRequest, Any]]) -> dict[int, str | RowError]:
-    """The texts of chat messages, by the id of the request that has them."""
+    """Texts of chat messages, or the errors of their template, by the id of the request."""
     chats = [(request, value) for request, value in given if is_chat(value)]
     if not chats:
         return {}
@@ -174,7 +171,7 @@ def _encoded(tokenizer: Tokenizer, wanted: Iterable[tuple[str, bool]]) -> dict[t
 
 
 def begins_twice(tokenizer: Tokenizer, prompt: object, token_ids: Sequence[int]) -> bool:
-    """Tell whether a text begins with the token that the tokenizer puts before it as well."""
+    """Tell whether a text's tokens begin with two beginning-of-text tokens: its own, and the tokenizer's."""
     if not isinstance(prompt, str):
         return False
     bos = tokenizer.begin_token_id
@@ -182,24 +179,24 @@ def begins_twice(tokenizer: Tokenizer, prompt: object, token_ids: Sequence[int])
 
 
 def check_vocabulary(token_ids: Iterable[int], vocab_size: int, what: str) -> None:
-    """Tokenizers may have tokens that the model has no embedding for. Raises RowError."""
+    """Raise RowError for a token that the model has no embedding for: tokenizers may have some."""
     if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise RowError(f"{what} has a token id outside the model's vocabulary of {vocab_size}")
 
 
 def encode_all(tokenizer: Tokenizer, requests: Iterable[ScoreRequest], limit: LengthLimit | None = None) -> Texts:
-    """The tokens of all texts that `encode_pairs` asks for. limit: how long contexts may be; None: any length."""
+    """Encode together all texts that `encode_pairs` needs for these requests. limit: the longest context; None: any."""
     requests = list(requests)
     chats = _rendered(tokenizer, [(request, request.context) for request in requests])
     wanted: dict[tuple[str, bool], list[int]] = {}
     for request in requests:
-        with contextlib.suppress(RowError, InputError):  # it will be found again
+        with contextlib.suppress(RowError, InputError):  # raised again when the request is encoded
             encode_pairs(tokenizer, request, Texts(_Wanted(wanted), chats), limit)
     return Texts(_encoded(tokenizer, wanted), chats)
 
 
 class _Wanted(dict):
-    """Stands in for the tokens of texts: notes what is asked for."""
+    """A stand-in for the tokens of texts that notes which texts are looked up."""
 
     def __init__(self, wanted: dict) -> None:
         self._wanted = wanted
@@ -212,9 +209,16 @@ class _Wanted(dict):
 def encode_pairs(
     tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, limit: LengthLimit | None = None
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The tokens of the context and of each continuation, as `ScoreRequest` says.
+    """The tokens of a request's context and of each of its continuations.
 
-    limit: how long the context may be; None: as long as it is. Raises RowError.
+    Args:
+        tokenizer: The model's tokenizer.
+        request: The request to score.
+        texts: Texts that were encoded together with others.
+        limit: The longest context; None: any.
+
+    Raises:
+        RowError: There are no continuations, or they are of two kinds, or the context cannot fit.
     """
     context, continuations = request.context, request.continuations
     if not continuations:
@@ -242,7 +246,7 @@ def encode_pairs(
 
 
 def _check_to_score(tokenizer: Tokenizer, context: str | Iterable, continuations: Iterable, limit: LengthLimit) -> None:
-    """Raises RowError for a context that cannot fit; continuations without one may be longer than the model's context."""
+    """Raise RowError for a context that cannot fit; a continuation without a context may be longer than the model's."""
     own = context.rstrip() if isinstance(context, str) else ""
     if own:
         limit.check(tokenizer, own, "the text to score")
@@ -253,7 +257,7 @@ def _check_to_score(tokenizer: Tokenizer, context: str | Iterable, continuations
 
 
 def _beginning(token_ids: list[int], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Without the token that would stand before it anyway."""
+    """Token ids of a text without its beginning-of-text token."""
     return tuple(token_ids[1:] if token_ids and token_ids[0] == tokenizer.begin_token_id else token_ids)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from batchgen.core.device import parse_device
 from batchgen.core.dtypes import AUTO
 from batchgen.core.errors import InputError
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.machine import trim_freed_memory
 from batchgen.core.plan import Policy
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
@@ -51,33 +52,39 @@ _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 class RequestHandler(Protocol):
     """The handler of requests of one kind: `Generation`, `Scoring`.
 
-    vocabulary_chunks: logits may come in chunks of the vocabulary. non_finite: sequences whose logits were not finite.
+    Attributes:
+        vocabulary_chunks: Whether logits may come in chunks of the vocabulary.
+        non_finite: Sequences whose logits were not finite.
     """
 
     vocabulary_chunks: bool
     non_finite: NonFiniteSequences
 
     def prepare(self, requests: Iterable) -> Iterator:
-        """Requests ready to start; runs in the input thread."""
+        """Yield requests that are ready to start; runs in the input thread."""
 
     def start(self, prepared) -> list[Sequence] | Completion | Scored:
-        """The sequences to run, or the result of a request that cannot be run."""
+        """Return the sequences to run, or the result of a request that cannot be run."""
 
     def take_logits(self, rows, logits, start: int) -> Tensor | None:
-        """Logits of the sweep under way; returns the tokens chosen, int64 [rows], if any are."""
+        """Take logits of the sweep in flight; returns the sampled token ids, int64 [rows], if any."""
 
     def end_sweep(self) -> SweepResult:
-        """All logits of the sweep under way have been taken: what it will give."""
+        """Return the result of the sweep in flight, all of whose logits have been taken."""
 
     def advance(self, result: SweepResult, stats: EngineStats) -> list[Sequence]:
-        """After that sweep: counts what it did; returns the sequences that have ended, which the scheduler still has."""
+        """Apply a sweep's result once it has run, and count it; returns the sequences that have ended."""
 
     def finish(self, sequence: Sequence) -> Completion | Scored | None:
-        """The result of the request, if this sequence was its last."""
+        """Return the result of the sequence's request, if the sequence was its last."""
 
 
 class SweepResult(Protocol):
-    """What a sweep gives. needs_host: what runs next depends on it in a way that only the host can work out."""
+    """The result of a sweep.
+
+    Attributes:
+        needs_host: Whether the host must see it before the next sweep can be launched.
+    """
 
     needs_host: bool
 
@@ -86,7 +93,10 @@ class SweepResult(Protocol):
 class _Sweep:
     """A sweep that has been launched.
 
-    result: None: it is known when the sweep has run. wait: returns when it has run; None: it has. started_s: of time.perf_counter.
+    Attributes:
+        result: Its result; None: known only when the sweep has run.
+        wait: Function that returns when the sweep has run; None: it has.
+        started_s: Start of scheduling, of time.perf_counter.
     """
 
     result: SweepResult | None
@@ -98,8 +108,15 @@ class _Sweep:
 class _Call:
     """One call of `generate` or `score`.
 
-    sweeps_in_flight: as of `EngineParts`. under_way: sweeps that were launched, whose results have not been taken. deferred_batches: sequences whose attention is deferred.
-    drop: as `SweepRunner.drop`.
+    Attributes:
+        handler: The handler of its requests.
+        scheduler: Its scheduler.
+        source: Its prepared requests.
+        adaptation: Adaptation of the policy to measurements; None: the policy stays.
+        sweeps_in_flight: The most sweeps that may be in flight at once.
+        under_way: Sweeps that were launched and whose results have not been taken.
+        deferred_batches: Sequences whose attention is deferred.
+        drop: Function that makes the executor drop deferred batches.
     """
 
     handler: RequestHandler
@@ -116,10 +133,10 @@ class _Call:
         return self.scheduler.has_work or bool(self.under_way)
 
     def due(self, launched: _Sweep | None) -> Iterator[_Sweep]:
-        """The sweeps whose results are taken now.
+        """Yield the sweeps whose results are taken now.
 
-        While the device is at one sweep the next is scheduled and launched, and then the results of the first are
-        taken. In a pipeline each stage is at another sweep; where none could be launched, the first of them has to come back.
+        While the device runs one sweep, the next is scheduled and launched; then the results of the first are taken. In
+        a pipeline each stage runs another sweep; where none could be launched, the oldest has to come back.
         """
         if launched is None:
             ahead = len(self.under_way) - 1
@@ -132,7 +149,7 @@ class _Call:
             yield self.under_way.popleft()
 
     def close(self) -> None:
-        """Drops what is unfinished."""
+        """Drop all unfinished sequences."""
         self.source.close()
         for sweep in self.under_way:
             with contextlib.suppress(Exception):  # the next sweep would raise it again
@@ -147,35 +164,38 @@ class _Call:
 class Engine:
     """A model held in memory, ready to complete any number of requests, or to score texts.
 
-    Nothing is measured: on a CPU all kernels run on its first instruction set (amx, avx512_bf16, avx512, avx2, scalar), or on what
-    BATCHGEN_ISA names. Jobs run each shape on the set that was the fastest in the machine's profile.
+    Nothing is measured: on a CPU all kernels run on its first instruction set (amx, avx512_bf16, avx512, avx2, scalar),
+    or on the one that BATCHGEN_ISA names. Jobs run each shape on the fastest set in the machine's profile.
 
     Args:
         model: A local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
-        dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored), "float32",
-            "bfloat16" or "float16". On a GPU "auto" is 16 bits: float16 before compute capability 8.0.
-        weights: Of the layers' matrices: "none" (as they are found; packed ones expanded to `dtype` where that takes at most half
-            of the memory), "bf16" (expanded always), "int4" (4 bits; packed once, in the cache directory), or "int8" (8 bits,
-            multiplied as integers with tokens quantized to 8 bits). One of compressed-tensors W8A8 is "int8" by itself.
+        dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored),
+            "float32", "bfloat16" or "float16". On a GPU "auto" is 16 bits: float16 before compute capability 8.0.
+        weights: Format of the layers' matrices: "auto" (as they are found; quantized ones are dequantized where that
+            takes at most half of the memory), "native" (as they are found), "dequantized" (to `dtype`), "int4" (4 bits,
+            quantized once, into the cache directory), or "int8" (8 bits, multiplied as integers with tokens quantized
+            to 8 bits). A model of compressed-tensors W8A8 is "int8" by itself.
         kv_cache_dtype: "auto" (KV as the model computes), "int8", "int5" or "int4".
         device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
-        cpu_memory: Budget for the whole process, bytes or text such as "14GiB"; None: what is free, less a margin.
-        gpu_memory: Budget of the GPU: a larger card behaves as one of this size. None: all of it.
+        cpu_memory: Host memory budget of the process, bytes or text such as "14GiB"; None: the free memory less a
+            margin.
+        gpu_memory: Memory budget on the GPU: a larger card behaves as one of this size. None: all of it.
         admission: "continuous", or "static" (each block runs to its end before the next starts).
-        tensor_parallel: Processes that share every layer, each with its part of the weights, the KV and the cores. The others are started here.
-            Memory budgets are of each.
+        tensor_parallel: Number of processes that share every layer, each with its part of the weights, the KV and the
+            cores. The others are started here. Each has the whole memory budget.
         max_num_seqs: The most samples in flight.
         max_num_batched_tokens: The most tokens in one sweep.
         max_model_len: Longest prompt plus output; None: the model's context.
         share_prefixes: Compute a prompt prefix that several rows share once.
         expected_output_len: Tokens a sample is expected to generate, to admit more rows than `max_tokens` would allow.
-        on_overlong: "error" fails a row whose prompt does not fit the context; "truncate-left" and "truncate-right" cut its
-            prompt instead, so that its max_tokens fit.
+        on_overlong: "error" fails a row whose prompt does not fit the context; "truncate-left" and "truncate-right" cut
+            its prompt instead, so that its max_tokens fit.
         sampling: Parameters for requests that bring none.
         on_load: Called with (done, total) after each layer is loaded.
 
     Raises:
-        InputError: The model is unsupported or broken, or the budget impossible; before weights are read where possible.
+        InputError: The model is unsupported or broken, or the budget impossible; before weights are read where
+            possible.
     """
 
     def __init__(  # the public API: a keyword for each choice
@@ -266,10 +286,15 @@ class Engine:
         on_overlong: str = "error",
         sampling: SamplingParams | None = None,
     ) -> Engine:
-        """Make an engine around a model that is loaded already, or around anything else that runs sweeps.
+        """Make an engine around a model that is loaded already.
 
-        planned_output_len: the mean that its policy was planned for; where it is given, the engine adapts the block and
-        the streamed fraction to what it measures (`batchgen.schedule.adaptation`).
+        Args:
+            parts: The loaded model.
+            expected_output_len: Tokens that a sample is expected to generate; None: up to its max_tokens.
+            planned_output_len: Mean output length of the plan, in tokens; with it the engine adapts the block and the
+                streamed fraction to its measurements (`batchgen.schedule.adaptation`).
+            on_overlong: "error", "truncate-left" or "truncate-right", for prompts that do not fit the context.
+            sampling: Parameters of requests that bring none.
         """
         engine = cls.__new__(cls)
         engine._init(parts, expected_output_len, planned_output_len, on_overlong, sampling)
@@ -294,12 +319,12 @@ class Engine:
         self._expected_output_len = expected_output_len
         self._planned_output_len = planned_output_len
         self._on_overlong = on_overlong
-        self.changes: list[Change] = []  # what adaptation has changed
+        self.changes: list[Change] = []  # made by adaptation
         policy = parts.policy
-        # Outlives a call: later rows find the prefixes of earlier ones.
+        # KV pools outlive a call: later rows find the prefixes of earlier ones.
         self._pools = kv_pools(policy, parts.memory)
-        self._token_slots = TokenSlots()  # calls may take turns: one may begin while a sweep of another is under way
-        self._exchange_slots = TokenSlots(policy.kv_seqs.get("deferred", 0))
+        self._token_slots = TokenSlots()  # a call may begin while a sweep of another is in flight
+        self._exchange_slots = TokenSlots(policy.kv_seqs.get(KVPlacement.DEFERRED, 0))
 
     @property
     def policy(self) -> Policy:
@@ -307,12 +332,12 @@ class Engine:
 
     @property
     def used_kv_blocks(self) -> int:
-        """Blocks that sequences in flight hold, in all tiers; those of layers with a sliding window besides, where they are apart."""
+        """KV blocks that sequences in flight hold in all tiers, pools of sliding-window layers included."""
         pools = [*self._pools.values(), *(pool.windowed for pool in self._pools.values() if pool.windowed)]
         return sum(pool.num_used for pool in pools)
 
     def close(self) -> None:
-        """Ends what runs beside the engine, and gives files and memory back. An engine that is closed cannot be used again."""
+        """End the engine's threads and processes and free its memory. A closed engine cannot be used again."""
         self._closed = True
         if self.parts.grammars:
             self.parts.grammars.close()
@@ -335,11 +360,11 @@ class Engine:
         """Complete every request.
 
         Args:
-            requests: Read lazily, in a thread of its own, so that millions of rows need no memory; a prompt by itself is a
-                Request with it. One text, or one Request, is one request. None from an iterator says that more may take a while; in
-                a list it fails as a row of its own. What the iterable itself raises is raised here.
-            should_stop: Asked before each sweep; once true, unfinished rows are dropped.
-            on_sweep: Called after each sweep with the running totals.
+            requests: Requests or prompts, read lazily in a thread of its own, so that millions of rows need no memory;
+                or one text or Request. None from an iterator means that the next one may take a while; in a list it
+                fails as a row. Exceptions of the iterable are raised here.
+            should_stop: Function asked before each sweep; once it returns true, unfinished rows are dropped.
+            on_sweep: Function called after each sweep with the running totals.
 
         Yields:
             Each Completion when its last sample is done, so not in input order. A bad row comes back with `error`.
@@ -363,13 +388,19 @@ class Engine:
         should_stop: Callable[[], bool] = lambda: False,
         on_sweep: Callable[[EngineStats], None] = lambda stats: None,
     ) -> Iterator[Scored]:
-        """Scores every request: how likely its continuations are, without generating anything.
+        """Score every request: how likely its continuations are, without generating anything.
 
-        Yields each Scored when its last continuation is done, so not in input order.
+        A context is computed once for all its continuations, and a prefix that contexts share once for all of them;
+        logits are made only at scored positions. A context that does not fit together with the longest continuation
+        fails or is cut, as `on_overlong` says.
 
-        A context is computed once for all its continuations, and a prefix that contexts share once for all of them; logits
-        are made where they are asked for only. Parameters and errors are those of `generate`; a context that leaves no headroom
-        for the longest continuation fails or is cut, as `on_overlong` says.
+        Args:
+            requests: Requests, read lazily in a thread of its own; or one ScoreRequest.
+            should_stop: Function asked before each sweep; once it returns true, unfinished rows are dropped.
+            on_sweep: Function called after each sweep with the running totals.
+
+        Yields:
+            Each Scored when its last continuation is done, so not in input order. A bad row comes back with `error`.
         """
         handler = Scoring(self.parts, self._on_overlong)
         return self._run_all(handler, requests, self._scheduler(), None, should_stop, on_sweep)
@@ -404,7 +435,7 @@ class Engine:
             call.close()
 
     def _step(self, call: _Call, on_sweep: Callable[[EngineStats], None]) -> Iterator:
-        """One sweep: schedule it, run it, take its results. Yields those of requests that have ended."""
+        """Schedule a sweep, run it and take its results. Yields the results of requests that have ended."""
         started_s = time.perf_counter()
         scheduled = call.scheduler.schedule()
         launched = self._run(call, scheduled, started_s) if scheduled or call.deferred_batches.waiting else None
@@ -416,7 +447,7 @@ class Engine:
             on_sweep(self.stats)
 
     def _admit(self, call: _Call) -> Iterator:
-        """Moves requests from the input to the scheduler; yields the results of those that failed before they ran.
+        """Move requests from the input to the scheduler; yields the results of those that failed before they ran.
 
         Waits for input only when there is nothing else to do.
         """
@@ -436,7 +467,7 @@ class Engine:
                 call.scheduler.add(sequence)
 
     def _run(self, call: _Call, scheduled: list[ScheduledSequence], started_s: float) -> _Sweep:
-        """Has a sweep run; perhaps it has only been launched."""
+        """Launch a sweep; on a CPU it has run when this returns."""
         stats, parts, handler = self.stats, self.parts, call.handler
         batches = [parts.pack(batch) for batch in parts.split(scheduled)]
         sampling_s = 0.0
@@ -465,7 +496,7 @@ class Engine:
         return _Sweep(result, wait, started_s)
 
     def _take(self, call: _Call, sweep: _Sweep) -> list[Sequence]:
-        """Takes the results of a sweep once it has run; returns the sequences that have ended with it."""
+        """Take the results of a sweep once it has run; returns the sequences that have ended with it."""
         stats = self.stats
         started = time.perf_counter()
         if sweep.wait is not None:
@@ -491,5 +522,5 @@ class Engine:
         self._lanes_before, self._collected_s = lanes, now
 
     def _lanes_s(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Of each lane, seconds busy and seconds that compute waited for it, so far."""
+        """Seconds so far that each lane was busy, and that compute waited for it."""
         return self.parts.executor.busy_s, self.parts.executor.stalled_s

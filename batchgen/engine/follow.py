@@ -1,4 +1,4 @@
-"""A rank other than 0 loads its part of a model, of the kind that rank 0 says, and runs the sweeps that rank 0 runs."""
+"""The work of a rank other than 0: it loads the part of a model that rank 0 names, and runs the sweeps of rank 0."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def follow_rank_zero(group: Group) -> dict[str, int]:
-    """Be a stage of a pipeline, or a rank of tensor parallelism, until rank 0 says that all is done.
+    """Be a stage of a pipeline, or a rank of tensor parallelism, until rank 0 ends the group.
 
     Returns:
-        The most bytes of each tier that this process held.
+        Peak bytes of each tier in this process.
 
     Raises:
         EOFError: Rank 0 has nothing to do.

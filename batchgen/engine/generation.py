@@ -1,4 +1,4 @@
-"""Texts generated: requests into sequences, tokens out of logits, and completions when all samples of a request are done."""
+"""Generation: requests become sequences, logits become tokens, and a request's samples become its completion."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _InFlight:
     prompt_tokens: int
     samples: list[Sample | None]
     cached_tokens: list[int]  # of each prompt
-    left: int  # samples that are still running
+    running: int  # number of samples
     error: str | None = None
 
     def add(self, sequence: Sequence, sample: Sample) -> None:
@@ -77,7 +77,14 @@ class _InFlight:
 
 @dataclass(frozen=True)
 class _Finish:
-    """Why a sample ended; `stop` is the stop string or token id that ended it, if one did. error: the request's, if it fails."""
+    """The end of a sample.
+
+    Attributes:
+        reason: Finish reason: "stop", "length" or "error".
+        stop: Stop string or stop token id that ended it, if one did.
+        ends_with_stop_token: Whether its last token is not part of the text.
+        error: Error of the request, if it fails.
+    """
 
     reason: str
     stop: str | int | None = None
@@ -87,10 +94,11 @@ class _Finish:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Tokens that a sweep chooses.
+    """Tokens that a sweep samples.
 
-    rows: whose, and the position of each among the sequence's tokens. Those of sequences that have ended meanwhile are
-    dropped.
+    Attributes:
+        rows: Sequence of each token, and its position in the sequence. Tokens of sequences that have ended are dropped.
+        sampled: The sampler's results, in the order of the rows.
     """
 
     rows: list[tuple[Sequence, int]]
@@ -101,7 +109,7 @@ class _Chosen:
         return any(not _chosen_alone(sequence) for sequence, _ in self.rows if not sequence.is_complete)
 
     def tokens(self) -> Iterator[tuple[Sequence, SampledToken, int]]:
-        """Fills the tokens in: (sequence, token, how many the sequence has generated with it)."""
+        """Write the tokens into their sequences; yields (sequence, token, tokens that the sequence has generated)."""
         tokens = itertools.chain.from_iterable(sampled.tokens() for sampled in self.sampled)
         for (sequence, position), token in zip(self.rows, tokens, strict=True):
             if position < len(sequence.tokens):
@@ -110,16 +118,20 @@ class _Chosen:
 
 
 def _chosen_alone(sequence: Sequence) -> bool:
-    """Whether the next token of a sequence can be chosen before the host knows the last one."""
+    """Tell whether the next token of a sequence can be sampled before the host knows the last one."""
     return sequence.constraint is None and not sequence.sampling.penalizes_output
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A request that may start.
+    """A request that is ready to start.
 
     Attributes:
-        prompts: the tokens of each prompt, four bytes a token as many of these wait, and how it is sampled.
+        index: Number of the request in the call.
+        request: The request.
+        prompts: Token ids of each prompt, four bytes each as many requests wait, and its sampling parameters.
+        error: Why the request cannot run; None: it can.
+        grammar: The grammar of its outputs, if it has one.
     """
 
     index: int
@@ -141,12 +153,14 @@ class Generation:
         self._detectors: dict[Sequence, object] = {}
         self._finishes: dict[Sequence, _Finish] = {}
         self._harmony = Harmony.of(parts.tokenizer) if parts.config.has_channels else None
-        self._thinking: dict[Sequence, tuple[Thinking, bool]] = {}  # of those that may think, and whether they begin so
-        self._sampled: list[tuple[list[Sequence], Sampled]] = []  # of the sweep under way
+        self._thinking: dict[
+            Sequence, tuple[Thinking, bool]
+        ] = {}  # thinking tags, and whether the text begins in thoughts
+        self._sampled: list[tuple[list[Sequence], Sampled]] = []  # in the sweep in flight
         self.non_finite = NonFiniteSequences()
 
     def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
-        """Tokenizes requests, some at a time; runs in the input thread."""
+        """Tokenize requests, some at a time; runs in the input thread."""
         for chunk in chunks(each_request(requests)):
             fine = [request for _, request in chunk if request.error is None]
             prompts = [each for request in fine for each in request.each_prompt]
@@ -179,9 +193,19 @@ class Generation:
         return token_ids
 
     def _fit(self, request: Request, token_ids: list[int], prompts: int = 1) -> tuple[SamplingParams, list[int]]:
-        """The request's sampling and prompt, max_tokens within the context and the KV there is. Raises RowError, InputError.
+        """Fit a prompt and its max_tokens into the context and the KV pools.
 
-        prompts: how many prompts the whole request has.
+        Args:
+            request: The request.
+            token_ids: Token ids of the prompt.
+            prompts: Number of prompts of the whole request.
+
+        Returns:
+            Sampling parameters with max_tokens cut to the context, and the token ids, cut where `on_overlong` says so.
+
+        Raises:
+            RowError: The prompt does not fit.
+            InputError: The result would be too large.
         """
         sampling = request.sampling or self._sampling
         if sampling.logit_bias:
@@ -225,7 +249,7 @@ class Generation:
     def _samples_of(
         self, prepared: _Prepared, row_id: str | int, first: int, token_ids: array, sampling: SamplingParams
     ) -> list[Sequence]:
-        """The sequences of one prompt. first: the number of its first sample among those of the request."""
+        """The sequences of one prompt. first: number of its first sample among those of the request."""
         started: list[Sequence] = []
         thinking = self._thinking_of(prepared.request, token_ids, sampling)
         for k in range(sampling.n):
@@ -235,7 +259,7 @@ class Generation:
             sequence.constraint = prepared.grammar and prepared.grammar.start()
             if sampling.stop:
                 self._detectors[sequence] = self._stops(sampling.stop, thinking)
-            if started:  # the prompt is computed by the first
+            if started:  # the first sequence computes the prompt for all
                 sequence.prefix_source, sequence.num_source_tokens = started[0], sequence.num_prompt - 1
             started.append(sequence)
         return started
@@ -243,7 +267,7 @@ class Generation:
     def _thinking_of(
         self, request: Request, token_ids: array, sampling: SamplingParams
     ) -> tuple[Thinking, bool] | None:
-        """The tags between which a request's samples think, and whether they begin so; None where they do not think."""
+        """Thinking tags of a request's samples, and whether they begin in thoughts; None: they do not think."""
         if self._harmony is not None or not request.reasoning_apart:
             return None
         thinking = Thinking.of(self._parts.tokenizer, sampling.regex)
@@ -255,21 +279,21 @@ class Generation:
     def _stops(
         self, stop: tuple[str, ...], thinking: tuple[Thinking, bool] | None
     ) -> AnswerStops | ThoughtStops | StopDetector:
-        """Make what watches a sample for stop strings. thinking: as of `_thinking_of`."""
+        """The detector of a sample's stop strings. thinking: its tags, and whether it begins in thoughts; or None."""
         detector = self._parts.tokenizer.stop_detector(stop)
         if self._harmony is not None:
             return AnswerStops(self._harmony, detector)
         return detector if thinking is None else ThoughtStops(*thinking, detector)
 
     def take_logits(self, rows, logits, start: int) -> Tensor:
-        """Chooses tokens, as soon as a batch has its logits."""
+        """Sample the tokens of a batch as soon as it has its logits."""
         sequences = [row.sequence for row in rows]
         sampled = self._parts.sample(logits, sequences)
         self._sampled.append((sequences, sampled))
         return sampled.token_ids
 
     def end_sweep(self) -> _Chosen:
-        """What the sweep under way will give; until then its tokens are PENDING."""
+        """The tokens of the sweep in flight; they are PENDING in their sequences until it has run."""
         rows = []
         for sequences, _ in self._sampled:
             for sequence in sequences:
@@ -280,7 +304,7 @@ class Generation:
         return chosen
 
     def advance(self, chosen: _Chosen, stats: EngineStats) -> list[Sequence]:
-        """After a sweep has run: gives sequences their tokens; returns those that have ended."""
+        """Write the tokens of a sweep that has run into their sequences; returns the sequences that have ended."""
         finished, constrained = [], []
         generated = 0
         stats.begins_twice |= self._begins_twice
@@ -300,13 +324,13 @@ class Generation:
                 sequence.logprobs.append(token)
             finish = self._finish_of(sequence, token.token_id, known)
             if finish is not None:
-                del sequence.tokens[sequence.num_prompt + known :]  # of sweeps that are under way
+                del sequence.tokens[sequence.num_prompt + known :]  # those of sweeps in flight
                 self._finishes[sequence] = finish
                 finished.append(sequence)
             elif sequence.constraint is not None:
                 constrained.append((sequence.constraint, token.token_id))
         grammars = self._parts.grammars
-        if constrained:  # their next masks are made while the next sweep's layers compute
+        if constrained:  # the next masks are made while the next sweep's layers compute
             grammars.advance(constrained)
         if grammars:
             stats.busy_s |= {"masks": grammars.busy_s, "mask_wait": grammars.waited_s}
@@ -314,24 +338,24 @@ class Generation:
         return finished
 
     def finish(self, sequence: Sequence) -> Completion | None:
-        """The completion of a sequence's request, if the sequence was its last."""
+        """Return the completion of a sequence's request, if the sequence was its last."""
         flight = self._in_flight[sequence.request_index]
         finish, detector = self._finishes.pop(sequence), self._detectors.pop(sequence, None)
         if finish.error is not None:
             flight.error = flight.error or finish.error
         else:
             flight.add(sequence, self._sample(sequence, finish, detector))
-        flight.left -= 1
-        return None if flight.left else self._in_flight.pop(sequence.request_index).completion()
+        flight.running -= 1
+        return None if flight.running else self._in_flight.pop(sequence.request_index).completion()
 
     def _finish_of(self, sequence: Sequence, token: int, num_generated: int) -> _Finish | None:
-        """Whether the sequence ends with this token, its `num_generated`-th."""
+        """The end of a sequence with this token, the `num_generated`-th; None: it goes on."""
         sampling, constraint = sequence.sampling, sequence.constraint
         if token == NOT_FINITE:
             return _Finish("error", error=self._parts.not_finite)
         if constraint is not None and constraint.error is not None:
             return _Finish("error", error=constraint.error)
-        # A grammar ends with the end of text, which cannot be gone past.
+        # A grammar ends with the end of text: nothing can follow it.
         if token in self._parts.eos_token_ids and (constraint is not None or not sampling.ignore_eos):
             return _Finish("stop", ends_with_stop_token=True)
         if token in sampling.stop_token_ids:
@@ -360,7 +384,7 @@ class Generation:
         return Sample(text, tuple(generated), finish.reason, self._logprobs(sequence), finish.stop)
 
     def _apart(self, sequence: Sequence, finish: _Finish, text: str, reasoning: str) -> Sample:
-        """A sample of a model that thinks before it answers. A stop string ends the answer."""
+        """The sample of a model that thinks before it answers. A stop string ends the answer."""
         if isinstance(finish.stop, str):
             text = text.split(finish.stop)[0]
         generated, logprobs = tuple(sequence.generated), self._logprobs(sequence)

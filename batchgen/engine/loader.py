@@ -1,4 +1,4 @@
-"""From a model's name to an engine's parts: files, configuration, memory plan, weights, tokenizer."""
+"""Loading a model into the parts of an engine: configuration, memory plan, weights, KV pools, tokenizer."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from batchgen.core.dtypes import (
 )
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.machine import (
     available_cores,
     available_memory_bytes,
@@ -63,14 +64,13 @@ if TYPE_CHECKING:
     from batchgen.schedule.packed_batch import PackedBatch
 
 ADMISSIONS = ("continuous", "static")
-# Of the memory that is free, this part is left for everything else on the machine.
-_MARGIN_FRAC = 0.1
-_EXPANDED_FRAC = 0.5  # of the host's memory: what a GGUF's weights may take when they are expanded, so that KV has room
-# Of KV pools, what is provided ahead of its use. What is used of a pool is known only later, as rows may share most of their KV.
-# It begins while the model loads, where that leaves cores idle, else once it is loaded: loading keeps two or three cores busy.
+_MARGIN_FRAC = 0.1  # part of the free memory that is left for everything else on the machine
+_DEQUANTIZED_FRAC = 0.5  # part of the host's memory that dequantized weights may take, so that KV has capacity
+# Bytes of KV pools whose pages are touched before they are used: rows may share most of their KV, so that the rest may
+# never be. Loading keeps two or three cores busy: with fewer cores than these the pages are touched after it.
 _PREFAULT_BYTES, _PREFAULT_CORES = 1 << 30, 4
-# What interpreter, torch, transformers and pyarrow hold in a job without any model, where that cannot be measured; and
-# what they take later, for threads, compiled kernels and buffers.
+# Resident bytes of interpreter, torch, transformers and pyarrow without any model, where they cannot be measured; and
+# bytes that threads, compiled kernels and buffers take later.
 TYPICAL_PROCESS_BYTES, _PROCESS_GROWTH_BYTES = 450 << 20, 64 << 20
 
 
@@ -78,9 +78,9 @@ def resolve_dtype(config: ModelConfig, dtype: str, device: Device) -> str:
     """Resolve the dtype to compute in.
 
     Args:
-        config: The model's.
+        config: The model's configuration.
         dtype: Its name, or "auto": fp32 for models stored in it, else 16 bits where the device is fast at them.
-        device: What computes.
+        device: Compute device.
 
     Raises:
         InputError: The name is unknown.
@@ -110,7 +110,12 @@ def resolve_context(config: ModelConfig, max_model_len: int | None) -> int:
 
 
 def resolve_budget(cpu_memory: int | str | None, processes: int = 1) -> int:
-    """Resolve the CPU memory budget of one of the processes, in bytes. cpu_memory: of all; None: what is free, less a margin."""
+    """Resolve the host memory budget of each of a job's processes on this machine, in bytes.
+
+    Args:
+        cpu_memory: Budget of all processes together, in bytes or as text; None: the free memory less a margin.
+        processes: Number of processes.
+    """
     if cpu_memory is None:
         return int((available_memory_bytes() + resident_bytes()) * (1 - _MARGIN_FRAC)) // processes
     return size_bytes(cpu_memory) // processes
@@ -121,7 +126,7 @@ def process_bytes() -> int:
     import batchgen.models.tokenizers.tokenizer
     import batchgen.runtime.executor  # noqa: F401
 
-    if resident_bytes() > TYPICAL_PROCESS_BYTES:  # what a model has left behind, perhaps; looking for it takes a while
+    if resident_bytes() > TYPICAL_PROCESS_BYTES:  # perhaps freed memory of an earlier model; trimming takes a while
         give_back_freed_memory()
     here = resident_bytes()
     return here + _PROCESS_GROWTH_BYTES if here else TYPICAL_PROCESS_BYTES
@@ -139,12 +144,13 @@ def resolve_budgets(
     """Resolve the memory budgets.
 
     Args:
-        device: What computes.
-        cpu_memory: For all of the job's processes on this host, in bytes or as text ("14GiB"); None: what is free, less a margin.
-        gpu_memory: Of the accelerator, of which each process has its own; None: all of it.
-        disk_memory: Of the offload directory; None: what is free there, less a margin.
-        offload_dir: None: nothing goes to disk.
-        processes: That run the job on this host, each with its part of host memory and disk.
+        device: Compute device.
+        cpu_memory: Host memory of all of the job's processes here, bytes or text ("14GiB"); None: the free memory less
+            a margin.
+        gpu_memory: Memory of the accelerator that each process has; None: all of it.
+        disk_memory: Bytes in the offload directory; None: the free space less a margin.
+        offload_dir: Directory of the disk tier; None: there is none.
+        processes: Number of processes on this host that share host memory and disk evenly.
 
     Returns:
         Bytes of each tier; no "gpu" without an accelerator, 0 for "disk" without a directory.
@@ -177,17 +183,18 @@ def choose_weights(
     device: Device,
     memory_bytes: Callable[[], int],
 ) -> str:
-    """As of `resolve_weights`; weights that were found packed are expanded where that takes little of the memory.
+    """Resolve `--weights`; with "auto", quantized weights are dequantized where that takes little of the memory.
 
-    Both hold the same numbers, but for their rounding to the dtype. Products of packed weights are faster with few tokens, those of expanded ones a little with many; packed ones leave memory.
+    Both hold the same numbers but for rounding to the dtype. GEMMs of quantized weights are faster with few tokens,
+    those of dequantized weights a little with many.
 
     Args:
-        files: The model.
-        config: Its configuration.
-        weights: What is asked for.
-        dtype: What is computed in.
-        device: What computes.
-        memory_bytes: Gives the host's, for the whole process; asked where it matters.
+        files: The model's files.
+        config: The model's configuration.
+        weights: The value of `--weights`.
+        dtype: Compute dtype.
+        device: Compute device.
+        memory_bytes: Function that returns the host memory of the process in bytes; called only where it matters.
 
     Raises:
         InputError: There is no such format, or the model is not in it.
@@ -196,7 +203,7 @@ def choose_weights(
     if weights != AUTO or found not in KEPT_FORMATS:
         return found
     expanded_bytes = config.num_params * FORMAT_BYTES[dtype]
-    return DEQUANTIZED if expanded_bytes <= memory_bytes() * _EXPANDED_FRAC else found
+    return DEQUANTIZED if expanded_bytes <= memory_bytes() * _DEQUANTIZED_FRAC else found
 
 
 def in_memory_policy(
@@ -215,15 +222,15 @@ def in_memory_policy(
     """The policy that holds everything in the compute device's memory.
 
     Args:
-        config: The model's.
-        device: What computes.
-        dtype: Of weights and KV, as of `resolve_dtype`.
+        config: The model's configuration.
+        device: Compute device.
+        dtype: Compute dtype, which is also that of KV unless `kv_cache_dtype` names another.
         admission: "continuous" or "static".
         max_num_seqs: The most samples in flight.
         max_num_batched_tokens: The most tokens in one sweep.
-        max_model_len: As of `resolve_context`.
-        share_prefixes: Whether rows take over the KV of a prompt prefix that another row has computed.
-        weights: Of the layers' matrices, as of `resolve_weights`.
+        max_model_len: Longest prompt plus output, in tokens.
+        share_prefixes: Whether rows reuse the KV of a prompt prefix that another row has computed.
+        weights: Resolved weights of the layers' matrices.
         kv_cache_dtype: "auto" (KV in `dtype`), "int8", "int5" or "int4".
 
     Raises:
@@ -258,7 +265,7 @@ def in_memory_policy(
 
 
 def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: str, shard: Shard | None = None) -> bool:
-    """Whether the model is a weight store of these formats, or one was made of it, or of the shard, before."""
+    """Tell whether a weight store of the model, or of a shard of it, exists in these formats."""
     if shard is None and files.kind == "store":
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
         if (manifest["dtype"], manifest["weight_format"]) == (dtype, weight_format_of(dtype, weights)):
@@ -267,14 +274,14 @@ def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: st
 
 
 def store_bytes(config: ModelConfig, dtype: str, weights: str) -> int:
-    """About what a weight store takes on disk."""
+    """Approximate bytes of a weight store on disk."""
     weight_format = weight_format_of(dtype, weights)
     layers = group_bytes_of_layers(config, dtype, weight_format)
     return sum(map(sum, (layer.values() for layer in layers))) + sum(end_bytes(config, dtype, weight_format))
 
 
 def needs_store(policy: Policy) -> bool:
-    """Whether weights are to be read layer by layer from disk, or packed beforehand."""
+    """Tell whether a policy needs a weight store: weights stream from disk, or are quantized to int4 beforehand."""
     return policy.weight_format == INT4 or any(on_disk for _, _, on_disk in policy.weight_layers.values())
 
 
@@ -282,7 +289,7 @@ _loaded_in: int | None = None  # the process in which a model was first loaded
 
 
 def _refuse_in_fork() -> None:
-    """A child of fork has its parent's thread pools but none of their threads: it would wait for them forever."""
+    """Raise BatchgenError in a fork of a process with a model: it would wait forever for its parent's threads."""
     global _loaded_in
     if _loaded_in not in (None, os.getpid()):
         raise BatchgenError(
@@ -294,17 +301,29 @@ def _refuse_in_fork() -> None:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What is to be loaded, for what, and into what: all of it resolved.
+    """A model to load and how it is to run, every option resolved.
 
-    policy: how it will run. dtype: to compute in, as of `resolve_dtype`. budgets: as of `resolve_budgets`.
-    min_output_len: what a row must at least be able to generate. task: what the engine is for, "generate" or "score"; None:
-    either. sampling: of most rows; its grammar, if it has one, is compiled before weights are read. longest_tokens: the
-    longest prompt and output looked for; None: the context. most_kv_tokens: KV that the job is expected to use; memory beyond
-    it is left alone. planned_process_bytes: what the plan leaves the process for itself, which pools of KV were counted with.
-    offload_dir: of KV on disk. store: of the weights, needed where `needs_store`. kernels: what each shape runs on; all that it
-    does not name runs on the process's instruction set. serial, on_step: see `steps.threads.Lanes`.
-    on_load(done, total): called after each layer. shard: the rank's part of the model, whose shape `config` is then; reduce: adds
-    up what the ranks have; see `engine/tensor_parallel.py`.
+    Attributes:
+        files: The model's files.
+        config: The model's configuration; of a shard or a stage, the configuration of that part.
+        policy: Placement and schedule.
+        dtype: Compute dtype.
+        device: Compute device.
+        budgets: Bytes of each tier.
+        min_output_len: Tokens that every row must be able to generate.
+        task: "generate" or "score"; None: the engine does both.
+        sampling: Sampling parameters of most rows; their grammar is compiled before weights are read.
+        longest_tokens: Longest prompt plus output that is expected, in tokens; None: the context.
+        most_kv_tokens: Tokens of KV that the job is expected to use; KV pools are no larger.
+        planned_process_bytes: Host bytes that the plan leaves to the process itself.
+        offload_dir: Directory of KV on disk.
+        store: The weight store, where the policy needs one.
+        kernels: Kernel of each shape; other shapes run on the process's instruction set.
+        serial: Whether Steps run one after the other on one thread.
+        on_step: Function called with each Step and the seconds at which it begins and ends.
+        on_load: Function called with (layers loaded, layers in all) after each layer.
+        shard: This rank's part of the model under tensor parallelism.
+        reduce: Function that sums a tensor over the ranks.
     """
 
     files: ModelFiles
@@ -337,9 +356,9 @@ def load_parts(
     """Load a model for the engine.
 
     Args:
-        request: What to load.
-        tokenizer: Gives the tokenizer; called after all that can be refused quickly, and before weights are read.
-        on_planned: Told what will be allocated, before it is.
+        request: The model to load.
+        tokenizer: Function that returns the tokenizer; called after all quick checks, and before weights are read.
+        on_planned: Function called with the memory plan before anything is allocated.
 
     Raises:
         InputError: Something does not fit or is not supported; before weights are read where possible.
@@ -382,16 +401,16 @@ def load_executor(
     before_weights: Callable[[], object] = lambda: None,
     adjacent_ranks: AdjacentRanks | None = None,
 ) -> tuple[Executor, Tiers]:
-    """Load what runs sweeps: weights, and room for KV; a device has been warmed up then.
+    """Load the executor of sweeps with its weights and KV pools, and warm a GPU up.
 
     Args:
-        request: What to load; for a stage of a pipeline its `config` is the stage's.
-        memory: How much of each tier it takes, as of `plan_load`; a stage's may have fewer KV blocks.
-        before_weights: Called when all else is there.
+        request: The model to load; of a pipeline's stage, its `config` is the stage's.
+        memory: Bytes of each tier and KV blocks; a stage may have fewer KV blocks than `plan_load` gives it.
+        before_weights: Function called when all is there but the weights.
         adjacent_ranks: Ranks of the previous and the next pipeline stage; None: there is one stage.
 
     Raises:
-        BatchgenError: As `load_parts`.
+        BatchgenError: The weights are broken, or memory or disk do not suffice.
     """
     from batchgen.runtime.devices import open_tiers
 
@@ -424,7 +443,15 @@ def load_executor(
 
 @dataclass(frozen=True)
 class Words:
-    """What an engine knows of tokens. grammar: that of most rows, while it is compiled. started_s: of time.perf_counter."""
+    """The tokenizer of an engine, its end-of-text tokens and its grammars.
+
+    Attributes:
+        tokenizer: The model's tokenizer.
+        eos_token_ids: Ids of the tokens that end a text.
+        grammars: Grammars over the tokens.
+        grammar: The grammar of most rows, while it is compiled; None: they have none.
+        started_s: Start of loading, of time.perf_counter.
+    """
 
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
@@ -433,17 +460,17 @@ class Words:
     started_s: float
 
     def check(self) -> None:
-        """Raises InputError where the grammar of most rows cannot be followed."""
+        """Wait for the grammar of most rows. Raises InputError where it cannot be followed."""
         if self.grammar is not None:
             self.grammar.result()
 
     def seconds(self) -> float:
-        """Since loading began."""
+        """Seconds since loading began."""
         return time.perf_counter() - self.started_s
 
 
 def load_words(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Words:
-    """Load what an engine knows of tokens. Raises InputError."""
+    """Load the tokenizer and what depends on it. Raises InputError."""
     started_s = time.perf_counter()
     loaded, config = tokenizer(), request.config
     eos_token_ids = frozenset(config.eos_token_ids) | frozenset(loaded.eos_token_ids)
@@ -454,8 +481,8 @@ def load_words(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Word
 
 
 def plan_load(request: LoadRequest) -> MemoryPlan:
-    """How much of each budget what is loaded takes. Raises InputError where it does not fit."""
-    # A pool that lacks a block of what was planned would leave a sequence for another block of its own.
+    """The memory plan of a model to load. Raises InputError where it does not fit the budgets."""
+    # With a KV block fewer than planned, one sequence would be left to run in a block by itself.
     held_bytes = process_bytes()
     if request.planned_process_bytes:
         held_bytes = max(resident_bytes(), request.planned_process_bytes)
@@ -476,7 +503,7 @@ def plan_load(request: LoadRequest) -> MemoryPlan:
 
 
 def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KVCache:
-    """The pools of KV, and the device's memory for activations, which is allocated together with them."""
+    """Allocate the KV pools, and with them the device's memory for activations."""
     from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
 
     if request.device.accelerated:
@@ -501,7 +528,7 @@ def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
     from batchgen.runtime.memory.weights import Weights
 
     policy = request.policy
-    whole = request.config if request.config.model_layers == 0 else None  # which is read again for a stage
+    whole = request.config if request.config.model_layers == 0 else None  # a stage reads the whole model's again
     return Weights(
         request.config,
         WeightResidency.of_policy(policy, request.config),
@@ -534,7 +561,7 @@ def _make_executor(
         batches_on_host=policy.activation_batches[1] if accelerated else 0,
         batch_tokens=memory.batch_tokens,
         delegated_seqs=policy.batch_seqs if accelerated and policy.kv_seqs.get("cpu") else 0,
-        deferred_seqs=policy.kv_seqs.get("deferred", 0) if accelerated else 0,
+        deferred_seqs=policy.kv_seqs.get(KVPlacement.DEFERRED, 0) if accelerated else 0,
         chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
         logit_rows=memory.logit_rows,
         captured_tokens=policy.gpu_batch_size if policy.all_on_gpu and not request.reduce else 0,
@@ -553,7 +580,7 @@ def _make_executor(
 
 
 def pack_for(request: LoadRequest, compute_tier: str) -> Callable[[list[ScheduledSequence]], PackedBatch]:
-    """`batch.pack` with the model's numbers filled in."""
+    """`schedule.packed_batch.pack` with the model's and the policy's arguments bound."""
     from batchgen.schedule.packed_batch import pack
 
     config = request.config
@@ -577,19 +604,23 @@ def warm_up(
     sampling: SamplingParams,
     task: str | None = "generate",
 ) -> None:
-    """Have a device allocate the memory that it is going to need, and do once what it is going to do.
-
-    The rows are such as the policy is for.
+    """Run dummy sweeps on a device, so that all memory is allocated and all kernels are compiled.
 
     Args:
-        sampling: of most rows.
-        task: as in `LoadRequest`.
+        executor: The executor on the device.
+        policy: The policy whose sweeps are run.
+        memory: The memory plan.
+        compute_tier: Tier of the device.
+        split: Function from a sweep's scheduled sequences to micro-batches.
+        pack: Function from a micro-batch to a packed batch.
+        sampling: Sampling parameters of most rows.
+        task: "generate" or "score"; None: the engine does both.
     """
     from batchgen.runtime.sampler import sample
     from batchgen.runtime.scorer import Scorer
     from batchgen.runtime.warm_up import dummy_sweeps, sampled_every_way, scored
 
-    scoring = {}  # first row -> what takes the vocabulary chunks of its logits
+    scoring = {}  # first row -> scorer of the vocabulary chunks of its logits, and its rows
 
     def on_logits(rows, logits, start):
         if task != "generate":

@@ -1,6 +1,6 @@
-"""Messages, as bytes, of rank 0 and the other ranks about the model that they run together.
+"""Messages between rank 0 and the other ranks of a model, as bytes.
 
-A reader makes the kinds of values that are listed here, and no others.
+A reader makes values of the kinds that are listed here, and of no others.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from batchgen.schedule.packed_batch import PackedBatch, Run, Segment, Staging
 from batchgen.schedule.sequence import LogitsRow, ScoredPosition
 from batchgen.schedule.sequence import Sequence as InFlight
 
-# What other ranks do, as `distributed.serve.serve` takes it.
+# The function that other ranks run, as `distributed.serve.serve` takes it.
 WORK = "batchgen.engine.follow:follow_rank_zero"
-Answers = list[SampledToken] | list[ScoredPosition]  # of the rows of logits of a sweep, in order
+Answers = list[SampledToken] | list[ScoredPosition]  # one for each row of logits of a sweep, in order
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StageLoads:
 
 @dataclass(frozen=True)
 class ShardLoad:
-    """The model that each rank of tensor parallelism loads its part of. memory: as rank 0 has planned it."""
+    """The model that each rank of tensor parallelism loads its part of, and rank 0's memory plan."""
 
     request: LoadRequest
     memory: MemoryPlan
@@ -74,9 +74,9 @@ class SentMask:
 
 @dataclass(frozen=True, eq=False)
 class SentSequence:
-    """The part of a `Sequence` that the sampler and the scorer ask for, in the last stage.
+    """The part of a `Sequence` that the sampler and the scorer of the last stage use.
 
-    tokens: where they change logits, else none.
+    Its tokens are sent only where sampling changes logits by them.
     """
 
     row_id: str | int
@@ -124,7 +124,7 @@ def encode(message: StageLoads | ShardLoad | SweepMessage | Answers) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """Make the message of these bytes. Raises BatchgenError where they are none."""
+    """Make the message of these bytes. Raises BatchgenError where they are not one."""
     try:
         return messages.decode(content, _TABLE)
     except ValueError as error:

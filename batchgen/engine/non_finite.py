@@ -1,4 +1,4 @@
-"""Sequences whose logits hold NaN or infinity: other rows never reuse their KV, and those that reused KV run again without it."""
+"""Sequences with NaN or infinity in their logits: no row reuses their KV, and those that reused KV run again alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from batchgen.schedule.sequence import Sequence
 class NonFiniteSequences:
     """The sequences with non-finite logits in the sweeps whose results were taken last.
 
-    Attention multiplies the values of masked tokens by zero, which leaves NaN as it is. So a token whose KV holds NaN spoils
-    what is computed beside it, tokens before it included, and a shared prefix may be spoilt by what follows it in one row.
+    Attention multiplies the values of masked tokens by zero, which leaves NaN as it is. So a token whose KV holds NaN
+    spreads it to tokens before it too, and what follows a shared prefix in one row may make the prefix non-finite.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class NonFiniteSequences:
             failed: Whether its request has failed anyway.
 
         Returns:
-            Whether it reused KV of other sequences, which may be what spoilt it.
+            Whether it reused KV of other sequences, which may have been non-finite.
         """
         rerun = sequence.num_cached > 0 and sequence.takes_prefix and not failed
         self._rerun[sequence] = rerun

@@ -1,4 +1,4 @@
-"""What the engine is made of, and what it counts: handed between loading, the engine and its work."""
+"""The parts of an engine and its counts, handed over from loading to the engine and its request handlers."""
 
 from __future__ import annotations
 
@@ -19,24 +19,30 @@ if TYPE_CHECKING:
 
 
 class SweepRunner(Protocol):
-    """What the engine needs of an executor.
+    """The part of an executor that the engine uses.
 
-    `run` computes packed micro-batches and calls on_logits(rows, fp32 logits [rows, columns], first column) until all logits
-    that are asked for have come; with vocabulary_chunks perhaps not all columns at once. on_logits returns the tokens that it
-    chose, int64 [rows] where the logits are, if it chose any.
+    `run` computes packed micro-batches and calls on_logits(rows, fp32 logits [rows, columns], first column) until all
+    requested logits have come; with vocabulary_chunks a call may have a part of the columns. on_logits returns the
+    sampled token ids, int64 [rows] on the device of the logits, if it samples.
 
-    Where `run` returns a function, the sweep is under way: the function returns when it has run. Another sweep may be run
-    before, with PENDING for tokens that this one samples.
+    Where `run` returns a function, the sweep is in flight, and the function returns when it has run. Another sweep may
+    be run before that, with PENDING for the tokens that this one samples.
 
-    `deferred_batches`: sequences of the job whose attention is deferred, which `drop` forgets; while some are waiting, `run` may be called
-    without a batch.
+    While deferred batches wait, `run` may be called without a batch. `drop` forgets them.
+
+    Attributes:
+        bytes_moved: Bytes moved by each lane.
+        busy_s: Seconds that each lane was busy.
+        stalled_s: Seconds that compute waited for each lane.
+        peak_bytes: Peak bytes of the tiers other than host memory.
+        routing: Counts of routed tokens in the layers of this process.
     """
 
-    bytes_moved: dict[str, int]  # by lane
-    busy_s: dict[str, float]  # by lane
-    stalled_s: dict[str, float]  # of compute, by the lane it waited for
-    peak_bytes: dict[str, int]  # of the tiers beside the host's memory
-    routing: RoutingCounts  # of the layers that this process has
+    bytes_moved: dict[str, int]
+    busy_s: dict[str, float]
+    stalled_s: dict[str, float]
+    peak_bytes: dict[str, int]
+    routing: RoutingCounts
 
     def run(
         self, batches, on_logits, *, vocabulary_chunks: bool, deferred_batches: DeferredBatches
@@ -49,14 +55,30 @@ class SweepRunner(Protocol):
 
 @dataclass(frozen=True)
 class EngineParts:
-    """A loaded model: what the engine puts to work.
+    """A loaded model, ready for an engine.
 
-    `split` and `pack` are micro_batches.split_batches and batch.pack with the model's numbers filled in, `sample` is
-    sampler.sample, `scorer` is scorer.Scorer. `grammars`: over its tokens; without them no request may have one.
-    `kernels`: what each shape runs on. `sweeps_in_flight`: the most that may be under way at once, no sequence in two of them but
-    with chunks of its prompt. With more than one, tokens are chosen where the last stage of a pipeline is (`engine.pipeline`): what
-    `executor` hands over for logits is for `sample` and `scorer` alone to know. `peaks_of_others`: of the other processes that run the
-    model, `process_peaks`, once the executor is closed; None: of one that did not come to its end.
+    Attributes:
+        config: The model's configuration.
+        tokenizer: The model's tokenizer.
+        executor: Runs sweeps. In a pipeline it hands on results of the last stage, which only `sample` and `scorer`
+            understand, in place of logits.
+        split: Function from a sweep's scheduled sequences to micro-batches.
+        pack: Function from a micro-batch to a packed batch.
+        sample: Function from logits and their sequences to sampled tokens.
+        policy: Placement and schedule.
+        memory: The memory plan.
+        eos_token_ids: Ids of the tokens that end a text.
+        dtype: Compute dtype.
+        loaded_bytes: Bytes of loaded weights.
+        compute_tier: Tier of the compute device.
+        load_s: Seconds that loading took.
+        scorer: Factory of the object that scores a sweep's logits.
+        grammars: Grammars over the tokens; None: no request may have one.
+        kernels: Kernel of each shape.
+        sweeps_in_flight: The most sweeps in flight at once; a sequence is in two of them only with chunks of its
+            prompt.
+        peaks_of_others: Function that returns the peak bytes of each tier of the other processes that run the model,
+            once the executor is closed; None stands for a process that has failed.
     """
 
     config: ModelConfig
@@ -90,7 +112,7 @@ class EngineParts:
 
 
 def process_peaks(executor: SweepRunner | None) -> dict[str, int]:
-    """The most bytes of each tier that this process held. What an emulated accelerator has of the host's memory counts as both."""
+    """Peak bytes of each tier in this process. Memory of an emulated accelerator counts as host memory too."""
     return {"gpu": 0, "disk": 0} | (executor.peak_bytes if executor else {}) | {"cpu": peak_resident_bytes()}
 
 
@@ -98,17 +120,27 @@ def process_peaks(executor: SweepRunner | None) -> dict[str, int]:
 class EngineStats:
     """Running totals since the engine was made.
 
-    Times in seconds; input_wait is time spent waiting for requests, masks that of the thread that makes masks, and
-    mask_wait (a part of sampling) what was waited for them.
+    Attributes:
+        prompt_tokens: Prompt tokens of prefilled rows, whether computed or taken from the prefix cache.
+        cached_prompt_tokens: Prompt tokens taken from the prefix cache.
+        computed_tokens: Tokens that went through the layers.
+        generated_tokens: Generated tokens.
+        scored_tokens: Scored tokens of continuations.
+        sweeps: Number of sweeps.
+        preempted: Number of preempted sequences.
+        peak_kv_blocks: The most KV blocks in use at once.
+        begins_twice: Whether a prompt began with the beginning-of-text token that the tokenizer adds as well.
+        busy_s: Seconds of compute, of sampling, and of waiting for requests ("input_wait"); with grammars also of the
+            thread that makes masks ("masks") and of waiting for it ("mask_wait", a part of sampling).
     """
 
-    prompt_tokens: int = 0  # of prefilled rows, whether computed or taken from the prefix cache
+    prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
-    computed_tokens: int = 0  # tokens that went through the layers
+    computed_tokens: int = 0
     generated_tokens: int = 0
-    scored_tokens: int = 0  # of continuations
+    scored_tokens: int = 0
     sweeps: int = 0
     preempted: int = 0
     peak_kv_blocks: int = 0
-    begins_twice: bool = False  # whether a prompt began with the token that the tokenizer puts before it as well
+    begins_twice: bool = False
     busy_s: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "sampling": 0.0, "input_wait": 0.0})

@@ -1,8 +1,9 @@
-"""A model over the stages of a pipeline (FlexGen section 4.4): each stage has some of the layers, in a process of its own.
+"""Pipeline parallelism (FlexGen section 4.4): each stage has some of the layers, in a process of its own.
 
-Rank 0 is the first stage. It schedules and packs as an engine alone does, says what each sweep has, and computes its own layers.
-Activations go from stage to stage. The last stage chooses tokens, or scores, and sends them back. Each stage is at another sweep, of
-other sequences; so KV slots, which rank 0 gives out, are the same in all stages, and every stage runs the sweeps in one order.
+Rank 0 is the first stage. It schedules and packs as an engine alone does, broadcasts each sweep, and computes its own
+layers. Activations go from stage to stage. The last stage samples tokens, or scores, and sends the results back. Each
+stage runs another sweep, with other sequences; so KV slots, which rank 0 assigns, are the same in all stages, and all
+run the sweeps in one order.
 """
 
 from __future__ import annotations
@@ -37,9 +38,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers [first, stop) of the model, and how they are run.
+    """Layers [first, stop) of the model.
 
-    policy: of these layers. What concerns rows is the same in all stages: block, micro-batches, KV classes, admission.
+    Attributes:
+        first: Number of its first layer.
+        stop: Number after its last layer.
+        policy: The policy of these layers. Block, micro-batches, KV placements and admission are the same in all stages.
     """
 
     first: int
@@ -48,29 +52,29 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class _Chosen:
-    """As `sampler.Sampled`, of tokens that came from the last stage."""
+class _Sampled:
+    """Tokens that the last stage has sampled, with the interface of `sampler.Sampled`."""
 
-    found: list[SampledToken]
+    sampled: list[SampledToken]
     token_ids = None  # no device of this process has them
 
     def tokens(self) -> list[SampledToken]:
-        return self.found
+        return self.sampled
 
 
 class _Scores:
-    """As `scorer.Scorer`, of scores that came from the last stage."""
+    """Scores of the last stage, with the interface of `scorer.Scorer`."""
 
     needs_host = False
 
     def __init__(self) -> None:
-        self._found: list[tuple[LogitsRow, ScoredPosition]] = []
+        self._scores: list[tuple[LogitsRow, ScoredPosition]] = []
 
     def take(self, rows: Sequence[LogitsRow], scores: list[ScoredPosition], start: int) -> None:
-        self._found.extend(zip(rows, scores, strict=True))
+        self._scores.extend(zip(rows, scores, strict=True))
 
     def results(self) -> Iterator[tuple[LogitsRow, ScoredPosition]]:
-        return iter(self._found)
+        return iter(self._scores)
 
 
 class _StageRanks:
@@ -87,7 +91,7 @@ class _StageRanks:
 
 
 class PipelineRunner(RankZeroCounts):
-    """Runs sweeps over all stages, as `engine.parts.SweepRunner`."""
+    """The `SweepRunner` of rank 0, which runs sweeps over all stages."""
 
     _executor: Executor
 
@@ -95,7 +99,7 @@ class PipelineRunner(RankZeroCounts):
         super().__init__(executor)
         self._group = group
         self._num_launched = self._num_answered = 0
-        self._answers: dict[int, Answers] = {}  # by sweep: those that nobody has asked for yet
+        self._answers: dict[int, Answers] = {}  # by sweep, those that have come before they are taken
         self._broken = False
 
     def run(
@@ -106,7 +110,7 @@ class PipelineRunner(RankZeroCounts):
         vocabulary_chunks: bool,
         deferred_batches: DeferredBatches,
     ) -> Callable[[], None]:
-        """As of `SweepRunner`; what is returned hands the answers of the last stage to `on_logits` once they are there."""
+        """Launch a sweep; the returned function waits for the last stage's results and hands them to `on_logits`."""
         number = self._num_launched
         rows = [row for batch in batches for row in batch.logits_rows]
         with self._noting():
@@ -126,7 +130,7 @@ class PipelineRunner(RankZeroCounts):
         return wait
 
     def drop(self, deferred_batches: DeferredBatches) -> None:
-        """Nothing is deferred in a pipeline."""
+        """Do nothing: a pipeline has no deferred batches."""
 
     def close(self) -> None:
         """End all stages."""
@@ -135,7 +139,7 @@ class PipelineRunner(RankZeroCounts):
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """After a failure the other stages may be at any place: they are not waited for."""
+        """Note a failure: the other stages may be anywhere, so `close` does not wait for them."""
         try:
             yield
         except BaseException:
@@ -149,10 +153,10 @@ def load_pipeline(
     """Load a model over the stages of a pipeline, as rank 0.
 
     Args:
-        request: What to load: of the whole model, but for the policy, which is that of `stages`. Budgets are of each stage.
-        stages: As many as the group has ranks.
-        group: Of processes the others of which are in `serve_stage`, or will be. It ends with the engine.
-        tokenizer: As of `load_parts`.
+        request: The whole model to load; each stage has all of its budgets. Policies are those of `stages`.
+        stages: The stages, one for each rank.
+        group: The processes, whose other ranks run `serve_stage`. It ends with the engine.
+        tokenizer: Function that returns the tokenizer.
 
     Raises:
         InputError: Something does not fit or is not supported.
@@ -178,7 +182,7 @@ def load_pipeline(
         executor=PipelineRunner(executor, group),
         split=splitter(policy, memory, tier),
         pack=pack_for(replace(request, policy=policy), tier),  # of all layers: stages differ in windows
-        sample=lambda answers, sequences: _Chosen(answers),
+        sample=lambda answers, sequences: _Sampled(answers),
         scorer=_Scores,
         policy=policy,
         memory=memory,
@@ -203,26 +207,26 @@ def check_stages(request: LoadRequest, stages: Sequence[Stage], size: int) -> No
     if any(stage.policy.kv_seqs.get("deferred") for stage in stages):
         raise InputError("a pipeline has no sequences whose attention is deferred: plan it with --pipeline")
     if any(stage.policy.kv_layers for stage in stages):
-        raise InputError('a pipeline keeps KV of class "streamed" in host memory: plan it with --pipeline')
+        raise InputError('a pipeline keeps KV of placement "streamed" in host memory: plan it with --pipeline')
     assert [s.first for s in stages] + [request.config.num_layers] == [0] + [s.stop for s in stages], (
         "layers are missing"
     )
 
 
 def _plan_stages(request: LoadRequest, stages: Sequence[Stage]) -> list[tuple[LoadRequest, MemoryPlan]]:
-    """What each stage loads, and its memory. KV pools have the blocks that the stage with the least room has."""
+    """The part that each stage loads, and its memory plan; all KV pools have the blocks of the smallest."""
     loads = []
     for stage in stages:
         own = replace(
             request,
             config=request.config.stage(stage.first, stage.stop),
             policy=stage.policy,
-            on_step=None,  # what is told of Steps and loading is rank 0's
+            on_step=None,  # callbacks are rank 0's
             on_load=None,
         )
         loads.append((own, plan_load(own)))
     fewest = _fewest([memory.kv_blocks for _, memory in loads])
-    of_windows = [memory for _, memory in loads if memory.window is not None]  # of stages that have such layers
+    of_windows = [memory for _, memory in loads if memory.window is not None]
     pools = {
         "kv_blocks": fewest,
         "window": max((memory.window for memory in of_windows), default=None),
@@ -239,11 +243,11 @@ def serve_stage(group: RankGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan]
     """Be one of the other stages, until rank 0 says that all is done.
 
     Args:
-        group: Of the pipeline.
-        loads: What rank 0 has said: what each rank loads.
+        group: The processes of the pipeline.
+        loads: The part and the memory plan of each rank.
 
     Returns:
-        The most bytes of each tier that this process held.
+        Peak bytes of each tier in this process.
 
     Raises:
         BatchgenError: This stage has failed, or another one.
@@ -266,7 +270,7 @@ def serve_stage(group: RankGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan]
 
 
 class _Sampling:
-    """Chooses tokens in the last stage."""
+    """Sampling of a sweep's tokens in the last stage."""
 
     def __init__(self) -> None:
         self._tokens: list[SampledToken] = []
@@ -279,7 +283,7 @@ class _Sampling:
 
 
 class _Scoring:
-    """Scores in the last stage."""
+    """Scoring of a sweep's positions in the last stage."""
 
     def __init__(self) -> None:
         self._scorer = Scorer()
@@ -290,7 +294,7 @@ class _Scoring:
 
 
 class _Answering:
-    """A thread that sends answers to rank 0, which may be at its next sweep."""
+    """A thread that sends results to rank 0, which may be running its next sweep."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
@@ -313,11 +317,11 @@ class _Answering:
                 content = torch.frombuffer(bytearray(encode(answers)), dtype=torch.uint8)
                 self._group.send(torch.tensor([len(content)]), 0)
                 self._group.send(content, 0)
-        except BatchgenError as error:  # a rank has ended, which rank 0 finds out itself
+        except BatchgenError as error:  # a rank has ended, which rank 0 notices itself
             self._failure = error
         except Exception as error:
             self._failure = error
-            self._group.fail(error)  # it waits for answers
+            self._group.fail(error)  # rank 0 waits for results
 
 
 def _receive(group: RankGroup, rank: int) -> Answers:
@@ -329,7 +333,7 @@ def _receive(group: RankGroup, rank: int) -> Answers:
 
 
 def _sent(batch: PackedBatch) -> PackedBatch:
-    """A batch for other processes, with no more of its sequences than choosing takes."""
+    """A batch for other processes, with the parts of its sequences that sampling and scoring need."""
     sent = {row.sequence: SentSequence.of(row.sequence) for row in batch.logits_rows}
     return replace(batch, logits_rows=[LogitsRow(sent[row.sequence], row.position) for row in batch.logits_rows])
 

@@ -1,4 +1,4 @@
-"""Runs an iterator in a thread of its own, a bounded number of items ahead."""
+"""An iterator that runs in a thread of its own, a bounded number of items ahead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Prefetch(Iterator[T]):
-    """The items of `source`, made in another thread at most `ahead` items early.
+    """The items of a source, made in another thread at most `ahead` items early.
 
     An exception in the source is raised where its item would have come. `close` ends the thread.
     """
@@ -50,7 +50,7 @@ class Prefetch(Iterator[T]):
 
     @property
     def ready(self) -> bool:
-        """Whether `next` would return, or raise, at once."""
+        """True where `next` would return, or raise, at once."""
         return self._done or not self._queue.empty()
 
     def __next__(self) -> T:

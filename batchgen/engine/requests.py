@@ -1,4 +1,4 @@
-"""Requests made of what a caller gives as such; what cannot be one fails as a row of its own."""
+"""Conversion of a caller's values to requests; a value that cannot be one fails as a row."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _MOST_TOKEN_ID = (1 << 31) - 1
 
 
 def each_request(given: Any) -> Iterator[Request | None]:
-    """Requests to generate.
+    """Convert values to requests to generate.
 
     Args:
-        given: Requests and prompts, one after the other; or one prompt that is a text, or one request. Of an iterator, which may
-            wait for them, a None says that more may take a while; in a list it is no prompt, and fails in its place.
+        given: An iterable of requests and prompts, or one text or request. None from an iterator means that the next
+            value may take a while; in a list it fails as a row.
 
     Yields:
         A request for each, with its prompts as text, lists of token ids or messages; and the Nones of an iterator.
 
     Raises:
-        InputError: They do not come one after the other.
+        InputError: The value is not iterable.
     """
     for one in _one_by_one(given, Request):
         if one is None and isinstance(given, Iterator):
@@ -39,7 +39,7 @@ def each_request(given: Any) -> Iterator[Request | None]:
 
 
 def each_score_request(given: Any) -> Iterator[ScoreRequest | None]:
-    """Requests to score, as `each_request`. Raises InputError."""
+    """Convert values to requests to score; None from an iterator is passed on. Raises InputError."""
     for one in _one_by_one(given, ScoreRequest):
         if (one is None and isinstance(given, Iterator)) or (isinstance(one, ScoreRequest) and one.error is not None):
             yield one
@@ -63,7 +63,12 @@ def _one_by_one(given: Any, request_type: type) -> Iterable:
 
 
 def _checked(request: Request, given: Any) -> Request:
-    """request: what was given, or an empty one where it was a prompt alone. Raises RowError."""
+    """A request with checked values. Raises RowError.
+
+    Args:
+        request: The given request, or an empty one where a prompt was given.
+        given: The given request or prompt.
+    """
     if not isinstance(request.sampling, SamplingParams | None):
         raise RowError(f"sampling must be SamplingParams, not {_kind(request.sampling)}")
     if not isinstance(request.more_prompts, list | tuple):
@@ -105,7 +110,7 @@ def _token_id(given: Any, what: str, kinds: str) -> int:
 
 
 def _check_texts(given: Any, what: str) -> None:
-    """Raises RowError for a text that has no UTF-8: the tokenizer would refuse it together with all others."""
+    """Raise RowError for a text that is not valid Unicode: the tokenizer would refuse its whole chunk."""
     if isinstance(given, Mapping):
         given = list(given.values())
     if isinstance(given, list | tuple):

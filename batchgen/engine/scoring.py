@@ -1,4 +1,4 @@
-"""Texts scored: requests into sequences whose logits are asked for, and scores when all sequences of a request are done."""
+"""Scoring: requests become sequences, logits become log-probabilities, and a request's sequences become its scores."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A request's tokens, four bytes each: many of these wait.
+    """A request's token ids, four bytes each as many requests wait.
 
-    context: what stands before the continuations, `given` tokens of it those that the request came with, perhaps more.
-    rolling: continuations may be longer than the model's context.
+    Attributes:
+        context: Tokens before the continuations: the request's own, or a beginning-of-text token.
+        continuations: Tokens of each continuation.
+        given: Number of context tokens of the request itself.
+        rolling: Whether continuations may be longer than the model's context.
     """
 
     context: array
@@ -44,7 +47,7 @@ class Tokens:
     rolling: bool
 
     def longest_path(self, context_len: int) -> int:
-        """Tokens of the longest sequence that has to be run, where the model's context has `context_len`."""
+        """Tokens of the longest sequence to run, in a context of `context_len` tokens."""
         longest = len(self.context) + max(map(len, self.continuations)) - 1
         return min(longest, context_len) if self.rolling else longest
 
@@ -61,12 +64,19 @@ class _Prepared:
 
 @dataclass
 class _InFlight:
-    """A request some of whose sequences are still running. nodes: of each token of each continuation."""
+    """A request some of whose sequences are still running.
+
+    Attributes:
+        prepared: The request.
+        sequences: Its sequences.
+        nodes: Node of each token of each continuation.
+        running: Number of sequences that are still running.
+    """
 
     prepared: _Prepared
     sequences: list[Sequence]
     nodes: list[list[Node]]
-    left: int
+    running: int
 
 
 class Scoring:
@@ -78,11 +88,11 @@ class Scoring:
         self._parts, self._on_overlong = parts, on_overlong
         self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
-        self._scorer = parts.scorer()  # of the sweep under way
+        self._scorer = parts.scorer()  # for the sweep in flight
         self.non_finite = NonFiniteSequences()
 
     def prepare(self, requests: Iterable[ScoreRequest | None]) -> Iterator[_Prepared]:
-        """Tokenizes requests, some at a time; runs in the input thread."""
+        """Tokenize requests, some at a time; runs in the input thread."""
         for chunk in chunks(each_score_request(requests)):
             fine = [request for _, request in chunk if request.error is None]
             texts = encode_all(self._parts.tokenizer, fine, self._limit())
@@ -116,7 +126,8 @@ class Scoring:
         if prepared.error is not None:
             return Scored(prepared.index, prepared.row_id, 0, error=prepared.error, row=prepared.row)
         paths, nodes = paths_to_run(prepared.tokens, self._parts.policy.max_model_len)
-        # A token is counted as generated at the end, though none is: a sequence's KV is that of its own tokens.
+        # The scheduler counts one generated token at the end, though there is none: KV is that of the sequence's own
+        # tokens.
         sampling = SamplingParams(max_tokens=1, logprobs=prepared.logprobs)
         sequences = [
             Sequence(prepared.index, prepared.row_id, k, list(path.tokens), sampling, targets=path.targets)
@@ -132,18 +143,18 @@ class Scoring:
         self._scorer.take(rows, logits, start)
 
     def end_sweep(self) -> Scorer:
-        """What the sweep under way will give."""
+        """The scorer of the sweep in flight."""
         scorer, self._scorer = self._scorer, self._parts.scorer()
         return scorer
 
     def advance(self, scorer: Scorer, stats: EngineStats) -> list[Sequence]:
-        """After a sweep has run: gives sequences their scores; returns those that have all of them."""
+        """Give sequences the scores of a sweep that has run; returns the sequences that have all of theirs."""
         finished = []
         stats.begins_twice |= self._begins_twice
         for row, score in scorer.results():
             sequence = row.sequence
             if row.position != sequence.scored_from + len(sequence.scores):
-                continue  # of a sequence that begins again
+                continue  # the sequence begins again
             if score.argmax == NOT_FINITE and self.non_finite.reruns(sequence):
                 sequence.scores.clear()
                 continue
@@ -160,10 +171,10 @@ class Scoring:
         return finished
 
     def finish(self, sequence: Sequence) -> Scored | None:
-        """The scores of a sequence's request, if the sequence was its last."""
+        """Return the scores of a sequence's request, if the sequence was its last."""
         flight = self._in_flight[sequence.request_index]
-        flight.left -= 1
-        if flight.left:
+        flight.running -= 1
+        if flight.running:
             return None
         del self._in_flight[sequence.request_index]
         tokens, row = flight.prepared.tokens, flight.prepared.row
@@ -178,14 +189,15 @@ class Scoring:
         return Scored(sequence.request_index, sequence.row_id, tokens.given, scores, cached_tokens=cached, row=row)
 
     def _score(self, tokens: tuple[int, ...], nodes: list[Node], sequences: list[Sequence]) -> ContinuationScore:
-        found, total, is_greedy = [], 0.0, True
+        positions, total, is_greedy = [], 0.0, True
         for token, (path, position, target) in zip(tokens, nodes, strict=True):
             score = sequences[path].scores[position]
             logprob = score.logprobs[target]
-            found.append(PositionLogprobs(self._named(token, logprob), tuple(self._named(*pair) for pair in score.top)))
+            top = tuple(self._named(*pair) for pair in score.top)
+            positions.append(PositionLogprobs(self._named(token, logprob), top))
             total += logprob
             is_greedy = is_greedy and score.argmax == token
-        return ContinuationScore(tokens, total, is_greedy, tuple(found))
+        return ContinuationScore(tokens, total, is_greedy, tuple(positions))
 
     def _named(self, token_id: int, logprob: float) -> TokenLogprob:
         return TokenLogprob(token_id, self._parts.tokenizer.token_text(token_id), logprob)
@@ -195,11 +207,11 @@ def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, context
     """The tokens of a request, cut to fit the model's context.
 
     Args:
-        tokenizer: The model's.
-        request: What is to be scored.
-        texts: Of `encode_all`.
+        tokenizer: The model's tokenizer.
+        request: The request to score.
+        texts: Texts that were encoded together with others.
         context_len: The model's context, in tokens. The last token of a continuation is not run and need not fit.
-        on_overlong: What happens to a context that is too long, as of `Engine`.
+        on_overlong: "error", "truncate-left" or "truncate-right", for a context that is too long.
 
     Raises:
         RowError: The request cannot be scored.
@@ -224,7 +236,7 @@ def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, context
 
 
 def paths_to_run(tokens: Tokens, context_len: int) -> tuple[list[Path], list[list[Node]]]:
-    """What has to be run, and the node of each token of each continuation."""
+    """The paths to run, and the node of each token of each continuation."""
     paths: list[Path] = []
     nodes: list[list[Node]] = [[] for _ in tokens.continuations]
     fitting = []
@@ -236,8 +248,8 @@ def paths_to_run(tokens: Tokens, context_len: int) -> tuple[list[Path], list[lis
             nodes[i] += [(len(paths), position, 0) for position in range(len(window.targets))]
             paths.append(window)
     if fitting:
-        found, own = paths_of(tokens.context, [tokens.continuations[i] for i in fitting])
-        for i, there in zip(fitting, own, strict=True):
-            nodes[i] = [(len(paths) + path, position, target) for path, position, target in there]
-        paths += found
+        tree_paths, tree_nodes = paths_of(tokens.context, [tokens.continuations[i] for i in fitting])
+        for i, of_tokens in zip(fitting, tree_nodes, strict=True):
+            nodes[i] = [(len(paths) + path, position, target) for path, position, target in of_tokens]
+        paths += tree_paths
     return paths, nodes

@@ -1,7 +1,8 @@
-"""One model on several ranks, each with a part of every layer (`models/shard.py`): rank 0 has the engine, the others run its sweeps.
+"""Tensor parallelism: each rank has a part of every layer (`models/shard.py`) and runs the sweeps of rank 0's engine.
 
-Rank 0 sends every sweep's packed batches before it runs them itself. All ranks make the same Steps of them, each with its own heads and
-its own KV, and add up what attention and MLP give: two sums in each layer, which are the same on all ranks to the last bit.
+Rank 0 broadcasts every sweep's packed batches before it runs them itself. All ranks make the same Steps of them, each
+with its own heads and KV. Two all-reduces in each layer, after attention and after the MLP, give the same bits on all
+ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from batchgen.core.device import Device
 from batchgen.core.dtypes import AUTO, CODE_GROUP, DEQUANTIZED, INT4, INT8, KEPT_FORMATS, NATIVE
 from batchgen.core.errors import InputError
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import LoadRequest, load_executor, load_parts
@@ -32,22 +34,22 @@ if TYPE_CHECKING:
     from batchgen.models.store.weight_store import WeightStore
     from batchgen.models.tokenizers.tokenizer import Tokenizer
 
-# Where KV may be. Whether a sequence whose attention is deferred joins a sweep depends on time, which differs between ranks.
-KV_CLASSES = ("gpu", "cpu", "streamed", "disk")
+# KV placements that ranks may have: when a deferred sequence joins a sweep depends on time, which differs between ranks.
+KV_PLACEMENTS = tuple(p for p in KVPlacement if p is not KVPlacement.DEFERRED)
 
 
 def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Device, weights: str) -> Shard:
     """Rank 0's part of a model.
 
     Args:
-        files: The model.
-        config: Its configuration.
-        size: RankGroup.
-        device: What computes.
-        weights: What is asked for, as `--weights` has it.
+        files: The model's files.
+        config: The model's configuration.
+        size: Number of ranks.
+        device: Compute device.
+        weights: The value of `--weights`.
 
     Raises:
-        InputError: This cannot be run by so many ranks; it says what can.
+        InputError: So many ranks cannot run the model; the message says which number can.
     """
     if size < 1:
         raise InputError(f"--tensor-parallel must be at least 1, not {size}")
@@ -55,7 +57,8 @@ def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Devic
         _check_cuda(size)
     if weights == INT8:
         raise InputError(
-            "--tensor-parallel does not cut weights of int8, whose rows have one scale: give --weights int4, or leave it out"
+            "--tensor-parallel does not cut weights of int8, whose rows have one scale: give --weights int4,"
+            " or leave it out"
         )
     if weights in (AUTO, NATIVE) and stored_weights(files) == INT8:
         raise InputError(
@@ -78,23 +81,23 @@ def _check_cuda(size: int) -> None:
 
 
 def check_hosts(device_kind: str, size: int, of_host: int) -> None:
-    """Refuse GPUs of several hosts.
+    """Raise InputError for tensor parallelism over the GPUs of several hosts.
 
-    device_kind: what computes. size: ranks; of_host: those on one host. Raises InputError.
+    Args:
+        device_kind: Kind of the compute device.
+        size: Number of ranks.
+        of_host: Number of ranks on each host.
     """
     if device_kind == "cuda" and of_host < size:
         raise InputError("--tensor-parallel on --device cuda is for the GPUs of one host: start all ranks there")
 
 
 def shard_weights(shard: Shard, weights: str) -> str:
-    """What ranks have their weights in.
+    """The weights of a rank: those of the whole model, or dequantized where a shard would cut their blocks.
 
     Args:
-        shard: One of them.
-        weights: As of `loader.choose_weights`.
-
-    Returns:
-        The same; weights in blocks that would be cut, or in several formats, are expanded, which are the same numbers.
+        shard: A rank's part of the model.
+        weights: Resolved weights of the whole model.
 
     Raises:
         InputError: Groups of int4 would be cut.
@@ -104,15 +107,16 @@ def shard_weights(shard: Shard, weights: str) -> str:
     if weights in KEPT_FORMATS:
         return DEQUANTIZED
     raise InputError(
-        f"--tensor-parallel {shard.size} would cut groups of {CODE_GROUP} weights of int4: give fewer ranks, or leave out --weights"
+        f"--tensor-parallel {shard.size} would cut groups of {CODE_GROUP} weights of int4: give fewer ranks,"
+        " or leave out --weights"
     )
 
 
 def check_policy(policy: Policy) -> None:
-    """Refuse what ranks cannot run together. Raises InputError."""
+    """Raise InputError for a policy that ranks cannot run together."""
     if policy.weight_format == INT8:
         raise InputError("--tensor-parallel does not cut weights of int8: make another plan")
-    if other := [name for name, count in policy.kv_seqs.items() if count and name not in KV_CLASSES]:
+    if other := [name for name, count in policy.kv_seqs.items() if count and name not in KV_PLACEMENTS]:
         raise InputError(f"--tensor-parallel has no KV of class {other[0]}: make another plan")
 
 
@@ -122,16 +126,16 @@ def load_on_ranks(
     shares: list[set[int]] | None = None,
     group: RankGroup | None = None,
 ) -> EngineParts:
-    """Load a model in this process, or its shard and the others in as many as there are, which are started.
+    """Load a model in this process; or, where the request has a shard, on all ranks.
 
     Args:
-        request: As of `load_parts`.
-        tokenizer: As of `load_parts`.
-        shares: As of `distributed.group.lead`.
-        group: Of ranks that wait already; None: they are started.
+        request: The model to load.
+        tokenizer: Function that returns the tokenizer.
+        shares: Cores of each rank; None: they are shared out here.
+        group: The group of ranks that wait already; None: they are started.
 
     Raises:
-        BatchgenError: As `load_parts_on_ranks`.
+        BatchgenError: Something does not fit, is not supported or has failed; or another rank has.
     """
     if request.shard is None:
         return load_parts(request, tokenizer)
@@ -145,12 +149,13 @@ def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer]
     """Load a model on all ranks; for rank 0.
 
     Args:
-        request: As of `load_parts`, with rank 0's shard.
-        tokenizer: As of `load_parts`.
-        ranks: The others wait to be put to work. They are told to end when the executor is closed, or where this fails.
+        request: The model to load, with rank 0's shard.
+        tokenizer: Function that returns the tokenizer.
+        ranks: The group, whose other ranks wait. They end when the executor is closed, or where this fails.
 
     Raises:
-        BatchgenError: As `load_parts`; or a rank has failed, which it names.
+        BatchgenError: Something does not fit, is not supported or has failed; or another rank has, which the message
+            names.
     """
     check_policy(request.policy)
     for_others = replace(request, on_step=None, on_load=None)
@@ -176,11 +181,11 @@ def follow_sweeps(ranks: RankGroup, request: LoadRequest, memory: MemoryPlan) ->
 
     Args:
         ranks: The group.
-        request: As rank 0 has it.
-        memory: As rank 0 has planned it; all ranks' parts are equally large.
+        request: The request of rank 0.
+        memory: The memory plan of rank 0; all ranks' parts are equally large.
 
     Returns:
-        The most bytes of each tier that this process held.
+        Peak bytes of each tier in this process.
 
     Raises:
         BatchgenError: The part cannot be loaded, or the others are lost.
@@ -203,7 +208,7 @@ def follow_sweeps(ranks: RankGroup, request: LoadRequest, memory: MemoryPlan) ->
 
 
 def rank_store(request: LoadRequest, shard: Shard) -> WeightStore:
-    """The weight store of a rank's part: one that was made before, or a new one beside those of the other ranks."""
+    """The weight store of a rank's part, which is made where there is none."""
     assert request.offload_dir is not None
     found = request.policy.weight_format
     return find_or_convert(
@@ -216,7 +221,7 @@ def rank_store(request: LoadRequest, shard: Shard) -> WeightStore:
 
 
 class LeadingRunner(RankZeroCounts):
-    """Rank 0's executor, which has the others run the same sweeps. As `parts.SweepRunner`."""
+    """The `SweepRunner` of rank 0, which makes the other ranks run the same sweeps."""
 
     def __init__(self, executor: SweepRunner, ranks: RankGroup) -> None:
         super().__init__(executor)
@@ -231,7 +236,7 @@ class LeadingRunner(RankZeroCounts):
         vocabulary_chunks: bool,
         deferred_batches: DeferredBatches,
     ) -> None:
-        """As `Executor.run`; the sweep has run when this returns. Raises BatchgenError where a rank is lost."""
+        """Run a sweep on all ranks; it has run when this returns. Raises BatchgenError where a rank is lost."""
         self._in_sweep = True
         self._ranks.broadcast(encode(SweepMessage([_for_others(batch) for batch in batches], vocabulary_chunks)))
         # Tokens are on rank 0's device alone: another sweep cannot begin with them before this one has run.
@@ -243,10 +248,10 @@ class LeadingRunner(RankZeroCounts):
         self._in_sweep = False
 
     def drop(self, deferred_batches: DeferredBatches) -> None:
-        """There are none."""
+        """Do nothing: ranks have no deferred batches."""
 
     def close(self) -> None:
-        """Ends the other ranks, too; at once, where a sweep was not run to its end."""
+        """End the other ranks too; at once where a sweep was interrupted."""
         self._executor.close()
         self._ranks.close(done=not self._in_sweep)
 
@@ -256,5 +261,5 @@ def _no_logits(rows: Sequence, logits: Tensor, start: int) -> None:
 
 
 def _for_others(batch: PackedBatch) -> PackedBatch:
-    """A batch without its sequences, which rank 0 alone knows; how many have logits says how many go through the last layer."""
+    """A batch without its sequences, which rank 0 alone has; the number of rows with logits stays."""
     return replace(batch, logits_rows=[None] * len(batch.logits_rows))

@@ -1,8 +1,8 @@
-"""What has to be run to score continuations of a context: as few sequences as there can be, and where each score is found.
+"""The token tree of a context's continuations: the fewest sequences that score them, and the place of each score.
 
-Continuations of one context are a tree of tokens. A continuation's last token is never run, as only what comes before it
-decides how likely it is; so a sequence per leaf of the tree without last tokens is enough, and continuations of a single
-token need the context alone. Each node of the tree is scored in one sequence only.
+A continuation's last token is never run, as only the tokens before it decide how likely it is. So a sequence for each
+leaf of the tree without last tokens is enough, and continuations of a single token need the context alone. Each node of
+the tree is scored in one sequence only.
 """
 
 from __future__ import annotations
@@ -13,23 +13,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 Tokens = Sequence[int]
-# Of one token of a continuation: the path, the position there (counted in those that are scored), the target there.
+# The place of a token's score: index of the path, of the scored position in it, and of the target at that position.
 Node = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Path:
-    """Tokens to run. targets: of the last ones, one by one, the tokens that may follow and are asked for."""
+    """A sequence to run.
+
+    Attributes:
+        tokens: Its token ids.
+        targets: For each of its last positions, the token ids that may follow there and are scored.
+    """
 
     tokens: tuple[int, ...]
     targets: tuple[tuple[int, ...], ...]
 
 
 def paths_of(context: Tokens, continuations: Sequence[Tokens]) -> tuple[list[Path], list[list[Node]]]:
-    """The paths, none of them empty, and for each continuation the node of each of its tokens. None may be empty."""
+    """The paths to run, and for each continuation the node of each of its tokens. No continuation may be empty."""
     context = tuple(context)
     runs = sorted({tuple(tokens[:-1]) for tokens in continuations})
-    # In this order a run comes right before those that go on from it, which serve it too.
+    # In this order a run comes right before those that it is a prefix of, which score its tokens too.
     runs = [run for run, after in itertools.zip_longest(runs, runs[1:]) if after is None or after[: len(run)] != run]
     owners: list[list[int]] = []  # by path and tokens run beyond the context: the path that scores what follows
     starts: list[int] = []
@@ -43,22 +48,27 @@ def paths_of(context: Tokens, continuations: Sequence[Tokens]) -> tuple[list[Pat
     nodes = []
     for tokens in continuations:
         path = bisect_left(runs, tuple(tokens[:-1]))
-        found = []
+        of_tokens = []
         for j, token in enumerate(tokens):
             owner = owners[path][j]
             position = j - starts[owner]
-            there = targets[owner][position]
-            found.append((owner, position, there.setdefault(token, len(there))))
-        nodes.append(found)
-    paths = [Path(context + run, tuple(map(tuple, there))) for run, there in zip(runs, targets, strict=True)]
+            indices = targets[owner][position]
+            of_tokens.append((owner, position, indices.setdefault(token, len(indices))))
+        nodes.append(of_tokens)
+    paths = [Path(context + run, tuple(map(tuple, ids))) for run, ids in zip(runs, targets, strict=True)]
     return paths, nodes
 
 
 def windows_of(first: int, tokens: Tokens, length: int) -> Iterator[Path]:
-    """A text that is longer than a context of `length` tokens, as paths in which each of its tokens is a target once.
+    """Windows over a text that is longer than the context, in which each of its tokens is a target once.
 
-    `first` stands before the text. Every window but the first begins with a token before those that it scores, the last
-    one reaches back as far as the context does: lm_eval's rolling windows.
+    Every window but the first begins with a token before those that it scores, and the last one reaches back as far as
+    the context does: lm_eval's rolling windows.
+
+    Args:
+        first: Token id before the text.
+        tokens: Token ids of the text.
+        length: Tokens of the context.
     """
     before = (first, *tokens)
     for start in range(0, len(tokens), length):
@@ -67,5 +77,5 @@ def windows_of(first: int, tokens: Tokens, length: int) -> Iterator[Path]:
 
 
 def _common(a: Tokens, b: Tokens) -> int:
-    """How many tokens two sequences have in common at their start."""
+    """Number of tokens that two sequences have in common at their start."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -40,7 +40,7 @@ from batchgen.engine.loader import (
     process_bytes,
     store_bytes,
 )
-from batchgen.engine.tensor_parallel import KV_CLASSES
+from batchgen.engine.tensor_parallel import KV_PLACEMENTS
 from batchgen.job.kernels import kernels_here
 from batchgen.job.resolved import ResolvedJob
 from batchgen.job.routing import known_routing
@@ -460,7 +460,7 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
         weight_formats=_weight_formats(request),
         kv_formats=kv_formats[request.kv_cache_dtype],
         admissions=("continuous", "static") if request.admission is None else (request.admission,),
-        allowed=Allowed(tiers) if request.ranks == request.stages == 1 else Allowed(tiers, KV_CLASSES),
+        allowed=Allowed(tiers) if request.ranks == request.stages == 1 else Allowed(tiers, KV_PLACEMENTS),
         max_num_seqs=request.max_num_seqs,
         num_gpu_batches=request.num_gpu_batches,
         max_num_batched_tokens=request.max_num_batched_tokens,

@@ -28,7 +28,7 @@ def may_defer(problem: Problem) -> bool:
     return (
         problem.hardware.gpu is not None
         and not problem.runtime.serial
-        and "deferred" in problem.allowed.kv_classes
+        and "deferred" in problem.allowed.kv_placements
         and "continuous" in problem.admissions
         and problem.num_gpu_batches in (None, 1)
         and problem.max_num_seqs is None
@@ -51,7 +51,7 @@ def with_deferred_attention(problem: Problem, base: Candidate, prune: Prune = pr
     allowed = replace(
         problem.allowed,
         weight_tiers=_weight_tiers(base),
-        kv_classes=tuple(c for c, n in base.counts.kv_seqs.items() if n),
+        kv_placements=tuple(c for c, n in base.counts.kv_seqs.items() if n),
     )
     sizes = [s.max_num_seqs, *(size for size in reversed(max_num_seqs_choices(problem)) if size < s.max_num_seqs)]
     for swept_seqs in sizes[: 1 + _SMALLER_SIZES]:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from batchgen.core.dtypes import BLOCK_FORMATS, product_key
 from batchgen.core.hardware import known
 from batchgen.core.kernel_choice import KernelChoice
-from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction, Stage
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.plan import Plan, Policy, Prediction, Stage
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.costs import head_lanes, job_seconds, layer_lanes, moved_bytes, sweep_overhead_s
@@ -60,8 +61,8 @@ def make_plan(
     s, counts = candidate.inputs, candidate.counts
     at = counts.placement(s)
     kv_blocks: dict[str, int] = {}
-    for kv_class, count in counts.kv_seqs.items():
-        tier = KV_TIERS[kv_class]
+    for kv_placement, count in counts.kv_seqs.items():
+        tier = KVPlacement(kv_placement).tier
         kv_blocks[tier] = kv_blocks.get(tier, 0) + int(count) * (s.disk_seq_blocks if tier == "disk" else s.seq_blocks)
     policy = Policy(
         admission=s.admission,

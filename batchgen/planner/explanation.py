@@ -281,7 +281,7 @@ def total_lines(explained: Explanation) -> list[str]:
     if explained.search_gap is not None:
         lines.append(
             f"by the cost model the placement takes at most {explained.search_gap:.2%} longer than"
-            " the best for these blocks, micro-batches, sweeps and KV classes"
+            " the best for these blocks, micro-batches, sweeps and KV placements"
         )
     return lines
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import KVFormat
 from batchgen.core.errors import InputError
-from batchgen.core.plan import KV_TIERS, Policy, window_blocks
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.plan import Policy, window_blocks
 from batchgen.core.units import format_at_least, format_bytes
 from batchgen.models.config import ModelConfig
 
@@ -62,7 +63,7 @@ def kv_pools(
     budgets: Mapping[str, int],
     demand: Demand,
 ) -> KVPools:
-    """The pools of the KV classes: what is left of the budgets, but no more than their sequences can make use of.
+    """The pools of the KV placements: what is left of the budgets, but no more than their sequences can make use of.
 
     Raises:
         InputError: a budget does not hold one row.
@@ -71,9 +72,10 @@ def kv_pools(
     # With `kv_layers`, KV of a layer lies in one of two tiers: there all layers have one table.
     window = None if policy.kv_layers else giving_window(config, kv_block_size, policy.max_model_len)
     seqs: dict[str, int] = {}
-    for kv_class, count in policy.kv_seqs.items():
+    for kv_placement, count in policy.kv_seqs.items():
         if count:
-            seqs[KV_TIERS[kv_class]] = seqs.get(KV_TIERS[kv_class], 0) + count
+            tier = KVPlacement(kv_placement).tier
+            seqs[tier] = seqs.get(tier, 0) + count
     least = -(-demand.min_tokens // kv_block_size)
     left = {tier: budgets[tier] - sum(own.values()) for tier, own in parts.items()}
     blocks, of_windows, taken, short = {}, {}, dict.fromkeys(parts, 0), {}

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, MIXED
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import (
-    KV_TIERS,
     PINNED_BYTES,
     TIERS,
     VOCABULARY_CHUNKS,
@@ -319,7 +319,7 @@ def stream_bytes(config: ModelConfig, policy: Policy, memory: MemoryPlan, dtype:
 
 def _staging_blocks(policy: Policy, device: str, longest_tokens: int) -> int:
     """Blocks of one buffer: a micro-batch's part of what does not live on the compute device, at its longest."""
-    away = {c: n for c, n in policy.kv_seqs.items() if n and KV_TIERS[c] != device}
+    away = {c: n for c, n in policy.kv_seqs.items() if n and KVPlacement(c).tier != device}
     if not away:
         return 0
     longest = -(-longest_tokens // policy.kv_block_size)

@@ -1,6 +1,6 @@
 """The fastest placement as a mixed-integer mip (MIP): FlexGen's equation (1), over the lanes of costs.py.
 
-The unknowns are counts: layers per weight tensor and tier, sequences per KV class, micro-batches whose activations stay
+The unknowns are counts: layers per weight tensor and tier, sequences per KV placement, micro-batches whose activations stay
 on the GPU. As real numbers they make the LP, a bound no placement can beat; as integers the placement that can be
 carried out. Both come from the same rows.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from batchgen.core.plan import KV_CLASSES, TIERS
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.plan import TIERS
 from batchgen.planner.costs import bounds, can_delegate, head_lanes, job_seconds, layer_lanes, sweep_overhead_s
 from batchgen.planner.linear import Expression, Linear, number, total
 from batchgen.planner.peak_memory import peak_bytes
@@ -135,7 +136,7 @@ class _PlacementMIP(MIP):
         """The unknowns, each group of which adds up to what is placed."""
         s, layers, batches = self.s, self.s.model.num_layers, self.s.num_gpu_batches
         tiers = [tier for tier in allowed.weight_tiers if tier in s.budgets]
-        classes = [name for name in allowed.kv_classes if _class_exists(s, name)]
+        classes = [name for name in allowed.kv_placements if _class_exists(s, name)]
 
         def in_tiers() -> tuple[Expression, Expression, Expression]:
             gpu, cpu, disk = (self._count(layers if tier in tiers else 0) for tier in TIERS)
@@ -143,7 +144,7 @@ class _PlacementMIP(MIP):
 
         amounts = Amounts(
             weight_layers={group: in_tiers() for group in s.group_bytes},
-            kv_seqs={name: self._count(s.swept_seqs if name in classes else 0) for name in KV_CLASSES},
+            kv_seqs={name: self._count(s.swept_seqs if name in classes else 0) for name in KVPlacement},
             kv_layers=self._count(layers - 1) if allowed.kv_by_layer else Expression({}),
             activation_batches=(self._count(batches if s.on_gpu else 0), self._count(batches)),
             head_on_gpu=self._count(1 if s.on_gpu else 0),
@@ -226,10 +227,10 @@ class _PlacementMIP(MIP):
         return memory, lanes
 
 
-def _class_exists(s: CostInputs, kv_class: str) -> bool:
+def _class_exists(s: CostInputs, kv_placement: str) -> bool:
     """Whether sequences can be placed there: how many are deferred is fixed before."""
-    if kv_class == "deferred":
+    if kv_placement == "deferred":
         return False
     if not s.on_gpu:
-        return kv_class in ("cpu", "disk")
-    return kv_class != "cpu" or can_delegate(s)
+        return kv_placement in ("cpu", "disk")
+    return kv_placement != "cpu" or can_delegate(s)

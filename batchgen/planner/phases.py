@@ -53,7 +53,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Deferral:
-    """Sequences of class "deferred" beside those that gain a token in every sweep (APEX section 3.3).
+    """Sequences of placement "deferred" beside those that gain a token in every sweep (APEX section 3.3).
 
     Attributes:
         seqs: in flight.

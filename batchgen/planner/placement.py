@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from batchgen.core.plan import KV_CLASSES
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.planner.linear import Linear, number, total
 from batchgen.planner.problem import CostInputs
 
@@ -21,7 +21,7 @@ Value = TypeVar("Value", bound=Linear)
 class Placement:
     """Where things live, as fractions: each group adds up to 1.
 
-    FlexGen's wg wc wd, cg cc cd, hg hc (section 4.2) with the KV classes of docs/packages/runtime.md, of the sequences that
+    FlexGen's wg wc wd, cg cc cd, hg hc (section 4.2) with the KV placements of docs/packages/runtime.md, of the sequences that
     are not deferred, whose number is fixed (`CostInputs.deferral`). Members are numbers, or linear expressions. Those
     below are no fractions: they size buffers.
 
@@ -69,11 +69,11 @@ class Amounts(Generic[Value]):
 
     Attributes:
         weight_layers: group of tensors -> layers on (GPU, CPU, disk).
-        kv_seqs: KV class -> sequences.
+        kv_seqs: KV placement -> sequences.
         activation_batches: micro-batches whose activations wait on (GPU, CPU) between layers.
         head_on_gpu: 1 if the output matrix is on the GPU.
         embeddings_on_gpu: 1 if the input embeddings are there.
-        kv_layers: layers in which KV of class "streamed" stays on the GPU.
+        kv_layers: layers in which KV of placement "streamed" stays on the GPU.
     """
 
     weight_layers: Mapping[str, tuple[Value, Value, Value]]
@@ -124,8 +124,8 @@ class _Numbers:
 def placement_of(s: CostInputs, amounts: Amounts[Value], rounding: Rounding) -> Placement:
     """The fractions of a placement, and the sizes of its buffers."""
     layers, batches = s.model.num_layers, s.num_gpu_batches
-    groups, kv = amounts.weight_layers, {name: amounts.kv_seqs.get(name, 0) for name in KV_CLASSES}
-    staying = amounts.kv_layers / layers  # of the KV of class "streamed"
+    groups, kv = amounts.weight_layers, {p.value: amounts.kv_seqs.get(p, 0) for p in KVPlacement}
+    staying = amounts.kv_layers / layers  # of the KV of placement "streamed"
 
     def fraction(sizes: Mapping[str, int], tier: int) -> Linear:
         held = total(groups[group][tier] * size for group, size in sizes.items())
@@ -181,7 +181,7 @@ def _buffers(s: CostInputs, kv: Mapping[str, Linear], batches_on_host: Linear, r
 
 
 def staged_classes(s: CostInputs) -> tuple[str, ...]:
-    """KV classes of which all KV passes through a staging buffer of the compute device in every sweep."""
+    """KV placements of which all KV passes through a staging buffer of the compute device in every sweep."""
     if not s.on_gpu:
         return ("disk",)
     return ("streamed",) if s.runtime.attends_disk_kv_on_cpu else ("streamed", "disk")

@@ -13,7 +13,8 @@ from functools import cached_property
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.hardware import ComputeRates, HardwareProfile
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, KV_CLASSES, TIERS, window_blocks
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, window_blocks
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import end_bytes, main_format, output_format, output_row_bytes
@@ -329,12 +330,12 @@ class Allowed:
     """What a plan may use.
 
     Attributes:
-        weight_tiers, kv_classes: subsets of policy.TIERS and policy.KV_CLASSES.
-        kv_by_layer: KV of class "streamed", the only one then, stays on the GPU in some layers (Policy.kv_layers).
+        weight_tiers, kv_placements: subsets of `TIERS` and of `KVPlacement`.
+        kv_by_layer: KV of placement "streamed", the only one then, stays on the GPU in some layers (Policy.kv_layers).
     """
 
     weight_tiers: tuple[str, ...] = TIERS
-    kv_classes: tuple[str, ...] = KV_CLASSES
+    kv_placements: tuple[str, ...] = tuple(KVPlacement)
     kv_by_layer: bool = False
 
 

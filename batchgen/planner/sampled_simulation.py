@@ -175,7 +175,7 @@ def _ratio(samples: Sequence[_Sample]) -> float:
 def _ratio_by_mix(samples: Sequence[_Sample], first_frac: float) -> dict[Mix, float]:
     """Simulated over modelled seconds of sweeps of each mix.
 
-    A block fills one KV class after the other, and has them mixed later.
+    A block fills one KV placement after the other, and has them mixed later.
 
     Args:
         samples: The simulated sweeps.

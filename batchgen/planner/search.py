@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.units import format_at_least, format_bytes
 from batchgen.models.layouts import main_format
 from batchgen.planner.balance import balanced
@@ -37,8 +38,6 @@ _EQUALLY_FAST = 1e-4
 _SIMULATED_WITHIN = 1.25
 # A candidate that would be pruned if it were slower by this factor has nothing to gain from another order of its micro-batches.
 _AS_GOOD = 1.05
-# How the attention of each KV class finds its KV: micro-batches of sequences that are alike in this are mixed anyway.
-_ATTENDED = {"gpu": "resident", "cpu": "delegated", "streamed": "staged", "disk": "staged", "deferred": "deferred"}
 # Fewer tokens than this leave matrix products far from their best rate.
 _LEAST_BATCHED_TOKENS = 1024
 # Products are at their best rate, and a sweep ends soon: what is done by then is saved.
@@ -270,7 +269,11 @@ def _in_orders(problem: Problem, candidate: Candidate, prune: Prune, prune_order
     of them: they are as they are only where no other order is tried.
     """
     others = _in_other_orders(problem, candidate, prune, prune_order)
-    if candidate.inputs.num_gpu_batches > 1 and "delegated" in (attended := _attended(candidate)) and len(attended) > 1:
+    if (
+        candidate.inputs.num_gpu_batches > 1
+        and KVPlacement.CPU in (attended := _attended(candidate))
+        and len(attended) > 1
+    ):
         first = next(others, None)
         yield candidate if first is None else first
     else:
@@ -291,9 +294,10 @@ def _in_other_orders(
         yield replace(candidate, inputs=replace(inputs, batch_order="mixed"))
 
 
-def _attended(candidate: Candidate) -> set[str]:
-    """How the attention of its sequences finds their KV."""
-    return {_ATTENDED[name] for name, count in candidate.counts.kv_seqs.items() if count}
+def _attended(candidate: Candidate) -> set[KVPlacement]:
+    """The placements that decode attention sees in a sweep; micro-batches of sequences of one of them are mixed anyway."""
+    counts = candidate.counts.kv_seqs
+    return {KVPlacement(name).in_sweep("gpu", decodes=True) for name, count in counts.items() if count}
 
 
 def in_neos_order(problem: Problem, candidate: Candidate, prune: Prune = prune_nothing) -> Iterator[Candidate]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchgen.core.hardware import HardwareProfile
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import MemoryPlan, Plan
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Lengths, Workload
@@ -267,7 +268,7 @@ class SimulatedJob:
         None of the sequences ends in them. Called after a sweep; where prompts are under way there are none.
         """
         running = self._scheduler.running
-        if any(s.num_remaining != 1 or s.kv_class == "deferred" for s in running):
+        if any(s.num_remaining != 1 or s.kv_placement is KVPlacement.DEFERRED for s in running):
             return 0
         sweeps = min([most_sweeps, *(self._output_len[s] - s.num_generated - 1 for s in running)]) if running else 0
         return self._scheduler.advance(sweeps) if sweeps > 0 else 0

@@ -12,6 +12,7 @@ import numpy as np
 
 from batchgen.core.direct_io import aligned
 from batchgen.core.hardware import ComputeRates, HardwareProfile
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_layers
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
@@ -39,10 +40,9 @@ from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import BATCHGEN, CostInputs
 from batchgen.schedule.extents import runs_of
-from batchgen.schedule.micro_batches import residency_of
+from batchgen.schedule.micro_batches import placement_in_sweep
 from batchgen.schedule.residency import WeightResidency
 from batchgen.schedule.scheduler import ScheduledSequence
-from batchgen.schedule.sequence import tier_of
 from batchgen.schedule.step_graph import BatchFlow, Step, Streams
 from batchgen.schedule.window_pool import NULL_BLOCK
 
@@ -68,7 +68,8 @@ class BatchLoad:
     """What one micro-batch of a sweep computes and moves, in each layer.
 
     tokens: those of sequences that only begin a token in the sweep (`deferred`) included.
-    attended: by residency (`micro_batches.residency_of`); in layers with a sliding window, where no prefix is shared, `windowed`.
+    attended: attention of the sequences of each placement in the sweep; `windowed` in layers with a sliding window, where no
+        prefix is shared.
     sampled: sequences that reach their last token, in this sweep or a later one; logits_rows: rows of logits. host_blocks: KV blocks that come
     from the host's pool; windowed_host_blocks: in layers with a sliding window; new_tokens: tokens whose KV goes there. disk_*: blocks (and runs of neighbouring ones) that are read and written,
     and all that pass through the staging buffer. hidden_on_host: activations wait in host memory between layers.
@@ -77,8 +78,8 @@ class BatchLoad:
     tokens: int
     sampled: int
     logits_rows: int
-    attended: dict[str, Attended]
-    windowed: dict[str, Attended]
+    attended: dict[KVPlacement, Attended]
+    windowed: dict[KVPlacement, Attended]
     host_blocks: int = 0
     windowed_host_blocks: int = 0
     new_tokens: int = 0
@@ -91,13 +92,11 @@ class BatchLoad:
     def flow(self) -> BatchFlow:
         """The same as `PackedBatch.flow` gives."""
         return BatchFlow(
-            resident="resident" in self.attended,
+            placements=frozenset(self.attended),
             history=self.host_blocks > 0 or self.disk_reads[0] > 0,
             stored=self.new_tokens > 0,
             disk_read=self.disk_reads[0] > 0,
             disk_write=self.disk_writes[0] > 0,
-            delegated="delegated" in self.attended,
-            deferred="deferred" in self.attended,
             hidden_on_host=self.hidden_on_host,
             samples=self.logits_rows > 0,
         )
@@ -105,10 +104,10 @@ class BatchLoad:
     @property
     def deferred(self) -> int:
         """Sequences that begin a token in the sweep, and leave it in the first layer."""
-        return len(self.contexts_of("deferred"))
+        return len(self.contexts_of(KVPlacement.DEFERRED))
 
-    def contexts_of(self, residency: str) -> tuple[int, ...]:
-        return self.attended[residency].contexts if residency in self.attended else ()
+    def contexts_of(self, placement: KVPlacement) -> tuple[int, ...]:
+        return self.attended[placement].contexts if placement in self.attended else ()
 
 
 def load_of(
@@ -120,14 +119,14 @@ def load_of(
     hidden_on_host: bool = False,
 ) -> BatchLoad:
     """The load of a scheduled micro-batch, before its sweep is committed. windows: whether any layer has a sliding window."""
-    by_residency: dict[str, list[ScheduledSequence]] = {}
+    by_placement: dict[KVPlacement, list[ScheduledSequence]] = {}
     for scheduled in batch:
-        by_residency.setdefault(residency_of(scheduled, compute_tier), []).append(scheduled)
-    attended = {name: _attended(members, kv_block_size, sharing=True) for name, members in by_residency.items()}
+        by_placement.setdefault(placement_in_sweep(scheduled, compute_tier), []).append(scheduled)
+    attended = {name: _attended(members, kv_block_size, sharing=True) for name, members in by_placement.items()}
     windowed = attended
     if windows:
-        windowed = {name: _attended(members, kv_block_size, sharing=False) for name, members in by_residency.items()}
-    staged = by_residency.get("staged", ())
+        windowed = {name: _attended(members, kv_block_size, sharing=False) for name, members in by_placement.items()}
+    staged = by_placement.get(KVPlacement.STREAMED, ())
     on_disk = [s for s in staged if _on_disk(s)]
     on_host = [s for s in staged if not _on_disk(s)]
     host_blocks = _history_blocks(on_host, kv_block_size, windowed=False)
@@ -157,8 +156,8 @@ def load_of(
 
 
 def _on_disk(scheduled: ScheduledSequence) -> bool:
-    kv_class = scheduled.sequence.kv_class
-    return kv_class is not None and tier_of(kv_class) == "disk"
+    kv_placement = scheduled.sequence.kv_placement
+    return kv_placement is KVPlacement.DISK
 
 
 def _blocks(tokens: int, kv_block_size: int) -> int:
@@ -308,7 +307,7 @@ class StepCosts:
                 return own_s + also_s
             if step.kind == "attend_deferred":
                 window = self.config.windows[step.layer]
-                attended = (load.attended if window is None else load.windowed)["deferred"]
+                attended = (load.attended if window is None else load.windowed)[KVPlacement.DEFERRED]
                 return self.attention_s(attended, window, hardware.cpu) + hardware.cpu.waking_overhead_s
             if step.lane == "cpu_attention":
                 return batch.cpu_attention_s[step.layer]
@@ -368,7 +367,7 @@ class StepCosts:
         return sweep_overhead_s(self._inputs, Phase(1, 0, sum(load.sampled for load in loads), 0, 0))
 
     def attention_s(self, attended: Attended, window: int | None, device: ComputeRates) -> float:
-        """Attention in one layer, for sequences of one residency."""
+        """Attention in one layer, for sequences of one placement."""
         s, total = self._by_window[window], 0.0
         if attended.contexts:
             seen = attended.contexts if window is None else [min(window, n) for n in attended.contexts]
@@ -421,8 +420,8 @@ class StepCosts:
             requests_s = (load.disk_reads[1] + load.disk_writes[1]) * self.hardware.disk_cpu_overhead_s
         for window in self._by_window:
             attended = dict(load.attended if window is None else load.windowed)
-            delegated = attended.pop("delegated", Attended())
-            attended.pop("deferred", None)  # in Steps of its own
+            delegated = attended.pop(KVPlacement.CPU, Attended())
+            attended.pop(KVPlacement.DEFERRED, None)  # in Steps of its own
             on_cpu[window] = (
                 self.attention_s(delegated, window, self.hardware.cpu) + self.hardware.cpu.waking_overhead_s
             )
@@ -474,8 +473,8 @@ class StepCosts:
             return (host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * s.kv_block_bytes
         if kind == "store_cache":
             return load.new_tokens * s.kv_token_bytes + load.disk_writes[0] * s.kv_block_bytes
-        residency = "delegated" if step.deferred_batch is None else "deferred"
-        queries = len(load.contexts_of(residency))  # as large as results
+        placement = KVPlacement.CPU if step.deferred_batch is None else KVPlacement.DEFERRED
+        queries = len(load.contexts_of(placement))  # as large as results
         result = queries * s.model.num_heads * s.model.head_dim * s.element_bytes
         return result if kind in ("load_attention", "join_deferred") else result + queries * s.kv_token_bytes
 

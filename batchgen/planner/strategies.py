@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
-from batchgen.core.plan import KV_CLASSES, TIERS, Policy
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.plan import TIERS, Policy
 from batchgen.core.units import format_bytes
 from batchgen.planner.deferred_attention import may_defer, with_deferred_attention
 from batchgen.planner.kv_memory import giving_window
@@ -44,8 +45,8 @@ class Strategy:
         description: Half a sentence that says what the strategy does.
         matches: Whether a policy uses the strategy; the first of several that match counts.
         weight_tiers: Tiers that may hold weights.
-        kv_classes: KV classes that sequences may have.
-        kv_by_layer: Whether KV of class "streamed" stays on the GPU in some layers.
+        kv_placements: KV placements that sequences may have.
+        kv_by_layer: Whether KV of placement "streamed" stays on the GPU in some layers.
         gpu_batches: Number of micro-batches; None leaves it to the search.
         yields_gpu_batches: Whether a number that the user asks for goes before `gpu_batches`; otherwise the strategy needs its own.
         admissions: Admissions that the strategy may use; None allows those of the problem.
@@ -62,7 +63,7 @@ class Strategy:
     description: str
     matches: Callable[[Policy], bool]
     weight_tiers: tuple[str, ...] = TIERS
-    kv_classes: tuple[str, ...] = KV_CLASSES
+    kv_placements: tuple[str, ...] = tuple(KVPlacement)
     kv_by_layer: bool = False
     gpu_batches: int | None = None
     yields_gpu_batches: bool = False
@@ -80,13 +81,13 @@ class Strategy:
         self._check(problem)
         allowed = problem.allowed
         tiers = tuple(tier for tier in allowed.weight_tiers if tier in self.weight_tiers)
-        classes = tuple(name for name in allowed.kv_classes if name in self.kv_classes)
+        classes = tuple(name for name in allowed.kv_placements if name in self.kv_placements)
         if not tiers or not classes:
             raise NotApplicable("is not among what this plan may do")
         batches = problem.num_gpu_batches if self.yields_gpu_batches else None
         return replace(
             problem,
-            allowed=replace(allowed, weight_tiers=tiers, kv_classes=classes, kv_by_layer=self.kv_by_layer),
+            allowed=replace(allowed, weight_tiers=tiers, kv_placements=classes, kv_by_layer=self.kv_by_layer),
             num_gpu_batches=batches or self.gpu_batches or problem.num_gpu_batches,
             admissions=self.admissions or problem.admissions,
             weight_formats=self.weight_formats or problem.weight_formats,
@@ -174,7 +175,7 @@ def _keeps_kv_whole(problem: Problem) -> str:
         problem.hardware.gpu is not None
         and not problem.runtime.serial
         and "gpu" in problem.allowed.weight_tiers
-        and {"gpu", "streamed"} <= set(problem.allowed.kv_classes)
+        and {"gpu", "streamed"} <= set(problem.allowed.kv_placements)
     )
     return "" if may_part else "is not among what this plan may do"
 
@@ -205,7 +206,7 @@ GPU_ONLY = Strategy(
     "weights and KV on the GPU",
     lambda policy: _holds_weights(policy) and _classes(policy) <= {"gpu"},
     weight_tiers=("gpu",),
-    kv_classes=("gpu",),
+    kv_placements=("gpu",),
     gpu_batches=1,  # nothing is waited for that a second micro-batch could hide
     yields_gpu_batches=True,
 )
@@ -214,7 +215,7 @@ NEO = Strategy(
     "weights on the GPU; the CPU attends for one batch while the other one computes",
     lambda policy: _holds_weights(policy) and policy.num_gpu_batches > 1 and _classes(policy) <= {"gpu", "cpu"},
     weight_tiers=("gpu",),
-    kv_classes=("gpu", "cpu"),
+    kv_placements=("gpu", "cpu"),
     gpu_batches=2,
     unused=_no_cpu_attention,
     extend=_with_unequal_batches,
@@ -224,7 +225,7 @@ APEX = Strategy(
     "weights on the GPU; the CPU attends beside whole sweeps",
     lambda policy: "deferred" in _classes(policy),
     weight_tiers=("gpu",),
-    kv_classes=("gpu",),  # attention within a sweep would wait behind that of deferred sequences
+    kv_placements=("gpu",),  # attention within a sweep would wait behind that of deferred sequences
     gpu_batches=1,
     admissions=("continuous",),
     unsuited=_defers_nothing,
@@ -237,7 +238,7 @@ PIE = Strategy(
     "weights on the GPU, KV there in some layers; in the others it streams",
     lambda policy: policy.kv_layers > 0 and _holds_weights(policy),
     weight_tiers=("gpu",),
-    kv_classes=("streamed",),
+    kv_placements=("streamed",),
     kv_by_layer=True,
     unsuited=_keeps_kv_whole,
     unused=_no_layer_keeps_kv,
@@ -248,7 +249,7 @@ FLEXGEN = Strategy(
     "FlexGen",
     "weights and KV in any tier, streamed where they are needed",
     lambda policy: True,
-    kv_classes=("gpu", "cpu", "streamed", "disk"),
+    kv_placements=("gpu", "cpu", "streamed", "disk"),
 )
 QUANTISED = Strategy(
     "quantised",
@@ -261,7 +262,7 @@ STREAMED = Strategy(
     "weights or KV from disk",
     _uses_disk,
     weight_tiers=("cpu", "disk"),
-    kv_classes=("cpu", "disk"),
+    kv_placements=("cpu", "disk"),
     unused=_nothing_on_disk,
 )
 IN_MEMORY = Strategy(
@@ -269,7 +270,7 @@ IN_MEMORY = Strategy(
     "weights and KV in memory",
     lambda policy: True,
     weight_tiers=("cpu",),
-    kv_classes=("cpu",),
+    kv_placements=("cpu",),
 )
 
 WITH_GPU = (GPU_ONLY, NEO, APEX, PIE, FLEXGEN)

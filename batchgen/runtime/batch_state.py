@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.models.experts import Routes
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.deferred import DeferredBatchState
@@ -53,14 +54,14 @@ class BatchState:
     host_positions: Tensor | None
     positions: Tensor
     logits_indices: Tensor | None
-    parts: Mapping[str, BatchPart]
+    parts: Mapping[KVPlacement, BatchPart]
     moves: Mapping[int | None, Moves] | None
     on_host: bool
     hidden: Tensor | None = None
     qkv: Tensor | None = None
     for_cpu: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     from_cpu: dict[int, Tensor] = field(default_factory=dict)
-    attended: dict[str, Tensor] = field(default_factory=dict)
+    attended: dict[KVPlacement, Tensor] = field(default_factory=dict)
     logits: Tensor | None = None
     buffers: StaticBuffers | None = None
     begins: DeferredBatchState | None = None

@@ -1,4 +1,4 @@
-"""What the Steps of class `deferred` do: queries to the CPU, its attention, and what comes of it back to the compute device.
+"""What the Steps of placement `deferred` do: queries to the CPU, its attention, and what comes of it back to the compute device.
 
 Queries and results lie in two tables in host memory, [slots, heads * head_dim], with a row for each sequence in flight.
 """

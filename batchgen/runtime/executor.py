@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.dtypes import INT4
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.routing import RoutingCounts
 from batchgen.models import layers
 from batchgen.models.config import ModelConfig
@@ -248,10 +249,10 @@ class Executor:
     def _forget_kv(self, packed: PackedBatch, layers: Sequence[int]) -> None:
         """Zeros in the blocks of memory that the batch's new KV went to."""
         for segment in packed.segments:
-            resident = segment.residency == "resident"
+            resident = segment.placement is KVPlacement.DEVICE
             for layer in layers:
                 window = self.config.windows[layer]
-                staged = segment.residency == "staged"
+                staged = segment.placement is KVPlacement.STREAMED
                 slots = packed.staging[window].host_slots if staged else segment.slots[window]
                 blocks = torch.from_numpy(np.unique(slots // self.kv_cache.shape.kv_block_size))
                 if len(blocks):
@@ -331,18 +332,18 @@ class Executor:
         """What all layers need of a batch, as tensors."""
         parts, begins = {}, None
         for segment in packed.segments:
-            device = CPU if segment.residency in ("delegated", "deferred") else self._device
+            device = CPU if segment.placement in (KVPlacement.CPU, KVPlacement.DEFERRED) else self._device
             plans = {window: self._prepared(plan, device) for window, plan in segment.plans.items()}
-            if segment.residency == "deferred":
+            if segment.placement is KVPlacement.DEFERRED:
                 begins = self._prepare_deferred(packed, segment, plans)
                 continue
-            rows = self._rows_on_host(segment) if segment.residency == "delegated" else None
+            rows = self._rows_on_host(segment) if segment.placement is KVPlacement.CPU else None
             tokens, slots = slice(segment.start, segment.stop), self._uploaded(segment.slots)
-            parts[segment.residency] = BatchPart(tokens, slots, rows, plans)
+            parts[segment.placement] = BatchPart(tokens, slots, rows, plans)
         in_place = None
         if packed.in_place:
             plans = {window: self._prepared(plan, self._device) for window, plan in packed.in_place.plans.items()}
-            in_place = replace(parts["staged"], slots=self._uploaded(packed.in_place.slots), plans=plans)
+            in_place = replace(parts[KVPlacement.STREAMED], slots=self._uploaded(packed.in_place.slots), plans=plans)
         moves = None
         if packed.staging:
             moves = for_each(packed.staging, lambda staging: self.kv_cache.prepare(staging, self._device))
@@ -406,7 +407,9 @@ class Executor:
     def _launch_layers(self, buffers: StaticBuffers) -> None:
         """All layers over static buffers: the Steps of a sweep whose weights and KV are on the device."""
         part = BatchPart(slice(0, len(buffers.hidden)), buffers.slots, None, buffers.plans)
-        b = BatchState(None, None, buffers.positions, None, {"resident": part}, None, False, hidden=buffers.hidden)
+        b = BatchState(
+            None, None, buffers.positions, None, {KVPlacement.DEVICE: part}, None, False, hidden=buffers.hidden
+        )
         for layer in range(self.config.num_layers):
             for kind, perform in (("pre", self._pre), ("attention", self._attention), ("post", self._post)):
                 perform(Step(-1, kind, "compute", -1, layer, 0, None, None, ()), b)
@@ -557,10 +560,10 @@ class Executor:
 
     def _attention(self, step: Step, b: BatchState) -> None:
         window = self.config.windows[step.layer]
-        for residency, part in b.parts.items():
-            if residency == "delegated":
+        for placement, part in b.parts.items():
+            if placement is KVPlacement.CPU:
                 continue
-            if residency == "resident":
+            if placement is KVPlacement.DEVICE:
                 kv = self.kv_cache.pools[self._compute_tier][step.layer]
             elif step.kv_slot is not None:
                 kv = self.kv_cache.staging(step.kv_slot)
@@ -571,7 +574,7 @@ class Executor:
             q = ops.rotary_store(
                 qkv, self.config.num_heads, kv, part.slots[window], self.kv_cache.shape.format, **options
             )
-            b.attended[residency] = ops.paged_attention(q, kv, part.plans[window], **self._softmax(step, self._device))
+            b.attended[placement] = ops.paged_attention(q, kv, part.plans[window], **self._softmax(step, self._device))
 
     def _softmax(self, step: Step, device: torch.device) -> dict:
         """What `ops.paged_attention` is told of a layer, on the device that attends."""
@@ -589,7 +592,7 @@ class Executor:
     def _send_qkv(self, step: Step, b: BatchState) -> None:
         """Queries of delegated sequences to the CPU, their new KV to the host's pool."""
         # What is compute's here outlives this: before it is given up, compute waits for the CPU, which has waited for the copies.
-        part, d2h = b.parts["delegated"], self.links[1]
+        part, d2h = b.parts[KVPlacement.CPU], self.links[1]
         q, k, v = self._qkv_for_host(step, b.qkv[part.tokens], b.positions_of(part.tokens))
         pool = self.kv_cache.pools["cpu"][step.layer]
         flat = pool.view(-1, pool.shape[-1])
@@ -601,14 +604,14 @@ class Executor:
 
     def _cpu_attention(self, step: Step, b: BatchState) -> None:
         kv = self.kv_cache.pools["cpu"][step.layer]
-        plan = b.parts["delegated"].plans[self.config.windows[step.layer]]
+        plan = b.parts[KVPlacement.CPU].plans[self.config.windows[step.layer]]
         q, out = b.for_cpu.pop(step.layer)
         ops.paged_attention(q, kv, plan, out=out, **self._softmax(step, CPU))
 
     def _load_attention(self, step: Step, b: BatchState) -> None:
         attended = b.from_cpu.pop(step.layer).flatten(1)
         target = torch.empty(attended.shape, dtype=attended.dtype, device=self._device)
-        b.attended["delegated"] = self.links[0].copy(target, attended)
+        b.attended[KVPlacement.CPU] = self.links[0].copy(target, attended)
 
     # Sequences whose attention is deferred: they are in no batch meanwhile.
 
@@ -630,7 +633,7 @@ class Executor:
     def _to_go_on(self, step: Step, b: BatchState) -> tuple[Tensor, Tensor] | None:
         """(hidden, attention's result) of the tokens that the rest of a layer is for, deferred batches last; None: there are none."""
         b.qkv = None  # memory for the other batches
-        found, hidden = [b.attended.pop(residency) for residency in b.parts], b.hidden
+        found, hidden = [b.attended.pop(placement) for placement in b.parts], b.hidden
         if not found and not b.joined:
             return None
         if len(found) > 1:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.schedule.packed_batch import PackedBatch
@@ -143,7 +144,11 @@ class DecodeGraphs:
 def is_decode(packed: PackedBatch) -> bool:
     """Whether every sequence has a single token, whose logits are asked for, and its KV in the device's own pool."""
     segments = packed.segments
-    if len(segments) != 1 or segments[0].residency != "resident" or len(packed.logits_rows) < packed.num_tokens:
+    if (
+        len(segments) != 1
+        or segments[0].placement is not KVPlacement.DEVICE
+        or len(packed.logits_rows) < packed.num_tokens
+    ):
         return False
     return not any(plan.prefill for plan in segments[0].plans.values())
 

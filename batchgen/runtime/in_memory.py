@@ -8,6 +8,7 @@ import torch
 
 from batchgen.core.device import Device
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import SamplingParams
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
@@ -54,7 +55,7 @@ def in_memory(
     executor = Executor(config, weights, kv_cache, tiers, options)
     if tiers.driver:
         rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * kv_block_size
-        limits = SchedulerLimits(rows, tokens, class_seqs={tier: rows}, compute_tier=tier)
+        limits = SchedulerLimits(rows, tokens, kv_seqs={KVPlacement(tier): rows}, compute_tier=tier)
         key_bytes = config.num_kv_heads * config.head_dim * dtype.itemsize
         shape = {"kv_block_size": kv_block_size, "key_bytes": key_bytes, "windows": frozenset(config.windows)}
         sweeps = dummy_sweeps(

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.scheduler import Scheduler, SchedulerLimits
-from batchgen.schedule.sequence import tier_of
 
 _WINDOW_SWEEPS = 8  # measured together
 _SATURATED, _WAITING = 0.9, 0.05  # parts of a window's time
-_STEP_FRAC = 0.125  # of the sequences in host memory that change class at a time
+_STEP_FRAC = 0.125  # of the sequences in host memory that change placement at a time
 _MOST_GROWTH = 4  # times the planned block
 _WORTH_CHANGING = 1.1
 _FELL = 0.97  # throughput below this, of what it was before, takes a change back
@@ -51,7 +51,7 @@ class Measured:
 
 
 class Adaptation:
-    """Changes a scheduler's limits and classes. Invariant: blocks in use stay within the pools, which never change."""
+    """Changes a scheduler's limits and placements. Invariant: blocks in use stay within the pools, which never change."""
 
     def __init__(self, scheduler: Scheduler, *, planned_output_len: float, expected_output_len: int | None) -> None:
         """planned_output_len: mean that the plan counted on. expected_output_len: the user's, which stands."""
@@ -140,29 +140,29 @@ class Adaptation:
             return
         mean = sum(self._footprints) / len(self._footprints)
         fitted = {}
-        for kv_class, count in limits.class_seqs.items():
-            pool = scheduler.pools.get(tier_of(kv_class))
+        for kv_placement, count in limits.kv_seqs.items():
+            pool = scheduler.pools.get(kv_placement.tier)
             if not count or pool is None:
                 continue
-            sharing = sum(n for c, n in limits.class_seqs.items() if tier_of(c) == tier_of(kv_class))
+            sharing = sum(n for c, n in limits.kv_seqs.items() if c.tier == kv_placement.tier)
             fits = int(pool.num_blocks * pool.kv_block_size / (mean + pool.kv_block_size / 2) * count / sharing)
-            most = min(2 * count, _MOST_GROWTH * self._planned.quota(kv_class))
-            fitted[kv_class] = max(1, min(fits, count)) if longer else max(count, min(fits, most))
+            most = min(2 * count, _MOST_GROWTH * self._planned.quota(kv_placement))
+            fitted[kv_placement] = max(1, min(fits, count)) if longer else max(count, min(fits, most))
         block = sum(fitted.values())
         if max(block, limits.max_num_seqs) < _WORTH_CHANGING * min(block, limits.max_num_seqs):
             return
         why = f"outputs of {length:,.0f} tokens where {self._planned_len:,.0f} were planned"
         if shorter:
             self._undo = ("block", rate, limits)
-        self._set("block", replace(limits, max_num_seqs=block, class_seqs=fitted), limits.max_num_seqs, block, why)
+        self._set("block", replace(limits, max_num_seqs=block, kv_seqs=fitted), limits.max_num_seqs, block, why)
 
     def _share_host_kv(self, rate: float) -> None:
         """Moves some sequences between attention on the CPU and streaming (Pie 3.4)."""
         limits = self._scheduler.limits
-        quotas = limits.class_seqs
-        on_cpu, streamed = quotas.get("cpu", 0), quotas.get("streamed", 0)
+        quotas = limits.kv_seqs
+        on_cpu, streamed = quotas.get(KVPlacement.CPU, 0), quotas.get(KVPlacement.STREAMED, 0)
         # Attention on the CPU needs buffers, which the plan has only where it was to be.
-        if limits.compute_tier != "gpu" or on_cpu + streamed < 2 or not self._planned.quota("cpu"):
+        if limits.compute_tier != "gpu" or on_cpu + streamed < 2 or not self._planned.quota(KVPlacement.CPU):
             return
         total = sum(m.seconds for m in self._window)
         waited = {
@@ -181,22 +181,24 @@ class Adaptation:
         if what in self._settled:
             return
         self._undo = (what, rate, limits)
-        changed = replace(limits, class_seqs={**quotas, "cpu": on_cpu - moved, "streamed": streamed + moved})
+        changed = replace(
+            limits, kv_seqs={**quotas, KVPlacement.CPU: on_cpu - moved, KVPlacement.STREAMED: streamed + moved}
+        )
         self._set(what, changed, streamed, streamed + moved, why)
 
     def _set(self, what: str, limits: SchedulerLimits, before: int, after: int, why: str) -> None:
         self.changes.append(Change(self._sweep, what.split()[0], before, after, why))
         self._scheduler.limits = limits
-        self._reclass()
+        self._move_host_kv()
 
-    def _reclass(self) -> None:
-        """Gives sequences in flight the classes that the limits have a quota for."""
+    def _move_host_kv(self) -> None:
+        """Gives sequences in flight the placements that the limits have a quota for."""
         limits = self._scheduler.limits
-        on_host = [s for s in self._scheduler.running if s.kv_class in ("cpu", "streamed")]
-        quota = limits.quota("cpu")
+        on_host = [s for s in self._scheduler.running if s.kv_placement in (KVPlacement.CPU, KVPlacement.STREAMED)]
+        quota = limits.quota(KVPlacement.CPU)
         if limits.compute_tier == "gpu":
             for i, sequence in enumerate(on_host):
-                self._scheduler.set_class(sequence, "cpu" if i < quota else "streamed")
+                self._scheduler.set_placement(sequence, KVPlacement.CPU if i < quota else KVPlacement.STREAMED)
 
 
 def _rate(window: list[Measured]) -> float:
@@ -204,4 +206,4 @@ def _rate(window: list[Measured]) -> float:
 
 
 def _size(what: str, limits: SchedulerLimits) -> int:
-    return limits.max_num_seqs if what == "block" else limits.quota("streamed")
+    return limits.max_num_seqs if what == "block" else limits.quota(KVPlacement.STREAMED)

@@ -1,4 +1,4 @@
-"""Sequences of class `deferred` on their way through the layers: a layer in a sweep, while the CPU attends beside it (APEX section 3.3).
+"""Sequences of placement `deferred` on their way through the layers: a layer in a sweep, while the CPU attends beside it (APEX section 3.3).
 
 A deferred batch begins a token together, in one micro-batch: embedding, norm and QKV of the first layer. Then the CPU attends, and the
 sweep goes on without it. In a later sweep it joins the first micro-batch where that comes to the same layer: output projection,

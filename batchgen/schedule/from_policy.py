@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import MemoryPlan, Policy, window_blocks
 from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.extents import ExtentManager
-from batchgen.schedule.micro_batches import residency_of, split_batches
+from batchgen.schedule.micro_batches import placement_in_sweep, split_batches
 from batchgen.schedule.scheduler import ScheduledSequence, SchedulerLimits
 from batchgen.schedule.window_pool import WindowPool
 
@@ -36,14 +37,14 @@ def scheduler_limits(
     policy: Policy, memory: MemoryPlan, compute_tier: str, sweeps_in_flight: int = 1
 ) -> SchedulerLimits:
     """Quotas and limits. Where the CPU computes, nothing is deferred: it attends to all of its own KV."""
-    class_seqs = dict(policy.kv_seqs)
-    if compute_tier == "cpu" and "deferred" in class_seqs:
-        class_seqs["cpu"] = class_seqs.get("cpu", 0) + class_seqs.pop("deferred")
+    kv_seqs = {KVPlacement(name): count for name, count in policy.kv_seqs.items()}
+    if compute_tier == "cpu" and KVPlacement.DEFERRED in kv_seqs:
+        kv_seqs[KVPlacement.CPU] = kv_seqs.get(KVPlacement.CPU, 0) + kv_seqs.pop(KVPlacement.DEFERRED)
     return SchedulerLimits(
         policy.max_num_seqs,
         policy.max_num_batched_tokens,
         policy.admission,
-        class_seqs=class_seqs,
+        kv_seqs=kv_seqs,
         max_chunk_tokens=memory.batch_tokens,
         compute_tier=compute_tier,
         deferred_rows=policy.deferred_rows,
@@ -78,6 +79,6 @@ def splitter(
         max_seqs=policy.batch_seqs,
         max_staged_blocks=max(1, memory.staging_blocks),
         kv_block_size=policy.kv_block_size,
-        residency_of=partial(residency_of, compute_tier=compute_tier),
+        placement_of=partial(placement_in_sweep, compute_tier=compute_tier),
         balance_tokens=policy.balance_tokens,
     )

@@ -11,25 +11,18 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.schedule.scheduler import ScheduledSequence
-from batchgen.schedule.sequence import tier_of
 
 ORDERS = ("even", "mixed", "neo")
 
 
-def residency_of(scheduled: ScheduledSequence, compute_tier: str) -> str:
-    """Where the attention of a scheduled sequence finds its KV.
-
-    "resident": in the compute device's own memory. "delegated": the CPU attends, for an accelerator, to KV that stays
-    in CPU memory. "deferred": the same, and the sweep goes on without it. "staged": its KV, past and new, passes through a staging buffer on the compute device.
-    """
-    kv_class = scheduled.sequence.kv_class
-    if tier_of(kv_class) == compute_tier:
-        return "resident"
-    if scheduled.defers:
-        return "deferred"
-    return "delegated" if kv_class == "cpu" and scheduled.decodes else "staged"
+def placement_in_sweep(scheduled: ScheduledSequence, compute_tier: str) -> KVPlacement:
+    """The placement of a scheduled sequence's KV that the sweep's attention sees (`KVPlacement.in_sweep`)."""
+    placement = scheduled.sequence.kv_placement
+    decodes = scheduled.defers if placement is KVPlacement.DEFERRED else scheduled.decodes
+    return placement.in_sweep(compute_tier, decodes)
 
 
 def staged_blocks(scheduled: ScheduledSequence, kv_block_size: int) -> int:
@@ -46,7 +39,7 @@ def split_batches(
     max_seqs: int,
     max_staged_blocks: int,
     kv_block_size: int,
-    residency_of: Callable[[ScheduledSequence], str],
+    placement_of: Callable[[ScheduledSequence], KVPlacement],
     balance_tokens: int | None = None,
 ) -> list[list[ScheduledSequence]]:
     """The micro-batches of a sweep, none of them empty.
@@ -60,22 +53,22 @@ def split_batches(
     max_tokens, max_seqs, max_staged_blocks: the most of each in a batch. What exceeds them is cut further, so there may be more
         than `num_gpu_batches`. A sequence with more tokens than that is a batch of its own; with more staged blocks
         it cannot be run, and the caller must not let it in.
-    residency_of: for the compute device at hand.
+    placement_of: the placement that the sweep's attention sees, for the compute device at hand.
 
-    Of each residency the sweep's order is kept, so a sequence that takes over KV which another one of the sweep
+    Within a placement the sweep's order is kept, so a sequence that takes over KV which another one of the sweep
     writes comes in the same batch or a later one.
     """
     assert order in ORDERS, order
     parts = []
     for scheduled in sweep:
-        where = residency_of(scheduled)
-        blocks = staged_blocks(scheduled, kv_block_size) if where == "staged" else 0
+        placement = placement_of(scheduled)
+        blocks = staged_blocks(scheduled, kv_block_size) if placement is KVPlacement.STREAMED else 0
         assert blocks <= max_staged_blocks, (
             f"{blocks} blocks to stage for one sequence, capacity for {max_staged_blocks}"
         )
-        parts.append(_Part(scheduled, where, (scheduled.num_tokens, 1, blocks)))
-    delegated = [p for p in parts if p.where == "delegated"]
-    others = [p for p in parts if p.where != "delegated"]
+        parts.append(_Part(scheduled, placement, (scheduled.num_tokens, 1, blocks)))
+    delegated = [p for p in parts if p.placement is KVPlacement.CPU]
+    others = [p for p in parts if p.placement is not KVPlacement.CPU]
     if balance_tokens is not None:
         batches = _balanced(others, delegated, balance_tokens)
     elif order == "neo" and num_gpu_batches == 2 and delegated and others:
@@ -90,7 +83,7 @@ class _Part(NamedTuple):  # one for each sequence of a sweep
     """load: tokens, sequences, and blocks to stage."""
 
     scheduled: ScheduledSequence
-    where: str
+    placement: KVPlacement
     load: tuple[int, int, int]
 
 
@@ -98,12 +91,12 @@ _TOKENS = 0  # in a load
 
 
 def _mixed(parts: list[_Part]) -> list[_Part]:
-    """The parts of each residency evenly among those of the others, by tokens, and in their order among themselves."""
-    by_residency: dict[str, list[_Part]] = {}
+    """The parts of each placement evenly among those of the others, by tokens, and in their order among themselves."""
+    by_placement: dict[KVPlacement, list[_Part]] = {}
     for part in parts:
-        by_residency.setdefault(part.where, []).append(part)
+        by_placement.setdefault(part.placement, []).append(part)
     placed: list[tuple[float, _Part]] = []
-    for members in by_residency.values():
+    for members in by_placement.values():
         total, before = sum(p.load[_TOKENS] for p in members), 0
         for part in members:
             placed.append(((before + part.load[_TOKENS] / 2) / total, part))

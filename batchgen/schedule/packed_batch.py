@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops.attention_plan import (
     AttentionPlan,
     SequenceSlice,
@@ -20,26 +21,26 @@ from batchgen.ops.attention_plan import (
     plan_attention,
 )
 from batchgen.schedule.extents import runs_of
-from batchgen.schedule.micro_batches import residency_of
+from batchgen.schedule.micro_batches import placement_in_sweep
 from batchgen.schedule.scheduler import ScheduledSequence
-from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence, tier_of
+from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence
 from batchgen.schedule.step_graph import BatchFlow
 from batchgen.schedule.window_pool import NULL_BLOCK
 
-RESIDENCIES = ("resident", "staged", "delegated", "deferred")
+# The order of the segments of a batch.
+SEGMENTS = (KVPlacement.DEVICE, KVPlacement.STREAMED, KVPlacement.CPU, KVPlacement.DEFERRED)
 
 
 @dataclass(frozen=True)
 class Segment:
     """Tokens [start, stop) of the batch, of sequences whose KV attention finds in the same memory.
 
-    residency: "resident": the compute device's pool; "staged": its staging buffer; "delegated": the host's pool, and the
-    CPU attends; "deferred": the same, and the sweep does not wait for it. For each sliding window in the model (None: full attention)
+    placement: the placement that attention sees (`KVPlacement.in_sweep`). For each sliding window in the model (None: full attention)
     slots: int64 [tokens], where each token's new KV goes there; a slot is block * kv_block_size + offset.
     plans: the attention plan, tokens counted from `start`.
     """
 
-    residency: str
+    placement: KVPlacement
     start: int
     stop: int
     slots: dict[int | None, np.ndarray]
@@ -106,16 +107,13 @@ class PackedBatch:
 
     def flow(self, hidden_on_host: bool = False) -> BatchFlow:
         """What the batch moves."""
-        residencies = {s.residency for s in self.segments}
         staging = list((self.staging or {}).values())
         return BatchFlow(
-            resident="resident" in residencies,
+            placements=frozenset(s.placement for s in self.segments),
             history=any(len(s.host_blocks) or s.reads for s in staging),
             stored=any(len(s.new_slots) for s in staging),
             disk_read=any(s.reads for s in staging),
             disk_write=any(s.writes for s in staging),
-            delegated="delegated" in residencies,
-            deferred="deferred" in residencies,
             hidden_on_host=hidden_on_host,
             samples=bool(self.logits_rows),
         )
@@ -135,17 +133,18 @@ def pack(
     key_bytes: bytes of one token's K in one layer. compute_tier: the tier that is the compute device's own memory. in_place:
     whether in some layers KV of staged sequences lies on the compute device.
     """
-    by_residency: dict[str, list[ScheduledSequence]] = {}
+    by_placement: dict[KVPlacement, list[ScheduledSequence]] = {}
     for scheduled in batch:
-        by_residency.setdefault(residency_of(scheduled, compute_tier), []).append(scheduled)
-    staged = _stage_all(by_residency.get("staged", []), windows, kv_block_size)
+        by_placement.setdefault(placement_in_sweep(scheduled, compute_tier), []).append(scheduled)
+    staged = _stage_all(by_placement.get(KVPlacement.STREAMED, []), windows, kv_block_size)
     plans_of = partial(_plans, kv_block_size=kv_block_size, key_bytes=key_bytes)
     rows, segments = _Rows(), []
     on_device: Segment | None = None
-    for name in RESIDENCIES:
-        if name not in by_residency:
+    for placement in SEGMENTS:
+        if placement not in by_placement:
             continue
-        members, tables = by_residency[name], staged.tables if name == "staged" else None
+        streamed = placement is KVPlacement.STREAMED
+        members, tables = by_placement[placement], staged.tables if streamed else None
         slices = _slices(members, False, tables)
         groups = find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], kv_block_size)
         order = order_sequences(slices, groups)
@@ -157,10 +156,12 @@ def pack(
             rows.add(scheduled)
         by_window = _by_window(members, slices, windows, tables)
         own = _slots(by_window, kv_block_size), plans_of(by_window, groups)
-        segments.append(Segment(name, start, rows.count, *own))
-        if name == "staged" and in_place:
+        segments.append(Segment(placement, start, rows.count, *own))
+        if streamed and in_place:
             by_window = _by_window(members, _slices(members, False, None), windows, None)
-            on_device = Segment(name, start, rows.count, _slots(by_window, kv_block_size), plans_of(by_window, groups))
+            on_device = Segment(
+                placement, start, rows.count, _slots(by_window, kv_block_size), plans_of(by_window, groups)
+            )
     return replace(rows.packed(tuple(segments), staged.by_window), in_place=on_device)
 
 
@@ -301,8 +302,8 @@ def _stage(
     A prefix block that several sequences share comes over once. What has been given back does not come. windowed: in layers with a
     sliding window.
     """
-    on_host = [s for s in members if tier_of(s.sequence.kv_class) != "disk"]
-    on_disk = [s for s in members if tier_of(s.sequence.kv_class) == "disk"]
+    on_host = [s for s in members if s.sequence.kv_placement is not KVPlacement.DISK]
+    on_disk = [s for s in members if s.sequence.kv_placement is KVPlacement.DISK]
     staged_of: dict[int, int] = {}  # host block with history -> staging block
     for s in on_host:
         for block in s.sequence.table(windowed)[: -(-s.sequence.num_computed // kv_block_size)]:

@@ -3,16 +3,16 @@
 `continuous` admission lets finished sequences leave and new ones in at every sweep; `static` fills a block and
 runs it to its end before the next (FlexGen's zig-zag block schedule). Admission is on projected peak KV: a
 sequence enters only if the blocks it and all sequences in flight are still expected to need are there at every
-later sweep (`admission`); in static blocks, on disk and beside sequences of class `deferred`, if they are there
+later sweep (`admission`); in static blocks, on disk and beside sequences of placement `deferred`, if they are there
 now. Where outputs grow beyond what was expected, the youngest sequence is preempted and run again later.
 
 A sweep may be scheduled before the results of the one before it have reached the host (`commit` comes when a sweep is
 launched): sequences that have nothing left to run leave when their last sweep is launched.
 
-A token of a sequence of class `deferred` takes several sweeps. It is in the sweep that begins it, and in none until its successor
+A token of a sequence of placement `deferred` takes several sweeps. It is in the sweep that begins it, and in none until its successor
 has been chosen; meanwhile the sequence is not preempted, as the CPU may be at its KV.
 
-KV lives in one pool per tier. A sequence is admitted into a KV class, which says its pool; it stays there until
+KV lives in one pool per tier. A sequence is admitted into a KV placement, which says its pool; it stays there until
 it leaves, and is preempted only for sequences of the same pool.
 """
 
@@ -26,9 +26,10 @@ from functools import cache
 from itertools import islice
 from typing import NamedTuple
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.extents import ExtentManager
-from batchgen.schedule.sequence import CLASSES, PENDING, Sequence, tier_of
+from batchgen.schedule.sequence import PENDING, Sequence
 from batchgen.schedule.tier_admission import Expected, TierAdmission
 from batchgen.schedule.window_pool import NULL_BLOCK
 
@@ -39,9 +40,9 @@ class SchedulerLimits:
 
     max_num_seqs: sequences in flight. max_num_batched_tokens: tokens in one sweep; longer prompts are chunked.
     admission: "continuous" or "static".
-    class_seqs: the most sequences of each KV class in flight, none where it is missing; None: no limit per class.
+    kv_seqs: the most sequences of each KV placement in flight, none where it is missing; None: no limit per placement.
     max_chunk_tokens: the most tokens of one prompt in one sweep. compute_tier: the compute device's own tier.
-    deferred_rows: sequences that may enter class "deferred" in all; None: no limit. Those that enter it near the end of a job would
+    deferred_rows: sequences that may enter placement "deferred" in all; None: no limit. Those that enter it near the end of a job would
     be in flight long after all others. sweeps_in_flight: sweeps that may be under way at once, each in another stage of a pipeline;
     each has its part of the sequences.
     """
@@ -49,7 +50,7 @@ class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     admission: str = "continuous"
-    class_seqs: Mapping[str, int] | None = None
+    kv_seqs: Mapping[KVPlacement, int] | None = None
     max_chunk_tokens: int | None = None
     compute_tier: str = "cpu"
     deferred_rows: int | None = None
@@ -59,8 +60,8 @@ class SchedulerLimits:
         counts = (self.max_num_seqs, self.max_num_batched_tokens, self.max_chunk_tokens)
         assert all(count is None or count >= 1 for count in counts), f"nothing could ever run: {self}"
 
-    def quota(self, kv_class: str) -> int:
-        return self.max_num_seqs if self.class_seqs is None else self.class_seqs.get(kv_class, 0)
+    def quota(self, kv_placement: KVPlacement) -> int:
+        return self.max_num_seqs if self.kv_seqs is None else self.kv_seqs.get(kv_placement, 0)
 
 
 class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in every sweep
@@ -84,7 +85,11 @@ class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in ever
     @property
     def defers(self) -> bool:
         """Whether the token only begins in this sweep: the last one there is, since those after it need its KV."""
-        return self.sequence.kv_class == "deferred" and self.decodes and self.num_keys == len(self.sequence.tokens)
+        return (
+            self.sequence.kv_placement is KVPlacement.DEFERRED
+            and self.decodes
+            and self.num_keys == len(self.sequence.tokens)
+        )
 
     @property
     def samples(self) -> bool:
@@ -100,7 +105,7 @@ class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in ever
     def num_logits(self) -> int:
         """How many these are."""
         sequence = self.sequence
-        if sequence.targets or sequence.kv_class == "deferred":
+        if sequence.targets or sequence.kv_placement is KVPlacement.DEFERRED:
             return len(self.logits_positions)
         return int(sequence.num_computed + self.num_tokens == len(sequence.tokens))  # the last one's
 
@@ -143,7 +148,7 @@ class Scheduler:
 
         expected_output_len: tokens a sequence is expected to generate, for admission; by default max_tokens, with which
         none is preempted unless long prompts hold others up. token_slots: shared by all that run on the same device at
-        a time; None: there is no other. exchange_slots: the same for sequences of class "deferred".
+        a time; None: there is no other. exchange_slots: the same for sequences of placement "deferred".
         """
         self.pools = pools
         self.limits = limits
@@ -160,8 +165,8 @@ class Scheduler:
         self._token_slots = token_slots or TokenSlots()
         # Only where the first limits have a quota for them: their pool is then one where blocks are reserved beforehand, as nobody
         # knows how long a token takes.
-        num_deferred = (limits.class_seqs or {}).get("deferred", 0)
-        self._reserving = {tier_of("deferred")} if num_deferred else set()
+        num_deferred = (limits.kv_seqs or {}).get(KVPlacement.DEFERRED, 0)
+        self._reserving = {KVPlacement.DEFERRED.tier} if num_deferred else set()
         self._exchange_slots = (num_deferred and exchange_slots) or TokenSlots(num_deferred)
         self._entered_deferred = 0
 
@@ -187,7 +192,7 @@ class Scheduler:
 
         The most of prompt and output together, less the last token generated, which is never run.
         """
-        lengths = (self.pools[tier_of(c)].longest_tokens for c in self._classes() if self.limits.quota(c))
+        lengths = (self.pools[c.tier].longest_tokens for c in self._placements() if self.limits.quota(c))
         return max(lengths, default=0)
 
     def schedule(self) -> list[ScheduledSequence]:
@@ -195,7 +200,7 @@ class Scheduler:
         sweep: list[ScheduledSequence] = []
         for sequence in self.running if self._windowed else ():
             # What is launched later comes after all that reads these blocks, but for tokens that take several sweeps.
-            if sequence.kv_class != "deferred" or not _on_its_way(sequence):
+            if sequence.kv_placement is not KVPlacement.DEFERRED or not _on_its_way(sequence):
                 self._free_before_window(sequence, sequence.num_computed)
         # Decodes always ride along; prefills share what the token budget leaves.
         most = self._most_in_sweep()
@@ -228,7 +233,7 @@ class Scheduler:
             if sequence.num_remaining <= 1:
                 continue
             pool = self._pool(sequence)
-            blocks = pool.num_available - self._reserved[tier_of(sequence.kv_class)] + sequence.reserved_blocks
+            blocks = pool.num_available - self._reserved[sequence.kv_placement.tier] + sequence.reserved_blocks
             headroom = (len(sequence.block_table) + blocks) * pool.kv_block_size - sequence.num_computed
             count = min(self._chunk(sequence, budget), headroom, self._window_headroom(sequence))
             if count > 0:
@@ -249,7 +254,7 @@ class Scheduler:
         needed = Counter[str]()
         of_windows = Counter[str]()
         for sequence in self.running:
-            tier, pool = tier_of(sequence.kv_class), self._pool(sequence)
+            tier, pool = sequence.kv_placement.tier, self._pool(sequence)
             blocks = -(-(sequence.num_computed + num_tokens) // pool.kv_block_size)
             needed[tier] += max(0, blocks - len(sequence.block_table) - sequence.reserved_blocks)
             if sequence.window_table is not None:
@@ -307,17 +312,19 @@ class Scheduler:
             self._exchange_slots.free(sequence.exchange_slot)
             sequence.exchange_slot = None
 
-    def set_class(self, sequence: Sequence, kv_class: str) -> None:
-        """Between sweeps: another class of the same tier, for a sequence in flight. Its KV stays where it is."""
-        assert tier_of(kv_class) == tier_of(sequence.kv_class), f"KV does not move: {sequence.kv_class} to {kv_class}"
-        sequence.kv_class = kv_class
+    def set_placement(self, sequence: Sequence, kv_placement: KVPlacement) -> None:
+        """Between sweeps: another placement of the same tier, for a sequence in flight. Its KV stays where it is."""
+        assert kv_placement.tier == sequence.kv_placement.tier, (
+            f"KV does not move: {sequence.kv_placement} to {kv_placement}"
+        )
+        sequence.kv_placement = kv_placement
 
-    def _classes(self) -> list[str]:
-        """The KV classes there are pools for, in order of preference."""
-        return [c for c in CLASSES if tier_of(c) in self.pools]
+    def _placements(self) -> list[KVPlacement]:
+        """The KV placements there are pools for, in order of preference."""
+        return [c for c in KVPlacement if c.tier in self.pools]
 
     def _pool(self, sequence: Sequence) -> BlockManager | ExtentManager:
-        return self.pools[tier_of(sequence.kv_class)]
+        return self.pools[sequence.kv_placement.tier]
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.num_remaining, budget, self.limits.max_chunk_tokens or budget)
@@ -333,7 +340,7 @@ class Scheduler:
         self._admit_waiting(sweep, budget, most)
 
     def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, most: int) -> None:
-        in_class = Counter(s.kv_class for s in self.running)
+        in_placement = Counter(s.kv_placement for s in self.running)
 
         @cache
         def longest() -> int:
@@ -347,7 +354,7 @@ class Scheduler:
         while self.waiting and budget > 0 and len(sweep) < most:
             sequence = self.waiting[0]
             full = len(self.running) >= self.limits.max_num_seqs
-            if full or not self._enter(sequence, in_class, admission, self._chunk(sequence, budget)):
+            if full or not self._enter(sequence, in_placement, admission, self._chunk(sequence, budget)):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
                 self._filling = False
                 return
@@ -355,7 +362,7 @@ class Scheduler:
             self.running.append(sequence)
             if sequence.token_slot is None:
                 sequence.token_slot = self._token_slots.take()
-            in_class[sequence.kv_class] += 1
+            in_placement[sequence.kv_placement] += 1
             count = min(self._chunk(sequence, budget), self._window_headroom(sequence))
             self._grow(sequence, count)
             budget -= count
@@ -386,31 +393,37 @@ class Scheduler:
         self.waiting.extendleft(reversed(preempted))
 
     def _enter(
-        self, sequence: Sequence, in_class: Mapping[str, int], admission_to: Callable[[str], TierAdmission], chunk: int
+        self,
+        sequence: Sequence,
+        in_placement: Mapping[KVPlacement, int],
+        admission_to: Callable[[str], TierAdmission],
+        chunk: int,
     ) -> bool:
-        """Admits the sequence to the first class whose quota and pool allow it; False if none does."""
+        """Admits the sequence to the first placement whose quota and pool allow it; False if none does."""
         expected = Expected(sequence, self._expected_len(sequence) - sequence.num_generated, delayed=False)
         length = sequence.num_prompt + self._expected_len(sequence)
         # The last token generated is never run, so its KV needs no block.
         num_tokens = max(length - 1, len(sequence.tokens))
-        classes = [c for c in self._classes() if in_class[c] < self.limits.quota(c)]
+        placements = [c for c in self._placements() if in_placement[c] < self.limits.quota(c)]
         if self.limits.deferred_rows is not None and self._entered_deferred >= self.limits.deferred_rows:
-            classes = [c for c in classes if c != "deferred"]
-        if self._exchange_slots.is_full and "deferred" in classes:
+            placements = [c for c in placements if c is not KVPlacement.DEFERRED]
+        if self._exchange_slots.is_full and KVPlacement.DEFERRED in placements:
             # Another call of the engine has them: where nobody is in flight here, the row runs all the same.
-            classes = [c for c in classes if c != "deferred"] + ([] if self.running else ["streamed"])
+            placements = [c for c in placements if c is not KVPlacement.DEFERRED] + (
+                [] if self.running else [KVPlacement.STREAMED]
+            )
         if not self.running:
-            # A row let in under earlier limits may fit only a class that has no quota any more: it runs all the same.
-            classes += [c for c in self._classes() if c not in classes and c != "deferred"]
-        for kv_class in classes:
-            tier = tier_of(kv_class)
+            # A row let in under earlier limits may fit only a placement that has no quota any more: it runs all the same.
+            placements += [c for c in self._placements() if c not in placements and c is not KVPlacement.DEFERRED]
+        for kv_placement in placements:
+            tier = kv_placement.tier
             pool, admission = self.pools[tier], admission_to(tier)
             num_blocks = -(-num_tokens // pool.kv_block_size)
             allocation = admission.admit(expected, chunk, num_blocks, self._reserved[tier])
             if allocation is not None:
-                sequence.kv_class = kv_class
-                sequence.exchange_slot = self._exchange_slots.take() if kv_class == "deferred" else None
-                self._entered_deferred += kv_class == "deferred"
+                sequence.kv_placement = kv_placement
+                sequence.exchange_slot = self._exchange_slots.take() if kv_placement is KVPlacement.DEFERRED else None
+                self._entered_deferred += kv_placement is KVPlacement.DEFERRED
                 sequence.block_table.extend(allocation.blocks)
                 if allocation.window_table is not None:
                     sequence.window_table = array("i", allocation.window_table)
@@ -436,7 +449,7 @@ class Scheduler:
         running = [
             Expected(s, self._expected_len(s) - s.num_generated, delayed=there.get(s, 0) < len(s.tokens))
             for s in self.running
-            if tier_of(s.kv_class) == tier
+            if s.kv_placement.tier == tier
         ]
         return TierAdmission(pool, running, longest, reserves=reserves)
 
@@ -447,7 +460,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Blocks for `count` more tokens; False if the sequence itself had to be preempted."""
-        tier, pool = tier_of(sequence.kv_class), self._pool(sequence)
+        tier, pool = sequence.kv_placement.tier, self._pool(sequence)
         needed = -(-(sequence.num_computed + count) // pool.kv_block_size)
         while len(sequence.block_table) < needed:
             if sequence.reserved_blocks:
@@ -504,7 +517,7 @@ class Scheduler:
 
     def _preempt_youngest(self, tier: str) -> Sequence:
         """Of those whose token is on its way, the CPU may be reading the KV. A sequence that grows is none of them."""
-        youngest = next(s for s in reversed(self.running) if tier_of(s.kv_class) == tier and s.num_remaining > 0)
+        youngest = next(s for s in reversed(self.running) if s.kv_placement.tier == tier and s.num_remaining > 0)
         self._preempt(youngest)
         return youngest
 
@@ -518,7 +531,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        tier, pool = tier_of(sequence.kv_class), self._pool(sequence)
+        tier, pool = sequence.kv_placement.tier, self._pool(sequence)
         self._reserved[tier] -= sequence.reserved_blocks
         sequence.reserved_blocks = 0
         if pool.share_prefixes:
@@ -538,7 +551,9 @@ class Scheduler:
 def _on_its_way(sequence: Sequence) -> bool:
     """Whether its last token goes through the layers, or is one that the host does not know yet.
 
-    The first: of class "deferred", and in a pipeline. The second: of class "deferred" only, whose tokens last for sweeps anyway; none
+    The first: of placement "deferred", and in a pipeline. The second: of placement "deferred" only, whose tokens last for sweeps anyway; none
     is begun for a sequence that may have ended.
     """
-    return sequence.num_remaining == 0 or (sequence.kv_class == "deferred" and sequence.tokens[-1] == PENDING)
+    return sequence.num_remaining == 0 or (
+        sequence.kv_placement is KVPlacement.DEFERRED and sequence.tokens[-1] == PENDING
+    )

@@ -8,23 +8,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from batchgen.core.plan import KV_CLASSES, KV_TIERS
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import SamplingParams
 
 # Stands for a token that has been sampled on the device and has not reached the host yet.
 PENDING = -1
 # Stands for a token that cannot be chosen, as the logits hold NaN or infinity.
 NOT_FINITE = -2
-
-CLASSES = KV_CLASSES
-
-
-def tier_of(kv_class: str) -> str:
-    """The tier where the KV of a class lives: "gpu", "cpu" or "disk".
-
-    "cpu", "streamed" and "deferred" share one, as they only differ in where and when decode attention runs.
-    """
-    return KV_TIERS[kv_class]
 
 
 class Constraint(Protocol):
@@ -65,7 +55,7 @@ class Sequence:
 
     Invariant: num_computed < len(tokens) while it is scheduled; the tokens from num_computed on are what the next sweeps run.
     While exactly one is left the sequence decodes, while more are left it prefills. None is left while it is on its way
-    through the layers, of class "deferred", for more than one sweep.
+    through the layers, of placement "deferred", for more than one sweep.
     """
 
     request_index: int
@@ -73,7 +63,7 @@ class Sequence:
     sample_index: int
     tokens: list[int]
     sampling: SamplingParams
-    kv_class: str | None = None  # set at admission
+    kv_placement: KVPlacement | None = None  # set at admission
     num_prompt: int = 0
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens whose KV came from another sequence
@@ -92,7 +82,7 @@ class Sequence:
     takes_prefix: bool = True  # whether it may take over KV that others have computed
     constraint: Constraint | None = None  # as far as `tokens` go: it outlives a preemption
     token_slot: int | None = None  # from its first admission to its end
-    exchange_slot: int | None = None  # of class "deferred", while it is in flight
+    exchange_slot: int | None = None  # of placement "deferred", while it is in flight
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)

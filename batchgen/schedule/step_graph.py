@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.deferred_batches import DeferredBatch, DeferredBatches
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "receive", "send")
@@ -32,6 +33,9 @@ KINDS = {
 WEIGHT_SLOTS = KV_SLOTS = HIDDEN_SLOTS = HEAD_SLOTS = 2
 # Micro-batches whose queries for CPU attention, and its results, are in host memory at once.
 EXCHANGE_SLOTS = 2
+
+# Sequences of these placements are attended to on the compute device.
+_ON_DEVICE = frozenset({KVPlacement.DEVICE, KVPlacement.STREAMED})
 
 LayerBatch = tuple[int, int]  # layer, micro-batch
 
@@ -95,35 +99,34 @@ class Streams:
 class BatchFlow:
     """What one micro-batch of a sweep moves.
 
-    history: staged sequences have KV to bring in; stored: their new KV goes back to host memory; disk_read, disk_write:
-    some of it comes from, goes to disk. delegated: sequences attended to on the CPU. resident: others. deferred: sequences that
-    begin a token, and leave the batch after QKV of the first layer (`deferred_batches`). hidden_on_host: activations wait in host memory
-    between layers. samples: rows for the head.
+    Attributes:
+        placements: placements of its sequences that attention sees (`KVPlacement.in_sweep`). Those of DEFERRED begin a token, and
+            leave the batch after QKV of the first layer (`deferred_batches`).
+        history: whether STREAMED sequences have KV to bring in.
+        stored: whether new KV goes back to host memory.
+        disk_read: whether some KV comes from disk.
+        disk_write: whether some KV goes to disk.
+        hidden_on_host: whether activations wait in host memory between layers.
+        samples: whether there are rows for the head.
     """
 
-    resident: bool = True
+    placements: frozenset[KVPlacement] = frozenset({KVPlacement.DEVICE})
     history: bool = False
     stored: bool = False
     disk_read: bool = False
     disk_write: bool = False
-    delegated: bool = False
-    deferred: bool = False
     hidden_on_host: bool = False
     samples: bool = True
 
     @property
-    def staged(self) -> bool:
-        return self.history or self.stored or self.disk_write
-
-    @property
     def moves(self) -> bool:
         """Whether anything of the batch is moved, or attended to elsewhere."""
-        return self.staged or self.disk_read or self.delegated or self.deferred or self.hidden_on_host
+        return self.hidden_on_host or not self.placements <= {KVPlacement.DEVICE}
 
     @property
     def stays(self) -> bool:
         """Whether any of its sequences goes through all layers in the sweep."""
-        return self.resident or self.staged or self.delegated
+        return not self.placements <= {KVPlacement.DEFERRED}
 
 
 class Sweeps:
@@ -205,10 +208,12 @@ class Sweeps:
             hidden.append(step.id)
             yield step
         order = [(j, k) for j in range(layers) for k in range(len(batches))]
-        to_stage = deque((j, k) for j, k in order if batches[k].staged and self.streams.stages_kv(j))
+        to_stage = deque(
+            (j, k) for j, k in order if KVPlacement.STREAMED in batches[k].placements and self.streams.stages_kv(j)
+        )
         flow = _Flow(hidden, deferral, to_stage)
         # CPU attention of one batch runs during the products of the next, which therefore go first (NEO section 3).
-        ahead = last_batch > 0 and any(b.delegated for b in batches)
+        ahead = last_batch > 0 and any(KVPlacement.CPU in b.placements for b in batches)
         yield from self._load_caches(1, batches, flow)
         if ahead:
             yield from self._before_attention(order[0], batches, flow)
@@ -274,7 +279,7 @@ class Sweeps:
         pre = self._step("pre", j, k, weight_slot=weight_slot, after=after)
         yield pre
         flow.before_attention[at] = (pre.id,)
-        if batch.delegated:
+        if KVPlacement.CPU in batch.placements:
             send = self._step("send_qkv", j, k, weight_slot=weight_slot, after=(pre.id,))
             yield send
             attend = self._step("cpu_attention", j, k, after=(send.id, *self._stored[j].values()))
@@ -282,7 +287,7 @@ class Sweeps:
             flow.note_stored(send)
             flow.attended[at] = attend.id
         leaving = flow.joined.pop(k, [])
-        if batch.deferred and j == 0:
+        if j == 0 and KVPlacement.DEFERRED in batch.placements:
             leaving = [DeferredBatch(self._num_deferred_batches, k)]
             self._num_deferred_batches += 1
         yield from self._defer(leaving, pre, flow)
@@ -318,7 +323,7 @@ class Sweeps:
         j, k = at
         batch = batches[k]
         after, weight_slot = flow.before_attention.pop(at), self._weight_slot(j)
-        if batch.resident or batch.staged:
+        if not _ON_DEVICE.isdisjoint(batch.placements):
             slot, ready = flow.staged.pop(at, (None, ()))
             slots = {"weight_slot": weight_slot, "kv_slot": slot}
             attention = self._step("attention", j, k, **slots, after=(*after, *ready))
@@ -326,7 +331,7 @@ class Sweeps:
             after = (attention.id,)
             if slot is not None:
                 yield from self._store_cache(at, batch, slot, attention.id, flow)
-        if batch.delegated:
+        if KVPlacement.CPU in batch.placements:
             join = self._step("load_attention", j, k, after=(flow.attended.pop(at),))
             yield join
             after = (*after, join.id)

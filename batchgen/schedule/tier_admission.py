@@ -24,7 +24,7 @@ class TierAdmission:
     """Tells who may enter a tier.
 
     Attributes:
-        reserves: whether a sequence's last block is reserved when it enters: in static blocks, on disk, beside class "deferred".
+        reserves: whether a sequence's last block is reserved when it enters: in static blocks, on disk, beside placement "deferred".
     """
 
     def __init__(

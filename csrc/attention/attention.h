@@ -34,9 +34,9 @@ inline float sink_weight(const Attention& args, int64_t head, float highest) {
 }
 
 // exp(score - highest), to the precision of the products it goes into; 0 for a score of kLowest.
-template <class M>
+template <class Mma>
 struct SoftmaxWeight {
-    static constexpr bool kRough = M::kPair == 2;
+    static constexpr bool kRough = Mma::kPair == 2;
     vf highest;
     // A row that has seen nothing yet has no score above kLowest.
     explicit SoftmaxWeight(float most) : highest(set1(most > kLowest ? (kRough ? most * -kLog2E : most) : 0)) {}
@@ -48,12 +48,12 @@ struct SoftmaxWeight {
     }
 };
 
-template <class M, class T>
+template <class Mma, class T>
 struct Attend {
     static constexpr bool kCodes = kBits<T> != 0;
     using Tile = typename InTiles<T>::Type;  // of K's and V's rows
     const Attention& args;
-    AttentionScratch<M> s;
+    AttentionScratch<Mma> s;
     const int n, group, groups;
     AttentionItem item;
     AttentionSpan span;  // that is under way
@@ -61,9 +61,9 @@ struct Attend {
     // group. What is carried along is kept for all heads, one after the other.
     int start, count;
     int at, rows_now;         // of the span's rows the ones whose scores there are
-    bool packs;               // whether the item has spans with more than few rows
+    bool packs;               // whether the item has spans with too many rows for the small-M paths
     bool one_run[kKeys / W];  // of each W keys of a tile, whether their rows lie one after the other
-    typename M::Tiles tiles;
+    typename Mma::Tiles tiles;
     Ahead ahead;
 
     Attend(const Attention& args, Carve carve)
@@ -79,7 +79,7 @@ struct Attend {
         item = given;
         const int held = item.num_heads * rows();
         packs = false;
-        for (int i = 0; i < item.num_spans; i++) packs |= !few(item.spans[i].num_tokens * group);
+        for (int i = 0; i < item.num_spans; i++) packs |= !uses_small_m(item.spans[i].num_tokens * group);
         load_queries();
         for (int r = 0; r < held; r++) s.highest[r] = kLowest;
         memset(s.total, 0, held * W * sizeof(float));
@@ -104,12 +104,12 @@ struct Attend {
         int64_t first = int64_t(span.causal) - span.window + 1;
         first = first > span.first_key ? first : span.first_key;
         const uint8_t *now[kKeys], *coming[kKeys], *keys[kKeys], *values[kKeys];
-        s.tile = count > kFewRows ? kKeys : kFewKeys;
+        s.tile = count > kSmallMRows ? kKeys : kSmallMKeys;
         if (first < last) key_rows(args.kv, span, item.first_head, int(first), now);
-        turn_all_queries();
+        transpose_all_queries();
         for (int64_t key = first; key < last; key += s.tile) {
             const int count_keys = int(smaller(s.tile, last - key));
-            const int whole = int(round_up(count_keys, few(count) ? W : kKeyStep<M>));
+            const int whole = int(round_up(count_keys, uses_small_m(count) ? W : kKeyStep<Mma>));
             ahead.clear();
             if (key + s.tile < last) {
                 key_rows(args.kv, span, item.first_head, int(key) + s.tile, coming);
@@ -118,52 +118,52 @@ struct Attend {
                 key_rows(args.kv, *next, next_item.first_head, next->first_key, coming);
                 look_ahead(coming, int(smaller(s.tile, next->last_key - next->first_key)), next_item.num_heads);
             }
-            for (int i = 0; i < whole && few(count); i += W) one_run[i / W] = in_one_run(now + i);
+            for (int i = 0; i < whole && uses_small_m(count); i += W) one_run[i / W] = in_one_run(now + i);
             for (int h = 0; h < item.num_heads; h++) {
                 const int held_row = h * rows() + start, left = 2 * (item.num_heads - h);
-                if (few(count) && !kCodes) {
+                if (uses_small_m(count) && !kCodes) {
                     at = 0, rows_now = count;
-                    few_pairs(held_row, int(key), count_keys, whole, h, now, left);
+                    small_m_pairs(held_row, int(key), count_keys, whole, h, now, left);
                     continue;
                 }
                 for (int i = 0; i < round_up(whole, 2 * W); i++) {
                     keys[i] = now[i] + h * args.kv.head_bytes;
                     values[i] = keys[i] + args.kv.value_offset;
                 }
-                if (from_rows(count)) {
+                if (uses_small_m_tiles(count)) {
                     at = 0, rows_now = count;
-                    few_in_tiles(held_row, int(key), count_keys, whole, h, keys, values, left);
+                    small_m_tiles(held_row, int(key), count_keys, whole, h, keys, values, left);
                     continue;
                 }
-                if (few_floats(count)) {
-                    few_in_floats(held_row, int(key), count_keys, whole, keys, values, left);
+                if (uses_small_m_floats(count)) {
+                    small_m_floats(held_row, int(key), count_keys, whole, keys, values, left);
                     continue;
                 }
                 if constexpr (kCodes) {
-                    if (few(count)) {
+                    if (uses_small_m(count)) {
                         at = 0, rows_now = count;
-                        few_codes(held_row, int(key), count_keys, whole, keys, values, left);
+                        small_m_codes(held_row, int(key), count_keys, whole, keys, values, left);
                         continue;
                     }
                 }
-                const int transposes = int(whole / W * (s.depth / W)), steps = whole / M::kPair;
+                const int transposes = int(whole / W * (s.depth / W)), steps = whole / Mma::kPair;
                 ahead.spread(left * transposes);
                 if (kCodes) {
                     read_tables<kBits<T>>(keys, whole, n, s.k_scale, s.k_minimum);
                     read_tables<kBits<T>>(values, whole, n, s.v_scale, s.v_minimum);
                 }
                 in_bytes(keys, whole);
-                for (int i = 0; i < whole; i += W) pack_keys<Tile>(M(), keys + i, n, s, s.k + i, ahead);
+                for (int i = 0; i < whole; i += W) pack_keys<Tile>(Mma(), keys + i, n, s, s.k + i, ahead);
                 ahead.spread((left - 1) * steps);
                 in_bytes(values, whole);
-                pack_values<Tile>(M(), values, whole, n, s, ahead);
+                pack_values<Tile>(Mma(), values, whole, n, s, ahead);
                 // Some rows at a time, so that their scores and weights stay in the nearest cache beside K and V.
-                for (at = 0; at < count; at += kRowsAtOnce<M>) {
-                    rows_now = int(smaller(kRowsAtOnce<M>, count - at));
+                for (at = 0; at < count; at += kRowsAtOnce<Mma>) {
+                    rows_now = int(smaller(kRowsAtOnce<Mma>, count - at));
                     const int64_t seen = int64_t(span.causal) + (at + rows_now - 1) / group + 1 - key;
                     if (seen <= 0) continue;
                     const int count_seen = int(smaller(count_keys, seen)),
-                              whole_seen = int(round_up(count_seen, kKeyStep<M>));
+                              whole_seen = int(round_up(count_seen, kKeyStep<Mma>));
                     scores(held_row + at, whole_seen);
                     mask(int(key), count_seen, whole_seen);
                     softmax(held_row + at, whole_seen);
@@ -188,46 +188,48 @@ struct Attend {
     }
 
     // Whether so many rows go to tile registers with the rows of K as they lie.
-    bool from_rows(int count) const {
-        return in_tiles<M>() && !kCodes && count >= kFewestInTiles && count <= kMostInTiles && n % (2 * W) == 0;
+    bool uses_small_m_tiles(int count) const {
+        return uses_tiles<Mma>() && !kCodes && count >= kMinSmallMInTiles && count <= kMaxSmallMInTiles &&
+               n % (2 * W) == 0;
     }
 
-    // Whether so many rows are few.
-    bool few(int count) const {
+    // Whether so many rows take the path of bf16 pairs, or of quantized values, that packs no K and V.
+    bool uses_small_m(int count) const {
 #ifdef BATCHGEN_FAST_BF16
-        return M::kPair == 2 && !from_rows(count) && count <= kFewest && n % (kCodes ? kGroup : 2 * W) == 0;
+        return Mma::kPair == 2 && !uses_small_m_tiles(count) && count <= kMaxSmallM &&
+               n % (kCodes ? kGroup : 2 * W) == 0;
 #else
         (void)count;
         return false;
 #endif
     }
 
-    // Whether so many rows are few for products in floats.
-    bool few_floats(int count) const {
-        return M::kPair == 1 && !kCodes && count <= kFewest && n * int(sizeof(T)) % (4 * W) == 0;
+    // Whether so many rows take the path in floats that packs no K and V.
+    bool uses_small_m_floats(int count) const {
+        return Mma::kPair == 1 && !kCodes && count <= kMaxSmallM && n * int(sizeof(T)) % (4 * W) == 0;
     }
 
     // A tile of one head with such rows, as many at a time as have their sums in registers.
-    void few_in_floats(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys,
-                       const uint8_t* const* values, int left) {
-        if constexpr (M::kPair == 1 && !kCodes) {
-            const int words = n / kInWord<T>, passes = (count + kFewAtOnce - 1) / kFewAtOnce;
+    void small_m_floats(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys,
+                        const uint8_t* const* values, int left) {
+        if constexpr (Mma::kPair == 1 && !kCodes) {
+            const int words = n / kInWord<T>, passes = (count + kSmallMAtOnce - 1) / kSmallMAtOnce;
             at = 0, rows_now = count;
             ahead.spread(left * (whole / W) * (words / W));
             for (int i = 0; i < whole; i += W) transpose_keys(keys + i, words, s.k + i, s.tile, ahead);
-            each_few(count, [&]<int Rows>(int r) {
+            for_small_m(count, [&]<int Rows>(int r) {
                 const float* a = (const float*)s.a + (held_row + r) * s.depth;
-                in_steps<few_vectors(Rows)>(whole / W, [&]<int Vectors>(int v) {
+                in_steps<small_m_vectors(Rows)>(whole / W, [&]<int Vectors>(int v) {
                     transposed_scores<T, Rows, Vectors>(a, s.depth, s.k + v * W, s.tile, words,
                                                         s.s + r * s.tile + v * W, s.tile);
                 });
             });
             mask(key, count_keys, whole);
             softmax(held_row, whole);
-            const int columns = few_vectors((count + passes - 1) / passes) * W;
+            const int columns = small_m_vectors((count + passes - 1) / passes) * W;
             ahead.spread((left - 1) * (whole / kFetchKeys) * passes * ((n + columns - 1) / columns));
-            each_few(count, [&]<int Rows>(int r) {
-                in_steps<few_vectors(Rows)>(n / W, [&]<int Vectors>(int v) {
+            for_small_m(count, [&]<int Rows>(int r) {
+                in_steps<small_m_vectors(Rows)>(n / W, [&]<int Vectors>(int v) {
                     row_values<T, Rows, Vectors>((const float*)s.p + r * s.tile, s.tile, values, whole, v * W,
                                                  s.acc + (held_row + r) * s.columns, s.columns, s.change + r, ahead);
                 });
@@ -236,20 +238,20 @@ struct Attend {
     }
 
     // What such rows are multiplied as, of all heads.
-    void turn_all_queries() {
+    void transpose_all_queries() {
 #ifdef BATCHGEN_TILES
-        if constexpr (in_tiles<M>())
-            for (int h = 0; h < item.num_heads && from_rows(count); h++)
+        if constexpr (uses_tiles<Mma>())
+            for (int h = 0; h < item.num_heads && uses_small_m_tiles(count); h++)
                 transpose_queries(s.a + (h * rows() + start) * s.depth, s.depth, count, s.depth,
                                   s.transposed + h * s.depth * W);
 #endif
     }
 
     // A tile of one head with such rows.
-    void few_in_tiles(int held_row, int key, int count_keys, int whole, int h, const uint8_t* const* keys,
-                      const uint8_t* const* values, int left) {
+    void small_m_tiles(int held_row, int key, int count_keys, int whole, int h, const uint8_t* const* keys,
+                       const uint8_t* const* values, int left) {
 #ifdef BATCHGEN_TILES
-        if constexpr (in_tiles<M>() && !kCodes) {
+        if constexpr (uses_tiles<Mma>() && !kCodes) {
             tiles.configure(count);
             ahead.spread(left * (whole / W));
             for (int i = 0; i < whole; i += W) {
@@ -259,8 +261,8 @@ struct Attend {
             }
             mask(key, count_keys, whole);
             softmax(held_row, whole);
-            ahead.spread((left - 1) * (whole / M::kPair));
-            pack_values<T>(M(), values, whole, n, s, ahead);
+            ahead.spread((left - 1) * (whole / Mma::kPair));
+            pack_values<T>(Mma(), values, whole, n, s, ahead);
             add_values(held_row, whole);
         }
 #else
@@ -268,11 +270,11 @@ struct Attend {
 #endif
     }
 
-    // A tile of one head with few rows. rows: those of K of the item's first head; left: what is to come of this tile,
+    // A tile of one head of small M. rows: those of K of the item's first head; left: what is to come of this tile,
     // halves of heads.
-    void few_pairs(int held_row, int key, int count_keys, int whole, int h, const uint8_t* const* rows, int left) {
+    void small_m_pairs(int held_row, int key, int count_keys, int whole, int h, const uint8_t* const* rows, int left) {
 #ifdef BATCHGEN_FAST_BF16
-        if constexpr (M::kPair == 2 && !kCodes) {
+        if constexpr (Mma::kPair == 2 && !kCodes) {
             const int64_t head = h * args.kv.head_bytes, value = head + args.kv.value_offset;
             const int64_t next = left > 2 ? args.kv.head_bytes : 0;
             ahead.spread(left * (whole / (count == 1 ? kFetchOfOne : kFetchOfMany)) * count);
@@ -284,22 +286,22 @@ struct Attend {
                         for (int j = 0; j < W; j++) memcpy(s.k + j * s.depth, rows[i + j] + head, s.depth * 4);
                         from = (const uint8_t*)s.k;
                     }
-                    few_scores<Chunks>(a, s.depth, count, from, next, s.s + i, s.tile, ahead);
+                    small_m_scores<Chunks>(a, s.depth, count, from, next, s.s + i, s.tile, ahead);
                 }
             });
             mask(key, count_keys, whole);
             softmax(held_row, whole);
             float* acc = s.acc + held_row * s.columns;
-            with_count<kFewest>(count, [&]<int Rows>() {
+            with_count<kMaxSmallM>(count, [&]<int Rows>() {
                 constexpr int kVectors = Rows > 4 ? 2 : 4;  // as many sums as there are registers for
                 ahead.spread((left - 1) * (whole / values_fetch(Rows)) * ((n + kVectors * W - 1) / (kVectors * W)));
                 int column = 0;
                 for (; column + kVectors * W <= n; column += kVectors * W)
-                    few_values<Rows, kVectors>(s.p, s.tile / 2, rows, value, next, whole, column, acc, s.columns,
-                                               s.change, ahead);
+                    small_m_values<Rows, kVectors>(s.p, s.tile / 2, rows, value, next, whole, column, acc, s.columns,
+                                                   s.change, ahead);
                 if (column < n)
-                    few_values<Rows, 2>(s.p, s.tile / 2, rows, value, next, whole, column, acc, s.columns, s.change,
-                                        ahead);
+                    small_m_values<Rows, 2>(s.p, s.tile / 2, rows, value, next, whole, column, acc, s.columns, s.change,
+                                            ahead);
             });
         }
 #else
@@ -308,19 +310,19 @@ struct Attend {
     }
 
     // The same of packed KV, at these rows of K and V.
-    void few_codes(int held_row, int key, int count_keys, int whole, const uint8_t** keys, const uint8_t** values,
-                   int left) {
+    void small_m_codes(int held_row, int key, int count_keys, int whole, const uint8_t** keys, const uint8_t** values,
+                       int left) {
 #ifdef BATCHGEN_FAST_BF16
-        if constexpr (M::kPair == 2) {
+        if constexpr (Mma::kPair == 2) {
             // Lines are asked for beside the products, too: many at once would take the places of those that are waited
             // for.
-            constexpr int kRowsOfValues = kFewest / 2;
+            constexpr int kRowsOfValues = kMaxSmallM / 2;
             const int turns = (whole + 2 * W - 1) / (2 * W), passes = (count + kRowsOfValues - 1) / kRowsOfValues;
             ahead.spread(left * (1 + passes) * turns);
             read_tables<kBits<T>>(keys, whole, n, s.k_scale, s.k_minimum);
             in_bytes(keys, int(round_up(whole, 2 * W)));
             for (int i = 0; i < whole; i += 2 * W) transpose_codes(keys + i, n, s.k + i, ahead);
-            with_count<kFewest>(count, [&]<int Rows>() {
+            with_count<kMaxSmallM>(count, [&]<int Rows>() {
                 constexpr int kVectors = Rows > 4 ? 1 : 2;
                 for (int i = 0; i < whole; i += kVectors * W) {
                     ahead.fetch();
@@ -383,7 +385,7 @@ struct Attend {
     template <class Q>
     void load_query(const Q* q, int r) {
         uint32_t* a = s.a + r * s.depth;
-        if constexpr (M::kPair == 2) {
+        if constexpr (Mma::kPair == 2) {
             memset(a, 0, s.depth * 4);
             if constexpr (sizeof(Q) == sizeof(bf16)) {
                 if (!kCodes) memcpy(a, q, n * sizeof(Q));
@@ -394,8 +396,8 @@ struct Attend {
             for (int i = 0; i < n; i += W) store_part((float*)a + i, load_part(q + i, n - i), n - i);
         }
 #ifdef BATCHGEN_FAST_BF16
-        if constexpr (M::kPair == 2 && kCodes)
-            if (few(group)) s.q_step[r] = fixed_query(q, n, s.fixed_q + r * kFixedRow);
+        if constexpr (Mma::kPair == 2 && kCodes)
+            if (uses_small_m(group)) s.q_step[r] = fixed_query(q, n, s.fixed_q + r * kFixedRow);
 #endif
         for (int g = 0; kCodes && g < groups; g++) {
             float all = 0;
@@ -409,12 +411,12 @@ struct Attend {
     void scores(int held_row, int keys) {
         const uint32_t* a = s.a + held_row * s.depth;
         if constexpr (!kCodes) {
-            product<M>(tiles, a, s.depth, rows_now, s.k, s.tile, keys, s.depth, s.s, s.tile, nullptr);
+            product<Mma>(tiles, a, s.depth, rows_now, s.k, s.tile, keys, s.depth, s.s, s.tile, nullptr);
         } else {
             for (int g = 0; g < groups; g++) {
-                const int from = g * kGroup / M::kPair, depth = int(smaller(kGroup, n - g * kGroup)) / M::kPair;
-                product<M>(tiles, a + from, s.depth, rows_now, s.k + from * s.tile, s.tile, keys, depth, s.t, s.tile,
-                           nullptr);
+                const int from = g * kGroup / Mma::kPair, depth = int(smaller(kGroup, n - g * kGroup)) / Mma::kPair;
+                product<Mma>(tiles, a + from, s.depth, rows_now, s.k + from * s.tile, s.tile, keys, depth, s.t, s.tile,
+                             nullptr);
                 for (int r = 0; r < rows_now; r++) {
                     const vf all = set1(s.query_sum[(held_row + r) * kGroups + g]);
                     for (int i = 0; i < keys; i += W) {
@@ -469,8 +471,8 @@ struct Attend {
         }
         for (int r = 0; r < rows_now; r++) {
             float* row = s.s + r * s.tile;
-            typename M::Value* p = (typename M::Value*)s.p + r * s.tile;
-            const SoftmaxWeight<M> weight_of(highest[r]);
+            typename Mma::Value* p = (typename Mma::Value*)s.p + r * s.tile;
+            const SoftmaxWeight<Mma> weight_of(highest[r]);
             vf all = mul(load(totals + r * W), set1(s.change[r]));
             for (int i = 0; i < keys; i += W) {
                 vf weight = weight_of(load(row + i));
@@ -483,14 +485,14 @@ struct Attend {
     }
 
     void add_values(int held_row, int keys) {
-        const int64_t stride = s.tile / M::kPair, depth = keys / M::kPair;
+        const int64_t stride = s.tile / Mma::kPair, depth = keys / Mma::kPair;
         float* acc = s.acc + held_row * s.columns;
         if constexpr (!kCodes) {
-            product<M>(tiles, s.p, stride, rows_now, s.v, s.columns, s.columns, depth, acc, s.columns, s.change);
+            product<Mma>(tiles, s.p, stride, rows_now, s.v, s.columns, s.columns, depth, acc, s.columns, s.change);
         } else {
             for (int g = 0; g < groups; g++) {
                 for (int r = 0; r < rows_now; r++) {
-                    typename M::Value* p = (typename M::Value*)s.p + r * s.tile;
+                    typename Mma::Value* p = (typename Mma::Value*)s.p + r * s.tile;
                     vf all = zero();
                     for (int i = 0; i < keys; i += W) {
                         vf weight = load(s.s + r * s.tile + i);
@@ -501,8 +503,8 @@ struct Attend {
                     *least = *least * s.change[r] + sum(all);
                 }
                 const int64_t from = g * kGroup, columns = round_up(smaller(kGroup, n - from), W);
-                product<M>(tiles, s.p, stride, rows_now, s.v + from, s.columns, columns, depth, acc + from, s.columns,
-                           s.change);
+                product<Mma>(tiles, s.p, stride, rows_now, s.v + from, s.columns, columns, depth, acc + from, s.columns,
+                             s.change);
             }
         }
     }
@@ -537,37 +539,37 @@ struct Attend {
     }
 };
 
-// Calls f<M, T>() for products and KV of these arguments.
+// Calls f<Mma, T>() for products and KV of these arguments.
 template <class F>
 inline auto with_attention(const Attention& args, F f) {
 #ifdef BATCHGEN_FAST_BF16
-    if (args.type == Type::BF16 && args.kv.type == Type::BF16) return f.template operator()<Pairs, bf16>();
-    if (args.type == Type::BF16 && args.kv.type == Type::Int4) return f.template operator()<Pairs, Codes<4>>();
-    if (args.type == Type::BF16 && args.kv.type == Type::Int5) return f.template operator()<Pairs, Codes<5>>();
-    if (args.type == Type::BF16 && args.kv.type == Type::Int8) return f.template operator()<Pairs, Codes<8>>();
+    if (args.type == Type::BF16 && args.kv.type == Type::BF16) return f.template operator()<Bf16Mma, bf16>();
+    if (args.type == Type::BF16 && args.kv.type == Type::Int4) return f.template operator()<Bf16Mma, Codes<4>>();
+    if (args.type == Type::BF16 && args.kv.type == Type::Int5) return f.template operator()<Bf16Mma, Codes<5>>();
+    if (args.type == Type::BF16 && args.kv.type == Type::Int8) return f.template operator()<Bf16Mma, Codes<8>>();
 #endif
     switch (args.kv.type) {
-        case Type::BF16: return f.template operator()<Floats, bf16>();
-        case Type::F16: return f.template operator()<Floats, f16>();
-        case Type::Int4: return f.template operator()<Floats, Codes<4>>();
-        case Type::Int5: return f.template operator()<Floats, Codes<5>>();
-        case Type::Int8: return f.template operator()<Floats, Codes<8>>();
-        default: return f.template operator()<Floats, float>();
+        case Type::BF16: return f.template operator()<FloatMma, bf16>();
+        case Type::F16: return f.template operator()<FloatMma, f16>();
+        case Type::Int4: return f.template operator()<FloatMma, Codes<4>>();
+        case Type::Int5: return f.template operator()<FloatMma, Codes<5>>();
+        case Type::Int8: return f.template operator()<FloatMma, Codes<8>>();
+        default: return f.template operator()<FloatMma, float>();
     }
 }
 
 inline int64_t attention_scratch(const Attention& args) {
-    return with_attention(args, [&]<class M, class T>() {
+    return with_attention(args, [&]<class Mma, class T>() {
         Carve carve{nullptr};
-        AttentionScratch<M> scratch(args, carve);
+        AttentionScratch<Mma> scratch(args, carve);
         return carve.used;
     });
 }
 
 // Items one after the other: while one ends, the next one's KV comes in.
 inline void attend(const Attention& args, const AttentionItem* items, int64_t count, void* scratch) {
-    with_attention(args, [&]<class M, class T>() {
-        Attend<M, T> attend(args, Carve{(uint8_t*)scratch});
+    with_attention(args, [&]<class Mma, class T>() {
+        Attend<Mma, T> attend(args, Carve{(uint8_t*)scratch});
         for (int64_t i = 0; i < count; i++) attend.run(items[i], i + 1 < count ? items + i + 1 : nullptr);
     });
 }

@@ -54,7 +54,7 @@ __attribute__((noinline)) void expand_tile(const uint8_t** rows, int count, int 
 
 // W keys as columns of K's tile at `out` [depth, kKeys].
 template <class T>
-inline void pack_keys(Floats, const uint8_t* const* rows, int n, AttentionScratch<Floats>& s, uint32_t* out,
+inline void pack_keys(FloatMma, const uint8_t* const* rows, int n, AttentionScratch<FloatMma>& s, uint32_t* out,
                       Ahead& ahead) {
     for (int i = 0; i < W; i++) {
         expand_row((const T*)rows[i], n, s.expanded + i * s.expanded_stride);
@@ -73,7 +73,7 @@ inline void pack_keys(Floats, const uint8_t* const* rows, int n, AttentionScratc
 
 // All keys of V's tile: a row for each, values in their order.
 template <class T>
-inline void pack_values(Floats, const uint8_t* const* rows, int keys, int n, AttentionScratch<Floats>& s,
+inline void pack_values(FloatMma, const uint8_t* const* rows, int keys, int n, AttentionScratch<FloatMma>& s,
                         Ahead& ahead) {
     for (int i = 0; i < keys; i++) ahead.fetch(), expand_row((const T*)rows[i], n, (float*)s.v + i * s.columns);
 }
@@ -98,11 +98,11 @@ inline void store_codes(vi words, uint32_t* out, int64_t stride) {
 }
 
 template <class T>
-inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch<Pairs>& s, uint32_t* out,
+inline void pack_keys(Bf16Mma, const uint8_t* const* rows, int n, AttentionScratch<Bf16Mma>& s, uint32_t* out,
                       Ahead& ahead) {
     constexpr bool codes = kBits<T> != 0;
-    const int words = codes ? n / 4 : n / 2;   // of 32 bits, of a row
-    if constexpr (codes && in_tiles<Pairs>())  // the last step of tile registers goes beyond the row
+    const int words = codes ? n / 4 : n / 2;       // of 32 bits, of a row
+    if constexpr (codes && uses_tiles<Bf16Mma>())  // the last step of tile registers goes beyond the row
         for (int64_t d = n / 2; d < s.depth; d++) store_int(out + d * s.tile, set1_int(0));
     for (int d = 0; d < words; d += W) {
         const int count = int(smaller(W, words - d));
@@ -129,7 +129,8 @@ inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch
 }
 
 template <class T>
-inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, AttentionScratch<Pairs>& s, Ahead& ahead) {
+inline void pack_values(Bf16Mma, const uint8_t* const* rows, int keys, int n, AttentionScratch<Bf16Mma>& s,
+                        Ahead& ahead) {
     for (int i = 0; i < keys; i += 2) {
         ahead.fetch();
         uint32_t* out = s.v + i / 2 * s.columns;

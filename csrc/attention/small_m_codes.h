@@ -39,17 +39,17 @@ inline float fixed_query(const Q* q, int n, int8_t* out) {
     return highest / kFixedMost;
 }
 
-// The codes of 2 W keys, a row of words for each four of K: out [n / 4, kFewKeys].
+// The codes of 2 W keys, a row of words for each four of K: out [n / 4, kSmallMKeys].
 __attribute__((noinline)) void transpose_codes(const uint8_t* const* keys, int n, uint32_t* out, Ahead& ahead) {
     ahead.fetch();
-    for (int d = 0; d < n / 4; d += W, out += W * kFewKeys) {
+    for (int d = 0; d < n / 4; d += W, out += W * kSmallMKeys) {
         for (int half = 0; half < 2 * W; half += W) {
             vi r[W];
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)keys[half + i] + d);
             transpose(r);
 #pragma GCC unroll 16
-            for (int i = 0; i < W; i++) store_int(out + half + i * kFewKeys, r[i]);
+            for (int i = 0; i < W; i++) store_int(out + half + i * kSmallMKeys, r[i]);
         }
     }
 }
@@ -66,7 +66,7 @@ __attribute__((noinline)) void code_scores(const int8_t* q, const float* steps, 
 #pragma GCC unroll 2
             for (int v = 0; v < Vectors; v++) high[r][v] = low[r][v] = set1_int(0);
         }
-        for (int d = 0; d < kGroup; d += 4, words += kFewKeys) {
+        for (int d = 0; d < kGroup; d += 4, words += kSmallMKeys) {
             vi codes[Vectors];
 #pragma GCC unroll 2
             for (int v = 0; v < Vectors; v++) codes[v] = load_int(words + v * W);
@@ -85,7 +85,7 @@ __attribute__((noinline)) void code_scores(const int8_t* q, const float* steps, 
             const vf step = set1(steps[r]), sum = set1(query_sum[r * kGroups + g]);
 #pragma GCC unroll 2
             for (int v = 0; v < Vectors; v++) {
-                float* to = out + r * kFewKeys + v * W;
+                float* to = out + r * kSmallMKeys + v * W;
                 const vf score = mul(sum, load(minimum + v * W));
                 const vf products = mul(to_float(join_fixed(high[r][v], low[r][v])), step);
                 store(to, fma(products, load(scale + v * W), g ? add(load(to), score) : score));
@@ -121,7 +121,7 @@ __attribute__((noinline)) void fixed_weights(const float* weights, int rows, int
             for (int g = 0; g < groups; g++) {
                 vf largest = zero(), sum = zero();
                 for (int i = 0; i < keys; i += W) {
-                    const vf weight = load(weights + (first + r) * kFewKeys + i);
+                    const vf weight = load(weights + (first + r) * kSmallMKeys + i);
                     sum = fma(weight, load(minimum + g * kKeys + i), sum);
                     largest = max_or_nan(largest, mul(weight, load(scale + g * kKeys + i)));
                 }
@@ -139,8 +139,9 @@ __attribute__((noinline)) void fixed_weights(const float* weights, int rows, int
                 least[at] = least[at] * change[first + r] + added[r * kGroups + g];
                 const vf fixed = set1(to_fixed[r * kGroups + g]);
                 for (int i = 0; i < keys; i += W) {
-                    const vf x = mul(load(weights + (first + r) * kFewKeys + i), load(scale + g * kKeys + i));
-                    store_fixed(mul(x, fixed), out + at * kFixedWeights + i, out + at * kFixedWeights + kFewKeys + i);
+                    const vf x = mul(load(weights + (first + r) * kSmallMKeys + i), load(scale + g * kKeys + i));
+                    store_fixed(mul(x, fixed), out + at * kFixedWeights + i,
+                                out + at * kFixedWeights + kSmallMKeys + i);
                 }
             }
         }
@@ -168,7 +169,7 @@ __attribute__((noinline)) void code_values(const int8_t* weights, const float* s
             const int8_t* row = weights + r * kGroups * kFixedWeights + i;
 #pragma GCC unroll 2
             for (int part = 0; part < 2; part++) {
-                const vi weight = set1_bytes(row + part * kFewKeys);
+                const vi weight = set1_bytes(row + part * kSmallMKeys);
 #pragma GCC unroll 4
                 for (int v = 0; v < Vectors; v++) sums[r][v][part] = dot_bytes(four[v], weight, sums[r][v][part]);
             }

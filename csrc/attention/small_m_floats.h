@@ -44,19 +44,19 @@ inline vf value_in_word(const f16*, vi words, int i) {
 }
 
 // Rows at once, and vectors of each whose sums are in registers: enough under way to hide a sum's latency.
-constexpr int kFewAtOnce = kRowTile == 12 ? kFewest : 6;
-constexpr int few_vectors(int rows) {
-    const int fit = 2 * kRowTile / rows;
+constexpr int kSmallMAtOnce = kTileM == 12 ? kMaxSmallM : 6;
+constexpr int small_m_vectors(int rows) {
+    const int fit = 2 * kTileM / rows;
     return fit > 8 ? 8 : fit > 4 ? 4 : 2;
 }
 
 // Calls f<Rows>(r) for rows r.. of [0, count), as many each time but for one.
 template <class F>
-inline void each_few(int count, F f) {
-    const int pieces = (count + kFewAtOnce - 1) / kFewAtOnce;
+inline void for_small_m(int count, F f) {
+    const int pieces = (count + kSmallMAtOnce - 1) / kSmallMAtOnce;
     for (int i = 0; i < pieces; i++) {
         const int r = i * count / pieces, stop = (i + 1) * count / pieces;
-        with_count<kFewAtOnce>(stop - r, [&]<int Rows>() { f.template operator()<Rows>(r); });
+        with_count<kSmallMAtOnce>(stop - r, [&]<int Rows>() { f.template operator()<Rows>(r); });
     }
 }
 

@@ -23,8 +23,8 @@ constexpr int values_fetch(int rows) { return rows > 4 ? kFetchOfMany : rows > 2
 // behind them the rows lie that are read next, which are asked for once more: what memory is too busy for is not
 // fetched the first time.
 template <int Chunks>
-__attribute__((noinline)) void few_scores(const uint32_t* a, int64_t a_stride, int rows, const uint8_t* keys,
-                                          int64_t next, float* out, int64_t out_stride, Ahead& ahead) {
+__attribute__((noinline)) void small_m_scores(const uint32_t* a, int64_t a_stride, int rows, const uint8_t* keys,
+                                              int64_t next, float* out, int64_t out_stride, Ahead& ahead) {
     const auto row = [&]<bool First, int FetchAt>(int r) __attribute__((always_inline)) {
         vi q[Chunks];
 #pragma GCC unroll 8
@@ -49,11 +49,11 @@ __attribute__((noinline)) void few_scores(const uint32_t* a, int64_t a_stride, i
 }
 
 // acc [Rows, stride] * change + softmax weights of `keys` rows of V, `offset` bytes after `values`, for Vectors vectors
-// of columns from `column` on. next: as in `few_scores`.
+// of columns from `column` on. next: as in `small_m_scores`.
 template <int Rows, int Vectors>
-__attribute__((noinline)) void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const* values,
-                                          int64_t offset, int64_t next, int keys, int column, float* acc,
-                                          int64_t stride, const float* change, Ahead& ahead) {
+__attribute__((noinline)) void small_m_values(const uint32_t* p, int64_t p_stride, const uint8_t* const* values,
+                                              int64_t offset, int64_t next, int keys, int column, float* acc,
+                                              int64_t stride, const float* change, Ahead& ahead) {
     vf all[Rows][Vectors];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {

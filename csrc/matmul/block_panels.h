@@ -1,4 +1,4 @@
-// Rows of a GGUF put in the order in which products read them: panels of kPanel columns, in as many bytes.
+// Rows of a GGUF put in the order in which products read them: panels of kPanelN columns, in as many bytes.
 //
 // A panel has its columns' blocks, one depth of them after the other. Of a block there are first the scales and
 // minimums of all columns, those of a run beside each other, and then codes, in words of 32 bits, a vector of words for
@@ -23,13 +23,13 @@ namespace {
 
 typedef uint32_t Lanes __attribute__((vector_size(4 * W)));
 
-enum class CodesAre { Integers, InTable, Float8 };  // in a table: what they stand for is looked up; quant/fp8.h
+enum class QuantsAre { Integers, InTable, Float8 };  // in a table: what they stand for is looked up; quant/fp8.h
 
 // How a code's bits lie: so many in the first plane, and in the second.
-template <int Low, int High, CodesAre Are = CodesAre::Integers>
-struct CodeKind {
+template <int Low, int High, QuantsAre Are = QuantsAre::Integers>
+struct QuantKind {
     static constexpr int kLow = Low, kHigh = High;
-    static constexpr bool kInTable = Are == CodesAre::InTable, kFloat8 = Are == CodesAre::Float8;
+    static constexpr bool kInTable = Are == QuantsAre::InTable, kFloat8 = Are == QuantsAre::Float8;
 };
 
 // What a panel's block has before its codes, for W columns from `c` on: `get` gives scale and minimum of a run, `put`
@@ -53,10 +53,10 @@ struct HalfScaleAndMinimum {
     static constexpr int kBytes = 4;
     static constexpr bool kMinimums = true;
     static void get(const uint8_t* at, int, int c, vf& scale, vf& minimum) {
-        scale = halves_at(at, c), minimum = halves_at(at, kPanel + c);
+        scale = halves_at(at, c), minimum = halves_at(at, kPanelN + c);
     }
     static void put(const uint8_t* block, int c, uint8_t* at) {
-        put_half(block, c, at), put_half(block + 2, kPanel + c, at);
+        put_half(block, c, at), put_half(block + 2, kPanelN + c, at);
     }
 };
 
@@ -75,23 +75,23 @@ struct ExponentScale {
 // Two floats, and of each run a scale and a minimum of 6 bits: the low four of both in a byte, the others of two
 // columns in one.
 struct SixBitPairs {
-    static constexpr int kBytes = 16, kRunBytes = kPanel + W;
+    static constexpr int kBytes = 16, kRunBytes = kPanelN + W;
     static constexpr bool kMinimums = true;
     static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
-        const uint8_t* p = at + 4 * kPanel + run * kRunBytes;
-        const Lanes low = (Lanes)load_bytes(p + c), high = (Lanes)load_bytes(p + kPanel) >> (c / W * 4);
+        const uint8_t* p = at + 4 * kPanelN + run * kRunBytes;
+        const Lanes low = (Lanes)load_bytes(p + c), high = (Lanes)load_bytes(p + kPanelN) >> (c / W * 4);
         const vf scales = to_float((vi)((low & 15) | (high & 3) << 4));
         const vf minimums = to_float((vi)(low >> 4 | (high >> 2 & 3) << 4));
-        scale = mul(halves_at(at, c), scales), minimum = mul(mul(set1(-1), halves_at(at, kPanel + c)), minimums);
+        scale = mul(halves_at(at, c), scales), minimum = mul(mul(set1(-1), halves_at(at, kPanelN + c)), minimums);
     }
     static void put(const uint8_t* block, int c, uint8_t* at) {
-        put_half(block, c, at), put_half(block + 2, kPanel + c, at);
+        put_half(block, c, at), put_half(block + 2, kPanelN + c, at);
         uint8_t scales[8], minimums[8];
-        six_bit_codes(block + 4, scales, minimums);
+        six_bit_quants(block + 4, scales, minimums);
         for (int run = 0; run < 8; run++) {
-            uint8_t* p = at + 4 * kPanel + run * kRunBytes;
+            uint8_t* p = at + 4 * kPanelN + run * kRunBytes;
             p[c] = uint8_t((scales[run] & 15) | minimums[run] << 4);
-            p[kPanel + c % W] |= uint8_t((scales[run] >> 4 | minimums[run] >> 4 << 2) << (c / W * 4));
+            p[kPanelN + c % W] |= uint8_t((scales[run] >> 4 | minimums[run] >> 4 << 2) << (c / W * 4));
         }
     }
 };
@@ -103,7 +103,7 @@ struct SixBitScales {
     static constexpr int kRuns = Block::kValues / Block::kRun, kBytes = 2 + kRuns * 3 / 4;
     static constexpr bool kMinimums = false;
     static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
-        const uint8_t* p = at + 2 * kPanel;
+        const uint8_t* p = at + 2 * kPanelN;
         const Lanes low = (Lanes)load_bytes(p + run * W) >> (c / W * 4) & 15;
         const Lanes high = (Lanes)load_bytes(p + (kRuns + run / 2) * W) >> (run % 2 * 4 + c / W * 2) & 3;
         scale = mul(halves_at(at, c), sub(to_float((vi)(low | high << 4)), set1(32))),
@@ -112,8 +112,8 @@ struct SixBitScales {
     static void put(const uint8_t* block, int c, uint8_t* at) {
         put_half(block + At, c, at);
         uint8_t scales[kRuns];
-        Block::scale_codes(block, scales);
-        uint8_t* p = at + 2 * kPanel;
+        Block::scale_quants(block, scales);
+        uint8_t* p = at + 2 * kPanelN;
         for (int run = 0; run < kRuns; run++) {
             const int scale = scales[run];
             p[run * W + c % W] |= uint8_t((scale & 15) << (c / W * 4));
@@ -126,13 +126,13 @@ struct NibblePairs {  // Q2_K
     static constexpr int kBytes = 20;
     static constexpr bool kMinimums = true;
     static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
-        const vi both = load_bytes(at + (4 + run) * kPanel + c);
+        const vi both = load_bytes(at + (4 + run) * kPanelN + c);
         scale = mul(halves_at(at, c), low_nibbles(both));
-        minimum = mul(mul(set1(-1), halves_at(at, kPanel + c)), high_nibbles(both));
+        minimum = mul(mul(set1(-1), halves_at(at, kPanelN + c)), high_nibbles(both));
     }
     static void put(const uint8_t* block, int c, uint8_t* at) {
-        put_half(block + 80, c, at), put_half(block + 82, kPanel + c, at);
-        for (int run = 0; run < 16; run++) at[(4 + run) * kPanel + c] = block[run];
+        put_half(block + 80, c, at), put_half(block + 82, kPanelN + c, at);
+        for (int run = 0; run < 16; run++) at[(4 + run) * kPanelN + c] = block[run];
     }
 };
 
@@ -140,12 +140,12 @@ struct ByteScales {  // Q6_K
     static constexpr int kBytes = 18;
     static constexpr bool kMinimums = false;
     static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
-        scale = mul(halves_at(at, c), load((const int8_t*)at + (2 + run) * kPanel + c)),
+        scale = mul(halves_at(at, c), load((const int8_t*)at + (2 + run) * kPanelN + c)),
         minimum = mul(scale, set1(-32));
     }
     static void put(const uint8_t* block, int c, uint8_t* at) {
         put_half(block + 208, c, at);
-        for (int run = 0; run < 16; run++) at[(2 + run) * kPanel + c] = block[192 + run];
+        for (int run = 0; run < 16; run++) at[(2 + run) * kPanelN + c] = block[192 + run];
     }
 };
 
@@ -178,31 +178,31 @@ struct InPanels {
     static constexpr int kOffset = Offset;
     static constexpr bool kMinimums = Scales::kMinimums;
     static constexpr int kRuns = Block::kValues / Block::kRun;
-    static constexpr int64_t kBlockBytes = int64_t(kPanel) * Block::kBytes, kScaleBytes = kPanel * Scales::kBytes;
-    static constexpr int64_t kLowBytes = kPanel * Block::kValues * Kind::kLow / 8;
-    static_assert(kScaleBytes + kPanel * Block::kValues * (Kind::kLow + Kind::kHigh) / 8 == kBlockBytes);
+    static constexpr int64_t kBlockBytes = int64_t(kPanelN) * Block::kBytes, kScaleBytes = kPanelN * Scales::kBytes;
+    static constexpr int64_t kLowBytes = kPanelN * Block::kValues * Kind::kLow / 8;
+    static_assert(kScaleBytes + kPanelN * Block::kValues * (Kind::kLow + Kind::kHigh) / 8 == kBlockBytes);
 };
 
 // Calls f with the format, one of InPanels, and its table or null.
 template <class F>
 inline void with_panels(BlockType type, F f) {
-    using Four = CodeKind<4, 0>;
-    using Five = CodeKind<4, 1>;
-    using Floats8 = CodeKind<4, 4, CodesAre::Float8>;
-    using Looked = CodeKind<4, 0, CodesAre::InTable>;
+    using Four = QuantKind<4, 0>;
+    using Five = QuantKind<4, 1>;
+    using Floats8 = QuantKind<4, 4, QuantsAre::Float8>;
+    using Looked = QuantKind<4, 0, QuantsAre::InTable>;
     const int8_t* plain = nullptr;
     switch (type) {
         case BlockType::Q4_0: return f.template operator()<InPanels<Q4_0, HalfScale<8>, Four, 8>>(plain);
         case BlockType::Q4_1: return f.template operator()<InPanels<Q4_1, HalfScaleAndMinimum, Four, 0>>(plain);
         case BlockType::Q5_0: return f.template operator()<InPanels<Q5_0, HalfScale<16>, Five, 16>>(plain);
         case BlockType::Q5_1: return f.template operator()<InPanels<Q5_1, HalfScaleAndMinimum, Five, 0>>(plain);
-        case BlockType::Q8_0: return f.template operator()<InPanels<Q8_0, HalfScale<128>, CodeKind<4, 4>, 128>>(plain);
-        case BlockType::Q2_K: return f.template operator()<InPanels<Q2_K, NibblePairs, CodeKind<2, 0>, 0>>(plain);
+        case BlockType::Q8_0: return f.template operator()<InPanels<Q8_0, HalfScale<128>, QuantKind<4, 4>, 128>>(plain);
+        case BlockType::Q2_K: return f.template operator()<InPanels<Q2_K, NibblePairs, QuantKind<2, 0>, 0>>(plain);
         case BlockType::Q3_K:
-            return f.template operator()<InPanels<Q3_K, SixBitScales<Q3_K, 108, 4>, CodeKind<2, 1>, 4>>(plain);
+            return f.template operator()<InPanels<Q3_K, SixBitScales<Q3_K, 108, 4>, QuantKind<2, 1>, 4>>(plain);
         case BlockType::Q4_K: return f.template operator()<InPanels<Q4_K, SixBitPairs, Four, 0>>(plain);
         case BlockType::Q5_K: return f.template operator()<InPanels<Q5_K, SixBitPairs, Five, 0>>(plain);
-        case BlockType::Q6_K: return f.template operator()<InPanels<Q6_K, ByteScales, CodeKind<4, 2>, 32>>(plain);
+        case BlockType::Q6_K: return f.template operator()<InPanels<Q6_K, ByteScales, QuantKind<4, 2>, 32>>(plain);
         case BlockType::IQ4_NL: return f.template operator()<InPanels<IQ4_NL, HalfScale<0>, Looked, 0>>(kIq4Values);
         case BlockType::IQ4_XS:
             return f.template operator()<InPanels<IQ4_XS, SixBitScales<IQ4_XS, 0, 0>, Looked, 0>>(kIq4Values);
@@ -222,28 +222,28 @@ inline bool is_operand(const Linear& args) { return args.packed && args.packing 
 // Whether codes themselves are multiplied with bf16, and scales applied to their sums: integers as digits
 // (matmul/split_bytes.h), FP8 as pairs (matmul/fp8.h). Tile registers cannot apply a scale between two steps.
 #if (defined(BATCHGEN_VNNI) || defined(BATCHGEN_FAST_BF16)) && !defined(BATCHGEN_TILES)
-#define BATCHGEN_DIGITS
-constexpr bool kHasDigits = true;
+#define BATCHGEN_SPLIT_BYTES
+constexpr bool kHasSplitBytes = true;
 #else
-constexpr bool kHasDigits = false;
+constexpr bool kHasSplitBytes = false;
 #endif
-template <class M>
+template <class Mma>
 constexpr bool kHasFp8 = false;
 #ifdef BATCHGEN_FAST_BF16
 template <>
-constexpr bool kHasFp8<Pairs> = !kTiles;
+constexpr bool kHasFp8<Bf16Mma> = !kTiles;
 #endif
-inline bool in_digits(const Linear& args) {
-    return kHasDigits && args.type == Type::BF16 && !args.codes && args.packing != BlockType::F32 &&
+inline bool splits_bytes(const Linear& args) {
+    return kHasSplitBytes && args.type == Type::BF16 && !args.int8 && args.packing != BlockType::F32 &&
            !is_fp8(args.packing);
 }
-template <class M>
-inline bool in_fp8(const Linear& args) {
-    return kHasFp8<M> && is_fp8(args.packing);
+template <class Mma>
+inline bool multiplies_fp8(const Linear& args) {
+    return kHasFp8<Mma> && is_fp8(args.packing);
 }
 
 // A panel of rows of a GGUF.
-inline int64_t block_panel_bytes(const Linear& args) { return kPanel * args.w_stride; }
+inline int64_t block_panel_bytes(const Linear& args) { return kPanelN * args.w_stride; }
 
 inline const uint8_t* block_panel(const Linear& args, int64_t panel) {
     return (const uint8_t*)args.w + panel * block_panel_bytes(args);
@@ -252,16 +252,16 @@ inline const uint8_t* block_panel(const Linear& args, int64_t panel) {
 constexpr int kQuad = 16;  // depths that have one scale and minimum in every format: four groups of four depths
 
 // The eight slots of four depths: of W columns each the bytes of those depths, less than 16.
-template <class M, bool InBytes>
+template <class Mma, bool InBytes>
 inline Lanes slots_of(const Lanes (&columns)[2]) {
-    if constexpr (InBytes || M::kPair == 1) {
+    if constexpr (InBytes || Mma::kPair == 1) {
         return columns[0] | columns[1] << 4;
     } else {
         Lanes even, slots = {};
         for (int i = 0; i < W; i++) even[i] = i % 2 ? 0 : ~0u;
         for (int part = 0; part < 2; part++) {
             vf halves[2];
-            M::twice(as_float((vi)columns[part]), halves[0], halves[1]);
+            Mma::twice(as_float((vi)columns[part]), halves[0], halves[1]);
             for (int half = 0; half < 2; half++) {  // two neighbouring depths are two lanes
                 const Lanes bytes = (Lanes)as_int(halves[half]), own = (bytes & even) | (bytes >> 8 & ~even);
                 slots |= (own & 0x00ff00ff) << (8 * part + 4 * half);
@@ -278,18 +278,18 @@ inline Lanes byte_pairs(const Lanes (&columns)[2], int which) {
 }
 
 // What four depths of a panel have in both planes, of their codes in bytes.
-template <class M, class T, class Kind>
-inline void planes_of(const Lanes (&codes)[2], Lanes (&planes)[2]) {
-    constexpr bool kDigits = kHasDigits && __is_same(T, bf16) && !Kind::kFloat8;
-    if constexpr (kDigits && Kind::kLow + Kind::kHigh == 8) {
-        planes[0] = codes[0], planes[1] = codes[1];
-    } else if constexpr (kHasFp8<M> && Kind::kFloat8) {
-        planes[0] = byte_pairs(codes, 0), planes[1] = byte_pairs(codes, 1);
+template <class Mma, class T, class Kind>
+inline void planes_of(const Lanes (&quants)[2], Lanes (&planes)[2]) {
+    constexpr bool kSplit = kHasSplitBytes && __is_same(T, bf16) && !Kind::kFloat8;
+    if constexpr (kSplit && Kind::kLow + Kind::kHigh == 8) {
+        planes[0] = quants[0], planes[1] = quants[1];
+    } else if constexpr (kHasFp8<Mma> && Kind::kFloat8) {
+        planes[0] = byte_pairs(quants, 0), planes[1] = byte_pairs(quants, 1);
     } else {
         const auto plane = [&](int shift, int bits) {
             const uint32_t mask = ((1u << bits) - 1) * 0x01010101u;
-            const Lanes columns[2] = {codes[0] >> shift & mask, codes[1] >> shift & mask};
-            return slots_of<M, kDigits>(columns);
+            const Lanes columns[2] = {quants[0] >> shift & mask, quants[1] >> shift & mask};
+            return slots_of<Mma, kSplit>(columns);
         };
         planes[0] = plane(0, Kind::kLow), planes[1] = Lanes{};
         if constexpr (Kind::kHigh) planes[1] = plane(Kind::kLow, Kind::kHigh);
@@ -317,51 +317,50 @@ inline void add_to_plane(uint8_t* plane, int bits, int64_t group, Lanes slots) {
 
 // Blocks of a row: their codes, those of a table as indexes, and the scale and minimum of each run.
 template <class Format>
-inline void take_runs_apart(const uint8_t* packed, int64_t depths, int8_t* codes, float* scales, float* minimums) {
+inline void unpack_runs(const uint8_t* packed, int64_t k_count, int8_t* quants, float* scales, float* minimums) {
     using Block = typename Format::Block;
-    for (; depths > 0; depths -= Block::kValues, packed += Block::kBytes, codes += Block::kValues) {
-        if constexpr (Format::Kind::kInTable) Block::template take_apart<true>(packed, codes, scales, minimums);
-        else Block::take_apart(packed, codes, scales, minimums);
+    for (; k_count > 0; k_count -= Block::kValues, packed += Block::kBytes, quants += Block::kValues) {
+        if constexpr (Format::Kind::kInTable) Block::template unpack<true>(packed, quants, scales, minimums);
+        else Block::unpack(packed, quants, scales, minimums);
         scales += Format::kRuns, minimums += Format::kRuns;
     }
 }
 
 typedef uint8_t Quads __attribute__((vector_size(4 * W)));  // codes of four depths of W columns
 
-template <class M, class T, class Format>
-inline void arrange_panel(const Linear& args, int64_t panel, uint8_t* out) {
+template <class Mma, class T, class Format>
+inline void prepack_block_panel(const Linear& args, int64_t panel, uint8_t* out) {
     using Block = typename Format::Block;
     using Kind = typename Format::Kind;
-    alignas(64) int8_t codes[kPanel][kTaken] = {};
-    float scales[kTakenRuns], minimums[kTakenRuns];
+    alignas(64) int8_t quants[kPanelN][kChunkK] = {};
+    float scales[kChunkRuns], minimums[kChunkRuns];
     memset(out, 0, block_panel_bytes(args));
-    for (int64_t at = 0; at < args.depth; at += kTaken) {
-        const int64_t here = smaller(kTaken, args.depth - at), first = at / Block::kValues,
-                      blocks = here / Block::kValues;
+    for (int64_t at = 0; at < args.k; at += kChunkK) {
+        const int64_t here = smaller(kChunkK, args.k - at), first = at / Block::kValues, blocks = here / Block::kValues;
         uint8_t* to = out + first * Format::kBlockBytes;
-        for (int c = 0; c < kPanel; c++) {
+        for (int c = 0; c < kPanelN; c++) {
             const int64_t row = weight_row(args, panel, c);
-            memset(codes[c], 0, sizeof codes[c]);
-            if (row >= args.columns) continue;
+            memset(quants[c], 0, sizeof quants[c]);
+            if (row >= args.n) continue;
             const uint8_t* packed = (const uint8_t*)args.w + row * args.w_stride + first * Block::kBytes;
-            take_runs_apart<Format>(packed, here, codes[c], scales, minimums);
+            unpack_runs<Format>(packed, here, quants[c], scales, minimums);
             for (int64_t b = 0; b < blocks; b++)
                 Format::Scales::put(packed + b * Block::kBytes, c, to + b * Format::kBlockBytes);
         }
-        for (int64_t d = 0; d < here; d += 4 * W) {
+        for (int64_t kk = 0; kk < here; kk += 4 * W) {
             vi r[2][W];
             for (int part = 0; part < 2; part++) {
                 for (int i = 0; i < W; i++)
                     r[part][i] =
-                        (vi)((Quads)load_int((const uint32_t*)(codes[part * W + i] + d)) + uint8_t(Format::kOffset));
+                        (vi)((Quads)load_int((const uint32_t*)(quants[part * W + i] + kk)) + uint8_t(Format::kOffset));
                 transpose(r[part]);
             }
-            for (int i = 0; i < W && d + 4 * i < here; i++) {
-                const int64_t depth = d + 4 * i, group = depth % Block::kValues / 4;
-                uint8_t* low = to + depth / Block::kValues * Format::kBlockBytes + Format::kScaleBytes;
+            for (int i = 0; i < W && kk + 4 * i < here; i++) {
+                const int64_t k = kk + 4 * i, group = k % Block::kValues / 4;
+                uint8_t* low = to + k / Block::kValues * Format::kBlockBytes + Format::kScaleBytes;
                 const Lanes own[2] = {(Lanes)r[0][i], (Lanes)r[1][i]};
                 Lanes planes[2];
-                planes_of<M, T, Kind>(own, planes);
+                planes_of<Mma, T, Kind>(own, planes);
                 add_to_plane(low, Kind::kLow, group, planes[0]);
                 if constexpr (Kind::kHigh) add_to_plane(low + Format::kLowBytes, Kind::kHigh, group, planes[1]);
             }

@@ -1,9 +1,9 @@
 // Products with rows of a GGUF that are in panels (matmul/block_panels.h), where codes become numbers of the compute
 // dtype.
 //
-// In registers a code becomes its number by one multiplication and one addition, rounded once, as in `unpack_row`; a
-// number may only be +0 where it is -0 there, which changes no sum. So sums are those of the unpacked weights, bit for
-// bit.
+// In registers a code becomes its number by one multiplication and one addition, rounded once, as in
+// `dequantize_blocks`; a number may only be +0 where it is -0 there, which changes no sum. So sums are those of the
+// unpacked weights, bit for bit.
 #pragma once
 
 #include <stdint.h>
@@ -19,22 +19,22 @@ namespace {
 
 // Scales and minimums of 256 depths of a panel, as lanes of an operand take them. Scales are those of the four places
 // in half a word: a code is not shifted down, its scale is smaller by as much.
-template <class M>
+template <class Mma>
 struct PanelScales {
-    static constexpr int kVectors = 2 * M::kPair;  // of an operand's columns at one depth
-    vf scales[kTakenRuns][4], minimums[kTakenRuns][kVectors];
+    static constexpr int kVectors = 2 * Mma::kPair;  // of an operand's columns at one depth
+    vf scales[kChunkRuns][4], minimums[kChunkRuns][kVectors];
 };
 
-template <class M>
+template <class Mma>
 inline void spread_columns(vf own, int part, vf* out) {
-    if constexpr (M::kPair == 1) out[part] = own;
-    else M::twice(own, out[2 * part], out[2 * part + 1]);
+    if constexpr (Mma::kPair == 1) out[part] = own;
+    else Mma::twice(own, out[2 * part], out[2 * part + 1]);
 }
 
-template <class M, class Format>
-__attribute__((noinline)) void panel_scales(const uint8_t* blocks, int64_t count, PanelScales<M>& out) {
+template <class Mma, class Format>
+__attribute__((noinline)) void panel_scales(const uint8_t* blocks, int64_t count, PanelScales<Mma>& out) {
     using Kind = typename Format::Kind;
-    constexpr int kVectors = PanelScales<M>::kVectors;
+    constexpr int kVectors = PanelScales<Mma>::kVectors;
     for (int64_t b = 0; b < count; b++, blocks += Format::kBlockBytes) {
         for (int run = 0; run < Format::kRuns; run++) {
             const int64_t i = b * Format::kRuns + run;
@@ -43,7 +43,7 @@ __attribute__((noinline)) void panel_scales(const uint8_t* blocks, int64_t count
             for (int part = 0; part < 2; part++) {
                 vf scale, minimum;
                 Format::Scales::get(blocks, run, part * W, scale, minimum);
-                spread_columns<M>(scale, part, scales), spread_columns<M>(minimum, part, out.minimums[i]);
+                spread_columns<Mma>(scale, part, scales), spread_columns<Mma>(minimum, part, out.minimums[i]);
             }
 #pragma GCC unroll 4
             for (int place = 0; place < 4; place++) {
@@ -56,18 +56,18 @@ __attribute__((noinline)) void panel_scales(const uint8_t* blocks, int64_t count
 }
 
 // What a kind of codes is read with, whatever the format. `scales`: of some blocks.
-template <class M>
+template <class Mma>
 struct PanelFormat {
-    void (*scales)(const uint8_t* blocks, int64_t count, PanelScales<M>& out);
+    void (*scales)(const uint8_t* blocks, int64_t count, PanelScales<Mma>& out);
     const int8_t* table;
     int64_t block_bytes, scale_bytes, low_bytes;
     int quads_of_block, quads_of_run;  // powers of two, by their exponents
 };
 
-template <class M, class Format>
-constexpr PanelFormat<M> panel_format(const int8_t* table) {
+template <class Mma, class Format>
+constexpr PanelFormat<Mma> panel_format(const int8_t* table) {
     using Block = typename Format::Block;
-    return {panel_scales<M, Format>,
+    return {panel_scales<Mma, Format>,
             table,
             Format::kBlockBytes,
             Format::kScaleBytes,
@@ -84,16 +84,16 @@ struct TableOf {
     using Of = NoTable;
 };
 template <int Low, int High>
-struct TableOf<CodeKind<Low, High, CodesAre::InTable>> {
+struct TableOf<QuantKind<Low, High, QuantsAre::InTable>> {
     using Of = Table;
 };
 
 // Numbers of a quad: sink(word of the quad's depth, vector of columns, operand).
-template <class M, class T, class Kind, class Sink>
+template <class Mma, class T, class Kind, class Sink>
 __attribute__((always_inline)) inline void quad_numbers(const uint8_t* low, const uint8_t* high, const vf* scales,
                                                         const vf* minimums, const typename TableOf<Kind>::Of& table,
                                                         Sink sink) {
-    constexpr int kVectors = PanelScales<M>::kVectors;
+    constexpr int kVectors = PanelScales<Mma>::kVectors;
     vf scale[4], minimum[kVectors];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) scale[i] = scales[i];
@@ -116,20 +116,20 @@ __attribute__((always_inline)) inline void quad_numbers(const uint8_t* low, cons
         const auto number = [&](int slot) __attribute__((always_inline)) {
             const int place = slot % 4;
             constexpr uint32_t kMask = kInSlots<Kind> ? 15 : 255;
-            vf code;
-            if constexpr (Kind::kInTable) code = table((vi)(even >> 4 * slot));
-            else if constexpr (Kind::kFloat8) code = from_e4m3((vi)((slot % 2 ? odd : even) >> 8 * (slot / 2)));
-            else code = to_float((vi)(words[slot / 4][slot % 2] & kMask << bits_below<Kind>(place)));
-            return fma(code, scale[place], minimum[slot % kVectors]);
+            vf quant;
+            if constexpr (Kind::kInTable) quant = table((vi)(even >> 4 * slot));
+            else if constexpr (Kind::kFloat8) quant = from_e4m3((vi)((slot % 2 ? odd : even) >> 8 * (slot / 2)));
+            else quant = to_float((vi)(words[slot / 4][slot % 2] & kMask << bits_below<Kind>(place)));
+            return fma(quant, scale[place], minimum[slot % kVectors]);
         };
 #pragma GCC unroll 4
-        for (int word = 0; word < 4 / M::kPair; word++) {
+        for (int word = 0; word < 4 / Mma::kPair; word++) {
 #pragma GCC unroll 2
             for (int part = 0; part < 2; part++) {
-                const int slot = (2 * word + part) * M::kPair;
+                const int slot = (2 * word + part) * Mma::kPair;
                 vi operand;
-                if constexpr (M::kPair == 2) {
-                    operand = M::to_operand(number(slot), number(slot + 1));
+                if constexpr (Mma::kPair == 2) {
+                    operand = Mma::to_operand(number(slot), number(slot + 1));
                 } else if constexpr (__is_same(T, float)) {
                     operand = as_int(number(slot));
                 } else {
@@ -137,107 +137,109 @@ __attribute__((always_inline)) inline void quad_numbers(const uint8_t* low, cons
                     store(rounded, number(slot));
                     operand = as_int(load(rounded));
                 }
-                sink(group * 4 / M::kPair + word, part, operand);
+                sink(group * 4 / Mma::kPair + word, part, operand);
             }
         }
     }
 }
 
 // Of 256 depths of a panel, or those that are left.
-template <class M>
-struct Stretch {
+template <class Mma>
+struct Chunk {
     const uint8_t *blocks, *ahead;  // ahead: what is read after them
     int64_t ahead_of_quad;          // bytes
-    PanelScales<M> scales;
+    PanelScales<Mma> scales;
 
-    void load(const PanelFormat<M>& format, const uint8_t* panel, int64_t depth, int64_t at, const uint8_t* next) {
-        const int64_t count = smaller(kTaken, depth - at) / kQuad >> format.quads_of_block;
+    void load(const PanelFormat<Mma>& format, const uint8_t* panel, int64_t k, int64_t at, const uint8_t* next) {
+        const int64_t count = smaller(kChunkK, k - at) / kQuad >> format.quads_of_block;
         blocks = panel + (at / kQuad >> format.quads_of_block) * format.block_bytes;
-        ahead = at + kTaken < depth ? blocks + count * format.block_bytes : next;
+        ahead = at + kChunkK < k ? blocks + count * format.block_bytes : next;
         ahead_of_quad = format.block_bytes >> format.quads_of_block;
         format.scales(blocks, count, scales);
     }
     template <class T, class Kind, class Sink>
-    __attribute__((always_inline)) void quad(const PanelFormat<M>& format, int64_t i,
+    __attribute__((always_inline)) void quad(const PanelFormat<Mma>& format, int64_t i,
                                              const typename TableOf<Kind>::Of& table, Sink sink) const {
         for (int64_t line = 0; line < ahead_of_quad; line += 64) __builtin_prefetch(ahead + i * ahead_of_quad + line);
-        constexpr int64_t kLowBytes = kPanel * kQuad * Kind::kLow / 8, kHighBytes = kPanel * kQuad * Kind::kHigh / 8;
+        constexpr int64_t kLowBytes = kPanelN * kQuad * Kind::kLow / 8, kHighBytes = kPanelN * kQuad * Kind::kHigh / 8;
         const int64_t block = i >> format.quads_of_block, within = i - (block << format.quads_of_block);
         const int64_t run = i >> format.quads_of_run;
         const uint8_t* low = blocks + block * format.block_bytes + format.scale_bytes;
         const uint8_t* high = low + format.low_bytes + within * kHighBytes;
-        quad_numbers<M, T, Kind>(low + within * kLowBytes, high, scales.scales[run], scales.minimums[run], table, sink);
+        quad_numbers<Mma, T, Kind>(low + within * kLowBytes, high, scales.scales[run], scales.minimums[run], table,
+                                   sink);
     }
 };
 
-template <class M, class T, class Kind>
-__attribute__((noinline)) void numbers_of_kind(const PanelFormat<M>& format, const uint8_t* panel, const uint8_t* next,
-                                               int64_t depth, int64_t first, int64_t end, typename M::Operand* out) {
+template <class Mma, class T, class Kind>
+__attribute__((noinline)) void numbers_of_kind(const PanelFormat<Mma>& format, const uint8_t* panel,
+                                               const uint8_t* next, int64_t k, int64_t first, int64_t end,
+                                               typename Mma::Operand* out) {
     const typename TableOf<Kind>::Of table(format.table);
-    Stretch<M> stretch;
-    for (int64_t at = first / kTaken * kTaken; at < end; at += kTaken) {
-        stretch.load(format, panel, depth, at, next);
-        const int64_t from = at < first ? first - at : 0, stop = smaller(kTaken, end - at);
-        for (int64_t d = from; d < stop; d += kQuad) {
-            typename M::Operand* to = out + (at + d - first) / M::kPair * kPanel;
-            stretch.template quad<T, Kind>(format, d / kQuad, table,
-                                           [&](int word, int part, vi operand) __attribute__((always_inline)) {
-                                               store_int(to + word * kPanel + part * W, operand);
-                                           });
+    Chunk<Mma> chunk;
+    for (int64_t at = first / kChunkK * kChunkK; at < end; at += kChunkK) {
+        chunk.load(format, panel, k, at, next);
+        const int64_t from = at < first ? first - at : 0, stop = smaller(kChunkK, end - at);
+        for (int64_t kk = from; kk < stop; kk += kQuad) {
+            typename Mma::Operand* to = out + (at + kk - first) / Mma::kPair * kPanelN;
+            chunk.template quad<T, Kind>(format, kk / kQuad, table,
+                                         [&](int word, int part, vi operand) __attribute__((always_inline)) {
+                                             store_int(to + word * kPanelN + part * W, operand);
+                                         });
         }
     }
 }
 
-// Depths [start, stop), in units of 32 bits and whole quads, of a panel: out [stop - start, kPanel]. next: the panel
+// Depths [start, stop), in units of 32 bits and whole quads, of a panel: out [stop - start, kPanelN]. next: the panel
 // after it.
-template <class M, class T>
+template <class Mma, class T>
 inline void numbers_of_panel(const Linear& args, int64_t panel, int64_t next, int64_t start, int64_t stop,
-                             typename M::Operand* out) {
+                             typename Mma::Operand* out) {
     with_panels(args.packing, [&]<class Format>(const int8_t* table) {
-        numbers_of_kind<M, T, typename Format::Kind>(panel_format<M, Format>(table), block_panel(args, panel),
-                                                     block_panel(args, next), args.depth, start * M::kPair,
-                                                     smaller(stop * M::kPair, args.depth), out);
+        numbers_of_kind<Mma, T, typename Format::Kind>(panel_format<Mma, Format>(table), block_panel(args, panel),
+                                                       block_panel(args, next), args.k, start * Mma::kPair,
+                                                       smaller(stop * Mma::kPair, args.k), out);
     });
 }
 
-constexpr int kRowsOfPacked = W == 16 ? 4 : 2;
+constexpr int kSmallM = W == 16 ? 4 : 2;
 // Panels at a time: as many sums as stay in registers, and enough of them not to wait for one another.
 constexpr int panels_at_once(int64_t rows) { return W == 16 && rows <= 2 ? 2 : 1; }
 
 // Rows whose value at depth d, in units of 32 bits, is at[row * row_stride + d * depth_stride].
-struct FewRows {
+struct SmallMRows {
     const uint32_t* at;
     int64_t row_stride, depth_stride;
 };
 
-// c [panels, MR, kPanel] = rows of x times panels, each number used as soon as it is there. next: what is read after
+// c [panels, MR, kPanelN] = rows of x times panels, each number used as soon as it is there. next: what is read after
 // each panel.
-template <class M, class T, class Kind, int MR>
-__attribute__((noinline)) void product_of_kind(const PanelFormat<M>& format, const uint8_t* const* panels,
-                                               const uint8_t* const* next, int64_t depth, FewRows x, float* c) {
+template <class Mma, class T, class Kind, int MR>
+__attribute__((noinline)) void product_of_kind(const PanelFormat<Mma>& format, const uint8_t* const* panels,
+                                               const uint8_t* const* next, int64_t k, SmallMRows x, float* c) {
     constexpr int kPanels = panels_at_once(MR);
     const typename TableOf<Kind>::Of table(format.table);
-    Stretch<M> stretch[kPanels];
+    Chunk<Mma> chunk[kPanels];
     vf acc[kPanels][MR][2];
 #pragma GCC unroll 2
     for (int p = 0; p < kPanels; p++)
 #pragma GCC unroll 4
         for (int r = 0; r < MR; r++) acc[p][r][0] = acc[p][r][1] = zero();
-    for (int64_t at = 0; at < depth; at += kTaken) {
-        for (int p = 0; p < kPanels; p++) stretch[p].load(format, panels[p], depth, at, next[p]);
-        const int64_t quads = smaller(kTaken, depth - at) / kQuad;
+    for (int64_t at = 0; at < k; at += kChunkK) {
+        for (int p = 0; p < kPanels; p++) chunk[p].load(format, panels[p], k, at, next[p]);
+        const int64_t quads = smaller(kChunkK, k - at) / kQuad;
         for (int64_t i = 0; i < quads; i++) {
-            const uint32_t* from = x.at + (at + i * kQuad) / M::kPair * x.depth_stride;
+            const uint32_t* from = x.at + (at + i * kQuad) / Mma::kPair * x.depth_stride;
 #pragma GCC unroll 2
             for (int p = 0; p < kPanels; p++) {
                 const auto use = [&](int word, int part, vi operand) __attribute__((always_inline)) {
 #pragma GCC unroll 4
                     for (int r = 0; r < MR; r++) {
                         const vi value = set1_int(from[r * x.row_stride + word * x.depth_stride]);
-                        acc[p][r][part] = M::dot(value, operand, acc[p][r][part]);
+                        acc[p][r][part] = Mma::dot(value, operand, acc[p][r][part]);
                     }
                 };
-                stretch[p].template quad<T, Kind>(format, i, table, use);
+                chunk[p].template quad<T, Kind>(format, i, table, use);
             }
         }
     }
@@ -250,15 +252,15 @@ __attribute__((noinline)) void product_of_kind(const PanelFormat<M>& format, con
 }
 
 // Of `panels_at_once` panels; next: those after them.
-template <class M, class T>
-inline void product_of_few(const Linear& args, int rows, const int64_t (&panels)[2], const int64_t (&next)[2],
-                           FewRows x, float* c) {
+template <class Mma, class T>
+inline void small_m_product(const Linear& args, int rows, const int64_t (&panels)[2], const int64_t (&next)[2],
+                            SmallMRows x, float* c) {
     const uint8_t* at[] = {block_panel(args, panels[0]), block_panel(args, panels[1])};
     const uint8_t* after[] = {block_panel(args, next[0]), block_panel(args, next[1])};
     with_panels(args.packing, [&]<class Format>(const int8_t* table) {
-        with_count<kRowsOfPacked>(rows, [&]<int MR>() {
-            product_of_kind<M, T, typename Format::Kind, MR>(panel_format<M, Format>(table), at, after, args.depth, x,
-                                                             c);
+        with_count<kSmallM>(rows, [&]<int MR>() {
+            product_of_kind<Mma, T, typename Format::Kind, MR>(panel_format<Mma, Format>(table), at, after, args.k, x,
+                                                               c);
         });
     });
 }

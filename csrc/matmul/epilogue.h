@@ -14,24 +14,24 @@ namespace {
 struct PlainSums {
     const float* c;
     PlainSums(const Linear&, int64_t, int64_t, const float* c) : c(c) {}
-    vf operator()(int64_t r, int part) const { return load(c + r * kPanel + part); }
+    vf operator()(int64_t r, int part) const { return load(c + r * kPanelN + part); }
 };
 
-template <class M>
+template <class Mma>
 inline auto sums_of(const Linear& args, int64_t row, int64_t panel, const void* c) {
-    if constexpr (kCoded<M>) return CodeSums(args, row, panel, c);
+    if constexpr (kIsInt8<Mma>) return ScaledSums(args, row, panel, c);
     else return PlainSums(args, row, panel, (const float*)c);
 }
 
 // Rows of sums of one panel to where they go.
-template <class M, class T, class O>
+template <class Mma, class T, class O>
 inline void finish(const Linear& args, int64_t row, int64_t panel, int64_t rows, const void* c) {
-    using A = typename M::Arithmetic;
-    const auto sums = sums_of<M>(args, row, panel, c);
+    using A = typename Mma::Arithmetic;
+    const auto sums = sums_of<Mma>(args, row, panel, c);
     const bool has_gate = is_gated(args.activation);
-    const int64_t columns = has_gate ? args.columns / 2 : args.columns;
-    for (int part = 0; part < (has_gate ? W : kPanel); part += W) {
-        const int64_t column = panel * (has_gate ? W : kPanel) + part;
+    const int64_t columns = has_gate ? args.n / 2 : args.n;
+    for (int part = 0; part < (has_gate ? W : kPanelN); part += W) {
+        const int64_t column = panel * (has_gate ? W : kPanelN) + part;
         if (column >= columns) return;
         const int n = int(smaller(W, columns - column));
         vf bias = zero(), second_bias = zero();

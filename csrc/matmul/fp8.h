@@ -12,7 +12,7 @@
 
 #include "kernels.h"
 #include "matmul/block_panels.h"
-#include "matmul/code_panels.h"
+#include "matmul/quant_panels.h"
 #include "matmul/operands.h"
 #include "simd/numeric.h"
 
@@ -31,15 +31,15 @@ inline PairTable small_fp8() {
 }
 
 // Each half of `codes` has one, in its low byte. Exponents count from 7 there, from 127 in bf16.
-__attribute__((always_inline)) inline vi pairs_of_fp8(Lanes codes, const PairTable& small) {
-    const Halves code = (Halves)codes, normal = ((code & 0x7f) << 4) + 0x3c00;
-    const Halves number = (code & 0x78) == 0 ? (Halves)small.of_32((vi)codes) : normal;
-    return (vi)(number | (code & 0x80) << 8);
+__attribute__((always_inline)) inline vi pairs_of_fp8(Lanes quants, const PairTable& small) {
+    const Halves quant = (Halves)quants, normal = ((quant & 0x7f) << 4) + 0x3c00;
+    const Halves number = (quant & 0x78) == 0 ? (Halves)small.of_32((vi)quants) : normal;
+    return (vi)(number | (quant & 0x80) << 8);
 }
 
 // Of kQuad depths of a panel: sink(word of the depth, vector of columns, operand).
 template <class Sink>
-__attribute__((always_inline)) inline void quad_of_fp8(CodeStretch::Planes planes, const PairTable& small, Sink sink) {
+__attribute__((always_inline)) inline void fp8_quad(QuantChunk::Planes planes, const PairTable& small, Sink sink) {
 #pragma GCC unroll 4
     for (int group = 0; group < 4; group++) {
         const Lanes pairs[2] = {(Lanes)load_int((const uint32_t*)planes.low + group * W),
@@ -50,16 +50,16 @@ __attribute__((always_inline)) inline void quad_of_fp8(CodeStretch::Planes plane
     }
 }
 
-// c [MR, kPanel] = a tile of rows times a panel, each code used as soon as it is there. next: the panel after it.
+// c [MR, kPanelN] = a tile of rows times a panel, each code used as soon as it is there. next: the panel after it.
 template <class Kind, int MR>
-__attribute__((noinline)) void product_of_fp8(const CodeFormat& format, const uint8_t* panel, const uint8_t* next,
-                                              int64_t depth, const uint32_t* x, float* c) {
+__attribute__((noinline)) void small_m_fp8_product(const QuantFormat& format, const uint8_t* panel, const uint8_t* next,
+                                                   int64_t k, const uint32_t* x, float* c) {
     const PairTable small = small_fp8();
     RunScales scales;
-    memset(c, 0, MR * kPanel * sizeof *c);
-    for (int64_t at = 0; at < depth; at += kTaken) {
-        const CodeStretch stretch(format, panel, depth, at, next, scales);
-        for (int64_t run = 0; run < stretch.depths / kFp8Run; run++) {
+    memset(c, 0, MR * kPanelN * sizeof *c);
+    for (int64_t at = 0; at < k; at += kChunkK) {
+        const QuantChunk chunk(format, panel, k, at, next, scales);
+        for (int64_t run = 0; run < chunk.k_count / kFp8Run; run++) {
             vf acc[MR][2];
 #pragma GCC unroll 12
             for (int r = 0; r < MR; r++) acc[r][0] = acc[r][1] = zero();
@@ -70,7 +70,7 @@ __attribute__((noinline)) void product_of_fp8(const CodeFormat& format, const ui
                     for (int r = 0; r < MR; r++)
                         acc[r][part] = dot_pairs(set1_int(x[word * MR + r]), operand, acc[r][part]);
                 };
-                quad_of_fp8(stretch.template quad<Kind>(format, run * (kFp8Run / kQuad) + quad), small, use);
+                fp8_quad(chunk.template quad<Kind>(format, run * (kFp8Run / kQuad) + quad), small, use);
                 x += kRunWords * MR;
             }
 #pragma GCC unroll 12
@@ -84,42 +84,42 @@ __attribute__((noinline)) void product_of_fp8(const CodeFormat& format, const ui
     }
 }
 
-// Depths [at, at + kTaken) of a panel, or those that are left: out [depths / 2, kPanel], and their scales.
+// Depths [at, at + kChunkK) of a panel, or those that are left: out [depths / 2, kPanelN], and their scales.
 template <class Kind>
-__attribute__((noinline)) void operand_of_fp8(const CodeFormat& format, const uint8_t* panel, const uint8_t* next,
-                                              int64_t depth, int64_t at, uint32_t* out, RunScales& scales) {
+__attribute__((noinline)) void fp8_operand(const QuantFormat& format, const uint8_t* panel, const uint8_t* next,
+                                           int64_t k, int64_t at, uint32_t* out, RunScales& scales) {
     const PairTable small = small_fp8();
-    const CodeStretch stretch(format, panel, depth, at, next, scales);
-    for (int64_t i = 0; i < stretch.depths / kQuad; i++, out += kRunWords * kPanel)
-        quad_of_fp8(stretch.template quad<Kind>(format, i), small,
-                    [&](int word, int part, vi operand)
-                        __attribute__((always_inline)) { store_int(out + word * kPanel + part * W, operand); });
+    const QuantChunk chunk(format, panel, k, at, next, scales);
+    for (int64_t i = 0; i < chunk.k_count / kQuad; i++, out += kRunWords * kPanelN)
+        fp8_quad(chunk.template quad<Kind>(format, i), small,
+                 [&](int word, int part, vi operand)
+                     __attribute__((always_inline)) { store_int(out + word * kPanelN + part * W, operand); });
 }
 
 // The same of rows as they lie.
 template <class Format>
-__attribute__((noinline)) void operand_of_fp8_rows(const Linear& args, int64_t panel, int64_t next, int64_t at,
+__attribute__((noinline)) void fp8_operand_of_rows(const Linear& args, int64_t panel, int64_t next, int64_t at,
                                                    uint32_t* out, RunScales& scales) {
     using Block = typename Format::Block;
     const PairTable small = small_fp8();
-    uint8_t heads[kTaken / Block::kValues * Format::kScaleBytes] = {};
+    uint8_t heads[kChunkK / Block::kValues * Format::kScaleBytes] = {};
     for (int part = 0; part < 2; part++)
         words_of_rows<Format>(
-            args, panel, next, part * W, at, heads, [&](int64_t depth, Lanes codes) {  // two pairs of depths
-                uint32_t* to = out + depth / 2 * kPanel + part * W;
-                store_int(to, pairs_of_fp8((codes & 0xff) | (codes << 8 & 0x00ff0000), small));
-                store_int(to + kPanel, pairs_of_fp8((codes >> 16 & 0xff) | (codes >> 8 & 0x00ff0000), small));
+            args, panel, next, part * W, at, heads, [&](int64_t k, Lanes quants) {  // two pairs of depths
+                uint32_t* to = out + k / 2 * kPanelN + part * W;
+                store_int(to, pairs_of_fp8((quants & 0xff) | (quants << 8 & 0x00ff0000), small));
+                store_int(to + kPanelN, pairs_of_fp8((quants >> 16 & 0xff) | (quants >> 8 & 0x00ff0000), small));
             });
-    scales_of_runs<Format>(heads, Format::kScaleBytes, smaller(kTaken, args.depth - at) / Block::kValues, scales);
+    scales_of_runs<Format>(heads, Format::kScaleBytes, smaller(kChunkK, args.k - at) / Block::kValues, scales);
 }
 
-// c [MR, kPanel] += rows of a tile of `count` times some runs of an operand.
+// c [MR, kPanelN] += rows of a tile of `count` times some runs of an operand.
 template <int MR>
-__attribute__((noinline)) void product_of_fp8_operand(const uint32_t* x, int64_t count, const uint32_t* b, int64_t runs,
-                                                      const RunScales& scales, float* c) {
+__attribute__((noinline)) void fp8_product(const uint32_t* x, int64_t count, const uint32_t* b, int64_t runs,
+                                           const RunScales& scales, float* c) {
     vf sum[MR][2];
 #pragma GCC unroll 6
-    for (int r = 0; r < MR; r++) sum[r][0] = load(c + r * kPanel), sum[r][1] = load(c + r * kPanel + W);
+    for (int r = 0; r < MR; r++) sum[r][0] = load(c + r * kPanelN), sum[r][1] = load(c + r * kPanelN + W);
     for (int64_t run = 0; run < runs; run++) {
         vf acc[MR][2];
 #pragma GCC unroll 6
@@ -132,7 +132,7 @@ __attribute__((noinline)) void product_of_fp8_operand(const uint32_t* x, int64_t
                 const vi value = set1_int(x[r]);
                 acc[r][0] = dot_pairs(value, first, acc[r][0]), acc[r][1] = dot_pairs(value, second, acc[r][1]);
             }
-            x += count, b += kPanel;
+            x += count, b += kPanelN;
         }
 #pragma GCC unroll 6
         for (int r = 0; r < MR; r++)
@@ -141,45 +141,45 @@ __attribute__((noinline)) void product_of_fp8_operand(const uint32_t* x, int64_t
                 sum[r][part] = fma(acc[r][part], scales.scales[run][part], sum[r][part]);
     }
 #pragma GCC unroll 6
-    for (int r = 0; r < MR; r++) store(c + r * kPanel, sum[r][0]), store(c + r * kPanel + W, sum[r][1]);
+    for (int r = 0; r < MR; r++) store(c + r * kPanelN, sum[r][0]), store(c + r * kPanelN + W, sum[r][1]);
 }
 
 template <class Format>
 struct Fp8Products {
     using Kind = typename Format::Kind;
-    static constexpr int kDepths = 2, kFewRows = 8;
+    static constexpr int kKPerWord = 2, kSmallM = 8;
     const Linear& args;
-    CodeFormat format;
+    QuantFormat format;
     const uint32_t* x;
 
-    Fp8Products(const Linear& args, int64_t row) : args(args), format(code_format<Format>(nullptr)) {
-        x = (const uint32_t*)args.packed_x + row * args.depth / 2;
+    Fp8Products(const Linear& args, int64_t row) : args(args), format(quant_format<Format>(nullptr)) {
+        x = (const uint32_t*)args.packed_x + row * args.k / 2;
     }
     void operand(int64_t panel, int64_t next, int64_t at, uint32_t* out, RunScales& scales) const {
-        if (!args.packed) return operand_of_fp8_rows<Format>(args, panel, next, at, out, scales);
-        operand_of_fp8<Kind>(format, block_panel(args, panel), block_panel(args, next), args.depth, at, out, scales);
+        if (!args.packed) return fp8_operand_of_rows<Format>(args, panel, next, at, out, scales);
+        fp8_operand<Kind>(format, block_panel(args, panel), block_panel(args, next), args.k, at, out, scales);
     }
     template <int MR>
-    void few(int64_t panel, int64_t next, float* c) const {
-        product_of_fp8<Kind, MR>(format, block_panel(args, panel), block_panel(args, next), args.depth, x, c);
+    void small_m(int64_t panel, int64_t next, float* c) const {
+        small_m_fp8_product<Kind, MR>(format, block_panel(args, panel), block_panel(args, next), args.k, x, c);
     }
     template <int MR>
-    void some(int64_t r, int64_t i, int64_t count, int64_t at, int64_t depths, const uint32_t* b,
+    void tile(int64_t r, int64_t i, int64_t count, int64_t at, int64_t k_count, const uint32_t* b,
               const RunScales& scales, float* c) const {
-        const uint32_t* tile = x + r * args.depth / 2 + at / 2 * count;
-        product_of_fp8_operand<MR>(tile + i, count, b, depths / kFp8Run, scales, c);
+        const uint32_t* tile = x + r * args.k / 2 + at / 2 * count;
+        fp8_product<MR>(tile + i, count, b, k_count / kFp8Run, scales, c);
     }
 };
 
 template <class F>
-inline void with_fp8(const Linear& args, int64_t row, F f) {
+inline void with_fp8_products(const Linear& args, int64_t row, F f) {
     with_panels(args.packing, [&]<class Format>(const int8_t*) {
         if constexpr (Format::Kind::kFloat8) f(Fp8Products<Format>(args, row));
     });
 }
 #else  // named, but never called
 template <class F>
-void with_fp8(const Linear&, int64_t, F) {}
+void with_fp8_products(const Linear&, int64_t, F) {}
 #endif
 
 }  // namespace

@@ -22,17 +22,17 @@ constexpr int kWeightOffset = kCodeOffset;  // which the sums are rid of by the 
 #endif
 
 // Where w's scale is in a row.
-inline int64_t scale_at(const Linear& args) { return round_up(args.depth, 4); }
+inline int64_t scale_at(const Linear& args) { return round_up(args.k, 4); }
 
 // Rows of x as codes, and what is kept of each beside them; at `packed_x`.
-struct CodedRows {
+struct QuantizedX {
     float* scales;
     int32_t* excess;  // of sums, for the offset of w's codes
-    uint8_t* codes;
-    static int64_t bytes_beside(const Linear& args) { return 8 * round_up(args.rows, 16); }
-    CodedRows(const Linear& args, const void* at) {
-        const int64_t rows = round_up(args.rows, 16);
-        scales = (float*)at, excess = (int32_t*)(scales + rows), codes = (uint8_t*)(excess + rows);
+    uint8_t* quants;
+    static int64_t bytes_beside(const Linear& args) { return 8 * round_up(args.m, 16); }
+    QuantizedX(const Linear& args, const void* at) {
+        const int64_t rows = round_up(args.m, 16);
+        scales = (float*)at, excess = (int32_t*)(scales + rows), quants = (uint8_t*)(excess + rows);
     }
 };
 
@@ -119,7 +119,7 @@ struct RowScale {
 
 // Codes of the 64 numbers from `from` on, a multiple of 64.
 template <class T>
-inline void put_codes(const RowValues<T>& x, int64_t from, float steps, Code* out) {
+inline void store_quantized(const RowValues<T>& x, int64_t from, float steps, Code* out) {
     vf block[kRotatedVectors];
     x.block(from, block);
 #pragma GCC unroll 16
@@ -129,7 +129,7 @@ inline void put_codes(const RowValues<T>& x, int64_t from, float steps, Code* ou
 // Whether w's rows were rotated before they became codes: their scales are negative then.
 inline bool is_rotated(const Linear& args) {
     float first;
-    if (args.packed) memcpy(&first, packed_panel<Bytes>(args, 0) + packed_depth<Bytes>(args) * kPanel, 4);
+    if (args.packed) memcpy(&first, packed_panel<Int8Mma>(args, 0) + packed_k<Int8Mma>(args) * kPanelN, 4);
     else memcpy(&first, (const uint8_t*)args.w + scale_at(args), 4);
     return __builtin_signbit(first);
 }
@@ -137,39 +137,40 @@ inline bool is_rotated(const Linear& args) {
 // Tiles [tile, stop) of rows as codes, laid out as `pack_row_tiles` does: the rows of a tile together, some depths at a
 // time.
 template <class T>
-inline void pack_coded_rows(const Linear& args, int64_t tile, int64_t stop, void* out) {
-    constexpr int kWords = kRotated / Bytes::kPair, kLanes = int(kRowTile + W - 1) / W * W;
+inline void pack_quantized_x(const Linear& args, int64_t tile, int64_t stop, void* out) {
+    constexpr int kWords = kRotated / Int8Mma::kPair, kLanes = int(kTileM + W - 1) / W * W;
     constexpr uint32_t kOnes = sizeof(Code) == 1 ? 0x01010101 : 0x00010001;
-    const CodedRows coded(args, out);
-    const int64_t depth = packed_depth<Bytes>(args);
+    const QuantizedX coded(args, out);
+    const int64_t k = packed_k<Int8Mma>(args);
     const bool rotated = is_rotated(args);
     for (; tile < stop; tile++) {
-        const int64_t first = tile * kRowTile, count = smaller(kRowTile, args.rows - first);
-        uint32_t* to = (uint32_t*)coded.codes + first * depth;
+        const int64_t first = tile * kTileM, count = smaller(kTileM, args.m - first);
+        uint32_t* to = (uint32_t*)coded.quants + first * k;
         const auto row = [&](int64_t r) {
-            return RowValues<T>{(const T*)args.x + (first + r) * args.x_stride, args.depth, rotated};
+            return RowValues<T>{(const T*)args.x + (first + r) * args.x_stride, args.k, rotated};
         };
-        float steps[kRowTile];
+        float steps[kTileM];
         for (int64_t r = 0; r < count; r++) {
             const RowScale scale(row(r));
             steps[r] = scale.steps, coded.scales[first + r] = scale.scale;
         }
         vi sums[kLanes / W];  // of each row's codes
         for (vi& some : sums) some = set1_int(0);
-        alignas(64) uint32_t codes[kLanes][kWords] = {};
-        for (int64_t d = 0; d < depth; d += kWords) {
-            for (int64_t r = 0; r < count; r++) put_codes(row(r), d * Bytes::kPair, steps[r], (Code*)codes[r]);
+        alignas(64) uint32_t quants[kLanes][kWords] = {};
+        for (int64_t kk = 0; kk < k; kk += kWords) {
+            for (int64_t r = 0; r < count; r++)
+                store_quantized(row(r), kk * Int8Mma::kPair, steps[r], (Code*)quants[r]);
             for (int64_t c = 0; c < count; c += W) {
-                for (int64_t at = d; at < smaller(depth, d + kWords); at += W) {
+                for (int64_t at = kk; at < smaller(k, kk + kWords); at += W) {
                     vi r[W];
 #pragma GCC unroll 16
-                    for (int i = 0; i < W; i++) r[i] = load_int(codes[c + i] + at - d);
+                    for (int i = 0; i < W; i++) r[i] = load_int(quants[c + i] + at - kk);
                     transpose(r);
                     if (kWeightOffset) {
 #pragma GCC unroll 16
                         for (int i = 0; i < W; i++) sums[c / W] = dot_codes(r[i], set1_int(kOnes), sums[c / W]);
                     }
-                    put_beside(r, to, at, depth, c, count);
+                    store_row_tile(r, to, at, k, c, count);
                 }
             }
         }
@@ -180,31 +181,33 @@ inline void pack_coded_rows(const Linear& args, int64_t tile, int64_t stop, void
 }
 
 // Depths [start, stop), in units of 32 bits of x, of a panel.
-inline void pack_codes(const Linear& args, int64_t panel, int64_t start, int64_t stop, Bytes::Operand* out) {
+inline void pack_int8_panel(const Linear& args, int64_t panel, int64_t start, int64_t stop, Int8Mma::Operand* out) {
     constexpr int kParts =
-        sizeof(uint32_t) / sizeof(Bytes::Operand);  // of the four codes of a column that are read at once
+        sizeof(uint32_t) / sizeof(Int8Mma::Operand);  // of the four codes of a column that are read at once
     constexpr uint32_t kFlip = kWeightOffset ? 0x80808080 : 0;
-    for (int c = 0; c < kPanel; c += W) {
+    for (int c = 0; c < kPanelN; c += W) {
         const uint32_t* rows[W];
         for (int i = 0; i < W; i++) {
             const int64_t row = weight_row(args, panel, c + i);
-            rows[i] = row < args.columns ? (const uint32_t*)((const uint8_t*)args.w + row * args.w_stride) : nullptr;
+            rows[i] = row < args.n ? (const uint32_t*)((const uint8_t*)args.w + row * args.w_stride) : nullptr;
         }
         const int64_t end = (stop + kParts - 1) / kParts;
-        for (int64_t d = start / kParts; d < end; d += W) {
-            const int count = int(smaller(W, end - d));
+        for (int64_t kk = start / kParts; kk < end; kk += W) {
+            const int count = int(smaller(W, end - kk));
             vi r[W];
             for (int i = 0; i < W; i++)
-                r[i] = !rows[i] ? set1_int(0) : count == W ? load_int(rows[i] + d) : load_int_part(rows[i] + d, count);
+                r[i] = !rows[i]     ? set1_int(0)
+                       : count == W ? load_int(rows[i] + kk)
+                                    : load_int_part(rows[i] + kk, count);
             transpose(r);
             for (int i = 0; i < count; i++) {
                 uint32_t fours[W];
                 store_int(fours, r[i]);
-                const int64_t first = (d + i) * kParts;
+                const int64_t first = (kk + i) * kParts;
                 for (int part = 0; part < kParts && first + part < stop; part++)
                     for (int j = 0; j < W; j++)
-                        out[(first + part - start) * kPanel + c + j] =
-                            Bytes::Operand((fours[j] ^ kFlip) >> (16 * part));
+                        out[(first + part - start) * kPanelN + c + j] =
+                            Int8Mma::Operand((fours[j] ^ kFlip) >> (16 * part));
             }
         }
     }
@@ -212,29 +215,29 @@ inline void pack_codes(const Linear& args, int64_t panel, int64_t start, int64_t
 
 // The scales of a panel's columns as they lie in rows of w.
 inline void gather_scales(const Linear& args, int64_t panel, float* out) {
-    for (int c = 0; c < kPanel; c++) {
+    for (int c = 0; c < kPanelN; c++) {
         const int64_t row = weight_row(args, panel, c);
         out[c] = 0;
-        if (row < args.columns) memcpy(out + c, (const uint8_t*)args.w + row * args.w_stride + scale_at(args), 4);
+        if (row < args.n) memcpy(out + c, (const uint8_t*)args.w + row * args.w_stride + scale_at(args), 4);
     }
 }
 
 // Sums of a panel's integers as numbers.
-struct CodeSums {
+struct ScaledSums {
     const uint32_t* c;
     const float* row_scales;
     const int32_t* excess;
-    float scales[kPanel];
-    CodeSums(const Linear& args, int64_t row, int64_t panel, const void* c) : c((const uint32_t*)c) {
-        const CodedRows rows(args, args.packed_x);
+    float scales[kPanelN];
+    ScaledSums(const Linear& args, int64_t row, int64_t panel, const void* c) : c((const uint32_t*)c) {
+        const QuantizedX rows(args, args.packed_x);
         row_scales = rows.scales + row, excess = rows.excess + row;
         if (args.packed)
-            memcpy(scales, packed_panel<Bytes>(args, panel) + packed_depth<Bytes>(args) * kPanel, sizeof scales);
+            memcpy(scales, packed_panel<Int8Mma>(args, panel) + packed_k<Int8Mma>(args) * kPanelN, sizeof scales);
         else gather_scales(args, panel, scales);
         for (float& scale : scales) scale = __builtin_fabsf(scale);
     }
     vf operator()(int64_t r, int part) const {
-        const vi sums = sub_int(load_int(c + r * kPanel + part), set1_int(uint32_t(excess[r])));
+        const vi sums = sub_int(load_int(c + r * kPanelN + part), set1_int(uint32_t(excess[r])));
         return rounded(mul(mul(to_float(sums), load(scales + part)), set1(row_scales[r])));
     }
 };

@@ -16,28 +16,28 @@ namespace {
 
 // kBeside: the rows of A lie beside each other, all of them at each depth; otherwise one after the other, `a_stride`
 // apart.
-template <class M, int MR, int NR, bool kBeside>
-__attribute__((always_inline)) inline void accumulate(typename M::Sum (&acc)[MR][NR], const uint32_t* a,
-                                                      int64_t a_stride, const typename M::Operand* b, int64_t b_stride,
-                                                      int64_t depth, const uint8_t* ahead) {
+template <class Mma, int MR, int NR, bool kBeside>
+__attribute__((always_inline)) inline void accumulate(typename Mma::Sum (&acc)[MR][NR], const uint32_t* a,
+                                                      int64_t a_stride, const typename Mma::Operand* b,
+                                                      int64_t b_stride, int64_t k, const uint8_t* ahead) {
     // A pointer for every three rows: the others are within reach of an address's scaled index.
     constexpr int kPointers = (MR + 2) / 3;
     const uint32_t* row[kPointers];
 #pragma GCC unroll 4
     for (int i = 0; i < kPointers; i++) row[i] = a + 3 * i * a_stride;
 #pragma GCC unroll 4
-    for (int64_t d = 0; d < depth; d++) {
+    for (int64_t kk = 0; kk < k; kk++) {
         vi columns[NR];
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) columns[n] = M::columns(b + n * W);
+        for (int n = 0; n < NR; n++) columns[n] = Mma::columns(b + n * W);
 #pragma GCC unroll 12
         for (int r = 0; r < MR; r++) {
             vi value = set1_int(kBeside ? row[0][r] : row[r / 3][(r % 3) * a_stride]);
 #pragma GCC unroll 4
-            for (int n = 0; n < NR; n++) acc[r][n] = M::dot(value, columns[n], acc[r][n]);
+            for (int n = 0; n < NR; n++) acc[r][n] = Mma::dot(value, columns[n], acc[r][n]);
         }
         b += b_stride;
-        if (ahead) __builtin_prefetch(ahead + 64 * d, 0, 2);
+        if (ahead) __builtin_prefetch(ahead + 64 * kk, 0, 2);
 #pragma GCC unroll 4
         for (int i = 0; i < kPointers; i++) row[i] += kBeside ? MR : 1;
     }
@@ -45,21 +45,21 @@ __attribute__((always_inline)) inline void accumulate(typename M::Sum (&acc)[MR]
 
 // c = a b, or c = c * scale + a b with a number for each row. For rows x columns, columns a multiple of W. ahead: what
 // will be read soon, 64 bytes for each depth, or null.
-template <class M, int MR, int NR, bool kBeside = false>
-inline void product_tile(const uint32_t* a, int64_t a_stride, const typename M::Operand* b, int64_t b_stride,
-                         int64_t depth, typename M::Number* c, int64_t c_stride, const float* scale,
+template <class Mma, int MR, int NR, bool kBeside = false>
+inline void product_tile(const uint32_t* a, int64_t a_stride, const typename Mma::Operand* b, int64_t b_stride,
+                         int64_t k, typename Mma::Number* c, int64_t c_stride, const float* scale,
                          const uint8_t* ahead = nullptr) {
-    typename M::Sum acc[MR][NR];
+    typename Mma::Sum acc[MR][NR];
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) acc[r][n] = scale ? M::scaled(c + r * c_stride + n * W, scale[r]) : M::none();
+        for (int n = 0; n < NR; n++) acc[r][n] = scale ? Mma::scaled(c + r * c_stride + n * W, scale[r]) : Mma::none();
     }
-    accumulate<M, MR, NR, kBeside>(acc, a, a_stride, b, b_stride, depth, ahead);
+    accumulate<Mma, MR, NR, kBeside>(acc, a, a_stride, b, b_stride, k, ahead);
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) M::put(c + r * c_stride + n * W, acc[r][n]);
+        for (int n = 0; n < NR; n++) Mma::put(c + r * c_stride + n * W, acc[r][n]);
     }
 }
 
@@ -72,29 +72,29 @@ inline void with_count(int n, F f) {
     f.template operator()<Largest>();
 }
 
-template <class M>
+template <class Mma>
 inline void product(NoTiles, const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t b_stride,
-                    int64_t columns, int64_t depth, float* c, int64_t c_stride, const float* scale) {
+                    int64_t columns, int64_t k, float* c, int64_t c_stride, const float* scale) {
     // Few rows go with more columns, so that there are enough sums under way.
-    constexpr int kFewRows = kRowTile / 2;
+    constexpr int kHalfTileM = kTileM / 2;
     for (int64_t n = 0; n < columns;) {
         int64_t left = columns - n;
-        if (rows <= kFewRows && left >= 4 * W) {
-            with_count<kFewRows>(int(rows), [&]<int MR>() {
-                product_tile<M, MR, 4>(a, a_stride, b + n, b_stride, depth, c + n, c_stride, scale);
+        if (rows <= kHalfTileM && left >= 4 * W) {
+            with_count<kHalfTileM>(int(rows), [&]<int MR>() {
+                product_tile<Mma, MR, 4>(a, a_stride, b + n, b_stride, k, c + n, c_stride, scale);
             });
             n += 4 * W;
             continue;
         }
-        for (int64_t r = 0; r < rows; r += kRowTile) {
-            with_count<kRowTile>(int(smaller(kRowTile, rows - r)), [&]<int MR>() {
+        for (int64_t r = 0; r < rows; r += kTileM) {
+            with_count<kTileM>(int(smaller(kTileM, rows - r)), [&]<int MR>() {
                 const float* s = scale ? scale + r : nullptr;
                 if (left >= 2 * W) {
-                    product_tile<M, MR, 2>(a + r * a_stride, a_stride, b + n, b_stride, depth, c + r * c_stride + n,
-                                           c_stride, s);
+                    product_tile<Mma, MR, 2>(a + r * a_stride, a_stride, b + n, b_stride, k, c + r * c_stride + n,
+                                             c_stride, s);
                 } else {
-                    product_tile<M, MR, 1>(a + r * a_stride, a_stride, b + n, b_stride, depth, c + r * c_stride + n,
-                                           c_stride, s);
+                    product_tile<Mma, MR, 1>(a + r * a_stride, a_stride, b + n, b_stride, k, c + r * c_stride + n,
+                                             c_stride, s);
                 }
             });
         }

@@ -13,7 +13,7 @@ namespace {
 struct NoTiles {};  // where products are made in vectors
 
 // What is summed up, where B lies, and where C does.
-struct FloatSums {
+struct FloatMmaBase {
     using Arithmetic = Fused;
     static constexpr int kWhole = 1;  // depths are filled up to a multiple of it
     using Sum = vf;
@@ -25,14 +25,14 @@ struct FloatSums {
     static void put(float* c, vf sum) { store(c, sum); }
 };
 
-struct Floats : FloatSums {
+struct FloatMma : FloatMmaBase {
     using Tiles = NoTiles;
     using Value = float;
     static constexpr int kPair = 1;  // values in 32 bits
     static inline vf dot(vi a, vi b, vf c) { return fma(as_float(a), as_float(b), c); }
 };
 #ifdef BATCHGEN_FAST_BF16
-struct Pairs : FloatSums {
+struct Bf16Mma : FloatMmaBase {
 #ifdef BATCHGEN_TILES
     using Tiles = batchgen::Tiles;
 #else
@@ -48,16 +48,16 @@ struct Pairs : FloatSums {
 
 // Accumulators fill the registers, but for a few: 12 rows of 2 vectors where there are 32 of them.
 #if defined(__aarch64__)
-constexpr int kRowTile = 12;
+constexpr int kTileM = 12;
 #else
-constexpr int kRowTile = W == 16 ? 12 : 6;
+constexpr int kTileM = W == 16 ? 12 : 6;
 #endif
-constexpr int kPanel = 2 * W;
+constexpr int kPanelN = 2 * W;
 
 inline uint16_t operand_with(int16_t) { return 0; }
 inline uint32_t operand_with(int8_t) { return 0; }
 
-struct Bytes {
+struct Int8Mma {
     using Value = Code;
     using Arithmetic = Apart;
     static constexpr int kWhole = 4;
@@ -72,27 +72,27 @@ struct Bytes {
     static vi dot(vi a, vi b, vi c) { return dot_codes(a, b, c); }
 };
 
-template <class M>
-constexpr bool kCoded = __is_same(M, Bytes);
+template <class Mma>
+constexpr bool kIsInt8 = __is_same(Mma, Int8Mma);
 
 // What is done in tile registers where there are some: products of pairs, and of bytes.
-template <class M>
-constexpr bool in_tiles() {
-    return kTiles && M::kPair > 1;
+template <class Mma>
+constexpr bool uses_tiles() {
+    return kTiles && Mma::kPair > 1;
 }
 
 // Calls f with the kind of product and x's type.
 template <class F>
-inline auto with_products(const Linear& args, F f) {
-    if (args.codes)
-        return with_type(args.type, [&](auto* type) { return f.template operator()<Bytes, __typeof__(*type)>(); });
+inline auto with_mma(const Linear& args, F f) {
+    if (args.int8)
+        return with_type(args.type, [&](auto* type) { return f.template operator()<Int8Mma, __typeof__(*type)>(); });
 #ifdef BATCHGEN_FAST_BF16
-    if (args.type == Type::BF16) return f.template operator()<Pairs, bf16>();
+    if (args.type == Type::BF16) return f.template operator()<Bf16Mma, bf16>();
 #endif
     switch (args.type) {
-        case Type::BF16: return f.template operator()<Floats, bf16>();
-        case Type::F16: return f.template operator()<Floats, f16>();
-        default: return f.template operator()<Floats, float>();
+        case Type::BF16: return f.template operator()<FloatMma, bf16>();
+        case Type::F16: return f.template operator()<FloatMma, f16>();
+        default: return f.template operator()<FloatMma, float>();
     }
 }
 

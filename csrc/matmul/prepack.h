@@ -6,7 +6,7 @@
 
 #include "kernels.h"
 #include "matmul/block_panels.h"
-#include "matmul/code_panels.h"
+#include "matmul/quant_panels.h"
 #include "matmul/dequantize.h"
 #include "matmul/fp8.h"
 #include "matmul/int8.h"
@@ -18,100 +18,100 @@
 namespace batchgen {
 namespace {
 
-// Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel]. next: the panel after it, if it
+// Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanelN]. next: the panel after it, if it
 // has been put in order, as rows of a GGUF are.
-template <class M, class T>
+template <class Mma, class T>
 inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t start, int64_t stop,
-                       typename M::Operand* out) {
-    if constexpr (kCoded<M>) {
-        return pack_codes(args, panel, start, stop, out);
+                       typename Mma::Operand* out) {
+    if constexpr (kIsInt8<Mma>) {
+        return pack_int8_panel(args, panel, start, stop, out);
     } else {
-        if constexpr (!kHasFp8<M>) {  // where blocks are multiplied as codes
+        if constexpr (!kHasFp8<Mma>) {  // where blocks are multiplied as codes
             if (args.packing != BlockType::F32) {
-                if (args.packed) return numbers_of_panel<M, T>(args, panel, next, start, stop, out);
-                return unpack_panel<M, T>(args, panel, start, stop, out);
+                if (args.packed) return numbers_of_panel<Mma, T>(args, panel, next, start, stop, out);
+                return unpack_panel<Mma, T>(args, panel, start, stop, out);
             }
         }
-        for (int c = 0; c < kPanel; c += W) {
+        for (int c = 0; c < kPanelN; c += W) {
             const T* rows[W];
             for (int i = 0; i < W; i++) {
                 const int64_t row = weight_row(args, panel, c + i);
-                rows[i] = row < args.columns ? (const T*)args.w + row * args.w_stride : nullptr;
+                rows[i] = row < args.n ? (const T*)args.w + row * args.w_stride : nullptr;
             }
-            for (int64_t d = start; d < stop; d += W) {
-                const int64_t count = smaller(W, stop - d);
+            for (int64_t kk = start; kk < stop; kk += W) {
+                const int64_t count = smaller(W, stop - kk);
                 vi r[W];
-                gather_depths<M>(rows, d, smaller(count * M::kPair, args.depth - d * M::kPair), r);
+                gather_k<Mma>(rows, kk, smaller(count * Mma::kPair, args.k - kk * Mma::kPair), r);
 #pragma GCC unroll 16
                 for (int i = 0; i < W; i++)
-                    if (i < count) store_int(out + (d - start + i) * kPanel + c, r[i]);
+                    if (i < count) store_int(out + (kk - start + i) * kPanelN + c, r[i]);
             }
         }
     }
 }
 
-// Tiles [tile, stop) of kRowTile rows of x, the rows of a tile beside each other at each depth: [tiles, depth, rows of
+// Tiles [tile, stop) of kTileM rows of x, the rows of a tile beside each other at each depth: [tiles, depth, rows of
 // the tile]. Rows as they lie, far apart, take each other's places in the nearest cache.
-template <class M, class T>
+template <class Mma, class T>
 inline void pack_row_tiles(const Linear& args, int64_t tile, int64_t stop, void* out) {
-    const int64_t depth = packed_depth<M>(args);
+    const int64_t k = packed_k<Mma>(args);
     for (; tile < stop; tile++) {
-        const int64_t row = tile * kRowTile, count = smaller(kRowTile, args.rows - row);
-        uint32_t* to = (uint32_t*)out + row * depth;
+        const int64_t row = tile * kTileM, count = smaller(kTileM, args.m - row);
+        uint32_t* to = (uint32_t*)out + row * k;
         for (int64_t c = 0; c < count; c += W) {
             const int64_t lanes = smaller(W, count - c);
             const T* rows[W];
             for (int i = 0; i < W; i++)
                 rows[i] = i < lanes ? (const T*)args.x + (row + c + i) * args.x_stride : nullptr;
-            for (int64_t d = 0; d < depth; d += W) {
-                const int64_t depths = smaller(W, depth - d);
+            for (int64_t kk = 0; kk < k; kk += W) {
+                const int64_t k_count = smaller(W, k - kk);
                 vi r[W];
-                gather_depths<M>(rows, d, smaller(depths * M::kPair, args.depth - d * M::kPair), r);
-                put_beside(r, to, d, depth, c, count);
+                gather_k<Mma>(rows, kk, smaller(k_count * Mma::kPair, args.k - kk * Mma::kPair), r);
+                store_row_tile(r, to, kk, k, c, count);
             }
         }
     }
 }
 
-template <class M>
+template <class Mma>
 inline int64_t panel_bytes_of(const Linear& args) {
-    if (in_digits(args)) return unpacked_panel_bytes(args, 4);
-    if (in_fp8<M>(args)) return unpacked_panel_bytes(args, 2);
-    return operand_panel_bytes<M>(args);
+    if (splits_bytes(args)) return unpacked_panel_bytes(args, 4);
+    if (multiplies_fp8<Mma>(args)) return unpacked_panel_bytes(args, 2);
+    return operand_panel_bytes<Mma>(args);
 }
 
-inline void pack_panels(const Linear& args, int64_t panel, int64_t stop, void* out) {
-    with_products(args, [&]<class M, class T>() {
-        const int64_t depth = packed_depth<M>(args);
+inline void prepack_panels(const Linear& args, int64_t panel, int64_t stop, void* out) {
+    with_mma(args, [&]<class Mma, class T>() {
+        const int64_t k = packed_k<Mma>(args);
         for (; panel < stop; panel++) {
-            auto* to = (typename M::Operand*)((uint8_t*)out + panel * panel_bytes_of<M>(args));
+            auto* to = (typename Mma::Operand*)((uint8_t*)out + panel * panel_bytes_of<Mma>(args));
             const int64_t next = panel + 1 < stop ? panel + 1 : panel;
-            if (in_digits(args) || in_fp8<M>(args)) {
+            if (splits_bytes(args) || multiplies_fp8<Mma>(args)) {
                 const auto unpack = [&](const auto& products) {
-                    unpack_panel_of_codes(args, products, panel, next, (uint32_t*)to);
+                    unpack_quant_panel(args, products, panel, next, (uint32_t*)to);
                 };
-                in_digits(args) ? with_digits(args, 0, unpack) : with_fp8(args, 0, unpack);
+                splits_bytes(args) ? with_split_products(args, 0, unpack) : with_fp8_products(args, 0, unpack);
                 continue;
             }
-            pack_panel<M, T>(args, panel, next, 0, depth, to);
-            if constexpr (kCoded<M>) gather_scales(args, panel, (float*)(to + depth * kPanel));
+            pack_panel<Mma, T>(args, panel, next, 0, k, to);
+            if constexpr (kIsInt8<Mma>) gather_scales(args, panel, (float*)(to + k * kPanelN));
         }
     });
 }
 
 // Rows of a GGUF to panels of as many bytes.
-inline void arrange_panels(const Linear& args, int64_t panel, int64_t stop, void* out) {
-    with_products(args, [&]<class M, class T>() {
-        if constexpr (!kCoded<M>)
+inline void prepack_block_panels(const Linear& args, int64_t panel, int64_t stop, void* out) {
+    with_mma(args, [&]<class Mma, class T>() {
+        if constexpr (!kIsInt8<Mma>)
             with_panels(args.packing, [&]<class Format>(const int8_t*) {
                 for (; panel < stop; panel++)
-                    arrange_panel<M, T, Format>(args, panel, (uint8_t*)out + panel * block_panel_bytes(args));
+                    prepack_block_panel<Mma, T, Format>(args, panel, (uint8_t*)out + panel * block_panel_bytes(args));
             });
     });
 }
 
 inline int64_t panel_bytes(const Linear& args) {
-    return with_products(args, [&]<class M, class T>() { return panel_bytes_of<M>(args); });
+    return with_mma(args, [&]<class Mma, class T>() { return panel_bytes_of<Mma>(args); });
 }
 
 }  // namespace

@@ -20,9 +20,9 @@ namespace {
 typedef int32_t Words __attribute__((vector_size(4 * W)));
 
 // Stretches of W rows.
-struct TakenRows {
-    alignas(64) int8_t codes[W][kTaken];
-    alignas(64) float scales[W][kTakenRuns], minimums[W][kTakenRuns];
+struct UnpackedRows {
+    alignas(64) int8_t quants[W][kChunkK];
+    alignas(64) float scales[W][kChunkRuns], minimums[W][kChunkRuns];
 };
 
 // out[i] = value i of each of W rows.
@@ -38,79 +38,81 @@ inline void transpose_floats(const float (&rows)[W][kCount], vf* out) {
 }
 
 // Two neighbouring depths of W columns, rounded to T, to where an operand has them.
-template <class M, class T>
-inline void put_depths(vf first, vf second, typename M::Operand* out) {
+template <class Mma, class T>
+inline void store_two_k(vf first, vf second, typename Mma::Operand* out) {
     if constexpr (__is_same(T, float)) {
-        store_int(out, as_int(first)), store_int(out + kPanel, as_int(second));
+        store_int(out, as_int(first)), store_int(out + kPanelN, as_int(second));
     } else {
         T rounded[2][W];
         store(rounded[0], first), store(rounded[1], second);
         const vi a = as_int(load(rounded[0])), b = as_int(load(rounded[1]));
-        if constexpr (M::kPair == 1) store_int(out, a), store_int(out + kPanel, b);
+        if constexpr (Mma::kPair == 1) store_int(out, a), store_int(out + kPanelN, b);
         else store_int(out, (vi)(((Words)a >> 16 & 0xffff) | (Words)b));
     }
 }
 
-// Depths [from, stop) of the stretch, multiples of kLeastRun, to `out`, where the first of them goes. Floats: codes are
-// FP8's. number(code, depth) is what goes there.
-template <class M, class T, bool Floats, class Number>
-inline void put_numbers(const TakenRows& taken, int64_t from, int64_t stop, typename M::Operand* out, Number number) {
+// Depths [from, stop) of the stretch, multiples of kLeastRun, to `out`, where the first of them goes. FloatMma: codes
+// are FP8's. number(code, depth) is what goes there.
+template <class Mma, class T, bool IsFp8, class Number>
+inline void store_numbers(const UnpackedRows& unpacked, int64_t from, int64_t stop, typename Mma::Operand* out,
+                          Number number) {
     constexpr int kEach = W * 4;  // codes of a row that are put in order together
-    for (int64_t d = from / kEach * kEach; d < stop; d += kEach) {
+    for (int64_t kk = from / kEach * kEach; kk < stop; kk += kEach) {
         vi r[W];
-        for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)(taken.codes[i] + d));
+        for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)(unpacked.quants[i] + kk));
         transpose(r);
         for (int i = 0; i < W; i++) {
-            const int64_t depth = d + 4 * i;
-            if (depth < from || depth >= stop) continue;
-            const Words codes = (Words)r[i];
-            const auto made = [&](Words code) {
-                return number(Floats ? from_e4m3((vi)code) : to_float((vi)code), depth / kLeastRun);
+            const int64_t k = kk + 4 * i;
+            if (k < from || k >= stop) continue;
+            const Words quants = (Words)r[i];
+            const auto made = [&](Words quant) {
+                return number(IsFp8 ? from_e4m3((vi)quant) : to_float((vi)quant), k / kLeastRun);
             };
-            typename M::Operand* to = out + (depth - from) / M::kPair * kPanel;
-            put_depths<M, T>(made(codes << 24 >> 24), made(codes << 16 >> 24), to);
-            put_depths<M, T>(made(codes << 8 >> 24), made(codes >> 24), to + 2 / M::kPair * kPanel);
+            typename Mma::Operand* to = out + (k - from) / Mma::kPair * kPanelN;
+            store_two_k<Mma, T>(made(quants << 24 >> 24), made(quants << 16 >> 24), to);
+            store_two_k<Mma, T>(made(quants << 8 >> 24), made(quants >> 24), to + 2 / Mma::kPair * kPanelN);
         }
     }
 }
 
-template <class M, class T, bool Floats>
-inline void put_taken(const TakenRows& taken, int64_t from, int64_t stop, typename M::Operand* out) {
-    vf scales[kTakenRuns], minimums[kTakenRuns];
-    transpose_floats(taken.scales, scales), transpose_floats(taken.minimums, minimums);
-    put_numbers<M, T, Floats>(taken, from, stop, out,
-                              [&](vf code, int64_t run) { return fma(code, scales[run], minimums[run]); });
+template <class Mma, class T, bool IsFp8>
+inline void store_unpacked(const UnpackedRows& unpacked, int64_t from, int64_t stop, typename Mma::Operand* out) {
+    vf scales[kChunkRuns], minimums[kChunkRuns];
+    transpose_floats(unpacked.scales, scales), transpose_floats(unpacked.minimums, minimums);
+    store_numbers<Mma, T, IsFp8>(unpacked, from, stop, out,
+                                 [&](vf quant, int64_t run) { return fma(quant, scales[run], minimums[run]); });
 }
 
-// kTaken depths from `at` on, or those that are left, of W columns of a panel.
-inline void take_rows(const Linear& args, int64_t panel, int c, int64_t at, TakenRows& taken) {
-    const int64_t here = smaller(kTaken, args.depth - at);
-    const uint8_t* packed = (const uint8_t*)args.w + at * args.w_stride / args.depth;  // a row is blocks of one size
+// kChunkK depths from `at` on, or those that are left, of W columns of a panel.
+inline void unpack_rows(const Linear& args, int64_t panel, int c, int64_t at, UnpackedRows& unpacked) {
+    const int64_t here = smaller(kChunkK, args.k - at);
+    const uint8_t* packed = (const uint8_t*)args.w + at * args.w_stride / args.k;  // a row is blocks of one size
     for (int i = 0; i < W; i++) {
         const int64_t row = weight_row(args, panel, c + i);
-        if (row < args.columns) {
-            take_apart(args.packing, packed + row * args.w_stride, here, taken.codes[i], taken.scales[i],
-                       taken.minimums[i]);
+        if (row < args.n) {
+            unpack_quants(args.packing, packed + row * args.w_stride, here, unpacked.quants[i], unpacked.scales[i],
+                          unpacked.minimums[i]);
         } else {
-            memset(taken.codes[i], 0, sizeof taken.codes[i]);
-            memset(taken.scales[i], 0, sizeof taken.scales[i]), memset(taken.minimums[i], 0, sizeof taken.minimums[i]);
+            memset(unpacked.quants[i], 0, sizeof unpacked.quants[i]);
+            memset(unpacked.scales[i], 0, sizeof unpacked.scales[i]),
+                memset(unpacked.minimums[i], 0, sizeof unpacked.minimums[i]);
         }
     }
 }
 
-// Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel].
-template <class M, class T>
-inline void unpack_panel(const Linear& args, int64_t panel, int64_t start, int64_t stop, typename M::Operand* out) {
-    const int64_t first = start * M::kPair, end = smaller(stop * M::kPair, args.depth);
-    TakenRows taken;
-    for (int c = 0; c < kPanel; c += W) {
-        for (int64_t at = first / kTaken * kTaken; at < end; at += kTaken) {
-            const int64_t here = smaller(kTaken, args.depth - at), from = at < first ? first - at : 0;
-            take_rows(args, panel, c, at, taken);
+// Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanelN].
+template <class Mma, class T>
+inline void unpack_panel(const Linear& args, int64_t panel, int64_t start, int64_t stop, typename Mma::Operand* out) {
+    const int64_t first = start * Mma::kPair, end = smaller(stop * Mma::kPair, args.k);
+    UnpackedRows unpacked;
+    for (int c = 0; c < kPanelN; c += W) {
+        for (int64_t at = first / kChunkK * kChunkK; at < end; at += kChunkK) {
+            const int64_t here = smaller(kChunkK, args.k - at), from = at < first ? first - at : 0;
+            unpack_rows(args, panel, c, at, unpacked);
             const int64_t stop_here = smaller(here, end - at);
-            typename M::Operand* to = out + ((at + from) / M::kPair - start) * kPanel + c;
-            if (is_fp8(args.packing)) put_taken<M, T, true>(taken, from, stop_here, to);
-            else put_taken<M, T, false>(taken, from, stop_here, to);
+            typename Mma::Operand* to = out + ((at + from) / Mma::kPair - start) * kPanelN + c;
+            if (is_fp8(args.packing)) store_unpacked<Mma, T, true>(unpacked, from, stop_here, to);
+            else store_unpacked<Mma, T, false>(unpacked, from, stop_here, to);
         }
     }
 }

@@ -13,7 +13,7 @@
 
 #include "kernels.h"
 #include "matmul/block_panels.h"
-#include "matmul/code_panels.h"
+#include "matmul/quant_panels.h"
 #include "matmul/operands.h"
 #include "matmul/row_blocks.h"
 #include "simd/numeric.h"
@@ -21,26 +21,26 @@
 namespace batchgen {
 namespace {
 
-#ifdef BATCHGEN_DIGITS
+#ifdef BATCHGEN_SPLIT_BYTES
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
 typedef int8_t SmallInts __attribute__((vector_size(W)));
 
 // Codes are multiplied without a sign. Where there is no minimum, each is larger by this than what it stands for.
 template <class Format>
-constexpr int kCodesAbove = Format::Kind::kInTable ? 128 : Format::kOffset;
+constexpr int kQuantBias = Format::Kind::kInTable ? 128 : Format::kOffset;
 
 // ---- x in digits ---------------------------------------------------------------------------------------------------
 
 // What a format's runs are: depths, whether they have a minimum, and how much larger its codes are.
-struct DigitRuns {
-    int depths;
+struct RunLayout {
+    int k_count;
     bool minimums;
     int above;
 };
-inline DigitRuns digit_runs(BlockType type) {
-    DigitRuns runs{};
+inline RunLayout run_layout(BlockType type) {
+    RunLayout runs{};
     with_panels(type, [&]<class Format>(const int8_t*) {
-        runs = {Format::Block::kRun, Format::kMinimums, kCodesAbove<Format>};
+        runs = {Format::Block::kRun, Format::kMinimums, kQuantBias<Format>};
     });
     return runs;
 }
@@ -49,25 +49,23 @@ inline DigitRuns digit_runs(BlockType type) {
 // take depth / 2 words a row. Behind all of them are, of each tile, [runs, 2, rows of the tile]: the power of two of a
 // run, and the sum of its numbers; or where there is no minimum what the sum of products is too large by, as an
 // integer.
-inline int64_t digit_factors(const Linear& args) {
-    return 2 * args.rows * (args.depth / digit_runs(args.packing).depths);
-}
+inline int64_t num_run_factors(const Linear& args) { return 2 * args.m * (args.k / run_layout(args.packing).k_count); }
 inline uint32_t* factors_of_tile(const Linear& args, const void* packed_x, int64_t row) {
-    return (uint32_t*)packed_x + args.rows * args.depth / 2 + 2 * row * (args.depth / digit_runs(args.packing).depths);
+    return (uint32_t*)packed_x + args.m * args.k / 2 + 2 * row * (args.k / run_layout(args.packing).k_count);
 }
 
 // One of the tile's `count` rows. If it has a NaN or an infinity, all its results are NaN.
-inline void row_in_digits(const bf16* x, int64_t depth, const DigitRuns& runs, int64_t count, uint32_t* words,
-                          uint32_t* factors) {
+inline void split_row(const bf16* x, int64_t k, const RunLayout& runs, int64_t count, uint32_t* words,
+                      uint32_t* factors) {
     constexpr uint32_t kBias = 127, kBits = 15, kLeast = 28;  // of what is below 2^-98 digits are of 2^-113
     constexpr float kMagic = 12582912;  // added to a small number, its integer is in the lowest bits
-    const int vectors = runs.depths / W;
+    const int vectors = runs.k_count / W;
     Ints largest_of_all = {};
-    for (int64_t d = 0, run = 0; d < depth; d += runs.depths, run++) {
+    for (int64_t kk = 0, run = 0; kk < k; kk += runs.k_count, run++) {
         vf values[32 / W];
         Ints most = {};
         for (int v = 0; v < vectors; v++) {
-            values[v] = load(x + d + v * W);
+            values[v] = load(x + kk + v * W);
             const Ints magnitude = (Ints)as_int(values[v]) & 0x7fffffff;
             most = magnitude > most ? magnitude : most;
         }
@@ -91,7 +89,7 @@ inline void row_in_digits(const bf16* x, int64_t depth, const DigitRuns& runs, i
         factors[2 * run * count] = float_bits(power);
         const uint32_t too_large = uint32_t(-runs.above) * uint32_t(int64_t(sum_of_all));
         factors[(2 * run + 1) * count] = runs.minimums ? float_bits(sum_of_all * power) : too_large;
-        for (int i = 0; i < runs.depths; i += 4, words += 2 * count)
+        for (int i = 0; i < runs.k_count; i += 4, words += 2 * count)
             memcpy(words, upper + i, 4), memcpy(words + 1, lower + i, 4);
     }
     const vf in_order = as_float((vi)largest_of_all);
@@ -101,36 +99,35 @@ inline void row_in_digits(const bf16* x, int64_t depth, const DigitRuns& runs, i
         if (float_bits(number) >= 0x7f800000) factors[0] = 0x7fc00000;
 }
 
-inline void pack_digits(const Linear& args, int64_t tile, int64_t stop, void* out) {
-    const DigitRuns runs = digit_runs(args.packing);
+inline void pack_split_tiles(const Linear& args, int64_t tile, int64_t stop, void* out) {
+    const RunLayout runs = run_layout(args.packing);
     for (; tile < stop; tile++) {
-        const int64_t row = tile * kRowTile, count = smaller(kRowTile, args.rows - row);
-        uint32_t *words = (uint32_t*)out + row * args.depth / 2, *factors = factors_of_tile(args, out, row);
+        const int64_t row = tile * kTileM, count = smaller(kTileM, args.m - row);
+        uint32_t *words = (uint32_t*)out + row * args.k / 2, *factors = factors_of_tile(args, out, row);
         for (int64_t r = 0; r < count; r++)
-            row_in_digits((const bf16*)args.x + (row + r) * args.x_stride, args.depth, runs, count, words + 2 * r,
-                          factors + r);
+            split_row((const bf16*)args.x + (row + r) * args.x_stride, args.k, runs, count, words + 2 * r, factors + r);
     }
 }
 
 // ---- codes as an operand -------------------------------------------------------------------------------------------
 
-// Bytes without a sign for codes that a table tells what they stand for.
+// Int8Mma without a sign for codes that a table tells what they stand for.
 template <class Kind>
-struct CodeBytes {
-    explicit CodeBytes(const int8_t*) {}
-    vi operator()(Lanes codes) const { return (vi)codes; }
+struct QuantBytes {
+    explicit QuantBytes(const int8_t*) {}
+    vi operator()(Lanes quants) const { return (vi)quants; }
 };
 template <int Low, int High>
-struct CodeBytes<CodeKind<Low, High, CodesAre::InTable>> {
+struct QuantBytes<QuantKind<Low, High, QuantsAre::InTable>> {
     ByteTable table;
-    explicit CodeBytes(const int8_t* values) : table(values, 128) {}
-    vi operator()(Lanes codes) const { return table((vi)codes); }
+    explicit QuantBytes(const int8_t* values) : table(values, 128) {}
+    vi operator()(Lanes quants) const { return table((vi)quants); }
 };
 
 // Four depths of a panel: the operand of each vector of columns.
 template <class Kind>
-__attribute__((always_inline)) inline void group_codes(const uint8_t* low, const uint8_t* high, int group,
-                                                       const CodeBytes<Kind>& bytes, vi& first, vi& second) {
+__attribute__((always_inline)) inline void group_quants(const uint8_t* low, const uint8_t* high, int group,
+                                                        const QuantBytes<Kind>& bytes, vi& first, vi& second) {
     if constexpr (Kind::kLow + Kind::kHigh == 8) {
         first = load_int((const uint32_t*)low + group * W), second = load_int((const uint32_t*)high + group * W);
     } else {
@@ -146,13 +143,13 @@ __attribute__((always_inline)) inline void group_codes(const uint8_t* low, const
 
 // sink(group of four depths, first operand, second) of quad i of a stretch.
 template <class Kind, class Sink>
-__attribute__((always_inline)) inline void quad_of_codes(const CodeFormat& format, const CodeStretch& stretch,
-                                                         int64_t i, const CodeBytes<Kind>& bytes, Sink sink) {
-    const auto [low, high] = stretch.quad<Kind>(format, i);
+__attribute__((always_inline)) inline void quant_quad(const QuantFormat& format, const QuantChunk& chunk, int64_t i,
+                                                      const QuantBytes<Kind>& bytes, Sink sink) {
+    const auto [low, high] = chunk.quad<Kind>(format, i);
 #pragma GCC unroll 4
     for (int group = 0; group < 4; group++) {
         vi first, second;
-        group_codes<Kind>(low, high, group, bytes, first, second);
+        group_quants<Kind>(low, high, group, bytes, first, second);
         sink(group, first, second);
     }
 }
@@ -161,7 +158,7 @@ __attribute__((always_inline)) inline void quad_of_codes(const CodeFormat& forma
 
 // Sums of products of a run with MR rows.
 template <int MR>
-struct DigitSums {
+struct SplitSums {
     vi of[MR][2][2];  // upper and lower digits, of each vector of columns
     // factors: [2, count]. Where there is no minimum, what the sum will be too large by is taken off before anything is
     // added.
@@ -182,7 +179,7 @@ struct DigitSums {
             of[r][1][0] = dot_codes(lower, first, of[r][1][0]), of[r][1][1] = dot_codes(lower, second, of[r][1][1]);
         }
     }
-    // c [MR, kPanel] += the run's products. factors: [2, count].
+    // c [MR, kPanelN] += the run's products. factors: [2, count].
     template <bool Minimums>
     __attribute__((always_inline)) void put(const uint32_t* factors, int64_t count, const vf* scale, const vf* minimum,
                                             float* c) const {
@@ -201,44 +198,44 @@ struct DigitSums {
     }
 };
 
-// c [MR, kPanel] = rows of a tile of `count` times a panel, each code used as soon as it is there. next: the panel
+// c [MR, kPanelN] = rows of a tile of `count` times a panel, each code used as soon as it is there. next: the panel
 // after it.
 template <class Kind, int Run, bool Minimums, int MR>
-__attribute__((noinline)) void digits_of_codes(const CodeFormat& format, const uint8_t* panel, const uint8_t* next,
-                                               int64_t depth, const uint32_t* x, const uint32_t* factors, int64_t count,
-                                               float* c) {
-    const CodeBytes<Kind> bytes(format.table);
+__attribute__((noinline)) void small_m_split_product(const QuantFormat& format, const uint8_t* panel,
+                                                     const uint8_t* next, int64_t k, const uint32_t* x,
+                                                     const uint32_t* factors, int64_t count, float* c) {
+    const QuantBytes<Kind> bytes(format.table);
     RunScales scales;
-    memset(c, 0, MR * kPanel * sizeof *c);
-    for (int64_t at = 0; at < depth; at += kTaken) {
-        const CodeStretch stretch(format, panel, depth, at, next, scales);
-        for (int64_t run = 0; run < stretch.depths / Run; run++) {
-            DigitSums<MR> sums;
+    memset(c, 0, MR * kPanelN * sizeof *c);
+    for (int64_t at = 0; at < k; at += kChunkK) {
+        const QuantChunk chunk(format, panel, k, at, next, scales);
+        for (int64_t run = 0; run < chunk.k_count / Run; run++) {
+            SplitSums<MR> sums;
             sums.template begin<Minimums>(factors, count);
 #pragma GCC unroll 2
             for (int quad = 0; quad < Run / kQuad; quad++)
-                quad_of_codes<Kind>(format, stretch, run * (Run / kQuad) + quad, bytes,
-                                    [&](int, vi first, vi second) __attribute__((always_inline)) {
-                                        sums.add_products(x, first, second);
-                                        x += 2 * count;
-                                    });
+                quant_quad<Kind>(format, chunk, run * (Run / kQuad) + quad, bytes,
+                                 [&](int, vi first, vi second) __attribute__((always_inline)) {
+                                     sums.add_products(x, first, second);
+                                     x += 2 * count;
+                                 });
             sums.template put<Minimums>(factors, count, scales.scales[run], scales.minimums[run], c);
             factors += 2 * count;
         }
     }
 }
 
-// c [MR, kPanel] += rows of a tile of `count` times some runs of an operand.
+// c [MR, kPanelN] += rows of a tile of `count` times some runs of an operand.
 template <int Run, bool Minimums, int MR>
-__attribute__((noinline)) void digits_of_operand(const uint32_t* x, int64_t count, const uint32_t* b, int64_t runs,
-                                                 const RunScales& scales, const uint32_t* factors, float* c) {
+__attribute__((noinline)) void split_product(const uint32_t* x, int64_t count, const uint32_t* b, int64_t runs,
+                                             const RunScales& scales, const uint32_t* factors, float* c) {
     for (int64_t run = 0; run < runs; run++) {
-        DigitSums<MR> sums;
+        SplitSums<MR> sums;
         sums.template begin<Minimums>(factors, count);
 #pragma GCC unroll 4
         for (int group = 0; group < Run / 4; group++) {
             sums.add_products(x, load_int(b), load_int(b + W));
-            x += 2 * count, b += kPanel;
+            x += 2 * count, b += kPanelN;
         }
         sums.template put<Minimums>(factors, count, scales.scales[run], scales.minimums[run], c);
         factors += 2 * count;
@@ -247,120 +244,119 @@ __attribute__((noinline)) void digits_of_operand(const uint32_t* x, int64_t coun
 
 // ---- operands of some depths ---------------------------------------------------------------------------------------
 
-// Depths [at, at + kTaken) of a panel, or those that are left: out [depths / 4, kPanel], and their scales.
+// Depths [at, at + kChunkK) of a panel, or those that are left: out [depths / 4, kPanelN], and their scales.
 template <class Kind>
-__attribute__((noinline)) void operand_of_codes(const CodeFormat& format, const uint8_t* panel, const uint8_t* next,
-                                                int64_t depth, int64_t at, uint32_t* out, RunScales& scales) {
-    const CodeBytes<Kind> bytes(format.table);
-    const CodeStretch stretch(format, panel, depth, at, next, scales);
-    for (int64_t i = 0; i < stretch.depths / kQuad; i++, out += 4 * kPanel)
-        quad_of_codes<Kind>(format, stretch, i, bytes,
-                            [&](int group, vi first, vi second) __attribute__((always_inline)) {
-                                store_int(out + group * kPanel, first), store_int(out + group * kPanel + W, second);
-                            });
+__attribute__((noinline)) void quant_operand(const QuantFormat& format, const uint8_t* panel, const uint8_t* next,
+                                             int64_t k, int64_t at, uint32_t* out, RunScales& scales) {
+    const QuantBytes<Kind> bytes(format.table);
+    const QuantChunk chunk(format, panel, k, at, next, scales);
+    for (int64_t i = 0; i < chunk.k_count / kQuad; i++, out += 4 * kPanelN)
+        quant_quad<Kind>(format, chunk, i, bytes, [&](int group, vi first, vi second) __attribute__((always_inline)) {
+            store_int(out + group * kPanelN, first), store_int(out + group * kPanelN + W, second);
+        });
 }
 
-// As `operand_of_codes`, of rows as they lie.
+// As `quant_operand`, of rows as they lie.
 template <class Format>
-__attribute__((noinline)) void operand_of_rows(const Linear& args, const int8_t* table, int64_t panel, int64_t next,
-                                               int64_t at, uint32_t* out, RunScales& scales) {
+__attribute__((noinline)) void quant_operand_of_rows(const Linear& args, const int8_t* table, int64_t panel,
+                                                     int64_t next, int64_t at, uint32_t* out, RunScales& scales) {
     using Block = typename Format::Block;
-    const int64_t here = smaller(kTaken, args.depth - at), blocks = here / Block::kValues, runs = here / Block::kRun;
+    const int64_t here = smaller(kChunkK, args.k - at), blocks = here / Block::kValues, runs = here / Block::kRun;
     const int64_t here_bytes = blocks * Block::kBytes;
 #ifdef BATCHGEN_QUARTERS
-    if constexpr (Block::kCodesAt > 0) {
+    if constexpr (Block::kQuantsAt > 0) {
         using Kind = typename Format::Kind;
-        const CodeBytes<Kind> bytes(table);
-        uint8_t heads[kTaken / Block::kValues * Format::kScaleBytes] = {};
+        const QuantBytes<Kind> bytes(table);
+        uint8_t heads[kChunkK / Block::kValues * Format::kScaleBytes] = {};
         for (int part = 0; part < 2; part++)
-            words_of_rows<Format>(args, panel, next, part * W, at, heads, [&](int64_t depth, Lanes words) {
-                uint32_t* to = out + depth / 4 * kPanel + part * W;
+            words_of_rows<Format>(args, panel, next, part * W, at, heads, [&](int64_t k, Lanes words) {
+                uint32_t* to = out + k / 4 * kPanelN + part * W;
                 if constexpr (Block::kNibbles == 0) {
                     store_int(to, (vi)(words ^ 0x80808080u));
                 } else {
                     store_int(to, bytes(words & 0x0f0f0f0fu));
-                    store_int(to + Block::kNibbles / 4 * kPanel, bytes(words >> 4 & 0x0f0f0f0fu));
+                    store_int(to + Block::kNibbles / 4 * kPanelN, bytes(words >> 4 & 0x0f0f0f0fu));
                 }
             });
         return scales_of_runs<Format>(heads, Format::kScaleBytes, blocks, scales);
     }
 #endif
     (void)table;
-    TakenRows taken;
+    UnpackedRows unpacked;
     for (int part = 0; part < 2; part++) {
         for (int i = 0; i < W; i++) {
             const uint8_t* row =
                 row_at(args, panel, next, part * W + i, at / Block::kValues * Block::kBytes, here_bytes);
             if (!row) {
-                memset(taken.codes[i], -kCodesAbove<Format>, kTaken);
-                memset(taken.scales[i], 0, sizeof taken.scales[i]),
-                    memset(taken.minimums[i], 0, sizeof taken.minimums[i]);
+                memset(unpacked.quants[i], -kQuantBias<Format>, kChunkK);
+                memset(unpacked.scales[i], 0, sizeof unpacked.scales[i]),
+                    memset(unpacked.minimums[i], 0, sizeof unpacked.minimums[i]);
                 continue;
             }
             for (int64_t b = 0; b < blocks; b++)
-                Block::take_apart(row + b * Block::kBytes, taken.codes[i] + b * Block::kValues,
-                                  taken.scales[i] + b * Format::kRuns, taken.minimums[i] + b * Format::kRuns);
+                Block::unpack(row + b * Block::kBytes, unpacked.quants[i] + b * Block::kValues,
+                              unpacked.scales[i] + b * Format::kRuns, unpacked.minimums[i] + b * Format::kRuns);
         }
-        for (int64_t d = 0; d < here; d += 4 * W) {
+        for (int64_t kk = 0; kk < here; kk += 4 * W) {
             vi r[W];
 #pragma GCC unroll 16
-            for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)(taken.codes[i] + d));
+            for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)(unpacked.quants[i] + kk));
             transpose(r);
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++)
-                if (d + 4 * i < here)
-                    store_int(out + (d / 4 + i) * kPanel + part * W, (vi)((Quads)r[i] + uint8_t(kCodesAbove<Format>)));
+                if (kk + 4 * i < here)
+                    store_int(out + (kk / 4 + i) * kPanelN + part * W, (vi)((Quads)r[i] + uint8_t(kQuantBias<Format>)));
         }
-        vf of_runs[kTakenRuns];
-        transpose_floats(taken.scales, of_runs);
+        vf of_runs[kChunkRuns];
+        transpose_floats(unpacked.scales, of_runs);
         for (int64_t i = 0; i < runs; i++) scales.scales[i][part] = of_runs[i];
         if (!Format::kMinimums) continue;
-        transpose_floats(taken.minimums, of_runs);
+        transpose_floats(unpacked.minimums, of_runs);
         for (int64_t i = 0; i < runs; i++) scales.minimums[i][part] = of_runs[i];
     }
 }
 
 template <class Format>
-struct DigitProducts {
+struct SplitProducts {
     using Kind = typename Format::Kind;
-    static constexpr int kDepths = 4, kFewRows = kCodeRows, kRun = Format::Block::kRun;
+    static constexpr int kKPerWord = 4, kSmallM = kScaledTileM, kRun = Format::Block::kRun;
     const Linear& args;
-    CodeFormat format;
+    QuantFormat format;
     const uint32_t *x, *factors;
 
-    DigitProducts(const Linear& args, const int8_t* table, int64_t row)
-        : args(args), format(code_format<Format>(table)) {
-        x = (const uint32_t*)args.packed_x + row * args.depth / 2, factors = factors_of_tile(args, args.packed_x, row);
+    SplitProducts(const Linear& args, const int8_t* table, int64_t row)
+        : args(args), format(quant_format<Format>(table)) {
+        x = (const uint32_t*)args.packed_x + row * args.k / 2, factors = factors_of_tile(args, args.packed_x, row);
     }
     void operand(int64_t panel, int64_t next, int64_t at, uint32_t* out, RunScales& scales) const {
-        if (!args.packed) return operand_of_rows<Format>(args, format.table, panel, next, at, out, scales);
-        operand_of_codes<Kind>(format, block_panel(args, panel), block_panel(args, next), args.depth, at, out, scales);
+        if (!args.packed) return quant_operand_of_rows<Format>(args, format.table, panel, next, at, out, scales);
+        quant_operand<Kind>(format, block_panel(args, panel), block_panel(args, next), args.k, at, out, scales);
     }
     template <int MR>
-    void few(int64_t panel, int64_t next, float* c) const {
-        digits_of_codes<Kind, kRun, Format::kMinimums, MR>(format, block_panel(args, panel), block_panel(args, next),
-                                                           args.depth, x, factors, MR, c);
+    void small_m(int64_t panel, int64_t next, float* c) const {
+        small_m_split_product<Kind, kRun, Format::kMinimums, MR>(format, block_panel(args, panel),
+                                                                 block_panel(args, next), args.k, x, factors, MR, c);
     }
     template <int MR>
-    void some(int64_t r, int64_t i, int64_t count, int64_t at, int64_t depths, const uint32_t* b,
+    void tile(int64_t r, int64_t i, int64_t count, int64_t at, int64_t k_count, const uint32_t* b,
               const RunScales& scales, float* c) const {
-        const uint32_t* tile = x + r * args.depth / 2 + at / 2 * count;
-        const uint32_t* of_tile = factors + 2 * (r * (args.depth / kRun) + at / kRun * count);
-        digits_of_operand<kRun, Format::kMinimums, MR>(tile + 2 * i, count, b, depths / kRun, scales, of_tile + i, c);
+        const uint32_t* tile = x + r * args.k / 2 + at / 2 * count;
+        const uint32_t* of_tile = factors + 2 * (r * (args.k / kRun) + at / kRun * count);
+        split_product<kRun, Format::kMinimums, MR>(tile + 2 * i, count, b, k_count / kRun, scales, of_tile + i, c);
     }
 };
 
 template <class F>
-inline void with_digits(const Linear& args, int64_t row, F f) {
+inline void with_split_products(const Linear& args, int64_t row, F f) {
     with_panels(args.packing, [&]<class Format>(const int8_t* table) {
-        if constexpr (!Format::Kind::kFloat8) f(DigitProducts<Format>(args, table, row));
+        if constexpr (!Format::Kind::kFloat8) f(SplitProducts<Format>(args, table, row));
     });
 }
 #else  // named, but never called
-inline int64_t digit_factors(const Linear&) { return 0; }
-inline void pack_digits(const Linear&, int64_t, int64_t, void*) {}
+inline int64_t num_run_factors(const Linear&) { return 0; }
+inline void pack_split_tiles(const Linear&, int64_t, int64_t, void*) {}
 template <class F>
-void with_digits(const Linear&, int64_t, F) {}
+void with_split_products(const Linear&, int64_t, F) {}
 #endif
 
 }  // namespace

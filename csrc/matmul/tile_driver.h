@@ -26,13 +26,13 @@ constexpr int64_t kMostRows = 512;   // of a block: 1 MiB of x, and half as much
 constexpr int64_t kRegisterBytes = 1024;
 
 // Values of x in a step.
-template <class M>
-constexpr int64_t kStepValues = M::kPair * kStep;
+template <class Mma>
+constexpr int64_t kStepValues = Mma::kPair * kStep;
 
-template <class M>
-struct DepthCut {
+template <class Mma>
+struct KBlocking {
     int64_t steps, block;  // all steps, and those of a block
-    explicit DepthCut(const Linear& args) : steps((args.depth + kStepValues<M> - 1) / kStepValues<M>) {
+    explicit KBlocking(const Linear& args) : steps((args.k + kStepValues<Mma> - 1) / kStepValues<Mma>) {
         const int64_t blocks = (steps + kBlockSteps - 1) / kBlockSteps;
         block = (steps + blocks - 1) / blocks;
     }
@@ -40,55 +40,59 @@ struct DepthCut {
 
 // Whether x is put in order first: to be made codes, to fill up the last step with zeros, and where rows as they lie
 // would take each other's places in the caches, being far apart, or by multiples of a page.
-template <class M>
+template <class Mma>
 inline bool packs_rows(const Linear& args) {
-    return kCoded<M> || args.depth % kStepValues<M> != 0 ||
-           (args.rows > kStep && (args.depth > kStepValues<M> * kBlockSteps || args.x_stride * 2 % 4096 == 0));
+    return kIsInt8<Mma> || args.k % kStepValues<Mma> != 0 ||
+           (args.m > kStep && (args.k > kStepValues<Mma> * kBlockSteps || args.x_stride * 2 % 4096 == 0));
 }
 
-inline int64_t row_groups(const Linear& args) { return (args.rows + kStep - 1) / kStep; }
+inline int64_t row_groups(const Linear& args) { return (args.m + kStep - 1) / kStep; }
 
-template <class M>
+template <class Mma>
 inline LinearCut tile_cut(const Linear& args) {
-    const DepthCut<M> cut(args);
+    const KBlocking<Mma> cut(args);
     const int64_t packed =
-        row_groups(args) * cut.steps * kRegisterBytes + (kCoded<M> ? CodedRows::bytes_beside(args) : 0);
+        row_groups(args) * cut.steps * kRegisterBytes + (kIsInt8<Mma> ? QuantizedX::bytes_beside(args) : 0);
     const bool one = cut.block == cut.steps;
-    return {
-        2 * kStep, kMostRows, one ? 1 : kBlockPanels, one ? INT32_MAX : kBlockPanels, packs_rows<M>(args) ? packed : 0,
-        kStep,     false};
+    return {2 * kStep,
+            kMostRows,
+            one ? 1 : kBlockPanels,
+            one ? INT32_MAX : kBlockPanels,
+            packs_rows<Mma>(args) ? packed : 0,
+            kStep,
+            false};
 }
 
 // Where registers of x that is put in order lie.
-template <class M>
+template <class Mma>
 inline uint8_t* packed_registers(const Linear& args, const void* at) {
-    return kCoded<M> ? CodedRows(args, at).codes : (uint8_t*)at;
+    return kIsInt8<Mma> ? QuantizedX(args, at).quants : (uint8_t*)at;
 }
 
 // Groups [group, stop) of 16 rows of x, as registers take them: [blocks, groups, steps of the block] of them.
-template <class M, class T>
+template <class Mma, class T>
 inline void pack_tile_rows(const Linear& args, int64_t group, int64_t stop, void* out) {
-    const DepthCut<M> cut(args);
+    const KBlocking<Mma> cut(args);
     const int64_t groups = row_groups(args);
-    uint8_t* registers = packed_registers<M>(args, out);
-    for (int64_t r = group * kStep; r < smaller(stop * kStep, args.rows); r++) {
+    uint8_t* registers = packed_registers<Mma>(args, out);
+    for (int64_t r = group * kStep; r < smaller(stop * kStep, args.m); r++) {
         const T* x = (const T*)args.x + r * args.x_stride;
-        const RowValues<T> values{x, args.depth, kCoded<M> && is_rotated(args)};
+        const RowValues<T> values{x, args.k, kIsInt8<Mma> && is_rotated(args)};
         float steps_of_row = 0;
-        if constexpr (kCoded<M>) {
+        if constexpr (kIsInt8<Mma>) {
             const RowScale row(values);
-            CodedRows(args, out).scales[r] = row.scale, CodedRows(args, out).excess[r] = 0;
+            QuantizedX(args, out).scales[r] = row.scale, QuantizedX(args, out).excess[r] = 0;
             steps_of_row = row.steps;
         }
         for (int64_t step = 0; step < cut.steps; step++) {
             const int64_t from = step / cut.block * cut.block, each = smaller(cut.block, cut.steps - from);
             uint8_t* to =
                 registers + (from * groups + r / kStep * each + step - from) * kRegisterBytes + r % kStep * 64;
-            const int64_t first = step * kStepValues<M>;
-            if constexpr (kCoded<M>) {
-                put_codes(values, first, steps_of_row, (Code*)to);
+            const int64_t first = step * kStepValues<Mma>;
+            if constexpr (kIsInt8<Mma>) {
+                store_quantized(values, first, steps_of_row, (Code*)to);
             } else {
-                const int64_t bytes = smaller(64, (args.depth - first) * 2);
+                const int64_t bytes = smaller(64, (args.k - first) * 2);
                 if (bytes < 64) memset(to, 0, 64);
                 memcpy(to, x + first, bytes);
             }
@@ -97,22 +101,22 @@ inline void pack_tile_rows(const Linear& args, int64_t group, int64_t stop, void
 }
 
 // Steps [from, stop), a block, of the rows from `row` on, a multiple of 16.
-template <class M>
+template <class Mma>
 inline TileOperand rows_of(const Linear& args, int64_t row, int64_t from, int64_t stop) {
     if (args.packed_x) {
         const int64_t groups = row_groups(args), each = (stop - from) * kRegisterBytes;
-        const uint8_t* registers = packed_registers<M>(args, args.packed_x);
+        const uint8_t* registers = packed_registers<Mma>(args, args.packed_x);
         return {registers + from * groups * kRegisterBytes + row / kStep * each, each, kRegisterBytes, 64};
     }
     const int64_t stride = args.x_stride * 2;
     return {(const uint8_t*)args.x + row * stride + from * 64, kStep * stride, 64, stride};
 }
 
-template <class M>
-constexpr TileProduct kTileProduct = kCoded<M> ? TileProduct::I8 : TileProduct::BF16;
+template <class Mma>
+constexpr TileProduct kTileProduct = kIsInt8<Mma> ? TileProduct::I8 : TileProduct::BF16;
 
-// c [rows, kPanel] = a b, or with `add` + a b. ahead: another panel's steps, to be fetched meanwhile, or null.
-template <class M>
+// c [rows, kPanelN] = a b, or with `add` + a b. ahead: another panel's steps, to be fetched meanwhile, or null.
+template <class Mma>
 inline void tile_panel(Tiles& tiles, int64_t rows, TileOperand a, TileOperand b, int64_t steps, float* c, bool add,
                        const uint8_t* ahead) {
     const int64_t at_once = 2 * kStep, whole = rows / at_once * at_once, turns = (rows + at_once - 1) / at_once;
@@ -124,8 +128,8 @@ inline void tile_panel(Tiles& tiles, int64_t rows, TileOperand a, TileOperand b,
         tiles.configure(int(count));
         const TileOperand left{a.at + row / kStep * a.half + from * a.step, a.half, a.step, a.stride};
         const TileOperand right{b.at + from * b.step, b.half, b.step, b.stride};
-        tile_block<kTileProduct<M>>(tiles, count, kPanel, left, right, stop - from, c + row * kPanel, kPanel,
-                                    add || from, fetched);
+        tile_block<kTileProduct<Mma>>(tiles, count, kPanelN, left, right, stop - from, c + row * kPanelN, kPanelN,
+                                      add || from, fetched);
     };
     const int64_t parts = whole > at_once ? (steps + kNearSteps - 1) / kNearSteps : 1,
                   part = (steps + parts - 1) / parts;
@@ -134,66 +138,66 @@ inline void tile_panel(Tiles& tiles, int64_t rows, TileOperand a, TileOperand b,
     if (whole < rows) block(whole, rows - whole, 0, steps);
 }
 
-template <class M>
+template <class Mma>
 struct TileScratch {
     uint32_t* b;
     float* c;
     TileScratch(const Linear& args, int64_t rows, int64_t panels, Carve& carve) {
-        const DepthCut<M> cut(args);
-        b = carve.take<uint32_t>(cut.block * kStep * kPanel);
-        c = carve.take<float>((cut.block == cut.steps ? 1 : panels) * rows * kPanel);
+        const KBlocking<Mma> cut(args);
+        b = carve.take<uint32_t>(cut.block * kStep * kPanelN);
+        c = carve.take<float>((cut.block == cut.steps ? 1 : panels) * rows * kPanelN);
     }
 };
 
-template <class M, class T, class O>
+template <class Mma, class T, class O>
 inline void linear_tiles(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop,
                          int64_t next_panel, void* scratch) {
-    const DepthCut<M> cut(args);
-    const int64_t depth = packed_depth<M>(args), rows = row_stop - row;
+    const KBlocking<Mma> cut(args);
+    const int64_t k = packed_k<Mma>(args), rows = row_stop - row;
     Carve carve{(uint8_t*)scratch};
-    const TileScratch<M> s(args, rows, panel_stop - panel, carve);
-    const auto packed = [&](int64_t p, int64_t step) { return packed_panel<M>(args, p) + step * kStep * kPanel; };
+    const TileScratch<Mma> s(args, rows, panel_stop - panel, carve);
+    const auto packed = [&](int64_t p, int64_t step) { return packed_panel<Mma>(args, p) + step * kStep * kPanelN; };
     const auto operand = [](const uint32_t* b) {
-        return TileOperand{(const uint8_t*)b, 64, kStep * kPanel * 4, kPanel * 4};
+        return TileOperand{(const uint8_t*)b, 64, kStep * kPanelN * 4, kPanelN * 4};
     };
     Tiles tiles;
     for (int64_t from = 0; from < cut.steps; from += cut.block) {
-        const int64_t stop = smaller(cut.steps, from + cut.block), end = smaller(stop * kStep, depth);
-        const TileOperand a = rows_of<M>(args, row, from, stop);
+        const int64_t stop = smaller(cut.steps, from + cut.block), end = smaller(stop * kStep, k);
+        const TileOperand a = rows_of<Mma>(args, row, from, stop);
         for (int64_t p = panel; p < panel_stop; p++) {
-            float* c = s.c + (cut.block == cut.steps ? 0 : (p - panel) * rows * kPanel);
+            float* c = s.c + (cut.block == cut.steps ? 0 : (p - panel) * rows * kPanelN);
             // Steps of the panel as it lies; those after them are in s.b, with zeros where the depth ends within a
             // step.
             const int64_t whole = is_operand(args) ? end / kStep - from : 0, begin = (from + whole) * kStep;
             const int64_t next = p + 1 < panel_stop ? p + 1 : next_panel;
-            if (!is_operand(args)) pack_panel<M, T>(args, p, next, begin, end, s.b);
-            else if (begin < end) memcpy(s.b, packed(p, from + whole), (end - begin) * kPanel * 4);
-            memset(s.b + (end - begin) * kPanel, 0, (stop * kStep - end) * kPanel * 4);
+            if (!is_operand(args)) pack_panel<Mma, T>(args, p, next, begin, end, s.b);
+            else if (begin < end) memcpy(s.b, packed(p, from + whole), (end - begin) * kPanelN * 4);
+            memset(s.b + (end - begin) * kPanelN, 0, (stop * kStep - end) * kPanelN * 4);
             const uint8_t* ahead = nullptr;
             if (args.packing != BlockType::F32) ahead = nullptr;  // the panel after it lies nowhere
             else if (p + 1 < panel_stop) ahead = (const uint8_t*)packed(p + 1, from);
             else ahead = (const uint8_t*)(stop < cut.steps ? packed(panel, stop) : packed(next_panel, 0));
-            if (whole) tile_panel<M>(tiles, rows, a, operand(packed(p, from)), whole, c, from, ahead);
+            if (whole) tile_panel<Mma>(tiles, rows, a, operand(packed(p, from)), whole, c, from, ahead);
             if (begin < end) {
                 const TileOperand rest{a.at + whole * a.step, a.half, a.step, a.stride};
-                tile_panel<M>(tiles, rows, rest, operand(s.b), stop - from - whole, c, from || whole, nullptr);
+                tile_panel<Mma>(tiles, rows, rest, operand(s.b), stop - from - whole, c, from || whole, nullptr);
             }
-            if (stop == cut.steps) finish<M, T, O>(args, row, p, rows, c);
+            if (stop == cut.steps) finish<Mma, T, O>(args, row, p, rows, c);
         }
     }
 }
 #else  // named, but never called
-template <class M>
+template <class Mma>
 inline LinearCut tile_cut(const Linear&) {
     return {};
 }
-template <class M>
+template <class Mma>
 struct TileScratch {
     TileScratch(const Linear&, int64_t, int64_t, Carve&) {}
 };
-template <class M, class T, class O>
+template <class Mma, class T, class O>
 void linear_tiles(const Linear&, int64_t, int64_t, int64_t, int64_t, int64_t, void*) {}
-template <class M, class T>
+template <class Mma, class T>
 inline void pack_tile_rows(const Linear&, int64_t, int64_t, void*) {}
 #endif
 

@@ -100,9 +100,9 @@ inline void tile_block(Tiles& tiles, int64_t rows, int64_t columns, TileOperand 
 
 // `product` of matmul/micro_kernel.h for up to 32 rows. Both operands go on with zeros, or A with zeros and B with
 // numbers, to whole steps.
-template <class M>
+template <class Mma>
 inline void product(Tiles& tiles, const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b,
-                    int64_t b_stride, int64_t columns, int64_t depth, float* c, int64_t c_stride, const float* scale) {
+                    int64_t b_stride, int64_t columns, int64_t k, float* c, int64_t c_stride, const float* scale) {
     for (int64_t r = 0; scale && r < rows; r++) {
         if (scale[r] == 1) continue;
         float* row = c + r * c_stride;
@@ -112,8 +112,7 @@ inline void product(Tiles& tiles, const uint32_t* a, int64_t a_stride, int64_t r
     const TileOperand left{(const uint8_t*)a, kStep * a_stride * 4, kStep * 4, a_stride * 4};
     for (int64_t n = 0; n < columns; n += 2 * kStep) {
         const TileOperand right{(const uint8_t*)(b + n), kStep * 4, kStep * b_stride * 4, b_stride * 4};
-        tile_block(tiles, rows, columns - n, left, right, (depth + kStep - 1) / kStep, c + n, c_stride,
-                   scale != nullptr);
+        tile_block(tiles, rows, columns - n, left, right, (k + kStep - 1) / kStep, c + n, c_stride, scale != nullptr);
     }
 }
 

@@ -22,13 +22,13 @@ struct BlockShape {
     static constexpr bool kFloats = false;  // codes are numbers of FP8 (quant/fp8.h), and not integers
     // Where a block has its codes, if nothing is to be put together for them: bytes, or nibbles, the low ones of
     // kNibbles bytes before the high ones. 0: there is.
-    static constexpr int kCodesAt = 0, kNibbles = 0;
+    static constexpr int kQuantsAt = 0, kNibbles = 0;
 };
 
-// The same, of formats with a kCodesAt.
+// The same, of formats with a kQuantsAt.
 template <int Values, int Bytes, int Run, int CodesAt, int Nibbles>
 struct PlainShape : BlockShape<Values, Bytes, Run> {
-    static constexpr int kCodesAt = CodesAt, kNibbles = Nibbles;
+    static constexpr int kQuantsAt = CodesAt, kNibbles = Nibbles;
 };
 
 inline float half_at(const uint8_t* p) {
@@ -52,12 +52,12 @@ inline void bits_of(const Some& bytes, int shift, Some& out) {
 }
 
 // 32 values, the first half of them in the low nibbles, less an offset.
-inline void nibble_halves(const uint8_t* p, int8_t* codes, uint8_t offset = 0) {
+inline void nibble_halves(const uint8_t* p, int8_t* quants, uint8_t offset = 0) {
     Bytes16 bytes;
     memcpy(&bytes, p, 16);
     const Bytes16 low = (bytes & 15) - offset, high = (bytes >> 4) - offset;
-    memcpy(codes, &low, 16);
-    memcpy(codes + 16, &high, 16);
+    memcpy(quants, &low, 16);
+    memcpy(quants + 16, &high, 16);
 }
 
 #ifndef BATCHGEN_BYTES_OF_BITS
@@ -76,15 +76,15 @@ inline void bytes_of_bits(const uint8_t* p, uint8_t* out) {
 // As `nibble_halves`, with the 32 bits at `fifth` above the nibbles; Signed: less 16, so that upper bits are ones where
 // it is 0.
 template <bool Signed>
-inline void five_bit_halves(const uint8_t* p, const uint8_t* fifth, int8_t* codes) {
+inline void five_bit_halves(const uint8_t* p, const uint8_t* fifth, int8_t* quants) {
     uint8_t set[32];
     bytes_of_bits(fifth, set);
     Bytes16 bytes, upper[2];
     memcpy(&bytes, p, 16), memcpy(upper, set, 32);
     const Bytes16 low = (bytes & 15) | (Signed ? ~upper[0] & 0xf0 : upper[0] & 0x10);
     const Bytes16 high = (bytes >> 4) | (Signed ? ~upper[1] & 0xf0 : upper[1] & 0x10);
-    memcpy(codes, &low, 16);
-    memcpy(codes + 16, &high, 16);
+    memcpy(quants, &low, 16);
+    memcpy(quants + 16, &high, 16);
 }
 
 // The 4-bit floats of OCP's microscaling formats, times two; and the values of the IQ4 formats.
@@ -93,19 +93,19 @@ constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 
 
 // As `nibble_halves`, what they stand for; Indexes: where in the table that is.
 template <bool Indexes>
-inline void table_halves(const int8_t* table, const uint8_t* p, int8_t* codes) {
-    if constexpr (Indexes) return nibble_halves(p, codes);
+inline void table_halves(const int8_t* table, const uint8_t* p, int8_t* quants) {
+    if constexpr (Indexes) return nibble_halves(p, quants);
     Bytes16 bytes;
     memcpy(&bytes, p, 16);
     const Bytes16 low = bytes & 15, high = bytes >> 4;
-    look_up(table, (const uint8_t*)&low, codes);
-    look_up(table, (const uint8_t*)&high, codes + 16);
+    look_up(table, (const uint8_t*)&low, quants);
+    look_up(table, (const uint8_t*)&high, quants + 16);
 }
 
 constexpr int kLeastRun = 16;  // values that have the same scale and minimum, in every format
 
-constexpr int64_t kTaken = 256;  // values of a row at a time: whole blocks of every format
-constexpr int64_t kTakenRuns = kTaken / kLeastRun;
+constexpr int64_t kChunkK = 256;  // values of a row at a time: whole blocks of every format
+constexpr int64_t kChunkRuns = kChunkK / kLeastRun;
 
 }  // namespace
 }  // namespace batchgen

@@ -16,61 +16,61 @@ namespace {
 
 // Numbers of a run of codes.
 template <class Block, class T>
-inline void put_run(const int8_t* codes, vf scale, vf minimum, T* out) {
+inline void store_run(const int8_t* quants, vf scale, vf minimum, T* out) {
     for (int i = 0; i < Block::kRun; i += W) {
-        const vf numbers = Block::kFloats ? from_e4m3(load_bytes((const uint8_t*)codes + i)) : load(codes + i);
+        const vf numbers = Block::kFloats ? from_e4m3(load_bytes((const uint8_t*)quants + i)) : load(quants + i);
         store(out + i, fma(numbers, scale, minimum));
     }
 }
 
 template <class Block, class T>
-inline void unpack_row(const uint8_t* packed, int64_t n, T* out) {
+inline void dequantize_blocks(const uint8_t* packed, int64_t n, T* out) {
     constexpr int kRuns = Block::kValues / Block::kRun;
     float scales[kRuns], minimums[kRuns];
     for (float& minimum : minimums) minimum = -0.0f;  // of formats that have none
     for (int64_t done = 0; done < n; done += Block::kValues, packed += Block::kBytes) {
-        alignas(64) int8_t codes[Block::kValues];
-        Block::take_apart(packed, codes, scales, minimums);
+        alignas(64) int8_t quants[Block::kValues];
+        Block::unpack(packed, quants, scales, minimums);
         for (int run = 0; run < kRuns; run++, out += Block::kRun)
-            put_run<Block>(codes + run * Block::kRun, set1(scales[run]), set1(minimums[run]), out);
+            store_run<Block>(quants + run * Block::kRun, set1(scales[run]), set1(minimums[run]), out);
     }
 }
 
 // Codes of n values of a row, and the scale and minimum of each kLeastRun of them.
 template <class Block>
-inline void take_row_apart(const uint8_t* packed, int64_t n, int8_t* codes, float* scales, float* minimums) {
+inline void unpack_quants(const uint8_t* packed, int64_t n, int8_t* quants, float* scales, float* minimums) {
     constexpr int kRuns = Block::kValues / Block::kRun, kEach = Block::kRun / kLeastRun;
     float own_scales[kRuns], own_minimums[kRuns];
     for (float& minimum : own_minimums) minimum = -0.0f;  // of formats that have none
-    for (; n > 0; n -= Block::kValues, packed += Block::kBytes, codes += Block::kValues) {
-        Block::take_apart(packed, codes, own_scales, own_minimums);
+    for (; n > 0; n -= Block::kValues, packed += Block::kBytes, quants += Block::kValues) {
+        Block::unpack(packed, quants, own_scales, own_minimums);
         for (int i = 0; i < kRuns * kEach; i++)
             *scales++ = own_scales[i / kEach], *minimums++ = own_minimums[i / kEach];
     }
 }
 
 // Of a packed format.
-inline void take_apart(BlockType type, const uint8_t* packed, int64_t n, int8_t* codes, float* scales,
-                       float* minimums) {
+inline void unpack_quants(BlockType type, const uint8_t* packed, int64_t n, int8_t* quants, float* scales,
+                          float* minimums) {
     switch (type) {
-        case BlockType::Q4_0: return take_row_apart<Q4_0>(packed, n, codes, scales, minimums);
-        case BlockType::Q4_1: return take_row_apart<Q4_1>(packed, n, codes, scales, minimums);
-        case BlockType::Q5_0: return take_row_apart<Q5_0>(packed, n, codes, scales, minimums);
-        case BlockType::Q5_1: return take_row_apart<Q5_1>(packed, n, codes, scales, minimums);
-        case BlockType::Q8_0: return take_row_apart<Q8_0>(packed, n, codes, scales, minimums);
-        case BlockType::Q2_K: return take_row_apart<Q2_K>(packed, n, codes, scales, minimums);
-        case BlockType::Q3_K: return take_row_apart<Q3_K>(packed, n, codes, scales, minimums);
-        case BlockType::Q4_K: return take_row_apart<Q4_K>(packed, n, codes, scales, minimums);
-        case BlockType::Q5_K: return take_row_apart<Q5_K>(packed, n, codes, scales, minimums);
-        case BlockType::Q6_K: return take_row_apart<Q6_K>(packed, n, codes, scales, minimums);
-        case BlockType::IQ4_NL: return take_row_apart<IQ4_NL>(packed, n, codes, scales, minimums);
-        case BlockType::IQ4_XS: return take_row_apart<IQ4_XS>(packed, n, codes, scales, minimums);
-        case BlockType::MXFP4: return take_row_apart<MXFP4>(packed, n, codes, scales, minimums);
-        case BlockType::W4_G32: return take_row_apart<Int4Group<32>>(packed, n, codes, scales, minimums);
-        case BlockType::W4_G64: return take_row_apart<Int4Group<64>>(packed, n, codes, scales, minimums);
-        case BlockType::W4_G128: return take_row_apart<Int4Group<128>>(packed, n, codes, scales, minimums);
-        case BlockType::FP8_G32: return take_row_apart<Fp8<32>>(packed, n, codes, scales, minimums);
-        case BlockType::FP8_G128: return take_row_apart<Fp8<128>>(packed, n, codes, scales, minimums);
+        case BlockType::Q4_0: return unpack_quants<Q4_0>(packed, n, quants, scales, minimums);
+        case BlockType::Q4_1: return unpack_quants<Q4_1>(packed, n, quants, scales, minimums);
+        case BlockType::Q5_0: return unpack_quants<Q5_0>(packed, n, quants, scales, minimums);
+        case BlockType::Q5_1: return unpack_quants<Q5_1>(packed, n, quants, scales, minimums);
+        case BlockType::Q8_0: return unpack_quants<Q8_0>(packed, n, quants, scales, minimums);
+        case BlockType::Q2_K: return unpack_quants<Q2_K>(packed, n, quants, scales, minimums);
+        case BlockType::Q3_K: return unpack_quants<Q3_K>(packed, n, quants, scales, minimums);
+        case BlockType::Q4_K: return unpack_quants<Q4_K>(packed, n, quants, scales, minimums);
+        case BlockType::Q5_K: return unpack_quants<Q5_K>(packed, n, quants, scales, minimums);
+        case BlockType::Q6_K: return unpack_quants<Q6_K>(packed, n, quants, scales, minimums);
+        case BlockType::IQ4_NL: return unpack_quants<IQ4_NL>(packed, n, quants, scales, minimums);
+        case BlockType::IQ4_XS: return unpack_quants<IQ4_XS>(packed, n, quants, scales, minimums);
+        case BlockType::MXFP4: return unpack_quants<MXFP4>(packed, n, quants, scales, minimums);
+        case BlockType::W4_G32: return unpack_quants<Int4Group<32>>(packed, n, quants, scales, minimums);
+        case BlockType::W4_G64: return unpack_quants<Int4Group<64>>(packed, n, quants, scales, minimums);
+        case BlockType::W4_G128: return unpack_quants<Int4Group<128>>(packed, n, quants, scales, minimums);
+        case BlockType::FP8_G32: return unpack_quants<Fp8<32>>(packed, n, quants, scales, minimums);
+        case BlockType::FP8_G128: return unpack_quants<Fp8<128>>(packed, n, quants, scales, minimums);
         default: return;  // F32, F16, BF16 are numbers
     }
 }
@@ -87,29 +87,29 @@ inline void convert_row(const uint8_t* packed, int64_t n, T* out) {
 }
 
 template <class T>
-inline void unpack_block_row(BlockType type, const uint8_t* packed, int64_t n, T* out) {
+inline void dequantize_blocks(BlockType type, const uint8_t* packed, int64_t n, T* out) {
     switch (type) {
         case BlockType::F32: return convert_row<float>(packed, n, out);
         case BlockType::F16: return convert_row<f16>(packed, n, out);
         case BlockType::BF16: return convert_row<bf16>(packed, n, out);
-        case BlockType::Q4_0: return unpack_row<Q4_0>(packed, n, out);
-        case BlockType::Q4_1: return unpack_row<Q4_1>(packed, n, out);
-        case BlockType::Q5_0: return unpack_row<Q5_0>(packed, n, out);
-        case BlockType::Q5_1: return unpack_row<Q5_1>(packed, n, out);
-        case BlockType::Q8_0: return unpack_row<Q8_0>(packed, n, out);
-        case BlockType::Q2_K: return unpack_row<Q2_K>(packed, n, out);
-        case BlockType::Q3_K: return unpack_row<Q3_K>(packed, n, out);
-        case BlockType::Q4_K: return unpack_row<Q4_K>(packed, n, out);
-        case BlockType::Q5_K: return unpack_row<Q5_K>(packed, n, out);
-        case BlockType::Q6_K: return unpack_row<Q6_K>(packed, n, out);
-        case BlockType::IQ4_NL: return unpack_row<IQ4_NL>(packed, n, out);
-        case BlockType::IQ4_XS: return unpack_row<IQ4_XS>(packed, n, out);
-        case BlockType::MXFP4: return unpack_row<MXFP4>(packed, n, out);
-        case BlockType::W4_G32: return unpack_row<Int4Group<32>>(packed, n, out);
-        case BlockType::W4_G64: return unpack_row<Int4Group<64>>(packed, n, out);
-        case BlockType::W4_G128: return unpack_row<Int4Group<128>>(packed, n, out);
-        case BlockType::FP8_G32: return unpack_row<Fp8<32>>(packed, n, out);
-        case BlockType::FP8_G128: return unpack_row<Fp8<128>>(packed, n, out);
+        case BlockType::Q4_0: return dequantize_blocks<Q4_0>(packed, n, out);
+        case BlockType::Q4_1: return dequantize_blocks<Q4_1>(packed, n, out);
+        case BlockType::Q5_0: return dequantize_blocks<Q5_0>(packed, n, out);
+        case BlockType::Q5_1: return dequantize_blocks<Q5_1>(packed, n, out);
+        case BlockType::Q8_0: return dequantize_blocks<Q8_0>(packed, n, out);
+        case BlockType::Q2_K: return dequantize_blocks<Q2_K>(packed, n, out);
+        case BlockType::Q3_K: return dequantize_blocks<Q3_K>(packed, n, out);
+        case BlockType::Q4_K: return dequantize_blocks<Q4_K>(packed, n, out);
+        case BlockType::Q5_K: return dequantize_blocks<Q5_K>(packed, n, out);
+        case BlockType::Q6_K: return dequantize_blocks<Q6_K>(packed, n, out);
+        case BlockType::IQ4_NL: return dequantize_blocks<IQ4_NL>(packed, n, out);
+        case BlockType::IQ4_XS: return dequantize_blocks<IQ4_XS>(packed, n, out);
+        case BlockType::MXFP4: return dequantize_blocks<MXFP4>(packed, n, out);
+        case BlockType::W4_G32: return dequantize_blocks<Int4Group<32>>(packed, n, out);
+        case BlockType::W4_G64: return dequantize_blocks<Int4Group<64>>(packed, n, out);
+        case BlockType::W4_G128: return dequantize_blocks<Int4Group<128>>(packed, n, out);
+        case BlockType::FP8_G32: return dequantize_blocks<Fp8<32>>(packed, n, out);
+        case BlockType::FP8_G128: return dequantize_blocks<Fp8<128>>(packed, n, out);
     }
 }
 
@@ -120,7 +120,7 @@ inline void unpack_blocks(const Blocks& args, int64_t row, int64_t stop) {
             const int64_t head = args.interleaved ? row / args.interleaved * args.interleaved : row, i = row - head;
             const int64_t target = head + i / 2 + i % 2 * (args.interleaved / 2);
             const uint8_t* packed = args.packed + row * args.row_bytes;
-            unpack_block_row(args.packing, packed, args.columns, (T*)args.out + target * args.columns);
+            dequantize_blocks(args.packing, packed, args.columns, (T*)args.out + target * args.columns);
         }
     });
 }

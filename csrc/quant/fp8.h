@@ -1,5 +1,5 @@
-// Weights in FP8 (E4M3) as batchgen/models/formats/fp8.py makes blocks of them: a scale, an fp32, and so many bytes, each a
-// number of a sign, four bits of exponent and three of mantissa. What is no number (127 and 255) is in no block.
+// Weights in FP8 (E4M3) as batchgen/models/formats/fp8.py makes blocks of them: a scale, an fp32, and so many bytes,
+// each a number of a sign, four bits of exponent and three of mantissa. What is no number (127 and 255) is in no block.
 #pragma once
 
 #include <stdint.h>
@@ -30,9 +30,9 @@ struct Fp8 : PlainShape<Values, 4 + Values, 32, 4, 0> {
     static void run_scales(const uint8_t* block, float* scales, float*) {
         for (int i = 0; i < Values / 32; i++) memcpy(scales + i, block, 4);
     }
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float* minimums) {
         run_scales(block, scales, minimums);
-        memcpy(codes, block + 4, Values);
+        memcpy(quants, block + 4, Values);
     }
 };
 

@@ -12,9 +12,9 @@ namespace {
 
 struct Q4_0 : PlainShape<32, 18, 32, 2, 16> {
     static void run_scales(const uint8_t* block, float* scales, float*) { scales[0] = half_at(block); }
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float* minimums) {
         run_scales(block, scales, minimums);
-        nibble_halves(block + 2, codes, 8);
+        nibble_halves(block + 2, quants, 8);
     }
 };
 
@@ -22,40 +22,40 @@ struct Q4_1 : PlainShape<32, 20, 32, 4, 16> {
     static void run_scales(const uint8_t* block, float* scales, float* minimums) {
         scales[0] = half_at(block), minimums[0] = half_at(block + 2);
     }
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float* minimums) {
         run_scales(block, scales, minimums);
-        nibble_halves(block + 4, codes);
+        nibble_halves(block + 4, quants);
     }
 };
 
 struct Q5_0 : BlockShape<32, 22, 32> {
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float*) {
         scales[0] = half_at(block);
-        five_bit_halves<true>(block + 6, block + 2, codes);
+        five_bit_halves<true>(block + 6, block + 2, quants);
     }
 };
 
 struct Q5_1 : BlockShape<32, 24, 32> {
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float* minimums) {
         scales[0] = half_at(block), minimums[0] = half_at(block + 2);
-        five_bit_halves<false>(block + 8, block + 4, codes);
+        five_bit_halves<false>(block + 8, block + 4, quants);
     }
 };
 
 struct Q8_0 : PlainShape<32, 34, 32, 2, 0> {
     static void run_scales(const uint8_t* block, float* scales, float*) { scales[0] = half_at(block); }
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float* minimums) {
         run_scales(block, scales, minimums);
-        memcpy(codes, block + 2, 32);
+        memcpy(quants, block + 2, 32);
     }
 };
 
 struct IQ4_NL : PlainShape<32, 18, 32, 2, 16> {
     static void run_scales(const uint8_t* block, float* scales, float*) { scales[0] = half_at(block); }
     template <bool Indexes = false>
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float* minimums) {
         run_scales(block, scales, minimums);
-        table_halves<Indexes>(kIq4Values, block + 2, codes);
+        table_halves<Indexes>(kIq4Values, block + 2, quants);
     }
 };
 
@@ -66,9 +66,9 @@ struct MXFP4 : PlainShape<32, 17, 32, 1, 16> {
         memcpy(scales, &bits, 4);
     }
     template <bool Indexes = false>
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float* minimums) {
         run_scales(block, scales, minimums);
-        table_halves<Indexes>(kFp4Values, block + 1, codes);
+        table_halves<Indexes>(kFp4Values, block + 1, quants);
     }
 };
 
@@ -76,7 +76,7 @@ struct MXFP4 : PlainShape<32, 17, 32, 1, 16> {
 // with.
 
 // Two bits of each of 32 bytes for every 32 values: 128 values of 32 bytes, twice.
-inline void two_bits(const uint8_t* p, int8_t* codes) {
+inline void two_bits(const uint8_t* p, int8_t* quants) {
     for (int half = 0; half < 2; half++)
         for (int i = 0; i < 32; i += kSome) {
             Some bytes, own;
@@ -84,20 +84,20 @@ inline void two_bits(const uint8_t* p, int8_t* codes) {
 #pragma GCC unroll 4
             for (int part = 0; part < 4; part++) {
                 bits_of<2>(bytes, 2 * part, own);
-                memcpy(codes + 128 * half + 32 * part + i, &own, kSome);
+                memcpy(quants + 128 * half + 32 * part + i, &own, kSome);
             }
         }
 }
 
 // Bit `part` of 32 bytes, times 1 << Place, added to the codes 32 * part and on, and `offset` to all.
 template <int Place>
-inline void add_bits_by_32(const uint8_t* p, int8_t* codes, int8_t offset = 0) {
+inline void add_bits_by_32(const uint8_t* p, int8_t* quants, int8_t offset = 0) {
     for (int i = 0; i < 32; i += kSome) {
         Some bytes, bit, own;
         memcpy(&bytes, p + i, kSome);
 #pragma GCC unroll 8
         for (int part = 0; part < 8; part++) {
-            int8_t* at = codes + 32 * part + i;
+            int8_t* at = quants + 32 * part + i;
             bits_of<1>(bytes, part, bit);
             memcpy(&own, at, kSome);
             own += (Some)((SomeWords)bit << Place) + uint8_t(offset);
@@ -107,11 +107,11 @@ inline void add_bits_by_32(const uint8_t* p, int8_t* codes, int8_t offset = 0) {
 }
 
 // The low nibbles of each 32 bytes, then the high ones.
-inline void nibbles_by_32(const uint8_t* p, int8_t* codes) {
+inline void nibbles_by_32(const uint8_t* p, int8_t* quants) {
     for (int i = 0; i < 128; i += kSome) {
         Some bytes, own;
         memcpy(&bytes, p + i, kSome);
-        int8_t* to = codes + i / 32 * 64 + i % 32;
+        int8_t* to = quants + i / 32 * 64 + i % 32;
         bits_of<4>(bytes, 0, own);
         memcpy(to, &own, kSome);
         bits_of<4>(bytes, 4, own);
@@ -120,7 +120,7 @@ inline void nibbles_by_32(const uint8_t* p, int8_t* codes) {
 }
 
 // Eight scales and eight minimums of 6 bits each in 12 bytes, of Q4_K and Q5_K.
-inline void six_bit_codes(const uint8_t* p, uint8_t* scales, uint8_t* minimums) {
+inline void six_bit_quants(const uint8_t* p, uint8_t* scales, uint8_t* minimums) {
     uint32_t first[2], last;  // four codes in each, the upper two bits of four others above them
     memcpy(first, p, 8), memcpy(&last, p + 8, 4);
     uint8_t* const out[2] = {scales, minimums};
@@ -132,41 +132,41 @@ inline void six_bit_codes(const uint8_t* p, uint8_t* scales, uint8_t* minimums) 
 
 inline void six_bit_scales(const uint8_t* block, float* scales, float* minimums) {
     const float scale = half_at(block), minimum = half_at(block + 2);
-    uint8_t scale_codes[8], minimum_codes[8];
-    six_bit_codes(block + 4, scale_codes, minimum_codes);
+    uint8_t scale_quants[8], minimum_codes[8];
+    six_bit_quants(block + 4, scale_quants, minimum_codes);
     for (int i = 0; i < 8; i++)
-        scales[i] = scale * float(scale_codes[i]), minimums[i] = -(minimum * float(minimum_codes[i]));
+        scales[i] = scale * float(scale_quants[i]), minimums[i] = -(minimum * float(minimum_codes[i]));
 }
 
 struct Q2_K : BlockShape<256, 84, 16> {
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float* minimums) {
         const vf scale = set1(half_at(block + 80)), minimum = set1(-half_at(block + 82));
         for (int i = 0; i < 16; i += W) {
             const vi both = load_bytes(block + i);
             store(scales + i, mul(scale, low_nibbles(both))), store(minimums + i, mul(minimum, high_nibbles(both)));
         }
-        two_bits(block + 16, codes);
+        two_bits(block + 16, quants);
     }
 };
 
 struct Q3_K : BlockShape<256, 110, 16> {
     // The scales of runs, 32 larger.
-    static void scale_codes(const uint8_t* block, uint8_t* codes) {
+    static void scale_quants(const uint8_t* block, uint8_t* quants) {
         uint32_t low[2], high;
         memcpy(low, block + 96, 8), memcpy(&high, block + 104, 4);
         for (int i = 0; i < 4; i++) {
             const uint32_t four = (low[i % 2] >> i / 2 * 4 & 0x0f0f0f0f) | (high >> 2 * i & 0x03030303) << 4;
-            memcpy(codes + 4 * i, &four, 4);
+            memcpy(quants + 4 * i, &four, 4);
         }
     }
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float*) {
         uint8_t six_bits[16];
-        scale_codes(block, six_bits);
+        scale_quants(block, six_bits);
         const vf scale = set1(half_at(block + 108));
         for (int i = 0; i < 16; i += W)
             store(scales + i, mul(scale, sub(to_float(load_bytes(six_bits + i)), set1(32))));
-        two_bits(block + 32, codes);
-        add_bits_by_32<2>(block, codes, -4);  // the third bit counts 4 where it is not set
+        two_bits(block + 32, quants);
+        add_bits_by_32<2>(block, quants, -4);  // the third bit counts 4 where it is not set
     }
 };
 
@@ -174,31 +174,31 @@ struct Q4_K : PlainShape<256, 144, 32, 16, 32> {
     static void run_scales(const uint8_t* block, float* scales, float* minimums) {
         six_bit_scales(block, scales, minimums);
     }
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float* minimums) {
         run_scales(block, scales, minimums);
-        nibbles_by_32(block + 16, codes);
+        nibbles_by_32(block + 16, quants);
     }
 };
 
 struct Q5_K : BlockShape<256, 176, 32> {
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float* minimums) {
         six_bit_scales(block, scales, minimums);
-        nibbles_by_32(block + 48, codes);
-        add_bits_by_32<4>(block + 16, codes);
+        nibbles_by_32(block + 48, quants);
+        add_bits_by_32<4>(block + 16, quants);
     }
 };
 
 struct Q6_K : BlockShape<256, 210, 16> {
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float*) {
         const vf scale = set1(half_at(block + 208));
         for (int i = 0; i < 16; i += W) store(scales + i, mul(scale, load((const int8_t*)block + 192 + i)));
-        two_bits(block + 128, codes);
+        two_bits(block + 128, quants);
         for (int i = 0; i < 128; i += kSome) {
             Some bytes, nibbles, own;
             memcpy(&bytes, block + i, kSome);
 #pragma GCC unroll 2
             for (int part = 0; part < 2; part++) {  // 64 values of the low nibbles of 64 bytes, then of the high ones
-                int8_t* at = codes + i / 64 * 128 + part * 64 + i % 64;
+                int8_t* at = quants + i / 64 * 128 + part * 64 + i % 64;
                 bits_of<4>(bytes, 4 * part, nibbles);
                 memcpy(&own, at, kSome);
                 own = (nibbles | (Some)((SomeWords)own << 4)) - 32;
@@ -210,21 +210,21 @@ struct Q6_K : BlockShape<256, 210, 16> {
 
 struct IQ4_XS : PlainShape<256, 136, 32, 8, 16> {
     // The scales of runs, 32 larger.
-    static void scale_codes(const uint8_t* block, uint8_t* codes) {
+    static void scale_quants(const uint8_t* block, uint8_t* quants) {
         for (int run = 0; run < 8; run++)
-            codes[run] =
+            quants[run] =
                 uint8_t((block[4 + run / 2] >> run % 2 * 4 & 15) | (block[2 + run / 4] >> run % 4 * 2 & 3) << 4);
     }
     static void run_scales(const uint8_t* block, float* scales, float*) {
         uint8_t six_bits[8];
-        scale_codes(block, six_bits);
+        scale_quants(block, six_bits);
         const float scale = half_at(block);
         for (int i = 0; i < 8; i++) scales[i] = scale * float(int(six_bits[i]) - 32);
     }
     template <bool Indexes = false>
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float* minimums) {
         run_scales(block, scales, minimums);
-        for (int i = 0; i < 8; i++) table_halves<Indexes>(kIq4Values, block + 8 + 16 * i, codes + 32 * i);
+        for (int i = 0; i < 8; i++) table_halves<Indexes>(kIq4Values, block + 8 + 16 * i, quants + 32 * i);
     }
 };
 

@@ -1,7 +1,7 @@
 // Weights of 4 bits in groups, as GPTQ, AWQ and compressed-tensors have them, in the blocks that
-// batchgen/models/formats/group_codes.py makes: four bytes, of which the first is the zero point and the others are the upper
-// ones of the scale, an fp32; then the codes, nibbles as in Q4_0, 32 values after the other. A value is (code - zero
-// point) * scale, and so is code * scale - zero point * scale: a scale has 16 bits, so that nothing is rounded.
+// batchgen/models/formats/group_quants.py makes: four bytes, of which the first is the zero point and the others are
+// the upper ones of the scale, an fp32; then the codes, nibbles as in Q4_0, 32 values after the other. A value is (code
+// - zero point) * scale, and so is code * scale - zero point * scale: a scale has 16 bits, so that nothing is rounded.
 #pragma once
 
 #include <stdint.h>
@@ -22,9 +22,9 @@ struct Int4Group : PlainShape<Values, 4 + Values / 2, 32, 4, 16> {
         memcpy(&scale, &bits, 4);
         for (int i = 0; i < Values / 32; i++) scales[i] = scale, minimums[i] = -(scale * float(head & 255));
     }
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+    static void unpack(const uint8_t* block, int8_t* __restrict quants, float* scales, float* minimums) {
         run_scales(block, scales, minimums);
-        for (int i = 0; i < Values / 32; i++) nibble_halves(block + 4 + 16 * i, codes + 32 * i);
+        for (int i = 0; i < Values / 32; i++) nibble_halves(block + 4 + 16 * i, quants + 32 * i);
     }
 };
 

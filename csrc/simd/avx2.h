@@ -164,7 +164,7 @@ inline vi dot_codes(vi x, vi w, vi c) {
     asm("%{vex%} vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+x"(c) : "x"(w), "x"(x));
     return c;
 }
-// Floats that are such integers.
+// FloatMma that are such integers.
 inline void store_codes(Code* p, vf a) {
     const __m256i words = _mm256_cvtps_epi32(a);
     const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
@@ -175,7 +175,7 @@ using Code = int16_t;
 constexpr int kCodeOffset = 0;
 inline vi load_codes(const uint16_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
 inline vi dot_codes(vi x, vi w, vi c) { return _mm256_add_epi32(c, _mm256_madd_epi16(x, w)); }
-// Floats that are such integers.
+// FloatMma that are such integers.
 inline void store_codes(Code* p, vf a) {
     const __m256i words = _mm256_cvtps_epi32(a);
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));

@@ -102,7 +102,7 @@ inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
 }
 inline vf low_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_and_si512(a, _mm512_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_srli_epi32(a, 4)); }
-// Floats that are integers in [0, 15], low and high, as bytes low | high << 4.
+// FloatMma that are integers in [0, 15], low and high, as bytes low | high << 4.
 inline void store_nibbles(uint8_t* p, vf low, vf high) {
     vi both = _mm512_or_si512(_mm512_cvtps_epi32(low), _mm512_slli_epi32(_mm512_cvtps_epi32(high), 4));
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(both));
@@ -258,7 +258,7 @@ inline void interleave_four(const uint8_t* a, const uint8_t* b, const uint8_t* c
                                   _mm256_loadu_si256((const __m256i*)q), 1);
     };
     const vi ac = both(a, c), bd = both(b, d);
-    // Pairs of a and b in the lower, of c and d in the upper half; of each 16 bytes the first 8, and the others.
+    // Bf16Mma of a and b in the lower, of c and d in the upper half; of each 16 bytes the first 8, and the others.
     const vi even = _mm512_unpacklo_epi8(ac, bd), odd = _mm512_unpackhi_epi8(ac, bd);
     const vi order = _mm512_set_epi16(55, 39, 54, 38, 53, 37, 52, 36, 51, 35, 50, 34, 49, 33, 48, 32, 23, 7, 22, 6, 21,
                                       5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -281,14 +281,14 @@ using Code = int8_t;
 constexpr int kCodeOffset = 128;  // codes of w are without a sign, and so much larger
 inline vi load_codes(const uint32_t* p) { return load_int(p); }
 inline vi dot_codes(vi x, vi w, vi c) { return dot_bytes(w, x, c); }
-// Floats that are such integers.
+// FloatMma that are such integers.
 inline void store_codes(Code* p, vf a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))); }
 #else
 using Code = int16_t;
 constexpr int kCodeOffset = 0;
 inline vi load_codes(const uint16_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
 inline vi dot_codes(vi x, vi w, vi c) { return _mm512_add_epi32(c, _mm512_madd_epi16(x, w)); }
-// Floats that are such integers.
+// FloatMma that are such integers.
 inline void store_codes(Code* p, vf a) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a)));
 }

@@ -124,7 +124,7 @@ inline vi dot_codes(vi x, vi w, vi c) {
     return vreinterpretq_u32_s32(vpadalq_s16(sums, vpaddq_s16(low, high)));
 #endif
 }
-// Floats that are such integers.
+// FloatMma that are such integers.
 inline void store_codes(Code* p, vf a) {
     const int16x4_t words = vmovn_s32(vcvtnq_s32_f32(a));
     const int8x8_t bytes = vmovn_s16(vcombine_s16(words, words));

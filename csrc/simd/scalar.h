@@ -219,7 +219,7 @@ using Code = int8_t;
 constexpr int kCodeOffset = 128;  // codes of w are without a sign, and so much larger
 inline vi load_codes(const uint32_t* p) { return load_int(p); }
 inline vi dot_codes(vi x, vi w, vi c) { return dot_bytes(w, x, c); }
-// Floats that are such integers.
+// FloatMma that are such integers.
 inline void store_codes(Code* p, vf a) {
     for (int i = 0; i < W; i++) p[i] = a[i] == a[i] ? Code(a[i]) : 0;
 }

@@ -1,4 +1,4 @@
-"""Sequences of class `deferred`: what is left behind by calls that end early, and who waits for whom."""
+"""Sequences of placement `deferred`: what is left behind by calls that end early, and who waits for whom."""
 
 import random
 import threading

@@ -10,13 +10,13 @@ from tiered import CPU, EMULATED, make_parts, make_policy
 from tiny_models import MODELS
 
 from batchgen.core.errors import InputError
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.engine.engine import Engine
 from batchgen.engine.pipeline import Stage
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.parallel import split_layers
-from batchgen.schedule.sequence import CLASSES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -112,7 +112,7 @@ def test_stages_give_the_tokens_of_one_engine(name, expected, stores):
 
 # Device, and the class of all sequences; None: of each a few.
 _ANYWHERE = [("cpu", c) for c in ("cpu", "disk", None)]
-_ANYWHERE += [("emulated", c) for c in (*[c for c in CLASSES if c != "deferred"], None)]
+_ANYWHERE += [("emulated", c) for c in (*[c for c in KVPlacement if c != "deferred"], None)]
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,12 @@ _ANYWHERE += [("emulated", c) for c in (*[c for c in CLASSES if c != "deferred"]
 def test_stages_with_policies_of_their_own(name, where, expected, stores):
     """Weights, activations and ends of each stage anywhere, KV in every class, several micro-batches."""
     path, prompts, wanted = expected(name)
-    device, kv_class = DEVICES[where[0]], where[1]
+    device, kv_placement = DEVICES[where[0]], where[1]
     rng = random.Random(f"{name} {where}")
     num_batches = rng.randint(1, 3)
-    classes = [kv_class] if kv_class else ["cpu", "disk"] if device is CPU else ["gpu", "cpu", "streamed", "disk"]
+    classes = (
+        [kv_placement] if kv_placement else ["cpu", "disk"] if device is CPU else ["gpu", "cpu", "streamed", "disk"]
+    )
     members = [classes[i % len(classes)] for i in range(SEQUENCES + -SEQUENCES % num_batches)]
     stages = stages_of(
         path, device, (rng.randrange(1, num_layers(path)), num_layers(path)), rng,

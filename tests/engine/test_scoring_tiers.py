@@ -138,8 +138,8 @@ def test_four_bits_are_those_of_the_in_memory_engine(tiny_models, stores):
             )
 
 
-@pytest.mark.parametrize("kv_class", ["gpu", "streamed", "disk"])
-def test_sequences_that_are_preempted_are_scored_once(tiny_models, stores, monkeypatch, kv_class):
+@pytest.mark.parametrize("kv_placement", ["gpu", "streamed", "disk"])
+def test_sequences_that_are_preempted_are_scored_once(tiny_models, stores, monkeypatch, kv_placement):
     """Whatever is preempted between two sweeps: what it has found so far stays, and nothing is asked for twice."""
     path, model = tiny_models("llama")
     rng = random.Random(2)
@@ -153,7 +153,7 @@ def test_sequences_that_are_preempted_are_scored_once(tiny_models, stores, monke
         return sweep
 
     monkeypatch.setattr(Scheduler, "schedule", schedule)
-    policy = make_policy(path, EMULATED, kv_seqs={kv_class: 8}, max_num_batched_tokens=24, max_model_len=CONTEXT)
+    policy = make_policy(path, EMULATED, kv_seqs={kv_placement: 8}, max_num_batched_tokens=24, max_model_len=CONTEXT)
     rows = requests(random.Random(3), 10)
     found, stats = score(make_parts(path, EMULATED, policy, stores), rows)
     check(model, rows, found)
@@ -161,14 +161,14 @@ def test_sequences_that_are_preempted_are_scored_once(tiny_models, stores, monke
     assert len(asked) == len(set(asked))
 
 
-@pytest.mark.parametrize("kv_class", ["gpu", "streamed", "cpu"])
+@pytest.mark.parametrize("kv_placement", ["gpu", "streamed", "cpu"])
 @pytest.mark.parametrize("max_num_batched_tokens", [40, 4096])
-def test_a_context_is_computed_once_in_every_tier(tiny_models, stores, kv_class, max_num_batched_tokens):
+def test_a_context_is_computed_once_in_every_tier(tiny_models, stores, kv_placement, max_num_batched_tokens):
     """Also where it takes several sweeps, and where KV can be taken over only when its sweep is done."""
     path, model = tiny_models("opt")
     rng = random.Random(4)
     policy = make_policy(
-        path, EMULATED, kv_seqs={kv_class: 8}, gpu_batch_size=4, num_gpu_batches=2, activation_batches=(2, 0),
+        path, EMULATED, kv_seqs={kv_placement: 8}, gpu_batch_size=4, num_gpu_batches=2, activation_batches=(2, 0),
         max_num_batched_tokens=max_num_batched_tokens,
     )  # fmt: skip
     rows = [ScoreRequest(tokens(rng, 64), tuple(tokens(rng, 6) for _ in range(4)), i) for i in range(6)]

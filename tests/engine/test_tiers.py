@@ -25,12 +25,12 @@ from tiered import (
 from tiny_models import FAMILIES, MODELS
 
 from batchgen.core.device import Device
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import kv_on_device
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import loader as loading
 from batchgen.engine.engine import Engine
 from batchgen.schedule.micro_batches import ORDERS as BATCH_ORDERS
-from batchgen.schedule.sequence import CLASSES
 from batchgen.schedule.step_graph import KINDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,7 +135,7 @@ def random_case(rng, variants):
         layers[group] = tuple(residencies.count(tier) for tier in range(3))
     num_batches, batch_size = rng.randint(1, 4), rng.randint(1, 4)
     unequal = num_batches == 2 and rng.random() < 0.5
-    classes = list(CLASSES) if accelerated else ["cpu", "disk"]
+    classes = list(KVPlacement) if accelerated else ["cpu", "disk"]
     kv_layers = rng.randrange(num_layers) if accelerated and rng.random() < 0.2 else 0
     some = ["streamed"] if kv_layers else rng.sample(classes, rng.randint(1, len(classes)))
     members = rng.choices(some, k=num_batches * batch_size)
@@ -311,15 +311,15 @@ def test_every_kind_of_step(family, mode, reference, stores):
     assert all(moved[lane] > 0 for lane in ("h2d", "d2h", "disk_read", "disk_write"))
 
 
-# KV classes, and layers in which KV of class "streamed" stays on the device.
-RESIDENCIES = [*((kv_class, 0) for kv_class in CLASSES), ("streamed", 1), ("streamed", 2)]
+# KV placements, and layers in which KV of placement "streamed" stays on the device.
+PLACEMENTS = [*((kv_placement, 0) for kv_placement in KVPlacement), ("streamed", 1), ("streamed", 2)]
 
 
-@pytest.mark.parametrize(("kv_class", "kv_layers"), RESIDENCIES)
-def test_sequences_are_preempted_in_every_tier(kv_class, kv_layers, reference, stores):
+@pytest.mark.parametrize(("kv_placement", "kv_layers"), PLACEMENTS)
+def test_sequences_are_preempted_in_every_tier(kv_placement, kv_layers, reference, stores):
     path, expected = reference("llama", {})
     policy = make_policy(
-        path, EMULATED, num_gpu_batches=2, gpu_batch_size=3, kv_seqs={kv_class: 6}, max_model_len=CONTEXT,
+        path, EMULATED, num_gpu_batches=2, gpu_batch_size=3, kv_seqs={kv_placement: 6}, max_model_len=CONTEXT,
         activation_batches=(1, 1), kv_layers=kv_layers,
     )  # fmt: skip
     parts = make_parts(path, EMULATED, policy, stores, longest_tokens=CONTEXT, most_kv_tokens=1)
@@ -328,16 +328,16 @@ def test_sequences_are_preempted_in_every_tier(kv_class, kv_layers, reference, s
     assert stats.preempted > 0
 
 
-@pytest.mark.parametrize(("kv_class", "kv_layers"), RESIDENCIES)
-def test_shared_prefixes_in_every_tier(kv_class, kv_layers, reference, stores):
+@pytest.mark.parametrize(("kv_placement", "kv_layers"), PLACEMENTS)
+def test_shared_prefixes_in_every_tier(kv_placement, kv_layers, reference, stores):
     path, expected = reference("opt", {})
     policy = make_policy(
-        path, EMULATED, num_gpu_batches=2, gpu_batch_size=4, kv_seqs={kv_class: 8}, activation_batches=(2, 0),
+        path, EMULATED, num_gpu_batches=2, gpu_batch_size=4, kv_seqs={kv_placement: 8}, activation_batches=(2, 0),
         kv_layers=kv_layers,
     )  # fmt: skip
     found, stats = run(make_parts(path, EMULATED, policy, stores), *all_rows(expected))
     assert found == expected.tokens
-    assert (stats.cached_prompt_tokens > 0) == (kv_class != "disk")  # there, reads are long instead
+    assert (stats.cached_prompt_tokens > 0) == (kv_placement != "disk")  # there, reads are long instead
 
 
 @pytest.mark.parametrize("kv_layers", [0, 1, 2])

@@ -1,7 +1,7 @@
 """The table of what must give the tokens of transformers: every model, wherever weights and KV are, however rows are batched.
 
 fp32, greedy. Weights and KV of 8 and 4 bits must give the tokens of the same engine in memory whose products and attention torch
-makes; products of weights of 8 bits are those of integers. A new family, KV class or kind of Step that no row of the table has fails a test here.
+makes; products of weights of 8 bits are those of integers. A new family, KV placement or kind of Step that no row of the table has fails a test here.
 """
 
 import itertools
@@ -33,6 +33,7 @@ from tiny_models import (
 
 from batchgen.core.dtypes import EXPERT_FORMATS, FORMAT_BYTES, GGUF_FORMATS, INT4, INT5, INT8, KEPT_FORMATS, MIXED
 from batchgen.core.errors import InputError
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import warm_up
@@ -40,7 +41,6 @@ from batchgen.models.families import ARCHITECTURES
 from batchgen.models.files import read_config, resolve_model
 from batchgen.ops import cpp, int8
 from batchgen.ops import dispatch as ops
-from batchgen.schedule.sequence import CLASSES
 from batchgen.schedule.step_graph import KINDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -509,7 +509,7 @@ def test_the_table_has_every_family_and_tier(expected, stores):
     assert families == set(ARCHITECTURES.values()), "a family is missing from tiny_models.MODELS"
     path, prompts, _ = expected("mixtral")
     policies = [policy_of(path, tier, DTYPE, "continuous", 2) for tier in TIERS]
-    assert {c for policy in policies for c in policy.kv_seqs} == set(CLASSES), "a KV class is in no tier"
+    assert {c for policy in policies for c in policy.kv_seqs} == set(KVPlacement), "a KV placement is in no tier"
     seen = set()
     tables = [*TIERS, "memory"]
     policies.append(policy_of(path, "memory", DTYPE, "continuous", 2, INT4))

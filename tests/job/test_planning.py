@@ -392,7 +392,7 @@ class TestPlanFiles:
         [
             ({"kv_layers": 3}, {"gpu": 1}, "below 3, not 3"),
             ({"kv_layers": -1}, {"gpu": 1}, "below 3, not -1"),
-            ({"kv_layers": 2, "kv_seqs": {"streamed": 4, "cpu": 4}}, {"gpu": 1}, "of class 'streamed'"),
+            ({"kv_layers": 2, "kv_seqs": {"streamed": 4, "cpu": 4}}, {"gpu": 1}, "of placement 'streamed'"),
             ({"kv_layers": 2}, {}, "for a machine with a GPU"),
             ({"kv_layers": 2}, {"gpu": 1}, None),
         ],
@@ -476,7 +476,7 @@ def test_more_rows_take_longer():
 
 
 @pytest.mark.parametrize(
-    ("kv_classes", "costed", "order"),
+    ("kv_placements", "costed", "order"),
     [
         (("gpu", "cpu"), "neo", "neo"),
         (("streamed", "cpu"), "neo", "neo"),
@@ -490,13 +490,13 @@ def test_more_rows_take_longer():
     ],
 )
 def test_two_batches_are_in_another_order_where_they_were_costed_so_and_it_has_something_to_part(
-    kv_classes, costed, order
+    kv_placements, costed, order
 ):
     request = replace(REQUEST, num_gpu_batches=2, max_num_seqs=16)
     problem = problem_of(gpu_box(), SMALL, WORKLOAD, request)
     best = search(problem)
-    share, rest = divmod(16, len(kv_classes))
-    seqs = {name: share + (i < rest) for i, name in enumerate(kv_classes)}
+    share, rest = divmod(16, len(kv_placements))
+    seqs = {name: share + (i < rest) for i, name in enumerate(kv_placements)}
     placed = replace(best, realised=replace(best.realised, counts=replace(best.counts, kv_seqs=seqs)))
     if costed == "neo":
         placed = replace(placed, inputs=balanced(placed.inputs, seqs.get("cpu", 0)))

@@ -1,6 +1,6 @@
 """Products with rows of blocks, of a GGUF or not, on every instruction set, of rows as they lie and of panels.
 
-They are those of the unpacked weights, bit for bit; or, of bf16 on the sets that multiply codes (csrc/matmul/code_panels.h), those of the
+They are those of the unpacked weights, bit for bit; or, of bf16 on the sets that multiply codes (csrc/matmul/quant_panels.h), those of the
 weights before these are rounded to bf16, but for the rounding of sums in fp32 and of x to digits (csrc/matmul/split_bytes.h).
 """
 

@@ -69,7 +69,7 @@ def test_whole_things_are_no_faster_than_the_bound_and_more_memory_no_slower():
     "changes",
     [
         {"runtime": FLEXGEN},
-        {"allowed": Allowed(kv_classes=("gpu", "cpu", "disk"))},
+        {"allowed": Allowed(kv_placements=("gpu", "cpu", "disk"))},
         {"allowed": Allowed(weight_tiers=("cpu",))},
     ],
 )

@@ -57,7 +57,7 @@ def own_seconds(cell, **changes):
 
 def test_cpu_attention_matters_for_30b_and_little_for_175b():
     """Table 23: without CPU compute 30B falls from 7.32 to 4.03 tokens/s, 175B from 0.69 to 0.62."""
-    without = Allowed(kv_classes=("gpu", "streamed", "disk"))
+    without = Allowed(kv_placements=("gpu", "streamed", "disk"))
     thirty, large = cell_of("30B"), next(c for c in CHECKED if c.model == "175B")
     plan = flexgen_check.own_plan(thirty)
     assert plan.counts.kv_seqs["cpu"] > plan.inputs.max_num_seqs / 2
@@ -72,7 +72,7 @@ def test_cpu_attention_matters_for_30b_and_little_for_175b():
 def test_disk_matters_for_175b_only():
     """Table 23, "no disk": no change for 30B, out of memory for 175B."""
     thirty, large = cell_of("30B"), cell_of("175B")
-    in_memory = Allowed(weight_tiers=("gpu", "cpu"), kv_classes=("gpu", "cpu", "streamed"))
+    in_memory = Allowed(weight_tiers=("gpu", "cpu"), kv_placements=("gpu", "cpu", "streamed"))
     assert own_seconds(thirty, allowed=in_memory) == pytest.approx(own_seconds(thirty), rel=1e-3)
     assert flexgen_check.own_plan(large).counts.placement(flexgen_check.own_plan(large).inputs).kv_disk > 0.5
     with pytest.raises(Exception, match="no plan fits"):

@@ -18,8 +18,8 @@ from batchgen.planner.problem import Allowed, Problem
 from batchgen.planner.search import search
 from batchgen.profiler.shipped import shipped_profile
 
-GPU_ONLY = Allowed(weight_tiers=("gpu",), kv_classes=("gpu",))
-NEO = Allowed(weight_tiers=("gpu",), kv_classes=("gpu", "cpu"))
+GPU_ONLY = Allowed(weight_tiers=("gpu",), kv_placements=("gpu",))
+NEO = Allowed(weight_tiers=("gpu",), kv_placements=("gpu", "cpu"))
 OUTPUT_LENS = quick_or((100,), (25, 50, 100, 200, 400, 800))
 # NEO's hosts have parts of g5.16xlarge's CPU, which is the shipped profile; 2x has nearly the bandwidth of 4x (5.5).
 HOSTS = {"2x": 3.5 / 16} | quick_or({}, {"4x": 4 / 16, "8x": 8 / 16}) | {"16x": 1.0}

@@ -93,7 +93,7 @@ MODELS = (
 
 @st.composite
 def problems(draw):
-    """Machines of all sizes, so that all tiers, KV classes and buffers come into plans."""
+    """Machines of all sizes, so that all tiers, KV placements and buffers come into plans."""
     model = draw(st.sampled_from(MODELS))
     size = model.weight_bytes(2) / GIB
     on_gpu = draw(st.booleans())
@@ -120,7 +120,7 @@ def problems(draw):
         workload,
         weight_formats=(draw(st.sampled_from(["float16", "int4"])),),
         kv_formats=(draw(st.sampled_from(["float16", "int5"])),),
-        allowed=Allowed(kv_classes=classes),
+        allowed=Allowed(kv_placements=classes),
         max_num_seqs=draw(st.integers(1, 600)),
         num_gpu_batches=draw(st.sampled_from([None, 1, 2, 3])),
         process_bytes=draw(st.integers(0, GIB // 2)),

@@ -8,7 +8,7 @@ import pytest
 from planner_cases import budgets, cpu_box, gpu_box, opt
 from thorough import some_of
 
-from batchgen.core.plan import KV_CLASSES
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.workload import Workload
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.store.layout import layer_groups
@@ -31,7 +31,7 @@ TABLE = {
 }
 # More than any case needs; before the search was best first, and asked first what fits, one took 1,685 LPs.
 MOST_LPS, MOST_WHOLE = 150, 20
-IN_SWEEPS = Allowed(kv_classes=tuple(c for c in KV_CLASSES if c != "deferred"))
+IN_SWEEPS = Allowed(kv_placements=tuple(c for c in KVPlacement if c != "deferred"))
 FORMATS = {"compute_format": "float16", "weight_formats": ("float16",), "kv_formats": ("float16",)}
 
 

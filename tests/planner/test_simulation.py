@@ -20,6 +20,7 @@ from tiny_models import make_tiny_model
 
 from batchgen.core.device import Device
 from batchgen.core.dtypes import product_key
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.core.workload import Lengths, Workload
@@ -198,8 +199,14 @@ def test_the_same_as_tick_by_tick(job, shared_cores):
 
 STREAMS = Streams(True, (True,) * 3, (True, False, True), vocabulary_chunks=2)
 BATCHES = [
-    BatchFlow(history=True, stored=True, disk_read=True, disk_write=True),
-    BatchFlow(delegated=True, hidden_on_host=True),
+    BatchFlow(
+        frozenset({KVPlacement.DEVICE, KVPlacement.STREAMED}),
+        history=True,
+        stored=True,
+        disk_read=True,
+        disk_write=True,
+    ),
+    BatchFlow(frozenset({KVPlacement.DEVICE, KVPlacement.CPU}), hidden_on_host=True),
 ]
 
 
@@ -261,11 +268,13 @@ def planned(hardware, model: ModelConfig, workload: Workload, **options) -> Plan
     return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
 
 
-def decoding(kv_class: str, count: int, context: int, kv_block_size: int = 16) -> list[ScheduledSequence]:
+def decoding(kv_placement: str, count: int, context: int, kv_block_size: int = 16) -> list[ScheduledSequence]:
     """Sequences alike with one new token each, after `context` - 1 others; their blocks are neighbours."""
     made = []
     for i in range(count):
-        sequence = Sequence(i, i, 0, [1] * context, SamplingParams(max_tokens=8), kv_class=kv_class)
+        sequence = Sequence(
+            i, i, 0, [1] * context, SamplingParams(max_tokens=8), kv_placement=KVPlacement(kv_placement)
+        )
         sequence.num_prompt = sequence.num_computed = context - 1
         used = -(-context // kv_block_size)
         sequence.block_table.extend(range(i * used, (i + 1) * used))
@@ -298,16 +307,16 @@ def slept_box():
 
 
 @pytest.mark.parametrize("box", [lambda: gpu_box(shared_cores=False), slept_box], ids=["a GPU", "emulated"])
-@pytest.mark.parametrize("kv_class", ["gpu", "cpu", "streamed", "disk"])
-def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_class, box):
+@pytest.mark.parametrize("kv_placement", ["gpu", "cpu", "streamed", "disk"])
+def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_placement, box):
     model, hardware = opt(2048, 24, 32), box()
     counts = {"qkv": (24, 0, 0), "out": (0, 24, 0), "up": (24, 0, 0), "down": (0, 0, 24)}
-    policy = gpu_policy(weight_layers=counts, kv_seqs={kv_class: 32}, activation_batches=(0, 1), head_tier="cpu")
+    policy = gpu_policy(weight_layers=counts, kv_seqs={kv_placement: 32}, activation_batches=(0, 1), head_tier="cpu")
     plan = plan_of(policy, Workload.uniform(64, 400, 64), budgets(hardware))
     count, context = 32, 401  # no block is full, so that what is in whole blocks is easy to count
-    layer, head, _ = spent(plan, model, hardware, decoding(kv_class, count, context), hidden_on_host=True)
+    layer, head, _ = spent(plan, model, hardware, decoding(kv_placement, count, context), hidden_on_host=True)
     inputs = StepCosts(plan, model, hardware)._inputs
-    at = Counts(counts, {kv_class: 32}, (0, 1), 0).placement(replace(inputs, max_num_seqs=32))
+    at = Counts(counts, {kv_placement: 32}, (0, 1), 0).placement(replace(inputs, max_num_seqs=32))
     phase = Phase(1, 0, 0, count, context)
     expected = layer_lanes(inputs, phase, at)
     resident = layer_lanes(inputs, phase, replace(at, w_gpu=1, w_cpu=0, w_disk=0))["compute"]
@@ -320,12 +329,12 @@ def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_class, box):
         assert layer[lane] == pytest.approx(expected[lane], rel=0.05, abs=1e-6), lane
 
 
-@pytest.mark.parametrize(("kv_class", "sent", "brought"), [("gpu", 0, 0), ("cpu", 3, 1), ("streamed", 1, 1)])
-def test_each_copy_over_a_link_takes_longer_than_its_bytes(kv_class, sent, brought):
+@pytest.mark.parametrize(("kv_placement", "sent", "brought"), [("gpu", 0, 0), ("cpu", 3, 1), ("streamed", 1, 1)])
+def test_each_copy_over_a_link_takes_longer_than_its_bytes(kv_placement, sent, brought):
     """Queries, keys and values are sent one by one, results brought by compute; streamed KV comes and goes in one copy each."""
     model, overhead_s = opt(2048, 24, 32), 0.25
-    policy = gpu_policy(weight_layers=GPU_COUNTS, kv_seqs={kv_class: 32})
-    batch = decoding(kv_class, 32, 401)
+    policy = gpu_policy(weight_layers=GPU_COUNTS, kv_seqs={kv_placement: 32})
+    batch = decoding(kv_placement, 32, 401)
     found = []
     for hardware in (gpu_box(shared_cores=False), gpu_box(shared_cores=False, link_overhead_s=overhead_s)):
         plan = plan_of(policy, Workload.uniform(64, 400, 64), budgets(hardware))
@@ -398,13 +407,17 @@ def test_prompts_cost_what_their_tokens_attend_to():
     def attention_s(*chunks, matched=0):
         batch = []
         for i, (new, before) in enumerate(chunks):
-            sequence = Sequence(i, i, 0, [1] * (new + before), SamplingParams(max_tokens=8), kv_class="cpu")
+            sequence = Sequence(
+                i, i, 0, [1] * (new + before), SamplingParams(max_tokens=8), kv_placement=KVPlacement.CPU
+            )
             sequence.num_computed, sequence.num_matched_blocks = before, matched
             own = range(100 * (i + 1), 100 * (i + 1) + -(-(new + before) // 16) - matched)
             sequence.block_table.extend([*range(matched), *own])
             batch.append(ScheduledSequence(sequence, new))
         load = load_of(batch, kv_block_size=16, compute_tier="cpu")
-        return costs.attention_s(load.attended["resident"], None, hardware.cpu), load.attended["resident"]
+        return costs.attention_s(load.attended[KVPlacement.DEVICE], None, hardware.cpu), load.attended[
+            KVPlacement.DEVICE
+        ]
 
     whole, _ = attention_s((256, 0))
     parts = sum(attention_s((64, before))[0] for before in range(0, 256, 64))

@@ -65,8 +65,8 @@ def planned(hardware, workload=DECODING, **options):
 def test_two_batches_give_way_to_deferred_attention_as_the_cpu_gets_slower(ratio, deferred):
     """NEO's pipelining against APEX's overlap: inequality (6) of APEX, with what memory and the length of the job allow."""
     problem, _ = planning(slow_cpu(ratio))
-    two = search(replace(problem, num_gpu_batches=2, allowed=Allowed(kv_classes=("gpu", "cpu"))))
-    alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(kv_classes=("gpu",))))
+    two = search(replace(problem, num_gpu_batches=2, allowed=Allowed(kv_placements=("gpu", "cpu"))))
+    alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(kv_placements=("gpu",))))
     beside = with_deferred_attention(problem, alone)
     for seconds_of in (lambda c: c.seconds, lambda c: simulate_sampled(plan_of(problem, c), c).seconds):
         one_s, two_s = seconds_of(beside), seconds_of(two)
@@ -146,7 +146,7 @@ def few_long_rows():
 def test_kv_streams_by_layer_where_it_is_a_little_larger_than_the_gpu():
     """Few long sequences: to stream a whole one takes longer than the link hides, to stream a few layers of two does not."""
     problem, request = few_long_rows()
-    whole = replace(FLEXGEN, kv_classes=("gpu", "streamed", "disk")), replace(GPU_ONLY, gpu_batches=None)
+    whole = replace(FLEXGEN, kv_placements=("gpu", "streamed", "disk")), replace(GPU_ONLY, gpu_batches=None)
     found = [search(strategy.restrict(problem)) for strategy in (PIE, *whole)]
     plans = [plan_of(problem, candidate, request.max_model_len) for candidate in found]
     parted, *others = (simulate_sampled(*pair).seconds for pair in zip(plans, found, strict=True))

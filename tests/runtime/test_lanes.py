@@ -12,12 +12,23 @@ import pytest
 from timing import undisturbed
 
 from batchgen.core.errors import BatchgenError
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.runtime.lanes import Lanes
 from batchgen.schedule.step_graph import LANES, BatchFlow, Step, Streams, Sweeps
 
 STREAMS = Streams(True, (True, True, False), (True, False, False), vocabulary_chunks=3)
-DISK = BatchFlow(history=True, stored=True, disk_read=True, disk_write=True)
-SWEEP = [DISK, BatchFlow(history=True, stored=True, delegated=True, hidden_on_host=True)]
+DISK = BatchFlow(
+    frozenset({KVPlacement.DEVICE, KVPlacement.STREAMED}), history=True, stored=True, disk_read=True, disk_write=True
+)
+SWEEP = [
+    DISK,
+    BatchFlow(
+        frozenset({KVPlacement.DEVICE, KVPlacement.STREAMED, KVPlacement.CPU}),
+        history=True,
+        stored=True,
+        hidden_on_host=True,
+    ),
+]
 
 OF_STAGE = replace(STREAMS, receives=True, sends=True)  # with Steps in every lane
 
@@ -97,8 +108,12 @@ class Arithmetic:
         return {("staging", s.kv_slot): self._mix(("cpu", s.layer, s.batch), *[("read", s.kv_slot)] * b.disk_read)}
 
     def _attention(self, s, b):
-        attended = self._mix(("q", s.batch), *[("staging", s.kv_slot)] * b.staged)
-        return {("attended", s.batch): attended, ("staging", s.kv_slot): attended} if b.staged else {}
+        attended = self._mix(("q", s.batch), *[("staging", s.kv_slot)] * (KVPlacement.STREAMED in b.placements))
+        return (
+            {("attended", s.batch): attended, ("staging", s.kv_slot): attended}
+            if KVPlacement.STREAMED in b.placements
+            else {}
+        )
 
     def _store_cache(self, s, b):
         return {
@@ -120,7 +135,7 @@ class Arithmetic:
 
     def _post(self, s, b):
         weight = ("device", s.weight_slot) if self.streams.weights[s.layer] else "resident"
-        parts = [("attended", s.batch), *[("joined", s.batch)] * b.delegated]
+        parts = [("attended", s.batch), *[("joined", s.batch)] * (KVPlacement.CPU in b.placements)]
         return {("hidden", s.batch): self._mix(("hidden", s.batch), weight, *parts)}
 
     def _head(self, s, b):

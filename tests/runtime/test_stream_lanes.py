@@ -7,11 +7,19 @@ import pytest
 import torch
 from fake_device import FakeDevice, PlayedLanes
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.runtime import cuda
 from batchgen.runtime.streams import LAUNCH, STREAMS
 from batchgen.schedule.step_graph import LANES, BatchFlow, Step, Streams, Sweeps
 
-EVERYTHING = BatchFlow(history=True, stored=True, disk_read=True, disk_write=True, delegated=True, hidden_on_host=True)
+EVERYTHING = BatchFlow(
+    frozenset({KVPlacement.DEVICE, KVPlacement.STREAMED, KVPlacement.CPU}),
+    history=True,
+    stored=True,
+    disk_read=True,
+    disk_write=True,
+    hidden_on_host=True,
+)
 
 
 def step(number, lane, *after, kind="work", sweep=0, layer=0):
@@ -94,7 +102,7 @@ def test_many_gpu_batches_do_not_fill_the_streams(eager, late):
     streams = Streams(True, (True,) * 3, (True, False, True), vocabulary_chunks=3)
     sweeps, ran = Sweeps(streams), []
     lanes = PlayedLanes(lambda s: ran.append(s.id), FakeDevice(eager=eager), late=late)
-    for batches in ([EVERYTHING] * 24, [BatchFlow(delegated=True)] * 40):
+    for batches in ([EVERYTHING] * 24, [BatchFlow(frozenset({KVPlacement.DEVICE, KVPlacement.CPU}))] * 40):
         execute(lanes, sweeps.steps(batches))
     lanes.drain()
     lanes.close()

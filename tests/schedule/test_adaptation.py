@@ -2,6 +2,7 @@
 
 import pytest
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import SamplingParams
 from batchgen.schedule.adaptation import Adaptation, Measured
 from batchgen.schedule.block_manager import BlockManager
@@ -13,7 +14,9 @@ from batchgen.schedule.step_graph import LANES
 @pytest.mark.parametrize("planned", [{"streamed": 8}, {"streamed": 7, "cpu": 1}])
 def test_the_cpu_attends_only_where_it_was_to(planned):
     """However long compute waits for copies: queries and results need buffers, and 4-bit weights another layer's."""
-    limits = SchedulerLimits(8, 64, class_seqs=planned, compute_tier="gpu")
+    limits = SchedulerLimits(
+        8, 64, kv_seqs={KVPlacement(name): count for name, count in planned.items()}, compute_tier="gpu"
+    )
     scheduler = Scheduler({"cpu": BlockManager(100, 16)}, limits)
     for i in range(8):
         scheduler.add(Sequence(i, i, 0, [5] * 4, SamplingParams(max_tokens=8)))

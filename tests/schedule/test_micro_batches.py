@@ -5,19 +5,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thorough import some_draws
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import SamplingParams
 from batchgen.schedule.block_manager import BlockManager
-from batchgen.schedule.micro_batches import ORDERS, residency_of, split_batches, staged_blocks
+from batchgen.schedule.micro_batches import ORDERS, placement_in_sweep, split_batches, staged_blocks
 from batchgen.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
-from batchgen.schedule.sequence import Sequence, tier_of
+from batchgen.schedule.sequence import Sequence
 
 BLOCK = 4
 
 
-def scheduled(kv_class, num_tokens, num_computed=0, num_prompt=None):
+def scheduled(kv_placement, num_tokens, num_computed=0, num_prompt=None):
     """By default the last of its tokens is a generated one where it decodes, and all are the prompt's otherwise."""
     length = num_computed + num_tokens
-    sequence = Sequence(0, 0, 0, [1] * length, SamplingParams(max_tokens=8), kv_class=kv_class)
+    sequence = Sequence(0, 0, 0, [1] * length, SamplingParams(max_tokens=8), kv_placement=KVPlacement(kv_placement))
     decodes = num_tokens == 1 and num_computed > 0
     sequence.num_prompt = num_prompt if num_prompt is not None else num_computed if decodes else length
     sequence.num_computed = num_computed
@@ -42,7 +43,7 @@ def split(
         max_seqs=max_seqs,
         max_staged_blocks=max_staged_blocks,
         kv_block_size=BLOCK,
-        residency_of=lambda s: residency_of(s, compute_tier),
+        placement_of=lambda s: placement_in_sweep(s, compute_tier),
         balance_tokens=balance_tokens,
     )
 
@@ -52,33 +53,33 @@ def tokens_of(batches):
 
 
 def blocks_of(batch, compute_tier):
-    return sum(staged_blocks(s, BLOCK) for s in batch if residency_of(s, compute_tier) == "staged")
+    return sum(staged_blocks(s, BLOCK) for s in batch if placement_in_sweep(s, compute_tier) == KVPlacement.STREAMED)
 
 
 @pytest.mark.parametrize(
-    ("kv_class", "num_tokens", "num_computed", "num_prompt", "expected"),
+    ("kv_placement", "num_tokens", "num_computed", "num_prompt", "expected"),
     [
-        ("gpu", 1, 9, 9, "resident"),
-        ("gpu", 5, 0, 5, "resident"),
-        ("cpu", 1, 9, 9, "delegated"),
-        ("cpu", 1, 12, 9, "delegated"),
-        ("cpu", 1, 8, 9, "staged"),  # the prompt's last token
-        ("cpu", 1, 0, 1, "staged"),  # a prompt of one token
-        ("cpu", 5, 9, 9, "staged"),  # run again after it was preempted
-        ("cpu", 5, 0, 9, "staged"),
-        ("streamed", 1, 9, 9, "staged"),
-        ("disk", 1, 9, 9, "staged"),
+        ("gpu", 1, 9, 9, KVPlacement.DEVICE),
+        ("gpu", 5, 0, 5, KVPlacement.DEVICE),
+        ("cpu", 1, 9, 9, KVPlacement.CPU),
+        ("cpu", 1, 12, 9, KVPlacement.CPU),
+        ("cpu", 1, 8, 9, KVPlacement.STREAMED),  # the prompt's last token
+        ("cpu", 1, 0, 1, KVPlacement.STREAMED),  # a prompt of one token
+        ("cpu", 5, 9, 9, KVPlacement.STREAMED),  # run again after it was preempted
+        ("cpu", 5, 0, 9, KVPlacement.STREAMED),
+        ("streamed", 1, 9, 9, KVPlacement.STREAMED),
+        ("disk", 1, 9, 9, KVPlacement.STREAMED),
     ],
 )
-def test_places_on_an_accelerator(kv_class, num_tokens, num_computed, num_prompt, expected):
-    assert residency_of(scheduled(kv_class, num_tokens, num_computed, num_prompt), "gpu") == expected
+def test_places_on_an_accelerator(kv_placement, num_tokens, num_computed, num_prompt, expected):
+    assert placement_in_sweep(scheduled(kv_placement, num_tokens, num_computed, num_prompt), "gpu") == expected
 
 
 def test_places_where_the_cpu_computes():
-    assert [residency_of(scheduled(c, 1, 9), "cpu") for c in ("cpu", "streamed", "disk")] == [
-        "resident",
-        "resident",
-        "staged",
+    assert [placement_in_sweep(scheduled(c, 1, 9), "cpu") for c in ("cpu", "streamed", "disk")] == [
+        KVPlacement.DEVICE,
+        KVPlacement.DEVICE,
+        KVPlacement.STREAMED,
     ]
 
 
@@ -110,7 +111,7 @@ def test_every_sequence_is_in_one_batch_in_order_and_within_limits(
     order, balance_tokens = order_and_balance
     count = count if balance_tokens is None else 2
     if compute_tier == "cpu":
-        sweep = [s for s in sweep if s.sequence.kv_class != "gpu"] or [scheduled("disk", 1, 5)]
+        sweep = [s for s in sweep if s.sequence.kv_placement != "gpu"] or [scheduled("disk", 1, 5)]
     largest = max(blocks_of([s], compute_tier) for s in sweep)
     batches = split(sweep, count, order, max_tokens, largest + spare, compute_tier, balance_tokens=balance_tokens)
     assert all(batches)
@@ -119,8 +120,10 @@ def test_every_sequence_is_in_one_batch_in_order_and_within_limits(
     position = {id(s): i for i, s in enumerate(sweep)}
     for tier in ("gpu", "cpu", "disk"):
         # Delegated sequences write no prompt, so only the others' order counts where they are moved.
-        own = [s for s in flat if tier_of(s.sequence.kv_class) == tier]
-        kept = [position[id(s)] for s in own if order == "even" or residency_of(s, compute_tier) != "delegated"]
+        own = [s for s in flat if s.sequence.kv_placement.tier == tier]
+        kept = [
+            position[id(s)] for s in own if order == "even" or placement_in_sweep(s, compute_tier) != KVPlacement.CPU
+        ]
         assert kept == sorted(kept)
     for batch in batches:
         assert len(batch) == 1 or sum(s.num_tokens for s in batch) <= max_tokens
@@ -146,11 +149,11 @@ def test_even_batches_are_even():
 def test_each_mixed_batch_has_its_part_of_what_each_processor_and_link_does(count):
     """The scheduler admits class after class, so without mixing one batch would have all that the CPU attends to."""
     kinds = {"gpu": 24, "cpu": 12, "streamed": 8}
-    sweep = [scheduled(kv_class, 1, 9) for kv_class, seqs in kinds.items() for _ in range(seqs)]
+    sweep = [scheduled(kv_placement, 1, 9) for kv_placement, seqs in kinds.items() for _ in range(seqs)]
     for batch in split(sweep, count, "mixed"):
-        for kv_class, seqs in kinds.items():
-            own = sum(s.sequence.kv_class == kv_class for s in batch)
-            assert abs(own - seqs / count) <= 1, (kv_class, own)
+        for kv_placement, seqs in kinds.items():
+            own = sum(s.sequence.kv_placement == kv_placement for s in batch)
+            assert abs(own - seqs / count) <= 1, (kv_placement, own)
 
 
 def test_batches_above_a_limit_are_cut_into_even_pieces():
@@ -184,7 +187,7 @@ def test_neo_order_puts_delegated_attention_in_the_second_batch():
 
 def keys_of(batch):
     """That the CPU attends to."""
-    return sum(s.num_keys for s in batch if residency_of(s, "gpu") == "delegated")
+    return sum(s.num_keys for s in batch if placement_in_sweep(s, "gpu") == KVPlacement.CPU)
 
 
 @pytest.mark.parametrize("balance_tokens", [0, 40, 400])
@@ -195,7 +198,7 @@ def test_unequal_batches_have_attention_as_long_as_the_products_of_the_other(bal
     cpu = [scheduled("cpu", 1, 9 + 7 * i % 50) for i in range(80)]
     first, second = split([*cpu, *others], 2, "neo", balance_tokens=balance_tokens)
     assert {id(s) for s in others} <= {id(s) for s in first}
-    assert [s for s in [*first, *second] if residency_of(s, "gpu") == "delegated"] == cpu
+    assert [s for s in [*first, *second] if placement_in_sweep(s, "gpu") == KVPlacement.CPU] == cpu
     products = [tokens + balance_tokens for tokens in tokens_of([first, second])]
     share = keys_of(first) / (keys_of(first) + keys_of(second))
     one = max(s.num_keys for s in cpu) / keys_of(cpu)
@@ -226,7 +229,7 @@ CUTS = [*((order, count, None) for order in ORDERS for count in (1, 2, 3, 4)), (
 @pytest.mark.parametrize(("order", "num_gpu_batches", "balance_tokens"), CUTS)
 def test_who_takes_a_prefix_of_the_same_sweep_comes_no_earlier_than_its_writer(order, num_gpu_batches, balance_tokens):
     pools = {"gpu": BlockManager(60, BLOCK), "cpu": BlockManager(200, BLOCK)}
-    limits = SchedulerLimits(40, 60, class_seqs={"gpu": 12, "cpu": 20}, compute_tier="gpu", max_chunk_tokens=16)
+    limits = SchedulerLimits(40, 60, kv_seqs={"gpu": 12, "cpu": 20}, compute_tier="gpu", max_chunk_tokens=16)
     scheduler = Scheduler(pools, limits)
     for i in range(60):
         prefix = [100 * (i % 3) + k for k in range(24)]
@@ -238,13 +241,13 @@ def test_who_takes_a_prefix_of_the_same_sweep_comes_no_earlier_than_its_writer(o
         behind, fresh = {}, set()
         for batch in split(sweep, num_gpu_batches, order, max_tokens=25, balance_tokens=balance_tokens):
             for s in batch:  # all of a batch is written before any of it is read
-                sequence, tier = s.sequence, tier_of(s.sequence.kv_class)
+                sequence, tier = s.sequence, s.sequence.kv_placement.tier
                 for b in range(sequence.num_computed // BLOCK, s.num_keys // BLOCK):
                     target = content if tier == "gpu" else behind
                     target[tier, sequence.block_table[b]] = sequence.tokens[: (b + 1) * BLOCK]
                     fresh.add((tier, sequence.block_table[b]))
             for s in batch:
-                sequence, tier = s.sequence, tier_of(s.sequence.kv_class)
+                sequence, tier = s.sequence, s.sequence.kv_placement.tier
                 for b in range(sequence.num_computed // BLOCK):
                     assert content[tier, sequence.block_table[b]] == sequence.tokens[: (b + 1) * BLOCK]
                     taken += (tier, sequence.block_table[b]) in fresh

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thorough import some_draws
 
-from batchgen.core.plan import KV_CLASSES, window_blocks
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.plan import window_blocks
 from batchgen.core.request import SamplingParams
 from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
-from batchgen.schedule.sequence import CLASSES, PENDING, Sequence, tier_of
+from batchgen.schedule.sequence import PENDING, Sequence
 from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
 
 BLOCK = 4
@@ -47,12 +48,12 @@ class Load:
 
 @st.composite
 def limits_of(draw, homes):
-    classes = [c for c in CLASSES if tier_of(c) in homes]
+    classes = [c for c in KVPlacement if c.tier in homes]
     seqs = draw(st.none() | st.fixed_dictionaries({}, optional={c: st.integers(0, 6) for c in classes}))
     return SchedulerLimits(
         max_num_seqs=draw(st.sampled_from([1, 3, 8, 64])),
         max_num_batched_tokens=draw(st.sampled_from([1, 5, 16, 200])),
-        class_seqs=seqs,
+        kv_seqs=seqs,
         max_chunk_tokens=draw(st.sampled_from([None, None, 1, 3, 10])),
         compute_tier="gpu" if "gpu" in homes else "cpu",
     )
@@ -74,9 +75,9 @@ def loads(draw):
     homes = draw(st.sampled_from([("cpu",), ("cpu", "disk"), ("gpu", "cpu"), ("gpu", "cpu", "disk"), ("gpu", "disk")]))
     admission = draw(st.sampled_from(["continuous", "static"]))
     limits = [replace(x, admission=admission) for x in draw(st.lists(limits_of(homes), min_size=1, max_size=4))]
-    open_homes = [h for h in homes if any(tier_of(c) == h and limits[0].quota(c) for c in CLASSES)]
+    open_homes = [h for h in homes if any(c.tier == h and limits[0].quota(c) for c in KVPlacement)]
     if not open_homes:
-        limits[0], open_homes = replace(limits[0], class_seqs=None), list(homes)
+        limits[0], open_homes = replace(limits[0], kv_seqs=None), list(homes)
     # Pools of any size, but the longest row fits one of those that have quota.
     longest = max(-(-(len(prompt) + budget - 1) // BLOCK) for prompt, budget, _ in prompts)
     pools = {h: draw(st.integers(1, 20)) for h in homes}
@@ -103,7 +104,7 @@ def make_pools(sizes, share=True, window=0, windowed=()):
 def check_accounts(scheduler):
     """What sequences hold is what the pools have given out; what is promised is there."""
     for home, pool in scheduler.pools.items():
-        own = [s for s in scheduler.running if tier_of(s.kv_class) == home]
+        own = [s for s in scheduler.running if s.kv_placement.tier == home]
         users = Counter(b for s in own for b in s.block_table)
         assert pool.num_used == len(users)
         assert 0 <= pool.num_used <= pool.num_blocks and all(0 <= b < pool.num_blocks for b in users)
@@ -128,7 +129,7 @@ def check_windows(pool, own):
     for s, blocks in held.items():
         assert NULL_BLOCK not in blocks and set(s.window_table[: s.num_freed]) <= {NULL_BLOCK}
         # A token on its way still sees the window before it.
-        begun = s.num_computed - (s.kv_class == "deferred" and s.num_remaining == 0)
+        begun = s.num_computed - (s.kv_placement == "deferred" and s.num_remaining == 0)
         assert s.num_freed == pool.first_block(begun)
         new = len(s.block_table) * BLOCK - s.num_computed
         assert len(blocks) <= -(-(pool.window + new) // BLOCK) + 1
@@ -138,11 +139,11 @@ def check_quotas(scheduler, before):
     """Nobody entered above a limit; those in flight before a limit shrank may stay."""
     limits = scheduler.limits
     assert len(scheduler.running) <= max(limits.max_num_seqs, len(before))
-    then, now = Counter(before.values()), Counter(s.kv_class for s in scheduler.running)
-    for kv_class, count in now.items():
+    then, now = Counter(before.values()), Counter(s.kv_placement for s in scheduler.running)
+    for kv_placement, count in now.items():
         # The only sequence in flight may be in a class without quota, where no other class could take it.
-        alone = scheduler.running[0].kv_class == kv_class != before.get(id(scheduler.running[0]))
-        assert count <= max(limits.quota(kv_class), then[kv_class], alone)
+        alone = scheduler.running[0].kv_placement == kv_placement != before.get(id(scheduler.running[0]))
+        assert count <= max(limits.quota(kv_placement), then[kv_placement], alone)
 
 
 class FakeExecutor:
@@ -155,7 +156,7 @@ class FakeExecutor:
     def run(self, sweep):
         written, behind = set(), {}
         for s in sweep:
-            sequence, home = s.sequence, tier_of(s.sequence.kv_class)
+            sequence, home = s.sequence, s.sequence.kv_placement.tier
 
             def slot(position, windowed, sequence=sequence, home=home):
                 block = sequence.table(windowed)[position // BLOCK]
@@ -196,9 +197,9 @@ def test_every_token_runs_once_and_no_block_leaks(load):
         if change.random() < 0.2:
             scheduler.limits = change.choice(load.limits)
         for sequence in scheduler.running:
-            if sequence.kv_class in ("cpu", "streamed") and change.random() < 0.1:
-                scheduler.set_class(sequence, change.choice(["cpu", "streamed"]))
-        before = {id(s): s.kv_class for s in scheduler.running}
+            if sequence.kv_placement in ("cpu", "streamed") and change.random() < 0.1:
+                scheduler.set_placement(sequence, change.choice([KVPlacement.CPU, KVPlacement.STREAMED]))
+        before = {id(s): s.kv_placement for s in scheduler.running}
         limits = scheduler.limits
 
         sweep = scheduler.schedule()
@@ -294,9 +295,10 @@ def test_releasing_a_block_twice_is_caught():
         blocks.release([block])
 
 
-def test_classes_are_those_of_the_policy_in_its_order():
-    assert KV_CLASSES == CLASSES
-    assert [tier_of(c) for c in CLASSES] == ["gpu", "cpu", "cpu", "disk", "cpu"]
+def test_a_kv_placement_is_its_name_in_a_plan_and_has_a_tier():
+    assert [f"{placement}" for placement in KVPlacement] == ["gpu", "cpu", "streamed", "disk", "deferred"]
+    assert [placement.tier for placement in KVPlacement] == ["gpu", "cpu", "cpu", "disk", "cpu"]
+    assert {"gpu": 1}[KVPlacement.DEVICE] == {KVPlacement.DEVICE: 1}["gpu"] == 1
 
 
 def accelerator(sizes=None, **limits):
@@ -305,12 +307,10 @@ def accelerator(sizes=None, **limits):
 
 
 def test_sequences_take_the_first_class_with_quota_and_capacity():
-    scheduler = accelerator(
-        {"gpu": 4, "cpu": 50, "disk": 50}, class_seqs={"gpu": 9, "cpu": 1, "streamed": 2, "disk": 1}
-    )
+    scheduler = accelerator({"gpu": 4, "cpu": 50, "disk": 50}, kv_seqs={"gpu": 9, "cpu": 1, "streamed": 2, "disk": 1})
     for i in range(8):  # two blocks each, so the GPU holds two
         scheduler.add(make(i, [i] * 4, 4))
-    assert [s.sequence.kv_class for s in scheduler.schedule()] == [
+    assert [s.sequence.kv_placement for s in scheduler.schedule()] == [
         "gpu", "gpu", "cpu", "streamed", "streamed", "disk",
     ]  # fmt: skip
     assert len(scheduler.waiting) == 2
@@ -319,7 +319,7 @@ def test_sequences_take_the_first_class_with_quota_and_capacity():
 def test_a_token_that_others_follow_is_not_deferred():
     """A sequence that was preempted runs its output again, in chunks that may have one token."""
     sequence = make(0, [1, 2], 9)
-    sequence.kv_class, sequence.num_computed = "deferred", 3
+    sequence.kv_placement, sequence.num_computed = KVPlacement.DEFERRED, 3
     sequence.tokens += [7, 8, 9]
     assert ScheduledSequence(sequence, 2).samples
     assert not ScheduledSequence(sequence, 1).defers and not ScheduledSequence(sequence, 1).samples
@@ -328,7 +328,7 @@ def test_a_token_that_others_follow_is_not_deferred():
 
 
 def test_a_deferred_token_is_begun_once_and_keeps_its_sequence_in_flight():
-    scheduler = accelerator({"gpu": 4, "cpu": 3}, class_seqs={"gpu": 1, "deferred": 2})
+    scheduler = accelerator({"gpu": 4, "cpu": 3}, kv_seqs={"gpu": 1, "deferred": 2})
     resident, deferred = make(0, [1] * BLOCK, 9), make(1, [2] * BLOCK, 9)
     for sequence in (resident, deferred):
         scheduler.add(sequence)
@@ -362,13 +362,13 @@ def test_a_deferred_token_is_begun_once_and_keeps_its_sequence_in_flight():
 
 def test_no_more_rows_are_deferred_than_a_job_allows():
     """Near its end they would be in flight long after all others; what they leave is for nobody."""
-    scheduler = accelerator(class_seqs={"gpu": 1, "deferred": 2}, deferred_rows=3)
+    scheduler = accelerator(kv_seqs={"gpu": 1, "deferred": 2}, deferred_rows=3)
     for i in range(6):
         scheduler.add(make(i, [i] * BLOCK, 1))
     classes = []
     while scheduler.has_work:
         made = scheduler.schedule()
-        classes.append([s.sequence.kv_class for s in made])
+        classes.append([s.sequence.kv_placement for s in made])
         scheduler.commit(made)
         for s in made:
             scheduler.finish(s.sequence)
@@ -376,7 +376,7 @@ def test_no_more_rows_are_deferred_than_a_job_allows():
 
 
 def test_nobody_is_preempted_for_tokens_that_are_on_their_way():
-    scheduler = accelerator({"cpu": 4}, class_seqs={"deferred": 2})
+    scheduler = accelerator({"cpu": 4}, kv_seqs={"deferred": 2})
     sequence = make(0, [1, 2, 3], 4)
     scheduler.add(sequence)
     scheduler.commit(scheduler.schedule())
@@ -386,22 +386,22 @@ def test_nobody_is_preempted_for_tokens_that_are_on_their_way():
 
 
 def test_what_fits_one_pool_only_waits_for_it_and_holds_the_queue():
-    scheduler = accelerator({"gpu": 4, "cpu": 10}, class_seqs={"gpu": 4, "cpu": 4})
+    scheduler = accelerator({"gpu": 4, "cpu": 10}, kv_seqs={"gpu": 4, "cpu": 4})
     assert scheduler.longest_tokens == 40
     first, long, last = make(0, [0] * 25, 8), make(1, [1] * 30, 8), make(2, [2] * 4, 1)
     for sequence in (first, long, last):
         scheduler.add(sequence)
     sweep = scheduler.schedule()
-    assert [s.sequence for s in sweep] == [first] and first.kv_class == "cpu"
+    assert [s.sequence for s in sweep] == [first] and first.kv_placement == "cpu"
     scheduler.commit(sweep)
     scheduler.finish(first)
     assert [s.sequence for s in scheduler.schedule()] == [long, last]
-    assert (long.kv_class, last.kv_class) == ("cpu", "gpu")
+    assert (long.kv_placement, last.kv_placement) == ("cpu", "gpu")
 
 
 def test_growth_takes_blocks_from_the_youngest_of_the_same_pool():
     pools = make_pools({"gpu": 4, "cpu": 20}, share=False)
-    limits = SchedulerLimits(64, 1000, class_seqs={"gpu": 3, "cpu": 1}, compute_tier="gpu")
+    limits = SchedulerLimits(64, 1000, kv_seqs={"gpu": 3, "cpu": 1}, compute_tier="gpu")
     scheduler = Scheduler(pools, limits, lambda s: 1)
     rows = [make(i, [i] * 4, 12) for i in range(3)]
     rows[2] = make(2, [2] * 20, 12)  # too long for what is left of the GPU
@@ -417,7 +417,7 @@ def test_growth_takes_blocks_from_the_youngest_of_the_same_pool():
         return [s.sequence for s in scheduled]
 
     assert sweep() == rows
-    assert [s.kv_class for s in rows] == ["gpu", "gpu", "cpu"]
+    assert [s.kv_placement for s in rows] == ["gpu", "gpu", "cpu"]
     for _ in range(4):  # each of the two on the GPU grows to two blocks
         assert sweep() == rows
     assert sweep() == [old, other], "the younger one on the GPU gave way, though the one on the CPU is younger still"
@@ -425,8 +425,8 @@ def test_growth_takes_blocks_from_the_youngest_of_the_same_pool():
 
 
 def prefix_taken_in(home, same_sweep):
-    kv_class = {"gpu": "gpu", "cpu": "streamed", "disk": "disk"}[home]
-    scheduler = accelerator(class_seqs={kv_class: 2})
+    kv_placement = {"gpu": "gpu", "cpu": "streamed", "disk": "disk"}[home]
+    scheduler = accelerator(kv_seqs={kv_placement: 2})
     prompts = [make(0, [*range(20), 50], 4), make(1, [*range(20), 51], 4)]
     if same_sweep:
         for sequence in prompts:
@@ -450,12 +450,12 @@ def test_prefixes_are_shared_as_soon_as_their_kv_can_be_read():
 
 
 def test_a_prefix_in_another_pool_is_not_taken():
-    scheduler = accelerator(class_seqs={"gpu": 1, "cpu": 1})
+    scheduler = accelerator(kv_seqs={"gpu": 1, "cpu": 1})
     rows = [make(i, [*range(20), 50 + i], 4) for i in range(2)]
     for sequence in rows:
         scheduler.add(sequence)
     scheduler.schedule()
-    assert [s.kv_class for s in rows] == ["gpu", "cpu"] and rows[1].num_cached == 0
+    assert [s.kv_placement for s in rows] == ["gpu", "cpu"] and rows[1].num_cached == 0
 
 
 def test_a_sweep_that_failed_leaves_no_prefix_behind():
@@ -470,16 +470,16 @@ def test_a_sweep_that_failed_leaves_no_prefix_behind():
 
 
 def test_a_shrunk_class_takes_no_one_in_and_its_sequences_finish():
-    scheduler = accelerator(class_seqs={"gpu": 3})
+    scheduler = accelerator(kv_seqs={"gpu": 3})
     rows = [make(i, [i] * 4, 4) for i in range(5)]
     for sequence in rows:
         scheduler.add(sequence)
     scheduler.commit(scheduler.schedule())
-    scheduler.limits = replace(scheduler.limits, class_seqs={"gpu": 1, "disk": 1})
+    scheduler.limits = replace(scheduler.limits, kv_seqs={"gpu": 1, "disk": 1})
     for sequence in rows[:3]:
         sequence.tokens.append(7)
     sweep = scheduler.schedule()
-    assert [s.sequence.kv_class for s in sweep] == ["gpu", "gpu", "gpu", "disk"]
+    assert [s.sequence.kv_placement for s in sweep] == ["gpu", "gpu", "gpu", "disk"]
     scheduler.commit(sweep)
     scheduler.finish(rows[0])
     scheduler.finish(rows[1])
@@ -489,32 +489,32 @@ def test_a_shrunk_class_takes_no_one_in_and_its_sequences_finish():
 
 
 def test_a_row_whose_class_lost_its_quota_still_runs():
-    scheduler = accelerator({"gpu": 2, "disk": 50}, class_seqs={"gpu": 2, "disk": 2})
+    scheduler = accelerator({"gpu": 2, "disk": 50}, kv_seqs={"gpu": 2, "disk": 2})
     short, long = make(0, [0] * 4, 1), make(1, [1] * 100, 1)
     scheduler.add(short)
     scheduler.add(long)
-    scheduler.limits = replace(scheduler.limits, class_seqs={"gpu": 2})
+    scheduler.limits = replace(scheduler.limits, kv_seqs={"gpu": 2})
     assert scheduler.longest_tokens == 8
     sweep = scheduler.schedule()
     assert [s.sequence for s in sweep] == [short]
     scheduler.commit(sweep)
     scheduler.finish(short)
-    assert [s.sequence for s in scheduler.schedule()] == [long] and long.kv_class == "disk"
+    assert [s.sequence for s in scheduler.schedule()] == [long] and long.kv_placement == "disk"
 
 
-def test_set_class_moves_no_kv():
-    scheduler = accelerator(class_seqs={"cpu": 1})
+def test_set_placement_moves_no_kv():
+    scheduler = accelerator(kv_seqs={"cpu": 1})
     scheduler.add(make(0, [0] * 4, 4))
     (scheduled,) = scheduler.schedule()
     table = list(scheduled.sequence.block_table)
-    scheduler.set_class(scheduled.sequence, "streamed")
-    assert scheduled.sequence.kv_class == "streamed" and list(scheduled.sequence.block_table) == table
+    scheduler.set_placement(scheduled.sequence, KVPlacement.STREAMED)
+    assert scheduled.sequence.kv_placement == "streamed" and list(scheduled.sequence.block_table) == table
     with pytest.raises(AssertionError, match="does not move"):
-        scheduler.set_class(scheduled.sequence, "disk")
+        scheduler.set_placement(scheduled.sequence, KVPlacement.DISK)
 
 
 def test_a_chunk_limit_leaves_tokens_of_the_sweep_to_other_rows():
-    scheduler = accelerator(class_seqs={"gpu": 4}, max_chunk_tokens=8)
+    scheduler = accelerator(kv_seqs={"gpu": 4}, max_chunk_tokens=8)
     for i in range(3):
         scheduler.add(make(i, [i] * 20, 1))
     chunks = []

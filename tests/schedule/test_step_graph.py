@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thorough import some_draws
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import kv_on_device
 from batchgen.schedule.deferred_batches import MOST_PASSED_BY, DeferredBatches
 from batchgen.schedule.step_graph import (
@@ -60,7 +61,9 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
     found, ended = [], happens_before(steps)
     used = defaultdict(list)  # buffer -> (Step, whether it writes, what it holds then)
     homes = defaultdict(list)  # KV's home -> (Step, whether it writes)
-    num_dequantized = 2 if streams.accelerated and any(b.delegated for batches in sweeps for b in batches) else 1
+    num_dequantized = (
+        2 if streams.accelerated and any(KVPlacement.CPU in b.placements for batches in sweeps for b in batches) else 1
+    )
     fetched, exchanged = Counter(), Counter()  # so far, of activations and of what the CPU attends to
     slot_of = {}  # (which, micro-batch) -> its slot, for buffers whose slots no Step names
     leaving, lives = defaultdict(list), deferred_lives(steps, streams)
@@ -114,9 +117,9 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
             use(("qkv", k), kind == "pre", (step.sweep, layer))
         if kind == "attention":
             use(("attended", k), True, (step.sweep, layer))
-        if kind in ("route", "post") and (batch.resident or batch.staged):
+        if kind in ("route", "post") and ({KVPlacement.DEVICE, KVPlacement.STREAMED} & batch.placements):
             use(("attended", k), False, (step.sweep, layer))
-        if kind == "load_attention" or (kind == "post" and batch.delegated):
+        if kind == "load_attention" or (kind == "post" and KVPlacement.CPU in batch.placements):
             use(("attended on CPU", k), kind == "load_attention", (step.sweep, layer))
         if kind == "send_qkv":
             slot_of["exchange", k] = exchanged["all"] % EXCHANGE_SLOTS
@@ -135,7 +138,7 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
         if kind in ("attend_deferred", "join_deferred"):
             use(("attended later", step.deferred_batch), kind == "attend_deferred", layer)
         # KV: in staging buffers, in the disk's buffers, at home.
-        staged = kind.endswith("_cache") or (kind == "attention" and batch.staged)
+        staged = kind.endswith("_cache") or (kind == "attention" and KVPlacement.STREAMED in batch.placements)
         if staged and streams.stages_kv(layer):
             _use_staging(step, batch, streams, use)
         elif staged:
@@ -237,9 +240,11 @@ def check_computation(steps, streams, sweeps):
             return [(s.layer, s.batch) for s in own if s.kind == kind]
 
         assert of("pre") == of("post") == places
-        assert of("attention") == [(j, k) for j, k in places if batches[k].resident or batches[k].staged]
+        assert of("attention") == [
+            (j, k) for j, k in places if {KVPlacement.DEVICE, KVPlacement.STREAMED} & batches[k].placements
+        ]
         for kind in ("send_qkv", "cpu_attention", "load_attention"):
-            assert of(kind) == [(j, k) for j, k in places if batches[k].delegated]
+            assert of(kind) == [(j, k) for j, k in places if KVPlacement.CPU in batches[k].placements]
         assert of("route") == of("read_experts")
         assert all(streams.on_demand[j] for j, _ in of("route"))
         assert of("expand_weight") == [(j, k) for j, k in places if streams.dequantized and k == 0]
@@ -247,7 +252,7 @@ def check_computation(steps, streams, sweeps):
         assert of("read_cache") == [(j, k) for j, k in places if batches[k].disk_read]
         passing = [(j, k) for j, k in places if streams.accelerated and streams.stages_kv(j)]
         assert of("load_cache") == [(j, k) for j, k in passing if batches[k].history]
-        assert of("store_cache") == [(j, k) for j, k in passing if batches[k].staged]
+        assert of("store_cache") == [(j, k) for j, k in passing if KVPlacement.STREAMED in batches[k].placements]
         chunks = range(max(1, streams.vocabulary_chunks))
         joins = streams.num_layers - 1 in [s.layer for s in own if s.kind == "join_deferred"]
         sampling = [k for k in range(len(batches)) if batches[k].samples or (k == 0 and joins)]
@@ -272,7 +277,7 @@ def check_deferred_batches(steps, streams, sweeps):
     for step in steps:
         if step.deferred_batch is not None:
             own[step.deferred_batch].append(step)
-    assert len(own) == sum(b.deferred for batches in sweeps for b in batches)
+    assert len(own) == sum(KVPlacement.DEFERRED in b.placements for batches in sweeps for b in batches)
     kinds = ["send_deferred", "attend_deferred", "join_deferred"]
     for of_batch in own.values():
         wanted = [(kind, j) for j in range(streams.num_layers) for kind in kinds]
@@ -291,15 +296,18 @@ def batch_flows(draw, accelerated, by_layer):
     disk = "none" if by_layer else draw(st.sampled_from(["none", "new", "old"]))
     delegated = accelerated and not by_layer and draw(st.booleans())
     deferred = accelerated and not by_layer and draw(st.booleans())
-    nothing_else = host == disk == "none" and not delegated and not deferred
+    placements = {
+        KVPlacement.STREAMED: host != "none" or disk != "none",
+        KVPlacement.CPU: delegated,
+        KVPlacement.DEFERRED: deferred,
+    }
+    placements[KVPlacement.DEVICE] = not any(placements.values()) or draw(st.booleans())
     return BatchFlow(
-        resident=nothing_else or draw(st.booleans()),
+        frozenset(placement for placement, there in placements.items() if there),
         history="old" in (host, disk),
         stored=host != "none",
         disk_read=disk == "old",
         disk_write=disk != "none",
-        delegated=delegated,
-        deferred=deferred,
         samples=draw(st.booleans()),
     )
 
@@ -343,13 +351,15 @@ def test_no_step_comes_too_early(job, ready):
     assert hazards(steps, streams, sweeps) == []
 
 
-DISK = BatchFlow(history=True, stored=True, disk_read=True, disk_write=True)
-CPU = BatchFlow(delegated=True)
-ALL = replace(DISK, delegated=True)
-NEW_ON_DISK = BatchFlow(resident=False, disk_write=True)
-OLD_ON_DISK = BatchFlow(resident=False, history=True, disk_read=True, disk_write=True)
-OLD_ON_HOST = BatchFlow(resident=False, history=True, stored=True)
-DEFERRED = BatchFlow(deferred=True)
+DISK = BatchFlow(
+    frozenset({KVPlacement.DEVICE, KVPlacement.STREAMED}), history=True, stored=True, disk_read=True, disk_write=True
+)
+CPU = BatchFlow(frozenset({KVPlacement.DEVICE, KVPlacement.CPU}))
+ALL = replace(DISK, placements=DISK.placements | {KVPlacement.CPU})
+NEW_ON_DISK = BatchFlow(frozenset({KVPlacement.STREAMED}), disk_write=True)
+OLD_ON_DISK = BatchFlow(frozenset({KVPlacement.STREAMED}), history=True, disk_read=True, disk_write=True)
+OLD_ON_HOST = BatchFlow(frozenset({KVPlacement.STREAMED}), history=True, stored=True)
+DEFERRED = BatchFlow(frozenset({KVPlacement.DEVICE, KVPlacement.DEFERRED}))
 ON_HOST = {"hidden_on_host": True}
 # Between them these have every kind of Step wait for every kind that it ever waits for.
 JOBS = [
@@ -419,7 +429,7 @@ def test_a_deferred_batch_is_passed_by_while_the_cpu_is_late_but_not_for_ever():
     assert [s.sweep for s in late if s.kind == "join_deferred"] == [MOST_PASSED_BY + 1, 2 * (MOST_PASSED_BY + 1)]
     prompt = all_steps(streams, [[DEFERRED]] + [[BatchFlow()]] * 3)
     assert [s.sweep for s in prompt if s.kind == "join_deferred"] == [1, 2]
-    alone = all_steps(streams, [[DEFERRED]] + [[BatchFlow(resident=False)]] * 2, ready=0.0)
+    alone = all_steps(streams, [[DEFERRED]] + [[BatchFlow(frozenset())]] * 2, ready=0.0)
     assert [s.sweep for s in alone if s.kind == "join_deferred"] == [1, 2], "there is nothing else to compute"
 
 
@@ -435,7 +445,10 @@ def test_deferred_attention_runs_beside_the_whole_sweep():
 
 def test_nothing_waits_that_need_not():
     """What is to overlap: loading ahead, storing behind, CPU attention of one batch beside the products of the next."""
-    steps = all_steps(Streams(True, (True,) * 4, (True,) * 4), [[CPU, BatchFlow(history=True, stored=True)]])
+    steps = all_steps(
+        Streams(True, (True,) * 4, (True,) * 4),
+        [[CPU, BatchFlow(frozenset({KVPlacement.DEVICE, KVPlacement.STREAMED}), history=True, stored=True)]],
+    )
     for one, other in [
         (("load_weight", 2, 0), ("pre", 1, 1)),
         (("load_weight", 2, 0), ("post", 1, 0)),

@@ -7,13 +7,21 @@ import os
 import pytest
 
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.planner.step_simulator import simulate
 from batchgen.runtime.lanes import Lanes
 from batchgen.schedule.step_graph import LANES, BatchFlow, Step, Streams, Sweeps
 from batchgen.schedule.trace import TraceWriter
 
 STREAMS = Streams(True, (True, True), (True, False), vocabulary_chunks=2)
-EVERY = BatchFlow(history=True, stored=True, disk_read=True, disk_write=True, delegated=True, hidden_on_host=True)
+EVERY = BatchFlow(
+    frozenset({KVPlacement.DEVICE, KVPlacement.STREAMED, KVPlacement.CPU}),
+    history=True,
+    stored=True,
+    disk_read=True,
+    disk_write=True,
+    hidden_on_host=True,
+)
 
 
 def spans(path):

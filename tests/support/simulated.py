@@ -57,5 +57,5 @@ def planned_stage(hardware, config, workload, count, **options):
     layers = max(stop - first for first, stop in split_layers(config, count))
     request = PlanRequest("model", "float16", 2048, process_bytes=1 << 29, admission="continuous", **options)
     problem = problem_of(hardware, config.first_layers(layers), workload, request)
-    problem = replace(problem, allowed=replace(problem.allowed, kv_classes=("cpu", "disk")))
+    problem = replace(problem, allowed=replace(problem.allowed, kv_placements=("cpu", "disk")))
     return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)

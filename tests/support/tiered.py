@@ -55,7 +55,7 @@ def make_policy(model: Path | str, device: Device, **changes) -> Policy:
 
 
 def everything_moves(model: Path | str, **changes) -> Policy:
-    """On an accelerator: weights in all tiers, 4-bit, sequences of all KV classes, two micro-batches with activations on the
+    """On an accelerator: weights in all tiers, 4-bit, sequences of all KV placements, two micro-batches with activations on the
     host, the output matrix in vocabulary chunks, so that every kind of Step there is gets its turn."""
     fields = {
         "gpu_batch_size": 4,
