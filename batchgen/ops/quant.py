@@ -1,13 +1,13 @@
-"""Group quantization (FlexGen section 5) of the rows of a matrix to 4, 5 or 8 bits: the layout, and a reference in torch.
+"""Group quantization (FlexGen section 5) of rows to 4, 5 or 8 bits: the layout, and a reference in torch.
 
 A row of n values is cut into groups of 64, the last one perhaps shorter. Packed, it is
 
     [codes of group 0, of group 1, ...] [scale, minimum of group 0] [scale, minimum of group 1] ...
 
-With 4 bits a group of g values has h = ceil(g / 2) bytes: byte i holds value i in its low half and value i + h in its high
-half, so that unpacking a vector gives two runs. With 5 bits these bytes hold the lower four, and 2 ceil(h / 8) more the fifth
-bits, lowest first: ceil(h / 8) bytes of the first h values, as many of the others. With 8 bits byte i holds value i. Scales
-and minimums are little-endian fp16. A value is minimum + code * scale.
+With 4 bits a group of g values has h = ceil(g / 2) bytes: byte i holds value i in its low half and value i + h in its
+high half, so that unpacking a vector gives two runs. With 5 bits these bytes hold the lower four, and 2 ceil(h / 8)
+more the fifth bits, lowest first: ceil(h / 8) bytes of the first h values, as many of the others. With 8 bits byte i
+holds value i. Scales and minimums are little-endian fp16. A value is minimum + code * scale.
 
 Weights have codes of 4 bits, KV those of its `KVFormat`. Tensors of packed rows are uint8, whatever the bits.
 """
@@ -41,14 +41,15 @@ def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS, *, importance: Tensor | No
     """Packs rows of numbers: x [..., n] of any float dtype, on any device -> [..., row_bytes(n, bits)].
 
     bits: of a code, 4, 5 or 8.
-    importance: [n], above zero: scale and minimum are fitted to each group by least squares, each value's error weighted by
+    importance: [n], above zero: scale and minimum are fitted to each group by least squares, each value's error
+        weighted by
     its column's importance. That takes several times as long: for weights, which are packed once. The bound below then
     holds for the weighted mean square of a group's errors.
 
-    With scale = (maximum - minimum) / most of its group, most being the largest code, 2**bits - 1, a value comes back within
-    scale / 2, plus the rounding of the minimum and of `most` scales to fp16 (each at most 2**-10 of its size, or most * 2**-25).
-    Groups of one value repeated come back at least as close to it as fp16 is. Values beyond fp16's range count as its ends; a
-    NaN spoils its group and nothing else.
+    With scale = (maximum - minimum) / most of its group, most being the largest code, 2**bits - 1, a value comes back
+    within scale / 2, plus the rounding of the minimum and of `most` scales to fp16 (each at most 2**-10 of its size, or
+    most * 2**-25). Groups of one value repeated come back at least as close to it as fp16 is. Values beyond fp16's
+    range count as its ends; a NaN spoils its group and nothing else.
     """
     n = x.shape[-1]
     width = row_bytes(n, bits)
@@ -76,7 +77,7 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     bits: int = WEIGHT_CODE_BITS,
 ) -> Tensor:
-    """Dequantize packed rows, as `quantize` makes them: [..., row_bytes(n, bits)] -> [..., n], in `out` if given (its dtype then counts).
+    """Dequantize rows [..., row_bytes(n, bits)] to [..., n], in `out` and its dtype if given.
 
     Computed in fp32 and rounded once to the result's dtype; finite in all of them.
     """
@@ -102,8 +103,8 @@ def dequantize(
 def _pack_groups(x: Tensor, bits: int, importance: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes and their scales of whole groups.
 
-    x fp32 [rows, groups, size], importance [groups, size] -> codes uint8 [rows, groups, code_bytes(size)], table fp16 [rows,
-    groups, 2].
+    x fp32 [rows, groups, size], importance [groups, size] -> codes uint8 [rows, groups, code_bytes(size)], table fp16
+    [rows, groups, 2].
     """
     most = 2**bits - 1
     low, high = torch.aminmax(x, dim=-1)  # [rows, groups]

@@ -1,10 +1,9 @@
-"""The operations of `ops` in torch, on any device: what kernels are held to, and what runs where there are none.
+"""The operations of `ops` in torch, on any device: the reference of the kernels, which runs where there are none.
 
-KV of one layer is one tensor [num_blocks, 2, kv_heads, kv_block_size, width], K before V: a block is contiguous, so that it
-moves between tiers in one piece, and within it each head's K and V are pages, so that the KV of any sequence is
-gathered a page at a time, straight into the operand of a batched matrix product. Gathers are kept small enough
-to stay in cache, so KV crosses the memory bus once. width is head_dim, or, with packed KV, the
-bytes of a packed row (`quant`).
+KV of one layer is one tensor [num_blocks, 2, kv_heads, kv_block_size, width], K before V: a block is contiguous, so
+that it moves between tiers in one piece, and within it each head's K and V are pages, so that the KV of any sequence is
+gathered a page at a time, straight into the operand of a batched matrix product. Gathers are kept small enough to stay
+in cache, so KV crosses the memory bus once. width is head_dim, or, with packed KV, the bytes of a packed row (`quant`).
 """
 
 from __future__ import annotations
@@ -43,7 +42,15 @@ def prepare_attention(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> DeviceAttentionPlan:
-    """Turns block numbers into page numbers and lengths into additive masks. dtype: of queries. device: the CPU by default."""
+    """Turn block numbers into page numbers and lengths into additive masks.
+
+    Args:
+        plan: Attention of the sweep.
+        kv_heads: Key and value heads.
+        kv_block_size: Tokens of a KV block.
+        dtype: Dtype of queries.
+        device: Device of queries and KV; None: the CPU.
+    """
 
     def pages(blocks: np.ndarray) -> Tensor:  # [..., blocks] -> [..., kv_heads, blocks], flat
         return torch.from_numpy(
@@ -75,10 +82,21 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `ops.paged_attention`."""
+    """Attend causally from packed query tokens to paged KV, in torch.
+
+    Args:
+        q: [tokens, heads, head_dim].
+        kv: [num_blocks, 2, kv_heads, kv_block_size, width].
+        plan: Attention of the sweep.
+        out: Memory of the result, of q's shape.
+        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
+        softcap: Bound of the scores; 0: none.
+        sinks: fp32 [heads].
+    """
     tokens, heads, _ = q.shape
     out = torch.empty_like(q) if out is None else out
-    # Log-sum-exp per token and head, needed only where a token's keys are attended to in two parts, or a sink joins them.
+    # Log-sum-exp per token and head, needed only where a token's keys are attended to in two parts, or a sink joins
+    # them.
     lse = torch.empty(tokens, heads, device=q.device) if plan.shared or sinks is not None else None
     for group, pages, mask in plan.decode:
         _decode_group(q, kv, bits, group, pages, mask, out, lse, softcap)
@@ -204,7 +222,7 @@ def linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `ops.linear`."""
+    """Compute activation(x weightᵀ + bias) + residual in torch. weight: [N, K], or rows of 8 bits."""
     if weight.dtype == torch.int8:
         return int8.linear(x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
     y = F.linear(x, weight, bias)
@@ -216,7 +234,7 @@ def linear(
 def gate(
     both: Tensor, activation: str, *, residual: Tensor | None, out: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """The end of `linear` with a gated activation. both: [tokens, columns], the gate's before those it is multiplied with."""
+    """Apply a gated activation and add the residual. both: [M, N], the gate's columns before the others."""
     first, second = both.chunk(2, dim=-1)
     return _finished(_GATES[activation](first, second), residual, out, out_dtype)
 
@@ -246,7 +264,7 @@ def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
-    """As `ops.norm`."""
+    """RMSNorm of the rows of x [..., columns], or with a bias LayerNorm. Sums are in fp32."""
     shape = (x.shape[-1],)
     y = F.rms_norm(x, shape, weight, eps) if bias is None else F.layer_norm(x, shape, weight, bias, eps)
     return y if out is None else out.copy_(y)
@@ -264,7 +282,7 @@ def rotary(  # the operands of one kernel
     eps: float,
     rotation: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `ops.rotary`."""
+    """Norm, rotate and scale queries and keys of fused QKV, in torch. rotation: matrix that both are rotated with."""
     q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), dim=1)
     if norms is not None:
         q, k = (norm(x, weight, None, eps) for x, weight in zip((q, k), norms, strict=True))
@@ -290,13 +308,16 @@ _DRAWN_AT_ONCE = 32
 
 
 def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `kernels.argmax`."""
+    """The first of the largest of each row of fp32 logits, int64, and its value.
+
+    If wanted, also the log of the sum of exponentials.
+    """
     values, index = logits.max(-1)
     return index, values, logits.logsumexp(-1) if want_lse else None
 
 
 def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
-    """As `ops.draw`."""
+    """Draw a token at random from each of some rows of fp32 logits, into int64 `out` at these rows."""
     where, *per_row = (upload(x, logits.device) for x in (rows, *draws))
     for some in (slice(i, i + _DRAWN_AT_ONCE) for i in range(0, len(rows), _DRAWN_AT_ONCE)):
         tokens = _draw(logits.index_select(0, where[some]), *(x[some, None] for x in per_row))
@@ -304,7 +325,7 @@ def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
 
 
 def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
-    """As `ops.forbid`."""
+    """Set fp32 logits of tokens that are not allowed to minus infinity, in place, in the rows that have a mask."""
     columns, bits = logits.shape[1], torch.arange(8, dtype=torch.uint8, device=logits.device)
     where, octets = upload(rows, logits.device), upload(allowed.view(np.uint8), logits.device)
     for some in (slice(i, i + _DRAWN_AT_ONCE) for i in range(0, len(rows), _DRAWN_AT_ONCE)):

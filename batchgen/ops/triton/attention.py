@@ -1,7 +1,7 @@
 """Attention over paged KV in Triton.
 
-Online softmax (Milakov and Gimelshein, 2018), tile by tile as FlashAttention does it (Dao et al., 2022), over the items of
-a DevicePlan, and the merge of partial results (flash-decoding).
+Online softmax (Milakov and Gimelshein, 2018), tile by tile as FlashAttention does it (Dao et al., 2022), over the items
+of a DevicePlan, and the merge of partial results (flash-decoding).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ITEM = tl.constexpr(plans.COLUMNS)
 
 
 def supports_attention(head_dim: int, group: int, kv_block_size: int, device: torch.device) -> bool:
-    """Whether the kernels know these shapes. group: query heads of a KV head."""
+    """Tell whether the kernels know these shapes. group: query heads of a KV head."""
     return (
         card(device).has_products
         and head_dim % 2 == 0
@@ -46,7 +46,7 @@ def geometry(
     kv_format: KVFormat,
     device: torch.device,
 ) -> Geometry:
-    """What plans are cut for. dtype: of queries."""
+    """Shapes that plans are cut for. dtype: dtype of queries."""
     this = card(device)
     few, many = attention_tiles(heads // kv_heads, head_dim, dtype, kv_format.bits, this.shared_memory)
     return Geometry(heads, kv_heads, head_dim, kv_block_size, few, many, this.num_sms)
@@ -62,7 +62,7 @@ def prepare_attention(
     kv_format: KVFormat,
     device: torch.device,
 ) -> DevicePlan:
-    """As `ops.prepare_attention`."""
+    """A sweep's attention on the card, cut for these shapes."""
     return cut_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device).prepare(device)
 
 
@@ -76,7 +76,7 @@ def cut_attention(
     kv_format: KVFormat,
     device: torch.device,
 ) -> CutPlan:
-    """As `ops.cut_attention`."""
+    """A sweep's attention cut for these shapes, not on the card yet."""
     return plans.cut(plan, geometry(heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device))
 
 
@@ -89,7 +89,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `ops.paged_attention`, but [tokens, heads, head_dim]. Tokens that are in no item are left as they were in memory."""
+    """Attention of queries to paged KV, [tokens, heads, head_dim]. Tokens in no item stay as they were in memory."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for launch in launches(q, kv, plan, out, bits, softcap, sinks):
         launch()
@@ -105,7 +105,7 @@ def launches(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> list[Launch]:
-    """Few rows, many rows, merges: those of them that there are."""
+    """The launches of small M, of large M, and of merges, where there are items."""
     shape = plan.geometry
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] == shape.head_dim and kv.is_contiguous()
     assert q.shape[1] == shape.heads and kv.shape[2:4] == (shape.kv_heads, shape.kv_block_size)
@@ -113,7 +113,7 @@ def launches(
     # Partial results, unnormalised, and of each the largest score (in powers of two) and the sum of softmax weights.
     partial = torch.empty(rows, shape.heads, shape.head_dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(rows, shape.heads, 2, dtype=torch.float32, device=q.device)
-    found = [
+    attending = [
         _attend_launch(q, kv, plan, out, partial, stats, items, tile, bits, softcap, sinks)
         for items, tile in ((plan.few, shape.few), (plan.many, shape.many))
         if len(items)
@@ -134,8 +134,8 @@ def launches(
             "DIM": power_of_two(shape.head_dim, 16),
             "PARTS": _MERGED_AT_ONCE,
         }
-        found.append(Launch(_merge, (len(plan.merge_tokens), shape.heads), args, constants, warps=1))
-    return found
+        attending.append(Launch(_merge, (len(plan.merge_tokens), shape.heads), args, constants, warps=1))
+    return attending
 
 
 def _attend_launch(  # the operands of one kernel

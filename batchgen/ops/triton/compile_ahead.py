@@ -1,4 +1,6 @@
-"""Compiles every kernel for a card that need not be there: `python -m batchgen.ops.triton.compile_ahead --capability 90`.
+"""Compiles every kernel for a card that need not be there.
+
+    python -m batchgen.ops.triton.compile_ahead --capability 90
 
 Each is compiled from the launches that the engine would make for representative models, and reported with what it takes
 of the card. Fails where a block would use more shared memory than the card has.
@@ -47,7 +49,14 @@ _FORMATS = (
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel. shared_memory: bytes a block. registers: a thread. stack: bytes a thread, which is where spilled registers go."""
+    """A compiled kernel.
+
+    Attributes:
+        name: The kernel and its variant.
+        shared_memory: Bytes of a block.
+        registers: Registers of a thread.
+        stack: Bytes of a thread, which spilled registers take.
+    """
 
     name: str
     shared_memory: int
@@ -58,13 +67,13 @@ class Compiled:
 def compile_all(
     capability: int, head_dims: tuple[int, ...] = (64, 128), groups: tuple[int, ...] = (1, 4, 8)
 ) -> Iterator[Compiled]:
-    """Of compute capability major * 10 + minor. Raises triton's errors where a kernel cannot be compiled."""
+    """Compile all kernels for compute capability major * 10 + minor. Raises Triton's errors."""
     for name, launch in all_launches(Card(capability, 132, SHARED_MEMORY[capability]), head_dims, groups):
         yield compile_launch(name, launch, capability)
 
 
 def compile_launch(name: str, launch: Launch, capability: int) -> Compiled:
-    """As Triton would when it is called: numbers that divide by 16 are known to."""
+    """Compile a kernel as Triton would when it is launched: numbers that divide by 16 are known to."""
     names = launch.kernel.arg_names
     signature, constants, hints = {}, dict(launch.constants), {}
     for i, argument in enumerate(names):

@@ -1,7 +1,7 @@
 """From fused QKV to scaled, rotated queries, and keys and values in their slots of the paged KV, in one kernel.
 
-RMSNorm of each head of q and k where the model has it, rotary embedding of halves (or none, with learned positions), and
-for KV of 4 or 5 bits the rotation by `ops.rotation`, and packing. Computed in fp32, rounded once.
+RMSNorm of each head of q and k where the model has it, rotary embedding of halves (or none, with learned positions),
+and for KV of 4 or 5 bits the rotation by `ops.rotation`, and packing. Computed in fp32, rounded once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROTATED_TOKENS = 64  # more of them, so that the rotation is read less often
 
 
 def supports_rotary(head_dim: int, rotate_keys: bool, device: torch.device) -> bool:
-    """Whether the kernel knows these shapes. rotate_keys: with a rotation, which is a matrix product."""
+    """Tell whether the kernel knows these shapes. rotate_keys: with a rotation, which is a matrix product."""
     return (card(device).has_products or not rotate_keys) and head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM
 
 
@@ -40,7 +40,7 @@ def rotary_store(  # the operands of one kernel
     slots: Tensor | None = None,
     bits: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Queries of fused QKV, and keys and values in their slots, or apart where there is no KV, as `dispatch.rotary` describes them.
+    """Norm, rotate and scale queries and keys of fused QKV, and store or return keys and values.
 
     Args:
         qkv: [tokens, (heads + 2 kv_heads) * head_dim].
@@ -51,7 +51,8 @@ def rotary_store(  # the operands of one kernel
         positions: int64 [tokens].
         norms: RMSNorm weights of the heads of q and k, [head_dim] each.
         eps: Epsilon of the norms.
-        rotation: Matrix that queries and keys are rotated with, fp32 [head_dim, head_dim]; must be given with KV of 4 or 5 bits.
+        rotation: Matrix that queries and keys are rotated with, fp32 [head_dim, head_dim]; must be given with KV of 4
+            or 5 bits.
         kv: KV of a layer; None: keys and values are returned.
         slots: int64 [tokens].
         bits: Bits of a quantized value of packed KV; 0: KV is numbers.
