@@ -4,6 +4,9 @@ HELM_VENV ?= .venv-helm
 GPU_PYTHON ?= 3.12
 GPU_WHEELS ?= build/gpu-wheels
 BIN := $(VENV)/bin
+# Where no bytecode may be written, as images of containers often have it, each process compiles all that it imports: half of the
+# time of the tests' processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install packages package quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-all lint bench kill-check gpu-check gpu-wheels helm-check sanitize neon docs clean
 

@@ -3,8 +3,9 @@
     python .ci/language.py                    # the package
     python .ci/language.py batchgen/planner   # a part of it
 
-A docstring, and each entry of its sections (`Args:`, `Attributes:`, ...), is a sentence with a subject and a verb, or a noun phrase
-that names the thing. So it does not begin with a word that leans on the line above, and does not send the reader to another docstring.
+A docstring, and each entry of its sections (`Args:`, `Attributes:`, ...), is a sentence with a subject and a verb, or a
+noun phrase that names the thing. So it does not begin with a word that leans on the line above, and does not send the
+reader to another docstring.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def main() -> None:
     print("\n".join(found))
     if found:
         sys.exit(
-            f"{len(found)} docstrings cannot be read alone: begin with the noun that names the thing, or with a sentence"
+            f"{len(found)} docstrings cannot be read alone: begin with the noun that names the thing,"
+            " or with a sentence"
         )
 
 

@@ -16,7 +16,8 @@ from batchgen.core.request import Completion, Request, Sample, SamplingParams
 from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompts
 from batchgen.dataset.storage import is_url
 from batchgen.job.options import names_of, options_of
-from batchgen.models.files import model_identity, resolve_model
+from batchgen.models.files import resolve_model
+from batchgen.models.identity import model_identity
 from batchgen.models.tokenizers.thinking import gives_reasoning
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_prefix, output_schema
@@ -36,21 +37,21 @@ def run_dataset(
 ) -> datasets.Dataset:
     """Run every row of a dataset.
 
-    The result is mapped into memory from its file, however large it is. The same call goes on after an interruption, and
-    returns at once when all is done.
+    The result is mapped into memory from its file, however large it is. The same call goes on after an interruption,
+    and returns at once when all is done.
 
     Args:
-        model: As of `batchgen.run`.
+        model: The model, as `batchgen.run` takes it.
         dataset: The input.
-        output: An .arrow file; None: one in the cache directory, named after all that decides the rows. A stream needs one,
-            since nothing but its first rows is known beforehand.
-        **options: Those of `batchgen.run`.
+        output: An .arrow file; None: a file in the cache directory, named by all that decides the rows. A stream needs
+            a file, since only its first rows are known beforehand.
+        **options: Options of `batchgen.run`.
 
     Returns:
         The dataset with the output columns, its features kept.
 
     Raises:
-        BatchgenError: The job cannot be run, or not to its end; JobStopped where `max_time` came first.
+        BatchgenError: The job cannot be run or completed; JobStopped where `max_time` came first.
     """
     import datasets
 
@@ -71,24 +72,30 @@ def run_dataset(
 
 
 class MapFunction:
-    """A function for `Dataset.map(..., batched=True)`: generates for every row of a batch.
+    """A function for `Dataset.map(..., batched=True)` that generates for every row of a batch.
 
         dataset.map(batchgen.MapFunction("demo", prompt_column="question", max_tokens=32), batched=True)
 
     It adds the columns of a job: text, finish_reason, prompt_tokens, generated_tokens, error and, if asked for,
-    logprobs; lists where n > 1. Where the dataset has one of these names they all get the prefix gen_. `datasets` fixes a column's type by the first batch it sees, so there are no nulls:
-    error is "" for a row that is fine, text is "" for one that failed. Only logprobs have nothing to show there: with
-    them, give `map` the `features` of the result as well.
+    logprobs; lists where n > 1. Where the dataset has one of these names they all get the prefix gen_. `datasets` fixes
+    a column's type by the first batch, so there are no nulls: error is "" for a row that is fine, text is "" for a
+    failed row. Empty lists of logprobs have no type: with logprobs, give `map` the `features` of the result as well.
 
     The engine is loaded at the first call in a process, with the model in memory, and closed with `close`, at the end
-    of a `with` block or of the process. Equal options, and a model whose files are the same, give equal hashes in
-    every process, so that the cache of `map` finds earlier results. Pickling leaves the engine behind.
+    of a `with` block or of the process. Equal options, and a model whose files are the same, have equal hashes in every
+    process, so that the cache of `map` finds earlier results. A pickle does not have the engine.
 
-    options: of `batchgen run`, those that say what a prompt is (prompt_column, prompt_template, messages_column,
-    system_prompt, chat, chat_template_kwargs, continue_final, id_column) and how results are called (output_prefix); fields of SamplingParams; and those of
-    `Engine`: dtype, device, gpu_memory, cpu_memory, admission, max_num_seqs, max_num_batched_tokens, max_model_len,
-    share_prefixes, expected_output_len and on_overlong. Random draws belong to rows: with a temperature, name an id_column
-    or map(..., with_indices=True). Raises InputError, before weights are read where possible.
+    Random draws belong to rows: with a temperature, name an id_column, or call map(..., with_indices=True).
+
+    Args:
+        model: The model, as `batchgen run --model` takes it.
+        **options: Options of prompts (prompt_column, prompt_template, messages_column, system_prompt, chat,
+            chat_template_kwargs, continue_final, id_column) and of column names (output_prefix); fields of
+            SamplingParams; and options of `Engine`: dtype, device, gpu_memory, cpu_memory, admission, max_num_seqs,
+            max_num_batched_tokens, max_model_len, share_prefixes, expected_output_len and on_overlong.
+
+    Raises:
+        InputError: An option is invalid; before weights are read where possible.
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
@@ -132,7 +139,7 @@ class MapFunction:
         return {prefix + name: [row[name] for row in rows] for name in added.types()}
 
     def features(self, features: datasets.Features) -> datasets.Features:
-        """What `map` makes of a dataset with these features, to be given as its `features`: see `logprobs` above."""
+        """The features of a mapped dataset, for `map(features=...)` with logprobs. features: those of the dataset."""
         import datasets
 
         schema = output_schema(features.arrow_schema, self._output_columns(), self._prefix)
@@ -140,7 +147,7 @@ class MapFunction:
         return datasets.Features(features | datasets.Features.from_arrow_schema(pa.schema(list(added.items()))))
 
     def close(self) -> None:
-        """Lets go of the engine and its memory; another call would load it again."""
+        """Close the engine and free its memory; another call loads it again."""
         if self._finalizer is not None:
             self._finalizer()
         self._forget_engine()
@@ -178,7 +185,7 @@ class MapFunction:
         self._forget_engine()
 
     def _model_identity(self) -> dict:
-        from batchgen.models.tokenizers.tokenizer import load_tokenizer
+        from batchgen.models.tokenizers.loading import load_tokenizer
 
         files = resolve_model(self._model)
         return {"files": model_identity(files), "tokenizer": load_tokenizer(files).identity()}
@@ -186,7 +193,7 @@ class MapFunction:
     def _forget_engine(self) -> None:
         self._engine: Engine | None = None
         self._process: int | None = None
-        self._reasoning: bool | None = None  # whether the model gives any, once that is known
+        self._reasoning: bool | None = None  # whether the model writes thoughts; None: unknown so far
         self._finalizer: weakref.finalize | None = None
 
     def _engine_here(self) -> Engine:
@@ -204,15 +211,15 @@ class MapFunction:
     ) -> Iterator[Request]:
         rows = ({name: columns[name][i] for name in compiled.columns} for i in range(num_rows))
         for i, prompt in enumerate(compiled.render(rows)):
-            own = None if self._id_column is None else columns[self._id_column][i]
-            row_id = own if own is not None else i if indices is None else int(indices[i])
+            given_id = None if self._id_column is None else columns[self._id_column][i]
+            row_id = given_id if given_id is not None else i if indices is None else int(indices[i])
             if isinstance(prompt, Exception):
                 yield Request("", id=row_id, error=str(prompt))
             else:
                 yield Request(prompt, id=row_id, chat=compiled.chat)
 
     def _output_columns(self) -> SampleColumns:
-        """The columns that a batch gets."""
+        """The columns that are added to a batch."""
         if self._reasoning is None:
             self._reasoning = gives_reasoning(self._model, self._sampling)
         return SampleColumns(self._sampling.n, self._sampling.logprobs is not None, self._reasoning)
@@ -237,9 +244,10 @@ def _close_in(process: int, engine: Engine) -> None:
 
 
 def _columns(batch: Mapping[str, Sequence] | pa.Table) -> tuple[list[str], Callable[[str], Sequence]]:
-    """The names of a batch's columns, and what reads one: those not asked for may be costly to decode.
+    """The names of a batch's columns, and a function that reads one, as columns may be costly to decode.
 
-    Raises InputError where it is a single row.
+    Raises:
+        InputError: The batch is a single row.
     """
     if isinstance(batch, pa.Table):
         return batch.column_names, lambda name: batch.column(name).to_pylist()
@@ -256,7 +264,7 @@ def _columns(batch: Mapping[str, Sequence] | pa.Table) -> tuple[list[str], Calla
 
 
 def _schema(names: list[str], read: Callable[[str], Sequence], prompts: PromptSpec, id_column: str | None) -> pa.Schema:
-    """What `compile_prompts` needs to know: all names, and the types of columns that are prompts or ids.
+    """The schema for `compile_prompts`: all names, and the types of columns with prompts or ids.
 
     A column that holds only nulls in this batch may well be text: its rows fail one by one.
     """
@@ -265,8 +273,8 @@ def _schema(names: list[str], read: Callable[[str], Sequence], prompts: PromptSp
         typed |= {"prompt", "messages", "conversations"}
 
     def type_of(name: str) -> pa.DataType:
-        found = pa.array(read(name)).type if name in typed else pa.null()
-        return pa.string() if pa.types.is_null(found) else found
+        column_type = pa.array(read(name)).type if name in typed else pa.null()
+        return pa.string() if pa.types.is_null(column_type) else column_type
 
     try:
         return pa.schema([(name, type_of(name)) for name in names])

@@ -1,11 +1,12 @@
-"""This checkout against another one of batchgen: the same jobs in turn, whether tokens are equal, and the ratio of times.
+"""This checkout against another one of batchgen: whether tokens are equal, and ratios of times, of the same jobs.
 
     python benchmarks/against_revision.py --other ../batchgen-before --rounds 12
 
-Both need an environment in `.venv` with their kernels built. Three processes hold an engine of the demo model each: this
-checkout, the other one, and this one again, which shows how far apart equal programs are measured. They run the same rows one
-after the other, in an order that changes; only generating counts, in wall time and in CPU time of all threads. Jobs: `fixed`
-(random prompts of 512 tokens, 32 out), and `match` (the quickstart's prompts, which begin alike).
+Both need an environment in `.venv` with their kernels built. Three processes hold an engine of the demo model each:
+this checkout, the other one, and this one again, which shows how far apart equal programs are measured. They run the
+same rows one after the other, in an order that changes; only generating counts, in wall time and in CPU time of all
+threads. Jobs: `fixed` (random prompts of 512 tokens, 32 out), and `match` (the quickstart's prompts, which begin
+alike).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import batchgen
 options = json.loads(sys.stdin.readline())
 with batchgen.Engine("demo", cpu_memory="3GiB", **options) as engine:
     for line in sys.stdin:
-        requests = [batchgen.Request(ids, batchgen.SamplingParams(max_tokens=n, ignore_eos=True)) for ids, n in json.loads(line)]
+        rows = json.loads(line)
+        requests = [batchgen.Request(ids, batchgen.SamplingParams(max_tokens=n, ignore_eos=True)) for ids, n in rows]
         wall, cpu = time.perf_counter(), time.process_time()
         done = {c.index: c.samples[0].token_ids for c in engine.generate(requests)}
         took = [time.perf_counter() - wall, time.process_time() - cpu]

@@ -19,7 +19,7 @@ from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.costs import job_seconds
-from batchgen.planner.peak_memory import peak_bytes
+from batchgen.planner.memory import peak_bytes
 from batchgen.planner.phases import Phase, phases_of
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import FLEXGEN, CostInputs, Problem, RuntimeModel

@@ -1,18 +1,21 @@
 """The least time that a job of equal rows can take on a machine, whatever the schedule. Arithmetic only.
 
-The schedules that are bounded: matrix products and the attention of prompts run on the GPU; decode attention runs there or
-on the CPU; weights and KV are in GPU or host memory; a row is computed in passes through all layers, its prompt in the first.
-Everything may overlap. Weights that the GPU holds when the job starts are free.
+The schedules that are bounded: matrix products and the attention of prompts run on the GPU; decode attention runs there
+or on the CPU; weights and KV are in GPU or host memory; a row is computed in passes through all layers, its prompt in
+the first. Everything may overlap. Weights that the GPU holds when the job starts are free.
 
-With n rows of s prompt and g output tokens, W bytes of weights (layers and output matrix), G bytes of GPU memory, H of the host's:
+With n rows of s prompt and g output tokens, W bytes of weights (layers and output matrix), G bytes of GPU memory, H of
+the host's:
 
 - After its k-th pass (k < g) a row has the KV of s + k - 1 tokens, and all of that is in one memory or the other.
   Summed over rows and passes:   K = kv_bytes_per_token * n * sum(s + k - 1 for k = 1 .. g - 1).
 - All rows in flight have no more KV than G + H - W, so that the number of passes over the weights is
                                  P >= max(g, 1 + ceil(K / (G + H - W))).
-- A pass reads all weights on the GPU, and decode attention reads all KV that there is, which is K in the end. A share x of it
+- A pass reads all weights on the GPU, and decode attention reads all KV that there is, which is K in the end. A share x
+of it
   is attended to by the CPU. Of what a pass reads on the GPU, all but G bytes cross the link during it.
-- FLOPs on the GPU: 2 per weight and token in the layers, the output matrix once for each output token, and the attention of
+- FLOPs on the GPU: 2 per weight and token in the layers, the output matrix once for each output token, and the
+attention of
   prompts to themselves.
 
 The bound is the least t for which some x in [0, 1] and some P exist with
@@ -22,9 +25,9 @@ The bound is the least t for which some x in [0, 1] and some P exist with
     link  to it:     P (W - G) + (1 - x) K     <= t * h2d_bytes_per_s
     CPU   memory:    x K                       <= t * cpu_read_bytes_per_s
 
-Nothing in it is what an engine did: one that moves more than it has to is further from the bound, not nearer. With sliding
-windows, only the KV inside of them counts. Left out, so that no schedule is treated unfairly: activations, the embedding,
-fragments of blocks, and the time that the host takes to schedule.
+Nothing in it is what an engine did: one that moves more than it has to is further from the bound, not nearer. With
+sliding windows, only the KV inside of them counts. Left out, so that no schedule is treated unfairly: activations, the
+embedding, fragments of blocks, and the time that the host takes to schedule.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.models.config import ModelConfig
 from batchgen.planner.kv_memory import kv_block_bytes
-from batchgen.planner.memory import group_bytes
+from batchgen.planner.sizes import group_bytes
 
 _ROUNDING = 1e-9  # of sums and quotients
 
@@ -66,8 +69,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Bound:
-    """seconds: the bound. by: what decides it (of the CPU, only its share tells). The rest are its terms, in bytes and FLOPs; passes and cpu_kv_frac: P and x at
-    the bound."""
+    """The bound of a job, and its terms in bytes and FLOPs.
+
+    Attributes:
+        seconds: the bound.
+        by: the resource that decides it; of the CPU, only its share tells.
+        passes: P at the bound.
+        cpu_kv_frac: x at the bound.
+    """
 
     seconds: float
     by: str

@@ -1,11 +1,13 @@
-"""One job of dummy weights and rows on a CUDA GPU that is held to a smaller one's memory, in a process of its own. Writes JSON:
-tokens per second beside what was predicted, what each lane did, and how far that is from what any schedule must take.
+"""One job of dummy weights and rows on a CUDA GPU that is held to a smaller one's memory, in a process of its own.
+
+Writes JSON: tokens per second beside the predicted ones, the seconds of each lane, and how far that is from the least
+time of any schedule.
 
     python benchmarks/gpu_case.py recipes/throughput/shapes/opt-30b --policy cpu --gpu-memory 16GiB --output case.json
 
 --policy planned needs highspy. The others are plain, and need nothing: weights that the GPU has no memory for stay in
-the host's, and KV is where the policy's name says: "resident": all on the GPU; "cpu": on the host, attended to by the CPU;
-"streamed": on the host, staged on the GPU in every pass. Of these, the largest block that memory holds is taken.
+the host's, and KV is where the policy's name says: "resident": all on the GPU; "cpu": on the host, attended to by the
+CPU; "streamed": on the host, staged on the GPU in every pass. Of these, the largest block that memory holds is taken.
 """
 
 from __future__ import annotations
@@ -57,9 +59,11 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) ->
             " (--policy resident, cpu or streamed)"
         )
     from batchgen.core.workload import uniform_workload
+    from batchgen.job.job import resolve_job
     from batchgen.job.options import JobOptions
-    from batchgen.job.planning import machine_of, plan_job, problem_of
-    from batchgen.job.resolved import resolve_job
+    from batchgen.job.planning import problem_here
+    from batchgen.job.workload import EstimatedWorkload
+    from batchgen.planner.prediction import plan_problem
     from batchgen.planner.problem import Allowed
 
     options = JobOptions(
@@ -68,17 +72,20 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) ->
         hardware=args.hardware,
     )  # fmt: skip
     workload = uniform_workload(args.num_prompts, args.input_len, args.output_len, 1, config.max_position)
-    hardware, request = machine_of(resolve_job(options, files, config), print)
-    problem = problem_of(hardware, config, workload, request)
+    job = resolve_job(options, files, config)
+    _, problem = problem_here(job, EstimatedWorkload(workload, True), started_s=time.monotonic())
     allowed = Allowed(weight_tiers=("gpu", "cpu"), kv_placements=("gpu", "cpu", "streamed"))
-    return plan_job(replace(problem, allowed=allowed), request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+    return plan_problem(replace(problem, allowed=allowed, startup_s=0.0, loading_s=0.0))
 
 
 def plain_policy(
     args: argparse.Namespace, config: ModelConfig, device: Device, dtype: str, budgets: Mapping[str, int]
 ) -> Policy:
-    """The largest block whose KV fits where the policy's name says, up to --num-prompts, and beside it as many layers on
-    the GPU as fit. Raises InputError where not even one sequence does."""
+    """The largest block whose KV fits where the policy's name says, and as many layers on the GPU as fit beside it.
+
+    Raises:
+        InputError: not even one sequence fits.
+    """
     kv_placement, length = _KV_PLACEMENT[args.policy], args.input_len + args.output_len
     held = process_bytes()
 

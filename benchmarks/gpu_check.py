@@ -1,18 +1,19 @@
-"""Everything that needs a CUDA GPU: kernels built, the tests marked `gpu`, the profile, short benchmarks. Writes one JSON, one
-Markdown table and one log.
+"""Everything that needs a CUDA GPU: kernels built, the tests marked `gpu`, the profile, short benchmarks.
+
+Writes one JSON, one Markdown table and one log.
 
     make gpu-check                                    # all of it, one part after the other
     make gpu-check CALL=1                             # the first of several calls, each of less than nine minutes
     python benchmarks/gpu_check.py --parts machine,tests-engine --output out/gpu_check.json
     python benchmarks/gpu_check.py --merge a.json b.json    # what calls on different machines have written, as one
 
-Needs no network and nothing installed but torch, triton, transformers, pyarrow, safetensors, click, tqdm, pybind11, cmake,
-ninja, pytest and hypothesis. What else there is is made use of: a planner (highspy) for the planned jobs, xxhash for
-weights on disk. For a machine without a network, `make gpu-wheels` gets them as wheels; --wheels names the folder.
+Needs no network and nothing installed but torch, triton, transformers, pyarrow, safetensors, click, tqdm, pybind11,
+cmake, ninja, pytest and hypothesis. What else there is is made use of: a planner (highspy) for the planned jobs, xxhash
+for weights on disk. For a machine without a network, `make gpu-wheels` gets them as wheels; --wheels names the folder.
 
 Each part is a process of its own with a time limit; parts of the same name from earlier calls are replaced. Results are
-written after each part, and those of tests after each test, so that what is cut off is missing and nothing else. Kernels that
-Triton has compiled are kept in one directory for all parts.
+written after each part, and those of tests after each test, so that what is cut off is missing and nothing else.
+Kernels that Triton has compiled are kept in one directory for all parts.
 """
 
 from __future__ import annotations
@@ -47,7 +48,14 @@ RATES, PROFILE, EXPERTS = BUILD / "rates.json", BUILD / "profile.json", BUILD / 
 
 @dataclass(frozen=True)
 class Part:
-    """command: after `python`. most_s: seconds it may take. writes: JSON that it leaves; needs: packages it has no use without."""
+    """A part of the check.
+
+    Attributes:
+        command: arguments of `python`.
+        most_s: seconds it may take.
+        writes: the JSON file that it leaves.
+        needs: packages that it has no use without.
+    """
 
     command: tuple[str, ...]
     most_s: float
@@ -109,7 +117,8 @@ PARTS: dict[str, Part] = {
     "opt-30b, KV streamed": _opt("streamed", "--num-gpu-batches", "2"),
     "opt-30b, planned": _opt("planned"),
 }
-# Tests before benchmarks. The limits of a call's parts, and of a build where there is none yet, add up to CALL_SECONDS at most.
+# Tests before benchmarks. The limits of a call's parts, and of a build where there is none yet, add up to CALL_SECONDS
+# at most.
 CALLS: tuple[tuple[str, ...], ...] = (
     ("machine", "build", "tests-kernels"),
     ("machine", "tests-engine", "tests-policies"),
@@ -138,7 +147,10 @@ def pytest_runtest_logreport(report) -> None:
 
 
 class Check:
-    """The parts done so far, in this call and in earlier ones. Invariant: what is written holds every part that has ended."""
+    """The parts done so far, in this call and in earlier ones.
+
+    Invariant: the files hold every part that has ended.
+    """
 
     def __init__(self, output: Path, seconds: float | None = None) -> None:
         self._ends = None if seconds is None else time.monotonic() + seconds
@@ -331,7 +343,8 @@ def _take(check: Check, name: str, values: dict) -> None:
     elif name == "experts":
         check.result["experts"] = values
         part["rates"] = ", ".join(
-            f"{case['tokens']:,} tokens in {case['grouped_s'] * 1e3:.2f} ms ({case['all_experts_s'] * 1e3:.2f} by all experts)"
+            f"{case['tokens']:,} tokens in {case['grouped_s'] * 1e3:.2f} ms"
+            f" ({case['all_experts_s'] * 1e3:.2f} by all experts)"
             for case in values
         )
     else:

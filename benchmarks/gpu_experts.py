@@ -1,5 +1,7 @@
-"""How long one layer's mixture of experts takes on a CUDA GPU: by the kernels that group tokens by expert, and with all experts
-multiplying all tokens, as on a GPU that has no such kernels. Of Qwen3-30B-A3B's shape. Writes JSON. Takes some seconds.
+"""The time of one layer's mixture of experts on a CUDA GPU, of Qwen3-30B-A3B's shape.
+
+It is taken by the kernels that group tokens by expert, and with all experts multiplying all tokens, as on a GPU without
+such kernels. Writes JSON. Takes some seconds.
 
 python benchmarks/gpu_experts.py --output experts.json
 """

@@ -1,15 +1,17 @@
-"""A model larger than the GPU: batchgen against FlexGen and Accelerate's offload, in turns, each held to the same memory.
+"""A model larger than the GPU: batchgen, FlexGen and Accelerate's offload in turns, each held to the same memory.
 
     python benchmarks/gpu_offload.py --python-flexgen env/bin/python --python-accelerate env/bin/python
 
-The model has OPT-30B's shape (60 GB in fp16) and dummy weights; prompts have 512 tokens, outputs 32. FlexGen runs one block
-under each of a few policies around the one it was published with, as many sequences as host memory holds, and Accelerate
-several batch sizes; in the first round all are tried, in the others the best of each engine. Ratios are those of a round.
+The model has OPT-30B's shape (60 GB in fp16) and dummy weights; prompts have 512 tokens, outputs 32. FlexGen runs one
+block under each of a few policies around the one it was published with, as many sequences as host memory holds, and
+Accelerate several batch sizes; in the first round all are tried, in the others the best of each engine. Ratios are
+those of a round.
 
-All engines compute in fp16 and have the same two limits: torch may take --gpu-memory less a CUDA context (enforced by torch),
-and a process, with all it pins, --host-memory (watched: one that takes more is killed, and does not count). Every run tells its
-limits; runs whose limits differ are refused. batchgen's job is planned, or, with --policy cpu or streamed, under a plain policy
-with the largest block that host memory holds; which of them it was is in the result. "of_bound": see `gpu_bound`.
+All engines compute in fp16 and have the same two limits: torch may take --gpu-memory less a CUDA context (enforced by
+torch), and a process, with all it pins, --host-memory (watched: one that takes more is killed, and does not count).
+Every run tells its limits; runs whose limits differ are refused. batchgen's job is planned, or, with --policy cpu or
+streamed, under a plain policy with the largest block that host memory holds; which of them it was is in the result.
+"of_bound": see `gpu_bound`.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def run(
 ) -> dict:
     """What the process wrote, with the most host memory that was taken meanwhile; or what went wrong with it.
 
-    available: the machine's free memory in bytes: what is pinned or shared shows there, and not in a process's own size."""
+    available: the machine's free memory in bytes: what is pinned or shared shows there, and not in a process's own
+    size."""
     output.unlink(missing_ok=True)
     at_first = least = available()
     ends, failed = time.monotonic() + limit_s, None
@@ -77,8 +80,10 @@ def run(
 
 
 def flexgen_policies(seq_bytes: int, weight_bytes: int, host_bytes: int) -> list[list[str]]:
-    """The published one for OPT-30B on 16 GB (20 % of weights on the GPU, KV and attention on the CPU, three GPU batches),
-    in blocks that host memory holds, and neighbours of it."""
+    """FlexGen's published policy for OPT-30B on 16 GB, in blocks that host memory holds, and neighbours of it.
+
+    It has 20 % of the weights on the GPU, KV and attention on the CPU, and three GPU batches.
+    """
     block = max(3, int((0.85 * host_bytes - weight_bytes) / seq_bytes))
     policies = []
     for batches, percent, on_cpu in ((3, (20, 80, 0, 100, 0, 100), True), (3, (10, 90, 0, 100, 0, 100), True),

@@ -1,5 +1,6 @@
-"""Measures this machine's hardware profile with its GPU, for models of any size, and writes it as JSON: `--hardware FILE` of
-plans.
+"""Measures this machine's hardware profile with its GPU, for models of any size.
+
+It is written as JSON, which `--hardware FILE` of plans reads.
 
     python benchmarks/gpu_profile.py --output profile.json
 """

@@ -1,10 +1,13 @@
-"""`make gpu-check` without a GPU and with no other packages than its list: each part has to get as far as its first CUDA call.
+"""`make gpu-check` without a GPU and with no other packages than its list.
+
+Each part has to get as far as its first CUDA call.
 
     python benchmarks/gpu_rehearsal.py                # one test of each part of tests
     python benchmarks/gpu_rehearsal.py --all          # all of them
 
-Of what is installed, only the packages of the list and those they require can be imported. torch says that there is a card; the
-first call that would need it fails, and is noted. What fails of anything else, or never asks for a card, is told.
+Of what is installed, only the packages of the list and those they require can be imported. torch says that there is a
+card; the first call that would need it fails, and is noted. What fails of anything else, or never asks for a card, is
+told.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = (
-    "torch", "triton", "transformers", "pyarrow", "safetensors", "click", "tqdm", "pybind11", "cmake", "ninja", "pytest",
+    "torch", "triton", "transformers", "pyarrow", "safetensors", "click", "tqdm", "pybind11", "cmake", "ninja",
+    "pytest",
     "hypothesis",
 )  # fmt: skip
 LISTED, CALLS = "BATCHGEN_REHEARSAL_LISTED", "BATCHGEN_REHEARSAL_CALLS"  # what child processes are told
@@ -55,8 +59,10 @@ def _plain(name: str) -> str:
 
 
 class OnlyListed:
-    """Finds modules and packages as Python does, but only those that are listed; modules of no package at all, such as the
-    repository's, as well. Has torch report a card once it is imported."""
+    """An import finder of listed packages alone, and of modules of no package, such as the repository's.
+
+    It has torch report a card once it is imported.
+    """
 
     def __init__(self, packages: set[str]) -> None:
         self._packages = packages
@@ -109,7 +115,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def rehearsing() -> Iterator[Path]:
-    """This process and its children have listed packages only and a card that fails; gives the file that calls are noted in."""
+    """Leaves this process and its children listed packages only and a card that fails; yields the file of its calls."""
     with tempfile.TemporaryDirectory(prefix="batchgen-rehearsal-") as folder:
         calls = Path(folder) / "calls"
         calls.touch()
@@ -125,7 +131,8 @@ def rehearsing() -> Iterator[Path]:
 
 
 def in_child(command: list[str], output: Path) -> int:
-    """Runs `python *command` in a fork of this process, which has imported the large packages once for all; its exit status.
+    """The exit status of `python *command` in a fork of this process, which has imported the large packages for all.
+
 
     All that it prints goes to the file."""
     if child := os.fork():

@@ -3,9 +3,9 @@
     python benchmarks/import_graph.py                      # the files as they are
     python benchmarks/import_graph.py --revision 5889c39   # those of a revision
 
-A room is what a reader finds directly in `batchgen/`: a package or a module. At two levels the packages inside packages are
-rooms too. `__main__` and `_version` are not counted. The order
-is that of the import rules in pyproject.toml; a module of another revision is put where git finds it today.
+A room is what a reader finds directly in `batchgen/`: a package or a module. At two levels the packages inside packages
+are rooms too. `__main__` and `_version` are not counted. The order is that of the import rules in pyproject.toml; a
+module of another revision is put where git finds it today.
 """
 
 from __future__ import annotations

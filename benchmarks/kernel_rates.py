@@ -1,15 +1,15 @@
 """The C++ kernels beside what the machine does: plain reads, torch's own attention and matrix products.
 
-Each rate is measured in turn with the other in the same run, and block-quantized weights beside bf16 ones. Decode and the
-dequantization of weights are measured on the machine's best instruction set, the others on each that it has.
+Each rate is measured in turn with the other in the same run, and block-quantized weights beside bf16 ones. Decode and
+the dequantization of weights are measured on the machine's best instruction set, the others on each that it has.
 
     python benchmarks/kernel_rates.py
     python benchmarks/kernel_rates.py --only decode --rounds 1
     python benchmarks/kernel_rates.py --only linear --rounds 1 --seconds 0.02 --tokens 1,64,1024 --keep
     python benchmarks/kernel_rates.py --only packed --rounds 3 --seconds 0.1 --keep
 
-The result goes to benchmarks/results/kernels-CPU.json, named after the kind of CPU, so that those of other machines stay. With --keep
-what is not measured now stays in it.
+The result goes to benchmarks/results/kernels-CPU.json, named after the kind of CPU, so that those of other machines
+stay. With --keep what is not measured now stays in it.
 """
 
 from __future__ import annotations
@@ -168,8 +168,9 @@ def prefill(measured: Measured, name: str, at_least_s: float) -> None:
                 time.sleep(0.02)
                 ours = seconds(lambda q=q, kv=kv, made=made: kernels.attention(q, kv, made), at_least_s)
                 flops = 4 * heads * head_dim * n * (n + 1) // 2
+                kind = str(dtype).removeprefix("torch.")
                 measured.add(
-                    f"{name}: prefill {str(dtype).removeprefix('torch.')}, {heads}/{kv_heads} heads of {head_dim}, {n} tokens",
+                    f"{name}: prefill {kind}, {heads}/{kv_heads} heads of {head_dim}, {n} tokens",
                     PREFILL_TARGET,
                     ratio=theirs / ours,
                     gflop_per_s=flops / ours / 1e9,

@@ -1,8 +1,10 @@
-"""Jobs killed and interrupted at random moments, then run again to their end: each output must equal an undisturbed job's.
+"""Jobs killed and interrupted at random moments, then run again to their end.
 
-A moment is drawn uniformly over what is left of generation and the writing of the output, in the job's own progress: so many
-sweeps have ended, and such a part of the next one's usual time has gone by. Three runs of ten are hit a second time when they
-go on. Each tier has greedy and sampled rows, in fp32; parts are written all the time.
+Each output must equal an undisturbed job's.
+
+A moment is drawn uniformly over what is left of generation and the writing of the output, in the job's own progress: so
+many sweeps have ended, and such a part of the next one's usual time has gone by. Three runs of ten are hit a second
+time when they go on. Each tier has greedy and sampled rows, in fp32; parts are written all the time.
 
     python benchmarks/kills.py --kills 200 --interrupts 200 --seed 0
 """
@@ -47,9 +49,8 @@ class Progress:
     """The progress of a run.
 
     Attributes:
-        sweeps: sweeps that have ended.
-        rows: rows that the part writer has been given.
-        started_s, finishing_s, finished_s: time.monotonic when it began to generate, began to write the output and had written
+        sweeps: sweeps that have ended. rows: rows that the part writer has been given. started_s, finishing_s,
+        finished_s: time.monotonic when it began to generate, began to write the output and had written
             it; 0 before that.
     """
 
@@ -218,8 +219,10 @@ class Campaign:
 
     def _tier(self, name: str) -> Tier:
         common = [
-            "-m", self.folder / "model", "-i", self.folder / "in.parquet", "--sampling-column", "sampling", "--max-tokens", 24,
-            "--dtype", "float32", "--max-num-seqs", 16, "--progress", "none", "--cpu-memory", "2GiB", "--offload-dir", self.offload,
+            "-m", self.folder / "model", "-i", self.folder / "in.parquet", "--sampling-column", "sampling",
+            "--max-tokens", 24,
+            "--dtype", "float32", "--max-num-seqs", 16, "--progress", "none", "--cpu-memory", "2GiB", "--offload-dir",
+            self.offload,
         ]  # fmt: skip
         if name == "int4":
             common += ["--weights", "int4", "--kv-cache-dtype", "int5"]

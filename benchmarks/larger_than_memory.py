@@ -1,13 +1,13 @@
 """A mixture of experts larger than memory: batchgen against llama.cpp on the same shape, inside one memory limit.
 
-Shapes are gpt-oss-20b's in MXFP4 (12.5 GB) and Qwen3-30B-A3B's in Q4_0 (17.5 GB), with random weights. The limit is a cgroup in
-which page cache counts. Rows have 64 random tokens in and 32 out.
+Shapes are gpt-oss-20b's in MXFP4 (12.5 GB) and Qwen3-30B-A3B's in Q4_0 (17.5 GB), with random weights. The limit is a
+cgroup in which page cache counts. Rows have 64 random tokens in and 32 out.
 
-llama.cpp is first tried for a short time with several numbers of sequences, and then runs the job with the best one. A run that
-takes longer than --peer-limit is stopped, and its time projected from the passes it made. batchgen is also held against what the
-machine could do at best: the bytes it read at the disk's rate, or the job's FLOPs at the best rate of matrix products of one
-expert's or a layer's size, whichever takes longer. The runs of an engine that is left out stay in the file. Needs root, and the
-shape's size twice on the disk (once without llama.cpp).
+llama.cpp is first tried for a short time with several numbers of sequences, and then runs the job with the best one. A
+run that takes longer than --peer-limit is stopped, and its time projected from the passes it made. batchgen is also
+held against what the machine could do at best: the bytes it read at the disk's rate, or the job's FLOPs at the best
+rate of matrix products of one expert's or a layer's size, whichever takes longer. The runs of an engine that is left
+out stay in the file. Needs root, and the shape's size twice on the disk (once without llama.cpp).
 
     python benchmarks/larger_than_memory.py --shape gpt-oss-20b --work-dir DIR
     python benchmarks/larger_than_memory.py --shape qwen3-30b-a3b --engines batchgen --work-dir DIR
@@ -182,7 +182,10 @@ def promising_sequences(job: Job, args: argparse.Namespace) -> list[int]:
 
 
 def run_best(job: Job, args: argparse.Namespace) -> dict[str, Any]:
-    """The job with the first number of sequences that memory lasts for: a short run does not show how much KV there will be."""
+    """The job with the first number of sequences that memory lasts for.
+
+    A short run does not show how much KV there will be.
+    """
     for size in promising_sequences(job, args):
         run = run_llama_cpp(job, args, job.rows, size, args.peer_limit)
         if run.get("generation_s"):
@@ -194,8 +197,8 @@ def run_best(job: Job, args: argparse.Namespace) -> dict[str, Any]:
 def bound(job: Job, run: dict[str, Any], disk_bytes_per_s: float) -> dict[str, Any]:
     """The least time of batchgen's run, by its reads or by the job's FLOPs.
 
-    Products count at the best rate of the tokens of its sweeps or of the part of them that an expert gets, of torch's in bfloat16
-    and of those of the format that the weights are in.
+    Products count at the best rate of the tokens of its sweeps or of the part of them that an expert gets, of torch's
+    in bfloat16 and of those of the format that the weights are in.
     """
     policy, config = run["report"]["policy"], job.config
     counts = {

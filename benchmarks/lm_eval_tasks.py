@@ -1,9 +1,9 @@
 """lm-evaluation-harness on its own `hf` model and on batchgen, in turn: the three tasks of recipes/lm_eval, in float32.
 
-Both read the same Hugging Face directory, made from the demo model's GGUF. Every turn is a new process that imports, loads
-and evaluates all documents; batchgen starts without earlier results. `hf` goes in the batches, of --batch-sizes, that are
-fastest for a few documents. Once it runs with its softmax in float64, for reference: in float32 torch's is off by about 1e-5
-a token over this vocabulary, always in the same direction, which is 1e-2 for a page of a thousand tokens.
+Both read the same Hugging Face directory, made from the demo model's GGUF. Every turn is a new process that imports,
+loads and evaluates all documents; batchgen starts without earlier results. `hf` goes in the batches, of --batch-sizes,
+that are fastest for a few documents. Once it runs with its softmax in float64, for reference: in float32 torch's is off
+by about 1e-5 a token over this vocabulary, always in the same direction, which is 1e-2 for a page of a thousand tokens.
 
     python benchmarks/lm_eval_tasks.py [--limit N] [--turns N] [--batch-sizes 1,4,8]
 """
@@ -23,8 +23,9 @@ import torch
 from peers.model_files import write_directory
 from recording import result_path, write
 
+from batchgen.core.cache_folder import cache_dir
 from batchgen.job.report import versions
-from batchgen.models.files import cache_dir, resolve_model
+from batchgen.models.files import resolve_model
 
 HERE = Path(__file__).parent
 TASKS = ("listings_match", "listings_address", "listings_perplexity")
@@ -44,7 +45,7 @@ def evaluate(model: str, model_args: dict, limit: int | None, scratch: Path, tas
 
 
 def difference(ours: dict, theirs: dict) -> dict:
-    """Largest differences of log-likelihoods, of continuations and of whole texts, and numbers of texts and greedy flags that differ."""
+    """Largest differences of log-likelihoods, and numbers of generated texts and greedy flags that differ."""
     found = {"continuations": 0.0, "texts": 0.0, "other_greedy_flags": 0, "other_generated_texts": 0}
     for task, samples in theirs["responses"].items():
         for mine, reference in zip(ours["responses"][task], samples, strict=True):

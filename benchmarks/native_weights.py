@@ -1,9 +1,9 @@
 """Weights in their native blocks against the same weights dequantized, and against llama.cpp on the same file.
 
-Models are the demo model in Q4_1, as it comes, and in Q4_0 and Q8_0, and layers of Llama-3.2-3B's shape with random blocks of Q4_1
-and Q4_K. Each case is a process of its own: seconds to load, the memory that the model and the process take, and tokens a second
-of prompts alone and of decoding 1, 4 and 16 sequences. The sides of a format take turns; figures are medians of the rounds.
-Models that a run leaves out stay in the result file as they were.
+Models are the demo model in Q4_1, as it comes, and in Q4_0 and Q8_0, and layers of Llama-3.2-3B's shape with random
+blocks of Q4_1 and Q4_K. Each case is a process of its own: seconds to load, the memory that the model and the process
+take, and tokens a second of prompts alone and of decoding 1, 4 and 16 sequences. The sides of a format take turns;
+figures are medians of the rounds. Models that a run leaves out stay in the result file as they were.
 
     python benchmarks/native_weights.py --work-dir DIR
     python benchmarks/native_weights.py --work-dir DIR --peers DIR                # llama.cpp too, compiled there once

@@ -1,8 +1,8 @@
-"""NEO's and APEX's gains over the GPU alone, planned and simulated for machines like theirs, as shapes beside what they published.
+"""NEO's and APEX's gains over the GPU alone, planned and simulated for machines like theirs.
 
-NEO, figure 10a: Llama-3.1-8B on an A10G beside hosts of four sizes, prompts of about 1,000 tokens. APEX, figures 5 and 7: the same
-model on the largest of these, and Llama-2-7B on a T4, outputs of different lengths. A strategy's time is the simulated time of its
-best plan.
+NEO, figure 10a: Llama-3.1-8B on an A10G beside hosts of four sizes, prompts of about 1,000 tokens. APEX, figures 5 and
+7: the same model on the largest of these, and Llama-2-7B on a T4, outputs of different lengths. A strategy's time is
+the simulated time of its best plan.
 
     python benchmarks/paper_gains.py             # writes benchmarks/results/paper_gains.json
     python benchmarks/paper_gains.py --markdown  # the tables of docs/neo_apex_check.md, of that file
@@ -19,9 +19,10 @@ from typing import Any
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Lengths, Workload
-from batchgen.job.planning import PlanRequest, plan_maker, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
+from batchgen.planner.prediction import plan_maker
+from batchgen.planner.problem import problem_of
 from batchgen.planner.strategies import WITH_GPU, NotApplicable
 from batchgen.planner.strategy_times import best_plan
 from batchgen.profiler.shipped import shipped_profile
@@ -73,12 +74,12 @@ def around(mean: int) -> Lengths:
 
 
 def gains(setting: Setting, output_len: int, rows: int) -> dict[str, Any]:
-    """Throughput of each way over that of the GPU alone, less 1: of its plan's simulation, and of the cost model; None where it cannot be."""
+    """Simulated throughput of each strategy over that of the GPU alone, less 1; None where there is no such plan."""
     outputs = around(output_len)
     workload = Workload(rows, around(setting.prompt), outputs, max(outputs.values))
-    request = PlanRequest("m", "float16", 4096, admission="continuous", process_bytes=700 << 20, disk_memory=0)
-    problem = problem_of(setting.hardware, setting.model, workload, request)
-    plan_of = plan_maker(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+    given = {"admission": "continuous", "process_bytes": 700 << 20, "disk_memory": 0, "max_model_len": 4096}
+    problem = problem_of(setting.hardware, setting.model, workload, dtype="float16", **given)
+    plan_of = plan_maker(problem)
     seconds: dict[str, float] = {}
     reasons: dict[str, str] = {}
     for strategy in WITH_GPU:

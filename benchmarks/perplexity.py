@@ -1,12 +1,13 @@
 """What quantized weights and KV cost in quality: perplexity of the demo model on real English text.
 
-The text is Python's own reference documentation, as CPython carries it along (`pydoc_data.topics`). It is cut into windows;
-each token but a window's first is scored by its log-probability given those before it in the window. Everything goes
-through the engine's executor as a prompt does, in chunks, so that attention reads all KV, a token's own too, from the
-cache in its format. The model's published file has 4-bit weights already, so int4 weights are a second rounding.
+The text is Python's own reference documentation, as CPython carries it along (`pydoc_data.topics`). It is cut into
+windows; each token but a window's first is scored by its log-probability given those before it in the window.
+Everything goes through the engine's executor as a prompt does, in chunks, so that attention reads all KV, a token's own
+too, from the cache in its format. The model's published file has 4-bit weights already, so int4 weights are a second
+rounding.
 
-What the result file has of the same text is kept, window by window: a measurement that was stopped goes on, and formats can be
-measured one by one, fp32 first.
+What the result file has of the same text is kept, window by window: a measurement that was stopped goes on, and formats
+can be measured one by one, fp32 first.
 
     python benchmarks/perplexity.py
     python benchmarks/perplexity.py --format fp32 --format "int8 KV"
@@ -34,9 +35,9 @@ from batchgen.core.request import ScoreRequest
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, in_memory_policy, load_parts, resolve_budgets
 from batchgen.engine.parts import EngineParts
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import ModelFiles, read_config, resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.kept_stores import find_or_convert
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 DTYPE = "float32"
 FORMATS = {  # of weights, of KV

@@ -1,7 +1,7 @@
 """Two stages beside one engine, on emulated accelerators whose links are so slow that weights bind.
 
-Every device has the same memory. The block over two stages is twice as large: each holds the KV of twice as many rows in half of
-the layers.
+Every device has the same memory. The block over two stages is twice as large: each holds the KV of twice as many rows
+in half of the layers.
 
     python benchmarks/pipeline.py [--model demo] [--h2d 200MiB/s]
 """
@@ -37,7 +37,8 @@ def main() -> None:
         pq.write_table(pa.table({"prompt": [f"Row {i} of a table about the quay:" for i in range(args.rows)]}), source)
         for stages in (1, 2):
             report = batchgen.run(
-                args.model, str(source), Path(folder) / f"{stages}.jsonl", device=device, pipeline=stages, dtype="float32",
+                args.model, str(source), Path(folder) / f"{stages}.jsonl", device=device, pipeline=stages,
+                dtype="float32",
                 max_num_seqs=BLOCK * stages, max_tokens=OUTPUT_LEN, ignore_eos=True, progress="plain",
             )  # fmt: skip
             startup_s = report["predicted"]["startup_s"]

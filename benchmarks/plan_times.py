@@ -1,8 +1,8 @@
 """CPU seconds of planning, and predictions against whole simulated jobs: OPT on FlexGen's T4 machine.
 
-The cases are OPT-6.7B, 30B and 175B in 16 and in 4 bits, and jobs of the lengths that FlexGen measured. Each has the CPU seconds of
-a plan, its predicted seconds of all sweeps, and those of the whole job in the simulator, with the real scheduler and the real
-Steps. The plan's own simulation is a sampled one.
+The cases are OPT-6.7B, 30B and 175B in 16 and in 4 bits, and jobs of the lengths that FlexGen measured. Each has the
+CPU seconds of a plan, its predicted seconds of all sweeps, and those of the whole job in the simulator, with the real
+scheduler and the real Steps. The plan's own simulation is a sampled one.
 
     python benchmarks/plan_times.py              # writes benchmarks/results/plan_times.json
     python benchmarks/plan_times.py --only 30b --times-only
@@ -22,11 +22,12 @@ from typing import Any
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
-from batchgen.engine.loader import store_bytes
-from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
+from batchgen.planner.prediction import plan_problem
+from batchgen.planner.problem import problem_of
 from batchgen.planner.simulation import simulate_job
+from batchgen.planner.sizes import store_bytes
 from batchgen.profiler.shipped import shipped_profile
 
 HERE = Path(__file__).parent
@@ -58,11 +59,9 @@ def plan_case(case: Case) -> tuple[Plan, ModelConfig, HardwareProfile]:
     config = config_of_hf(json.loads((SHAPES / case.model / "config.json").read_text()))
     hardware = shipped_profile(MACHINE)
     size = store_bytes(config, "float16", case.weights)
-    request = PlanRequest(
-        case.model, "float16", 2048, weights=case.weights, process_bytes=PROCESS_BYTES, store_bytes=size
-    )
-    problem = problem_of(hardware, config, Workload.uniform(*case.job), request)
-    plan = plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+    given = {"weights": case.weights, "process_bytes": PROCESS_BYTES, "store_bytes": size, "max_model_len": 2048}
+    problem = problem_of(hardware, config, Workload.uniform(*case.job), dtype="float16", **given)
+    plan = plan_problem(problem)
     return plan, config, hardware
 
 
@@ -119,7 +118,8 @@ def main() -> None:
             found.append(entry)
             ratio = f", {entry['predicted_over_simulated']:.3f} of the simulated" if not args.times_only else ""
             print(
-                f"{entry['case']}: planned in {entry['planning_cpu_s']:.2f} CPU s: {entry['predicted_s']:,.1f} s{ratio}",
+                f"{entry['case']}: planned in {entry['planning_cpu_s']:.2f} CPU s:"
+                f" {entry['predicted_s']:,.1f} s{ratio}",
                 flush=True,
             )
     times = sorted(entry["planning_cpu_s"] for entry in found)

@@ -1,14 +1,18 @@
-"""Policies drawn at random, predicted and measured in three settings; the first of each setting is the planner's own choice.
+"""Policies drawn at random, predicted and measured in three settings.
 
-The settings are links about as fast as compute, the CPU and a disk, and a CPU that attends slowly beside an accelerator. A draw
-holds the planner to a block size, a number of micro-batches, an admission, tiers of the weights and classes of the KV; where the
-rest lies is the placement that the cost model finds best under these. Draws that do not fit, or whose job would take too long,
-are drawn again. Times are those of the sweeps. Each is predicted twice: by the cost model (the LP), and by the simulator.
+The first of each setting is the planner's own choice.
+
+The settings are links about as fast as compute, the CPU and a disk, and a CPU that attends slowly beside an
+accelerator. A draw holds the planner to a block size, a number of micro-batches, an admission, tiers of the weights and
+classes of the KV; where the rest lies is the placement that the cost model finds best under these. Draws that do not
+fit, or whose job would take too long, are drawn again. Times are those of the sweeps. Each is predicted twice: by the
+cost model (the LP), and by the simulator.
 
     python benchmarks/policy_errors.py --work-dir DIR                 # measures
     python benchmarks/policy_errors.py --work-dir DIR --dry           # draws and simulates only, writes nothing
 
-Writes benchmarks/results/policy_errors.json, after each round; with --only, settings that are left out stay as they are there.
+Writes benchmarks/results/policy_errors.json, after each round; with --only, settings that are left out stay as they are
+there.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from recording import joined, result_path, write
-from strategy_settings import MIB, TIMES, request_of
+from strategy_settings import MIB, problem_on
 from strategy_settings import SHAPE as SMALLER
 from tier_runs import SHAPE as LARGER
 from tier_runs import different_rows, hardware_for, lanes_of, model_in, prediction_errors, prompts, run_undisturbed
@@ -33,9 +37,9 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes
-from batchgen.job.planning import plan_maker, problem_of
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.plan_selection import choose, simulate_candidates
+from batchgen.planner.prediction import plan_maker
 from batchgen.planner.problem import Allowed, Problem
 from batchgen.planner.search import Candidate, search
 from batchgen.planner.simulation import simulate_job
@@ -104,8 +108,9 @@ def drawn(problem: Problem, setting: Setting, seed: int) -> Iterator[tuple[str, 
         own = held(setting, draw)
         allowed = own["allowed"]
         words = (
-            f"{own['num_gpu_batches']} batches of {own['max_num_seqs'] // own['num_gpu_batches']}, {own['admissions'][0]},"
-            f" weights {'+'.join(allowed.weight_tiers)}, KV {'+'.join(sorted(allowed.kv_placements))}"
+            f"{own['num_gpu_batches']} batches of {own['max_num_seqs'] // own['num_gpu_batches']},"
+            f" {own['admissions'][0]}, weights {'+'.join(allowed.weight_tiers)},"
+            f" KV {'+'.join(sorted(allowed.kv_placements))}"
         )
         try:
             yield words, search(replace(problem, **own))
@@ -154,9 +159,9 @@ def _setting(setting: Setting, args: argparse.Namespace) -> None:
     process = process_bytes()
     hardware = hardware_for(setting.device, config, work_dir, probe_disk=True)
     budgets = {} if setting.cpu_memory is None else {"cpu_memory": process + setting.cpu_memory}
-    request = replace(request_of(config, process), **budgets)
-    problem = problem_of(hardware, config, Workload.uniform(setting.rows, setting.prompt, setting.output), request)
-    plan_of = plan_maker(problem, request, **TIMES)
+    workload = Workload.uniform(setting.rows, setting.prompt, setting.output)
+    problem = problem_on(hardware, config, workload, process, **budgets)
+    plan_of = plan_maker(problem)
     own = choose(simulate_candidates(problem, lambda candidate: plan_of(candidate, None)))
     assert own is not None  # there is no limit of the latency
     rows = prompts(setting.rows, setting.prompt, vocab_size=setting.shape["vocab_size"])

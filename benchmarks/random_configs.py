@@ -1,4 +1,6 @@
-"""Random configurations of every family: each is refused by the name of a key, or its model gives transformers' log-probabilities.
+"""Random configurations of every family.
+
+Each is refused by the name of a key, or its model gives transformers' log-probabilities.
 
 tests/support/config_draws.py draws them key by key. Models run in fp32 and through the whole engine.
 

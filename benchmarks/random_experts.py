@@ -21,15 +21,16 @@ from batchgen.core.dtypes import weight_row_bytes
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.convert import _Conversion, _plan_files
-from batchgen.models.files import STORE_FORMAT, STORE_VERSION
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.layouts import embedding_layout, head_layout, is_quantized, layer_layout, tensor_shapes
+from batchgen.models.store.manifest import STORE_FORMAT, STORE_VERSION
 
 # name -> (config.json, format of the layers' matrices)
 SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "gpt-oss-20b": (
         {
-            "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_hidden_layers": 24, "hidden_size": 2880,
+            "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_hidden_layers": 24,
+            "hidden_size": 2880,
             "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
             "vocab_size": 201088, "max_position_embeddings": 131072, "num_local_experts": 32, "num_experts_per_tok": 4,
             "sliding_window": 128, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_bias": True,
@@ -43,8 +44,10 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "qwen3-30b-a3b": (
         {
-            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
-            "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4,
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 48,
+            "hidden_size": 2048,
+            "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
+            "num_key_value_heads": 4,
             "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "num_experts": 128,
             "num_experts_per_tok": 8, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
             "tie_word_embeddings": False, "hidden_act": "silu", "dtype": "bfloat16",
@@ -112,7 +115,10 @@ def write_store(path: Path, shape: str, layers: int | None = None, seed: int = 0
 
 
 def write_gguf(path: Path, shape: str, layers: int | None = None, seed: int = 0) -> Path:
-    """Write the GGUF, as llama.cpp's converter names things, unless it is there already. It has no tokenizer. Returns the file."""
+    """Writes the GGUF, unless it is there already, with the names of llama.cpp's converter; returns the file.
+
+    It has no tokenizer.
+    """
     import gguf
 
     if path.exists():
@@ -176,7 +182,8 @@ def _gguf_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "token_embd.weight", (config.vocab_size, hidden)
     for i in range(config.num_layers):
         matrices = {
-            "attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden), "attn_output": (hidden, queries),
+            "attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden),
+            "attn_output": (hidden, queries),
             "ffn_gate_inp": (experts, hidden), "ffn_gate_exps": (experts, inner, hidden),
             "ffn_up_exps": (experts, inner, hidden), "ffn_down_exps": (experts, hidden, inner),
         }  # fmt: skip

@@ -1,7 +1,7 @@
 """A Hugging Face directory of Llama-3.2-3B's shape, or a smaller one, with random weights.
 
-It is written in pieces of a few tens of megabytes. Token i is the word "wI", so a prompt is text and token ids at once, and
-what was generated can be read back from text.
+It is written in pieces of a few tens of megabytes. Token i is the word "wI", so a prompt is text and token ids at once,
+and what was generated can be read back from text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Workers on one output, killed, suspended past the lease and replaced at random: the output equals an undisturbed worker's.
+"""Workers on one output, killed, suspended past the lease and replaced at random.
+
+The output equals an undisturbed worker's.
 
     python benchmarks/share.py                                # 8 processes, 60 kills, 20 suspensions
     python benchmarks/share.py --kills 5 --suspensions 2

@@ -1,12 +1,14 @@
-"""Jobs run for hours under a 3 GiB memory limit, with KV on disk, and disturbed all the time: memory must stay flat, nothing may be
-left behind, and every output must equal that of a job nobody disturbed.
+"""Jobs run for hours under a 3 GiB memory limit, with KV on disk, and disturbed all the time.
 
-Each job is disturbed at random moments and run again until it is complete. Deadlines and full disks meet one process that lives as
-long as the soak and runs every job to its end; kills (SIGKILL) and interrupts (SIGINT) meet processes of their own, whose rows that
-process goes on from. Its memory, files and threads are counted whenever it has completed a job.
+Memory must stay flat, nothing may be left behind, and every output must equal that of a job nobody disturbed.
 
-Output, KV and weights are on a small file system of their own, so that a full disk is nobody else's. Needs root and the memory
-controller of cgroups version 1.
+Each job is disturbed at random moments and run again until it is complete. Deadlines and full disks meet one process
+that lives as long as the soak and runs every job to its end; kills (SIGKILL) and interrupts (SIGINT) meet processes of
+their own, whose rows that process goes on from. Its memory, files and threads are counted whenever it has completed a
+job.
+
+Output, KV and weights are on a small file system of their own, so that a full disk is nobody else's. Needs root and the
+memory controller of cgroups version 1.
 
     python benchmarks/soak.py --hours 2 --seed 0
 """
@@ -107,7 +109,7 @@ def fill(disk: Path) -> Path:
 
 
 def worker(connection: Connection) -> None:
-    """Runs one job after the other: receives the options of `batchgen.run`, sends (how it ended, rows resumed, counts)."""
+    """Runs one job after the other: receives options of `batchgen.run`, sends (how it ended, rows resumed, counts)."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import batchgen
     from batchgen.core.errors import BatchgenError
@@ -142,8 +144,10 @@ class Soak:
         os.environ |= {"BATCHGEN_HARDWARE": "zen4", "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
         self._make_input()
         self.options = {
-            "model": str(folder / "model"), "input": str(folder / "in.parquet"), "output": str(self.output), "max_tokens": 64,
-            "sampling_column": "sampling", "dtype": "float32", "offload_dir": str(disk / "offload"), "flush_interval": "0.2s",
+            "model": str(folder / "model"), "input": str(folder / "in.parquet"), "output": str(self.output),
+            "max_tokens": 64,
+            "sampling_column": "sampling", "dtype": "float32", "offload_dir": str(disk / "offload"),
+            "flush_interval": "0.2s",
         }  # fmt: skip
         self._plan()
         context = get_context("spawn")
@@ -236,7 +240,8 @@ class Soak:
         from tiny_models import make_tiny_model
 
         make_tiny_model(
-            "llama", self.folder / "model", hidden_size=256, num_hidden_layers=6, intermediate_size=512, num_attention_heads=8,
+            "llama", self.folder / "model", hidden_size=256, num_hidden_layers=6, intermediate_size=512,
+            num_attention_heads=8,
             num_key_value_heads=4,
         )  # fmt: skip
         prompts = [" ".join(self.draw.choices(WORDS, k=self.draw.randrange(1, 60))) for _ in range(self.rows)]

@@ -1,15 +1,15 @@
-"""The strategies of the papers on an emulated accelerator, predicted and measured, in settings in each of which another one wins.
+"""The strategies of the papers on an emulated accelerator, predicted and measured, where each of them wins.
 
-For each of the settings in `strategy_settings.py`, the plan that the planner chooses runs beside the best one of every strategy.
-Times are those of the sweeps. The accelerator has a core of its own, so that CPU attention runs beside it, and sleeps for the
-rest of the time that it is to take.
+For each of the settings in `strategy_settings.py`, the plan that the planner chooses runs beside the best one of every
+strategy. Times are those of the sweeps. The accelerator has a core of its own, so that CPU attention runs beside it,
+and sleeps for the rest of the time that it is to take.
 
-    python benchmarks/strategy_plans.py --work-dir DIR
-    python benchmarks/strategy_plans.py --dry       # plans and simulates only, for a machine in round numbers; writes nothing
+    python benchmarks/strategy_plans.py --work-dir DIR python benchmarks/strategy_plans.py --dry       # plans and
+    simulates only, for a machine in round numbers; writes nothing
 
-Writes benchmarks/results/strategy_plans.json: for each setting measured, planned and simulated seconds of each plan, how much
-longer the chosen one took than the fastest, and whether all of them generated the same tokens. With --only, settings that are
-left out stay as they are there.
+Writes benchmarks/results/strategy_plans.json: for each setting measured, planned and simulated seconds of each plan,
+how much longer the chosen one took than the fastest, and whether all of them generated the same tokens. With --only,
+settings that are left out stay as they are there.
 """
 
 from __future__ import annotations

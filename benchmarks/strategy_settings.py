@@ -1,7 +1,8 @@
-"""Settings of an emulated accelerator and a job, in each of which something else is scarce and another strategy the fastest.
+"""Settings of an emulated accelerator and a job: in each something else is scarce and another strategy the fastest.
 
-The accelerator has a core of its own. The model is small, with as many KV heads as query heads, so that attention is a large part of
-a sweep, and few layers: a deferred token takes a sweep for each and one more, and jobs that are measured have to last for that.
+The accelerator has a core of its own. The model is small, with as many KV heads as query heads, so that attention is a
+large part of a sweep, and few layers: a deferred token takes a sweep for each and one more, and jobs that are measured
+have to last for that.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
-from batchgen.engine.loader import store_bytes
-from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.models.config import ModelConfig
+from batchgen.planner.prediction import plan_maker, plan_problem
+from batchgen.planner.problem import Problem, problem_of
+from batchgen.planner.sizes import store_bytes
 from batchgen.planner.strategies import NotApplicable, strategies_for, strategy_of
 from batchgen.planner.strategy_times import best_plan
 from batchgen.profiler.emulated import dedicated_core_profile
 
 MIB = 1 << 20
-TIMES = {"startup_s": 0.0, "loading_s": 0.0, "output_len_known": True}
 SHAPE = {
     "num_hidden_layers": 4,
     "hidden_size": 512,
@@ -63,8 +64,8 @@ class Setting:
 SETTINGS = (
     Setting(
         "all fits",
-        "nothing: all KV fits the device, a second batch would double what each layer takes by itself, and the CPU attends"
-        " slowly",
+        "nothing: all KV fits the device, a second batch would double what each layer takes by itself,"
+        " and the CPU attends slowly",
         ("GPU-only",),
         Device("emulated", 320 * MIB, 2e8, 2e8, slowdown=1.0, cpu_slowdown=64.0, step_overhead_s=2e-3),
         rows=64,
@@ -91,8 +92,8 @@ SETTINGS = (
     ),
     Setting(
         "slow CPU",
-        "memory of the device, its link and the CPU: a second batch would double what each layer takes by itself, for too"
-        " little attention",
+        "memory of the device, its link and the CPU: a second batch would double what each layer takes by itself,"
+        " for too little attention",
         ("APEX",),
         Device("emulated", 256 * MIB, 2e8, 2e8, slowdown=1.0, cpu_slowdown=6.0, step_overhead_s=5e-3),
         rows=480,
@@ -101,7 +102,8 @@ SETTINGS = (
     ),
 )
 
-# The last of them but for one number: with a faster CPU a second batch pays. Between the two lies where APEX's inequality (6) flips.
+# The last of them but for one number: with a faster CPU a second batch pays. Between the two lies where APEX's
+# inequality (6) flips.
 FLIPPED = replace(
     SETTINGS[-1],
     name="slow CPU, four times as fast",
@@ -150,11 +152,13 @@ def round_machine(device: Device) -> HardwareProfile:
     return dedicated_core_profile(replace(ROUND_CORE, gpu=ROUND_CORE.cpu, **links, **sizes), device, ROUND_CORE)
 
 
-def request_of(config: ModelConfig, process_bytes: int) -> PlanRequest:
-    """The plan request of every setting."""
-    return PlanRequest(
-        "model", "bfloat16", config.max_position, process_bytes=process_bytes, share_prefixes=False,
-        store_bytes=store_bytes(config, "bfloat16", "native"),
+def problem_on(
+    hardware: HardwareProfile, config: ModelConfig, workload: Workload, process_bytes: int, **budgets: int
+) -> Problem:
+    """The problem of every setting: bfloat16, no shared prefixes, and a weight store that must be written."""
+    return problem_of(
+        hardware, config, workload, dtype="bfloat16", max_model_len=config.max_position, process_bytes=process_bytes,
+        share_prefixes=False, store_bytes=store_bytes(config, "bfloat16", "native"), **budgets,
     )  # fmt: skip
 
 
@@ -164,17 +168,17 @@ def plans_of(
     """Plans for a setting.
 
     Returns:
-        The chosen plan and the best one of every strategy; why others cannot be followed; and the strategy that the chosen plan follows.
+        The chosen plan and the best one of every strategy; why others cannot be followed; and the strategy that the
+        chosen plan follows.
     """
-    request = request_of(config, process_bytes)
-    problem = problem_of(hardware, config, setting.workload, request)
-    plans = {"chosen": plan_job(problem, request, **TIMES)}
+    problem = problem_on(hardware, config, setting.workload, process_bytes)
+    plans = {"chosen": plan_problem(problem)}
     reasons = {}
     for strategy in strategies_for(problem):
         if setting.strategies and strategy.name not in setting.strategies:
             continue
         try:
-            plans[strategy.name] = best_plan(strategy, problem, plan_maker(problem, request, **TIMES))
+            plans[strategy.name] = best_plan(strategy, problem, plan_maker(problem))
         except (NotApplicable, InputError) as error:
             reasons[strategy.name] = str(error)
     return plans, reasons, strategy_of(plans["chosen"].policy, strategies_for(problem))

@@ -2,8 +2,9 @@
 
     python benchmarks/structured_output.py
 
-The rows under the schema come first and end where their records do; then the same prompts generate exactly as many tokens,
-whatever these are. Seconds are those of generation by a freshly loaded engine; what loading takes is listed beside.
+The rows under the schema come first and end where their records do; then the same prompts generate exactly as many
+tokens, whatever these are. Seconds are those of generation by a freshly loaded engine; what loading takes is listed
+beside.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ SCHEMA = {
     "additionalProperties": False,
 }
 QUESTION = (
-    "Write this restaurant entry as a JSON object with name, address, city, phone, cuisine (one of {cuisines}), price_level"
-    " (1 to 5), takes_reservations and keywords.\n\n{entry}"
+    "Write this restaurant entry as a JSON object with name, address, city, phone, cuisine (one of {cuisines}),"
+    " price_level (1 to 5), takes_reservations and keywords.\n\n{entry}"
 )
-# More than any record takes: a token is at least a byte, and a character of its 230 in strings at most 12 (\\ud83d\\ude00).
+# More than any record takes: a token is at least a byte, and a character of its 230 in strings at most 12
+# (\\ud83d\\ude00).
 MAX_TOKENS = 3072
 EXPECTED_TOKENS = 128  # for admission, which must not differ
 
@@ -154,8 +156,8 @@ def main() -> None:
     }
     write(args.output, result)
     print(
-        f"{valid} of {result['rows']} rows valid; {result['ratio']:.0%} of the throughput without a schema; a mask takes"
-        f" {result['microseconds_a_mask']:.0f} microseconds, of {runs['schema'][-1]['seconds']:.1f} s"
+        f"{valid} of {result['rows']} rows valid; {result['ratio']:.0%} of the throughput without a schema;"
+        f" a mask takes {result['microseconds_a_mask']:.0f} microseconds, of {runs['schema'][-1]['seconds']:.1f} s"
         f" {runs['schema'][-1]['busy_s']['mask_wait']:.2f} were waited for masks"
     )
     if valid < result["rows"]:

@@ -1,4 +1,4 @@
-"""Runs of a random model of moderate size under any policy, for benchmarks that compare predicted with measured times."""
+"""Runs of a random model of moderate size under any policy, to compare predicted with measured times."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from batchgen.core.plan import Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts, needs_store, resolve_budgets
-from batchgen.job.planning import find_for, find_hardware, on_this_machine
+from batchgen.job.machine_profile import find_for, find_hardware, on_this_machine
 from batchgen.models.config import ModelConfig
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.kept_stores import find_or_convert
+from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.profiler.calibration import corrected_by_disk_probe
 from batchgen.profiler.contention import contention_reason
 from batchgen.profiler.emulated import emulated_profile
@@ -97,8 +97,8 @@ def run_here(
         budgets: of `resolve_budgets`.
 
     Returns:
-        The seconds of the sweeps, without loading; "tokens", a digest of what each row generated; "busy", why the times cannot be
-        trusted, None where the machine was left alone; and the engine's statistics.
+        The seconds of the sweeps, without loading; "tokens", a digest of what each row generated; "busy", why the times
+        cannot be trusted, None where the machine was left alone; and the engine's statistics.
     """
     files = resolve_model(str(model))
     store = None

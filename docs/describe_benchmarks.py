@@ -154,7 +154,8 @@ def flipped_strategy(d: dict) -> str:
     taken = {name: plan["measured_s"] for name, plan in setting["plans"].items()}
     return (
         f"NEO takes {taken['NEO'] / taken['APEX']:.2f} times as long as APEX;"
-        f" the plan follows {setting['chosen_strategy']}, which takes {setting['chosen_against_fastest']:.2f} times as long as NEO"
+        f" the plan follows {setting['chosen_strategy']},"
+        f" which takes {setting['chosen_against_fastest']:.2f} times as long as NEO"
     )
 
 
@@ -228,7 +229,8 @@ def soak(d: dict) -> str:
     assert d["wrong"] == [] and d["resident_growth"] <= 0.05
     return (
         f"{60 * d['hours']:.0f} minutes, {d['jobs']} jobs, {sum(d['disturbed'].values())} disturbances:"
-        f" every output equal to an undisturbed one's, no file left; resident memory grew by {percent(d['resident_growth'], 1)}"
+        f" every output equal to an undisturbed one's, no file left;"
+        f" resident memory grew by {percent(d['resident_growth'], 1)}"
     )
 
 

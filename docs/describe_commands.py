@@ -20,8 +20,9 @@ INTRODUCTION = """\
 
 This page is made from the program itself by `docs/describe_commands.py`. `batchgen COMMAND --help` prints the same.
 
-Every option of `run`, `plan` and `bench` may also stand in a TOML file, under its name with underscores. `--config FILE`
-reads it; options on the command line override the file. Sizes are written `14GiB`, durations `6h` or `90m`.
+Every option of `run`, `plan` and `bench` may also stand in a TOML file, under its name with underscores.
+`--config FILE` reads it; options on the command line override the file. Sizes are written `14GiB`, durations `6h` or
+`90m`.
 
 ## Exit codes
 
@@ -38,11 +39,17 @@ reads it; options on the command line override the file. Sizes are written `14Gi
 
 | name | meaning |
 |---|---|
-| `BATCHGEN_CACHE` | The cache directory: downloads, measured profiles, weight stores, outputs without a name. Default: `~/.cache/batchgen`. One that another user may write to is not used: a folder within it is. |
-| `BATCHGEN_SECRET`, `BATCHGEN_SECRET_FILE` | What ranks on several hosts know, and nobody else: 32 characters or more (`openssl rand -hex 32`), or a file of mode 0600 that has them. |
+| `BATCHGEN_CACHE` | The cache directory: downloads, measured profiles, weight stores, outputs without a name. \
+Default: `~/.cache/batchgen`. One that another user may write to is not used: a folder within it is. |
+| `BATCHGEN_SECRET`, `BATCHGEN_SECRET_FILE` | What ranks on several hosts know, and nobody else: 32 characters or \
+more (`openssl rand -hex 32`), or a file of mode 0600 that has them. |
 | `BATCHGEN_HARDWARE` | A hardware profile, by name or file, to plan with instead of measuring the machine. |
-| `BATCHGEN_ISA` | One instruction set for all kernels, instead of the fastest for each shape: `scalar`, `avx2`, `avx_vnni`, `avx512`, `avx512_vnni`, `avx512_bf16`, `amx`, `neon` or `neon_dot`. |
-| `BATCHGEN_NUM_THREADS` | The number of threads of the kernels. Without it `OMP_NUM_THREADS` counts, then the number of cores. |
+| `BATCHGEN_ISA` | One instruction set for all kernels, instead of the fastest for each shape: `scalar`, `avx2`, \
+`avx_vnni`, `avx512`, `avx512_vnni`, `avx512_bf16`, `amx`, `neon` or `neon_dot`. |
+| `BATCHGEN_NUM_THREADS` | The number of threads of the kernels. Without it `OMP_NUM_THREADS` counts, then the \
+number of cores. |
+| `BATCHGEN_LOG` | The least level of the log records that a job shows as lines: `DEBUG`, `INFO` (default), `WARNING` \
+or `ERROR`. |
 | `BATCHGEN_HELM_ENGINE` | Where HELM's jobs run: `in-process`, `files`, or the path of a `batchgen` program. |
 """
 

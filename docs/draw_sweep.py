@@ -73,7 +73,7 @@ def bands(tops: dict[str, int]) -> list[str]:
 
 
 def steps(tops: dict[str, int]) -> list[str]:
-    """The boxes: micro-batches A and B through four layers, weights one layer ahead of use and two ahead of the link."""
+    """Boxes of micro-batches A and B through four layers, weights one layer ahead of use and two ahead of the link."""
     drawn = []
     quarter = LAYER // 4
     for index, layer in enumerate(LAYERS):
@@ -127,7 +127,10 @@ def draw() -> str:
         lines.append(f'<path d="M{x - 1} {TOP - 12} V{HEIGHT - 40}" stroke="#bbb" stroke-dasharray="3 4"/>')
         lines.append(f'<text x="{x + LAYER // 2}" y="{TOP - 8}" text-anchor="middle">layer {layer}</text>')
     lines += [*steps(tops), *waits(tops)]
-    legend = "A and B are micro-batches. A box is a Step, a row is a lane, a red arrow is what a Step waits for. Time runs to the right."
+    legend = (
+        "A and B are micro-batches. A box is a Step, a row is a lane, a red arrow is what a Step waits for."
+        " Time runs to the right."
+    )
     lines.append(f'<text x="22" y="{HEIGHT - 14}">{legend}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 

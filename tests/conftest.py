@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# Without bytecode each process of a test compiles all that it imports: five seconds of ten.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("support", "models", "engine")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -93,7 +96,7 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.fixture(autouse=True)
 def little_to_collect():
-    """Engines collect garbage when they are made: a quarter of a second each, with all that tests have imported so far."""
+    """Freezes what tests have imported so far: an engine collects garbage, a quarter of a second with all of it."""
     if len(gc.get_objects()) > 50_000:
         gc.collect()
         gc.freeze()
@@ -139,7 +142,10 @@ def one_thread():
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """mount(options of tmpfs) -> a filesystem of its own, "size=500k"; called again, it changes these. Skips where it cannot."""
+    """A function that mounts a tmpfs with options such as "size=500k", or remounts it with others.
+
+    The test is skipped where none can be mounted.
+    """
     folder = tmp_path / "disk"
     folder.mkdir()
 

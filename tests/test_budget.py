@@ -23,7 +23,8 @@ def test_every_line_of_the_budget_names_a_test():
 @pytest.fixture
 def budget(tmp_path):
     (tmp_path / "BUDGET.md").write_text(
-        "# A page\n\n| test | seconds | why |\n|---|---|---|\n| `tests/a.py::test_x` | 20 | real |\n| `tests/a.py::test_y[1]` | 30 | big |\n"
+        "# A page\n\n| test | seconds | why |\n|---|---|---|\n"
+        "| `tests/a.py::test_x` | 20 | real |\n| `tests/a.py::test_y[1]` | 30 | big |\n"
     )
     return read_budget(tmp_path / "BUDGET.md")
 

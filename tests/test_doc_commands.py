@@ -1,7 +1,8 @@
-"""Every command and every piece of Python that a page shows does what a reader expects: it runs, on the files that he would have.
+"""Every command and every piece of Python that a page shows runs, on the files that a reader would have.
 
-A command that cannot run in a test is in `ELSEWHERE`, with the reason and the test that runs what it stands for; that its options
-and the files that it names are there is checked here. A new command of a page is run, or this fails until it is listed.
+A command that cannot run in a test is in `ELSEWHERE`, with the reason and the test that runs what it stands for; that
+its options and the files that it names are there is checked here. A new command of a page is run, or this fails until
+it is listed.
 """
 
 import contextlib
@@ -23,15 +24,15 @@ ELSEWHERE = {
     "make ": "it installs, or runs all tests: .ci/run does",
     "pip ": "it installs",
     "export BATCHGEN_SECRET_FILE=": "several hosts: tests/distributed/test_strangers.py has such files",
-    "torchrun ": "several hosts: tests/engine/test_tensor_parallel.py and tests/job/test_pipeline_job.py start such ranks",
+    "torchrun ": "several hosts: tests/engine/test_tensor_parallel.py and tests/job/test_pipeline_job.py do it",
     "batchgen run --tensor-parallel 2 -m MODEL": "two processes: test_commands_that_take_longer, by make test-all",
     "batchgen run --model M --input data.parquet --output out.parquet --pipeline 2": "likewise",
-    "batchgen plan -m recipes/throughput/shapes/opt-30b": "a search of 15 s: test_commands_that_take_longer, by make test-all",
+    "batchgen plan -m recipes/throughput/shapes/opt-30b": "a search of 15 s: make test-all runs it",
     "batchgen bench ": "a model of gigabytes: tests/job/test_bench.py runs small ones",
     "python -m batchgen.lmeval ": "evaluations of minutes: tests/lmeval/test_lmeval.py runs such ones",
     "python recipes/helm/run.py ": "it needs HELM: tests/helm/ runs it by make helm-check",
     "python recipes/data_wrangling/run.py ": "tests/integration/test_recipes.py runs it, with a tiny model",
-    "batchgen run --model demo --input recipes/data_wrangling/fodors_zagats_test.parquet": "likewise, as run.py's command",
+    "batchgen run --model demo --input recipes/data_wrangling/fodors_zagats_test.parquet": "likewise, as in run.py",
     "python recipes/data_wrangling/score.py out/fodors_zagats.parquet": "likewise",
     "recipes/nightly/nightly.sh ": "tests/integration/test_nightly.py runs it",
     "mkdir -p ~/nightly/": "it changes the home directory",
@@ -49,7 +50,8 @@ COLUMNS = {
     "README.md": {"text": TEXTS},
     "docs/getting_started.md": {"text": TEXTS},
     "docs/scoring.md": {
-        "q": ["Is it late?", "Is it so?"], "answers": [["yes", "no"], ["no", "never"]], "a": ["rain", "snow"], "b": ["wet", "dry"],
+        "q": ["Is it late?", "Is it so?"], "answers": [["yes", "no"], ["no", "never"]], "a": ["rain", "snow"],
+        "b": ["wet", "dry"],
         "text": TEXTS,
     },
 }  # fmt: skip
@@ -80,9 +82,9 @@ def models(tiny_models, tmp_path_factory):
 
 @pytest.fixture
 def reader(models, tmp_path, monkeypatch):
-    """The folder that a reader is in, of a page: in it are what the page tells him to have, and the checkout's recipes."""
+    """The folder that a reader of a page is in, with what the page tells him to have, and the checkout's recipes."""
     path, demo = models
-    monkeypatch.setattr("batchgen.models.files._demo_file", lambda: demo)
+    monkeypatch.setattr("batchgen.models.files.demo_file", lambda: demo)
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     for name in ("M", "MODEL", "llama-3.2-3b"):
@@ -190,7 +192,7 @@ def test_python_of_a_page_runs(page, reader, models):
 
 
 def _parsed(words):
-    """The values that click makes of a command of batchgen's: its options, their values and the job file are as they must be."""
+    """The values that click makes of a command of batchgen's: options, their values and the job file."""
     name, *arguments = words
     try:
         cli.commands[name].make_context(name, arguments)

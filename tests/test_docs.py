@@ -1,4 +1,7 @@
-"""The pages say what is so: links lead somewhere, files and functions they name exist, generated parts are up to date."""
+"""The pages say what is so.
+
+Links lead somewhere, files and functions they name exist, generated parts are up to date.
+"""
 
 import ast
 import importlib
@@ -172,6 +175,18 @@ def test_the_import_graph_is_as_the_architecture_page_says():
     numbers = [int(row) for row in re.findall(r"^\|[^|]+\| \d+ \| (\d+) \|$", table, re.MULTILINE)]
     counted = [now["rooms"], now["packages_at_two_levels"], now["arrows"], 0, 0]
     assert numbers == counted, "put what benchmarks/import_graph.py counts into docs/architecture.md"
+
+
+def test_the_table_of_lines_has_a_row_for_every_package():
+    count_lines = load(ROOT / "benchmarks" / "count_lines.py")
+    now = count_lines.count()
+    assert now["batchgen/planner"] > 1000 and now["csrc"] > 1000
+    table = (DOCS / "architecture.md").read_text().partition("## Lines of code")[2].partition("\n## ")[0]
+    assert {name for name in now if name.startswith("batchgen/")} <= set(
+        re.findall(r"^\| `([^`]+)` ", table, re.MULTILINE)
+    )
+    assert count_lines.package_of("tests/support/x.py") == "tests/support"
+    assert count_lines.package_of("tests/ops/x.py") == "tests" and count_lines.package_of("README.md") is None
 
 
 def test_cycles_are_found():

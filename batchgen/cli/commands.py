@@ -1,4 +1,4 @@
-"""The commands, as click has them."""
+"""The commands, for click."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import click
 
 from batchgen._version import __version__
 from batchgen.cli.options import takes_options
-from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, refusing_what_is_denied
+from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, naming_files
 from batchgen.core.interrupts import keep
 from batchgen.core.request import SamplingParams
 from batchgen.core.screen import ProductLost, Screen, put, say
@@ -35,11 +35,13 @@ def run(**options: Any) -> None:
     """Run every row of a dataset through a model.
 
     Rows are written in input order, input columns kept, with the columns text, finish_reason, prompt_tokens,
-    generated_tokens and error (gen_text and so on where the input has one of these names); with --task score logprobs, is_greedy and num_tokens of every continuation, or logprob,
-    num_tokens and perplexity of the prompt, and the choice of --choices. Finished rows are saved every few seconds: run the same command again after any
-    interruption and it goes on.
+    generated_tokens and error (gen_text and so on where the input has one of these names); with --task score logprobs,
+    is_greedy and num_tokens of every continuation, or logprob, num_tokens and perplexity of the prompt, and the choice
+    of --choices. Finished rows are saved every few seconds: run the same command again after any interruption and it
+    goes on.
 
-    Exit codes: 0 complete, 1 failed, 2 bad usage or input, 3 stopped by --max-time, 4 too many rows failed, 130 interrupted.
+    Exit codes: 0 complete, 1 failed, 2 bad usage or input, 3 stopped by --max-time, 4 too many rows failed, 130
+    interrupted.
     """
     ranks = max(options["tensor_parallel"], options["pipeline"])
     _follow(ranks)
@@ -49,7 +51,7 @@ def run(**options: Any) -> None:
 
     with dismissing(ranks):
         job = _job(options)
-        check_job(job)  # a mistake is told before what takes seconds to import
+        check_job(job)  # before imports that take seconds
     if Screen.over(sys.stderr).isatty():  # somebody looks at a screen on which nothing would be for seconds
         from batchgen.job.progress import Progress
 
@@ -84,8 +86,8 @@ def plan(**options: Any) -> None:
     """
     from batchgen.job.plan import run_plan
 
-    own = _taken(options, PlanOptions)
-    put(run_plan(PlanOptions(_job(options), **own)))
+    of_plan = _taken(options, PlanOptions)
+    put(run_plan(PlanOptions(_job(options), **of_plan)))
 
 
 @takes_options("bench", config=True)
@@ -99,9 +101,9 @@ def bench(**options: Any) -> None:
     from batchgen.job.bench import run_bench, summary
 
     with dismissing(options["tensor_parallel"]):
-        own = _taken(options, BenchOptions)
+        of_bench = _taken(options, BenchOptions)
         job = _job(options)
-    report = run_bench(BenchOptions(job, **own))
+    report = run_bench(BenchOptions(job, **of_bench))
     if options["report"] != "-":
         put(summary(report))
 
@@ -132,23 +134,23 @@ def convert(**options: Any) -> None:
 def status(output: str, as_json: bool) -> None:
     """Say how far the job of an output is, and who works on it.
 
-    `output` is the file that `batchgen run` was given. With --share: what each worker does, what is left, and when it will be done; that takes
-    as long as an eighth of the lease time, in which every worker gives a sign.
+    `output` is the file that `batchgen run` was given. With --share: what each worker does, what is left, and when it
+    will be done; that takes as long as an eighth of the lease time, in which every worker gives a sign.
     """
     from batchgen.job.destination import local_output
     from batchgen.share.status import describe_status, output_status
 
-    found = output_status(local_output(output), name=output)
-    put([json.dumps(found, indent=2)] if as_json else describe_status(found))
+    state = output_status(local_output(output), name=output)
+    put([json.dumps(state, indent=2)] if as_json else describe_status(state))
 
 
 def _follow(ranks: int) -> None:
-    """Where a launcher has started this process as another rank than 0: does what rank 0 says, and ends."""
+    """Run the work of a rank other than 0 and exit, where a launcher has started this process as one."""
     from batchgen.distributed.launch import rank_of_environment
 
     place = rank_of_environment() if ranks > 1 else None
     if place is not None and place.size == ranks:
-        # What torch's C++ says of a connection that has ended, batchgen says in a line.
+        # batchgen itself reports a connection that has ended; torch's C++ would too.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if place is not None and place.size == ranks and place.rank > 0:
         from batchgen.distributed.serve import serve
@@ -158,18 +160,18 @@ def _follow(ranks: int) -> None:
 
 
 def _before_rows(output: str) -> str:
-    """What is true of a job that has not looked into its run directory yet."""
+    """The line at an interruption of a job that has not opened its run directory yet."""
     begun = os.path.exists(os.path.realpath(output) + ".batchgen/manifest.json")
     return "no row was run yet, those of earlier runs are kept" if begun else "no rows are finished yet"
 
 
 def _taken(options: dict[str, Any], owner: type) -> dict[str, Any]:
-    """The options that are fields of a dataclass, which no longer are among `options` then."""
+    """Remove the options that are fields of a dataclass from `options`, and return them."""
     return {f.name: options.pop(f.name) for f in fields(owner) if f.name in options}
 
 
 def _job(options: dict[str, Any]) -> JobOptions:
-    """The job that flags describe, the files read that say how texts are generated."""
+    """The job's options from the command line's, with files such as --json-schema's read."""
     options, read = dict(options), []
     if (config := options.pop("config")) is not None:
         read.append(("--config", config))
@@ -198,10 +200,10 @@ for _command in (run, status, plan, bench, profile, convert):
 
 
 def run_cli() -> int:
-    """Runs the command of `sys.argv`; its exit code, after one line for whatever went wrong."""
+    """Run the command of `sys.argv`; returns its exit code, after one line for whatever went wrong."""
     try:
         # Not by click's main(), which ends without a word where any pipe or socket has broken.
-        with refusing_what_is_denied(), cli.make_context("batchgen", sys.argv[1:]) as context:
+        with naming_files(errors=PermissionError), cli.make_context("batchgen", sys.argv[1:]) as context:
             code = cli.invoke(context)
     except click.exceptions.Exit as error:  # of --help and --version
         return error.exit_code

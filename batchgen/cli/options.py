@@ -1,4 +1,4 @@
-"""Options as click has them. Flags keep vLLM's names where vLLM has one."""
+"""Options for click, and job files. Flags keep vLLM's names where vLLM has one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _READ = {option.name: option.reads for option in options_of("run") if option.rea
 
 
 def read_job_file(path: str | Path) -> dict[str, Any]:
-    """The options in a TOML file, under their names with underscores. Raises InputError.
+    """The options in a TOML file, by their names with underscores. Raises InputError.
 
-    A file named there that lies beside it is meant, wherever the command is run.
+    A file that it names is looked for beside it first, wherever the command is run.
     """
     if sys.version_info >= (3, 11):
         import tomllib
@@ -41,11 +41,11 @@ def read_job_file(path: str | Path) -> dict[str, Any]:
 
 
 def _config_file(context: click.Context, _: click.Parameter, path: str | None) -> str | None:
-    """--config: the file's values become defaults, which flags override."""
+    """Callback of --config: the file's values become defaults, which flags override."""
     if path is None:
         return None
     values = read_job_file(path)
-    # `plan` takes the file of a `run` as well; what only `run` knows does not matter to it.
+    # `plan` takes the file of a `run` as well, and ignores options of `run` alone.
     known = {p.name for p in context.command.params} | set(names_of("run"))
     parameters = {p.name: p for p in context.command.params}
     for key, value in values.items():
@@ -58,12 +58,13 @@ def _config_file(context: click.Context, _: click.Parameter, path: str | None) -
 
 
 def _checked(where: str, parameter: click.Parameter, value: Any) -> Any:
-    """A value of a job file as click is to have it: click would make a number of `true`, and a text of anything.
+    """A checked value of a job file for click, which would convert `true` to a number, and anything to text.
 
-    Raises InputError, beginning with `where`.
+    Raises:
+        InputError: The value has the wrong type; the message begins with `where`.
     """
     if isinstance(value, dict) and isinstance(parameter, click.Option) and parameter.metavar == "JSON":
-        return json.dumps(value, default=str)  # a date of TOML's is a text in JSON
+        return json.dumps(value, default=str)  # a TOML date becomes text
     if parameter.multiple:
         items = value if isinstance(value, list) else [value]
         return [_checked_item(where, parameter.type, item) for item in items]
@@ -77,7 +78,7 @@ def _checked_item(where: str, kind: click.ParamType, value: Any) -> Any:
     return value
 
 
-# Of TOML's types those that an option takes; numbers may be texts too.
+# TOML types that an option takes; numbers may be texts too.
 _TOML_TYPES = {
     type(click.BOOL): ("true or false", (bool,)),
     type(click.INT): ("a whole number", (int, str)),
@@ -100,7 +101,7 @@ def _beside(config: str | Path, key: str, value: Any) -> Any:
 
 
 class _Text(click.types.StringParamType):
-    """Text of an option as it can be used: nothing else is a name of a file, or can be put into a prompt."""
+    """The type of options that are text, which must be usable as the name of a file or in a prompt."""
 
     def __init__(self, option: Option) -> None:
         self._option = option
@@ -120,7 +121,7 @@ class _Text(click.types.StringParamType):
 _NAMES_OF_FILES = ("FILE", "PATH", "DIR", "MODEL", "FILE|NAME")
 
 
-# Where options come from, rather than one of them.
+# The file that options come from.
 _CONFIG = Option(
     "config", ("--config",), MODEL, frozenset(), metavar="FILE",
     help="TOML file of these options, which flags override. Files it names are looked for beside it first.",
@@ -128,12 +129,16 @@ _CONFIG = Option(
 
 
 class Command(click.Command):
-    """A command whose help shows its options group by group. groups: of each option, by name."""
+    """A command whose help shows its options group by group.
+
+    Attributes:
+        groups: Group of each option by name.
+    """
 
     groups: dict[str, str]
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """As click's, a section for each group."""
+        """Write the options into the help, in a section for each group."""
         for group in (*GROUPS, None):
             members = [p for p in self.get_params(context) if self.groups.get(p.name or "") == group]
             records = [record for p in members if (record := p.get_help_record(context)) is not None]
@@ -143,7 +148,7 @@ class Command(click.Command):
 
 
 def takes_options(taker: str, *, config: bool = False) -> Callable[[Callable], Command]:
-    """A decorator that makes a command of a function, with all options that `taker` has. config: it reads a file of them, too."""
+    """A decorator that makes a function a command with the options of `taker`. config: whether it has --config too."""
     options = [_for_command(taker, option) for option in options_of(taker)]
     if config:
         options.insert(1, _CONFIG)  # after the model
@@ -160,7 +165,7 @@ def takes_options(taker: str, *, config: bool = False) -> Callable[[Callable], C
 
 
 def _for_command(taker: str, option: Option) -> Option:
-    """An option as this command has it: plans need no input."""
+    """An option for a command: plans need no input."""
     if taker != "plan" or option.name != "input":
         return option
     return replace(option, required=False, help=f"{option.help} Or --num-prompts, --input-len and --output-len.")

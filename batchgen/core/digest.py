@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def json_sha256(value: Any, *, default: Callable[[Any], Any] | None = None) -> str:
@@ -21,3 +21,11 @@ def json_sha256(value: Any, *, default: Callable[[Any], Any] | None = None) -> s
         The SHA-256, 64 hexadecimal digits.
     """
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=default).encode()).hexdigest()
+
+
+def file_sha256(file: BinaryIO) -> str:
+    """The hex digest of what an open file has from its position on."""
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()

@@ -28,7 +28,7 @@ GGUF_FORMATS = {
     "mxfp4": (32, 17),
 }
 # Weights of 4 bits with a scale and a zero point for so many values of a row, as of GPTQ, AWQ and compressed-tensors
-# (models/formats/group_codes.py): values and bytes of a block.
+# (models/formats/groups.py): values and bytes of a block.
 GROUP_FORMATS = {"w4_g32": (32, 20), "w4_g64": (64, 36), "w4_g128": (128, 68)}
 # Weights in FP8 with a scale for so many values of a row (models/formats/fp8.py).
 FP8_FORMATS = {"fp8_g32": (32, 36), "fp8_g128": (128, 132)}

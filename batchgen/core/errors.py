@@ -58,17 +58,29 @@ class RowError(Exception):
     """One row cannot be run (null, empty, too long). Recorded in that row; the job goes on."""
 
 
+def file_error(error: OSError, path: str) -> InputError:
+    """The one line that names a file or directory that cannot be opened, read or written. path: name that the user gave."""
+    inside = "" if error.filename in (None, path) else f": {os.fspath(error.filename)}"
+    denied = isinstance(error, PermissionError)
+    advice = "have its owner give you access, or name another path" if denied else "check the path and its disk"
+    return InputError(f"cannot open {path} ({error.strerror or error}{inside}): {advice}")
+
+
 @contextmanager
-def refusing_what_is_denied() -> Iterator[None]:
-    """Turn a file or directory that this user may not open, wherever a command or a job meets it, into an InputError that names it."""
+def naming_files(path: str | None = None, errors: type[OSError] = OSError) -> Iterator[None]:
+    """Turn an error of the system about a file, wherever a command or a job meets it, into an InputError that names it.
+
+    Args:
+        path: Name that the user gave; None: the name in the error. An error without a name passes.
+        errors: Kind of errors that are turned.
+    """
     try:
         yield
-    except PermissionError as error:
-        if error.filename is None:
+    except errors as error:
+        name = path if path is not None else error.filename
+        if name is None:
             raise
-        raise InputError(
-            f"{os.fspath(error.filename)}: {error.strerror}: have its owner give you access, or name another path"
-        ) from error
+        raise file_error(error, os.fspath(name)) from error
 
 
 def one_line(text: object) -> str:

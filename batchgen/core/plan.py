@@ -175,6 +175,8 @@ class MemoryPlan:
         window: tokens that layers with a sliding window see, where these give back blocks that no later token sees; None: all layers
             keep all blocks.
         window_blocks: blocks of such layers' own pools, by tier; `kv_blocks` are of the other layers. KV on disk has none.
+        stream_bytes: stream of an accelerator -> bytes that its work may hold at once, beside what is held from beginning to end;
+            empty where no part of a sweep waits for the host: there memory may be allocated at any time.
     """
 
     budgets: Mapping[str, int]
@@ -185,6 +187,7 @@ class MemoryPlan:
     logit_rows: int | None = None
     window: int | None = None
     window_blocks: Mapping[str, int] = field(default_factory=dict)
+    stream_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -277,19 +280,6 @@ class StrategyTime:
 
 
 @dataclass(frozen=True)
-class OtherWeights:
-    """The format that a plan's weights could have instead, as found or expanded.
-
-    Attributes:
-        weight_format: as of Policy.
-        seconds: of the whole job with it; None where no plan fits.
-    """
-
-    weight_format: str
-    seconds: float | None
-
-
-@dataclass(frozen=True)
 class Plan:
     """A policy, what it is for, and what it is expected to do.
 
@@ -298,7 +288,7 @@ class Plan:
         placement_bytes: weights, KV and activations -> tier -> bytes.
         kernels: what each shape of the model runs on on the CPU.
         strategies: the job's time under each strategy that was compared, and under this plan.
-        other_weights: where the weights' format was left to the plan.
+        weights_reason: The sentence that says why the weights are in their format, where that was left to the plan.
     """
 
     model: str
@@ -311,7 +301,7 @@ class Plan:
     prediction: Prediction
     kernels: KernelChoice = PROCESS_SET
     strategies: tuple[StrategyTime, ...] = ()
-    other_weights: OtherWeights | None = None
+    weights_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"policy": self.policy.to_json()}

@@ -6,7 +6,7 @@ import json
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _LARGEST = 2**53  # of integers: what JSON readers and floating point agree on
 
@@ -23,7 +23,7 @@ def read_typed(kind: Any, value: Any, where: str = "it") -> Any:
     """A value as a type annotation has it, built from what `json.loads` gives.
 
     Args:
-        kind: bool, int, float (finite), str, a dataclass, `Mapping[K, V]`, `tuple[...]`, unions with None, or `Any`.
+        kind: bool, int, float (finite), str, a literal of texts, a dataclass, `Mapping[K, V]`, `tuple[...]`, unions with None, or `Any`.
         value: As JSON has it: dictionaries for dataclasses, lists for tuples.
         where: What the value is, for the message.
 
@@ -36,6 +36,10 @@ def read_typed(kind: Any, value: Any, where: str = "it") -> Any:
         if value is None and type(None) in get_args(kind):
             return None
         kind = next(k for k in get_args(kind) if k is not type(None))
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"{where} must be one of {', '.join(get_args(kind))}, not {_short(value)}")
+        return value
     if is_dataclass(kind):
         return _dataclass(kind, value, where)
     if get_origin(kind) is tuple:

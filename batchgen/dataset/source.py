@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.core.errors import BatchgenError, InputError, one_line
+from batchgen.core.errors import BatchgenError, InputError, file_error, one_line
 from batchgen.core.text import without_credentials
 from batchgen.dataset.storage import is_url
 
@@ -63,10 +63,7 @@ def naming(path: str, *more_errors: type[Exception]) -> Iterator[None]:
         raise
     except errors as error:
         if isinstance(error, OSError) and error.errno is not None:
-            inside = "" if error.filename in (None, path) else f": {error.filename}"
-            raise InputError(
-                f"cannot read {path} ({error.strerror}{inside}): check its permissions and its disk"
-            ) from error
+            raise file_error(error, path) from error
         if isinstance(error, UnicodeError):
             raise InputError(f"{path} is not UTF-8 ({one_line(error)}): convert it, as iconv does") from error
         reason = one_line(without_credentials(str(error), path))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import parse_device
 from batchgen.core.dtypes import AUTO
 from batchgen.core.errors import InputError
@@ -32,8 +33,8 @@ from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.prefetch import Prefetch
 from batchgen.engine.scoring import Scoring
 from batchgen.engine.tensor_parallel import first_shard, load_on_ranks, shard_weights
-from batchgen.models.convert import find_or_convert
-from batchgen.models.files import cache_dir, read_config, resolve_model
+from batchgen.models.files import read_config, resolve_model
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.runtime.grammar import check_grammar
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
@@ -219,7 +220,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
-        from batchgen.models.tokenizers.tokenizer import load_tokenizer  # imports transformers
+        from batchgen.models.tokenizers.loading import load_tokenizer  # imports transformers
 
         where = parse_device(device)
         sampling = sampling or SamplingParams()

@@ -40,12 +40,13 @@ from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
-from batchgen.models.convert import made_before, store_path
-from batchgen.models.files import STORE_MANIFEST, ModelFiles, read_store_manifest, resolve_weights
-from batchgen.models.layouts import end_bytes
+from batchgen.models.files import ModelFiles, resolve_weights
+from batchgen.models.kept_stores import made_before, store_path
+from batchgen.models.store.manifest import STORE_MANIFEST, read_store_manifest
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
 from batchgen.planner.kv_memory import Demand
-from batchgen.planner.memory import chunk_tokens, group_bytes_of_layers, plan_memory, stream_bytes
+from batchgen.planner.memory import plan_memory
+from batchgen.planner.sizes import chunk_tokens
 from batchgen.runtime.grammar import Grammars
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.schedule.residency import WeightResidency
@@ -54,7 +55,7 @@ from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
 if TYPE_CHECKING:
     from batchgen.models.layers import Reduce
     from batchgen.models.shard import Shard
-    from batchgen.models.store.weight_store import WeightStore
+    from batchgen.models.store.layout import WeightStore
     from batchgen.models.tokenizers.tokenizer import Tokenizer
     from batchgen.runtime.executor import AdjacentRanks, Executor
     from batchgen.runtime.lanes import OnStep
@@ -123,7 +124,7 @@ def resolve_budget(cpu_memory: int | str | None, processes: int = 1) -> int:
 
 def process_bytes() -> int:
     """Host memory of the running process without any model, once all that a job imports is there."""
-    import batchgen.models.tokenizers.tokenizer
+    import batchgen.models.tokenizers.loading
     import batchgen.runtime.executor  # noqa: F401
 
     if resident_bytes() > TYPICAL_PROCESS_BYTES:  # perhaps freed memory of an earlier model; trimming takes a while
@@ -270,14 +271,7 @@ def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: st
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
         if (manifest["dtype"], manifest["weight_format"]) == (dtype, weight_format_of(dtype, weights)):
             return True
-    return made_before(files, store_path(offload_dir, files, dtype, weights, shard)) is not None
-
-
-def store_bytes(config: ModelConfig, dtype: str, weights: str) -> int:
-    """Approximate bytes of a weight store on disk."""
-    weight_format = weight_format_of(dtype, weights)
-    layers = group_bytes_of_layers(config, dtype, weight_format)
-    return sum(map(sum, (layer.values() for layer in layers))) + sum(end_bytes(config, dtype, weight_format))
+    return made_before(store_path(offload_dir, files, dtype, weights, shard)) is not None
 
 
 def needs_store(policy: Policy) -> bool:
@@ -636,8 +630,7 @@ def warm_up(
             sample(logits, varied)
         return sample(logits, sequences).token_ids
 
-    dtype = str(executor.weights.dtype).removeprefix("torch.")
-    for lane, num_bytes in stream_bytes(executor.config, policy, memory, dtype).items():
+    for lane, num_bytes in memory.stream_bytes.items():
         executor.lanes.reserve(lane, num_bytes)
     sweeps = dummy_sweeps(
         Scheduler(kv_pools(policy, memory), scheduler_limits(policy, memory, compute_tier)),

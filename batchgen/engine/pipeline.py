@@ -43,7 +43,7 @@ class Stage:
     Attributes:
         first: Number of its first layer.
         stop: Number after its last layer.
-        policy: The policy of these layers. Block, micro-batches, KV placements and admission are the same in all stages.
+        policy: The policy of these layers. Block, micro-batches, KV placements and admission are the same in all.
     """
 
     first: int

@@ -22,8 +22,8 @@ from batchgen.engine.messages import WORK, ShardLoad, SweepMessage, decode, enco
 from batchgen.engine.parts import EngineParts, SweepRunner, process_peaks
 from batchgen.engine.ranks import RankGroup, RankZeroCounts
 from batchgen.models.config import ModelConfig
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import ModelFiles, stored_weights
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.shard import Shard, shard_of
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.packed_batch import PackedBatch
@@ -31,10 +31,10 @@ from batchgen.schedule.packed_batch import PackedBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from batchgen.models.store.weight_store import WeightStore
+    from batchgen.models.store.layout import WeightStore
     from batchgen.models.tokenizers.tokenizer import Tokenizer
 
-# KV placements that ranks may have: when a deferred sequence joins a sweep depends on time, which differs between ranks.
+# KV placements that ranks may have: a deferred sequence joins a sweep at a time that differs between ranks.
 KV_PLACEMENTS = tuple(p for p in KVPlacement if p is not KVPlacement.DEFERRED)
 
 

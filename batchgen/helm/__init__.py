@@ -3,5 +3,5 @@
     helm-run --runner-class-name batchgen.helm.runner.BatchgenRunner --local-path DIR ...
 
 where DIR/model_deployments.yaml names the client and DIR/tokenizer_configs.yaml the tokenizer (recipes/helm has both).
-`rows` and `jobs` know nothing of HELM: what a request asks of the engine, and the jobs that answer it.
+`rows` and `jobs` do not import HELM: the rows of a request, and the jobs that answer them.
 """

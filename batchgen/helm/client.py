@@ -1,4 +1,4 @@
-"""A HELM deployment that batchgen answers: for `model_deployments.yaml`, under any of HELM's runners."""
+"""The client of a HELM deployment that batchgen answers, for `model_deployments.yaml` and any of HELM's runners."""
 
 from __future__ import annotations
 
@@ -28,15 +28,21 @@ ENGINE_VARIABLE = "BATCHGEN_HELM_ENGINE"
 class BatchgenClient(CachingClient):
     """The client of a deployment.
 
-    With `BatchgenRunner` all requests are answered by jobs beforehand, and looked up here. With any other runner an engine in
-    this process answers what its threads (helm-run -n) ask at the same time.
+    With `BatchgenRunner` all requests are answered by jobs beforehand, and looked up here. With any other runner an
+    engine in this process answers the requests of its threads (helm-run -n) together.
 
-    model: what `batchgen run --model` takes. apply_chat_template: whether prompts go through the model's chat template;
-        None: if it has one, as HELM's Hugging Face client decides.
-    engine: "in-process"; the path of the batchgen program of another environment; or "files", with which jobs are written
-        down and run elsewhere. None: $BATCHGEN_HELM_ENGINE, else "in-process".
-    options: those of `batchgen run`, with underscores (dtype, cpu_memory, max_time, ...).
-    Raises InputError.
+    Args:
+        cache_config: HELM's cache.
+        tokenizer: HELM's tokenizer of the deployment.
+        model: The model, as `batchgen run --model` takes it.
+        apply_chat_template: Whether prompts go through the model's chat template; None: if it has one, as HELM's
+            Hugging Face client decides.
+        engine: "in-process"; the path of the batchgen program of another environment; or "files", with which jobs are
+            written and run elsewhere. None: $BATCHGEN_HELM_ENGINE, else "in-process".
+        **options: Options of `batchgen run`, with underscores (dtype, cpu_memory, max_time, ...).
+
+    Raises:
+        InputError: The tokenizer is of an unknown kind.
     """
 
     def __init__(
@@ -62,15 +68,15 @@ class BatchgenClient(CachingClient):
         self._live: LiveEngine | None = None
 
     def prefetch(self, requests: Iterable[Request], folder: Path) -> None:
-        """Have requests answered by jobs, those that no job has answered already.
+        """Answer requests by jobs, unless a job has answered them already.
 
         Args:
-            requests: All that the deployment is going to be asked. What cannot be run is left to `make_request`, which says
+            requests: All requests of the deployment. Requests that cannot be run are left to `make_request`, which says
                 why.
-            folder: Where the jobs are.
+            folder: Directory of the jobs.
 
         Raises:
-            BatchgenError: A job failed; JobStopped where it has not come to its end.
+            BatchgenError: A job failed; JobStopped where it is not complete.
         """
         if self._jobs is None:
             self._jobs = Jobs(folder / self._identity(), self._options, self._engine)
@@ -111,7 +117,7 @@ class BatchgenClient(CachingClient):
         )
 
     def _ask(self, want: Wanted) -> RequestResult:
-        """Through HELM's cache, which keeps what was answered for the next time."""
+        """The result of a request through HELM's cache, which keeps answers for the next run."""
         if self._live is None:
             if self._engine != IN_PROCESS:
                 raise InputError(
@@ -136,7 +142,7 @@ class BatchgenClient(CachingClient):
         )
 
     def _identity(self) -> str:
-        """The folder of jobs that run with these options. Where and how fast they run does not matter to results."""
+        """Name of the folder of the jobs with these options, of which only those that decide results count."""
         deciding = [option.name for option in options_of("helm") if option.decides_results]
         identity = {name: self._options.get(name) for name in deciding}
         return json_sha256(identity)[:16]

@@ -1,7 +1,7 @@
 """The jobs that answer a deployment's rows.
 
-They are run by `batchgen run` in this process, by a program of another environment, or by whoever is handed the files. A job
-that was stopped in any way goes on where it was, and what any job has answered is never run again (`results` has the files).
+They run in this process, by a program of another environment, or elsewhere from their files. A job that was stopped in
+any way goes on where it was, and rows that any job has answered are never run again (`results` has the files).
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ _MOST_TOGETHER = 32  # prompts scored in one row
 class Jobs:
     """The jobs of one deployment, and their results.
 
-    options: of the engine, as in a job.toml; "model" is among them. engine: IN_PROCESS; the path of the batchgen program
-    of another environment; or FILES, with which jobs are written down and run elsewhere.
+    Args:
+        folder: Directory of the jobs.
+        options: Options of the jobs by name, "model" among them.
+        engine: IN_PROCESS; the path of the batchgen program of another environment; or FILES, with which jobs are
+            written and run elsewhere.
     """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], engine: str = IN_PROCESS) -> None:
@@ -57,9 +60,11 @@ class Jobs:
         self.found = frozenset(self.results)  # answered before this process began
 
     def answer(self, rows: Iterable[Row]) -> None:
-        """Runs all rows that have no result yet, a job a kind; what is begun already and still wanted goes on first.
+        """Run all rows without a result, one job for each kind; unfinished jobs whose rows are all wanted go on first.
 
-        Raises JobStopped where jobs wait to be run elsewhere, or a time limit came first; BatchgenError.
+        Raises:
+            JobStopped: Jobs wait to be run elsewhere, or a time limit came first.
+            BatchgenError: A job failed.
         """
         missing = {row.id: row for row in rows if row.id not in self.results}
         todo = []
@@ -83,8 +88,8 @@ class Jobs:
             self._unfinished = [other for other in self._unfinished if other != job]
 
     def _write(self, kind: str, rows: list[Row]) -> Path:
-        """A job's requests: whole or not there."""
-        # Those with a common beginning stand together.
+        """Write the requests of a job, atomically."""
+        # Prompts with a common beginning stand together.
         rows = sorted(rows, key=lambda row: (json.dumps(row.prompt) if kind == GENERATE else row.prompt, row.id))
         digest = hashlib.sha256("".join(row.id for row in rows).encode()).hexdigest()[:16]
         job = self._folder / f"{kind}-{digest}"
@@ -101,7 +106,7 @@ class Jobs:
         if Path(model).expanduser().exists():
             model = str(Path(model).expanduser().absolute())  # the job runs in its own folder
         files = {"input": REQUESTS, "output": RESULTS, "report": REPORT}
-        # HELM is told of each request that failed, and reads thoughts in the text.
+        # Each failed request is reported to HELM, which reads thoughts in the text.
         return {
             **self._options,
             "model": model,
@@ -137,14 +142,15 @@ def _own_options(kind: str, rows: list[Row]) -> dict[str, Any]:
     if kind == SCORE:
         return {**shared, "prompt_column": "context", "continuations_column": "continuations"}
     source = "prompt_column" if isinstance(rows[0].prompt, str) else "messages_column"
-    own = {source: "prompt", "id_column": ID_COLUMN[kind], "sampling_column": "sampling"}
-    return {**shared, **own, "max_tokens": max(row.sampling["max_tokens"] for row in rows)}
+    columns = {source: "prompt", "id_column": ID_COLUMN[kind], "sampling_column": "sampling"}
+    return {**shared, **columns, "max_tokens": max(row.sampling["max_tokens"] for row in rows)}
 
 
 def _to_score(rows: list[Row]) -> Iterator[dict[str, Any]]:
-    """Table rows of the prompts, which are sorted by their tokens.
+    """Table rows of prompts that are sorted by their tokens.
 
-    Those that are half the same, as the choices of a question are, go into one row, so that what they share is computed once.
+    Prompts that share half of their tokens, as the choices of a question do, go into one row, so that the shared part
+    is computed once.
     """
     together: list[Row] = []
     for row in rows:

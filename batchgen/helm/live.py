@@ -1,6 +1,7 @@
-"""Rows answered by an engine in this process, for HELM's own runner.
+"""An engine in this process that answers rows for HELM's own runner.
 
-It asks for one request at a time from several threads: what waits at the same time runs together.
+The runner asks for one request at a time from each of several threads: requests that wait at the same time run
+together.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ def live_engine(options: Mapping[str, Any]) -> LiveEngine:
 
 
 class LiveEngine:
-    """An engine that is made with the first rows. options: "model", "seed", and others of `batchgen.Engine`. Raises InputError."""
+    """An engine that is loaded with the first rows.
+
+    Args:
+        options: "model", "seed" and further options of `batchgen.Engine`.
+
+    Raises:
+        InputError: An option is one of jobs alone.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         known = {*names_of("engine"), "seed"}
@@ -48,11 +56,11 @@ class LiveEngine:
         self._waiting: list[tuple[Sequence[Row], Future]] = []
 
     def answer(self, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-        """Results by row id, as `results.Results` has them. Threads may call this at once. Raises BatchgenError."""
+        """Results by row id, in the form of `results.Results`. Threads may call this at once. Raises BatchgenError."""
         future: Future = Future()
         with self._lock:
             self._waiting.append((rows, future))
-        with self._turn:  # whoever comes first runs all that wait; the others find theirs done
+        with self._turn:  # the first thread runs all waiting rows; the others find theirs done
             with self._lock:
                 waiting, self._waiting = self._waiting, []
             if waiting:

@@ -1,4 +1,4 @@
-"""What jobs have answered, by row id; and the files of a job, by which it is known again.
+"""Results of jobs by row id, and the files of a job.
 
 A job is a folder named by the hash of its rows:
 
@@ -23,31 +23,31 @@ from batchgen.core.errors import InputError
 from batchgen.helm.rows import GENERATE, SCORE
 
 REQUESTS, OPTIONS, RESULTS, REPORT = "requests.parquet", "job.toml", "results.parquet", "report.json"
-METADATA_KEY = b"batchgen.helm"  # of the requests' schema: the options that the rows themselves decide, as JSON
+METADATA_KEY = b"batchgen.helm"  # in the requests' schema: options that the rows decide, as JSON
 
-# Where a job's table has the ids of its Rows, and what else its results are read from.
+# The column of a job's table with the ids of its Rows, and the columns that results are read from.
 ID_COLUMN = {GENERATE: "id", SCORE: "ids"}
 _COLUMNS = {GENERATE: ["text", "finish_reason", "logprobs", "error"], SCORE: ["token_logprobs", "error"]}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How many Rows the last process of a job ran, and the seconds it took."""
+    """Number of Rows that the last process of a job ran, and its seconds."""
 
     rows: int
     wall_s: float
 
 
 def read_requests(job: Path) -> tuple[dict[str, Any], list[list[str]]]:
-    """A job's own options, and in order the ids of the Rows that each row of its table stands for."""
+    """A job's own options, and in order the ids of the Rows in each row of its table."""
     options = json.loads(pq.read_schema(job / REQUESTS).metadata[METADATA_KEY])
     return options, _ids(pq.read_table(job / REQUESTS, columns=[ID_COLUMN[options["task"]]]))
 
 
 class Results(Mapping[str, dict[str, Any]]):
-    """Results by Row id: {"logprobs": positions, "error": text or None}, and "text" and "finish_reason" of Rows that generate.
+    """Results by Row id: {"logprobs": positions, "error": text or None}, and if generated "text", "finish_reason".
 
-    They are kept as Arrow tables; a result is made into Python values when it is looked up.
+    They are kept as Arrow tables; a result is converted to Python values when it is looked up.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Results(Mapping[str, dict[str, Any]]):
         self._positions: dict[str, tuple[int, int, int]] = {}  # table, row, index in the row
 
     def add(self, job: Path) -> None:
-        """Takes in the results of a finished job. Raises InputError where they are not those of its requests."""
+        """Add the results of a finished job. Raises InputError where they do not match its requests."""
         options, requested = read_requests(job)
         task, path = options["task"], job / RESULTS
         try:
@@ -71,7 +71,7 @@ class Results(Mapping[str, dict[str, Any]]):
         self._tables.append((table.drop_columns([ID_COLUMN[task]]), _timing(job, rows_each)))
 
     def timing(self, row_id: str) -> Timing | None:
-        """Of the job that has the Row; None where its report is not there."""
+        """The timing of the job that has the Row; None: the job has no report."""
         return self._tables[self._positions[row_id][0]][1]
 
     def __getitem__(self, row_id: str) -> dict[str, Any]:
@@ -98,5 +98,5 @@ def _timing(job: Path, rows_each: float) -> Timing | None:
         report = json.loads((job / REPORT).read_bytes())
         rows = report["rows_ok"] + report["rows_failed"] - report["rows_resumed"]
         return Timing(round(rows * rows_each), report["wall_s"]) if rows > 0 else None
-    except (OSError, ValueError, KeyError):  # results that were brought from elsewhere may come without
+    except (OSError, ValueError, KeyError):  # results from elsewhere may come without a report
         return None

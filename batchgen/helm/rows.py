@@ -1,8 +1,8 @@
-"""A HELM request as rows of engine jobs, and its completions from their results. HELM itself is not needed here.
+"""HELM requests as rows of engine jobs, and completions from the rows' results. HELM itself is not needed here.
 
 A completion is a row of a generate job; the log-probabilities of the prompt's own tokens (`echo_prompt`) are a row of a
-score job. A row's id is a hash of all it asks for: requests that ask the same share a row, and as draws depend on the id,
-a request gives the same completions in any run, beside any others.
+score job. A row's id is a hash of all that it asks for: equal requests share a row, and as draws depend on the id, a
+request has the same completions in any run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ GENERATE, SCORE = "generate", "score"  # the kinds of rows: --task of their jobs
 class PromptTokenizer(Protocol):
     """The model's tokenizer.
 
-    `encode` adds the special tokens that go around a prompt, `encode_chat` renders the chat template up to where the answer
-    begins.
+    `encode` adds the special tokens around a prompt; `encode_chat` renders the chat template up to the beginning of the
+    answer.
     """
 
     def encode(self, text: str) -> list[int]: ...
@@ -36,8 +36,11 @@ class PromptTokenizer(Protocol):
 class Row:
     """A row of a job.
 
-    prompt: text or chat messages to generate from, token ids to score. sampling: fields of SamplingParams, for rows that
-    generate.
+    Attributes:
+        kind: GENERATE or SCORE.
+        prompt: Text or chat messages to generate from, or token ids to score.
+        id: Hash of all that the row asks for.
+        sampling: Fields of SamplingParams; None: the row scores.
     """
 
     kind: str
@@ -48,12 +51,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request wants.
+    """The rows of a request.
 
-    generated: a row a completion, the same one again where decoding is greedy, and none where no token is wanted.
-
-    prompt_text, prompt_ids: the prompt as it comes back where it is echoed, else None; scored: the row that has its
-    tokens' log-probabilities, None where there are none to compute.
+    Attributes:
+        num_completions: Number of completions.
+        generated: The row of each completion, the same row where decoding is greedy; none where no token is asked for.
+        prompt_text: Text of the echoed prompt; None: it is not echoed.
+        prompt_ids: Token ids of the echoed prompt; None: it is not echoed.
+        first_token: Text of the prompt's first token.
+        scored: The row with the log-probabilities of the echoed prompt's tokens; None: there are none to compute.
+        stop: Stop strings.
     """
 
     num_completions: int
@@ -75,8 +82,10 @@ class Wanted:
 class Answer:
     """A completion.
 
-    tokens: (text, log-probability, natural log) of each. finish_reason: HELM's "stop" (a stop sequence), "endoftext" or
-    "length".
+    Attributes:
+        text: Its text.
+        tokens: Text and natural log-probability of each token.
+        finish_reason: HELM's "stop" (a stop sequence), "endoftext" or "length".
     """
 
     text: str
@@ -85,9 +94,15 @@ class Answer:
 
 
 def wanted(request: Any, tokenizer: PromptTokenizer, chat: bool) -> Wanted:
-    """What `request`, a helm.common.request.Request, asks of the engine.
+    """The rows of a request.
 
-    chat: prompts go through the model's chat template. Raises RowError where the engine cannot do what it asks.
+    Args:
+        request: A helm.common.request.Request.
+        tokenizer: The model's tokenizer.
+        chat: Whether prompts go through the model's chat template.
+
+    Raises:
+        RowError: The engine cannot do what the request asks for.
     """
     _check(request)
     messages = _messages(request, chat)
@@ -112,9 +127,9 @@ def answers(want: Wanted, results: Mapping[str, Mapping[str, Any]]) -> list[Answ
     """The completions of a request.
 
     Args:
-        want: Of `wanted`.
-        results: By row id {"text", "finish_reason", "logprobs", "error"}, as output columns have them; of rows that score the
-            last two.
+        want: The rows of the request.
+        results: {"text", "finish_reason", "logprobs", "error"} by row id, in the form of output columns; of rows that
+            score the last two.
 
     Raises:
         RowError: A row has failed.
@@ -135,7 +150,7 @@ def answers(want: Wanted, results: Mapping[str, Mapping[str, Any]]) -> list[Answ
 
 
 def _check(request: Any) -> None:
-    """Raises RowError where the request asks for something else than text, or for what the engine does not know."""
+    """Raise RowError where the request asks for something else than text, or is out of range."""
     for field in ("embedding", "multimodal_prompt", "image_generation_parameters"):
         if getattr(request, field, None):
             raise RowError(f"requests with {field} are not supported: this deployment generates plain text")
@@ -189,10 +204,11 @@ def _completion(result: Mapping[str, Any], stop: Sequence[str]) -> Answer:
 
 
 def _before_the_stop(tokens: Sequence[str], text: str, stop: Sequence[str]) -> tuple[int, bool]:
-    """How many tokens begin before the end of the text, and whether it was a stop string that ended it.
+    """The number of tokens that begin before the end of the text, and whether a stop string ended it.
 
-    The last token ended the sample: it is the end of text, or it completes a stop string, which may have begun tokens
-    before. Offsets are counted in the tokens' texts, not in `text`, where bytes of a character may have become one.
+    The last token ended the sample: it is the end of text, or it completes a stop string, which may have begun in
+    earlier tokens. Offsets are counted in the tokens' texts, not in `text`, where bytes of a character may have become
+    one.
     """
     begins = [0]
     for token in tokens:

@@ -1,9 +1,9 @@
-"""helm-run on batchgen: all run entries' requests first, answered by one job a kind; then HELM's own run, entry by entry.
+"""helm-run on batchgen: one job of each kind answers the requests of all run entries; then HELM runs entry by entry.
 
     helm-run --runner-class-name batchgen.helm.runner.BatchgenRunner ...
 
-An entry is made into requests twice, by HELM's scenarios and adapters both times: to collect them, and to run it, when
-they are looked up. Between the two nothing of an entry is held but its requests, however many entries there are.
+HELM's scenarios and adapters make an entry's requests twice: to collect them, and to run the entry, when answers are
+looked up. Between the two only the requests of an entry are kept.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from batchgen.core.errors import BatchgenError, InputError, JobStopped
 from batchgen.core.screen import say
 from batchgen.helm.client import BatchgenClient
 
-_FOLDER = "batchgen"  # of jobs, in the output path
+_FOLDER = "batchgen"  # folder of jobs in the output path
 
 
 class _Collected(Exception):
-    """An entry has come as far as its requests."""
+    """Raised where the requests of an entry have been collected, to end its run."""
 
 
 class BatchExecutor(Executor):
-    """HELM's executor, which has the requests of batchgen's deployments answered all together before it asks for each."""
+    """HELM's executor, with the requests of batchgen's deployments answered all together beforehand."""
 
     def __init__(self, executor: Executor, folder: Path) -> None:
         self.execution_spec, self.context = executor.execution_spec, executor.context
@@ -47,11 +47,11 @@ class BatchExecutor(Executor):
         if self._collected is not None:
             self._collected.extend(requests)
             raise _Collected
-        self.prefetch(requests)  # nothing is left to do unless an entry is not the same the second time
+        self.prefetch(requests)  # does nothing unless an entry differs the second time
         return super().execute(scenario_state)
 
     def collect(self, runner: Runner, run_specs: Iterable[RunSpec]) -> list[Request]:
-        """The requests of all entries. What goes wrong with one goes wrong again when it is run, and is reported then."""
+        """The requests of all entries. An entry that fails here fails again when it is run, and is reported then."""
         self._collected = []
         try:
             for run_spec in run_specs:
@@ -69,9 +69,11 @@ class BatchExecutor(Executor):
             self._collected = None
 
     def prefetch(self, requests: Iterable[Request]) -> None:
-        """Have jobs answer the requests of batchgen's deployments that no job has answered yet.
+        """Answer by jobs the requests of batchgen's deployments that no job has answered yet.
 
-        Raises BatchgenError; JobStopped only when the jobs of all deployments are written down.
+        Raises:
+            JobStopped: Jobs are not complete; those of all deployments are written by then.
+            BatchgenError: A job failed.
         """
         by_deployment: dict[str, list[Request]] = {}
         for request in requests:
@@ -90,7 +92,7 @@ class BatchExecutor(Executor):
 
 
 class BatchgenRunner(Runner):
-    """For helm-run --runner-class-name. Deployments of other clients run as with HELM's own runner."""
+    """The runner for helm-run --runner-class-name; deployments of other clients run as with HELM's own runner."""
 
     def __init__(self, execution_spec, output_path: str, *args, **kwargs) -> None:
         super().__init__(execution_spec, output_path, *args, **kwargs)
@@ -103,6 +105,6 @@ class BatchgenRunner(Runner):
             if not (self.dry_run or self.cache_instances_only or self.skip_instances):
                 self.executor.prefetch(self.executor.collect(self, run_specs))
             super().run_all(run_specs)
-        except BatchgenError as error:  # said in one line, as the command line does
+        except BatchgenError as error:  # one line, as on batchgen's command line
             say(f"batchgen: {error}")
             sys.exit(error.exit_code)

@@ -1,4 +1,4 @@
-"""HELM's tokenizer for a model that batchgen reads, from the model's own files: no hub, and GGUF as well."""
+"""A HELM tokenizer from a model's own files, GGUF included, without the hub."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _loading = Lock()
 
 
 class BatchgenTokenizer(HuggingFaceTokenizer):
-    """For tokenizer_configs.yaml. model: what `batchgen run --model` takes; the same as the deployment's."""
+    """The tokenizer for tokenizer_configs.yaml. model: the deployment's model, as `batchgen run --model` takes it."""
 
     def __init__(self, cache_config: CacheConfig, tokenizer_name: str, model: str) -> None:
         super().__init__(cache_config=cache_config, tokenizer_name=tokenizer_name)
         self._model = model
 
     def get_wrapped_tokenizer(self) -> WrappedPreTrainedTokenizer:
-        """The transformers tokenizer, loaded once a process. Raises InputError where it is missing or broken."""
+        """The transformers tokenizer, loaded once in a process. Raises InputError where it is missing or broken."""
         from batchgen.models.files import resolve_model
-        from batchgen.models.tokenizers.tokenizer import load_hf_tokenizer
+        from batchgen.models.tokenizers.loading import load_hf_tokenizer
 
         with _loading:
             if self._model not in _loaded:
@@ -38,7 +38,7 @@ class BatchgenTokenizer(HuggingFaceTokenizer):
 
 
 class PromptTokens:
-    """`rows.PromptTokenizer` of a HELM tokenizer that has one of transformers inside."""
+    """A `rows.PromptTokenizer` over a HELM tokenizer that wraps one of transformers."""
 
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
         self._wrapped = tokenizer.get_wrapped_tokenizer()

@@ -1,4 +1,4 @@
-"""Jobs that go on from the rows of a smaller one: `--limit 5` and then without, or an input that was appended to."""
+"""Append-resume: a job that goes on from the rows of a smaller one, `--limit 5` before, or an input that has grown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batchgen.job.source import RequestSource
 
 
 def appended_to(source: RequestSource) -> Callable[[dict[str, Any], dict[str, Any]], bool]:
-    """(fingerprint before, fingerprint now) -> whether the job before had the first rows of this one, and made the same of them.
+    """A function of the fingerprints of an earlier job and of this one: whether its rows begin this one's rows.
 
     Args:
         source: This job's input.
@@ -26,7 +26,7 @@ def _begins_with(was: dict[str, Any], now: dict[str, Any], source: RequestSource
         return False
     if limit_now is not None and (limit_was is None or limit_was > limit_now):
         return False
-    # Types of JSON's columns are those that hold all rows: more rows may change them, and with them a prompt.
+    # Types of JSON columns are inferred from all rows: more rows may change them, and with them a prompt.
     types_was, types_now = was["input"]["columns"], now["input"]["columns"]
     same = not types_was or all(types_was.get(name) == types_now.get(name) for name in source.reads)
     return same and source.dataset.begins_with(was["input"])

@@ -1,4 +1,4 @@
-"""`batchgen bench`: random rows of equal lengths through a model or dummy weights; what it took beside what was predicted."""
+"""`batchgen bench`: random rows of equal lengths through a model or dummy weights, measured beside the prediction."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
 from batchgen.job.checks import check_options
 from batchgen.job.files import check_files
+from batchgen.job.job import resolve_job
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import BenchOptions, JobOptions
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import engine_report, write_report
-from batchgen.job.resolved import resolve_job
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.files import ModelFiles, resolve_model, without_weights
-from batchgen.models.tokenizers.tokenizer import NoText, load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
+from batchgen.models.tokenizers.tokenizer import NoText
 from batchgen.planner.explain import headline
 
 
@@ -35,13 +36,13 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
     """Measure a model on random rows.
 
     Args:
-        options: What to run.
+        options: The model and the rows.
 
     Returns:
         The report, which is also written to `options.job.report`.
 
     Raises:
-        BatchgenError: It cannot be run, or a row failed.
+        BatchgenError: The model cannot be run, or a row failed.
     """
     started_s = time.monotonic()
     size = options.job.tensor_parallel
@@ -70,7 +71,7 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
 
 
 def _measured(options: BenchOptions) -> JobOptions:
-    """The job, whose samples all have the length to be measured."""
+    """The job's options, all of whose samples have the measured length."""
     sampling = replace(options.job.sampling, max_tokens=options.output_len, ignore_eos=True)
     return replace(options.job, sampling=sampling)
 
@@ -84,7 +85,7 @@ def _model(options: BenchOptions) -> ModelFiles:
 
 
 def _requests(options: BenchOptions, vocab_size: int) -> Iterator[Request]:
-    """Prompts of random tokens, which share nothing; drawn as they are needed, for there may be any number of them."""
+    """Prompts of random tokens without shared prefixes, drawn as they are needed."""
     draw = random.Random(options.job.sampling.seed)
     for _ in range(options.num_prompts):
         yield Request(draw.choices(range(vocab_size), k=options.input_len))
@@ -123,12 +124,13 @@ def _report(
 
 
 def summary(report: dict[str, Any]) -> list[str]:
-    """The closing lines for a person."""
+    """The closing lines of a benchmark, for a person."""
     measured, predicted = report["generation_s"], report["predicted_generation_s"]
+    loading_s = report["wall_s"] - measured
     return [
         f"{report['num_prompts']:,} prompts of {report['input_len']:,} tokens, {report['output_len']:,} out each, in"
-        f" {format_seconds(measured)} (predicted {format_seconds(predicted)}), after {format_seconds(report['wall_s'] - measured)}"
+        f" {format_seconds(measured)} (predicted {format_seconds(predicted)}), after {format_seconds(loading_s)}"
         " of starting and loading",
-        f"{report['generation_tokens_per_s']:,.1f} generated tokens/s, {report['generation_total_tokens_per_s']:,.0f} with prompts;"
-        f" busiest: {report['bottleneck']}",
+        f"{report['generation_tokens_per_s']:,.1f} generated tokens/s,"
+        f" {report['generation_total_tokens_per_s']:,.0f} with prompts; busiest: {report['bottleneck']}",
     ]

@@ -1,4 +1,4 @@
-"""What can be refused of a job's options without reading anything."""
+"""Checks of a job's options that need no model and no input."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from batchgen.job.options import JobOptions, flag_of, options_of, seconds
 from batchgen.output.run_directory import check_output
 from batchgen.runtime.grammar import check_grammar
 
-# Python and what a job imports take more than this on any machine.
+# Python and a job's imports take more than this on any machine.
 _LEAST_MEMORY_BYTES = 300 << 20
-# Numbers beyond these mean nothing, and are more than what counts with them can hold.
-# A sweep is simulated micro-batch by micro-batch, so that a plan with millions of them would never come to its end.
+# Larger numbers are mistakes, and would overflow counters. A sweep is simulated micro-batch by micro-batch, so a plan
+# with millions of them would never end.
 _MOST = {"tensor_parallel": 4096, "pipeline": 4096, "limit": sys.maxsize, "num_gpu_batches": 1024}
 _MOST_OF_OTHERS = (1 << 31) - 1
 
 
 def check_job(options: JobOptions) -> None:
-    """Refuse what can be told to be wrong within a second: before the model's libraries are imported.
+    """Refuse mistakes that show within a second, before the model's libraries are imported.
 
     Raises:
-        BatchgenError: The options contradict each other, the output cannot be written or another process holds it, or the memory
-            is too small for any model.
+        BatchgenError: The options contradict each other, the output cannot be written or another process holds it, or
+            the memory is too small for any model.
     """
     check_options(options)
     if (destination := Destination.of(options)) is not None:
@@ -50,7 +50,7 @@ def check_job(options: JobOptions) -> None:
 
 
 def check_options(options: JobOptions) -> None:
-    """Refuse what contradicts itself or means nothing. Raises InputError."""
+    """Raise InputError for options that contradict each other or are out of range."""
     for option in options_of("run"):
         if option.choices and getattr(options, option.name) not in (*option.choices, option.default):
             known, given = ", ".join(option.choices), getattr(options, option.name)
@@ -154,7 +154,7 @@ def _check_task(options: JobOptions) -> None:
 
 
 def check_path(flag: str, path: str | None) -> None:
-    """Check a file that is written at the end. Raises InputError now rather than after hours of running."""
+    """Raise InputError now, rather than after hours of running, for a file that cannot be written at the end."""
     if not path or path == STANDARD_OUTPUT or is_device(path):
         return
     parent, reason = Path(path).absolute().parent, None

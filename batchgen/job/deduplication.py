@@ -1,4 +1,4 @@
-"""Identical greedy requests of a job, computed once: later ones take over the result of the first."""
+"""Deduplication: identical greedy requests of a job are computed once, and later ones get the result of the first."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from typing import Any
 
 from batchgen.core.request import Completion, Request, SamplingParams
 
-# Of results that later rows may ask for, those used longest ago go first.
+# Bytes of results that are kept for later rows; the least recently used ones are evicted.
 _MOST_RESULT_BYTES = 64 << 20
-# Rows beyond these are computed, so that an input of nothing but repeats takes no more memory than any other.
+# Duplicates that wait for a result at once; further ones are computed, so that memory stays bounded.
 _MOST_WAITING = 1 << 16
 
 
 @dataclass
 class _First:
-    """The first of identical requests. waiting: the others so far, until its result is there."""
+    """The first of identical requests.
+
+    Attributes:
+        result: Its result, once it is there.
+        result_bytes: Approximate bytes of the result.
+        waiting: Duplicates that wait for the result.
+    """
 
     result: Completion | None = None
     result_bytes: int = 0
@@ -28,34 +34,34 @@ class _First:
 
 
 class Deduplication:
-    """Takes repeats out of a job's requests, and puts their results in among the others'.
+    """Removes duplicates from a job's requests, and adds their results to the others'.
 
-    Greedy completions depend on the prompt and the sampling parameters alone, so that rows have what they would have had. One
+    Greedy completions depend on the prompt and the sampling parameters alone, so rows get what they would have got. One
     thread reads `unique` while another reads `with_duplicates`.
 
     Attributes:
-        count: rows that were not computed.
+        count: Number of rows that were not computed.
     """
 
     def __init__(self, sampling: SamplingParams) -> None:
-        """`sampling`: of requests that bring none."""
+        """`sampling`: parameters of requests that bring none."""
         self.count = 0
         self._sampling = sampling
         self._firsts: OrderedDict[bytes, _First] = OrderedDict()
-        self._key_of_row: dict[int, bytes] = {}  # of those under way
+        self._key_of_row: dict[int, bytes] = {}  # of rows in flight
         self._ready: deque[Completion] = deque()
         self._num_waiting = self._result_bytes = 0
         self._lock = threading.Lock()
 
     def unique(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """The requests that have to be computed."""
+        """Yield the requests that have to be computed."""
         for request in requests:
             key = self._key(request)
-            if key is None or not self._is_repeat(key, request):
+            if key is None or not self._is_duplicate(key, request):
                 yield request
 
     def with_duplicates(self, results: Iterable[Any]) -> Iterator[Any]:
-        """The results of `unique`, in their order, and those of repeats as soon as there are any."""
+        """Yield the results of `unique`, in their order, and those of duplicates as soon as there are any."""
         for result in results:
             self._take(result)
             yield result
@@ -63,7 +69,7 @@ class Deduplication:
         yield from self._drain()
 
     def _key(self, request: Any) -> bytes | None:
-        """What identical requests have in common; None for those that must be computed."""
+        """Hash that identical requests have in common; None for a request that must be computed."""
         if not isinstance(request, Request) or request.error is not None or request.row is None:
             return None
         sampling = request.sampling or self._sampling
@@ -76,7 +82,7 @@ class Deduplication:
         )  # token ids may be numpy's
         return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
-    def _is_repeat(self, key: bytes, request: Request) -> bool:
+    def _is_duplicate(self, key: bytes, request: Request) -> bool:
         assert request.row is not None
         with self._lock:
             first = self._firsts.get(key)
@@ -95,7 +101,7 @@ class Deduplication:
             return True
 
     def _take(self, result: Any) -> None:
-        """Keep a result for those that wait for it, and for later ones."""
+        """Keep a result for waiting and later duplicates."""
         with self._lock:
             key = self._key_of_row.pop(result.row, None)
             if key is None:
@@ -108,13 +114,13 @@ class Deduplication:
                 self._result_bytes -= self._firsts.pop(oldest).result_bytes
 
     def _oldest(self) -> Iterator[bytes]:
-        """Results to be given up for the others to stay within the limit."""
-        left = self._result_bytes
+        """Keys of the results to evict, so that the others stay within the limit."""
+        kept_bytes = self._result_bytes
         for key, first in self._firsts.items():
-            if left <= _MOST_RESULT_BYTES:
+            if kept_bytes <= _MOST_RESULT_BYTES:
                 return
             if first.result is not None:
-                left -= first.result_bytes
+                kept_bytes -= first.result_bytes
                 yield key
 
     def _drain(self) -> Iterator[Completion]:
@@ -133,7 +139,7 @@ def _for(request: Request, result: Completion) -> Completion:
 
 
 def _size_bytes(result: Completion) -> int:
-    """About what a result costs to hold."""
+    """Approximate bytes of a result."""
     size = 1000 + 2 * len(result.error or "")
     for sample in result.samples:
         positions = sample.logprobs or ()

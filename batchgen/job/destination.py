@@ -1,8 +1,8 @@
-"""Outputs that are no file on this machine's disks: standard output, and URLs of fsspec's.
+"""Outputs that are not local files: standard output, and URLs of fsspec's.
 
-Such a job has its output and its run directory in the cache directory, where it goes on after an interruption as any other.
-Once the output is whole it is copied to where it is to go. What a copy is then, as its file system tells it, is noted beside the output: one that
-somebody changed is not replaced, one that is gone is made again.
+Such a job has its output and run directory in the cache directory, where it can be resumed as any other. The complete
+output is copied to its destination. The version of each copy, as its file system tells it, is noted beside the output:
+a copy that somebody changed is not replaced, and one that is gone is made again.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.atomic_file import write_atomically
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.errors import BatchgenError, InputError, one_line
 from batchgen.core.screen import leave_standard_output, put, takes_product
 from batchgen.core.text import without_credentials
 from batchgen.dataset.paths import InputPaths
 from batchgen.dataset.storage import file_system, is_url, version
 from batchgen.job.options import JobOptions
-from batchgen.models.files import cache_dir
 from batchgen.output.run_directory import errors_path, run_directory
 
 STANDARD_OUTPUT = "-"
 
 
 def local_output(name: str) -> str | Path:
-    """The file on this machine of an output as `--output` has it. Raises InputError for standard output, whose file nothing but the job itself tells."""
+    """The local file of an `--output`. Raises InputError for standard output, whose file only its own job knows."""
     if name == STANDARD_OUTPUT:
         raise InputError("jobs of standard output are not told apart by it: status is for outputs with a name")
     return Destination(name).local_path() if is_url(name) else name
 
 
 def make_output_folder(folder: Path) -> None:
-    """Make a folder of the cache directory, in which outputs without a file of their own lie. Raises InputError."""
+    """Make a folder in the cache directory for outputs without a file of their own. Raises InputError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -49,13 +49,13 @@ def make_output_folder(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where an output goes. name: "-" or a URL."""
+    """The destination of an output, which is called "-" or a URL."""
 
     name: str
 
     @classmethod
     def of(cls, options: JobOptions) -> Destination | None:
-        """That of a job; None: a file."""
+        """The destination of a job's output; None: a local file."""
         name = str(options.output)
         return cls(name) if options.output == STANDARD_OUTPUT or is_url(options.output) else None
 
@@ -64,11 +64,11 @@ class Destination:
         return self.name == STANDARD_OUTPUT
 
     def local(self, options: JobOptions) -> JobOptions:
-        """The job with a file of its own: that of a URL; None for standard output, which is called after the fingerprint."""
+        """The options with a local file as output; None for standard output, whose file is named by the fingerprint."""
         return replace(options, output=None if self.is_stdout else self.local_path())
 
     def check(self, options: JobOptions) -> None:
-        """Raises InputError where it cannot be reached, or somebody else's output is there, or this job's was changed."""
+        """Raise InputError where it cannot be reached, has another job's output, or this job's copy was changed."""
         if self.is_stdout:
             if options.report == STANDARD_OUTPUT:
                 raise InputError("--output - and --report - are both standard output: give one of them a file")
@@ -93,12 +93,13 @@ class Destination:
             )
         if changed and not options.overwrite:
             raise InputError(
-                f"{changed[0]} was changed since this job wrote it: move it away and run again, or replace it with --overwrite"
+                f"{changed[0]} was changed since this job wrote it: move it away and run again,"
+                " or replace it with --overwrite"
             )
         make_output_folder(path.parent)
 
     def names(self, output: Path, *, errors_file: bool) -> dict[str, Any]:
-        """What a report calls the output and its file of errors."""
+        """Names of the output and its file of errors in a report."""
         names = [self.name, self._errors_url(output) if errors_file and not self.is_stdout else None]
         output_name, errors_name = (name and without_credentials(name) for name in names)
         return {"output": output_name, "errors_output": errors_name}
@@ -107,10 +108,13 @@ class Destination:
         return f"{self.name.rpartition('/')[0]}/{errors_path(output).name}"
 
     def put(self, output: Path, *, errors_file: bool) -> bool:
-        """Copy a whole output there, and its file of errors, unless they are there already; returns whether they were missing at a URL.
+        """Copy a complete output and its file of errors there, unless they are there already.
+
+        Returns:
+            Whether the destination is a URL, and a file was missing there.
 
         Raises:
-            BatchgenError: It cannot be written; the same command tries again.
+            BatchgenError: The destination cannot be written; the same command tries again.
         """
         paths = (output, errors_path(output)) if errors_file else (output,)
         try:
@@ -129,7 +133,7 @@ class Destination:
             ) from error
 
     def _is_read(self, inner: str, given: object) -> bool:
-        """Whether the output would be a part of the input. inner: its path in its file system."""
+        """Tell whether the output would be a part of the input. inner: path of the output in its file system."""
         if not is_url(given):
             return self.name.startswith("file://") and InputPaths.of(given).includes(inner) is not None
         same_system = self.name.partition("://")[0] == str(given).partition("://")[0]
@@ -142,7 +146,7 @@ class Destination:
 
 
 def _to_standard_output(path: Path) -> None:
-    """Write a file of JSON lines there; where somebody looks at it, with the words of its rows made visible."""
+    """Write a file of JSON lines to standard output; on a terminal with control characters made visible."""
     with path.open("rb") as file:
         if sys.stdout.isatty():
             put(line.decode().removesuffix("\n") for line in file)
@@ -152,7 +156,7 @@ def _to_standard_output(path: Path) -> None:
 
 
 def _copy(files: dict[str, Path], output: Path) -> bool:
-    """Copy files to their URLs, where they are not there as they were noted. Raises whatever a file system does."""
+    """Copy files to their URLs unless the noted copies are there. Raises whatever a file system does."""
     here = {url: f"{path.stat().st_size} {path.stat().st_mtime_ns}" for url, path in files.items()}
     if _copies(output) == _copies_now(here):
         return False
@@ -166,7 +170,7 @@ def _copy(files: dict[str, Path], output: Path) -> bool:
 
 
 def _copies_now(here: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Return what `_copies` is to tell. here: what tells the file that was copied, by its URL."""
+    """The note on copies that are there now. here: version of each copied local file, by its URL."""
     return {without_credentials(url): {"here": here[url], "there": version(url)} for url in here}
 
 
@@ -175,7 +179,7 @@ def _note(output: Path) -> Path:
 
 
 def _copies(output: Path) -> dict[str, dict[str, str]]:
-    """Return what is known of copies, by the URL without credentials: the file then, and what was there after it."""
+    """The note on copies, by the URL without credentials: versions of the local file and of its copy."""
     with contextlib.suppress(OSError, ValueError):
         copies: dict[str, dict[str, str]] = json.loads(_note(output).read_bytes())
         return copies

@@ -1,6 +1,6 @@
-"""`plan --devices`: what a job would take on several devices, by each way of using them, and the fastest one.
+"""`plan --devices`: a job's time on several devices by each strategy of using them together, and the fastest strategy.
 
-A way that there is to use devices together is a row of `ALTERNATIVES`.
+The strategies are the rows of `ALTERNATIVES`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes, format_seconds
-from batchgen.job.mixed_devices import share_out
+from batchgen.job.job import Job, why_not_run
+from batchgen.job.mixed_devices import share_out, with_sequences
 from batchgen.job.options import JobOptions
-from batchgen.job.planning import Case, plan_case
-from batchgen.job.resolved import why_not_run
+from batchgen.job.planning import plan_job
 from batchgen.job.run_command import run_command, torchrun_command
-from batchgen.job.workload import EstimatedWorkload
 from batchgen.planner.explain import TIER_NAMES, aligned
+from batchgen.planner.problem import Problem
 from batchgen.planner.search import TIE
 
 _MOST = 100_000
@@ -30,12 +30,13 @@ _HERE = "cpu"  # a name of the machine that is planned for
 
 @dataclass(frozen=True)
 class Devices:
-    """So many devices of one kind, with what its profile has of a host.
+    """Devices of one kind.
 
     Attributes:
-        count: Of them.
-        hardware: The name of each; None: that of the plan.
-        hosts: That they are in, evenly; devices of a host share the memory, cores and disk of one profile.
+        count: Number of devices.
+        hardware: Name of the profile of each; None: the plan's hardware.
+        hosts: Number of hosts that they are in, evenly; devices of a host share the memory, cores and disk of one
+            profile.
     """
 
     count: int
@@ -44,7 +45,7 @@ class Devices:
 
     @classmethod
     def parse(cls, text: str, hosts: int | None = None) -> Devices:
-        """Of "2x t4", or "2". hosts: None: one for each. Raises InputError."""
+        """Parse "2x t4" or "2". hosts: number of hosts; None: one for each device. Raises InputError."""
         parts = re.fullmatch(r"\s*(\d+)\s*(?:x\s*(\S.*?)\s*)?", text)
         if parts is None or not 1 <= int(parts[1]) <= _MOST:
             raise InputError(f"--devices {text!r}: give how many and of what, as in '2x t4', or how many")
@@ -56,7 +57,7 @@ class Devices:
 
 
 def parse_kinds(text: str, hosts: int | None = None) -> tuple[Devices, ...]:
-    """Of "1x t4 + 2x a100", or of one kind. Raises InputError."""
+    """Parse "1x t4 + 2x a100", or devices of one kind. Raises InputError."""
     kinds = tuple(re.split(r"\s+\+\s+|\s*\+\s*(?=\d+\s*x)", text))
     if len(kinds) == 1:
         return (Devices.parse(text, hosts),)
@@ -70,7 +71,7 @@ def parse_kinds(text: str, hosts: int | None = None) -> tuple[Devices, ...]:
 
 @dataclass(frozen=True)
 class Split:
-    """How processes share a job: its rows, or the model, every layer or each some of the layers."""
+    """A split of a job over processes: of its rows (workers), of every layer (ranks), or of the layers (stages)."""
 
     workers: int = 1
     tensor_parallel: int = 1
@@ -85,18 +86,19 @@ class Split:
         return replace(options, tensor_parallel=self.tensor_parallel, pipeline=self.pipeline)
 
 
-# A split, and how many of its processes share a host -> the case of one of them. Raises InputError.
-CaseOf = Callable[[Split, int], Case]
+# From a split, and how many of its processes share a host, to the job and the problem of one of them. Raises
+# InputError.
+ProblemOf = Callable[[Split, int], tuple[Job, Problem]]
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A way to use devices for one job.
+    """A strategy of using devices for one job.
 
     Attributes:
-        name: As text and JSON have it, the number of devices in place of {}.
-        words: How a job is started so.
-        split: For a number of devices.
+        name: Name in text and JSON, with {} for the number of devices.
+        words: Description for a person.
+        split: Function from the number of devices to the split.
     """
 
     name: str
@@ -106,16 +108,18 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job would take by one way.
+    """The plan of a job by one strategy.
 
     Attributes:
-        name, words: Of the way.
-        seconds, total_tokens_per_s: Of the whole job; None where it cannot be, for the reason given.
-        memory_bytes: Peak of each tier, for each device.
-        reason: Why it cannot be.
-        not_run: Why this version does not run what it has planned; "" where it does.
-        command: That runs it, on each host, or for each worker.
-        shares: Of workers on devices of several kinds, the part of the rows that all of a kind have.
+        name: Name of the strategy.
+        words: Description of the strategy.
+        seconds: Time of the whole job; None: there is no plan, for the reason given.
+        total_tokens_per_s: Prompt and output tokens per second of the whole job; None: there is no plan.
+        memory_bytes: Peak bytes of each tier, for each device.
+        reason: Why there is no plan.
+        not_run: Why this version does not run the plan; "" where it does.
+        command: Command that runs it, on each host or for each worker.
+        shares: Part of the rows that the workers of each kind of device have.
     """
 
     name: str
@@ -131,7 +135,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The ways beside each other. recommended: the name of the fastest of those that this version runs; None where no way fits."""
+    """The strategies beside each other.
+
+    Attributes:
+        count: Number of devices.
+        hosts: Number of hosts.
+        hardware: Name of the devices.
+        recommended: Name of the fastest strategy that this version runs; None: none fits.
+        outcomes: The plan of each strategy.
+    """
 
     count: int
     hosts: int
@@ -140,7 +152,7 @@ class Comparison:
     outcomes: tuple[Outcome, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As the plan's JSON has it under "devices"."""
+        """The comparison as JSON values, for "devices" of the plan's JSON."""
         return asdict(self)
 
 
@@ -152,50 +164,44 @@ ALTERNATIVES = (
 )
 
 
-def plan_split(case: Case, estimated: EstimatedWorkload, split: Split) -> Plan:
-    """The plan of a job over several processes, as one of them has it, with the time of the whole job.
+def plan_split(job: Job, problem: Problem, split: Split) -> Plan:
+    """The plan of one process of a job over several, with the time of the whole job.
 
-    Workers have a part of the rows each, read the whole model and compute shared prefixes as the others do.
+    Each worker has a part of the rows, reads the whole model and computes shared prefixes itself.
 
     Args:
-        case: Of one process.
-        estimated: The workload of the whole job.
-        split: How processes share it.
+        job: The job of one process.
+        problem: The problem of one process, with all rows.
+        split: The kind and number of processes.
 
     Raises:
         InputError: No plan fits.
     """
-    sequences = math.ceil(estimated.workload.num_seqs / split.workers)
-    return plan_case(case, estimated._replace(workload=replace(estimated.workload, num_seqs=sequences)))[0]
+    return plan_job(job, with_sequences(problem, math.ceil(problem.workload.num_seqs / split.workers)))
 
 
-def compare_devices(
-    case_of: CaseOf, options: JobOptions, estimated: EstimatedWorkload, devices: Devices, hardware: str
-) -> Comparison:
-    """Plan a job for each way of using devices.
+def compare_devices(problem_for: ProblemOf, options: JobOptions, devices: Devices, hardware: str) -> Comparison:
+    """Plan a job by each strategy of using devices.
 
     Args:
-        case_of: Gives the case of one process.
-        options: The job's, on one device.
-        estimated: Its workload.
-        devices: How many there are, in how many hosts.
-        hardware: What each is called.
+        problem_for: Function that returns the job and the problem of one process.
+        options: The job's options on one device.
+        devices: The devices.
+        hardware: Name of each device.
     """
-    outcomes = tuple(_outcome(way, case_of, options, estimated, devices) for way in ALTERNATIVES)
+    outcomes = tuple(_outcome(way, problem_for, options, devices) for way in ALTERNATIVES)
     return Comparison(devices.count, devices.hosts, hardware, _fastest(outcomes), outcomes)
 
 
-def _outcome(
-    way: Alternative, case_of: CaseOf, options: JobOptions, estimated: EstimatedWorkload, devices: Devices
-) -> Outcome:
+def _outcome(way: Alternative, problem_for: ProblemOf, options: JobOptions, devices: Devices) -> Outcome:
     split = way.split(devices.count)
     name, words = way.name.format(f"{devices.count:,}"), way.words
     of_host = 1 if split.processes == 1 else devices.count // devices.hosts
     if devices.count == 1 and split != way.split(2):
         return Outcome(name, words, reason="there is one device")
     try:
-        case = case_of(split, of_host)
-        plan = plan_split(case, estimated, split)
+        job, problem = problem_for(split, of_host)
+        plan = plan_split(job, problem, split)
     except InputError as error:
         return Outcome(name, words, reason=str(error))
     seconds = plan.prediction.total_s
@@ -203,49 +209,44 @@ def _outcome(
         name,
         words,
         seconds,
-        _tokens(estimated) / seconds,
+        _tokens(problem) / seconds,
         {tier: sum(parts.values()) for tier, parts in plan.prediction.memory_bytes.items()},
-        not_run=why_not_run(case.job, of_host),
-        command=_command(case, options, plan, split, of_host),
+        not_run=why_not_run(job, of_host),
+        command=_command(job, options, plan, split, of_host),
     )
 
 
-def compare_kinds(
-    kinds: Sequence[tuple[Devices, str, CaseOf]], options: JobOptions, estimated: EstimatedWorkload
-) -> Comparison:
-    """As `compare_devices`, for devices of several kinds, each with a host of its own.
+def compare_kinds(kinds: Sequence[tuple[Devices, str, ProblemOf]], options: JobOptions) -> Comparison:
+    """Plan a job by each strategy of using devices of several kinds, each device with a host of its own.
 
     Args:
-        kinds: Of each, how many there are, what one is called, and what gives the case of a process there.
-        options: The job's, on one device.
-        estimated: Its workload.
+        kinds: Devices of each kind, their name, and the function that returns the job and the problem of a process
+            there.
+        options: The job's options on one device.
     """
-    alone = [_outcome(ALTERNATIVES[0], case_of, options, estimated, Devices(1)) for _, _, case_of in kinds]
+    alone = [_outcome(ALTERNATIVES[0], problem_for, options, Devices(1)) for _, _, problem_for in kinds]
     seconds = [outcome.seconds or math.inf for outcome in alone]
     fastest = seconds.index(min(seconds))
     names = [name for _, name, _ in kinds]
     count = sum(devices.count for devices, _, _ in kinds)
     outcomes = [
         replace(alone[fastest], words=f"on a device of the fastest kind: {names[fastest]}"),
-        _workers(kinds, options, estimated, count),
+        _workers(kinds, options, count),
         *(Outcome(way.name, way.words, reason="is for devices of one kind") for way in ALTERNATIVES[2:]),
     ]
     hardware = " + ".join(f"{devices.count:,}x {name}" for devices, name, _ in kinds)
     return Comparison(count, count, hardware, _fastest(tuple(outcomes)), tuple(outcomes))
 
 
-def _workers(
-    kinds: Sequence[tuple[Devices, str, CaseOf]], options: JobOptions, estimated: EstimatedWorkload, count: int
-) -> Outcome:
+def _workers(kinds: Sequence[tuple[Devices, str, ProblemOf]], options: JobOptions, count: int) -> Outcome:
     """A worker on each device of several kinds."""
     name = ALTERNATIVES[1].name.format(f"{count:,}")
     try:
-        cases = [case_of(Split(), 1) for _, _, case_of in kinds]
-        known = [
-            (devices.count, case, plan_split(case, estimated, Split()))
-            for (devices, _, _), case in zip(kinds, cases, strict=True)
-        ]
-        parts = share_out(known, estimated)
+        known = []
+        for devices, _, problem_for in kinds:
+            job, problem = problem_for(Split(), 1)
+            known.append((devices.count, job, problem, plan_split(job, problem, Split())))
+        parts = share_out(known)
     except InputError as error:
         return Outcome(name, ALTERNATIVES[1].words, reason=str(error))
     total = sum(part.count * part.sequences for part in parts)
@@ -258,39 +259,39 @@ def _workers(
         name,
         f"{ALTERNATIVES[1].words}: {words}",
         seconds,
-        _tokens(estimated) / seconds,
+        _tokens(known[0][2]) / seconds,
         {tier: max(sum(peak.get(tier, {}).values()) for peak in peaks) for tier in tiers},
-        not_run=next(filter(None, (why_not_run(case.job) for case in cases)), ""),
+        not_run=next(filter(None, (why_not_run(job) for _, job, _, _ in known)), ""),
         command=run_command(options, share=True),
         shares=shares,
     )
 
 
-def _tokens(estimated: EstimatedWorkload) -> float:
-    """Of all prompts and outputs."""
-    workload = estimated.workload
+def _tokens(problem: Problem) -> float:
+    """Tokens of all prompts and outputs."""
+    workload = problem.workload
     outputs = workload.output_len.mean if workload.task == "generate" else 0.0
     return workload.num_seqs * (workload.prompt_len.mean + outputs)
 
 
-def _command(case: Case, options: JobOptions, plan: Plan, split: Split, of_host: int) -> str:
-    more: dict[str, Any] = {"device": "cuda"} if case.job.device.kind == "cuda" else {}
+def _command(job: Job, options: JobOptions, plan: Plan, split: Split, of_host: int) -> str:
+    more: dict[str, Any] = {"device": "cuda"} if job.device.kind == "cuda" else {}
     more |= {"tensor_parallel": split.tensor_parallel, "pipeline": split.pipeline, "share": split.workers > 1}
     if split.workers > 1 and of_host > 1:  # workers know nothing of one another's memory
         more["cpu_memory"] = f"{plan.budgets['cpu'] >> 20}MiB"
-        if case.request.disk_memory is not None:
-            more["disk_memory"] = f"{case.request.disk_memory >> 20}MiB"
+        if (disk_memory := job.process_memory["disk_memory"]) is not None:
+            more["disk_memory"] = f"{disk_memory >> 20}MiB"
     command = run_command(options, **more)
     hosts = split.processes // of_host
     return torchrun_command(command, hosts, of_host) if split.workers == 1 and hosts > 1 else command
 
 
 def _fastest(outcomes: tuple[Outcome, ...]) -> str | None:
-    """The first of those that are not slower than any other that runs."""
+    """Name of the first strategy that is not slower than any other that runs."""
     seconds = {o.name: o.seconds for o in outcomes if o.seconds is not None and not o.not_run}
     fastest = min(seconds.values(), default=math.inf)
     # Of equal times that of fewer devices is the better choice.
-    return next((name for name, own in seconds.items() if own <= TIE * fastest), None)
+    return next((name for name, time_s in seconds.items() if time_s <= TIE * fastest), None)
 
 
 def device_lines(comparison: Comparison) -> list[str]:
@@ -319,7 +320,7 @@ def _where(comparison: Comparison) -> str:
 
 
 def _started(outcome: Outcome, comparison: Comparison) -> str:
-    """Where, and how often, the command is started."""
+    """Text on where and how often the command is started."""
     if "--share" in outcome.command:
         each = comparison.count // comparison.hosts
         if outcome.shares:

@@ -1,4 +1,4 @@
-"""When a job will be done: its plan's stages, corrected by what the job itself has shown so far."""
+"""Time left of a running job: the stages of its plan, corrected by the job's own speed so far."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 
 from batchgen.core.plan import Plan, Stage
 
-# The plan's speed counts as much as having watched this part of the job.
+# The plan's speed counts as much as having seen this part of the job.
 _PRIOR_FRAC = 0.05
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a plan expects of the rows that are left when a job starts.
+    """A plan's prediction for the rows that are left when a job starts.
 
     Attributes:
-        rows: how many they are.
-        stages: the sweeps, with all their seconds and tokens.
-        output_len: tokens that a row generates, on average.
-        is_bound: rows may generate fewer, as nothing but the limit is known.
+        rows: Number of rows.
+        stages: Stages of sweeps, with their seconds and tokens.
+        output_len: Mean tokens that a row generates.
+        is_bound: Whether rows may generate fewer, as nothing but the limit is known.
     """
 
     rows: int
@@ -28,18 +28,18 @@ class Expected:
 
     @classmethod
     def of(cls, plan: Plan, rows: int | None, seqs_per_row: float | None = None) -> Expected | None:
-        """What a plan expects of so many rows; None where nobody knows.
+        """A plan's prediction for so many rows; None where it is unknown.
 
         Args:
-            plan: How the job is run.
-            rows: Those that are left; None: unknown.
-            seqs_per_row: Sequences of each, where the plan was made for other rows than these; None: it is theirs.
+            plan: The job's plan.
+            rows: Number of rows that are left; None: unknown.
+            seqs_per_row: Sequences of each row, where the plan was made for other rows; None: it was made for these.
         """
         workload, stages = plan.workload, plan.prediction.stages
         if not rows or not stages:
             return None
         more = 1.0 if seqs_per_row is None else rows * seqs_per_row / workload.num_seqs
-        stages = tuple(replace(s, seconds=s.seconds * more, tokens=s.tokens * more) for s in stages)
+        stages = tuple(replace(stage, seconds=stage.seconds * more, tokens=stage.tokens * more) for stage in stages)
         if workload.task == "score":
             return cls(rows, stages, 0.0, False)
         output_len = workload.output_len.mean * workload.num_seqs * more / rows
@@ -48,15 +48,15 @@ class Expected:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a job has shown since its first sweep.
+    """A job's counts since its first sweep.
 
     Attributes:
-        seconds: since then.
-        rows: that are done.
-        tokens: that went through the layers.
-        generated: tokens of all rows, of those under way too.
-        finished: generated tokens of rows that are done.
-        repeated: rows of those done that took over another row's result.
+        seconds: Seconds since then.
+        rows: Rows that are done.
+        tokens: Tokens that went through the layers.
+        generated: Generated tokens of all rows, those in flight included.
+        finished: Generated tokens of rows that are done.
+        repeated: Rows among those done that got a duplicate's result.
     """
 
     seconds: float
@@ -68,10 +68,10 @@ class Seen:
 
 
 def progress_of(expected: Expected, seen: Seen) -> tuple[float, float]:
-    """The seconds that the plan gives to what is done, and to what is left.
+    """Predicted seconds of the work that is done, and of the work that is left.
 
-    Outputs of rows that are left are as long as planned; where that is a bound only, as long as those so far, in which rows
-    under way count with what they have: the maximum-likelihood mean of lengths that are cut off.
+    Outputs of the rows left are as long as planned. Where only a bound was planned, they are as long as those so far,
+    where rows in flight count with the tokens they have: the maximum-likelihood mean of censored lengths.
     """
     planned_s = sum(stage.seconds for stage in expected.stages)
     planned_tokens = sum(stage.tokens for stage in expected.stages)
@@ -89,14 +89,14 @@ def progress_of(expected: Expected, seen: Seen) -> tuple[float, float]:
 
 
 def remaining_s(expected: Expected, seen: Seen) -> float:
-    """Seconds to go: what the plan gives to what is left, at the speed that the job has shown."""
+    """Seconds left: the predicted ones of the remaining work, scaled by the job's own speed."""
     done_s, left_s = progress_of(expected, seen)
     prior_s = _PRIOR_FRAC * (done_s + left_s)
     return left_s * (seen.seconds + prior_s) / (done_s + prior_s) if left_s else 0.0
 
 
 def _reached_s(stages: tuple[Stage, ...], tokens: float) -> float:
-    """When so many tokens have gone through the layers, if all goes as planned."""
+    """Predicted seconds until so many tokens have gone through the layers."""
     passed_s = 0.0
     for stage in stages:
         if tokens < stage.tokens:

@@ -1,4 +1,4 @@
-"""How many failed rows a job puts up with."""
+"""The limit of failed rows, `--max-failed`: a job with more of them stops."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ R = TypeVar("R", bound=Request | ScoreRequest)
 
 @dataclass(frozen=True)
 class FailureLimit:
-    """What `--max-failed` says.
+    """The value of `--max-failed`; by default neither all rows nor all of the first hundred may fail.
 
     Attributes:
-        rows: So many rows may fail; None: see `share`.
-        share: This part of all rows may fail, 0 to 1. Both None: not all of them, and not all of the first hundred.
+        rows: Number of rows that may fail.
+        share: Part of all rows that may fail, 0 to 1.
     """
 
     rows: int | None = None
@@ -27,7 +27,7 @@ class FailureLimit:
 
     @classmethod
     def parse(cls, value: str | int | None) -> FailureLimit:
-        """Of "12", 12 or "5%". Raises InputError."""
+        """Parse "12", 12 or "5%". Raises InputError."""
         if value is None:
             return cls()
         text = str(value).strip()
@@ -40,11 +40,11 @@ class FailureLimit:
         return limit
 
     def exceeded(self, failed: int, total: int | None) -> str | None:
-        """Why a job must stop, told from its failed rows alone, as rows still run may be fine; None: it need not.
+        """The reason why a job must stop, given its failed rows; None: it need not.
 
         Args:
-            failed: Rows that failed so far.
-            total: Rows of the job; None: unknown so far.
+            failed: Number of rows that have failed so far.
+            total: Number of the job's rows; None: unknown so far.
         """
         if self.rows is not None and failed > self.rows:
             return f"{failed:,} rows failed, more than --max-failed {self.rows:,}"
@@ -56,29 +56,29 @@ class FailureLimit:
 
 
 class FailedRows:
-    """The failed rows of a job while it runs, against what it puts up with.
+    """The failed rows of a running job, counted against its limit.
 
     Attributes:
-        failed: How many failed in this run.
+        failed: Number of rows that failed in this run.
     """
 
     def __init__(self, limit: FailureLimit, failed_before: int, total: int | None) -> None:
         """`failed_before`: rows that failed in earlier runs. `total`: rows of the job, None if unknown."""
         self.failed = 0
         self._limit, self._failed_before, self._total = limit, failed_before, total
-        # In the order of the input: of rows in flight, those that fail are the first to end.
+        # The first rows of the input: rows that fail end before others in flight.
         self._first: list[int] = []
         self._first_failed: set[int] | None = set() if limit == FailureLimit() else None
 
     def watch(self, requests: Iterable[R | None]) -> Iterator[R | None]:
-        """The same requests, of which the first ones are remembered; None as of `Engine.generate`."""
+        """Pass requests on, and note the first ones; a None, for a request that may take a while, is passed on too."""
         for request in requests:
             if request is not None and len(self._first) < _FIRST_ROWS and request.row is not None:
                 self._first.append(request.row)
             yield request
 
     def add(self, row: int, error: str | None) -> str | None:
-        """Count a finished row; why the job must stop, or None."""
+        """Count a finished row; returns the reason why the job must stop, or None."""
         if error is None:
             self._first_failed = None
             return None
@@ -88,5 +88,5 @@ class FailedRows:
             if len(self._first) == _FIRST_ROWS and self._first_failed.issuperset(self._first):
                 return f"the first {_FIRST_ROWS} rows all failed (--max-failed 100% goes on)"
         if self._limit == FailureLimit():
-            return None  # that all failed is told at the end, when the output is there
+            return None  # whether all failed is known at the end, when the output is there
         return self._limit.exceeded(self._failed_before + self.failed, self._total)

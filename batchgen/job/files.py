@@ -1,4 +1,4 @@
-"""The files that a command writes are none of those that it reads: an input is never replaced, nor does it grow by its output."""
+"""Checks that a command writes no file that it reads: an input is never replaced, nor does it grow by its output."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from batchgen.job.options import AT_FILE, JobOptions, options_of
 from batchgen.output.formats import FORMATS
 from batchgen.output.run_directory import RUN_FILES, errors_path, run_directory, target_path
 
-# What is read of a model's folder.
+# Names of the files that are read in a model's folder.
 _MODEL_FILES = re.compile(
-    r"(config|generation_config|manifest|tokenizer.*|vocab|added_tokens|special_tokens_map|chat_template.*|.*\.index)\.json"
-    r"|merges\.txt|.*\.(safetensors|model|jinja)"
+    r"(config|generation_config|manifest|tokenizer.*|vocab|added_tokens|special_tokens_map|chat_template.*)\.json"
+    r"|.*\.index\.json|merges\.txt|.*\.(safetensors|model|jinja)"
 )
 
 
 def check_files(
     job: JobOptions, *, plan_file: str | None = None, plan_page: str | None = None, errors_file: bool = False
 ) -> None:
-    """Check that nothing which a command writes is read by it, and that nothing is written twice.
+    """Check that a command writes no file that it reads, and no file twice.
 
     Args:
         job: The job's options.
-        plan_file: Where `batchgen plan` puts its plan.
-        plan_page: Where it puts the page of its plan.
+        plan_file: File of the plan, `batchgen plan -o`.
+        plan_page: Page of the plan, `batchgen plan --html`.
         errors_file: Whether the output has a second file (`errors_path`).
 
     Raises:
-        InputError: A file that is written is, or lies in, something that is read, or in the run directory.
+        InputError: A written file is read, lies in a folder that is read, or lies in the run directory.
     """
     if job.output is not None and not Path(job.output).name:
         raise InputError(f"cannot write {job.output!r}: --output must end in {', '.join(FORMATS)}")
@@ -62,22 +62,22 @@ def check_files(
 
 
 def is_device(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is a device such as /dev/null, which is not replaced; what may not be looked at is none."""
+    """Tell whether a path is a device such as /dev/null, which is not replaced; False where that cannot be seen."""
     with contextlib.suppress(OSError):
         return stat.S_ISCHR(os.stat(path).st_mode)
     return False
 
 
 def write_text(text: str, path: str, flag: str) -> None:
-    """Write a file, whole or not at all; or to a device.
+    """Write a file atomically, or to a device.
 
     Args:
-        text: What to write.
-        path: Where to.
-        flag: The option that named the path.
+        text: The file's content.
+        path: The file.
+        flag: Option that named the path.
 
     Raises:
-        InputError: It cannot be written.
+        InputError: The file cannot be written.
     """
     target, content = Path(path), text.encode()
     try:
@@ -91,10 +91,10 @@ def write_text(text: str, path: str, flag: str) -> None:
 
 def _check_run_directory(job: JobOptions, output: Path, inputs: InputPaths, written: list[tuple[str, Path]]) -> None:
     directory = run_directory(target_path(output))
-    own: list[tuple[str, str | Path]] = [("--input", path) for path in inputs.files]
+    given: list[tuple[str, str | Path]] = [("--input", path) for path in inputs.files]
     if inputs.folder is not None:
-        own.append(("--input", inputs.folder))
-    for flag, path in [*own, *_read(job), *written]:
+        given.append(("--input", inputs.folder))
+    for flag, path in [*given, *_read(job), *written]:
         if is_in(path, directory):
             raise InputError(
                 f"{flag} {path} lies in {directory}, where --output keeps its progress: give a file elsewhere"
@@ -107,7 +107,7 @@ def _check_run_directory(job: JobOptions, output: Path, inputs: InputPaths, writ
 
 
 def _written(job: JobOptions, texts: dict[str, str | None], errors_file: bool) -> Iterator[tuple[str, Path]]:
-    """(flag, file) of each, `texts` being those of `write_text`; the disk tier and the cache have files of names of their own."""
+    """(flag, file) of each written file; the disk tier and the cache use unique names. texts: paths by flag."""
     if job.output is not None:
         yield "--output", Path(job.output)
         if errors_file:
@@ -115,13 +115,13 @@ def _written(job: JobOptions, texts: dict[str, str | None], errors_file: bool) -
     for flag, path in texts.items():
         if path and path != "-":
             yield flag, Path(path)
-            yield f"{flag}'s", Path(f"{path}.tmp")  # which it is until it is whole
+            yield f"{flag}'s", Path(f"{path}.tmp")  # its name until it is complete
     if job.trace:
         yield "--trace", Path(job.trace)
 
 
 def _read(job: JobOptions) -> Iterator[tuple[str, Path]]:
-    """(flag, file) of what is read beside the input."""
+    """(flag, file) of each file that is read beside the input."""
     for option in options_of("run"):
         value = getattr(job, option.name, None)  # options of SamplingParams have been read before
         if option.name == "input" or option.reads is None or not value:
@@ -137,7 +137,7 @@ def _read(job: JobOptions) -> Iterator[tuple[str, Path]]:
 
 
 def _files_at(path: Path) -> Iterator[Path]:
-    """A file, or those of a model's directory."""
+    """The file itself, or the files in a model's directory."""
     if path.is_file():
         yield path
     elif path.is_dir():

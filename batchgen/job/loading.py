@@ -1,4 +1,4 @@
-"""From a job and its plan to an engine that runs it."""
+"""Loading the engine of a job, as its plan says."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from batchgen.core.dtypes import DEQUANTIZED, KEPT_FORMATS
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.tensor_parallel import load_on_ranks
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import stated_scheme
-from batchgen.models.formats.quantization import FP8, describe
+from batchgen.models.formats.fp8 import Fp8
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
 from batchgen.planner.parallel import split_layers, stage_policy
 from batchgen.schedule.trace import TraceWriter
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from batchgen.core.plan import Plan
     from batchgen.distributed.group import Group
     from batchgen.engine.parts import EngineParts
+    from batchgen.job.job import Job
     from batchgen.job.progress import Progress
-    from batchgen.job.resolved import ResolvedJob
     from batchgen.models.tokenizers.tokenizer import Tokenizer
     from batchgen.runtime.lanes import OnStep
 
@@ -30,7 +30,7 @@ _NOT_USED = ", as weights only: scales of activations are not used"
 
 
 def load_engine(
-    job: ResolvedJob,
+    job: Job,
     plan: Plan,
     tokenizer: Callable[[], Tokenizer],
     progress: Progress,
@@ -40,12 +40,12 @@ def load_engine(
     """Load the model as the plan says, from a weight store where it needs one.
 
     Args:
-        job: What to run.
-        plan: How to run it.
-        tokenizer: Gives the tokenizer; called before weights are read.
-        progress: Told what is loaded.
-        on_step: Called for every Step of the run; see `tracing`.
-        group: As of `distributed.group.early_group`.
+        job: The job.
+        plan: Its plan.
+        tokenizer: Function that returns the tokenizer; called before weights are read.
+        progress: Display of what is loaded.
+        on_step: Function called for every Step of the run, as `tracing` yields it; None: there is no timeline.
+        group: Group of ranks that a launcher has started; None: ranks are started here.
 
     Raises:
         BatchgenError: The model is broken, or memory or disk do not suffice.
@@ -66,7 +66,7 @@ def load_engine(
     scheme = stated_scheme(files)
     progress.say(
         f"loading {files.name}"
-        + (f" ({describe(scheme)}{_NOT_USED if scheme.layout == FP8 else ''})" if scheme else "")
+        + (f" ({scheme.describe()}{_NOT_USED if isinstance(scheme, Fp8) else ''})" if scheme else "")
     )
     request = LoadRequest(
         files,
@@ -103,9 +103,9 @@ def load_engine(
 
 
 def _load_stages(
-    job: ResolvedJob, plan: Plan, request: LoadRequest, tokenizer: Callable[[], Tokenizer], group: Group | None
+    job: Job, plan: Plan, request: LoadRequest, tokenizer: Callable[[], Tokenizer], group: Group | None
 ) -> EngineParts:
-    """Load the stages of a pipeline: this process's, and those of others that are started here or were by a launcher."""
+    """Load the stages of a pipeline in this process and the other ranks, which are started unless there is a group."""
     from batchgen.distributed.group import lead
     from batchgen.engine.messages import WORK
     from batchgen.engine.pipeline import Stage, load_pipeline
@@ -121,14 +121,14 @@ def _load_stages(
 
 
 def _quantization(resolved: str, weight_format: str) -> str:
-    """What the job's plan has, which may have rows of blocks as found where the job would expand them, or the other way round."""
+    """Weights of the plan, which may be block-quantized where the job's are dequantized, or the other way round."""
     if weight_format in KEPT_FORMATS:
         return weight_format
     return DEQUANTIZED if resolved in KEPT_FORMATS else resolved
 
 
-def _budgets(job: ResolvedJob, plan: Plan) -> dict[str, int]:
-    """Those of the job; of the disk what the plan left of it, where a weight store has been written since."""
+def _budgets(job: Job, plan: Plan) -> dict[str, int]:
+    """The job's budgets; of the disk the plan's, as a weight store has perhaps been written since."""
     budgets = dict(job.budgets)
     if job.options.plan is None:
         budgets["disk"] = min(budgets["disk"], plan.budgets["disk"])
@@ -136,8 +136,8 @@ def _budgets(job: ResolvedJob, plan: Plan) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def tracing(job: ResolvedJob) -> Iterator[OnStep | None]:
-    """The function to call for every Step, where a timeline is asked for; the file is whole when the block ends."""
+def tracing(job: Job) -> Iterator[OnStep | None]:
+    """Yield the function to call for every Step, or None without `--trace`; the file is complete after the block."""
     if job.options.trace is None:
         yield None
         return

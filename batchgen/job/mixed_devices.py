@@ -1,4 +1,4 @@
-"""`plan --devices "1x t4 + 1x a100"`: a worker on each of devices of several kinds, which share the rows by how fast they are."""
+"""`plan --devices "1x t4 + 1x a100"`: workers on devices of several kinds share the rows by their speed."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from dataclasses import dataclass, replace
 
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
-from batchgen.job.planning import Case, plan_case
-from batchgen.job.workload import EstimatedWorkload
+from batchgen.job.job import Job
+from batchgen.job.planning import plan_job
+from batchgen.planner.problem import Problem
 
 _ROUNDS = 6
-_TOGETHER = 1.01  # kinds that end so close together have the right rows
+_TOGETHER = 1.01  # most ratio of the end times of two kinds that have the right rows
 
 
 @dataclass(frozen=True)
 class Part:
-    """What the workers on the devices of one kind do of a job.
+    """The part of a job that the workers on the devices of one kind do.
 
     Attributes:
-        count: Devices, each with a worker.
-        sequences: Of each worker.
-        plan: Of each worker; None where it would begin when the others have done all.
+        count: Number of devices, each with a worker.
+        sequences: Sequences of each worker.
+        plan: Plan of each worker; None: it would begin when the others have done all.
     """
 
     count: int
@@ -30,41 +31,41 @@ class Part:
 
     @property
     def start_s(self) -> float:
-        """Until a worker's first sweep."""
+        """Seconds until a worker's first sweep."""
         return self.plan.prediction.startup_s if self.plan else 0.0
 
     @property
     def end_s(self) -> float:
-        """Until a worker's last row."""
+        """Seconds until a worker's last row."""
         return self.plan.prediction.total_s if self.plan else 0.0
 
     @property
     def rate(self) -> float:
-        """Sequences of all workers in a second."""
+        """Sequences per second of all workers."""
         busy_s = self.end_s - self.start_s
         return self.count * self.sequences / busy_s if busy_s > 0 else 0.0
 
 
-def share_out(kinds: Sequence[tuple[int, Case, Plan]], estimated: EstimatedWorkload) -> list[Part]:
-    """Plans for workers on devices of several kinds, with so many rows each that they end together, as `--share` has it.
+def share_out(kinds: Sequence[tuple[int, Job, Problem, Plan]]) -> list[Part]:
+    """Plans for workers on devices of several kinds, whose rows are such that all end together, as with `--share`.
 
     Args:
-        kinds: Of each the number of devices, the case of a worker, and the plan of one that has all rows.
-        estimated: The workload of the whole job.
+        kinds: Number of devices, job and problem of a worker with all rows, and its plan; one entry a kind.
 
     Raises:
         InputError: Workers of two kinds would make different rows, or no plan fits.
     """
-    if len(dtypes := dict.fromkeys(plan.dtype for _, _, plan in kinds)) > 1:
+    if len(dtypes := dict.fromkeys(plan.dtype for _, _, _, plan in kinds)) > 1:
         raise InputError(
             f"workers of one output need the same --dtype, and here they would have {' and '.join(dtypes)}"
         )
-    parts = [Part(count, estimated.workload.num_seqs, plan) for count, _, plan in kinds]
+    total = kinds[0][2].workload.num_seqs
+    parts = [Part(count, total, plan) for count, _, _, plan in kinds]
     for _ in range(_ROUNDS):
-        each = _sequences_of_each(parts, estimated.workload.num_seqs)
+        each = _sequences_of_each(parts, total)
         parts = [
-            Part(count, own, plan_case(case, _with(estimated, own))[0] if own else None)
-            for (count, case, _), own in zip(kinds, each, strict=True)
+            Part(count, sequences, plan_job(job, with_sequences(problem, sequences)) if sequences else None)
+            for (count, job, problem, _), sequences in zip(kinds, each, strict=True)
         ]
         ends = [part.end_s for part in parts if part.plan]
         if max(ends) <= _TOGETHER * min(ends):
@@ -73,9 +74,9 @@ def share_out(kinds: Sequence[tuple[int, Case, Plan]], estimated: EstimatedWorkl
 
 
 def _sequences_of_each(parts: Sequence[Part], total: int) -> list[int]:
-    """Of each kind, the sequences of a worker with which all end at the same moment, if they keep to their rates.
+    """Sequences of a worker of each kind with which all end at the same moment, if they keep to their rates.
 
-    Those of a kind that would begin later than that have none.
+    Workers that would begin later than that have none.
     """
     working = [part for part in parts if part.rate]
     while True:
@@ -91,5 +92,6 @@ def _sequences_of_each(parts: Sequence[Part], total: int) -> list[int]:
     ]
 
 
-def _with(estimated: EstimatedWorkload, sequences: int) -> EstimatedWorkload:
-    return estimated._replace(workload=replace(estimated.workload, num_seqs=sequences))
+def with_sequences(problem: Problem, sequences: int) -> Problem:
+    """The problem of a part of the rows."""
+    return replace(problem, workload=replace(problem.workload, num_seqs=sequences))

@@ -1,8 +1,8 @@
-"""Everything the commands can be told.
+"""The options of all commands.
 
 Each option is declared once: where its value has its field, or, for those of `SamplingParams`, in `SAMPLING_OPTIONS`.
 
-The command line, `batchgen.run`, lm_eval's `--model_args`, HELM's deployments and `MapFunction` take their names, types,
+The command line, `batchgen.run`, lm_eval's `--model_args`, HELM's deployments and `MapFunction` take names, types,
 defaults and help from here. Nothing here takes long to import: `batchgen --help` waits for it.
 """
 
@@ -21,19 +21,31 @@ from batchgen.core.units import parse_seconds
 
 # The groups, in the order in which help shows them.
 MODEL, INPUT, SAMPLING, RESOURCES, RUN = GROUPS = ("model", "input", "sampling", "resources", "run")
-# What takes options: the commands; BatchgenLM; HELM's client; `Engine`; and MapFunction, which takes those of `Engine` too.
+# Takers of options: the commands, BatchgenLM, HELM's client, `Engine`, and MapFunction, which takes those of `Engine`
+# too.
 TAKERS = ("run", "plan", "bench", "profile", "convert", "lm_eval", "helm", "engine", "map")
-# Where an option's value says what to read: it is a file; a file, or a name; a text, or @FILE.
+# Kinds of values that name something to read: a file; a file or a name; a text or @FILE.
 FILE, FILE_OR_NAME, AT_FILE = "FILE", "FILE|NAME", "@FILE"
 _DECLARED = "option"
 
 
 @dataclass(frozen=True)
 class Option:
-    """What all that takes an option has in common.
+    """An option, as all its takers have it.
 
-    name: in Python, TOML and JSON. flags: of the command line. type: of its value; of each value where `multiple`; bool of a
-    switch. takers: those of `TAKERS` that take it. reads: the files that it names, one of `FILE`, `FILE_OR_NAME`, `AT_FILE`.
+    Attributes:
+        name: The name in Python, TOML and JSON.
+        flags: The flags of the command line.
+        group: The group that help shows it in.
+        takers: The members of `TAKERS` that take it.
+        default: The value where it is not given.
+        type: A function from text to a value, or to each value where it may be repeated; bool for a switch.
+        help: The sentence that help shows.
+        metavar: The word that stands for the value in help.
+        choices: The values that it may have; empty: any.
+        multiple: True for an option that may be repeated.
+        required: True for an option that must be given.
+        reads: The kind of file that the value names: `FILE`, `FILE_OR_NAME` or `AT_FILE`.
     """
 
     name: str
@@ -51,17 +63,17 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """By which messages call it."""
+        """The flag that messages name it by."""
         return self.flags[-1].partition("/")[0]
 
     @property
     def decides_results(self) -> bool:
-        """Whether what a row comes out as depends on it; the others say where, when and how fast it is run."""
+        """True where a row's result depends on the option; others say where, when and how fast rows are run."""
         return self.group in (MODEL, INPUT, SAMPLING)
 
 
 def _option(group: str, takers: str, *flags: str, default: Any = None, **more: Any) -> Any:
-    """The field of an option. flags: those that are not simply the field's name."""
+    """The dataclass field of an option. flags: the flags, where they are not the field's name."""
     metadata = {_DECLARED: {"group": group, "takers": frozenset(takers.split()), "flags": flags, **more}}
     return field(metadata=metadata) if more.get("required") else field(default=default, metadata=metadata)
 
@@ -73,11 +85,12 @@ _KV_DTYPES = ("auto", *KV_CODE_BITS)
 _STYLES = ("auto", "plain", "none")
 _MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
 _INPUT_HELP = (
-    "Parquet, JSONL, JSON array or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset; OpenAI batch JSONL;"
-    " - is stdin."
+    "Parquet, JSONL, JSON array or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset;"
+    " OpenAI batch JSONL; - is stdin."
 )
 _WEIGHTS_HELP = (
-    "native: the layers' matrices in the model's own format; dequantized: in the dtype that is computed in; auto: whichever of"
+    "native: the layers' matrices in the model's own format; dequantized: in the dtype that is computed in; auto: "
+    "whichever of"
     " these is faster; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits; int4: in 4 bits."
 )
 _KV_HELP = "int8, int5, int4: KV in 8, 5 or 4 bits."
@@ -187,7 +200,8 @@ class JobOptions:
         default=(),
         multiple=True,
         metavar="TEXT",
-        help="With --task score: a text that may follow every prompt, repeated for each; the most likely one is the choice.",
+        help="With --task score: a text that may follow every prompt, repeated for each; the most likely one is the"
+        " choice.",
     )
     choices_column: str | None = _option(
         INPUT, _ROWS, metavar="NAME", help="With --task score: column with a list of choices for each row."
@@ -204,7 +218,8 @@ class JobOptions:
         _ROWS,
         default="parse",
         choices=("parse", "text"),
-        help="What prompts and messages have of the model's special tokens, such as <|im_start|>: tokens, or plain text.",
+        help="What prompts and messages have of the model's special tokens, such as <|im_start|>: tokens, or plain"
+        " text.",
     )
     shard: str | None = _option(
         INPUT, _ROWS, metavar="I/N", help="Only the I-th of N equal parts of the input, I from 0."
@@ -229,7 +244,8 @@ class JobOptions:
         INPUT,
         _ROWS,
         metavar="CHAR",
-        help="What stands between the fields of CSV files: a character, or tab [default: a comma, a tab in .tsv files, or"
+        help="What stands between the fields of CSV files: a character, or tab [default: a comma, a tab in .tsv"
+        " files, or"
         " what gives columns].",
     )
 
@@ -322,13 +338,15 @@ class JobOptions:
         default=1,
         type=int,
         metavar="N",
-        help="Split the layers into N stages, each a process with its part of cores and memory budgets: started on this host, or by torchrun.",
+        help="Split the layers into N stages, each a process with its part of cores and memory budgets: started on"
+        " this host, or by torchrun.",
     )
     link_bandwidth: str | None = _option(
         RESOURCES,
         _ROWS,
         metavar="RATE",
-        help="Of the link between the processes of --tensor-parallel or --pipeline, for planning: 1.25GB/s [default: 0.8GB/s; in a host with GPUs"
+        help="Of the link between the processes of --tensor-parallel or --pipeline, for planning: 1.25GB/s [default:"
+        " 0.8GB/s; in a host with GPUs"
         " their bus].",
     )
     expected_output_len: int | None = _option(
@@ -370,7 +388,8 @@ class JobOptions:
         "run",
         default=False,
         type=bool,
-        help="Be one of any number of workers on this output, each started with this command, on machines that share the directory.",
+        help="Be one of any number of workers on this output, each started with this command, on machines that share"
+        " the directory.",
     )
     share_lease: str | float = _option(
         RUN,
@@ -398,14 +417,16 @@ class JobOptions:
         "--reasoning-column/--no-reasoning-column",
         default=True,
         type=bool,
-        help="Of a model that thinks between <think> and </think>: put that into a column, or leave it in the text [default: a column].",
+        help="Of a model that thinks between <think> and </think>: put that into a column, or leave it in the text"
+        " [default: a column].",
     )
     output_prefix: str = _option(
         RUN,
         "run map",
         default="",
         metavar="TEXT",
-        help="Put before the names of the output columns [default: nothing, or gen_ where the input has one of the names].",
+        help="Put before the names of the output columns [default: nothing, or gen_ where the input has one of the"
+        " names].",
     )
     report: str | None = _option(RUN, "run bench", metavar="FILE", help=_REPORT_HELP)
     report_html: str | None = _option(
@@ -426,7 +447,8 @@ class JobOptions:
         "run",
         default=False,
         type=bool,
-        help="Check everything, show the plan and the first prompt (as JSON too where standard output is no terminal); run nothing.",
+        help="Check everything, show the plan and the first prompt (as JSON too where standard output is no"
+        " terminal); run nothing.",
     )
     read_before: tuple[tuple[str, str], ...] = ()
 
@@ -476,15 +498,19 @@ class PlanOptions:
         RUN,
         "plan",
         metavar="NxNAME",
-        help="What the job would take on one of several devices, with a worker on each, by --tensor-parallel and by --pipeline, and the command of the"
-        " fastest: '2x t4', each as of --hardware; '2x cpu' or 2: as the one planned for; '1x t4 + 1x a100': workers on several kinds.",
+        help="What the job would take on one of several devices, with a worker on each, by --tensor-parallel and by"
+        " --pipeline, and the command of the fastest: '2x t4', each as of --hardware; '2x cpu' or 2: as the one "
+        "planned for;"
+        " '1x t4 + 1x a100': workers on several kinds.",
     )
     hosts: int | None = _option(
         RUN,
         "plan",
         type=int,
         metavar="N",
-        help="With --devices: hosts that they are in, of which each has the memory, cores and disk of one device's machine [default: one each].",
+        help="With --devices: hosts that they are in, of which each has the memory, cores and disk of one device's"
+        " machine"
+        " [default: one each].",
     )
     compare: bool = _option(
         RUN, "plan", default=False, type=bool, help="With --hardware: beside this machine, which is measured for it."
@@ -587,7 +613,7 @@ def _sampling(takers: str, name: str, type: Callable[[str], Any], help: str | No
 
 
 def _bias(text: str) -> tuple[int, float]:
-    """Of "50256=-100". Raises ValueError."""
+    """Token id and bias from text such as "50256=-100". Raises ValueError."""
     token_id, _, bias = text.partition("=")
     return int(token_id), float(bias)
 
@@ -595,9 +621,9 @@ def _bias(text: str) -> tuple[int, float]:
 SAMPLING_OPTIONS = (
     _sampling(f"{_ROWS} map", "max_tokens", int, "Most tokens generated per sample."),
     _sampling(f"{_COMMANDS} map", "temperature", float, "0 is greedy."),
-    _sampling(f"{_COMMANDS} map", "top_p", float, "Keep the most likely tokens that have this probability together, of those left."),
+    _sampling(f"{_COMMANDS} map", "top_p", float, "Keep the most likely tokens that together have this probability."),
     _sampling(f"{_COMMANDS} map", "top_k", int, "Keep the k most likely tokens; 0 is off."),
-    _sampling(f"{_COMMANDS} map", "min_p", float, "Keep tokens that are this times as likely as the first one; comes first."),
+    _sampling(f"{_COMMANDS} map", "min_p", float, "Keep tokens with this part of the first one's probability; comes first."),
     _sampling(f"{_COMMANDS} map", "repetition_penalty", float),
     _sampling(f"{_ROWS} map", "presence_penalty", float, "Taken off the logits of tokens that the output has."),
     _sampling(f"{_ROWS} map", "frequency_penalty", float, "The same, for each time that it has them."),
@@ -634,16 +660,16 @@ OPTIONS = tuple(
 
 
 def options_of(*takers: str) -> tuple[Option, ...]:
-    """The options that any of these takes, group by group."""
+    """The options that any of these takers takes, group by group."""
     taken = [option for option in OPTIONS if not option.takers.isdisjoint(takers)]
     return tuple(option for group in GROUPS for option in taken if option.group == group)
 
 
 def names_of(*takers: str) -> tuple[str, ...]:
-    """Of `options_of`."""
+    """Names of the options that any of these takers takes."""
     return tuple(option.name for option in options_of(*takers))
 
 
 def flag_of(name: str) -> str:
-    """By which messages call an option of a run."""
+    """The flag that messages name an option of a run by."""
     return next(option.flag for option in options_of("run") if option.name == name)

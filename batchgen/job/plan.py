@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device, has_cuda, parse_device
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
@@ -17,12 +18,12 @@ from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
 from batchgen.distributed.launch import own_share, ranks_of_host
-from batchgen.engine.loader import choose_weights, resolve_context, store_bytes
+from batchgen.engine.loader import choose_weights, resolve_context
 from batchgen.job.checks import check_options, check_path
 from batchgen.job.devices import (
-    CaseOf,
     Comparison,
     Devices,
+    ProblemOf,
     Split,
     compare_devices,
     compare_kinds,
@@ -30,27 +31,21 @@ from batchgen.job.devices import (
     parse_kinds,
 )
 from batchgen.job.files import check_files, write_text
+from batchgen.job.job import Job, dequantized_line, resolve_for, resolve_job, why_not_run
+from batchgen.job.machine_profile import find_for, find_hardware, link_between, process_profile
 from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
 from batchgen.job.pages.plan_page import plan_page
-from batchgen.job.planning import (
-    Case,
-    case_here,
-    find_for,
-    find_hardware,
-    plan_case,
-    plan_problem,
-    process_profile,
-    request_of,
-)
+from batchgen.job.planning import plan_job, problem_here, problem_of_job
 from batchgen.job.progress import Progress
-from batchgen.job.resolved import expanded_line, resolve_for, resolve_job, why_not_run
 from batchgen.job.source import open_source
+from batchgen.job.weight_choice import with_faster_weights
 from batchgen.job.what_if import what_if
 from batchgen.job.workload import EstimatedWorkload, measure_workload
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, cache_dir, resolve_for_planning
+from batchgen.models.files import ModelFiles, resolve_for_planning
 from batchgen.planner.explain import compare, explain, frontier_lines, headline, kernel_lines
 from batchgen.planner.explanation import explanation_of
+from batchgen.planner.problem import Problem
 from batchgen.planner.replanned import planned_anew_s
 from batchgen.planner.simulation import trace_plan
 from batchgen.planner.strategy_times import strategy_lines
@@ -69,61 +64,68 @@ def run_plan(options: PlanOptions) -> list[str]:
 
 def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
     """Lines of a plan. started_s: the start of the command, of time.monotonic."""
-    devices, job = _devices(options)
-    options = replace(options, job=job)
-    check_options(job)
+    devices, asked = _devices(options)
+    options = replace(options, job=asked)
+    check_options(asked)
     _check_processes(options)
-    check_files(job, plan_file=options.plan_file, plan_page=options.html)
+    check_files(asked, plan_file=options.plan_file, plan_page=options.html)
     if (options.as_json or options.plan_file == "-") and (options.what_if or options.frontier or options.compare):
         raise InputError(
-            "--json and -o - give the plan alone: leave out --what-if, --compare and --frontier, or plan for each case by itself"
+            "--json and -o - give the plan alone: leave out --what-if, --compare and --frontier, or plan for each case "
+            "by itself"
         )
-    if options.compare and not job.hardware:
+    if options.compare and not asked.hardware:
         raise InputError("--compare puts another machine beside this one: give --hardware too")
     if options.max_block_latency is not None and seconds(options.max_block_latency) <= 0:
         raise InputError(f"--max-block-latency must be above 0, not {options.max_block_latency!r}")
     check_path("-o", options.plan_file)
     check_path("--html", options.html)
-    files, config = resolve_for_planning(job.model)
-    estimated = _workload(options, files, resolve_context(config, job.max_model_len))
-    given = Split(tensor_parallel=job.tensor_parallel, pipeline=job.pipeline)
+    files, config = resolve_for_planning(asked.model)
+    estimated = _workload(options, files, resolve_context(config, asked.max_model_len))
+    given = Split(tensor_parallel=asked.tensor_parallel, pipeline=asked.pipeline)
 
-    def here(split: Split = given, of_host: int | None = None) -> Case:
+    def here(split: Split = given, of_host: int | None = None) -> tuple[Job, Problem]:
         shared = of_host or ranks_of_host(split.processes)
         _check_cores(of_host)
         with own_share(shared):  # as `run` has it
-            resolved = resolve_job(split.of(replace(job, hardware=None)), files, config, shared)
-            return _limited(case_here(resolved, started_s=started_s), options)
+            resolved = resolve_job(split.of(replace(asked, hardware=None)), files, config, shared)
+            return problem_here(resolved, estimated, started_s=started_s)
 
-    def case_of(split: Split = given, of_host: int | None = None, hardware: str | None = job.hardware) -> Case:
+    def problem_for(
+        split: Split = given, of_host: int | None = None, hardware: str | None = asked.hardware
+    ) -> tuple[Job, Problem]:
         if hardware is None:
-            return here(split, of_host)
-        return _limited(_case_there(split.of(replace(job, hardware=hardware)), files, config, of_host), options)
+            job, problem = here(split, of_host)
+        else:
+            job, problem = _problem_there(
+                split.of(replace(asked, hardware=hardware)), files, config, of_host, estimated
+            )
+        return job, _limited(problem, options)
 
-    case = case_of()
-    plan, problem = plan_case(case, estimated, compare_strategies=True)
+    job, problem = problem_for()
+    plan = plan_job(job, problem, compare_strategies=True)
     anew = None
     if options.explain or options.html:
-        anew = planned_anew_s(problem, plan.prediction, lambda p: plan_problem(case, p, estimated).prediction.total_s)
+        anew = planned_anew_s(problem, plan.prediction, lambda other: plan_job(job, other).prediction.total_s)
     explained = explanation_of(plan, price_per_hour=options.price_per_hour, watts=options.watts, planned_anew_s=anew)
-    on_devices = _compared(devices, case_of, case, job, estimated)
+    on_devices = _compared(devices, problem_for, problem, asked)
     beside = {"explanation": asdict(explained)} | ({"devices": on_devices.to_json()} if on_devices else {})
-    as_json = json.dumps(plan.to_json() | beside | _of_processes(case), indent=2)
+    as_json = json.dumps(plan.to_json() | beside | _of_processes(job), indent=2)
     if options.plan_file and options.plan_file != "-":
         write_text(as_json + "\n", options.plan_file, "-o")
-    if job.trace:
-        trace_plan(plan, config, case.hardware, job.trace)
-    others, impossible = _beside(case, options, estimated)
+    if asked.trace:
+        trace_plan(plan, config, problem.hardware, asked.trace)
+    others, impossible = _beside(job, problem, options, estimated)
     if options.html:
-        write_text(plan_page(plan, explained, problem, config, case.hardware, others), options.html, "--html")
+        write_text(plan_page(plan, explained, problem, config, problem.hardware, others), options.html, "--html")
     if options.as_json or options.plan_file == "-":
         return [as_json]
-    lines = _split_lines(case)
+    lines = _split_lines(job, problem)
     lines += explain(plan, explained) if options.explain else headline(plan)
     if others:
         lines += ["", *compare([("now", plan), *others]), *impossible]
     if options.compare:
-        lines += ["", *_beside_this_machine(here, plan, estimated)]
+        lines += ["", *_beside_this_machine(lambda: plan_job(*problem_for(hardware=None)), plan)]
     lines += ["", *strategy_lines(plan)] if plan.strategies else []
     lines += ["", *device_lines(on_devices)] if on_devices else []
     if options.frontier:
@@ -132,25 +134,36 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
 
 
 def _compared(
-    kinds: tuple[Devices, ...], case_of: Callable[..., Case], case: Case, job: JobOptions, estimated: EstimatedWorkload
+    kinds: tuple[Devices, ...], problem_for: Callable[..., tuple[Job, Problem]], problem: Problem, asked: JobOptions
 ) -> Comparison | None:
-    """The ways of using devices of some kinds; None where there are none. case: of one process on one of the first kind."""
+    """The alternatives of using devices of some kinds; None where no devices are asked for.
+
+    Args:
+        kinds: Devices of each kind.
+        problem_for: Gives the job and the problem of one process.
+        problem: The problem of one process on a device of the first kind.
+        asked: The options of the job.
+    """
     if not kinds:
         return None
 
-    def of(kind: Devices) -> CaseOf:
-        name = job.hardware if len(kinds) == 1 else kind.hardware
-        # All from the same moment.
-        return lambda split, of_host: replace(case_of(split, of_host, name), startup_s=case.startup_s)
+    def of(kind: Devices) -> ProblemOf:
+        name = asked.hardware if len(kinds) == 1 else kind.hardware
+
+        def at_the_same_moment(split: Split, of_host: int) -> tuple[Job, Problem]:
+            job, other = problem_for(split, of_host, name)
+            return job, replace(other, startup_s=problem.startup_s)
+
+        return at_the_same_moment
 
     if len(kinds) == 1:
-        return compare_devices(of(kinds[0]), job, estimated, kinds[0], case.hardware.name)
-    named = [(kind, kind.hardware or case_of(Split(), 1, None).hardware.name, of(kind)) for kind in kinds]
-    return compare_kinds(named, job, estimated)
+        return compare_devices(of(kinds[0]), asked, kinds[0], problem.hardware.name)
+    named = [(kind, kind.hardware or problem_for(Split(), 1, None)[1].hardware.name, of(kind)) for kind in kinds]
+    return compare_kinds(named, asked)
 
 
 def _devices(options: PlanOptions) -> tuple[tuple[Devices, ...], JobOptions]:
-    """Those that are asked for, of each kind, and the job on one of the first. Raises InputError."""
+    """The devices of each kind that are asked for, and the job's options on one of the first. Raises InputError."""
     if options.devices is None:
         if options.hosts is not None:
             raise InputError("--hosts says where --devices are: give them too, or leave it out")
@@ -193,38 +206,37 @@ def _check_cores(of_host: int | None) -> None:
         raise InputError(f"{of_host:,} processes need a core each, and this machine has {cores}")
 
 
-def _of_processes(case: Case) -> dict[str, str]:
-    """What the JSON of one of several processes has more."""
-    return {"not_run": why_not_run(case.job)} if case.job.processes > 1 else {}
+def _of_processes(job: Job) -> dict[str, str]:
+    """Further fields of the JSON of a plan for one of several processes."""
+    return {"not_run": why_not_run(job)} if job.processes > 1 else {}
 
 
-def _split_lines(case: Case) -> list[str]:
-    """That the plan is of one of several processes, and what this version does not run of it."""
-    job = case.job
+def _split_lines(job: Job, problem: Problem) -> list[str]:
+    """Lines that say that the plan is of one of several processes, and what this version does not run of it."""
     if job.processes == 1:
         return []
-    kind = "ranks" if job.shard is not None else "stages"
-    lines = [
-        f"of each of {job.processes:,} {kind}, over a link of {case.link.bytes_per_s / 1e9:,.3g} GB/s; times are the job's"
-    ]
-    lines += expanded_line(job)
+    kind, rate = "ranks" if job.shard is not None else "stages", link_between(problem.hardware, job).bytes_per_s
+    lines = [f"of each of {job.processes:,} {kind}, over a link of {rate / 1e9:,.3g} GB/s; times are the job's"]
+    lines += dequantized_line(job)
     return lines + ([f"not run yet: {refused}"] if (refused := why_not_run(job)) else [])
 
 
-def _beside(case: Case, options: PlanOptions, estimated: EstimatedWorkload) -> tuple[list[tuple[str, Plan]], list[str]]:
-    """Plans for each `--what-if` by itself, and for all of them together; and what is to be said of those by themselves that fit none.
+def _beside(
+    job: Job, problem: Problem, options: PlanOptions, estimated: EstimatedWorkload
+) -> tuple[list[tuple[str, Plan]], list[str]]:
+    """Plans for each `--what-if` alone and for all together, and lines about those that fit no plan.
 
     Raises:
-        InputError: A change makes no sense, or all of them together leave no plan.
+        InputError: A change makes no sense, or all changes together leave no plan.
     """
     changes = _changes(options.what_if)
     alone = [{name: value} for name, value in changes.items()] if len(changes) > 1 else []
-    cases = [(some, _changed_case(case, some, options.job.weights)) for some in (*alone, changes) if some]
+    cases = [(some, _changed(job, problem, some, options.job.weights, estimated)) for some in (*alone, changes) if some]
     plans, impossible = [], []
     for some, changed in cases:
         label = ", ".join(f"{name}={value}" for name, value in some.items())
         try:
-            other, _ = plan_case(changed, estimated)
+            other = plan_job(*changed)
         except InputError as error:
             if some is changes:
                 raise
@@ -234,16 +246,37 @@ def _beside(case: Case, options: PlanOptions, estimated: EstimatedWorkload) -> t
     return plans, impossible
 
 
-def _changed_case(case: Case, changes: dict[str, str], weights: str) -> Case:
-    """The case on a changed machine, which may have room for expanded weights, or have lost it. weights: as asked for."""
-    hardware, request = what_if(case.hardware, case.request, changes)
-    memory = hardware.cpu_memory_bytes if request.cpu_memory is None else request.cpu_memory
-    job = case.job
+def _changed(
+    job: Job, problem: Problem, changes: dict[str, str], weights: str, estimated: EstimatedWorkload
+) -> tuple[Job, Problem]:
+    """The job and its problem on a changed machine, whose memory may hold dequantized weights or no longer does.
+
+    Args:
+        job: The job.
+        problem: The job's problem on the machine as it is.
+        changes: Changes by name.
+        weights: The value of `--weights` that was asked for.
+        estimated: The job's workload.
+    """
+    job, hardware = what_if(job, problem.hardware, changes)
+    before = job.options.weights
     if job.shard is None:
+        cpu_memory = job.process_memory["cpu_memory"]
+        memory = hardware.cpu_memory_bytes if cpu_memory is None else cpu_memory
         weights = choose_weights(job.files, job.config, weights, job.dtype, job.device, lambda: memory)
-    else:
-        weights = request.weights
-    return replace(case, hardware=hardware, request=replace(request, weights=weights))
+        job = with_faster_weights(
+            replace(job, options=replace(job.options, weights=weights)), hardware, estimated.workload
+        )
+    changed = problem_of_job(
+        job,
+        hardware,
+        estimated,
+        startup_s=problem.startup_s,
+        process_bytes=problem.process_bytes,
+        to_write_bytes=problem.store_bytes if job.options.weights == before else None,
+        has_int4_store=problem.has_int4_store,
+    )
+    return job, replace(changed, max_block_latency_s=problem.max_block_latency_s)
 
 
 def _workload(options: PlanOptions, files: ModelFiles, context: int) -> EstimatedWorkload:
@@ -260,21 +293,31 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> Estimate
         return EstimatedWorkload(uniform, True)
     if any(length is not None for length in lengths):
         raise InputError("--num-prompts, --input-len and --output-len stand in for an --input: give one or the other")
-    from batchgen.models.tokenizers.tokenizer import load_tokenizer
+    from batchgen.models.tokenizers.loading import load_tokenizer
 
     source = open_source(job)
     tokenizer = load_tokenizer(files, job.special_tokens)
     return measure_workload(source, tokenizer, job, context, rows_left=source.dataset.num_rows)
 
 
-def _case_there(options: JobOptions, files: ModelFiles, config: ModelConfig, of_host: int | None) -> Case:
-    """A process on a machine that is only known by its profile. of_host: as of `resolve_for`."""
+def _problem_there(
+    options: JobOptions, files: ModelFiles, config: ModelConfig, of_host: int | None, estimated: EstimatedWorkload
+) -> tuple[Job, Problem]:
+    """The job and the problem of a process on a machine that is only known by its profile.
+
+    Args:
+        options: The options of the job.
+        files: The model's files.
+        config: The model's configuration.
+        of_host: Processes on each host; None: all that share the model.
+        estimated: The job's workload.
+    """
     hardware = find_hardware(options.hardware, dtype=config.dtype, offload_dir=Path())
     _check_device(options.device, hardware)
     job = resolve_for(hardware, options, files, config, of_host)
-    size = store_bytes(job.process_config, job.dtype, job.options.weights)
     part = process_profile(hardware, job, whole=True)
-    return Case(job, part, replace(request_of(job), store_bytes=size), _STARTUP_S)
+    job = with_faster_weights(job, part, estimated.workload)
+    return job, problem_of_job(job, part, estimated, startup_s=_STARTUP_S)
 
 
 def _check_device(device: str, hardware: HardwareProfile) -> None:
@@ -294,20 +337,17 @@ def _check_device(device: str, hardware: HardwareProfile) -> None:
     )
 
 
-def _limited(case: Case, options: PlanOptions) -> Case:
-    """The case, with the latency that a block of its plan may have."""
+def _limited(problem: Problem, options: PlanOptions) -> Problem:
+    """The problem with the latency that a block of its plan may have."""
     latency = options.max_block_latency
-    if latency is None:
-        return case
-    return replace(case, request=replace(case.request, max_block_latency_s=seconds(latency)))
+    return problem if latency is None else replace(problem, max_block_latency_s=seconds(latency))
 
 
-def _beside_this_machine(here: Callable[[], Case], plan: Plan, estimated: EstimatedWorkload) -> list[str]:
+def _beside_this_machine(plan_here: Callable[[], Plan], plan: Plan) -> list[str]:
     try:
-        own, _ = plan_case(here(), estimated)
+        return compare([("this machine", plan_here()), (plan.hardware, plan)])
     except InputError as error:
         return [f"on this machine: {error}"]
-    return compare([("this machine", own), (plan.hardware, plan)])
 
 
 def _changes(given: tuple[str, ...]) -> dict[str, str]:
@@ -352,7 +392,7 @@ def _profile_lines(options: ProfileOptions) -> list[str]:
 
 
 def native_format(device: str) -> str:
-    """What models stored in 16 bits run in here."""
+    """The dtype that models stored in 16 bits run in here."""
     from batchgen.ops.instruction_set import has_fast_bfloat16
 
     return "bfloat16" if device == "cuda" or has_fast_bfloat16() else "float32"

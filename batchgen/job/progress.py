@@ -1,6 +1,7 @@
 """The display of a running job: a bar on a terminal, plain lines elsewhere, or nothing.
 
-Lines come from the job itself (`Progress.say`) and from the package's loggers, which are shown while a `Progress` is entered.
+Lines come from the job itself (`Progress.say`) and from the package's loggers, which are shown while a `Progress` is
+entered.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from batchgen.job.eta import Expected, Seen, progress_of, remaining_s
 
 STYLES = ("auto", "plain", "none")
 LOG_VARIABLE = "BATCHGEN_LOG"  # the least level of log records that are shown: DEBUG, INFO, WARNING or ERROR
-_RATE_WINDOW_S = 20.0  # tokens/s is that of this long a past
+_RATE_WINDOW_S = 20.0  # tokens/s are those of the last seconds
 _PLAIN_EVERY_S = 10.0
 _BAR_EVERY_S = 0.2
 _LAYERS_EVERY_S = 2.0
-_FIRST_FRAC = 0.03  # of the work is through when the first estimate is noted
+_FIRST_FRAC = 0.03  # part of the work that is done when the first estimate is noted
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,16 @@ class Counts:
     """Rows and tokens so far.
 
     Attributes:
-        total_rows: None if unknown.
-        done: rows this run finished, failed ones among them.
-        computed_tokens: those that went through the layers.
-        finished_tokens: generated for rows that are done.
-        repeated: rows of those done that took over another row's result.
-        others: rows that other workers finished meanwhile.
+        total_rows: Rows of the job; None: unknown.
+        resumed: Rows that earlier runs have finished.
+        done: Rows that this run has finished, failed ones included.
+        failed: Rows that failed in this run.
+        prompt_tokens: Prompt tokens of rows that have started.
+        generated_tokens: Generated tokens.
+        computed_tokens: Tokens that went through the layers.
+        finished_tokens: Generated tokens of rows that are done.
+        repeated: Rows among those done that got a duplicate's result.
+        others: Rows that other workers have finished meanwhile.
     """
 
     total_rows: int | None
@@ -58,8 +63,8 @@ class Counts:
 class TokenClock:
     """Token rates over the recent past, and the time left.
 
-    The time left follows the stages of the plan, where there is one. Else it is told from tokens rather than rows: long rows
-    tend to end last, so rows alone promise too little.
+    The time left follows the stages of the plan, where there is one. Otherwise it is estimated by tokens rather than
+    rows: long rows tend to end last, so rows alone promise too little.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -67,7 +72,7 @@ class TokenClock:
         self.restart()
 
     def restart(self, expected: Expected | None = None) -> None:
-        """Count from now on: what came before was loading. expected: by the plan."""
+        """Count from now on: what came before was loading. expected: the plan's prediction, if there is one."""
         self._expected = expected
         self._started_s = self._now()
         self._past: deque[tuple[float, int, int]] = deque([(self._started_s, 0, 0)])
@@ -85,10 +90,10 @@ class TokenClock:
         return ((p1 - p0) / elapsed, (g1 - g0) / elapsed) if elapsed > 0 else (0.0, 0.0)
 
     def remaining_s(self, counts: Counts) -> float | None:
-        """Seconds to go; None where nobody knows.
+        """Seconds left; None: unknown.
 
-        Without a plan the rows that are left take as many tokens as those that are finished, at the rate of the whole run: a
-        sweep may take seconds, so the rate of the recent past jumps too much for a promise.
+        Without a plan the remaining rows take as many tokens as the finished ones, at the rate of the whole run: a
+        sweep may take seconds, so the rate of the recent past jumps too much.
         """
         if self._expected is not None and counts.computed_tokens:
             return remaining_s(self._expected, self._seen(counts))
@@ -100,7 +105,7 @@ class TokenClock:
         return max(0.0, expected - tokens) / rate * counts.done / (counts.done + counts.others)
 
     def done_frac(self, counts: Counts) -> float:
-        """The part of the work that is done, by the plan's seconds; 0 where there is no plan."""
+        """Part of the work that is done, by the plan's seconds; 0 without a plan."""
         if self._expected is None:
             return 0.0
         done_s, left_s = progress_of(self._expected, self._seen(counts))
@@ -113,7 +118,7 @@ class TokenClock:
 
 
 def describe(counts: Counts, clock: TokenClock) -> str:
-    """ "1,204 prompt + 96 output tokens/s, 3 failed, 120 resumed, 48 s left"."""
+    """Text such as "1,204 prompt + 96 output tokens/s, 3 failed, 120 resumed, 48 s left"."""
     prompt_rate, output_rate = clock.rates()
     made = f" + {output_rate:,.0f} output" if counts.generated_tokens else ""  # scoring makes none
     parts = [f"{prompt_rate:,.0f} prompt{made} tokens/s"]
@@ -139,7 +144,7 @@ class _LogLines(logging.Handler):
 
 @contextlib.contextmanager
 def log_lines(say: Callable[[str], None] | None) -> Iterator[None]:
-    """Show the package's log records as lines, each of them once: handlers of the root logger do not get them meanwhile.
+    """Show the package's log records as lines, each once: handlers of the root logger do not get them meanwhile.
 
     Args:
         say: Function that shows a line; None: no line is shown, and the root logger's handlers get the records.
@@ -173,7 +178,8 @@ class Progress:
     """Display of a job's `Counts` and lines, on standard error. As a context manager it shows log records as well.
 
     Attributes:
-        estimated_s: Seconds that the whole job was estimated to take when 3 % of it were done; None before, or without a plan.
+        estimated_s: Seconds that the whole job was estimated to take when 3 % of it were done; None before, or without
+            a plan.
     """
 
     def __init__(
@@ -192,11 +198,11 @@ class Progress:
         self._log = contextlib.ExitStack()
 
     def start(self, expected: Expected | None = None) -> None:
-        """Rates and time left count from here. expected: by the plan."""
+        """Count rates and the time left from here. expected: the plan's prediction, if there is one."""
         self._clock.restart(expected)
 
     def say(self, line: str) -> None:
-        """Show a line of its own, above the bar if there is one: words of rows and files made visible, credentials of URLs hidden."""
+        """Show a line, above the bar if there is one: control characters made visible, credentials of URLs hidden."""
         if self._silent:
             return
         line = without_credentials(line)
@@ -206,7 +212,7 @@ class Progress:
             say(line, self._stream)
 
     def update(self, counts: Counts) -> None:
-        """Call as often as you like: it shows at most a few times a second (plain: every ten seconds)."""
+        """Take new counts; they are shown at most a few times a second, as plain lines every ten seconds."""
         self._clock.update(counts.prompt_tokens, counts.generated_tokens)
         now = self._now()
         if self.estimated_s is None and self._clock.done_frac(counts) >= _FIRST_FRAC:
@@ -219,7 +225,7 @@ class Progress:
 
     @contextlib.contextmanager
     def layers(self) -> Iterator[Callable[[int, int], None]]:
-        """A function to tell (layers done, of how many): a bar on a terminal, elsewhere a line now and then."""
+        """Yield a function that shows (layers done, layers in all): a bar on a terminal, lines elsewhere."""
         if self._terminal:
             from tqdm import tqdm
 

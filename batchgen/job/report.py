@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def versions() -> dict[str, str]:
-    """Versions of batchgen and of what decides its results and speed; the instruction set of the kernels."""
+    """Versions of batchgen and of the packages that decide its results and speed; instruction set of the kernels."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "pyarrow")}
     return {"batchgen": __version__, "python": platform.python_version(), "kernels": instruction_set(), **packages}
 
 
 def write_report(report: dict[str, Any], path: str) -> None:
-    """Write a report as JSON, whole or not at all; "-" is standard output, whose reader may have had enough.
+    """Write a report as JSON, atomically; "-" is standard output, whose reader may have closed it.
 
     Raises:
         InputError: The file cannot be written.
@@ -65,15 +65,15 @@ def make_report(
     started_s: float,
     outcome: str,
 ) -> dict[str, Any]:
-    """Report how a run ended. Rows are those of the whole output; tokens, times and bytes are this run's.
+    """Report the end of a run. Rows are those of the whole output; tokens, times and bytes are this run's.
 
     Args:
-        options: The job's.
-        source: Its input.
-        state: Its run directory.
-        engine: None where no row was left to run.
-        plan: How they were run.
-        started_s: When the command started, of time.monotonic.
+        options: The job's options.
+        source: The job's input.
+        state: The job's run directory.
+        engine: The job's engine; None: no row was left to run.
+        plan: The job's plan; None: no row was left to run.
+        started_s: Start of the command, of time.monotonic.
         outcome: "complete", "already complete" or "stopped".
 
     Returns:
@@ -98,11 +98,11 @@ def make_report(
 
 
 def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> dict[str, Any]:
-    """Report what an engine did, was planned to do and ran on.
+    """Report an engine's work, its prediction and its machine.
 
     Args:
-        engine: None where there was nothing to run.
-        plan: How it was to run, if there was a plan.
+        engine: The engine; None: there was nothing to run.
+        plan: Its plan, if there was one.
         wall_s: Seconds since the command started.
 
     Returns:
@@ -150,7 +150,7 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
 
 
 def _routing(executor: SweepRunner | None) -> dict[str, float] | None:
-    """How a mixture's tokens were spread over its experts; None where that is not known."""
+    """Fitted distribution of a mixture's tokens over its experts; None: unknown."""
     fitted = executor.routing.fitted() if executor else None
     return asdict(fitted) if fitted else None
 
@@ -180,7 +180,8 @@ def summary(report: dict[str, Any]) -> list[str]:
             made = f"{report['generated_tokens']:,} generated"
             rate = f" ({report['generated_tokens_per_s']:,.1f} generated/s)"
         lines.append(
-            f"{report['prompt_tokens']:,} prompt tokens{shared}, {made}: {report['total_tokens_per_s']:,.0f} tokens/s{rate};"
+            f"{report['prompt_tokens']:,} prompt tokens{shared}, {made}:"
+            f" {report['total_tokens_per_s']:,.0f} tokens/s{rate};"
             f" peak memory {format_bytes(report['peak_bytes']['cpu'])}"
         )
         lines += _other_processes(report["processes"])
@@ -196,7 +197,7 @@ def summary(report: dict[str, Any]) -> list[str]:
 
 
 def _other_processes(processes: list[dict[str, Any]]) -> list[str]:
-    """A line of the peak memory of each process, where there are several."""
+    """A line with the peak memory of each process, where there are several."""
     if len(processes) == 1:
         return []
     peaks = [(p["peak_bytes"] and format_bytes(p["peak_bytes"]["cpu"])) or "unknown" for p in processes]
@@ -204,6 +205,6 @@ def _other_processes(processes: list[dict[str, Any]]) -> list[str]:
 
 
 def _at_first(report: dict[str, Any]) -> str:
-    """What the job itself has said of its time, beside the plan."""
+    """The job's own first estimate of its time, as text."""
     estimated_s = report.get("estimated_wall_s")
     return "" if estimated_s is None else f", {format_seconds(estimated_s)} when 3% were through"

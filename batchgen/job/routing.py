@@ -1,4 +1,4 @@
-"""How a model's routers spread tokens, as its last job counted it: kept in the cache directory for the next plan."""
+"""Routing statistics of mixtures of experts, counted by a model's last job and cached for the next plan."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from dataclasses import asdict
 from pathlib import Path
 
 from batchgen.core.atomic_file import write_atomically
+from batchgen.core.cache_folder import cache_dir, is_trusted
 from batchgen.core.digest import json_sha256
 from batchgen.core.routing import INDEPENDENT, Routing, RoutingCounts
 from batchgen.core.typed_json import parse_json, read_typed
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, cache_dir, is_trusted
+from batchgen.models.files import ModelFiles
 
 
 def known_routing(files: ModelFiles, config: ModelConfig) -> Routing:
-    """What was kept of a model; where nothing was, tokens draw by themselves."""
+    """The cached routing statistics of a model; without any, tokens draw their experts independently."""
     if not config.num_experts:
         return INDEPENDENT
     path = _path_of(files, config)
     if not is_trusted(path, "what was counted of routers in"):
         return INDEPENDENT
     try:
-        found: Routing = read_typed(Routing, parse_json(path.read_bytes()))
-    except (OSError, ValueError):  # a file that is damaged is written anew by the next job
+        routing: Routing = read_typed(Routing, parse_json(path.read_bytes()))
+    except (OSError, ValueError):  # the next job replaces a damaged file
         return INDEPENDENT
-    return found
+    return routing
 
 
 def keep_routing(files: ModelFiles, config: ModelConfig, counts: RoutingCounts) -> None:
-    """Keep what a job counted, where that says enough; not of made-up weights. A disk that is full is no reason to fail."""
+    """Cache a job's routing counts where there are enough of them, but for dummy weights; a full disk is no failure."""
     fitted = counts.fitted()
     if fitted is None or files.kind == "dummy":
         return
@@ -41,6 +42,6 @@ def keep_routing(files: ModelFiles, config: ModelConfig, counts: RoutingCounts) 
 
 
 def _path_of(files: ModelFiles, config: ModelConfig) -> Path:
-    """config: of the whole model."""
+    """The cache file of a model. config: configuration of the whole model."""
     key = json_sha256([str(files.path.resolve()), config.to_json()])
     return cache_dir() / "routing" / f"{key[:32]}.json"

@@ -6,6 +6,7 @@ The composition of everything else: dataset -> requests -> engine -> part writer
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import NATIVE, changes_results
-from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, refusing_what_is_denied
+from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, naming_files
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
@@ -32,6 +34,7 @@ from batchgen.job.destination import Destination, make_output_folder
 from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
+from batchgen.job.job import Job, dequantized_line, resolve_job
 from batchgen.job.kernels import kernels_of_rows
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import JobOptions, names_of, seconds
@@ -39,13 +42,13 @@ from batchgen.job.pages.run_page import RunPage
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import make_report, write_report
-from batchgen.job.resolved import ResolvedJob, expanded_line, resolve_job
 from batchgen.job.routing import keep_routing
 from batchgen.job.shared import open_output, requests_left
 from batchgen.job.source import RequestSource, open_source
 from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
-from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
+from batchgen.models.files import ModelFiles, resolve_model
+from batchgen.models.identity import model_identity
 from batchgen.models.model_versions import ModelVersions, changed_file, check_unchanged, model_versions
 from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
@@ -65,17 +68,18 @@ def run(model: str, input: Any, output: str | Path | None = None, **options: Any
 
     Args:
         model: A Hugging Face directory or hub id, a .gguf file, a weight store, or "demo".
-        input: A file, glob, directory or dataset as of `batchgen run --input`, or a `datasets.Dataset` or `IterableDataset`.
-        output: A .parquet, .jsonl, .csv or .arrow file. None: one in the cache directory, where the same job finds it again;
-            the report says where.
-        **options: Those of the command line, with underscores, among them the fields of `SamplingParams`. Nothing is shown
+        input: A file, glob, directory or dataset, as `batchgen run --input` takes it, or a `datasets.Dataset` or
+            `IterableDataset`.
+        output: A .parquet, .jsonl, .csv or .arrow file. None: a file in the cache directory, where the same job finds
+            it again; the report has its name.
+        **options: Options of the command line, with underscores, and fields of `SamplingParams`. Nothing is shown
             unless `progress` says so.
 
     Returns:
         The report, as `--report` writes it.
 
     Raises:
-        BatchgenError: The job cannot be run, or not to its end; `TooManyFailed` (which has the `report`) where more rows
+        BatchgenError: The job cannot be run or completed; `TooManyFailed` (which has the `report`) where more rows
             failed than `max_failed` allows, or all of them.
         TypeError: There is no such option.
     """
@@ -87,24 +91,40 @@ def run(model: str, input: Any, output: str | Path | None = None, **options: Any
     return run_job(JobOptions(model, input, output, sampling=SamplingParams(**sampling), **options))
 
 
+logger = logging.getLogger(__name__)
+
 _DEADLINE = "the deadline came first"
+_BEGINS_TWICE = (
+    "a prompt begins with the model's beginning-of-text token, and its tokenizer puts another before it:"
+    " leave it out of the prompts"
+)
 
 
 @dataclass(frozen=True)
 class _Job:
     """A run that has begun.
 
-    tokenizer: waits until it is loaded. started_s, deadline_s: of time.monotonic. repeats: its rows'. destination: where the
-    output is to go from its file. group: of ranks that a launcher has started.
+    Attributes:
+        resolved: The job's resolved options.
+        source: The job's input.
+        tokenizer: Function that waits until the tokenizer is loaded, and returns it.
+        progress: Display of the job.
+        started_s: Start of the command, of time.monotonic.
+        deadline_s: Time of time.monotonic at which the job stops; None: it has no limit.
+        deduplication: Deduplication of the job's requests.
+        destination: Destination of the output; None: a local file.
+        page: Page of the run, `--report-html`; None: not asked for.
+        group: Group of ranks that a launcher has started; None: there is none.
+        versions: Versions of the model's files when the job began.
     """
 
-    resolved: ResolvedJob
+    resolved: Job
     source: RequestSource
     tokenizer: Callable[[], Tokenizer]
     progress: Progress
     started_s: float
     deadline_s: float | None
-    repeats: Deduplication
+    deduplication: Deduplication
     destination: Destination | None = None
     page: RunPage | None = None
     group: Group | None = None
@@ -115,9 +135,9 @@ class _Job:
         return self.resolved.options
 
     def report(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
-        """The report of how it ended, which is also written where the options say."""
+        """Make the report of the end of the job, and write it where the options say."""
         report = make_report(self.options, self.source, state, engine, plan, self.started_s, outcome)
-        report |= {"estimated_wall_s": self.progress.estimated_s, "rows_repeated": self.repeats.count}
+        report |= {"estimated_wall_s": self.progress.estimated_s, "rows_repeated": self.deduplication.count}
         put = self.destination if outcome != "stopped" else None
         errors_file = self.source.is_openai
         if put is not None:
@@ -131,7 +151,7 @@ class _Job:
         return report
 
     def ended(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
-        """The report of a job that has all its rows. Raises TooManyFailed."""
+        """Make the report of a job that has all its rows. Raises TooManyFailed."""
         report = self.report(state, engine, plan, outcome)
         limit = FailureLimit.parse(self.options.max_failed)
         if reason := limit.exceeded(report["rows_failed"], report["rows"]):
@@ -143,24 +163,24 @@ def run_job(options: JobOptions) -> dict[str, Any]:
     """Run, resume or finish a job.
 
     Args:
-        options: What to run.
+        options: The job's options.
 
     Returns:
         The report, which is also written to `options.report`.
 
     Raises:
-        BatchgenError: The job cannot be run, or not to its end.
-        TooManyFailed: More rows failed than `options.max_failed` allows; the report is its `report`.
-        KeyboardInterrupt: It was interrupted; finished rows are on disk.
+        BatchgenError: The job cannot be run or completed.
+        TooManyFailed: More rows failed than `options.max_failed` allows; its `report` is the report.
+        KeyboardInterrupt: The job was interrupted; finished rows are on disk.
     """
     started_s = time.monotonic()
     ranks = max(options.tensor_parallel, options.pipeline)
-    with refusing_what_is_denied(), own_share(ranks) as shares, early_group(ranks, shares) as group:
+    with naming_files(errors=PermissionError), own_share(ranks) as shares, early_group(ranks, shares) as group:
         return _run_job(options, started_s, shares, group)
 
 
 def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], group: Group | None) -> dict[str, Any]:
-    """`run_job`, with what its ranks have. shares, group: as of `early_group`."""
+    """Run a job. shares: cores of each rank. group: group of ranks that a launcher has started."""
     check_job(options)
     destination = Destination.of(options)
     if destination is not None:
@@ -174,14 +194,14 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         source = open_source(options)
         if source.is_openai:
             check_files(options, errors_file=True)
-        elif options.output is None:  # names of columns, as of a file
+        elif options.output is None:  # a file's column names are checked in `open_source`
             source.output_names(options)
         files = resolve_model(options.model)
         versions = model_versions(files)
         resolved = resolve_job(options, files)
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
-        # Most of it is importing transformers.
-        tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
+        tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)  # imports transformers
+        identities = {"input": source.dataset.identity(), "model": model_identity(resolved.files)}
         if source.needs_chat_template or source.chat.chat_template_kwargs:
             tokenizer.result().require_chat_template(source.chat)
         source = source.for_model(resolved.config, tokenizer.result(), options)
@@ -189,7 +209,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             progress.say(renamed)
         for notice in source.notices:
             progress.say(notice)
-        page, repeats = RunPage() if options.report_html else None, Deduplication(options.sampling)
+        page = RunPage() if options.report_html else None
         job = _Job(
             resolved,
             source,
@@ -197,7 +217,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             progress,
             started_s,
             deadline_s,
-            repeats,
+            Deduplication(options.sampling),
             destination,
             page,
             group,
@@ -205,7 +225,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         )
         if options.dry_run:
             return _dry_run(job, _plan(job, None))
-        fingerprint = _fingerprint(job)
+        fingerprint = _fingerprint(job, identities)
         output, named = options.output, options.output is not None
         if output is None:
             output = _cached_output(fingerprint, ".arrow" if destination is None else ".jsonl")
@@ -217,7 +237,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
 
 
 def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
-    """Runs the rows that are left and puts the output together; returns the report."""
+    """Run the rows that are left and join the output; returns the report."""
     keep(lambda: _kept(state))
     for notice in state.notices:
         job.progress.say(notice)
@@ -236,18 +256,18 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
             plan = replace(plan, kernels=kernels_of_rows(state.kernels))
         state.record_weight_format(plan.policy.weight_format)
         state.record_kernels(plan.kernels)
-        if state.complete:  # by other workers, meanwhile
+        if state.complete:  # other workers have done the rest meanwhile
             return job.ended(state, None, None, "already complete")
-        if state.weight_format not in (made_in, plan.policy.weight_format):  # of the worker that was first
+        if state.weight_format not in (made_in, plan.policy.weight_format):  # the first worker's
             job, plan = _plan_in(state.weight_format, job, state)
-        if state.kernels is not None and state.kernels != plan.kernels:  # those of the worker that was first
+        if state.kernels is not None and state.kernels != plan.kernels:  # the first worker's
             plan = replace(plan, kernels=kernels_of_rows(state.kernels))
-        for line in (*headline(plan), *expanded_line(job.resolved), *_kernel_lines(plan)):
+        for line in (*headline(plan), *dequantized_line(job.resolved), *_kernel_lines(plan)):
             job.progress.say(line)
         with tracing(job.resolved) as on_step:
             engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step, job.group)
             with engine:
-                check_unchanged(job.versions)  # since before its identity was noted
+                check_unchanged(job.versions)  # since before the fingerprint was made
                 stopped = _run_rows(job, state, engine, plan)
                 if (path := changed_file(job.versions)) is not None:
                     job.progress.say(
@@ -255,7 +275,7 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
                     )
                 keep_routing(job.resolved.files, job.resolved.config, engine.parts.executor.routing)
     if job.page is not None and isinstance(state, Run):
-        job.page.read_rows(state.parts_dir, job.source, job.options.task)  # before they are joined, and gone
+        job.page.read_rows(state.parts_dir, job.source, job.options.task)  # before parts are joined and removed
     if stopped is not None:
         report = job.report(state, engine, plan, "stopped")
         if stopped == _DEADLINE:
@@ -273,7 +293,7 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
 
 
 def _renamed_line(source: RequestSource, options: JobOptions) -> str | None:
-    """The line that is said where the output's columns cannot have their usual names."""
+    """The line for a job whose output columns cannot have their usual names; None: they can."""
     names, usual = source.output_names(options), list(source.columns.types())
     if options.output_prefix or source.is_openai or names == usual:
         return None
@@ -285,23 +305,23 @@ def _renamed_line(source: RequestSource, options: JobOptions) -> str | None:
 
 
 def _kernel_lines(plan: Plan) -> list[str]:
-    """What the job runs on, and which instruction sets the CPU has that cannot be used."""
+    """Lines on the job's kernels, and on the instruction sets of the CPU that cannot be used."""
     lines = [kernel_headline(plan.kernels)]
     if not forced_instruction_set():
         lines += [f"{name} is not used: {reason}" for name, reason in unavailable().items()]
     return lines
 
 
-def _fingerprint(job: _Job) -> dict[str, Any]:
-    """All that decides the output's rows, as JSON values."""
+def _fingerprint(job: _Job, identities: dict[str, Any]) -> dict[str, Any]:
+    """All that decides the output's rows, as JSON values. identities: of "input" and "model"."""
     options, resolved = job.options, job.resolved
     thinking = None
     if options.task == "generate" and options.reasoning_column and not resolved.config.has_channels:
         thinking = Thinking.of(job.tokenizer(), options.sampling.regex)
     fingerprint: dict[str, Any] = {
-        "input": job.source.dataset.identity(),
+        "input": identities["input"],
         "rows": {"limit": options.limit, "shard": options.shard, "id_column": options.id_column},
-        "model": model_identity(resolved.files),
+        "model": identities["model"],
         "tokenizer": job.tokenizer().identity(),
         "prompt": job.source.identity,
         "sampling": options.sampling.identity(),
@@ -321,7 +341,7 @@ def _fingerprint(job: _Job) -> dict[str, Any]:
 
 
 def _kept(state: Run | SharedRun) -> str:
-    """Saves the rows that are finished; says how many these are."""
+    """Save finished rows; returns a text with their number."""
     rows, name = state.save(), state.output_path.name
     if not rows:
         return f"no rows of {name} are finished yet"
@@ -330,7 +350,7 @@ def _kept(state: Run | SharedRun) -> str:
 
 
 def _cached_output(fingerprint: dict[str, Any], suffix: str) -> Path:
-    """The file of a job that has none of its own: named after all that decides its rows."""
+    """The file of a job without an output of its own, named by the job's fingerprint."""
     if "head_sha256" in fingerprint["input"]:
         raise InputError("the input is a stream, of which only the first rows tell it from others: give an output")
     folder = cache_dir() / "outputs"
@@ -339,28 +359,28 @@ def _cached_output(fingerprint: dict[str, Any], suffix: str) -> Path:
 
 
 def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
-    from batchgen.models.tokenizers.tokenizer import load_tokenizer
+    from batchgen.models.tokenizers.loading import load_tokenizer
 
     return load_tokenizer(files, special_tokens)
 
 
 def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
-    """How to run the rows that are left."""
+    """The plan for the rows that are left."""
     return make_plan(job.resolved, lambda: _workload(job, state), started_s=job.started_s)
 
 
 def _plan_in(weight_format: str | None, job: _Job, state: Run | SharedRun) -> tuple[_Job, Plan]:
-    """How to run the rows that are left with weights in the format that others were made with, where that can be had.
+    """The plan for the rows that are left, with weights in the format of the finished rows where that is possible.
 
     Returns:
-        The job, with that format alone where it has it, and its plan.
+        The job, with that format alone where it is possible, and its plan.
     """
     if weight_format is None:
         return job, _plan(job, state)
     resolved = None if job.options.plan else in_format_of_rows(job.resolved, weight_format)
     if resolved is not None:
         kept = replace(job, resolved=resolved)
-        with contextlib.suppress(InputError):  # none fits: the other format may
+        with contextlib.suppress(InputError):  # no plan fits, but one with the other format may
             return kept, _plan(kept, state)
     plan = _plan(job, state)
     if (other := plan.policy.weight_format) != weight_format:
@@ -372,7 +392,7 @@ def _plan_in(weight_format: str | None, job: _Job, state: Run | SharedRun) -> tu
 
 
 def _workload(job: _Job, state: Run | SharedRun | None) -> EstimatedWorkload:
-    """That of the rows that are left."""
+    """The workload of the rows that are left."""
     options, context = job.options, job.resolved.context
     total_rows = job.source.dataset.num_rows
     rows_done = len(state.done_rows) if state else 0
@@ -382,33 +402,23 @@ def _workload(job: _Job, state: Run | SharedRun | None) -> EstimatedWorkload:
         return measure_workload(
             job.source, job.tokenizer(), options, context, rows_left=rows_left, finished_output_lens=finished
         )
-    except NoUsableRow as error:  # each of them will say so in the output, and later ones may be fine
+    except NoUsableRow as error:  # each bad row has its error in the output, and later rows may be fine
         job.progress.say(str(error))
         longest = min(options.sampling.max_tokens, context - 1) if options.task == "generate" else 1
         return EstimatedWorkload(Workload.uniform(rows_left or UNKNOWN_ROWS, 1, longest), False)
 
 
-def _teller_of_two_beginnings(say: Callable[[str], None]) -> Callable[[EngineStats], None]:
-    """Says once of a job that a prompt begins with the token that the tokenizer puts before it as well."""
-    lines = [
-        "a prompt begins with the model's beginning-of-text token, and its tokenizer puts another before it:"
-        " leave it out of the prompts"
-    ]
-
-    def tell(stats: EngineStats) -> None:
-        if stats.begins_twice and lines:
-            say(lines.pop())
-
-    return tell
-
-
 def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> str | None:
-    """Run the rows that are left into parts. None if all are done, else why not: the deadline, or too many that failed."""
+    """Run the rows that are left into parts.
+
+    Returns:
+        None where all are done, else the reason: the deadline, or too many failed rows.
+    """
     options, total_rows = job.options, job.source.dataset.num_rows
     rows = FailedRows(FailureLimit.parse(options.max_failed), state.done_rows.failed, total_rows)
     done = finished_tokens = 0
     stopped: str | None = None
-    tell_of_two = _teller_of_two_beginnings(job.progress.say)
+    warned_of_beginning = False
 
     def should_stop() -> bool:
         nonlocal stopped
@@ -417,7 +427,10 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
         return stopped is not None
 
     def show(stats: EngineStats) -> None:
-        tell_of_two(stats)
+        nonlocal warned_of_beginning
+        if stats.begins_twice and not warned_of_beginning:
+            warned_of_beginning = True
+            logger.warning(_BEGINS_TWICE)
         if job.page is not None:
             job.page.after_sweep(stats)
         job.progress.update(
@@ -430,7 +443,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
                 stats.generated_tokens,
                 stats.computed_tokens,
                 finished_tokens,
-                job.repeats.count,
+                job.deduplication.count,
                 state.rows_of_others,
             )
         )
@@ -441,12 +454,12 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
     requests = rows.watch(requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop))
     requests = watch_chats(requests, job.tokenizer)
-    if not options.share:  # nothing may hold rows of a worker back: it claims more as they come out
-        requests = job.repeats.unique(requests)
+    if not options.share:  # a worker claims more rows as its rows come out, so none may be held back
+        requests = job.deduplication.unique(requests)
     results = run(requests, should_stop=should_stop, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
         try:
-            for result in job.repeats.with_duplicates(results):
+            for result in job.deduplication.with_duplicates(results):
                 writer.add(result.row, _row_result(options, job.source, result))
                 done += 1
                 if isinstance(result, Completion):
@@ -477,7 +490,7 @@ def _on_failed_row(job: _Job, row: int, error: str, first: bool) -> None:
 
 
 def _too_many(reason: str, report: dict[str, Any]) -> str:
-    """The line that a job with too many failed rows ends with."""
+    """The closing line of a job with too many failed rows."""
     errors = [f": {report['errors'][0]['error']}"] if report["errors"] else []
     kept = (
         "finished rows are kept" if report["state"] == "stopped" else f"{report['output']} has them with their errors"
@@ -486,7 +499,7 @@ def _too_many(reason: str, report: dict[str, Any]) -> str:
 
 
 def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
-    """Shows what a run would do with the first row, without reading weights or writing anything."""
+    """Show what a run would do with the first row, without reading weights or writing anything."""
     name, say = job.resolved.files.name, job.progress.say
     first, batch = next(job.source.batches(0, 1), (0, None))
     request = Request("", error="there is none") if batch is None else next(job.source.requests_of(batch, first))
@@ -499,7 +512,7 @@ def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
         prompt, num_tokens = _shown(request, job.tokenizer())
         what = f"up to {job.options.sampling.max_tokens:,} generated"
     rows = job.source.dataset.num_rows
-    for line in (*headline(plan), *expanded_line(job.resolved)):
+    for line in (*headline(plan), *dequantized_line(job.resolved)):
         say(line)
     say(f"model {name} in {plan.dtype}; {'an unknown number of' if rows is None else f'{rows:,}'} rows")
     say(f"row {first}: {num_tokens:,} prompt tokens, {what}")
@@ -518,7 +531,7 @@ def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
 
 
 def _shown_to_score(request: ScoreRequest, tokenizer: Tokenizer) -> tuple[str, int, str]:
-    """A context and its continuations as text, the context's length in tokens, and what is scored."""
+    """A context and its continuations as text, the context's length in tokens, and a text with the scored lengths."""
     context, continuations = encode_pairs(tokenizer, request, encode_all(tokenizer, [request]))
     lengths = ", ".join(f"{len(tokens):,}" for tokens in continuations)
     prompt = tokenizer.decode(context, skip_special_tokens=False)

@@ -10,17 +10,17 @@ from typing import Any
 from batchgen.core.text import without_credentials
 from batchgen.job.options import JobOptions, Option, options_of
 
-# What is left to the machine where the job is run: it is measured there.
+# Options that are left to the machine where the job is run.
 _OF_THE_PLAN = frozenset({"hardware", "trace", "progress"})
 _PLACEHOLDERS = {"input": "INPUT", "output": "OUTPUT"}
 
 
 def run_command(options: JobOptions, **more: Any) -> str:
-    """`batchgen run` with the options that are not defaults; credentials of URLs are hidden.
+    """`batchgen run` with all options that are not defaults; credentials of URLs are hidden.
 
     Args:
-        options: The job's; where it has no input or output, a word stands for it.
-        more: Options that it is run with besides, by name.
+        options: The job's options; a missing input or output is shown as a word in capitals.
+        more: Further options, by name.
     """
     files = dict(options.read_before)
     words = ["batchgen", "run"]
@@ -36,7 +36,7 @@ def run_command(options: JobOptions, **more: Any) -> str:
 
 
 def torchrun_command(command: str, hosts: int, of_host: int) -> str:
-    """A command of `run_command` over several hosts, as each of them starts it; words in capitals are its own."""
+    """A `batchgen run` command over several hosts, as each of them starts it; each fills in the words in capitals."""
     rest = command.removeprefix("batchgen ")
     return (
         f"torchrun --nnodes {hosts} --nproc-per-node {of_host} --node-rank RANK --master-addr HOST --master-port 29500"
@@ -45,7 +45,7 @@ def torchrun_command(command: str, hosts: int, of_host: int) -> str:
 
 
 def _words(option: Option, value: Any) -> list[str]:
-    """An option as the command line has it."""
+    """Words of an option on the command line."""
     if isinstance(value, bool):
         on, _, off = option.flags[-1].partition("/")
         return [on if value else off]

@@ -1,4 +1,4 @@
-"""Workers that share a job: how one of them opens its output, and the requests of the ranges that it claims."""
+"""A job's output and remaining requests, for a job alone and for a worker that shares the job with others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ def open_output(
 ) -> Run | SharedRun:
     """Open a job's output, alone or as one of several workers. Raises BatchgenError.
 
-    named: Whether the job says where it is; else it is called after the fingerprint, and is never that of another job.
+    Args:
+        options: The job's options.
+        output: The output.
+        fingerprint: All that decides the rows.
+        source: The job's input.
+        named: Whether the options name the output; otherwise its name has the fingerprint, and no other job's.
     """
     extends = appended_to(source) if named else None
     keep_parts = named and source.dataset.may_grow
@@ -51,13 +56,13 @@ def open_output(
 def requests_left(
     source: RequestSource, state: Run | SharedRun, ahead: int, should_stop: Callable[[], bool]
 ) -> Iterator[Request | ScoreRequest | None]:
-    """The requests of the rows that this process is to run; of a worker, None where it waits for others, or for its own rows.
+    """Yield the requests of the rows that this process runs; for a worker, None where it waits for rows.
 
     Args:
         source: The input.
         state: The output.
-        ahead: Rows that a worker wants to have in hand.
-        should_stop: Whether a worker claims no more.
+        ahead: Number of rows that a worker claims ahead.
+        should_stop: Function that tells whether a worker claims no more.
     """
     if isinstance(state, Run):
         yield from source.requests(state.done_rows)
@@ -75,7 +80,7 @@ def requests_left(
 
 
 class _Reader:
-    """Ranges of rows of an input that is read once where they ascend, as most do."""
+    """A reader of row ranges, which reads the input once while ranges ascend."""
 
     def __init__(self, source: RequestSource) -> None:
         self._source = source

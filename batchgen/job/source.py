@@ -1,4 +1,4 @@
-"""A job's input and how its rows become requests: prompts over a dataset, or an OpenAI batch's own."""
+"""A job's input and its requests: prompts over a dataset, or the requests of an OpenAI batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class DoneRows(Protocol):
-    """Which rows are done."""
+    """The set of rows that are done."""
 
     def __contains__(self, row: int) -> bool: ...
 
@@ -43,10 +43,18 @@ class DoneRows(Protocol):
 class RequestSource:
     """The input, and how its rows become requests.
 
-    requests_of: gives those of a record batch, by the batch and its first row. identity: of the prompts, JSON values. reads: the
-    input's columns that requests are made of. columns: what the output adds. scores_prompts: whether the prompts themselves are scored.
-    format_row: OpenAI batches are answered in their own format. chat: how chat messages become prompts. notices: lines that say how
-    columns are read. reasoning_apart: whether what a model thinks between tags is taken out of its texts, where the output has a place for it.
+    Attributes:
+        dataset: The input.
+        requests_of: Function from (record batch, its first row) to the requests of its rows.
+        identity: All that decides the prompts, as JSON values.
+        needs_chat_template: Whether prompts are chat messages.
+        columns: Columns that the output adds.
+        reads: Columns of the input that requests are made of.
+        scores_prompts: Whether the prompts themselves are scored.
+        format_row: Function that formats the output of an OpenAI batch; None: the input is not one.
+        chat: Options for chat messages.
+        notices: Lines for a person on how columns are read.
+        reasoning_apart: Whether a model's thoughts between tags are taken out of its texts into a column of their own.
     """
 
     dataset: Dataset
@@ -66,14 +74,14 @@ class RequestSource:
         return self.format_row is not None
 
     def output_names(self, options: JobOptions) -> list[str]:
-        """The names of the columns that the output adds; none of an OpenAI batch. Raises InputError where one is taken."""
+        """Names of the columns that the output adds; none for an OpenAI batch. Raises InputError where one is taken."""
         if self.is_openai:
             return []
         schema = output_schema(self.dataset.schema, self.columns, options.output_prefix)
         return list(schema.names[len(self.dataset.schema) :])
 
     def for_model(self, config: ModelConfig, tokenizer: Tokenizer, options: JobOptions) -> RequestSource:
-        """The same with the columns that the model gives. Raises InputError where their names are taken."""
+        """The source with the columns that the model adds. Raises InputError where their names are taken."""
         if not isinstance(self.columns, SampleColumns):
             return self
         thinks = options.reasoning_column and Thinking.of(tokenizer, options.sampling.regex) is not None
@@ -84,11 +92,11 @@ class RequestSource:
         return source
 
     def batches(self, start_row: int = 0, batch_rows: int = 1024) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """`Dataset.batches` with the columns alone that requests are made of."""
+        """Record batches of the dataset, with the columns that requests are made of."""
         return self.dataset.batches(start_row, batch_rows, self.reads)
 
     def requests(self, done: DoneRows) -> Iterator[Request | ScoreRequest]:
-        """Requests for every row not in `done`, each with its row's number."""
+        """Requests of every row not in `done`, each with its row's number."""
         for first, batch in self.batches(done.next_unfinished(0)):
             needed = [row not in done for row in range(first, first + batch.num_rows)]
             if not any(needed):
@@ -105,13 +113,13 @@ class RequestSource:
 
 
 def open_source(options: JobOptions) -> RequestSource:
-    """Open a job's input, and check what can be checked of it, its prompts and the columns of the output.
+    """Open a job's input, and check it, its prompts and the columns of the output as far as possible.
 
     Args:
         options: The job's options.
 
     Raises:
-        InputError: It cannot be read, or does not have what the options name.
+        InputError: The input cannot be read, or lacks what the options name.
     """
     given = StandardInput(options.input_format) if options.input == STANDARD_INPUT else None
     dataset = open_dataset(
@@ -151,12 +159,12 @@ def open_source(options: JobOptions) -> RequestSource:
 
 
 def _source_without_rows(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
-    """Of no rows, whose columns may have no types, or not be known: nothing is checked against them."""
+    """The source of an input without rows, whose columns may be unknown or without types: they are not checked."""
     return RequestSource(dataset, lambda batch, first: iter(()), _identity(options, spec), False, _columns(options))
 
 
 def _identity(options: JobOptions, spec: PromptSpec) -> dict[str, Any]:
-    """What decides the requests of rows."""
+    """All that decides the requests of rows, as JSON values."""
     identity = spec.identity()
     if options.task == "score":
         identity |= {"continuations": _continuations(options).identity()}
@@ -170,7 +178,7 @@ def _continuations(options: JobOptions) -> ContinuationSpec:
 
 
 def _columns(options: JobOptions) -> Columns:
-    """What the output adds to the input's columns."""
+    """The columns that the output adds to the input's."""
     logprobs = options.sampling.logprobs is not None
     if options.task == "generate":
         return SampleColumns(options.sampling.n, logprobs)
@@ -183,13 +191,13 @@ def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) ->
     from batchgen.dataset.sampling_column import compile_sampling_column
 
     compiled = compile_prompts(spec, dataset.schema, options.id_column)
-    own_sampling = None
+    row_sampling = None
     if options.sampling_column is not None:
-        own_sampling = compile_sampling_column(options.sampling_column, dataset.schema, options.sampling)
+        row_sampling = compile_sampling_column(options.sampling_column, dataset.schema, options.sampling)
     return RequestSource(
         dataset,
         lambda batch, first: rows_to_requests(
-            batch, first, compiled, options.sampling, options.id_column, own_sampling
+            batch, first, compiled, options.sampling, options.id_column, row_sampling
         ),
         _identity(options, spec),
         compiled.uses_chat,
@@ -209,7 +217,7 @@ def _chat_of(compiled: CompiledPrompts) -> ChatOptions:
 
 
 def _names(*columns: str | None) -> frozenset[str]:
-    """Those that are given."""
+    """Names of the columns that are not None."""
     return frozenset(name for name in columns if name is not None)
 
 
@@ -237,7 +245,7 @@ def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> Re
 
 
 def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
-    """An OpenAI batch brings its own prompts and parameters."""
+    """The source of an OpenAI batch, whose lines have their own prompts and parameters."""
     from batchgen.dataset.openai_batch import rows_to_requests
     from batchgen.dataset.openai_response import format_error, format_response
 

@@ -1,4 +1,4 @@
-"""Standard input as an input: kept in a temporary file, as inputs are read more than once."""
+"""Standard input as a job's input, kept in a temporary file, as inputs are read more than once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SUFFIXES = {"parquet": ".parquet", "csv": ".csv"}
 
 
 class StandardInput:
-    """All of standard input, in a file that is deleted with this value, or at the end of the process.
+    """All of standard input, in a file that is deleted with this value or at the end of the process.
 
     Attributes:
-        path: The file. Its name is the same every time: names are a part of what tells inputs apart.
+        path: The file. Its name is the same every time, as names are a part of an input's identity.
     """
 
     def __init__(self, input_format: str | None) -> None:
-        """Read to its end. Raises InputError where nothing is piped in, or there is no space for it."""
+        """Read standard input to its end. Raises InputError where nothing is piped in, or there is no space for it."""
         if sys.stdin is None or sys.stdin.isatty():
             raise InputError("--input - reads what is piped in, and nothing is: give a file, or a command before |")
         folder = Path(tempfile.mkdtemp(prefix="batchgen-stdin-"))

@@ -1,77 +1,101 @@
-"""Which formats a plan may have its weights in: as they were found, or expanded to the compute dtype.
+"""The format of a model's weights with `--weights auto`: the model's own, or the compute dtype.
 
-Both are the same numbers but for rounding. Few rows in flight are faster with packed weights, of which less is read; with many,
-unpacking takes longer than it saves. So where both have measured rates, both are planned, and the faster one is taken. A job that has
-finished rows keeps to the format of these, where it can: in 16 bits both do not round alike.
+Both hold the same numbers but for rounding. Products with packed weights read less, so few tokens are faster; with many
+tokens, unpacking may take longer than that saves. So the measured rates of products decide, and memory: it must hold
+dequantized weights. A job that has finished rows keeps to the format of these where it can: in 16 bits both do not round
+alike.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from batchgen.core.dtypes import DEQUANTIZED, product_key, weight_format_of
+from batchgen.core.dtypes import DEQUANTIZED, MIXED, product_key, weight_format_of
 from batchgen.core.hardware import HardwareProfile
-from batchgen.core.plan import OtherWeights, Plan
-from batchgen.engine.loader import store_bytes
-from batchgen.job.resolved import ResolvedJob
+from batchgen.core.units import format_bytes, format_seconds
+from batchgen.core.workload import Workload
+from batchgen.job.job import Job
 from batchgen.models.layouts import main_format
 from batchgen.planner.search import TIE
+from batchgen.planner.sizes import store_bytes
+
+# Tokens of a sweep that has prompts, and the most sequences of one that has none, for comparing rates of products.
+_PROMPT_TOKENS, _MOST_SEQS = 1024, 256
 
 
-def expanded_fit(job: ResolvedJob, memory_bytes: int) -> bool:
-    """Whether expanded weights have room in so much memory, so that they are worth planning for."""
-    return store_bytes(job.process_config, job.dtype, DEQUANTIZED) <= memory_bytes
-
-
-def quantizations_planned(job: ResolvedJob, hardware: HardwareProfile, memory_bytes: int) -> tuple[str, ...]:
-    """Quantizations that a plan is made for: as found, and where there is room expanded.
+def with_faster_weights(job: Job, hardware: HardwareProfile, workload: Workload) -> Job:
+    """The job with its weights in the format whose matrix products take less time.
 
     Args:
-        job: The job.
-        hardware: Its machine.
-        memory_bytes: What it may take of all memories together.
+        job: The job. It stays as it is where its options give the format, or where the machine's rates of products with
+            weights in the model's own format are not known.
+        hardware: The profile of one process's part of the machine.
+        workload: The job's rows.
 
     Returns:
-        None of them where the choice is not the plan's: what `loader.choose_weights` gives stands, also where rates are not known.
+        The job, with the reason for the choice.
     """
-    if not job.planned_formats:
-        return ()
-    as_found = job.planned_formats[0]
-    key = product_key(main_format(job.process_config, as_found), job.dtype)
-    if not hardware.compute.has_rates("gemm_flops_per_s", key):
-        return ()
-    return job.planned_formats if expanded_fit(job, memory_bytes) else (as_found,)
+    if job.open_format is None:
+        return job
+    config, rates = job.process_config, hardware.compute
+    key = product_key(main_format(config, job.open_format), job.dtype)
+    if not rates.has_rates("gemm_flops_per_s", key):
+        return job
+    native = job.open_format if job.open_format != MIXED else "the formats of the file"
+    if not dequantized_fit(job, _memory_bytes(job, hardware)):
+        size = format_bytes(store_bytes(config, job.dtype, DEQUANTIZED))
+        reason = f"Weights stay in {native}: dequantized to {job.dtype} they take {size}."
+        return _in_format(job, job.open_format, reason)
+    native_s, dequantized_s = (_products_s(job, hardware, workload, name) for name in (key, job.dtype))
+    times = format_seconds(native_s), format_seconds(dequantized_s)
+    if dequantized_s * TIE < native_s:
+        reason = f"Weights are dequantized to {job.dtype}: matrix products take {times[1]}, and {times[0]} in {native}."
+        return _in_format(job, DEQUANTIZED, reason)
+    reason = f"Weights stay in {native}: matrix products take {times[0]}, and {times[1]} dequantized to {job.dtype}."
+    return _in_format(job, job.open_format, reason)
 
 
-def in_format_of_rows(job: ResolvedJob, weight_format: str) -> ResolvedJob | None:
+def in_format_of_rows(job: Job, weight_format: str) -> Job | None:
     """The job with weights in the format that its finished rows were made with, and in no other.
 
     Returns:
-        None where it cannot have that: another one is asked for, or expanded weights have no room in memory.
+        None where the job cannot have it: another one is asked for, or memory does not hold dequantized weights.
     """
-    if job.as_found is None:
+    if job.native_format is None:
         return None
-    formats = {weight_format_of(job.dtype, name): name for name in (job.as_found, DEQUANTIZED)}
+    formats = {weight_format_of(job.dtype, name): name for name in (job.native_format, DEQUANTIZED)}
     weights = formats.get(weight_format)
-    if weights is None or (weights == DEQUANTIZED and not expanded_fit(job, _memory_bytes(job))):
+    if weights is None or (
+        weights == DEQUANTIZED and not dequantized_fit(job, job.budgets["cpu"] + job.budgets.get("gpu", 0))
+    ):
         return None
-    return replace(job, options=replace(job.options, weights=weights), as_found=None)
+    return replace(_in_format(job, weights, ""), native_format=None)
 
 
-def _memory_bytes(job: ResolvedJob) -> int:
-    """Of all memories together, for one process."""
-    return job.budgets["cpu"] + job.budgets.get("gpu", 0)
+def dequantized_fit(job: Job, memory_bytes: int) -> bool:
+    """True where this much memory holds the job's weights in the compute dtype."""
+    return store_bytes(job.process_config, job.dtype, DEQUANTIZED) <= memory_bytes
 
 
-def faster(plans: list[Plan]) -> Plan:
-    """Of plans for weights as found and for expanded ones, in this order, the faster; it says what the other one would take."""
-    found, expanded = plans
-    times = [plan.prediction.total_s for plan in plans]
-    # Of equal times that of weights as they were found, which take less memory.
-    best, other = (expanded, found) if times[1] * TIE < times[0] else (found, expanded)
-    return replace(best, other_weights=OtherWeights(other.policy.weight_format, other.prediction.total_s))
+def _in_format(job: Job, weights: str, reason: str) -> Job:
+    return replace(job, options=replace(job.options, weights=weights), weights_reason=reason)
 
 
-def without_room(plan: Plan, weight_format: str) -> Plan:
-    """A plan beside which there is none for weights in the other format."""
-    return replace(plan, other_weights=OtherWeights(weight_format, None))
+def _memory_bytes(job: Job, hardware: HardwareProfile) -> int:
+    """Bytes of all memories together that one process may use."""
+    given = job.process_memory
+    host = hardware.cpu_memory_bytes // job.of_host if given["cpu_memory"] is None else given["cpu_memory"]
+    device = (hardware.gpu_memory_bytes or 0) if given["gpu_memory"] is None else given["gpu_memory"]
+    return host + device
+
+
+def _products_s(job: Job, hardware: HardwareProfile, workload: Workload, key: str) -> float:
+    """Seconds of the layers' matrix products for all tokens of a job, at the rates of one kind of products."""
+    config, rates = job.process_config, hardware.compute.rates("gemm_flops_per_s", key)
+    decoded = workload.num_seqs * workload.output_len.mean
+    prompts = workload.num_seqs * workload.computed_prompt_len
+    seconds = 0.0
+    for tokens, of_sweep in ((prompts, _PROMPT_TOKENS), (decoded, min(workload.num_seqs, _MOST_SEQS))):
+        rate = rates.at(width=config.hidden_size, tokens=float(of_sweep))
+        seconds += 2 * config.matmul_params_per_layer * config.num_layers * tokens / rate
+    return seconds

@@ -1,4 +1,4 @@
-"""`--what-if`: the machine with some of its sizes or rates changed."""
+"""`plan --what-if`: a machine with some of its sizes or rates changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import parse_bytes
-from batchgen.job.planning import PlanRequest
+from batchgen.job.job import Job
 
 _SIZES = {"gpu-memory": "gpu_memory_bytes", "cpu-memory": "cpu_memory_bytes", "disk-memory": "disk_bytes"}
 _RATES = {
@@ -20,23 +20,18 @@ _RATES = {
     "disk-write": "disk_write_bytes_per_s",
     "dram": "dram_bytes_per_s",
 }
-_BUDGETS = {"gpu-memory": "gpu_memory", "cpu-memory": "cpu_memory", "disk-memory": "disk_memory"}
 
 
-def what_if(
-    hardware: HardwareProfile, request: PlanRequest, changes: Mapping[str, str]
-) -> tuple[HardwareProfile, PlanRequest]:
-    """The machine and the request with some sizes or rates changed.
-
-    A changed size is the machine's and the budget alike.
+def what_if(job: Job, hardware: HardwareProfile, changes: Mapping[str, str]) -> tuple[Job, HardwareProfile]:
+    """The job and the machine with some sizes or rates changed; a changed size is the machine's and the budget's alike.
 
     Args:
-        hardware: The machine as it is.
-        request: What is given of the plan.
-        changes: {"gpu-memory": "48GiB", "cpu-memory": "+64GiB", "disk-read": "7GB/s", "h2d": "x2"}.
+        job: The job.
+        hardware: Resources of one process.
+        changes: Changes by name: {"gpu-memory": "48GiB", "cpu-memory": "+64GiB", "disk-read": "7GB/s", "h2d": "x2"}.
 
     Raises:
-        InputError: There is no such size or rate here, or a value is none of it.
+        InputError: The machine has no such size or rate, or a value is none of it.
     """
     for name, text in changes.items():
         if name not in _SIZES | _RATES:
@@ -45,19 +40,21 @@ def what_if(
         if getattr(hardware, field) is None:
             raise InputError(f"--what-if {name}: {hardware.name} has no GPU; --hardware gives a machine that has one")
         changed = _change(name, text)
-        hardware_changes: dict[str, Any] = {field: changed(getattr(hardware, field))}
-        if name in _BUDGETS:
-            budget = getattr(request, _BUDGETS[name])
+        if name in _SIZES:
+            option = name.replace("-", "_")
+            budget = job.process_memory[option]
             relative = text.startswith(("+", "x"))
             if budget is not None or not relative:  # else the budget follows from the machine, as it did
-                request_changes: dict[str, Any] = {_BUDGETS[name]: changed(budget or 0)}
-                request = replace(request, **request_changes)
-        hardware = replace(hardware, **hardware_changes)
-    return hardware, request
+                processes = 1 if name == "gpu-memory" else job.of_host
+                size = int(changed(budget or 0)) * processes
+                job = replace(job, **{option: size})  # type: ignore[arg-type]
+        change: dict[str, Any] = {field: changed(getattr(hardware, field))}
+        hardware = replace(hardware, **change)
+    return job, hardware
 
 
 def _change(name: str, text: str) -> Callable[[float], float]:
-    """What turns a size in bytes, or a rate in bytes/s, into the new one. Raises InputError."""
+    """A function from a size in bytes, or a rate in bytes/s, to the changed one. Raises InputError."""
     if factor := re.fullmatch(r"x\s*([0-9]*\.?[0-9]+)", text):
         times = float(factor[1])
         if times <= 0:

@@ -28,11 +28,11 @@ _ENOUGH_FINISHED = 32
 
 
 class NoUsableRow(InputError):
-    """None of the sampled rows makes a prompt."""
+    """Raised where no sampled row gives a prompt."""
 
 
 class EstimatedWorkload(NamedTuple):
-    """A workload. output_len_known: whether its output lengths are known, or only bounded by max_tokens."""
+    """A workload, and whether its output lengths are known or only bounded by max_tokens."""
 
     workload: Workload
     output_len_known: bool
@@ -53,10 +53,10 @@ def measure_workload(
 
     Args:
         source: The input.
-        tokenizer: The model's.
-        options: The job's.
-        context: Longest prompt plus output, in tokens.
-        rows_left: How many rows are to be run; None: nobody knows.
+        tokenizer: The model's tokenizer.
+        options: The job's options.
+        context: The longest prompt plus output, in tokens.
+        rows_left: Number of rows that are to be run; None: it is not known.
         finished_output_lens: Tokens generated for rows that are done already.
 
     Raises:
@@ -92,7 +92,7 @@ def measure_workload(
 def _sampled_rows(
     source: RequestSource, tokenizer: Tokenizer, options: JobOptions, context: int
 ) -> tuple[list[list[_Sampled]], int]:
-    """The sequences of each sampled row that can be run; how many rows were sampled. Raises NoUsableRow."""
+    """The sequences of each sampled row that can be run, and the number of sampled rows. Raises NoUsableRow."""
     sampled, reason = 0, None
     rows: list[list[_Sampled]] = []
     for request in itertools.chain.from_iterable(_sample(source)):
@@ -115,8 +115,11 @@ def _sampled_rows(
 class _Sampled:
     """A sequence of a sampled row.
 
-    limit: most tokens generated. copies: how many there are of it. scored: positions whose logits are needed, the last ones;
-    None: it generates.
+    Attributes:
+        tokens: The token ids of the prompt, or of all that is scored.
+        limit: The most tokens that it generates.
+        copies: The number of samples of the same prompt.
+        scored: The number of last positions whose logits are needed; None: the sequence generates.
     """
 
     tokens: Sequence[int]
@@ -141,13 +144,13 @@ def _sequences(
         pair = tokens_of(tokenizer, request, encode_all(tokenizer, [request], limit), context, on_overlong)
         paths, _ = paths_to_run(pair, context)
         return [_Sampled(path.tokens, scored=len(path.targets)) for path in paths]
-    own = request.sampling or sampling
+    parameters = request.sampling or sampling
     sequences = []
     for each in request.each_prompt:
-        tokens = cut_overlong(encode_prompt(tokenizer, each, limit), own.max_tokens, context, on_overlong)
+        tokens = cut_overlong(encode_prompt(tokenizer, each, limit), parameters.max_tokens, context, on_overlong)
         if not 0 < len(tokens) < context:
             raise RowError("its prompt is too long" if tokens else "it has no prompt")
-        sequences.append(_Sampled(tokens, min(own.max_tokens, context - len(tokens)), own.n))
+        sequences.append(_Sampled(tokens, min(parameters.max_tokens, context - len(tokens)), parameters.n))
     return sequences
 
 
@@ -181,7 +184,7 @@ def _shared_part(sequences: list[_Sampled], copies: float) -> float:
 
     Further copies of a sequence take over all of its prompt but the last block.
     """
-    block = DEFAULT_KV_BLOCK_SIZE  # by which prefixes are shared
+    block = DEFAULT_KV_BLOCK_SIZE  # prefixes are shared in whole blocks
     nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # (node of the prefix, next block) -> node
     shared = []
     for sequence in sequences:

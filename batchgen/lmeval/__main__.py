@@ -1,4 +1,4 @@
-"""`python -m batchgen.lmeval`: lm_eval's own command line, which does not look for models in other packages by itself."""
+"""`python -m batchgen.lmeval`: lm_eval's command line with the model `batchgen` registered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batchgen.core.screen import claim_standard_streams, say
 
 
 def main() -> None:
-    """Runs `lm_eval` with the model `batchgen` registered; one line and an exit code where batchgen cannot go on."""
+    """Run `lm_eval` with the model `batchgen` registered; one line and an exit code where batchgen cannot go on."""
     claim_standard_streams()
     with guarded():
         _evaluate()

@@ -10,26 +10,36 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 
-# Named in lm_eval's own way, or decided by it.
+# Sampling parameters that lm_eval names in its own way, or decides.
 _OTHERWISE = {"max_tokens", "stop", "n", "logprobs"}
-# Keywords of other engines that say what is done here anyway, with that value.
+# Keywords of other engines, with the value that has no effect here.
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "skip_special_tokens": True}
 
 
 @dataclass(frozen=True)
 class Generation:
-    """How a request is generated. fields: of SamplingParams, those that are not the job's. until: texts that end it."""
+    """Generation settings of a request.
+
+    Attributes:
+        fields: Fields of SamplingParams that differ from the job's.
+        until: Texts that end it.
+    """
 
     fields: dict[str, Any]
     until: tuple[str, ...]
 
 
 def generation(gen_kwargs: dict[str, Any], max_gen_toks: int, special_ids: dict[str, int], thinks: bool) -> Generation:
-    """A request's keywords, as `--gen_kwargs` and tasks have them.
+    """The settings of a request's generation keywords.
 
-    max_gen_toks: where they name none. special_ids: tokens that are never part of a text, by the name that `until` may
-    have them under. thinks: texts in `until` end the answer, not the thoughts before it.
-    Raises InputError for keywords that mean nothing here, or have no sensible value.
+    Args:
+        gen_kwargs: Keywords of `--gen_kwargs` and of the task.
+        max_gen_toks: The most generated tokens, where the keywords name none.
+        special_ids: Ids of special tokens by their text, which `until` may have.
+        thinks: Whether texts in `until` end the answer, not the thoughts before it.
+
+    Raises:
+        InputError: A keyword is unknown here, or has an invalid value.
     """
     try:
         given = dict(normalize_gen_kwargs(gen_kwargs, max_gen_toks))

@@ -1,4 +1,4 @@
-"""Requests of one type as one job: a file of rows in, a file of results out, which an interrupted evaluation goes on from."""
+"""Requests of one type as one job: files of rows and results, from which an interrupted evaluation goes on."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where an evaluation's jobs are run, and with what.
+    """The directory and the options of an evaluation's jobs.
 
-    model, options: as `batchgen.run` takes them. identity: JSON values that decide the results, beside the rows.
-    directory: has a folder for each job, named after its kind and a hash of all that decides its results.
+    Attributes:
+        model: The model, as `batchgen.run` takes it.
+        options: Options of `batchgen.run`.
+        identity: JSON values that decide the results, beside the rows.
+        directory: Directory with a folder for each job, named by its kind and a hash of all that decides its results.
+        resume: Whether results of earlier calls are used.
     """
 
     model: str
@@ -36,9 +40,19 @@ class Workplace:
     resume: bool = True
 
     def run(self, kind: str, rows: pa.Table, results: Sequence[str], **options: Any) -> pa.Table:
-        """The columns `results` of the job over `rows`, in their order; what an earlier call finished is not run again.
+        """Run a job; rows that an earlier call has finished are not run again.
 
-        kind: the type of request. options: more of the job's. Raises BatchgenError where a row failed.
+        Args:
+            kind: Type of the requests.
+            rows: Rows of the job.
+            results: Columns of the output to return.
+            **options: Further options of the job.
+
+        Returns:
+            The columns, in the order of the rows.
+
+        Raises:
+            BatchgenError: A row failed.
         """
         import batchgen
 
@@ -52,10 +66,11 @@ class Workplace:
         logger.info("%s: %s rows, in %s", kind, f"{rows.num_rows:,}", folder)
         given = dict(self.options)
         if options.get("task") == "score":
-            given.pop("expected_output_len", None)  # it is of those jobs that generate
+            given.pop("expected_output_len", None)  # an option of jobs that generate
         report = batchgen.run(
             self.model, str(requests), output, report=str(folder / "report.json"),
-            overwrite=not self.resume, retry_failed=self.resume, max_failed="100%", reasoning_column=False, **given, **options,
+            overwrite=not self.resume, retry_failed=self.resume, max_failed="100%", reasoning_column=False,
+            **given, **options,
         )  # fmt: skip
         if report["state"] == "already complete":
             logger.warning("%s: taken from %s, where it was done before; resume=False does it again", kind, folder)
@@ -75,19 +90,19 @@ class Workplace:
 
 
 def token_lists(rows: Sequence[bytes]) -> pa.ListArray:
-    """list<int32> of rows that are token ids, each four bytes."""
+    """A list<int32> array of rows of token ids. rows: token ids of each row, four bytes each."""
     offsets = np.cumsum([0, *(len(row) // 4 for row in rows)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.frombuffer(b"".join(rows), np.int32)))
 
 
 def nested_token_lists(rows: Sequence[Sequence[bytes]]) -> pa.ListArray:
-    """list<list<int32>> of rows that are several such."""
+    """A list<list<int32>> array of rows of several lists of token ids, four bytes each."""
     offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), token_lists([ids for row in rows for ids in row]))
 
 
 def _add(array: pa.Array, digest: Any) -> None:
-    """An array's values, and how they are grouped; of text its JSON."""
+    """Add an array's values and list lengths to a digest, text as JSON."""
     while pa.types.is_list(array.type):
         digest.update(np.asarray(array.value_lengths()).tobytes())
         array = array.flatten()
@@ -96,7 +111,7 @@ def _add(array: pa.Array, digest: Any) -> None:
 
 
 def _write(rows: pa.Table, path: Path) -> None:
-    """Writes Parquet, whole or not at all; in row groups that a resumed job need not all read."""
+    """Write Parquet atomically, in row groups, of which a resumed job reads only those that it needs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_atomically(path) as file:
         pq.write_table(rows, file, row_group_size=_ROW_GROUP)

@@ -1,4 +1,4 @@
-"""The model `batchgen` of lm-evaluation-harness: what it asks for, as rows of jobs, and their results back in its order."""
+"""The model `batchgen` of lm-evaluation-harness: requests become rows of jobs, whose results return in order."""
 
 from __future__ import annotations
 
@@ -17,42 +17,54 @@ from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from batchgen._version import __version__
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import NATIVE, changes_results
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import ChatOptions
+from batchgen.job.job import resolve_job
 from batchgen.job.options import JobOptions, names_of
-from batchgen.job.resolved import resolve_job
 from batchgen.lmeval.generation import generation
 from batchgen.lmeval.jobs import Workplace, nested_token_lists, token_lists
 from batchgen.lmeval.texts import Texts
-from batchgen.models.files import cache_dir, model_identity, resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.files import resolve_model
+from batchgen.models.identity import model_identity
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-# Options of a job that are given through, beside those that have a name of lm_eval's too.
+# Options of a job that are passed through, beside those with a name of lm_eval's.
 JOB_OPTIONS = tuple(name for name in names_of("lm_eval") if name != "max_model_len")
-_Pair = tuple[Any, Sequence[int], Sequence[int]]  # what lm_eval knows a request by, context and continuation
+_Pair = tuple[Any, Sequence[int], Sequence[int]]  # lm_eval's key of a request, context and continuation
 logger = logging.getLogger(__name__)
 
 
 @register_model("batchgen")
 class BatchgenLM(TemplateLM):
-    """A model as `batchgen run` takes them, for `lm_eval --model batchgen --model_args pretrained=demo,...`.
+    """The model of `lm_eval --model batchgen --model_args pretrained=demo,...`.
 
-    pretrained: what `batchgen run --model` takes. max_length, or max_model_len: longest context in tokens; None: the model's.
-    max_gen_toks: where a request says nothing. seed: of draws; None: the torch seed of lm_eval's `--seed`.
-    add_bos_token: whether texts begin with the beginning-of-text token; None: as the tokenizer has it.
-    prefix_token_id: stands before texts without a context; None: the beginning-of-text token, or else the end-of-text one.
-    chat_template_args, enable_thinking: variables of the chat template. think_end_token: text after which the answer begins.
-    work_dir: where jobs are kept; None: `lmeval` in batchgen's cache directory. resume: False runs all of it again.
-    device: as `batchgen run --device`; lm_eval gives "cuda:0" where it was told nothing, which is "auto" here.
-    batch_size, max_batch_size, trust_remote_code: have no meaning here.
-    options: more of the job's, those in JOB_OPTIONS.
+    Args:
+        pretrained: The model, as `batchgen run --model` takes it.
+        max_length: Longest context in tokens; None: the model's.
+        max_model_len: Another name of max_length.
+        max_gen_toks: The most generated tokens, where a request names none.
+        seed: Seed of draws; None: the torch seed of lm_eval's `--seed`.
+        add_bos_token: Whether texts begin with the beginning-of-text token; None: as the tokenizer does.
+        prefix_token_id: Token id before texts without a context; None: beginning of text, or else end of text.
+        chat_template_args: Variables of the chat template.
+        enable_thinking: Variable of the chat template.
+        think_end_token: Text after which the answer begins.
+        work_dir: Directory of the jobs; None: `lmeval` in batchgen's cache directory.
+        resume: Whether results of earlier evaluations are used.
+        device: The compute device, as `batchgen run --device` takes it; lm_eval's default "cuda:0" is "auto" here.
+        batch_size: Ignored.
+        max_batch_size: Ignored.
+        trust_remote_code: Ignored.
+        **options: Further options of jobs, those in JOB_OPTIONS.
 
-    Raises InputError for all that can be refused before weights are read.
+    Raises:
+        InputError: An option is invalid, or the model is unsupported or broken.
     """
 
     def __init__(  # a parameter for each keyword of --model_args, as lm_eval calls it
@@ -79,8 +91,8 @@ class BatchgenLM(TemplateLM):
         super().__init__()
         unknown = sorted(set(options) - set(JOB_OPTIONS))
         if unknown:
-            own = "pretrained, max_length, max_gen_toks, seed, add_bos_token, prefix_token_id, work_dir, resume"
-            raise InputError(f"--model_args has no {unknown[0]!r}; it takes {own}, {', '.join(JOB_OPTIONS)}")
+            named = "pretrained, max_length, max_gen_toks, seed, add_bos_token, prefix_token_id, work_dir, resume"
+            raise InputError(f"--model_args has no {unknown[0]!r}; it takes {named}, {', '.join(JOB_OPTIONS)}")
         if max_length is not None and max_model_len is not None:
             raise InputError("--model_args: max_length and max_model_len are the same: give one")
         if device not in (None, "cuda:0"):
@@ -89,7 +101,7 @@ class BatchgenLM(TemplateLM):
         options["max_model_len"] = max_length if max_length is not None else max_model_len
         job = resolve_job(JobOptions(pretrained, None, None, **options), files)
         self._max_length = options["max_model_len"] = job.context
-        # Said, as batchgen.run shows no progress unless told.
+        # batchgen.run shows no progress by default.
         options |= {name: getattr(job.options, name) for name in ("device", "progress")}
         if max_gen_toks < 1:
             raise InputError(f"max_gen_toks must be at least 1, not {max_gen_toks}")
@@ -122,23 +134,23 @@ class BatchgenLM(TemplateLM):
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> BatchgenLM:
-        """As lm_eval makes its models; what `--model_args` says goes before lm_eval's own flags and their defaults."""
+        """Make the model from lm_eval's arguments; those of `--model_args` override lm_eval's own flags."""
         return cls(**{**(additional_config or {}), **arg_dict})
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> BatchgenLM:
-        """The same, for "key=value,key=value"."""
+        """Make the model from lm_eval's arguments as text, "key=value,key=value"."""
         from lm_eval.utils import simple_parse_args_string
 
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval puts beside the results."""
+        """Information that lm_eval puts beside the results."""
         return self._info | {"work_dir": str(self._work.directory)}
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm_eval keeps prompts made with the chat template under."""
+        """Name under which lm_eval caches prompts that were made with the chat template."""
         return self._tokenizer_name
 
     @property
@@ -153,7 +165,7 @@ class BatchgenLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context."""
+        """Id of the token before a text without a context."""
         return self._texts.prefix_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -161,7 +173,7 @@ class BatchgenLM(TemplateLM):
         return list(next(self._texts.encode([string], add_special_tokens)))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as one text, up to where the answer begins, or goes on."""
+        """The conversation as one text, up to the beginning of the answer, or to where it goes on."""
         options = ChatOptions(self._template_args, continue_final=not add_generation_prompt)
         self._tokens.require_chat_template(options)
         try:
@@ -182,7 +194,7 @@ class BatchgenLM(TemplateLM):
             raise InputError("a model that thinks cannot be asked for log-likelihoods: choose tasks that generate")
         texts = [request.args for request in requests]
         return self._loglikelihood_tokens(
-            [(own, *pair) for own, pair in zip(texts, self._texts.pairs(texts), strict=True)]
+            [(key, *pair) for key, pair in zip(texts, self._texts.pairs(texts), strict=True)]
         )
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -202,8 +214,8 @@ class BatchgenLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text generated after each request's context, up to what its keywords say ends it."""
-        rows: dict[tuple, int] = {}  # prompt, parameters and, where draws are to differ, the request -> row
+        """The text generated after each request's context, up to the end that its keywords name."""
+        rows: dict[tuple, int] = {}  # row by prompt, parameters and, where draws differ, the request
         row_of, untils, limits, cut = [], [], [1], 0
         for request, prompt in zip(
             requests, self._texts.encode([request.args[0] for request in requests]), strict=True
@@ -215,8 +227,8 @@ class BatchgenLM(TemplateLM):
                     raise InputError(f"max_gen_toks must be below the context of {self.max_length}")
             except InputError as error:
                 raise InputError(f"task {request.task_name}: {error}") from error
-            own = len(row_of) if how.fields.get("temperature") else None
-            key = _key(prompt[-capacity:] or [self.prefix_token_id]), json.dumps(how.fields, sort_keys=True), own
+            draw = len(row_of) if how.fields.get("temperature") else None
+            key = _key(prompt[-capacity:] or [self.prefix_token_id]), json.dumps(how.fields, sort_keys=True), draw
             row_of.append(rows.setdefault(key, len(rows)))
             untils.append(list(how.until))
             cut += len(prompt) > capacity
@@ -251,11 +263,13 @@ class BatchgenLM(TemplateLM):
     def _score(self, kind: str, requests: Iterable[_Pair]) -> list[tuple[float, bool]]:
         """(log-probability, is greedy) of each pair.
 
-        Continuations of one context are one row, which computes it once. Where the context is a single token each has a row
-        of its own: there is nothing to gain, and a row is done or not as a whole.
+        Continuations of one context are one row, which computes the context once. Where the context is a single token,
+        each continuation has a row of its own: there is nothing to gain, and a row is done or not as a whole.
         """
-        rows: dict[tuple, tuple[int, dict[bytes, int]]] = {}  # context -> row, and continuation -> index in it
-        found_at, cut = [], 0
+        rows: dict[
+            tuple, tuple[int, dict[bytes, int]]
+        ] = {}  # row of each context, and index of each continuation in it
+        places, cut = [], 0
         for texts, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 what = "adds no token to its context" if not continuation else f"has {len(continuation):,} tokens"
@@ -267,7 +281,7 @@ class BatchgenLM(TemplateLM):
             context = context[-capacity:]
             key = _key(context), (_key(continuation) if len(context) == 1 else None)
             row, continuations = rows.setdefault(key, (len(rows), {}))
-            found_at.append((row, continuations.setdefault(_key(continuation), len(continuations))))
+            places.append((row, continuations.setdefault(_key(continuation), len(continuations))))
         self._warn_of_cuts(kind, cut)
         if not rows:
             return []
@@ -285,7 +299,7 @@ class BatchgenLM(TemplateLM):
             continuations_column="continuations",
         )
         logprobs, greedy = (scores[name].to_pylist() for name in ("logprobs", "is_greedy"))
-        return [(logprobs[row][index], greedy[row][index]) for row, index in found_at]
+        return [(logprobs[row][index], greedy[row][index]) for row, index in places]
 
     def _warn_of_cuts(self, kind: str, count: int) -> None:
         if count:
@@ -296,5 +310,5 @@ class BatchgenLM(TemplateLM):
 
 
 def _key(token_ids: Sequence[int]) -> bytes:
-    """Tokens as four bytes each: small, and the same for the same tokens."""
+    """Token ids as bytes, four each, for a dictionary's key."""
     return array("i", token_ids).tobytes()

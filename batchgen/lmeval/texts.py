@@ -1,4 +1,4 @@
-"""lm_eval's texts as tokens: with or without what stands before a text, contexts and continuations apart."""
+"""Tokenizing of lm_eval's texts: beginning-of-text tokens, and pairs of context and continuation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ _CHUNK = 1024  # texts tokenized at once
 
 
 class Texts:
-    """Tokenizes for lm_eval. Tokens come as arrays of four bytes each: an evaluation may have many.
+    """Tokenizer for lm_eval, whose tokens are arrays of four bytes each, as an evaluation may have many.
 
-    add_bos_token: whether texts begin with the beginning-of-text token; None: as the tokenizer has it.
-    prefix_token_id: stands before a text that has no context; None: the beginning-of-text token, or else the end-of-text
-    one. Raises InputError where the model has no such token.
+    Args:
+        tokenizer: The model's tokenizer.
+        add_bos_token: Whether texts begin with the beginning-of-text token; None: as the tokenizer does.
+        prefix_token_id: Token id before a text without a context; None: beginning of text, or else end of text.
+
+    Raises:
+        InputError: The model has no such token.
     """
 
     def __init__(self, tokenizer: Tokenizer, add_bos_token: bool | None, prefix_token_id: int | None) -> None:
@@ -36,7 +40,10 @@ class Texts:
     def encode(self, texts: Iterable[str], add_special_tokens: bool | None = None) -> Iterator[array]:
         """The tokens of each text.
 
-        A text that begins with the prefix token's own text gets nothing before it, unless add_special_tokens says so.
+        Args:
+            texts: Texts.
+            add_special_tokens: Whether special tokens are added; None: to texts that do not begin with the prefix
+                token's text.
         """
         texts = iter(texts)
         while chunk := list(itertools.islice(texts, _CHUNK)):
@@ -51,10 +58,10 @@ class Texts:
             yield from (next(apart[has]) for has in begun)
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> Iterator[tuple[array, array]]:
-        """(context, continuation) of each pair of texts, as lm_eval tells them apart.
+        """(context, continuation) of each pair of texts, split as lm_eval does.
 
-        Blanks between the two belong to the continuation. Its tokens are those that the whole has beyond the context's,
-        whose own tokens they follow, even where the whole would have been cut otherwise. Each context is tokenized once.
+        Blanks between the two belong to the continuation. Its tokens are those of the whole text after as many as the
+        context has, even where the whole text is tokenized otherwise at the border. Each context is tokenized once.
         """
         split = []
         for context, continuation in texts:
@@ -70,8 +77,8 @@ class Texts:
                 yield known[context], next(wholes)[len(known[context]) :]
             else:
                 tokens = next(alone)
-                brings_its_own = tokens[:1] == prefix
-                yield prefix, tokens[1:] if brings_its_own else tokens
+                has_prefix = tokens[:1] == prefix
+                yield prefix, tokens[1:] if has_prefix else tokens
 
     def _encode(self, texts: list[str], add_special_tokens: bool | None) -> Iterator[array]:
         if not texts:

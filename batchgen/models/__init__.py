@@ -1,1 +1,1 @@
-"""What a model is: its configuration, files, tokenizer, weights and the parts of its layers."""
+"""A model: its configuration, files, tokenizer, weights, and the parts of its layers."""

@@ -1,4 +1,4 @@
-"""What a model is: its shape, its family's switches, and every byte and FLOP count that follows.
+"""The configuration of a model: its shape, its family's switches, and every byte and FLOP count that follows.
 
 Families differ by flags, not classes. Nothing here reads a file or imports torch.
 """
@@ -19,9 +19,9 @@ from batchgen.models.rope import RopeConfig
 from batchgen.models.stated_numbers import require_positive
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Activations of a gate, which linear layers have as one with the product that follows.
+# Activations of a gate, which linear layers compute together with the product that follows.
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
-# What is left out of JSON where it says nothing: of stages, and of formats as found.
+# Fields of stages and of block formats, which are left out of JSON where they are empty.
 _OFTEN_EMPTY = ("first_layer", "model_layers", "layer_formats", "end_formats")
 
 
@@ -29,24 +29,52 @@ _OFTEN_EMPTY = ("first_layer", "model_layers", "layer_formats", "end_formats")
 class ModelConfig:
     """Shape and switches of a decoder-only model. Raises InputError where the numbers cannot be a model.
 
-    norm: "rms" or "layer". activation: "silu", "relu", "gelu", "gelu_tanh" or "swiglu_oai", of `ops.linear`.
-    rope: None means learned positions, looked up at position + `position_offset`.
-    norm_first: False puts each norm after its residual add (OPT-350m). final_norm: a norm before the head.
-    embed_size: width of the token embedding; where it differs from hidden_size, projections lead in and out.
-    windows: per layer, how many positions a token sees, itself included; None is all of them.
-    max_position: longest context in tokens. dtype: the one the checkpoint states.
-    local_rope: rotary positions of layers with a window, where they differ from those of the others.
-    output_norms: norms of what attention and MLP give, before it is added (Gemma 2). embedding_scale: multiplies embeddings.
-    query_scale: of queries; None: head_dim ** -0.5. attention_softcap, logit_softcap: scores and logits x become
-    cap * tanh(x / cap); 0: they stay.
-    num_experts: MLPs of intermediate_size each, of which a router chooses `experts_per_token` for each token; 0: one MLP.
-    norm_topk: the weights of those chosen add up to 1. shared_expert_size: width of one more, which all tokens go through, with a
-    weight by a gate of its own (Qwen2-MoE); 0: there is none. router_bias: of the router. sinks: a score of each head that
-    takes its part of the softmax and has no value (gpt-oss). dense_layers: those with one MLP, of dense_size, in place of experts.
-    first_layer, model_layers: of a stage of a pipeline (`stage`), which of the model's layers is its first, and how many the model
-    has; 0: this is the whole model.
-    layer_formats, end_formats: of what was found in rows of blocks (`core.dtypes.BLOCK_FORMATS`): for each layer, where matrices
-    differ, the format of each by its role (`layouts.role`); and of "embed" and "lm_head". All else is in numbers.
+    Attributes:
+        architecture: Name of the class in transformers.
+        family: One of `families.ARCHITECTURES`.
+        num_layers: Decoder layers.
+        hidden_size: Width of the hidden states.
+        intermediate_size: Width of an MLP, or of each expert.
+        num_heads: Query heads.
+        num_kv_heads: Heads of keys and values.
+        head_dim: Values of a head.
+        vocab_size: Rows of the embedding.
+        max_position: Longest context, in tokens.
+        norm: "rms" or "layer".
+        norm_eps: Number added to the mean square or variance.
+        activation: "silu", "relu", "gelu", "gelu_tanh" or "swiglu_oai".
+        gated_mlp: Whether the activation is that of a gate.
+        qkv_bias, out_bias, mlp_bias: Whether linear layers have biases.
+        qk_norm: Whether queries and keys are normed, head by head.
+        tied_embeddings: Whether the embedding is the output matrix too.
+        rope: Rotary positions; None: positions are learned, and looked up at position + `position_offset`.
+        windows: Positions that a token sees in each layer, itself included; None: all of them.
+        embed_size: Width of the token embedding; where it differs from hidden_size, projections lead in and out.
+        position_offset: Rows of the position embedding before that of position 0.
+        norm_first: False puts each norm after its residual add (OPT-350m).
+        final_norm: Whether there is a norm before the head.
+        bos_token_id: Token that begins a text.
+        eos_token_ids: Tokens that end a text.
+        dtype: Dtype that the checkpoint states.
+        local_rope: Rotary positions of layers with a window, where they differ from those of the others.
+        output_norms: Whether the outputs of attention and MLP are normed before they are added (Gemma 2).
+        embedding_scale: Factor of embeddings.
+        query_scale: Factor of queries; None: head_dim ** -0.5.
+        attention_softcap, logit_softcap: Caps; scores and logits x become cap * tanh(x / cap). 0: they stay.
+        num_experts: MLPs of which a router chooses some for each token; 0: one MLP.
+        experts_per_token: Experts chosen for each token.
+        norm_topk: Whether the weights of those chosen add up to 1.
+        shared_expert_size: Width of one more expert, which all tokens go through, with a weight by a gate of its own
+            (Qwen2-MoE); 0: there is none.
+        dense_layers: Layers with one MLP in place of experts.
+        dense_size: Width of these MLPs.
+        router_bias: Whether the router has a bias.
+        sinks: Whether each head has a score that takes its part of the softmax and has no value (gpt-oss).
+        first_layer: The model's layer that is the first of this stage of a pipeline (`stage`).
+        model_layers: Layers of the whole model, where this is a stage of it; 0: this is the whole model.
+        layer_formats: Block formats (`core.dtypes.BLOCK_FORMATS`) of each layer's matrices by role (`layouts.role`),
+            where they differ; matrices that are not named are in numbers.
+        end_formats: Block formats of "embed" and "lm_head", where they have one.
     """
 
     architecture: str
@@ -104,7 +132,7 @@ class ModelConfig:
             raise InputError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
             )
-        for rope in {self.rope, self.local_rope} - {None}:
+        for rope in filter(None, (self.rope, self.local_rope)):
             _check_rope(rope, self.head_dim)
         if len(self.windows) != self.num_layers:
             raise InputError(f"layer_types: {len(self.windows)} do not fit {self.num_layers} layers")
@@ -129,94 +157,115 @@ class ModelConfig:
             raise InputError(f"dtype {self.dtype!r} is not supported; supported: {', '.join(DTYPES)}")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; `from_json` gives it back."""
+        """JSON values from which `from_json` makes the same configuration."""
         values = asdict(self)
         return {k: v for k, v in values.items() if v or k not in _OFTEN_EMPTY}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelConfig:
-        """From what `to_json` gave. Raises InputError, or ValueError where it is something else."""
-        found: ModelConfig = read_typed(cls, value, "the configuration")
-        return found
+        """The configuration that `to_json` wrote. Raises InputError, or ValueError where it is something else."""
+        config: ModelConfig = read_typed(cls, value, "the configuration")
+        return config
 
     def first_layers(self, count: int) -> ModelConfig:
-        """The model with so many of its layers, the first ones."""
+        """The model with its first `count` layers alone."""
         return self._of_layers(0, count)
 
     def stage(self, first: int, stop: int) -> ModelConfig:
-        """A stage of a pipeline: layers [first, stop), with the embeddings if it is the first one, the head if it is the last."""
+        """A stage of a pipeline: layers [first, stop).
+
+        The first stage has the embeddings, the last one the head.
+        """
         return replace(self._of_layers(first, stop), first_layer=first, model_layers=self.num_layers)
 
     def _of_layers(self, first: int, stop: int) -> ModelConfig:
         dense = tuple(layer - first for layer in self.dense_layers if first <= layer < stop)
-        fields = {"dense_layers": dense, "dense_size": self.dense_size if dense else 0}
-        formats = self.layer_formats[first:stop]
-        return replace(self, num_layers=stop - first, windows=self.windows[first:stop], layer_formats=formats, **fields)
+        return replace(
+            self,
+            num_layers=stop - first,
+            windows=self.windows[first:stop],
+            layer_formats=self.layer_formats[first:stop],
+            dense_layers=dense,
+            dense_size=self.dense_size if dense else 0,
+        )
 
     @property
     def embeds(self) -> bool:
-        """Whether tokens come in here, and not the activations of a stage before."""
+        """True where tokens come in here, and not the activations of a stage before."""
         return self.first_layer == 0
 
     @property
     def has_head(self) -> bool:
-        """Whether logits come out here, and not the activations for a stage behind."""
+        """True where logits come out here, and not the activations for a stage behind."""
         return self.model_layers in (0, self.first_layer + self.num_layers)
 
     @property
     def has_embeddings(self) -> bool:
-        """Whether the embeddings are used here: to embed tokens, or as the output matrix."""
+        """True where the embeddings are used here: to embed tokens, or as the output matrix."""
         return self.embeds or (self.has_head and self.tied_embeddings)
 
     def rope_of(self, layer: int) -> RopeConfig | None:
-        """Rotary positions of a layer."""
+        """Rotary positions of a layer; None: its positions are learned."""
         return self.rope if self.windows[layer] is None or self.local_rope is None else self.local_rope
 
     @property
     def has_channels(self) -> bool:
-        """True where it thinks in a channel of its own before it answers (`harmony.py`); others think between tags (`thinking.py`)."""
+        """True where the model thinks in a channel of its own before it answers (`tokenizers/harmony.py`).
+
+        Others think between tags (`tokenizers/thinking.py`).
+        """
         return self.family == "gpt_oss"
 
     @property
     def attention_scale(self) -> float:
-        """What queries are multiplied with."""
+        """Factor of queries."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     @property
     def mlp_activation(self) -> str:
-        """As `ops.linear` names it."""
+        """Name of the MLP's activation in `ops.linear`."""
         return f"{self.activation}_mul" if self.gated_mlp else self.activation
+
+    @property
+    def q_size(self) -> int:
+        """Numbers in a token's queries of all heads, and in its attention's result."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers in a token's keys of all heads, and as many in its values."""
+        return self.num_kv_heads * self.head_dim
 
     @property
     def qkv_size(self) -> int:
         """Rows of the fused query, key and value projection."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.q_size + 2 * self.kv_size
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has a mixture of experts, and not one MLP."""
+        """True where a layer has a mixture of experts, and not one MLP."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @cached_property
     def window_layers(self) -> dict[int | None, int]:
-        """How many layers have each sliding window, None where they have none."""
+        """Number of layers with each sliding window; None: those without one."""
         return dict(Counter(self.windows))
 
     @cached_property
     def expert_layers(self) -> int:
-        """How many layers have a mixture of experts."""
+        """Number of layers with a mixture of experts."""
         return sum(map(self.has_experts, range(self.num_layers)))
 
     @property
     def matmul_params_per_layer(self) -> int:
-        """Weights of one layer that a token is multiplied with: of a mixture, the router's and those of the experts chosen.
+        """Weights of one layer that a token is multiplied with, the mean where layers differ.
 
-        The mean, where layers differ.
+        Of a mixture those of the router and of the experts chosen count.
         """
         return self._matmul_params // self.num_layers
 
     @cached_property
     def _matmul_params(self) -> int:
-        """The same of all layers together."""
+        """Weights of all layers that a token is multiplied with."""
         total = 0
         for experts, layers in self._kinds.items():
             matrices = sum(math.prod(shape) for shapes in self._matrices(experts).values() for shape in shapes)
@@ -240,26 +289,26 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> tuple[tuple[dict[str, tuple[tuple[int, int], ...]], dict[str, int]], ...]:
-        """Of each kind of layer, with experts and without, `layer_matrices` and the number of other weights in each group."""
-        found = []
+        """`layer_matrices` and the number of other weights in each group, for layers with experts and without."""
+        kinds = []
         for experts in self._kinds:
             matrices, tensors = self._matrices(experts), self._tensors(experts)
             rest = {g: tensors[g] - sum(map(math.prod, shapes)) for g, shapes in matrices.items()}
-            found.append((matrices, rest))
-        return tuple(found)
+            kinds.append((matrices, rest))
+        return tuple(kinds)
 
     @property
     def layer_matrices(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """(rows, columns) of the matrices in each of the `layer_tensors`; the rest is biases, norms and what chooses experts.
+        """(rows, columns) of the matrices in each of the `layer_tensors`; experts stand one after the other.
 
-        Experts stand one after the other in the rows.
+        The rest of a group is biases, norms and what chooses experts.
         """
         kinds = [(self._tensors(experts), self._matrices(experts)) for experts in self._kinds]
         return {group: max(kinds, key=lambda kind: kind[0][group])[1][group] for group in kinds[0][0]}
 
     @cached_property
     def _kinds(self) -> dict[bool, int]:
-        """Whether layers have experts -> how many of them there are."""
+        """Number of layers with experts (True) and without (False), where there are any."""
         kinds = {True: self.expert_layers, False: self.num_layers - self.expert_layers}
         return {experts: layers for experts, layers in kinds.items() if layers}
 
@@ -278,16 +327,16 @@ class ModelConfig:
     def _matrices(self, experts: bool) -> dict[str, tuple[tuple[int, int], ...]]:
         """`layer_matrices` of a layer with experts, or of one without."""
         shapes = self.product_shapes
-        found = {group: (shapes[group],) for group in ("qkv", "out")}
+        matrices: dict[str, tuple[tuple[int, int], ...]] = {group: (shapes[group],) for group in ("qkv", "out")}
         for group in ("up", "down"):
             rows, columns = shapes[group]
             if not experts:
-                found[group] = (shapes.get(f"dense_{group}", (rows, columns)),)
+                matrices[group] = (shapes.get(f"dense_{group}", (rows, columns)),)
             elif self.shared_expert_size:
-                found[group] = ((self.num_experts * rows, columns), shapes[f"shared_{group}"])
+                matrices[group] = ((self.num_experts * rows, columns), shapes[f"shared_{group}"])
             else:
-                found[group] = ((self.num_experts * rows, columns),)
-        return found
+                matrices[group] = ((self.num_experts * rows, columns),)
+        return matrices
 
     def _router_params(self, experts: bool) -> int:
         """Weights that choose experts: a row for each, and one that weighs the shared expert."""
@@ -297,7 +346,8 @@ class ModelConfig:
     def product_shapes(self) -> dict[str, tuple[int, int]]:
         """(rows, columns) of the matrix of each product of a layer; of experts, of one of them.
 
-        Of the shared expert, and of layers without experts in a model that has some, as "shared_up" and "dense_up".
+        "shared_up" and "dense_up" are those of the shared expert, and of layers without experts in a model that has
+        some.
         """
         shapes = {
             "qkv": (self.qkv_size, self.hidden_size),
@@ -321,13 +371,16 @@ class ModelConfig:
         return tuple(dict.fromkeys([*self.product_shapes.values(), (self.vocab_size, self.embed_size)]))
 
     def kernel_keys(self, dtype: str) -> list[str]:
-        """Its shapes as `KernelChoice` names them."""
+        """Names that `KernelChoice` has for the shapes."""
         linear = [linear_key(*shape, dtype) for shape in self.linear_shapes]
         return [*linear, attention_key(self.num_heads, self.num_kv_heads, self.head_dim, dtype)]
 
     @cached_property
     def params_per_layer(self) -> int:
-        """Weights of one layer, biases and norms included; where layers differ, of one with the largest of each tensor."""
+        """Weights of one layer, biases and norms included.
+
+        Where layers differ, those of a layer with the largest of each tensor.
+        """
         return sum(self.layer_tensors.values())
 
     @property

@@ -1,4 +1,4 @@
-"""Any model into a weight store, a file at a time, and where the stores that jobs make are kept.
+"""Conversion of any model into a weight store, a file at a time.
 
 Each file is written under a temporary name, synced, renamed and noted, with its checksums, in an unfinished manifest,
 which becomes the manifest when the last file is there. So whatever happens, the next call keeps what is whole.
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,38 +18,33 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from batchgen._version import __version__
 from batchgen.core.atomic_file import replace_durably, staged, storage_error, write_atomically
-from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import INT4, KEPT_FORMATS, NATIVE, PACKED_FORMATS, weight_format_of
-from batchgen.core.errors import BatchgenError, InputError, one_line
+from batchgen.core.dtypes import INT4, NATIVE, PACKED_FORMATS, weight_format_of
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
-from batchgen.core.private_files import why_untrusted
 from batchgen.core.units import format_bytes
-from batchgen.models.config import DTYPES, ModelConfig
-from batchgen.models.files import (
+from batchgen.models.config import DTYPES
+from batchgen.models.files import ModelFiles, resolve_weights
+from batchgen.models.identity import model_identity
+from batchgen.models.model_versions import check_unchanged, model_versions
+from batchgen.models.store.manifest import (
     RANK_KEY,
     STORE_FORMAT,
     STORE_MANIFEST,
     STORE_UNFINISHED,
     STORE_VERSION,
-    ModelFiles,
-    model_identity,
-    read_config,
     read_store_manifest,
-    resolve_weights,
     store_manifest_checksum,
 )
-from batchgen.models.model_versions import check_unchanged, model_versions
-from batchgen.models.tokenizers.tokenizer import save_tokenizer
+from batchgen.models.tokenizers.loading import save_tokenizer
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from batchgen.models.checkpoint import Checkpoint
+    from batchgen.models.layouts import Stored, Which
     from batchgen.models.shard import Shard
-    from batchgen.models.store.weight_store import Extent, StoreFile, WeightStore
-
-logger = logging.getLogger(__name__)
+    from batchgen.models.store.layout import Extent, StoreFile, WeightStore
 
 _LOCK = "convert.lock"
 _OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head)\.safetensors|tokenizer")
@@ -76,16 +69,25 @@ def convert(
     on_layer: Callable[[int, int], None] = _ignore,
     shard: Shard | None = None,
 ) -> WeightStore:
-    """Puts the model's weights, in `dtype`, into a weight store in the directory `target`.
+    """Put the model's weights into a weight store.
 
-    weights: "int4" and "int8" pack the matrices of the layers; "native" leaves them packed as the model has them, "dequantized" does
-    not (`models.files.resolve_weights`). overwrite: replace a store of something else.
-    on_start: called when no other process is at it. on_layer(done, total): called after each layer. shard: the part of the model that the store is to have; in int4 it comes from a
-    store of the whole. Peak memory is about one layer, or the embeddings.
+    Where the directory holds part of it, or all of it, every file is checked against its checksums, and only what is
+    missing or damaged is written. Peak memory is about one layer, or the embeddings.
 
-    Where `target` holds part of it, or all of it, every file is checked against its checksums, and only what is missing
-    or damaged is written. Raises InputError where the model is broken or `target` is something else, BatchgenError
-    where the disk is full or another process is at it.
+    Args:
+        files: Files of the model.
+        target: Directory of the store.
+        dtype: Compute dtype.
+        weights: Format of the layers' matrices (`models.files.resolve_weights`): "int4" and "int8" pack them, "native"
+            leaves them packed as the model has them, "dequantized" does not.
+        overwrite: Whether a store of something else is replaced.
+        on_start: Called when no other process is at it.
+        on_layer: Called after each layer with how many are done, and of how many.
+        shard: Part of the model that the store is to have; in int4 it comes from a store of the whole.
+
+    Raises:
+        InputError: The model is broken, or the directory holds something else.
+        BatchgenError: The disk is full, or another process is at it.
     """
     from batchgen.models.checkpoint import open_checkpoint
     from batchgen.models.store.weight_store import open_store
@@ -101,7 +103,7 @@ def convert(
         "format": STORE_FORMAT,
         "format_version": STORE_VERSION,
         "batchgen": __version__,
-        "source": {"name": files.name, "identity": _identity(files, shard)},
+        "source": {"name": files.name, "identity": source_identity(files, shard)},
         "dtype": dtype,
         "weight_format": weight_format,
         "config": replace(checkpoint.config, dtype=dtype).to_json(),
@@ -125,7 +127,10 @@ def convert(
 
 
 def _check_apart(files: ModelFiles, target: Path) -> None:
-    """Raises InputError where the store would lie in what it is made of, or the other way round: files of its names are replaced."""
+    """Raise InputError where the store would lie in the model, or the model in the store.
+
+    Files of its names are replaced.
+    """
     model, destination = files.path.resolve(), target.resolve()
     if destination == model or (target.exists() and target.samefile(model)):
         raise InputError(f"{target} is the model itself: give another directory for the store")
@@ -135,123 +140,22 @@ def _check_apart(files: ModelFiles, target: Path) -> None:
         raise InputError(f"{target} has the model {files.path} in it: give another directory for the store")
 
 
-def _identity(files: ModelFiles, shard: Shard | None) -> dict[str, Any]:
+def source_identity(files: ModelFiles, shard: Shard | None) -> dict[str, Any]:
     return model_identity(files) | ({RANK_KEY: [shard.rank, shard.size]} if shard else {})
-
-
-def store_path(offload_dir: Path, files: ModelFiles, dtype: str, weights: str, shard: Shard | None = None) -> Path:
-    """Where jobs keep the store that is made of a model, or of a rank's part of it.
-
-    Where another user has made what is there, or may write to it, this user's store is beside it.
-
-    Raises:
-        InputError: What is beside it is not this user's alone, either.
-    """
-    path = _common_path(offload_dir, files, dtype, weights, shard)
-    if why_untrusted(path, path) is None:
-        return path
-    own = path.with_name(f"{path.name}-user-{os.geteuid()}")
-    if reason := why_untrusted(own, own):
-        raise InputError(f"the weight store {own} is not used, as {reason}: give another --offload-dir")
-    return own
-
-
-def _common_path(offload_dir: Path, files: ModelFiles, dtype: str, weights: str, shard: Shard | None) -> Path:
-    packed = weight_format_of(NATIVE, weights)
-    key = json_sha256([_identity(files, shard), dtype, packed, STORE_VERSION])
-    name = re.sub(r"[^\w.-]+", "-", files.name).strip("-.")[:60]
-    kind = dtype if packed == NATIVE else f"{packed}-{dtype}"
-    if shard is not None:
-        kind += f"-rank-{shard.rank}-of-{shard.size}"
-    return Path(offload_dir) / "stores" / f"{name}-{kind}-{key[:16]}"
-
-
-def find_or_convert(
-    files: ModelFiles,
-    offload_dir: Path,
-    dtype: str,
-    weights: str = NATIVE,
-    *,
-    on_layer: Callable[[int, int], None] = _ignore,
-    shard: Shard | None = None,
-) -> WeightStore:
-    """A store of the model: the model itself where it is one of that kind, one that was made before, or a new one.
-
-    Where another process makes the same store, waits for it: workers and ranks that start together find one store.
-    weights: of `models.files.resolve_weights`. on_layer, shard and
-    errors as `convert`.
-    """
-    from batchgen.models.store.weight_store import open_store
-
-    if shard is None and files.kind == "store":
-        store = open_store(files.path)
-        if (store.dtype, store.weight_format) == (dtype, weight_format_of(dtype, weights)):
-            return store
-    target = store_path(offload_dir, files, dtype, weights, shard)
-    common = _common_path(offload_dir, files, dtype, weights, shard)
-    if target != common:
-        reason = why_untrusted(common, common)
-        logger.warning("the weight store %s is not used, as %s: this user's own is %s", common, reason, target)
-    waited_for = ""
-    while True:
-        if made := made_before(files, target):
-            return made
-        try:
-            return _make_store(files, offload_dir, target, dtype, weights, on_layer, shard)
-        except _AnotherConverts as error:
-            if error.holder != waited_for:
-                logger.info("waiting for %s, which is converting %s into %s", error.holder, files.name, error.target)
-            waited_for = error.holder
-            time.sleep(_LOCK_POLL_S)
-
-
-def made_before(files: ModelFiles, target: Path) -> WeightStore | None:
-    """The store that an earlier job made of the model in `target` (`store_path`); None where there is none, or not all of it."""
-    from batchgen.models.store.weight_store import open_store
-
-    if (target / STORE_MANIFEST).exists():
-        with contextlib.suppress(InputError):  # what is missing is made anew
-            store = open_store(target)
-            # Of an earlier version, which expanded what stands before and after the layers.
-            if store.weight_format not in KEPT_FORMATS or store.config.end_formats == read_config(files).end_formats:
-                return store
-    return None
-
-
-def _make_store(
-    files: ModelFiles,
-    offload_dir: Path,
-    target: Path,
-    dtype: str,
-    weights: str,
-    on_layer: Callable[[int, int], None],
-    shard: Shard | None,
-) -> WeightStore:
-    """Converts the model, or a rank's part of it; a part in int4 from a store of the whole."""
-    source = files
-    if shard is not None and weights == INT4:  # which columns count is measured on the whole model
-        whole = find_or_convert(files, offload_dir, dtype, weights, on_layer=on_layer)
-        source = replace(files, path=whole.path, kind="store")
-    part = f"rank {shard.rank} of {shard.size} of " if shard else ""
-    to_format = weight_format_of(dtype, weights)
-    begun = f"converting {part}{files.name} to {to_format} in {target}, which later jobs will find there"
-    return convert(
-        source,
-        target,
-        dtype=dtype,
-        weights=weights,
-        overwrite=True,
-        on_start=lambda: logger.info(begun),
-        on_layer=on_layer,
-        shard=shard,
-    )
 
 
 @dataclass(frozen=True)
 class _PlannedFile:
-    """A file to be: its layout, and what of a checkpoint goes into it ("embeddings", "layer" or "head")."""
+    """A file to be written.
 
-    which: str
+    Attributes:
+        which: "embeddings", "layer" or "head".
+        layer: Number of the layer.
+        layout: Places of its tensors; checksums are not known yet.
+        header: Bytes before the first tensor.
+    """
+
+    which: Which
     layer: int
     layout: StoreFile
     header: bytes
@@ -268,9 +172,9 @@ def _plan_files(checkpoint: Checkpoint, target: Path, dtype: str, weight_format:
 
     config = checkpoint.config
 
-    def planned(which: str, layer: int, name: str, noted: str) -> _PlannedFile:
+    def planned(which: Which, layer: int, name: str, noted: str) -> _PlannedFile:
         stored = stored_tensors(config, which, layer, dtype, weight_format)
-        groups = layer_groups(stored) if which == "layer" else {which: stored}
+        groups: dict[str, dict[str, Stored]] = layer_groups(stored) if which == "layer" else {str(which): stored}
         return _PlannedFile(which, layer, *lay_out(target / name, groups, noted))
 
     layers = [planned("layer", j, layer_file_name(j), weight_format) for j in range(config.num_layers)]
@@ -282,7 +186,14 @@ def _plan_files(checkpoint: Checkpoint, target: Path, dtype: str, weight_format:
 
 
 class _Conversion:
-    """One directory on its way to being a store. `finished` is what the manifest on disk lists, complete or not."""
+    """One directory on its way to being a store.
+
+    Attributes:
+        target: The directory.
+        header: The manifest without the list of files.
+        planned: All files, in the order of writing.
+        finished: Files that the manifest on disk lists.
+    """
 
     def __init__(self, target: Path, header: dict[str, Any], planned: list[_PlannedFile]) -> None:
         self.target = target
@@ -296,9 +207,10 @@ class _Conversion:
         return sum(p.layout.num_bytes for p in self.planned if p.path.name not in self.finished)
 
     def start(self, overwrite: bool) -> None:
-        """Finds out what is there already; removes what belongs to another model, or was left by a crash.
+        """Find out what is there already; remove what belongs to another model, or was left by a crash.
 
-        Raises InputError where `target` is not ours to change.
+        Raises:
+            InputError: The directory is not ours to change.
         """
         from batchgen.models.store.layout import file_from_json
 
@@ -319,17 +231,18 @@ class _Conversion:
                         self.finished[planned.path.name] = file
 
     def check_space(self) -> None:
-        """Raises BatchgenError where what is missing does not fit the disk."""
+        """Raise BatchgenError where what is missing does not fit the disk."""
         missing, free = self.missing_bytes, shutil.disk_usage(self.target).free
         if missing and free < missing + _SMALL_FILES_BYTES:
+            needed = missing + _SMALL_FILES_BYTES
             raise BatchgenError(
-                f"converting into {self.target} needs {missing + _SMALL_FILES_BYTES:,} bytes"
-                f" ({format_bytes(missing + _SMALL_FILES_BYTES)}), {format_bytes(free)} are free: free space and run the same"
-                " command again, or convert into another directory"
+                f"converting into {self.target} needs {needed:,} bytes ({format_bytes(needed)}), {format_bytes(free)} "
+                "are free: "
+                "free space and run the same command again, or convert into another directory"
             )
 
     def run(self, checkpoint: Checkpoint, on_layer: Callable[[int, int], None]) -> None:
-        """Checks what is there and writes the rest."""
+        """Check what is there and write the rest."""
         import torch
 
         from batchgen.models.store.weight_store import is_intact
@@ -353,7 +266,7 @@ class _Conversion:
     def _read(
         self, checkpoint: Checkpoint, dtype: torch.dtype
     ) -> Iterator[tuple[_PlannedFile, dict[str, Tensor] | None, dict[str, Tensor]]]:
-        """Yield each file, its tensors (None where it is finished) and how much columns of 4-bit matrices count."""
+        """Each file, its tensors (None where it is finished), and the importance of the columns of 4-bit matrices."""
         from batchgen.models.importance import ChannelImportance, random_tokens
 
         missing = [p.path.name not in self.finished for p in self.planned]
@@ -386,29 +299,20 @@ class _Conversion:
 
     def _held_manifest(self, overwrite: bool) -> dict[str, Any] | None:
         """The manifest of this same store, complete or not; None where it begins, or begins afresh."""
-        found = [self.target / name for name in (STORE_MANIFEST, STORE_UNFINISHED) if (self.target / name).exists()]
-        if not found:
+        manifests = [self.target / name for name in (STORE_MANIFEST, STORE_UNFINISHED) if (self.target / name).exists()]
+        if not manifests:
             others = [path.name for path in self.target.iterdir() if path.name != _LOCK]
             if others and not (overwrite and all(_OWN_NAMES.fullmatch(name) for name in others)):
                 raise InputError(f"{self.target} is not empty and no weight store: give another directory")
             return None
         try:
-            held = read_store_manifest(found[0])
+            held = read_store_manifest(manifests[0])
         except InputError:
             if overwrite:
                 return None
             raise
-        try:
-            differing = [
-                key
-                for key in ("source", "dtype", "weight_format", "config")
-                if _key(held, key) != _key(self.header, key)
-            ]
-        except ValueError as error:
-            raise InputError(
-                f"{found[0]} is of no weight store ({one_line(error)}): replace it with --overwrite"
-            ) from error
-        if not differing:
+        same_source = held["source"]["identity"] == self.header["source"]["identity"]
+        if same_source and all(held[key] == self.header[key] for key in ("dtype", "weight_format", "config")):
             return held
         if overwrite:
             return None
@@ -418,7 +322,7 @@ class _Conversion:
         raise InputError(f"{self.target} {what}: give another directory, or replace it with --overwrite")
 
     def _note(self) -> None:
-        """Puts `finished` on disk. The store is not complete from here until `run` says so."""
+        """Put `finished` on disk. The store is not complete from here until `run` says so."""
         from batchgen.models.store.layout import file_to_json
 
         names = [p.path.name for p in self.planned if p.path.name in self.finished]
@@ -426,16 +330,6 @@ class _Conversion:
         manifest["checksum"] = store_manifest_checksum(manifest)
         write_atomically(self.target / STORE_UNFINISHED, (json.dumps(manifest, indent=1) + "\n").encode(), mode=0o644)
         (self.target / STORE_MANIFEST).unlink(missing_ok=True)
-
-
-def _key(manifest: dict[str, Any], name: str) -> Any:
-    """What must be the same in two manifests of one store: of the source not its name, of the config what it means.
-
-    Earlier versions wrote configs without the fields that later families have; formats as found are in the layout of files.
-    """
-    if name == "config":
-        return replace(ModelConfig.from_json(manifest[name]), layer_formats=(), end_formats=())
-    return manifest[name]["identity"] if name == "source" else manifest[name]
 
 
 def _describe(manifest: dict[str, Any]) -> str:
@@ -449,9 +343,12 @@ def _without_checksums(file: StoreFile) -> StoreFile:
 
 
 def _write_file(planned: _PlannedFile, tensors: dict[str, Tensor], importance: dict[str, Tensor]) -> StoreFile:
-    """Writes and syncs one file, 4-bit matrices by the importance of their columns.
+    """Write and sync one file; its name is on stable storage when the next manifest is. Raises OSError.
 
-    Takes the tensors out of `tensors` as it goes. Its name is on stable storage when the next manifest is. Raises OSError.
+    Args:
+        planned: The file.
+        tensors: Its tensors, which are taken out of the mapping one by one.
+        importance: Importance of the columns of each 4-bit matrix.
     """
     temporary = planned.path.with_name(f"{planned.path.name}.tmp")
     with staged(temporary, 0o644) as out:
@@ -465,14 +362,14 @@ def _write_file(planned: _PlannedFile, tensors: dict[str, Tensor], importance: d
 
 
 def _drop_behind(out: BinaryIO) -> None:
-    """What is written so far goes to disk, and out of the page cache, where it would crowd out what is of use."""
+    """Push what is written so far to the disk, and out of the page cache, where it would crowd out what is of use."""
     out.flush()
     os.fdatasync(out.fileno())
     os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], importance: dict[str, Tensor]) -> str:
-    """Writes one group; returns its checksum."""
+    """Write one group. Returns its checksum."""
     import torch
     import xxhash
 
@@ -502,8 +399,8 @@ def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], imp
     return digest.hexdigest()
 
 
-class _AnotherConverts(BatchgenError):
-    """Another process has the lock of `target`. holder: as of `LockHeld`."""
+class AnotherConverts(BatchgenError):
+    """Another process has the lock of `target`. holder: text that says which (`LockHeld.holder`)."""
 
     def __init__(self, target: Path, holder: str) -> None:
         super().__init__(f"another batchgen is converting into {target} ({holder}): wait for it, or stop it")
@@ -512,15 +409,17 @@ class _AnotherConverts(BatchgenError):
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Makes the directory and holds its lock.
+    """Make the directory and hold its lock.
 
-    Raises InputError where it cannot be written, BatchgenError where another process holds the lock.
+    Raises:
+        InputError: It cannot be written.
+        BatchgenError: Another process holds the lock.
     """
     try:
         target.mkdir(mode=0o755, parents=True, exist_ok=True)
         descriptor = lock_file(target / _LOCK)
     except LockHeld as error:
-        raise _AnotherConverts(target, error.holder) from None
+        raise AnotherConverts(target, error.holder) from None
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror}: give a directory that you can write to") from error
     try:

@@ -1,15 +1,17 @@
-"""A mixture of experts: which MLPs each token goes through, and their products.
+"""A mixture of experts: the MLPs that each token goes through, and their products.
 
-Tokens are sorted by expert, so that each expert multiplies all of its tokens at once (MegaBlocks: Gale et al., 2022). A token's
-results are added in the order in which its experts were chosen, so a row's result does not depend on those beside it. On the CPU
-matrices are split into those of each expert (`split_experts`), and all experts' products are the items of one loop. On a device the host must not
-wait for what the router chooses: matrices of all experts stay together, for kernels that find each token's on the device.
+Tokens are sorted by expert, so that each expert multiplies all of its tokens at once (MegaBlocks: Gale et al., 2022). A
+token's results are added in the order in which its experts were chosen, so a row's result does not depend on those
+beside it. On the CPU matrices are split into those of each expert (`split_experts`), and all experts' products are the
+items of one loop. On a device the host must not wait for what the router chooses: matrices of all experts stay
+together, for kernels that find each token's on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +27,15 @@ OnInput = Callable[[str, Tensor], None]
 # (tokens of each expert)
 OnCounts = Callable[[Sequence[int]], None]
 
-# Of all experts of a layer, one after the other in the rows.
+# Matrices of all experts of a layer, one after the other in the rows.
 MATRICES = ("gate_up.weight", "down.weight")
 STACKED = (*MATRICES, "gate_up.bias", "down.bias")
-# Of tokens: weights of their experts' results, fp32, and the experts' numbers, int64: [tokens, experts_per_token].
+# Weights of the experts' results, fp32, and the experts' numbers, int64: [tokens, experts_per_token] each.
 Routes = tuple[Tensor, Tensor]
 
 
 def split_experts(config: ModelConfig, tensors: Weights, layer: int) -> dict[str, ops.Weight]:
-    """A layer's tensors, with one for each expert of what stands one after the other in the rows: "down.3.weight"."""
+    """A layer's tensors, those of all experts split into one for each: "down.3.weight" is the fourth expert's."""
     return _split(config, tensors) if config.has_experts(layer) else dict(tensors)
 
 
@@ -49,16 +51,16 @@ def _split(config: ModelConfig, tensors: Weights) -> dict[str, ops.Weight]:
 
 
 def _chunks(weight: ops.Weight, count: int) -> list[ops.Weight]:
-    """Rows in so many equal parts, without a copy."""
+    """The rows of a weight in `count` equal parts, without a copy."""
     if isinstance(weight, ops.SplitWeight):
         return [ops.SplitWeight(parts) for parts in zip(*(_chunks(part, count) for part in weight.parts), strict=True)]
-    if isinstance(weight, ops.BlockWeight):
+    if isinstance(weight, kernels.BlockWeight):
         return [replace(weight, data=part) for part in weight.data.chunk(count)]
     return list(weight.chunk(count))
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether a stored tensor is a matrix of all experts of a layer, or of one role in it: "gate_up.gate.weight"."""
+    """True for a stored matrix of all experts of a layer, or of one role in it: "gate_up.gate.weight"."""
     stem, kind = name.split(".")[0], name.rsplit(".", 1)[1]
     return f"{stem}.{kind}" in MATRICES
 
@@ -88,11 +90,16 @@ def experts(
     routes: Routes | None = None,
     on_counts: OnCounts | None = None,
 ) -> Tensor:
-    """What the chosen experts make of x [tokens, hidden], weighted and added, and the one that all tokens share: [tokens, hidden].
+    """The weighted sum of the chosen experts' results, and of the expert that all tokens share: [tokens, hidden].
 
-    weights: as `split_experts` has them; or as they are stored, all experts together: then nothing depends on what the router
-    chooses, so that the host need not wait for it, and nothing is shown of inputs and counts of tokens. routes: what `route` makes
-    of x, where that is known. on_counts: called with how many tokens each expert has.
+    Args:
+        config: Configuration of the model.
+        weights: Tensors of the layer from `split_experts`; or as they are stored, all experts together: then the host
+            need not wait for the router, and `on_input` and `on_counts` are not called.
+        x: [tokens, hidden].
+        on_input: Called with the name of each weight and its input.
+        routes: Result of `route` for x, where that is known.
+        on_counts: Called with the tokens of each expert.
     """
     shares, chosen = route(config, weights, x) if routes is None else routes
     if "down.weight" in weights:
@@ -109,13 +116,15 @@ def experts(
     _grouped(weights, "gate_up", rows, counts, inner, activation=config.mlp_activation)
     if on_input:
         on_input("down.weight", inner)
-    made = _grouped(weights, "down", inner, counts, rows)  # over what it was made of
-    total = kernels.weighted_sums(made, row_of_choice, shares, torch.float32 if config.shared_expert_size else x.dtype)
+    results = _grouped(weights, "down", inner, counts, rows)  # over its own input
+    total = kernels.weighted_sums(
+        results, row_of_choice, shares, torch.float32 if config.shared_expert_size else x.dtype
+    )
     return _with_shared(config, weights, x, total, on_input).to(x.dtype)
 
 
-def _grouped(weights: Weights, name: str, x: Tensor, counts: Sequence[int], out: Tensor, **options) -> Tensor:
-    """Products of each expert's rows of x with its own matrix. Of experts without rows there may be none."""
+def _grouped(weights: Weights, name: str, x: Tensor, counts: Sequence[int], out: Tensor, **options: Any) -> Tensor:
+    """Products of each expert's rows of x with its own matrix, which experts without rows need not have."""
     chosen = [e for e, count in enumerate(counts) if count]
     matrices = [weights[f"{name}.{e}.weight"] for e in chosen]
     biases = [weights.get(f"{name}.{e}.bias") for e in chosen]
@@ -123,7 +132,10 @@ def _grouped(weights: Weights, name: str, x: Tensor, counts: Sequence[int], out:
 
 
 def _with_shared(config: ModelConfig, weights: Weights, x: Tensor, total: Tensor, on_input: OnInput | None) -> Tensor:
-    """`total`, fp32, and what the shared expert makes of all tokens, weighted by the sigmoid of its gate; as it is, where there is none."""
+    """`total`, fp32, plus the shared expert's result for all tokens, weighted by the sigmoid of its gate.
+
+    It is `total` itself where there is no shared expert.
+    """
     if not config.shared_expert_size:
         return total
     weight = ops.linear(x, weights["shared_gate.weight"], out_dtype=torch.float32).sigmoid_()
@@ -143,7 +155,7 @@ def _expert(config: ModelConfig, weights: Weights, e: int, x: Tensor, out: Tenso
 
 
 def together(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-    """The weighted sum, fp32, of experts whose matrices are not split."""
+    """The weighted sum, fp32, of the results of experts whose matrices are not split."""
     gate_up, down = (weights[name] for name in MATRICES)
     if not ops.groups_experts(x, gate_up, down):
         return all_experts(config, weights, x, shares, chosen)
@@ -152,12 +164,15 @@ def together(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, c
 
 
 def all_experts(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-    """As `together`, where there are no kernels: every expert multiplies all tokens, experts / experts_per_token times the work."""
+    """The result of `together` where there are no kernels: every expert multiplies all tokens.
+
+    That is experts / experts_per_token times the work.
+    """
     weights = _split(config, weights)
     of_each = shares.new_zeros(len(x), config.num_experts).scatter_(1, chosen, shares)
     total = torch.zeros_like(x, dtype=torch.float32)
-    inner, made = x.new_empty(len(x), config.intermediate_size), torch.empty_like(x)
+    inner, result = x.new_empty(len(x), config.intermediate_size), torch.empty_like(x)
     for e in range(config.num_experts):
-        _expert(config, weights, e, x, made, inner)
-        total += made * of_each[:, e : e + 1]
+        _expert(config, weights, e, x, result, inner)
+        total += result * of_each[:, e : e + 1]
     return total

@@ -1,8 +1,8 @@
-"""How much each input channel of a layer's matrices counts in its products, for 4-bit weights to be fitted by.
+"""The importance of each input channel of a layer's matrices, by which 4-bit weights are fitted.
 
-A few channels of a language model's activations are far larger than the rest, whatever it reads, so errors in the weights
-that these meet cost the most (AWQ's observation, Lin et al. 2023, section 3.1). The mean square of each channel is
-measured on random tokens, which needs no text and serves any vocabulary, while a model is read layer by layer.
+A few channels of a language model's activations are far larger than the rest, whatever it reads, so errors in the
+weights that these meet cost the most (AWQ: Lin et al., 2023, section 3.1). The mean square of each channel is measured
+on random tokens, which needs no text and serves any vocabulary, while a model is read layer by layer.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LEAST_FRAC = 1e-3
 
 
 def random_tokens(config: ModelConfig) -> Tensor:
-    """int64 [seqs, tokens], the same for every model of this vocabulary."""
+    """Random tokens, int64 [seqs, tokens], the same for every model of this vocabulary."""
     generator = torch.Generator().manual_seed(_SEED)
     return torch.randint(config.vocab_size, (_SEQS, min(_TOKENS, config.max_position)), generator=generator)
 
 
 class ChannelImportance:
-    """Invariant: `_hidden` is what the layer that comes next is given."""
+    """Measures a model layer by layer. Invariant: `_hidden` is the input of the layer that comes next."""
 
     def __init__(
         self, config: ModelConfig, embeddings: Weights, token_ids: Tensor, sinks: Tensor | None = None
@@ -35,10 +35,10 @@ class ChannelImportance:
         """Begin at the first layer.
 
         Args:
-            config: The model's.
-            embeddings: As `Checkpoint.load_embeddings` gives them.
+            config: Configuration of the model.
+            embeddings: Tensors before the first layer (`Checkpoint.load_embeddings`).
             token_ids: int64 [seqs, tokens] to measure with.
-            sinks: As `Checkpoint.load_sinks` gives them.
+            sinks: Sinks of all layers (`Checkpoint.load_sinks`).
         """
         self._config = config
         self._seqs, self._tokens = token_ids.shape
@@ -48,9 +48,10 @@ class ChannelImportance:
         self._layer = 0
 
     def next_layer(self, tensors: Weights) -> dict[str, Tensor]:
-        """Of each matrix [out, in] of the next layer, mean squares of its inputs, fp32 [in], above zero.
+        """Mean squares of the inputs of each matrix [out, in] of the next layer, fp32 [in], above zero.
 
-        tensors: as `Checkpoint.load_layer` gives them; all layers in turn.
+        Args:
+            tensors: Tensors of the layer (`Checkpoint.load_layer`); all layers in turn.
         """
         config = self._config
         weights = split_experts(config, tensors, self._layer)
@@ -77,7 +78,14 @@ class ChannelImportance:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float, sinks: Tensor | None) -> Tensor:
-    """Causal attention [seqs, heads, tokens, head_dim]; queries are scaled. sinks: fp32 [heads]."""
+    """Causal attention [seqs, heads, tokens, head_dim], in one piece.
+
+    Args:
+        q, k, v: Queries, scaled, keys and values.
+        window: Positions that a token sees; None: all.
+        softcap: Cap of scores; 0: none.
+        sinks: fp32 [heads].
+    """
     group = q.shape[1] // k.shape[1]
     scores = q.float() @ k.float().repeat_interleave(group, 1).transpose(2, 3)
     if softcap:

@@ -8,6 +8,7 @@ configuration only. Tensor names are those of `checkpoint.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,17 +20,25 @@ from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 
 Rope = tuple[Tensor, Tensor]
-# Adds the summands of several ranks, each of which has a part of the layer (`shard.py`): in place, [tokens, hidden].
+# All-reduce: sums the results of ranks that have a part of the layer each (`shard.py`), in place, [tokens, hidden].
 Reduce = Callable[[Tensor], None]
 
 
 def is_gated(name: str) -> bool:
-    """Whether a tensor is the matrix of a gate and of what it is multiplied with, of an expert perhaps."""
+    """True for the matrix of a gate and of what it is multiplied with, of an expert perhaps."""
     return name.startswith(("gate_up.", "shared_gate_up."))
 
 
-def linear(weights: Weights, name: str, x: Tensor, on_input: OnInput | None = None, **options) -> Tensor:
-    """X @ weightᵀ (+ bias), for x [tokens, in] and weight [out, in]. options: as `ops.linear`."""
+def linear(weights: Weights, name: str, x: Tensor, on_input: OnInput | None = None, **options: Any) -> Tensor:
+    """Product x @ weightᵀ (+ bias), [tokens, out].
+
+    Args:
+        weights: Tensors of the layer.
+        name: Name of the linear layer: "qkv".
+        x: [tokens, in].
+        on_input: Called with the weight's name and x.
+        options: Options of `ops.linear`.
+    """
     if on_input:
         on_input(f"{name}.weight", x)
     return ops.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), **options)
@@ -41,7 +50,10 @@ def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor, out: Tenso
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Rope:
-    """Cos and sin, fp32 [num_positions, head_dim / 2], with the attention scaling in them. Pairs that are not rotated stay."""
+    """Cos and sin, fp32 [num_positions, head_dim / 2], with the attention scaling in them.
+
+    Pairs that are not rotated have 1 and 0.
+    """
     inv_freq = torch.tensor(rope.inv_freq(head_dim, num_positions), dtype=torch.float32)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
     scaling = rope.attention_scaling()
@@ -50,7 +62,15 @@ def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Rope:
 
 
 def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Hidden states [tokens, hidden] of token_ids [tokens] at positions [tokens], in `dtype`, as the weights that are numbers."""
+    """Hidden states of tokens, [tokens, hidden].
+
+    Args:
+        config: Configuration of the model.
+        weights: Tensors before the first layer.
+        token_ids: [tokens].
+        positions: [tokens].
+        dtype: Compute dtype.
+    """
     hidden = ops.embedding(token_ids, weights["embed.weight"], dtype)
     if config.embedding_scale != 1:
         # Rounded to the dtype first, as the models were trained.
@@ -74,8 +94,15 @@ def pre_attention(
     return linear(weights, "qkv", x, on_input, out=out)
 
 
-def rotary_options(config: ModelConfig, weights: Weights, rope: Rope | None, positions: Tensor) -> dict:
-    """What `ops.rotary` and `ops.rotary_store` are told of a layer. rope: of `rope_table`; None with learned positions."""
+def rotary_options(config: ModelConfig, weights: Weights, rope: Rope | None, positions: Tensor) -> dict[str, Any]:
+    """Options of `ops.rotary` and `ops.rotary_store` that hold for a layer.
+
+    Args:
+        config: Configuration of the model.
+        weights: Tensors of the layer.
+        rope: Table of the layer's rotary positions; None: positions are learned.
+        positions: [tokens].
+    """
     return {
         "scale": config.attention_scale,
         "rope": rope,
@@ -96,10 +123,18 @@ def post_attention(
     reduce: Reduce | None = None,
     on_counts: OnCounts | None = None,
 ) -> Tensor:
-    """The layer's output [tokens, hidden] from its input and the attention result [tokens, heads * head_dim].
+    """The layer's output [tokens, hidden].
 
-    out: where it goes, `hidden` perhaps. on_counts: as of `experts`. reduce: where the weights are a rank's part of the layer; called
-    twice, of attention's result and of the MLP's.
+    Args:
+        config: Configuration of the model.
+        weights: Tensors of the layer.
+        hidden: Input of the layer, [tokens, hidden].
+        attention: Result of the attention, [tokens, heads * head_dim].
+        out: Tensor for the output, `hidden` perhaps.
+        on_input: Called with the name of each weight and its input.
+        reduce: All-reduce where the weights are a rank's part of the layer; called for attention's result and for the
+            MLP's.
+        on_counts: Called with the tokens of each expert.
     """
     hidden = _with_attention(config, weights, hidden, attention, out, on_input, reduce)
     x = _mlp_input(config, weights, hidden)
@@ -116,7 +151,10 @@ def post_attention(
 def route_tokens(
     config: ModelConfig, weights: Weights, hidden: Tensor, attention: Tensor, reduce: Reduce | None = None
 ) -> Routes:
-    """`post_attention` of a layer with experts up to where these are needed: where each token goes. `hidden` becomes what MLPs add to."""
+    """The experts of each token of a layer: `post_attention` up to where the experts are needed.
+
+    `hidden` becomes what the MLPs add to.
+    """
     hidden = _with_attention(config, weights, hidden, attention, hidden, reduce=reduce)
     return route(config, weights, _mlp_input(config, weights, hidden))
 
@@ -129,7 +167,7 @@ def add_experts(
     reduce: Reduce | None = None,
     on_counts: OnCounts | None = None,
 ) -> None:
-    """The rest of `post_attention`: adds to `hidden` what the experts make of it."""
+    """The rest of `post_attention` behind `route_tokens`: adds to `hidden` the output of the experts."""
     y = experts(config, weights, _mlp_input(config, weights, hidden), routes=routes, on_counts=on_counts)
     if reduce:
         reduce(y)
@@ -153,7 +191,7 @@ def _mlp_input(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tensor:
     return norm(config, weights, "post_norm", hidden) if config.norm_first else hidden
 
 
-def _added(  # the operands of a linear layer
+def _added(
     config: ModelConfig,
     weights: Weights,
     name: str,
@@ -163,7 +201,7 @@ def _added(  # the operands of a linear layer
     on_input: OnInput | None,
     reduce: Reduce | None,
 ) -> Tensor:
-    """`hidden` and what the linear layer makes of x, added over the ranks, normed where the model has a norm for it."""
+    """`hidden` plus the output of a linear layer, summed over the ranks, and normed where the model does so."""
     if not config.output_norms and reduce is None:
         return linear(weights, name, x, on_input, residual=hidden, out=out)
     y = linear(weights, name, x, on_input)
@@ -175,12 +213,19 @@ def _added(  # the operands of a linear layer
 
 
 def before_logits(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tensor:
-    """What the output matrix is multiplied with [tokens, embed], of the last layer's hidden [tokens, hidden]."""
+    """Input of the output matrix, [tokens, embed], for the last layer's hidden [tokens, hidden]."""
     x = norm(config, weights, "final_norm", hidden) if config.final_norm else hidden
     return linear(weights, "head_proj", x) if "head_proj.weight" in weights else x
 
 
 def logits(config: ModelConfig, x: Tensor, rows: ops.Weight, out: Tensor | None = None) -> Tensor:
-    """fp32 logits [tokens, rows] of `before_logits`' x, for rows [rows, embed] of the output matrix. out: where they go."""
-    made = ops.linear(x, rows, out=out, out_dtype=torch.float32)
-    return made.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap) if config.logit_softcap else made
+    """fp32 logits [tokens, rows].
+
+    Args:
+        config: Configuration of the model.
+        x: Input of the output matrix, [tokens, embed].
+        rows: Rows of the output matrix, [rows, embed].
+        out: Tensor for the logits.
+    """
+    scores = ops.linear(x, rows, out=out, out_dtype=torch.float32)
+    return scores.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap) if config.logit_softcap else scores

@@ -1,7 +1,8 @@
-"""What tensors a model has, of which parts each is made, and what each is stored in. No torch here.
+"""The tensors of a model: the parts that each is made of, and the format that each is stored in. No torch here.
 
-Query, key and value are fused into `qkv`, gate and up into `gate_up`, stacked by rows; experts stand one after the other in the rows.
-Where parts of a fused matrix were found in different formats, there is a tensor for each of them: "qkv.q.weight" and so on.
+Query, key and value are fused into `qkv`, gate and up into `gate_up`, stacked by rows; experts stand one after the
+other in the rows. Where parts of a fused matrix are in different formats, there is a tensor for each of them:
+"qkv.q.weight" and so on.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 from batchgen.core.dtypes import (
     FORMAT_BYTES,
@@ -25,6 +27,8 @@ from batchgen.core.dtypes import (
 from batchgen.models.config import ModelConfig
 
 Shape = tuple[int, ...]
+# Tensors that are loaded together: before the layers, of a layer, after the layers, or the attention's sinks alone.
+Which = Literal["embeddings", "layer", "head", "sinks"]
 # name of a tensor -> the parts stacked in its rows, each with its shape
 Layout = dict[str, tuple[tuple[str, Shape], ...]]
 
@@ -43,7 +47,13 @@ def embedding_layout(config: ModelConfig) -> Layout:
 
 
 def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> Layout:
-    """Tensors of a layer. unfused: parts are single matrices of one expert each, whatever the family's own files have fused."""
+    """Tensors of a layer.
+
+    Args:
+        config: Configuration of the model.
+        layer: Number of the layer.
+        unfused: Whether parts are single matrices of one expert each, whatever the family's own files have fused.
+    """
     hidden, dim = config.hidden_size, config.head_dim
     inner = config.dense_size if layer in config.dense_layers else config.intermediate_size
     heads = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
@@ -67,7 +77,7 @@ def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> L
 
 
 def _experts_layout(config: ModelConfig, unfused: bool) -> Layout:
-    """A router, the experts' matrices one after the other in the rows, and those of the expert that all tokens share."""
+    """The router, the experts' matrices one after the other in the rows, and those of the shared expert."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, range(config.num_experts)
     layout = _linear("router", {"router": config.num_experts}, hidden, bias=config.router_bias)
     biased = config.family == "gpt_oss"
@@ -84,7 +94,7 @@ def _experts_layout(config: ModelConfig, unfused: bool) -> Layout:
 
 
 def _fused_experts_layout(config: ModelConfig) -> Layout:
-    """As gpt-oss's own files have them (`fused_experts.py`): all experts of a layer in one part."""
+    """Experts in the files of gpt-oss (`formats/fused_experts.py`): all experts of a layer in one part."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
     return {
         "gate_up.weight": (("experts.gate_up_proj", (experts * 2 * inner, hidden)),),
@@ -124,8 +134,15 @@ def tensor_shapes(layout: Layout) -> dict[str, Shape]:
     return {name: (sum(shape[0] for _, shape in parts), *parts[0][1][1:]) for name, parts in layout.items()}
 
 
-def layout_of(config: ModelConfig, which: str, layer: int, *, unfused: bool = False) -> Layout:
-    """The layout of "embeddings", "layer", "head", or of the attention's "sinks" alone. unfused: as of `layer_layout`."""
+def layout_of(config: ModelConfig, which: Which, layer: int, *, unfused: bool = False) -> Layout:
+    """Tensors of a layer, or of those before and after the layers.
+
+    Args:
+        config: Configuration of the model.
+        which: "embeddings", "layer", "head", or "sinks", the attention's sinks alone.
+        layer: Number of the layer.
+        unfused: Whether parts are single matrices of one expert each.
+    """
     if which == "layer":
         return layer_layout(config, layer, unfused=unfused)
     if which == "embeddings":
@@ -134,24 +151,56 @@ def layout_of(config: ModelConfig, which: str, layer: int, *, unfused: bool = Fa
     return {"sinks.weight": head["sinks.weight"]} if which == "sinks" else head
 
 
-# What they are stored in.
+class Part(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        name: Name in a layout: "q.weight".
+        shape: Its own shape.
+        layer: Number of the layer; 0 before and after the layers.
+        in_layer: Whether it is of a layer.
+    """
+
+    name: str
+    shape: Shape
+    layer: int
+    in_layer: bool
+
+
+def all_parts(config: ModelConfig, *, unfused: bool = False) -> Iterator[Part]:
+    """Every part of a model's tensors. unfused: whether parts of layers are single matrices of one expert each."""
+    layouts = [(embedding_layout(config), 0, False), (head_layout(config), 0, False)]
+    of_layers = range(config.num_layers)
+    layouts += [(layout_of(config, "layer", layer, unfused=unfused), layer, True) for layer in of_layers]
+    for layout, layer, in_layer in layouts:
+        for parts in layout.values():
+            for name, shape in parts:
+                yield Part(name, shape, layer, in_layer)
+
+
+# Formats in which tensors are stored.
 
 
 @dataclass(frozen=True)
 class Stored:
-    """How a tensor is stored. shape: of its numbers. dtype: a dtype to compute in, "int4", "int8" or one of `BLOCK_FORMATS`."""
+    """The form in which a tensor is stored.
+
+    Attributes:
+        shape: Shape of its numbers.
+        dtype: A compute dtype, "int4", "int8" or one of `BLOCK_FORMATS`.
+    """
 
     shape: Shape
     dtype: str
 
     @property
     def is_packed(self) -> bool:
-        """Whether it has rows of bytes, and not numbers."""
+        """True where it has rows of bytes, and not numbers."""
         return self.dtype in PACKED_FORMATS
 
     @property
     def stored_shape(self) -> Shape:
-        """Of packed rows, that of their bytes."""
+        """Shape of what is stored: rows of bytes where it is packed."""
         return (self.shape[0], weight_row_bytes(self.shape[1], self.dtype)) if self.is_packed else self.shape
 
     @property
@@ -160,41 +209,45 @@ class Stored:
 
 
 def is_quantized(name: str, shape: Shape) -> bool:
-    """Whether a layer's tensor is one of those that formats of few bits are for: matrices, but for what chooses and weighs experts."""
+    """True for the matrices of a layer that formats of few bits are for: all but the router and the shared gate."""
     return len(shape) == 2 and name not in ("router.weight", "shared_gate.weight")
 
 
 def role(part: str) -> str:
-    """What a part of a matrix is, be it a layer's or an expert's: "experts.3.gate.weight" is a "gate"."""
+    """The role of a part of a matrix, be it a layer's or an expert's: "experts.3.gate.weight" is a "gate"."""
     return _OF_EXPERT.sub("", part).rsplit(".", 1)[0]
 
 
-def packed_layout(config: ModelConfig, which: str, layer: int, weight_format: str, *, unfused: bool = False) -> Layout:
-    """As `layout_of`, with a tensor for each role where the parts of a matrix are in different formats."""
+def packed_layout(
+    config: ModelConfig, which: Which, layer: int, weight_format: str, *, unfused: bool = False
+) -> Layout:
+    """The layout of `layout_of`, with a tensor for each role where the parts of a matrix are in different formats."""
     layout = layout_of(config, which, layer, unfused=unfused)
     if which != "layer" or weight_format != MIXED:
         return layout
     formats = dict(config.layer_formats[layer])
-    found: Layout = {}
+    packed: Layout = {}
     for name, parts in layout.items():
         roles = dict.fromkeys(role(part) for part, _ in parts)
         if not is_quantized(name, parts[0][1]) or len({formats.get(r) for r in roles}) == 1:
-            found[name] = parts
+            packed[name] = parts
             continue
-        for own in roles:
-            found[name.replace(".", f".{own.split('.')[-1]}.")] = tuple(p for p in parts if role(p[0]) == own)
-    return found
+        for part_role in roles:
+            packed[name.replace(".", f".{part_role.split('.')[-1]}.")] = tuple(
+                p for p in parts if role(p[0]) == part_role
+            )
+    return packed
 
 
-def stored_tensors(config: ModelConfig, which: str, layer: int, dtype: str, weight_format: str) -> dict[str, Stored]:
-    """Every tensor of a layer, or before or after the layers, as it is stored.
+def stored_tensors(config: ModelConfig, which: Which, layer: int, dtype: str, weight_format: str) -> dict[str, Stored]:
+    """Every tensor of a layer, or before or after the layers, with the form in which it is stored.
 
     Args:
-        config: The model's.
+        config: Configuration of the model.
         which: "embeddings", "layer" or "head".
-        layer: Which one.
-        dtype: To compute in.
-        weight_format: Of the layers' matrices: that, or one of `PACKED_FORMATS`.
+        layer: Number of the layer.
+        dtype: Compute dtype.
+        weight_format: Format of the layers' matrices: the compute dtype, or one of `PACKED_FORMATS`.
     """
     # Parts one by one, as `layer_formats` names them; tensors are the same.
     layout = packed_layout(config, which, layer, weight_format, unfused=True)
@@ -205,7 +258,7 @@ def stored_tensors(config: ModelConfig, which: str, layer: int, dtype: str, weig
 
 
 def _format_of(  # all that it depends on
-    config: ModelConfig, which: str, layer: int, name: str, part: str, shape: Shape, dtype: str, weight_format: str
+    config: ModelConfig, which: Which, layer: int, name: str, part: str, shape: Shape, dtype: str, weight_format: str
 ) -> str:
     if which != "layer":
         as_found = dict(config.end_formats) if weight_format in KEPT_FORMATS else {}
@@ -219,23 +272,23 @@ def _format_of(  # all that it depends on
 
 @lru_cache(maxsize=64)
 def layer_sizes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[Mapping[str, int], ...]:
-    """Stored bytes of every tensor of every layer."""
-    made: dict[tuple, Mapping[str, int]] = {}  # layers that are alike, once
-    found = []
+    """Stored bytes of every tensor, by name, for every layer."""
+    sizes: dict[tuple[object, ...], Mapping[str, int]] = {}  # layers that are alike, once
+    layers = []
     for j in range(config.num_layers):
         kind = config.has_experts(j), config.layer_formats[j] if weight_format == MIXED else ()
-        if kind not in made:
+        if kind not in sizes:
             tensors = stored_tensors(config, "layer", j, dtype, weight_format)
-            made[kind] = {name: stored.num_bytes for name, stored in tensors.items()}
-        found.append(made[kind])
-    return tuple(found)
+            sizes[kind] = {name: stored.num_bytes for name, stored in tensors.items()}
+        layers.append(sizes[kind])
+    return tuple(layers)
 
 
 @lru_cache(maxsize=64)
 def end_bytes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[int, int]:
-    """Stored bytes of what stands before the layers and after them, of what a stage of a pipeline has of it."""
+    """Stored bytes of the tensors before and after the layers that this stage of a pipeline has."""
 
-    def total(which: str) -> int:
+    def total(which: Which) -> int:
         return sum(stored.num_bytes for stored in stored_tensors(config, which, 0, dtype, weight_format).values())
 
     size = int(FORMAT_BYTES[dtype])
@@ -249,14 +302,17 @@ def output_row_bytes(config: ModelConfig, dtype: str, weight_format: str) -> int
 
 
 def output_format(config: ModelConfig, dtype: str, weight_format: str) -> str:
-    """What the output matrix, which may be the embedding, is stored in: a dtype to compute in, or one of `BLOCK_FORMATS`."""
+    """Format of the output matrix, which may be the embedding: a compute dtype, or one of `BLOCK_FORMATS`."""
     as_found = dict(config.end_formats) if weight_format in KEPT_FORMATS else {}
     return as_found.get("embed" if config.tied_embeddings else "lm_head", dtype)
 
 
 @lru_cache(maxsize=64)
 def main_format(config: ModelConfig, weight_format: str) -> str:
-    """The one of `BLOCK_FORMATS` that most of the layers' weights are in; `weight_format` where it is none of those kept as found."""
+    """The one of `BLOCK_FORMATS` that most of the layers' weights are in.
+
+    It is `weight_format` itself where that is none of `KEPT_FORMATS`.
+    """
     if weight_format != MIXED:
         return block_format(weight_format)
     sizes: Counter[str] = Counter()

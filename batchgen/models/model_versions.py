@@ -1,25 +1,26 @@
-"""Tests that a model's files are still those they were: its identity, its headers and its weights."""
+"""The versions of a model's files: tests that they are still those whose identity, headers and weights were read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from batchgen.core.errors import InputError
+from batchgen.core.errors import InputError, naming_files
 from batchgen.core.file_version import FileVersion, version_of
-from batchgen.models.files import STORE_MANIFEST, ModelFiles, reading_model, weight_paths
+from batchgen.models.files import ModelFiles, weight_paths
 from batchgen.models.hf.config_files import STATES_MODEL
 from batchgen.models.hf.weight_files import find_weight_files
+from batchgen.models.store.manifest import STORE_MANIFEST
 
 ModelVersions = Mapping[Path, FileVersion]
 
 
 def model_versions(files: ModelFiles) -> ModelVersions:
-    """The versions of all files that say what a model is; of a store its manifest, which has the checksums of the others.
+    """The versions of all files that say what a model is. Raises InputError where one cannot be read.
 
-    Raises InputError where one cannot be read.
+    Of a store that is its manifest, which has the checksums of the others.
     """
-    with reading_model(str(files.path)):
+    with naming_files(str(files.path)):
         if files.kind == "hf":
             index = find_weight_files(files.path).index
             stated = [files.path / name for name in STATES_MODEL if (files.path / name).exists()]
@@ -43,6 +44,9 @@ def changed_file(versions: ModelVersions) -> Path | None:
 
 
 def check_unchanged(versions: ModelVersions) -> None:
-    """Raise InputError unless the files are those of `versions`: called when everything of them that counts has been read."""
+    """Raise InputError unless the files are those of `versions`.
+
+    It is called when everything of them that counts has been read.
+    """
     if (path := changed_file(versions)) is not None:
         raise InputError(f"{path} was changed while the model was loaded: run the same command again once it is whole")

@@ -14,14 +14,22 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions: the base frequency and how it is scaled for longer contexts.
+    """Rotary positions: the base frequency and its scaling for longer contexts.
 
-    kind: one of ROPE_KINDS. factor: how many times longer the context becomes.
-    original_max_position: the context length before scaling, in tokens (llama3, yarn). low_freq_factor,
-    high_freq_factor: llama3 only. beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate:
-    yarn only (attention_factor: longrope too). short_factors, long_factors: longrope only, divisors per frequency for engines
-    whose context is within original_max_position, and for others. rotated: so many first values of a head are rotated, the
-    others stay; None: all. factors: divisor per frequency, `head_dim // 2` of them (a GGUF's `rope_freqs` tensor).
+    Attributes:
+        theta: Base of the frequencies.
+        kind: One of ROPE_KINDS.
+        factor: Ratio of the longer context to the original one.
+        low_freq_factor, high_freq_factor: Bounds of the blended frequencies (llama3).
+        original_max_position: Context length before scaling, in tokens (llama3, yarn, longrope).
+        beta_fast, beta_slow: Rotations between which frequencies are blended (yarn).
+        attention_factor: Multiplier of cos and sin (yarn, longrope); None: it follows from the factor.
+        mscale, mscale_all_dim: Weights of that multiplier (yarn).
+        truncate: Whether the bounds of the blended pairs are whole numbers (yarn).
+        factors: Divisor per frequency, `head_dim // 2` of them (a GGUF's `rope_freqs` tensor).
+        short_factors, long_factors: Divisors per frequency for contexts within original_max_position, and for longer
+            ones (longrope).
+        rotated: Number of a head's first values that are rotated; None: all.
     """
 
     theta: float
@@ -56,17 +64,19 @@ class RopeConfig:
             raise InputError("rope_type 'llama3' needs high_freq_factor above low_freq_factor")
 
     def inv_freq(self, head_dim: int, context: int = 0) -> tuple[float, ...]:
-        """Radians per position of each of the rotated pairs, `head_dim // 2` unless `rotated` says less, as float32 values.
+        """Radians per position of each rotated pair, float32 values: `head_dim // 2` of them, or `rotated // 2`.
 
-        context: the longest that sequences get, in tokens, which longrope's factors are chosen by.
+        Follows transformers operation by operation in float32. The powers are correctly rounded, where those of torch
+        may be one unit in the last place off, differently on each instruction set.
 
-        Follows transformers operation by operation in float32. The powers are correctly rounded, where those
-        of torch may be one unit in the last place off, differently on each instruction set.
+        Args:
+            head_dim: Values of a head.
+            context: Longest context of the sequences, in tokens, which longrope's factors are chosen by.
         """
         head_dim = self.rotated or head_dim
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
         powers = np.power(self.theta, exponents.astype(np.float64)).astype(np.float32)  # [head_dim / 2]
-        freqs = 1.0 / powers
+        freqs: np.ndarray = 1.0 / powers
         if self.kind == "linear":
             freqs = freqs / self.factor
         elif self.kind == "llama3":
@@ -74,21 +84,27 @@ class RopeConfig:
         elif self.kind == "yarn":
             freqs = self._yarn(powers, head_dim)
         elif self.kind == "longrope":
-            factors = self.long_factors if context > self.original_max_position else self.short_factors
+            factors = self.long_factors if context > self._original else self.short_factors
             freqs = 1.0 / (np.array(factors, dtype=np.float32) * powers)
         if self.factors is not None:
             freqs = freqs / np.array(self.factors, dtype=np.float32)
         return tuple(freqs.tolist())
 
     def row_order(self, head_dim: int) -> tuple[int, ...]:
-        """The order of a head's values in which value i is rotated with value i + head_dim / 2, where `rotated` says less."""
-        half, rest = self.rotated // 2, (head_dim - self.rotated) // 2
-        first = (*range(half), *range(self.rotated, self.rotated + rest))
-        return (*first, *range(half, self.rotated), *range(self.rotated + rest, head_dim))
+        """Order of a head's values in which value i is rotated with value i + head_dim / 2."""
+        rotated = self.rotated or head_dim
+        half, rest = rotated // 2, (head_dim - rotated) // 2
+        first = (*range(half), *range(rotated, rotated + rest))
+        return (*first, *range(half, rotated), *range(rotated + rest, head_dim))
+
+    @property
+    def _original(self) -> int:
+        assert self.original_max_position is not None, "kinds that scale with it have it"
+        return self.original_max_position
 
     def _llama3(self, freqs: np.ndarray) -> np.ndarray:
         """Wavelengths beyond the original context are stretched, short ones kept, those between blended."""
-        context = self.original_max_position
+        context = self._original
         low, high = self.low_freq_factor, self.high_freq_factor
         wavelengths = 1 / freqs * (2 * math.pi)  # torch divides a number by a tensor in these two steps
         smooth = (1 / wavelengths * context - low) / (high - low)
@@ -100,7 +116,7 @@ class RopeConfig:
         """Pairs that turn often in the original context are kept, rare ones interpolated, a ramp between."""
 
         def correction_dim(rotations: float) -> float:
-            turns = self.original_max_position / (rotations * 2 * math.pi)
+            turns = self._original / (rotations * 2 * math.pi)
             return head_dim * math.log(turns) / (2 * math.log(self.theta))
 
         low, high = correction_dim(self.beta_fast), correction_dim(self.beta_slow)
@@ -111,16 +127,15 @@ class RopeConfig:
             high += 0.001  # the ramp must not divide by zero
         ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
         kept = 1 - ramp
-        return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
+        blended: np.ndarray = 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
+        return blended
 
     def attention_scaling(self) -> float:
         """Multiplier on cos and sin (so its square is on the attention scores); 1 except for yarn and longrope."""
         if self.kind == "longrope":
             if self.attention_factor is not None:
                 return self.attention_factor
-            return (
-                1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position))
-            )
+            return 1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(self._original))
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -134,5 +149,5 @@ class RopeConfig:
 
 
 def rotates_part(rope: RopeConfig | None, part: str) -> bool:
-    """Whether a part of a checkpoint has rows of heads of which only some values are rotated: `RopeConfig.row_order` is for these."""
+    """True for parts with rows of heads of which only some values are rotated; `RopeConfig.row_order` is for these."""
     return rope is not None and rope.rotated is not None and part.split(".")[0] in ("q", "k", "qkv")

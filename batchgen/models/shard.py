@@ -1,8 +1,9 @@
-"""A part of a model for each of several ranks that run every layer together (Megatron-LM: Shoeybi et al., 2019, section 3).
+"""A part of a model for each of several ranks that run every layer together.
 
-Queries, keys and values are split by heads, gate and up by rows of their matrix; so what a rank attends to and activates is its own. The
-matrices behind these, `out` and `down`, are split by columns: each rank has a summand of the layer's result. Of experts each is
-split in this way. All else every rank has whole. Biases of what is added up are in the first rank's summand.
+This is tensor parallelism (Megatron-LM: Shoeybi et al., 2019, section 3). Queries, keys and values are split by heads,
+gate and up by rows of their matrix; so what a rank attends to and activates is its own. The matrices behind these,
+`out` and `down`, are split by columns: each rank has a summand of the layer's result. Each expert is split in this way.
+All else every rank has whole. Biases of what is added up are in the first rank's summand.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class Shard:
     """One rank's part of every layer of a model.
 
     Attributes:
-        rank, size: whose, of how many.
-        whole: the model.
+        rank: Number of the rank, from 0 on.
+        size: Number of ranks.
+        whole: Configuration of the whole model.
     """
 
     rank: int
@@ -46,7 +48,7 @@ class Shard:
 
     @property
     def config(self) -> ModelConfig:
-        """The shape of the part: of a model with fewer heads and narrower MLPs. The vocabulary is whole."""
+        """Shape of the part: that of a model with fewer heads and narrower MLPs. The vocabulary is whole."""
         whole, size = self.whole, self.size
         return replace(
             whole,
@@ -58,21 +60,27 @@ class Shard:
         )
 
     def divides(self, weight_format: str) -> bool:
-        """Whether matrices packed in int4 or in blocks can be split by columns: groups and blocks of a row stay whole.
+        """True where packed matrices can be split by columns: groups and blocks of a row stay whole.
 
-        weight_format: int4, or one of `KEPT_FORMATS`. Those where each matrix has its own are not split.
+        Args:
+            weight_format: int4, or one of `KEPT_FORMATS`. Those where each matrix has its own format are not split.
         """
         if weight_format == MIXED:
             return False
-        own = self.config
+        share = self.config
         values = CODE_GROUP if weight_format == INT4 else BLOCK_FORMATS[block_format(weight_format)][0]
-        columns = [own.intermediate_size]
+        columns = [share.intermediate_size]
         if weight_format not in EXPERT_FORMATS:
-            columns += [own.num_heads * own.head_dim, own.shared_expert_size, own.dense_size]
+            columns += [share.num_heads * share.head_dim, share.shared_expert_size, share.dense_size]
         return all(count % values == 0 for count in columns)
 
     def cut(self, name: str, part: str) -> Cut:
-        """What of a part this rank has. name, part: of the tensor and of its part, as `layouts.py` has them."""
+        """The share of a part that this rank has.
+
+        Args:
+            name: Name of the tensor, as `layouts.py` has it.
+            part: Name of the part.
+        """
         stem, kind = name.rsplit(".", 1)
         if stem in _BY_ROWS:
             return Cut(self.rank, self.size, sections=self._sections(part))
@@ -83,7 +91,7 @@ class Shard:
         return Cut(self.rank, self.size, by_columns=True)
 
     def _sections(self, part: str) -> tuple[int, ...]:
-        """How many rows belong together, one count after the other: each is split by itself. Of a part that is one: 0, all of them."""
+        """Rows of each section of a part; sections are split one by one. (0,): the part is one section."""
         whole, stem = self.whole, part.rsplit(".", 1)[0]
         if stem == "qkv":
             heads = whole.num_heads, whole.num_kv_heads, whole.num_kv_heads
@@ -97,13 +105,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Cut:
-    """What of a tensor's part a rank has.
+    """The share of a tensor's part that a rank has.
 
     Attributes:
-        rank, size: whose, of how many.
-        sections: rows that are split, as of `Shard._sections`; none: rows stay.
-        by_columns: columns are split.
-        zero: none of it; there are zeros.
+        rank: Number of the rank.
+        size: Number of ranks.
+        sections: Rows of each section, whose rows are split; (0,): all rows are one section; empty: rows are not split.
+        by_columns: Whether columns are split.
+        zero: Whether the share is zeros.
     """
 
     rank: int
@@ -114,15 +123,19 @@ class Cut:
 
     @property
     def whole(self) -> bool:
+        """True where the rank has all of it."""
         return not (self.sections or self.by_columns or self.zero)
 
     @property
     def is_stretch(self) -> bool:
-        """Whether it is rows that are neighbours in the whole."""
+        """True where the share is rows that are neighbours in the whole."""
         return self.sections == (0,)
 
     def of_int4(self, packed: Tensor, n: int) -> Tensor:
-        """As `of`, of rows of `n` weights of int4 (`ops/quant.py`): codes, then scales and minimums, each of whole groups."""
+        """The rank's share of rows of `n` weights in int4 (`ops/quant.py`).
+
+        A row has codes, then scales and minimums, each of whole groups.
+        """
         if not self.by_columns:
             return self.of(packed)
         import torch
@@ -131,7 +144,7 @@ class Cut:
         return torch.cat([self.of(packed[:, :codes]), self.of(packed[:, codes:])], dim=1)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The rank's rows, one after the other, or its columns, of the whole part; of rows of blocks its blocks."""
+        """The rank's rows, one after the other, or its columns, of the whole part; of packed rows its blocks."""
         if self.by_columns:
             return tensor.chunk(self.size, dim=1)[self.rank]
         if self.is_stretch:

@@ -24,12 +24,12 @@ def is_index(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value of JSON is a finite number."""
+    """True for a finite number of JSON."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def require_positive(name: str, value: Any) -> None:
-    """Raises InputError unless it is a whole number of at least 1, and no more than any model has."""
+    """Raise InputError unless it is a whole number of at least 1, and no more than any model has."""
     if not is_count(value):
         raise InputError(f"{name} must be a whole number of at least 1, not {shown(value)}")
     if value > (most := _MOST.get(name, _MOST_COUNTED)):
@@ -37,7 +37,7 @@ def require_positive(name: str, value: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON writes it, where that is short."""
+    """A value as JSON writes it, cut where that is long."""
     known = {None: "null", True: "true", False: "false"}
     text = known[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -34,7 +34,7 @@ class Manifest:
         state: "running" or "complete".
         may_replace: an output that is there may be replaced without asking, since the user said so or this job wrote
             it. totals and files (name: bytes) of the output: once it is complete.
-        kernels: what rows are made with; None: no row has been started, or by a version that did not record it.
+        kernels: what rows are made with; None: no row has been started.
         weight_format: the layers' weights that they are made with, likewise.
         parts: how many parts there were when a run last ended in order; there may be more.
         first: of a job that goes on from the rows of smaller ones, the hash of the first one's fingerprint.
@@ -67,9 +67,7 @@ class Manifest:
                     f"{path} was written by batchgen {writer}, in a format that this version does not read: "
                     "use that version, or start again with --overwrite"
                 )
-            later = ("kernels", "parts", "first", "weight_format")  # those of earlier versions lack these
-            fields = {name: record[name] for name in cls.__dataclass_fields__ if name not in later or name in record}
-            found: Manifest = read_typed(cls, fields)
+            found: Manifest = read_typed(cls, {name: record[name] for name in cls.__dataclass_fields__})
             if min(found.parts, *(found.totals or {"": 0}).values(), *(found.files or {"": 0}).values()) < 0:
                 raise ValueError("numbers below 0")
             return found

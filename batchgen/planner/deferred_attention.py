@@ -9,13 +9,14 @@ import math
 from dataclasses import replace
 
 from batchgen.core.plan import TIERS
-from batchgen.planner.costs import can_delegate, decode_attention_s, layer_lanes, slowest_s
+from batchgen.planner.costs import can_delegate, layer_lanes, phase_decode_attention_s, slowest_s
 from batchgen.planner.linear import number
+from batchgen.planner.memory import peak_bytes
 from batchgen.planner.mip import solve
-from batchgen.planner.peak_memory import peak_bytes
 from batchgen.planner.phases import deferral_of, phases_of
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import Candidate, Prune, integer_candidate, max_num_seqs_choices, prune_nothing
+from batchgen.planner.step_seconds import query_bytes
 
 # The part of the CPU's idle time that is given to deferred attention: sweeps are not all equally long.
 _DEFERRED_FRAC = 0.9
@@ -24,7 +25,7 @@ _SMALLER_SIZES = 8
 
 
 def may_defer(problem: Problem) -> bool:
-    """True if attention may be deferred: not where the block size is fixed, as deferred sequences come beside a block."""
+    """True if attention may be deferred: not where the block size is fixed, beside which deferred sequences come."""
     return (
         problem.hardware.gpu is not None
         and not problem.runtime.serial
@@ -36,7 +37,7 @@ def may_defer(problem: Problem) -> bool:
 
 
 def with_deferred_attention(problem: Problem, base: Candidate, prune: Prune = prune_nothing) -> Candidate | None:
-    """The candidate with as many deferred sequences beside its own as the CPU, its memory, and the length of the job allow.
+    """The candidate with as many deferred sequences as the CPU, its memory, and the length of the job allow.
 
     Args:
         problem: The planner's problem.
@@ -71,7 +72,7 @@ def with_deferred_attention(problem: Problem, base: Candidate, prune: Prune = pr
 
 
 def _weight_tiers(base: Candidate) -> tuple[str, ...]:
-    """Tiers that hold weights of the candidate: weights in transit would make the sweeps longer, beside which the CPU attends."""
+    """Tiers that hold weights of the candidate, which others would make slower by weights in transit."""
     layers_by_tier = zip(*base.counts.weight_layers.values(), strict=True)
     return tuple(tier for tier, layers in zip(TIERS, layers_by_tier, strict=True) if any(layers))
 
@@ -86,8 +87,7 @@ def _most_deferred(problem: Problem, base: Candidate) -> int:
         return 0
     lanes = layer_lanes(s, steady, at)
     idle_s = slowest_s(s, lanes) - number(lanes.get("cores", lanes["cpu_attention"]))
-    seq_s = decode_attention_s(s, steady, s.hardware.cpu) / steady.decode_seqs
+    seq_s = phase_decode_attention_s(s, steady, s.hardware.cpu) / steady.decode_seqs
     in_time = _DEFERRED_FRAC * s.model.num_layers * idle_s / seq_s
-    result_bytes = s.model.num_heads * s.model.head_dim * s.element_bytes
-    in_memory = (s.budgets["cpu"] - number(peak_bytes(s, at)["cpu"])) / (s.seq_kv_bytes + 2 * result_bytes)
+    in_memory = (s.budgets["cpu"] - number(peak_bytes(s, at)["cpu"])) / (s.seq_kv_bytes + 2 * query_bytes(s))
     return max(0, int(min(in_time, in_memory, problem.most_seqs - s.max_num_seqs)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from batchgen.planner.costs import elementwise_s, layer_lanes, linear_s, longer_in_rows_s, slowest_s
+from batchgen.planner.costs import layer_lanes, phase_matmul_as_stored_s, phase_matmul_s, slowest_s
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import CostInputs
+from batchgen.planner.step_seconds import elementwise_s
 
 _MOST_TOKENS = 1 << 20  # of a sweep that is looked at
 
@@ -42,7 +43,8 @@ def break_even_tokens(s: CostInputs, moved_s: float, streamed_frac: float = 1.0)
 
     def products_s(tokens: int) -> float:
         phase = Phase(1, 0, 0, tokens, 1)
-        return linear_s(s, phase) + streamed_frac * sum(longer_in_rows_s(s, phase)) + elementwise_s(s, phase)
+        matmul_s = phase_matmul_s(s, phase) + streamed_frac * phase_matmul_as_stored_s(s, phase).total
+        return matmul_s + elementwise_s(s, tokens)
 
     first = _first(lambda tokens: products_s(tokens) >= moved_s)
     return first if 1 < first < _MOST_TOKENS else 0

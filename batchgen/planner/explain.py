@@ -18,13 +18,12 @@ from batchgen.planner.explanation import (
     LANE_NAMES,
     Explanation,
     explanation_of,
-    format_sentences,
     price_lines,
     stage_rows,
     total_lines,
 )
-from batchgen.planner.linear import Linear, number
-from batchgen.planner.peak_memory import kv_bytes, peak_bytes
+from batchgen.planner.linear import number
+from batchgen.planner.memory import memory_parts, placement_bytes
 from batchgen.planner.phases import Phase, phases_of
 from batchgen.planner.placement import Counts, Placement
 from batchgen.planner.problem import CostInputs, Problem
@@ -42,11 +41,7 @@ def make_plan(
     problem: Problem,
     candidate: Candidate,
     *,
-    model_name: str,
-    max_model_len: int,
-    share_prefixes: bool,
     startup_s: float,
-    output_len_known: bool,
     simulated_s: float | None = None,
     store_written_bytes: float = 0.0,
 ) -> Plan:
@@ -54,7 +49,6 @@ def make_plan(
 
     Args:
         startup_s: time before the first sweep.
-        output_len_known: whether the workload's output lengths are more than an upper limit.
         simulated_s: of all sweeps, where these were simulated; None: as the cost model has them.
         store_written_bytes: what the job writes of a weight store before it begins.
     """
@@ -69,10 +63,10 @@ def make_plan(
         gpu_batch_size=s.gpu_batch_size,
         num_gpu_batches=s.num_gpu_batches,
         max_num_batched_tokens=s.max_num_batched_tokens,
-        max_model_len=max_model_len,
+        max_model_len=problem.max_model_len,
         kv_block_size=s.kv_block_size,
         kv_blocks={tier: count for tier, count in kv_blocks.items() if count},
-        share_prefixes=share_prefixes,
+        share_prefixes=problem.share_prefixes,
         weight_format=s.weight_format,
         kv_format=s.kv_format,
         weight_layers={group: (int(a), int(b), int(c)) for group, (a, b, c) in counts.weight_layers.items()},
@@ -87,7 +81,7 @@ def make_plan(
         balance_tokens=s.balance.tokens if s.balance and counts.kv_seqs.get("cpu") else None,
     )
     return Plan(
-        model=model_name,
+        model=problem.model_name,
         hardware=s.hardware.name,
         dtype=s.compute_format,
         workload=s.workload,
@@ -95,7 +89,7 @@ def make_plan(
         policy=policy,
         placement_bytes=placement_bytes(s, at),
         prediction=replace(
-            _predict(candidate, at, startup_s, output_len_known, simulated_s or candidate.seconds),
+            _predict(candidate, at, startup_s, problem.output_len_known, simulated_s or candidate.seconds),
             disk_written_bytes={"KV": _kv_written_bytes(candidate, at), "weight store": store_written_bytes},
         ),
         kernels=s.hardware.kernels.of(_kernel_keys(s)),
@@ -214,42 +208,6 @@ def lane_seconds(candidate: Candidate, at: Placement) -> dict[str, float]:
     return {lane: seconds for lane, seconds in busy.items() if lane in LANE_NAMES}
 
 
-def placement_bytes(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
-    """Weights, KV and activations by tier; FlexGen's wg..hd in bytes."""
-    weights = s.layer_bytes * s.model.num_layers
-    by_tier = {"gpu": at.w_gpu * weights, "cpu": at.w_cpu * weights, "disk": at.w_disk * weights}
-    by_tier["gpu"] += at.head_gpu * s.head_bytes + at.embed_gpu * s.embedding_bytes if s.on_gpu else 0
-    by_tier["cpu"] += (1 - at.embed_gpu) * s.embedding_bytes + (
-        at.head_cpu * s.head_bytes if s.on_gpu else s.head_bytes
-    )
-    activations = s.num_gpu_batches * s.batch_tokens * s.hidden_bytes
-    kv = kv_bytes(s, at)
-    fractions = {"gpu": at.kv_gpu, "cpu": at.kv_cpu + at.kv_streamed + s.deferred_seqs, "disk": at.kv_disk}
-    placed: dict[str, dict[str, Linear]] = {
-        "weights": by_tier,
-        "KV": {tier: kv[tier] if fraction else 0.0 for tier, fraction in fractions.items()},
-        "activations": {"gpu": at.act_gpu * activations, "cpu": at.act_cpu * activations, "disk": 0.0},
-    }
-    return {name: {tier: number(size) for tier, size in tiers.items()} for name, tiers in placed.items()}
-
-
-def memory_parts(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
-    """Peak bytes of each tier: what is placed there, and the buffers beside it."""
-    placed = placement_bytes(s, at)
-    parts: dict[str, dict[str, float]] = {}
-    for tier, peak in peak_bytes(s, at).items():
-        own = {name: tiers[tier] for name, tiers in placed.items() if tiers[tier]}
-        if tier == "disk":
-            own.pop("weights", None)  # which the budget is not for: they are there before
-        if not s.on_gpu:
-            own.pop("activations", None)  # of the buffers below
-        if tier == "cpu":
-            own["process"] = float(s.process_bytes)
-        own["buffers"] = max(0.0, number(peak) - sum(own.values()))
-        parts[tier] = own
-    return parts
-
-
 def headline(plan: Plan) -> list[str]:
     """The plan in a line or two, before a job starts."""
     policy, predicted, workload = plan.policy, plan.prediction, plan.workload
@@ -258,7 +216,6 @@ def headline(plan: Plan) -> list[str]:
         f"plan: {workload.num_seqs:,} sequences of {_lengths(workload)} tokens,"
         f" {min(policy.max_num_seqs, workload.num_seqs):,} in flight, up to {policy.max_num_batched_tokens:,} tokens a sweep",
         f"predicted: {format_seconds(predicted.total_s)} ({between}), bound by {LANE_NAMES[predicted.bottleneck]}",
-        *format_sentences(plan),
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from batchgen.core.dtypes import MIXED
 from batchgen.core.errors import InputError
 from batchgen.core.plan import STAGES, Plan, Stage, first_batch_cpu_share
 from batchgen.core.units import format_bytes, format_seconds
@@ -140,7 +139,7 @@ def explanation_of(
         generated_rate=rate(generated),
         disk_written_bytes=dict(predicted.disk_written_bytes),
         sentences=(
-            *format_sentences(plan),
+            *([plan.weights_reason] if plan.weights_reason else []),
             *_weight_sentences(plan),
             *_kv_sentences(plan),
             *_batch_sentences(plan),
@@ -175,23 +174,6 @@ def _weight_sentences(plan: Plan) -> list[str]:
     if tokens := plan.policy.on_demand_tokens:
         found.append(f"In sweeps of {tokens:,} tokens or fewer, only those experts are read that a token is routed to.")
     return found
-
-
-def format_sentences(plan: Plan) -> list[str]:
-    """Which format weights are in and why, where that was left to the plan."""
-    other, own = plan.other_weights, plan.policy.weight_format
-    if other is None:
-        return []
-    expanded = own == plan.dtype
-    packed = other.weight_format if expanded else own
-    kept = f"in {packed}, as they were found" if packed != MIXED else "in the formats that they were found in"
-    this, that = f"Weights stay {kept}", f"weights expanded to {plan.dtype}"
-    if expanded:
-        this, that = f"Weights are expanded to {own}", f"weights {kept},"
-    if other.seconds is None:
-        return [f"{this}: no plan fits with {that.rstrip(',')}."]
-    times = format_seconds(plan.prediction.total_s), format_seconds(other.seconds)
-    return [f"{this}: so the job takes {times[0]}; with {that} it would take {times[1]}."]
 
 
 def _kv_sentences(plan: Plan) -> list[str]:

@@ -24,7 +24,7 @@ class Demand:
         min_tokens: of the smallest row that must fit, prompt and output.
         longest_tokens: of the longest row that staging buffers must hold.
         most_kv_tokens: KV that the job is expected to use at most; None: nothing is known of it.
-        task: as for `memory.planned_logit_rows`.
+        task: as for `sizes.planned_logit_rows`.
     """
 
     min_tokens: int

@@ -1,12 +1,18 @@
-"""What goes into each tier's memory: everything but KV is given by the policy, KV pools take what is left. Arithmetic only."""
+"""What goes into each tier's memory: one statement for each item, of a placement that is planned or of a policy that is run.
+
+The MIP's rows (`peak_bytes`), what a plan shows (`placement_bytes`, `memory_parts`) and what the runtime allocates (`plan_memory`)
+all follow from `fixed_items`. They differ in what they put in: an average layer or each layer as it is (`Held`), and in KV,
+of which a plan reserves what its sequences need (`kv_bytes`), while pools take what is left of the budgets (kv_memory.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, MIXED
+from batchgen.core.dtypes import INT4
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import (
     PINNED_BYTES,
@@ -18,178 +24,252 @@ from batchgen.core.plan import (
     spread_layers,
 )
 from batchgen.models.config import ModelConfig
-from batchgen.models.layouts import end_bytes, layer_sizes, output_row_bytes
-from batchgen.models.store.layout import layer_groups
-from batchgen.planner.kv_memory import Demand, kv_block_bytes, kv_pools
+from batchgen.planner.kv_memory import Demand, kv_pools
+from batchgen.planner.linear import Linear, number, total
+from batchgen.planner.placement import Placement
+from batchgen.planner.problem import CostInputs
+from batchgen.planner.sizes import (
+    DEVICE_WORKSPACE_BYTES,
+    WORKSPACE_BYTES,
+    Sizes,
+    activation_bytes,
+    coded_bytes,
+    deferred_bytes,
+    group_bytes_of_layers,
+    planned_logit_rows,
+    sent_bytes,
+)
+from batchgen.schedule.step_graph import EXCHANGE_SLOTS, HEAD_SLOTS, HIDDEN_SLOTS, KV_SLOTS, WEIGHT_SLOTS
 
-# Attention gathers and score tiles, allocator slack, tokenizer and writer buffers.
-WORKSPACE_BYTES = 192 << 20
-# The same of an accelerator, which has no tokenizer.
-DEVICE_WORKSPACE_BYTES = 32 << 20
-# What products with weights of 8 bits need beside results: on the CPU rows of codes (csrc/bindings.cpp, most_packed_bytes); on an
-# accelerator what torch makes its sums in (ops/int8.py).
-_CODED_ROWS_BYTES, _DEVICE_CODED_BYTES = 16 << 20, 128 << 20
-_CHUNK_BYTES, _FEWEST_CHUNK_TOKENS = 16 << 20, 256
-_GPU_CHUNK_TOKENS = 4096
-_LOGITS_BYTES, _FEWEST_LOGIT_ROWS = 160 << 20, 32
-Add = Callable[[str, str, int], None]  # tier, what for, bytes
 
+class Item(NamedTuple):
+    """Bytes of one thing in one tier.
 
-def activation_bytes(
-    config: ModelConfig,
-    dtype_bytes: int,
-    max_num_batched_tokens: int,
-    logit_rows: int,
-    *,
-    on_gpu: bool,
-    captured_tokens: int = 0,
-) -> int:
-    """Peak bytes of a sweep beside weights and KV: one layer's activations and `logit_rows` rows of logits.
-
-    Of all tokens there are the residual before and after, queries, keys, values, and attention's result, perhaps in two
-    parts; of `chunk_tokens` also the norm and what projections make, where rotary embedding works in fp32. Logits are
-    held in the weights' dtype and in fp32, with one row of work space each.
-
-    Args:
-        captured_tokens: of the largest decode sweep that may be captured on a GPU, which has memory of its own.
+    Attributes:
+        part: key of `MemoryPlan.parts`.
+        stream: the stream of an accelerator in which it is allocated anew; None: it is held from beginning to end.
     """
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.num_heads * config.head_dim)
-    kept = 0  # from layer to layer
-    mlp = (config.dense_size or config.intermediate_size) * (3 if config.gated_mlp else 2)
-    k = config.experts_per_token
-    if k:  # rows by expert, later overwritten by results; then in fp32 and 8 bytes: probabilities, order, sums
-        kept = 0 if on_gpu else k * (config.intermediate_size + config.hidden_size)  # ops/scratch.py
-        rows = config.intermediate_size * (3 if config.gated_mlp else 2) + config.hidden_size
-        shared = config.shared_expert_size and 3 * config.shared_expert_size + config.hidden_size
-        mlp = max(mlp, k * rows + shared) + (8 * config.num_experts + 16 * k + 8 * config.hidden_size) // dtype_bytes
-    per_chunk_token = dtype_bytes * (2 * config.hidden_size + max(2 * heads + kept, mlp))
-    if config.rope is not None:
-        per_token += 4 * config.head_dim
-        per_chunk_token += 4 * 3 * heads
-    chunk = min(max_num_batched_tokens, chunk_tokens(config, dtype_bytes, on_gpu=on_gpu))
-    logits = logit_rows * config.vocab_size * (dtype_bytes + 8)
-    captured = captured_tokens * (per_token + per_chunk_token)
-    return max_num_batched_tokens * per_token + chunk * per_chunk_token + captured + logits
+
+    tier: str
+    part: str
+    size: Linear
+    stream: str | None = None
 
 
-def chunk_tokens(config: ModelConfig, dtype_bytes: int, *, on_gpu: bool) -> int:
-    """Tokens that go through a layer's products together.
+class Batches(Protocol):
+    """Numbers of sequences and tokens in flight: a `Policy`, or the inputs of the cost model."""
 
-    Enough for their best rate, few enough for what is between two of them to stay in a CPU's cache, or to take little of a
-    GPU's memory.
+    @property
+    def num_gpu_batches(self) -> int:
+        """Micro-batches of a sweep."""
+
+    @property
+    def gpu_batch_size(self) -> int:
+        """Sequences of a micro-batch, if all are of equal size."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences in flight."""
+
+    @property
+    def batch_seqs(self) -> int:
+        """Most sequences of one micro-batch."""
+
+    @property
+    def batch_tokens(self) -> int:
+        """Most tokens of one micro-batch."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is where, beside KV: numbers, or linear expressions of unknowns.
+
+    Attributes:
+        on_gpu: whether there is an accelerator.
+        task: as for `planned_logit_rows`.
+        process_bytes: host memory that the process takes before any of the model's.
+        weights: tier -> stored bytes of layers.
+        stream_buffer: bytes of one accelerator buffer for a layer's weights that live elsewhere.
+        read_buffer: bytes of one host buffer for a layer's weights from disk.
+        head_gpu, head_cpu: 1 where the output matrix is.
+        embed_gpu: 1 if the input embeddings are on the accelerator.
+        act_gpu, act_cpu: micro-batches whose activations wait there between layers.
+        acts_wait: 1 if `act_cpu` is above 0.
+        delegates: 1 if the CPU attends to any sequence for the accelerator.
+        deferred_seqs: sequences whose attention is deferred.
+        staged_blocks: KV blocks of one staging buffer of the compute device.
+        passing_bytes: accelerator's memory beside the links, for KV that does not lie as it is copied.
+        disk_blocks: KV blocks of one host buffer for KV from or to disk.
+        disk_buffers: number of such buffers.
     """
-    if on_gpu:
-        return _GPU_CHUNK_TOKENS
-    widest = max(config.widest_mlp * (2 if config.gated_mlp else 1), config.qkv_size)
-    return max(_FEWEST_CHUNK_TOKENS, _CHUNK_BYTES // (widest * dtype_bytes))
+
+    on_gpu: bool
+    task: str | None
+    process_bytes: int
+    weights: Mapping[str, Linear]
+    stream_buffer: Linear
+    read_buffer: Linear
+    head_gpu: Linear
+    head_cpu: Linear
+    embed_gpu: Linear
+    act_gpu: Linear
+    act_cpu: Linear
+    acts_wait: Linear
+    delegates: Linear
+    deferred_seqs: int
+    staged_blocks: Linear
+    passing_bytes: Linear
+    disk_blocks: Linear
+    disk_buffers: int = 2 * KV_SLOTS  # in and out
 
 
-def logit_rows(config: ModelConfig, dtype_bytes: int) -> int:
-    """Rows of logits that are made together: enough for an efficient product, in a bounded amount of memory."""
-    return max(_FEWEST_LOGIT_ROWS, _LOGITS_BYTES // (config.vocab_size * (dtype_bytes + 8)))
+def fixed_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
+    """All that takes memory beside KV: FlexGen's gpu_peak and cpu_peak of both prefill and decode, as one sweep may have both.
 
-
-def planned_logit_rows(
-    config: ModelConfig, dtype_bytes: int, batch_tokens: int, batch_seqs: int, task: str | None
-) -> int:
-    """Rows of logits that are made together for one micro-batch.
-
-    A row a sequence, or, where sequences are scored, perhaps one a token; no more than `logit_rows`.
-
-    Args:
-        task: "generate", "score", or None for either.
+    Changed from FlexGen: weights in transit are double-buffered in parts of a layer's streamed weights; KV in transit is
+    that of two micro-batches; activations are those of the tokens of one sweep; logits count.
     """
-    rows = batch_seqs if task == "generate" else max(batch_seqs, batch_tokens)
-    return min(rows, logit_rows(config, dtype_bytes))
+    yield Item("cpu", "process", held.process_bytes)
+    yield from _weight_items(s, batches, held)
+    yield from _activation_items(s, batches, held)
+    device = "gpu" if held.on_gpu else "cpu"
+    yield Item(device, "KV in transit", held.staged_blocks * (KV_SLOTS * s.kv_block_bytes))
+    if held.on_gpu:
+        yield Item("gpu", "KV in transit", held.passing_bytes)
+    if held.on_gpu or s.kv_block_bytes % ALIGNMENT:
+        yield Item("cpu", "KV in transit", held.disk_blocks * (held.disk_buffers * s.disk_block_bytes))
 
 
-def group_bytes_of_layers(config: ModelConfig, dtype: str, weight_format: str) -> list[dict[str, int]]:
-    """Stored bytes of each layer's groups of tensors, `ModelConfig.layer_tensors`."""
-    return [dict(layer) for layer in _group_bytes_of_layers(config, dtype, weight_format)]
+def _weight_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
+    """Weights in memory, and their buffers. What is on disk takes nothing of its budget: it was there before."""
+    if held.on_gpu:
+        yield Item("gpu", "weights", held.weights["gpu"])
+        yield Item("gpu", "weights in transit", held.stream_buffer * WEIGHT_SLOTS)
+    yield Item("cpu", "weights", held.weights["cpu"])
+    yield Item("cpu", "weights in transit", held.read_buffer * WEIGHT_SLOTS)
+    if s.weight_format == INT4:
+        device = "gpu" if held.on_gpu else "cpu"
+        yield Item(device, "expanded weights", s.dequantized_slot_bytes + held.delegates * s.dequantized_slot_bytes)
+    yield Item("cpu", "weights", (1 - held.embed_gpu) * s.embedding_bytes + held.head_cpu * s.head_bytes)
+    if not held.on_gpu:
+        return
+    yield Item("gpu", "weights", held.embed_gpu * s.embedding_bytes + held.head_gpu * s.head_bytes)
+    if s.model.has_head:
+        chunk = -(-s.model.vocab_size // VOCABULARY_CHUNKS) * s.output_row_bytes
+        yield Item("gpu", "weights in transit", held.head_cpu * (HEAD_SLOTS * chunk))
+        if held.task != "score":  # to choose tokens, all of the vocabulary has to be there
+            logits = batches.max_num_seqs * s.model.vocab_size * 4
+            yield Item("gpu", "logits", held.head_cpu * logits, "compute")
 
 
-@lru_cache(maxsize=64)
-def _group_bytes_of_layers(config: ModelConfig, dtype: str, weight_format: str) -> tuple[dict[str, int], ...]:
-    return tuple(
-        {group: sum(own.values()) for group, own in layer_groups(sizes).items()}
-        for sizes in layer_sizes(config, dtype, weight_format)
+def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
+    """Activations within a layer, between layers, and on their way to the CPU's attention; workspace."""
+    model, element = s.model, int(s.element_bytes)
+    captured = batches.gpu_batch_size if held.on_gpu else 0
+    rows = planned_logit_rows(model, element, batches.batch_tokens, batches.batch_seqs, held.task)
+    work = coded_bytes(s.weight_format, on_gpu=held.on_gpu) + activation_bytes(
+        model, element, batches.batch_tokens, rows, on_gpu=held.on_gpu, captured_tokens=captured
+    )
+    waiting = _waiting_bytes(s, batches)
+    if not held.on_gpu:
+        yield Item("cpu", "activations", work + WORKSPACE_BYTES + (batches.num_gpu_batches - 1) * waiting)
+        return
+    yield Item("gpu", "activations", work + DEVICE_WORKSPACE_BYTES, "compute")
+    yield Item("gpu", "activations", held.act_gpu * waiting, "compute")
+    yield Item("gpu", "activations", held.acts_wait * (HIDDEN_SLOTS * waiting))
+    yield Item("gpu", "activations", held.delegates * sent_bytes(model, element, batches.batch_seqs), "d2h")
+    exchanged = batches.batch_seqs * (model.qkv_size + model.q_size) * element
+    yield Item("cpu", "activations", WORKSPACE_BYTES + PINNED_BYTES)
+    yield Item("cpu", "activations", held.act_cpu * waiting + held.delegates * (EXCHANGE_SLOTS * exchanged))
+    if held.deferred_seqs:
+        yield Item("cpu", "activations", 2 * held.deferred_seqs * model.q_size * element)  # queries and results
+        yield Item("gpu", "activations", deferred_bytes(model, element, held.deferred_seqs), "compute")
+
+
+def _waiting_bytes(s: Sizes, batches: Batches) -> int:
+    """Bytes of one micro-batch's activations between layers."""
+    return int(batches.batch_tokens * s.hidden_bytes)
+
+
+def kv_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
+    """KV reserved in each tier: of its sequences, and in memory once for a prefix that they share."""
+    all_seqs = s.swept_seqs * s.seq_kv_bytes
+    shared, chunks = s.shared_kv_bytes, s.chunk_kv_bytes * s.swept_seqs / s.max_num_seqs
+    deferred = s.deferred_seqs * (s.seq_kv_bytes + s.chunk_kv_bytes / s.max_num_seqs)
+    return {
+        "gpu": at.kv_gpu * (all_seqs + chunks) + (shared if s.on_gpu else 0.0),
+        "cpu": (at.kv_cpu + at.kv_streamed) * (all_seqs + chunks) + deferred + shared,
+        "disk": at.kv_disk * (s.swept_seqs * s.disk_seq_kv_bytes),
+    }
+
+
+def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
+    """Most bytes held in each tier in the whole job, with the KV that a plan reserves: FlexGen's gpu_peak, cpu_peak, nvme_peak.
+
+    They are what `plan_memory` gives the runtime for the same placement, or a little more.
+    """
+    sizes: dict[str, list[Linear]] = {tier: [kv] for tier, kv in kv_bytes(s, at).items() if tier != "gpu" or s.on_gpu}
+    for item in fixed_items(s, s, _held_by_placement(s, at)):
+        sizes[item.tier].append(item.size)
+    return {tier: total(items) for tier, items in sizes.items()}
+
+
+def _held_by_placement(s: CostInputs, at: Placement) -> Held:
+    """What a placement has where, with layers of average size, and links as wide as they may be."""
+    weights = s.layer_bytes * s.model.num_layers
+    return Held(
+        on_gpu=s.on_gpu,
+        task=s.workload.task,
+        process_bytes=s.process_bytes,
+        weights={"gpu": at.w_gpu * weights, "cpu": at.w_cpu * weights, "disk": at.w_disk * weights},
+        stream_buffer=at.streamed_peak * sum(s.slot_group_bytes.values()),
+        read_buffer=at.disk_peak * sum(s.disk_group_bytes.values()),
+        head_gpu=at.head_gpu if s.on_gpu else 0,
+        head_cpu=at.head_cpu if s.on_gpu else 1,
+        embed_gpu=at.embed_gpu,
+        act_gpu=at.act_gpu * s.num_gpu_batches,
+        act_cpu=at.act_cpu * s.num_gpu_batches,
+        acts_wait=at.acts_wait,
+        delegates=at.delegates,
+        deferred_seqs=s.deferred_seqs,
+        staged_blocks=at.staged_blocks,
+        passing_bytes=2 * passing_bytes(s.disk_block_bytes),
+        disk_blocks=at.disk_blocks,
+        disk_buffers=KV_SLOTS if s.runtime.attends_disk_kv_on_cpu else 2 * KV_SLOTS,
     )
 
 
-@lru_cache(maxsize=64)
-def group_tensors_of_layers(config: ModelConfig, dtype: str, weight_format: str) -> tuple[Mapping[str, int], ...]:
-    """How many tensors each group of each layer has."""
-    layers = layer_sizes(config, dtype, weight_format)
-    return tuple({group: len(own) for group, own in layer_groups(sizes).items()} for sizes in layers)
+def placement_bytes(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
+    """Weights, KV and activations between layers by tier: FlexGen's wg..hd in bytes."""
+    held = _held_by_placement(s, at)
+    weights: dict[str, list[Linear]] = {tier: [] for tier in TIERS} | {"disk": [held.weights["disk"]]}
+    for item in fixed_items(s, s, held):
+        if item.part == "weights":
+            weights[item.tier].append(item.size)
+    kv, waiting = kv_bytes(s, at), _waiting_bytes(s, s)
+    fractions = {"gpu": at.kv_gpu, "cpu": at.kv_cpu + at.kv_streamed + s.deferred_seqs, "disk": at.kv_disk}
+    return {
+        "weights": {tier: number(total(sizes)) for tier, sizes in weights.items()},
+        "KV": {tier: number(kv[tier]) if fraction else 0.0 for tier, fraction in fractions.items()},
+        "activations": {"gpu": number(held.act_gpu * waiting), "cpu": number(held.act_cpu * waiting), "disk": 0.0},
+    }
 
 
-@lru_cache(maxsize=64)
-def _group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
-    layers = _group_bytes_of_layers(config, dtype, weight_format)
-    if weight_format == MIXED:
-        return {group: -(-sum(layer[group] for layer in layers) // len(layers)) for group in layers[0]}
-    return {group: max(layer[group] for layer in layers) for group in layers[0]}
-
-
-def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
-    """Stored bytes of each of a layer's groups of tensors.
-
-    Of the largest, where MLPs of layers differ; the mean, rounded up, where their formats do.
-    """
-    return dict(_group_bytes(config, dtype, weight_format))
-
-
-def disk_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
-    """Bytes of a buffer in host memory that any layer's groups of tensors are read into from disk: each starts on a page of its own."""
-    return dict(_disk_bytes(config, dtype, weight_format))
-
-
-@lru_cache(maxsize=64)
-def _disk_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
-    layers = _group_bytes_of_layers(config, dtype, weight_format)
-    return {group: aligned(max(layer[group] for layer in layers)) for group in layers[0]}
-
-
-@lru_cache(maxsize=64)
-def _expert_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
-    layers = [s for j, s in enumerate(layer_sizes(config, dtype, weight_format)) if config.has_experts(j)]
-    found = {}
-    for group, stem in (("up", "gate_up."), ("down", "down.")):
-        total = sum(
-            size for s in layers for name, size in s.items() if name.startswith(stem) and name.endswith(".weight")
-        )
-        found[group] = total // (len(layers) * config.num_experts)
-    return found
-
-
-def expert_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
-    """Stored bytes of the matrices of one expert, by the group that they are in; the mean where formats of layers differ.
-
-    None where there are no experts.
-    """
-    return dict(_expert_bytes(config, dtype, weight_format)) if config.expert_layers else {}
-
-
-def slot_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
-    """Bytes of a buffer for any layer's tensors of each group: for each tensor the largest.
-
-    More than `group_bytes` where one kind of layer has the larger MLP and another a router or a shared expert beside it.
-    """
-    return dict(_slot_bytes(config, dtype, weight_format))
-
-
-@lru_cache(maxsize=64)
-def _slot_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
-    largest: dict[str, int] = {}
-    for sizes in layer_sizes(config, dtype, weight_format):
-        largest |= {name: max(size, largest.get(name, 0)) for name, size in sizes.items()}
-    return {group: sum(own.values()) for group, own in layer_groups(largest).items()}
-
-
-def coded_bytes(weight_format: str, *, on_gpu: bool) -> int:
-    """Work space of products with weights of 8 bits."""
-    return (_DEVICE_CODED_BYTES if on_gpu else _CODED_ROWS_BYTES) if weight_format == INT8 else 0
+def memory_parts(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
+    """Peak bytes of each tier: what is placed there, the process, and the buffers beside them."""
+    placed = placement_bytes(s, at)
+    parts: dict[str, dict[str, float]] = {}
+    for tier, peak in peak_bytes(s, at).items():
+        of_tier = {name: tiers[tier] for name, tiers in placed.items() if tiers[tier]}
+        if tier == "disk":
+            of_tier.pop("weights", None)  # they were there before, so they take nothing of the budget
+        if not s.on_gpu:
+            of_tier.pop("activations", None)  # they are among the buffers
+        if tier == "cpu":
+            of_tier["process"] = float(s.process_bytes)
+        of_tier["buffers"] = max(0.0, number(peak) - sum(of_tier.values()))
+        parts[tier] = of_tier
+    return parts
 
 
 def plan_memory(
@@ -202,140 +282,85 @@ def plan_memory(
         policy: where weights, KV and activations are, and how many sequences and tokens there are in a sweep.
         demand: what must fit beside them.
         dtype: the compute dtype.
-        budgets: bytes of each tier; with one for "gpu" there is an accelerator.
+        budgets: tier -> bytes; with one for "gpu" there is an accelerator.
         process_bytes: what the process holds before weights are loaded.
 
     Raises:
         InputError: a budget is too small; the message names the smallest that would do.
     """
-    device = "gpu" if "gpu" in budgets else "cpu"
+    sizes = Sizes(config, dtype, policy.weight_format, policy.kv_format, policy.kv_block_size)
+    held = _held_by_policy(sizes, policy, demand, on_gpu="gpu" in budgets, process_bytes=process_bytes)
     parts: dict[str, dict[str, int]] = {tier: {} for tier in TIERS if tier in budgets}
-    parts["cpu"]["process"] = process_bytes
-    batch_tokens = policy.batch_tokens
-    staging_blocks = _staging_blocks(policy, device, demand.longest_tokens)
-    task = demand.task
-
-    def add(tier: str, what: str, num_bytes: int) -> None:
-        if num_bytes:
-            parts[tier][what] = parts[tier].get(what, 0) + num_bytes
-
-    rows = planned_logit_rows(config, int(FORMAT_BYTES[dtype]), batch_tokens, policy.batch_seqs, task)
-    rows = rows if config.has_head else 0
-    _add_weights(config, policy, dtype, device, task, add)
-    _add_activations(config, policy, dtype, device, batch_tokens, rows, add)
-    _add_staging(config, policy, device, staging_blocks, add)
+    parts["cpu"]["process"] = 0  # shown even where nothing is known of it
+    streams = {"compute": 0, "d2h": 0}
+    for item in fixed_items(sizes, policy, held):
+        if num_bytes := int(number(item.size)):
+            of_tier = parts[item.tier]
+            of_tier[item.part] = of_tier.get(item.part, 0) + num_bytes
+            if item.stream is not None:
+                streams[item.stream] += num_bytes
     pools = kv_pools(config, policy, parts, budgets, demand)
-    for tier, size in pools.tier_bytes.items():
-        add(tier, "KV", size)
+    for tier, num_bytes in pools.tier_bytes.items():
+        if num_bytes:
+            parts[tier]["KV"] = num_bytes
     return MemoryPlan(
-        dict(budgets), parts, pools.blocks, staging_blocks, batch_tokens, rows, pools.window, pools.window_blocks
+        budgets=dict(budgets),
+        parts=parts,
+        kv_blocks=pools.blocks,
+        staging_blocks=int(number(held.staged_blocks)),
+        batch_tokens=policy.batch_tokens,
+        logit_rows=planned_logit_rows(
+            config, int(sizes.element_bytes), policy.batch_tokens, policy.batch_seqs, demand.task
+        ),
+        window=pools.window,
+        window_blocks=pools.window_blocks,
+        stream_bytes=streams if held.on_gpu and not policy.all_on_gpu else {},
     )
 
 
-def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, task: str | None, add: Add) -> None:
-    layers = group_bytes_of_layers(config, dtype, policy.weight_format)
-    on_disk = 0
+def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, process_bytes: int) -> Held:
+    """What a policy has where, with each layer as large as it is."""
+    layers, slots = group_bytes_of_layers(s.model, s.compute_format, s.weight_format), s.slot_group_bytes
+    weights, stream_buffer, read_buffer = dict.fromkeys(TIERS, 0), 0, 0
     for group, counts in policy.weight_layers.items():
-        read = 0  # of the largest layer
-        for tier, sizes in zip(spread_layers(counts), layers, strict=True):
-            if tier == "disk":  # which has them already: its budget is for what is added
-                read = max(read, aligned(sizes[group]))
-            else:
-                add(tier, "weights", sizes[group])
-        on_disk += read
-    if device == "gpu":
-        away = [group for group, (on_gpu, *elsewhere) in policy.weight_layers.items() if any(elsewhere)]
-        slots = slot_bytes(config, dtype, policy.weight_format)
-        add("gpu", "weights in transit", 2 * sum(slots[group] for group in away))
-    add("cpu", "weights in transit", 2 * on_disk)
-    if policy.weight_format == INT4:
-        copies = 2 if device == "gpu" and policy.kv_seqs.get("cpu") else 1
-        add(device, "expanded weights", copies * sum(slot_bytes(config, dtype, dtype).values()))
-    embedding, head = end_bytes(config, dtype, policy.weight_format)
-    head_tier, embedding_tier = (policy.head_tier, policy.embedding_tier) if device == "gpu" else ("cpu", "cpu")
-    add(head_tier if config.tied_embeddings else embedding_tier, "weights", embedding)
-    add(head_tier, "weights", head)
-    if device == "gpu" and head_tier != "gpu" and config.has_head:
-        row = output_row_bytes(config, dtype, policy.weight_format)
-        chunks = 2 * -(-config.vocab_size // VOCABULARY_CHUNKS) * row
-        add("gpu", "weights in transit", chunks)
-        if task != "score":  # to choose tokens, all of the vocabulary has to be there
-            add("gpu", "logits", policy.max_num_seqs * config.vocab_size * 4)
-
-
-def _add_activations(
-    config: ModelConfig, policy: Policy, dtype: str, device: str, batch_tokens: int, logit_rows: int, add: Add
-) -> None:
-    size = int(FORMAT_BYTES[dtype])
-    captured = policy.gpu_batch_size if device == "gpu" else 0
-    add(device, "activations", coded_bytes(policy.weight_format, on_gpu=device == "gpu"))
-    work = activation_bytes(config, size, batch_tokens, logit_rows, on_gpu=device == "gpu", captured_tokens=captured)
-    between = batch_tokens * config.hidden_size * size
-    if device == "cpu":
-        add("cpu", "activations", work + WORKSPACE_BYTES + (policy.num_gpu_batches - 1) * between)
-        return
-    on_gpu, on_host = policy.activation_batches
-    add("gpu", "activations", work + DEVICE_WORKSPACE_BYTES + (on_gpu + (2 if on_host else 0)) * between)
-    exchanged = config.qkv_size + config.num_heads * config.head_dim
-    delegated = 2 * policy.batch_seqs * exchanged * size if policy.kv_seqs.get("cpu") else 0
-    add("cpu", "activations", WORKSPACE_BYTES + PINNED_BYTES + on_host * between + delegated)
-    if delegated:
-        add("gpu", "activations", sent_bytes(config, size, policy.batch_seqs))
-    if deferred := policy.kv_seqs.get("deferred", 0):
-        add("cpu", "activations", 2 * deferred * config.num_heads * config.head_dim * size)
-        add("gpu", "activations", deferred_bytes(config, size, deferred))
-
-
-def sent_bytes(config: ModelConfig, dtype_bytes: int, batch_seqs: int) -> int:
-    """Bytes of an accelerator with which queries, keys and values are made ready for CPU attention, beside other computation.
-
-    They themselves, perhaps packed too, and in fp32 for the rotary embedding.
-    """
-    return batch_seqs * config.qkv_size * (2 * dtype_bytes + 16)
-
-
-def deferred_bytes(config: ModelConfig, dtype_bytes: int, seqs: int) -> int:
-    """Bytes of an accelerator for sequences whose attention is deferred, beside those of a micro-batch.
-
-    Their activations between layers and once more while a batch takes them along, all that it has of its own rows, and what is
-    on its way to the CPU.
-    """
-    own = activation_bytes(config, dtype_bytes, seqs, 0, on_gpu=True)
-    return own + 2 * seqs * config.hidden_size * dtype_bytes + sent_bytes(config, dtype_bytes, seqs)
-
-
-def stream_bytes(config: ModelConfig, policy: Policy, memory: MemoryPlan, dtype: str) -> dict[str, int]:
-    """Bytes of an accelerator that work in each of its streams may hold at once, beside what is held from beginning to end.
-
-    Nothing where no part of a sweep waits for the host: there memory may be allocated at any time, and CUDA graphs have their own.
-    """
-    if policy.all_on_gpu:
-        return {}
-    size, gpu = int(FORMAT_BYTES[dtype]), memory.parts["gpu"]
-    d2h = sent_bytes(config, size, policy.batch_seqs) if policy.kv_seqs.get("cpu") else 0
-    fetched = 2 * memory.batch_tokens * config.hidden_size * size if policy.activation_batches[1] else 0
-    return {"compute": gpu["activations"] + gpu.get("logits", 0) - d2h - fetched, "d2h": d2h}
+        groups = [(tier, sizes[group]) for tier, sizes in zip(spread_layers(counts), layers, strict=True)]
+        for tier, size in groups:
+            weights[tier] += size
+        read_buffer += max((aligned(size) for tier, size in groups if tier == "disk"), default=0)
+        stream_buffer += slots[group] if any(counts[1:]) else 0
+    seqs = policy.kv_seqs
+    staged_blocks = _staging_blocks(policy, "gpu" if on_gpu else "cpu", demand.longest_tokens)
+    links = 2 if seqs.get("disk") and s.kv_block_bytes % ALIGNMENT else 1
+    return Held(
+        on_gpu=on_gpu,
+        task=demand.task,
+        process_bytes=process_bytes,
+        weights=weights,
+        stream_buffer=stream_buffer,
+        read_buffer=read_buffer,
+        head_gpu=int(on_gpu and policy.head_tier == "gpu"),
+        head_cpu=int(not on_gpu or policy.head_tier != "gpu"),
+        embed_gpu=int(on_gpu and policy.embedding_tier == "gpu"),
+        act_gpu=policy.activation_batches[0],
+        act_cpu=policy.activation_batches[1],
+        acts_wait=int(policy.activation_batches[1] > 0),
+        delegates=int(on_gpu and seqs.get("cpu", 0) > 0),
+        deferred_seqs=seqs.get("deferred", 0),
+        staged_blocks=staged_blocks,
+        passing_bytes=links * passing_bytes(s.disk_block_bytes, staged_blocks) if staged_blocks else 0,
+        disk_blocks=staged_blocks if seqs.get("disk") else 0,
+    )
 
 
 def _staging_blocks(policy: Policy, device: str, longest_tokens: int) -> int:
     """Blocks of one buffer: a micro-batch's part of what does not live on the compute device, at its longest."""
-    away = {c: n for c, n in policy.kv_seqs.items() if n and KVPlacement(c).tier != device}
+    away = {name: count for name, count in policy.kv_seqs.items() if count and KVPlacement(name).tier != device}
     if not away:
         return 0
     longest = -(-longest_tokens // policy.kv_block_size)
     attended = {"cpu", "deferred"} & away.keys()  # on the CPU
-    passing = -(-sum(n for c, n in away.items() if c not in attended) // policy.equal_parts)
+    passing = -(-sum(count for name, count in away.items() if name not in attended) // policy.equal_parts)
     blocks = max(1, passing) * longest
     if attended:  # their prompts pass through once
         blocks += -(-policy.batch_tokens // policy.kv_block_size) + min(policy.batch_seqs, policy.batch_tokens)
     return blocks
-
-
-def _add_staging(config: ModelConfig, policy: Policy, device: str, staging_blocks: int, add: Add) -> None:
-    block = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
-    add(device, "KV in transit", 2 * staging_blocks * block)
-    if device == "gpu" and staging_blocks:
-        links = 2 if policy.kv_seqs.get("disk") and block % ALIGNMENT else 1
-        add("gpu", "KV in transit", links * passing_bytes(aligned(block), staging_blocks))
-    if policy.kv_seqs.get("disk") and (device == "gpu" or block % ALIGNMENT):
-        add("cpu", "KV in transit", 4 * staging_blocks * aligned(block))

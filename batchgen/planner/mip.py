@@ -1,4 +1,4 @@
-"""The fastest placement as a mixed-integer mip (MIP): FlexGen's equation (1), over the lanes of costs.py.
+"""The fastest placement as a mixed-integer programme (MIP): FlexGen's equation (1), over the lanes of costs.py.
 
 The unknowns are counts: layers per weight tensor and tier, sequences per KV placement, micro-batches whose activations stay
 on the GPU. As real numbers they make the LP, a bound no placement can beat; as integers the placement that can be
@@ -14,7 +14,7 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import TIERS
 from batchgen.planner.costs import bounds, can_delegate, head_lanes, job_seconds, layer_lanes, sweep_overhead_s
 from batchgen.planner.linear import Expression, Linear, number, total
-from batchgen.planner.peak_memory import peak_bytes
+from batchgen.planner.memory import peak_bytes
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Amounts, Counts, Placement, placement_of
 from batchgen.planner.problem import Allowed, CostInputs

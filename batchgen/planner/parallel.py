@@ -1,4 +1,4 @@
-"""Processes that run one model together: their shares of a host, the links between them, all-reduce, and the layers of each stage."""
+"""Processes that run one model together: shares of a host, links, all-reduce, and the layers of each stage."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Link:
         return self.overhead_s + size / self.bytes_per_s
 
 
-# Between two processes over the loopback of a busy two-core Zen 5: an all-reduce of 8 KiB took 0.36 ms, of 4 MiB 5.4 ms. Between
-# two ranks it is two messages. Between hosts it stands for 10 Gbit/s.
+# Between two processes over the loopback of a busy two-core Zen 5: an all-reduce of 8 KiB took 0.36 ms, of 4 MiB 5.4
+# ms. Between two ranks it is two messages. Between hosts it stands for 10 Gbit/s.
 PROCESSES = Link(8e8, 1.75e-4)
 # Between GPUs of a host: a kernel is launched and a transfer begins.
 _GPU_OVERHEAD_S = 2e-5
@@ -44,8 +44,8 @@ def link_of(hardware: HardwareProfile, given_bytes_per_s: float | None, *, gpus_
 
     Args:
         hardware: The hardware of each process.
-        given_bytes_per_s: The link's rate as the user states it; None: that between processes, and between GPUs of a host that of
-            their bus, through host memory.
+        given_bytes_per_s: The link's rate as the user states it; None: that between processes, and between GPUs of a
+            host that of their bus, through host memory.
         gpus_of_a_host: Whether all processes are on one host, each with a GPU.
     """
     link = PROCESSES
@@ -62,7 +62,8 @@ def part_of_host(hardware: HardwareProfile, processes: int, *, whole: bool) -> H
     Args:
         hardware: The profile of the host, or of a process's cores of it.
         processes: Number of processes that share the host evenly.
-        whole: Whether the profile is the host's; otherwise it was measured on the process's cores, and the disk alone is shared.
+        whole: Whether the profile is the host's; otherwise it was measured on the process's cores, and the disk alone
+            is shared.
     """
     shared: tuple[str, ...] = _DISK
     if whole:
@@ -74,7 +75,8 @@ def part_of_host(hardware: HardwareProfile, processes: int, *, whole: bool) -> H
 def with_all_reduce(hardware: HardwareProfile, ranks: int, link: Link) -> HardwareProfile:
     """The profile of one of several ranks that share every layer.
 
-    A ring moves 2 (N - 1) / N of a tensor over every rank's link (Patarasuk and Yuan, 2009), in 2 (N - 1) messages one after the other.
+    A ring moves 2 (N - 1) / N of a tensor over every rank's link (Patarasuk and Yuan, 2009), in 2 (N - 1) messages one
+    after the other.
     """
     messages = 2 * (ranks - 1)
     return replace(

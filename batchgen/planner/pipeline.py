@@ -1,4 +1,4 @@
-"""A job over the stages of a pipeline: the plan of the largest stage, with the time that a simulation of all stages gives."""
+"""A job over the stages of a pipeline: the plan of the largest stage, with the simulated time of all stages."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def simulate_pipeline(
 ) -> float:
     """Simulate a job over stages.
 
-    Where a job is too large to be scheduled to its end, the plan says what one engine with the largest stage's layers takes for it;
-    the beginning is simulated over the stages and with that engine, and the ratio holds for all of it.
+    Where a job is too large to be scheduled to its end, the plan says what one engine with the largest stage's layers
+    takes for it; the beginning is simulated over the stages and with that engine, and the ratio holds for all of it.
 
     Args:
         plan: The plan of the largest stage; its policy says how rows are scheduled.
@@ -157,11 +157,11 @@ def _simulate(
     kinds = _kinds(sweeps)
     sampled = simulate_sweeps(stages, sweeps, sampled_numbers(sweeps, config.num_layers, _MOST_STEPS, kinds))
     seconds = interpolate(sampled, len(sweeps), kinds)
-    return _SimulatedRun(answer_times_s([sweep.answered for sweep in sweeps], seconds)[-1], not job.has_work)
+    return _SimulatedRun(_answer_times_s([sweep.answered for sweep in sweeps], seconds)[-1], not job.has_work)
 
 
 def _kinds(sweeps: Sequence[ScheduledSweep]) -> list[list[int]]:
-    """The numbers of the sweeps of each kind: with as many micro-batches, prompts or none, and about as many sequences that decode."""
+    """The numbers of the sweeps of each kind: by micro-batches, prompts or none, and sequences that decode."""
     most_seqs = max(sweep.phase.sampled for sweep in sweeps)
     kinds: defaultdict[tuple[int, bool, int], list[int]] = defaultdict(list)
     for i, sweep in enumerate(sweeps):
@@ -170,11 +170,11 @@ def _kinds(sweeps: Sequence[ScheduledSweep]) -> list[list[int]]:
     return list(kinds.values())
 
 
-def answer_times_s(answered: Sequence[int], sweep_s: NDArray[np.float64]) -> list[float]:
+def _answer_times_s(answered: Sequence[int], sweep_s: NDArray[np.float64]) -> list[float]:
     """When each sweep has come through the last stage, in seconds.
 
-    A stage takes up a sweep when it is done with the one before, and the stage before with this one; the first stage also waits for
-    tokens.
+    A stage takes up a sweep when it is done with the one before, and the stage before with this one; the first stage
+    also waits for tokens.
 
     Args:
         answered: For each sweep, how many have come through before it begins, as it needs their tokens.

@@ -1,7 +1,7 @@
-"""Which of the planner's candidates is the plan: the one that the simulator finds fastest.
+"""Plan selection: the plan is the candidate that the simulator finds fastest.
 
-The cost model takes lanes to overlap as far as their Steps allow on average. The simulator has the real scheduler and the real
-Steps, so it knows what waits for what, and it decides.
+The cost model takes lanes to overlap as far as their Steps allow on average. The simulator has the real scheduler and
+the real Steps, so it knows what waits for what, and it decides.
 """
 
 from __future__ import annotations
@@ -20,18 +20,25 @@ from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.search import TIE, Candidate, block_latency_s, candidates, first_rows_s
 from batchgen.planner.strategies import added_candidates
 
-# Kinds of plans that are looked at; most are given up early, as not even the cost model has them faster than the best one.
+# The most kinds of plans that are looked at; most are pruned early, as not even the cost model has them faster than the
+# best one.
 _MOST_KINDS = 6
-# By how much the cost model may be slower than the simulator, which has whole sweeps where it has averages.
+# The cost model may be slower by this factor than the simulator, which has whole sweeps where it has averages.
 _MODEL_ABOVE = 1.05
-# With several micro-batches sweeps take longer than the cost model says, in each order by a factor of its own, which is at least that of
-# the candidates simulated so far, less this.
+# With several micro-batches sweeps take longer than the cost model says, in each order by a factor of its own. It is at
+# least that of the candidates simulated so far, over this.
 _NEARER_TO_MODEL = 1.2
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A candidate and the seconds that the simulator gives its sweeps. settled: whether a longer simulation would say no more."""
+    """A candidate that was simulated.
+
+    Attributes:
+        candidate: The candidate.
+        seconds: Simulated seconds of its sweeps.
+        settled: Whether a longer simulation would say no more.
+    """
 
     candidate: Candidate
     seconds: float
@@ -44,25 +51,25 @@ class Simulated:
 
 
 def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) -> list[Simulated]:
-    """Simulated times of the candidates that may be the fastest, the cost model's fastest first.
+    """Simulate the candidates that may be the fastest, the cost model's fastest first.
 
-    A candidate whose memory plan does not hold it is left out. Where none is left, the cost model's fastest stands with its
-    modelled time, and its job will say what is short.
+    A candidate whose memory plan does not hold it is left out. Where none is left, the cost model's fastest stands with
+    its modelled time, and its job will say what is short.
 
     Args:
-        problem: What is planned for.
+        problem: The planner's problem.
         plan_of: Makes a plan of a candidate.
 
     Raises:
         InputError: No plan fits.
     """
-    found: list[Simulated] = []
+    simulated: list[Simulated] = []
 
     def prune(seconds: float) -> bool:
-        return bool(found) and seconds > _MODEL_ABOVE * TIE * min(s.seconds for s in found)
+        return bool(simulated) and seconds > _MODEL_ABOVE * TIE * min(s.seconds for s in simulated)
 
     def prune_order(inputs: CostInputs, order: str, seconds: float) -> bool:
-        return _is_slower(inputs, order, seconds, found)
+        return _is_slower(inputs, order, seconds, simulated)
 
     fastest: Candidate | None = None
     searched = candidates(problem, _MOST_KINDS, prune, prune_order)
@@ -72,29 +79,35 @@ def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) 
             continue
         with contextlib.suppress(InputError):
             run = simulate_sampled(plan_of(candidate), candidate)
-            found.append(Simulated(candidate, run.seconds, run.whole))
+            simulated.append(Simulated(candidate, run.seconds, run.whole))
     assert fastest is not None  # or it would have been an InputError
-    return _settled(found, plan_of) or [Simulated(fastest, fastest.seconds)]
+    return _settled(simulated, plan_of) or [Simulated(fastest, fastest.seconds)]
 
 
-def _settled(found: list[Simulated], plan_of: Callable[[Candidate], Plan]) -> list[Simulated]:
-    """The same, where those that tie for the fastest are from longer simulations."""
+def _settled(simulated: list[Simulated], plan_of: Callable[[Candidate], Plan]) -> list[Simulated]:
+    """The simulated candidates, where those that tie for the fastest are from longer simulations."""
     while True:
-        limit_s = TIE * min((s.seconds for s in found), default=0.0)
-        tied = [s for s in found if not s.settled and s.seconds <= limit_s]
+        limit_s = TIE * min((s.seconds for s in simulated), default=0.0)
+        tied = [s for s in simulated if not s.settled and s.seconds <= limit_s]
         if not tied:
-            return found
+            return simulated
         first = min(tied, key=lambda s: s.seconds)
         run = simulate_sampled(plan_of(first.candidate), first.candidate, longer=True)
-        found = [Simulated(s.candidate, run.seconds) if s is first else s for s in found]
+        simulated = [Simulated(s.candidate, run.seconds) if s is first else s for s in simulated]
 
 
-def _is_slower(inputs: CostInputs, order: str, seconds: float, found: list[Simulated]) -> bool:
-    """Whether a candidate of several micro-batches would have to be much nearer to the cost model than those of its order that are known.
+def _is_slower(inputs: CostInputs, order: str, seconds: float, simulated: list[Simulated]) -> bool:
+    """True if a candidate would have to be much nearer to the cost model than others of its order to be the fastest.
 
-    It is no nearer than one of the same sweeps in fewer parts. seconds: of its sweeps, by the cost model, or fewer.
+    A candidate of several micro-batches is no nearer to it than one of the same sweeps in fewer parts.
+
+    Args:
+        inputs: The candidate's inputs.
+        order: The order of its micro-batches.
+        seconds: Seconds of its sweeps by the cost model, or a lower bound on them.
+        simulated: The candidates simulated so far.
     """
-    known = [(s.candidate.inputs, s.slower) for s in found if s.candidate.inputs.num_gpu_batches > 1]
+    known = [(s.candidate.inputs, s.slower) for s in simulated if s.candidate.inputs.num_gpu_batches > 1]
     alike = [(other, slower) for other, slower in known if other.batch_order == order]
     if inputs.num_gpu_batches == 1 or not alike:
         return False
@@ -105,14 +118,14 @@ def _is_slower(inputs: CostInputs, order: str, seconds: float, found: list[Simul
         if other.num_gpu_batches < inputs.num_gpu_batches
         and other.max_num_batched_tokens == inputs.max_num_batched_tokens
     ]
-    return seconds * max(least) > TIE * min(s.seconds for s in found)
+    return seconds * max(least) > TIE * min(s.seconds for s in simulated)
 
 
 def choose(simulated: list[Simulated], max_block_latency_s: float | None = None) -> Simulated | None:
-    """The fastest, but of those within 2 % of it the one that finishes its first rows earliest.
+    """The fastest candidate, but of those within 2 % of it the one that finishes its first rows earliest.
 
-    Where first rows are finished equally early, to a tenth, it is the one with fewer micro-batches, less movement and shorter
-    sweeps. None where all exceed the latency.
+    Where first rows are finished equally early, to a tenth, it is the one with fewer micro-batches, less movement and
+    shorter sweeps. None where all exceed the latency.
     """
     limit_s = max_block_latency_s or float("inf")
     allowed = [s for s in simulated if block_latency_s(s.candidate) * s.slower <= limit_s]
@@ -133,7 +146,7 @@ def choose(simulated: list[Simulated], max_block_latency_s: float | None = None)
 
 
 def _moved_bytes(candidate: Candidate) -> float:
-    """Over all links, in the whole job."""
+    """Bytes over all links in the whole job."""
     s, at = candidate.inputs, candidate.counts.placement(candidate.inputs)
     return s.model.num_layers * sum(
         phase.sweeps * sum(map(number, moved_bytes(s, phase, at).values())) for phase in candidate.phases

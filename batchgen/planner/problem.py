@@ -5,25 +5,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
-from batchgen.core.direct_io import aligned
-from batchgen.core.dtypes import FORMAT_BYTES, INT4
+from batchgen.core.dtypes import INT4, NATIVE, weight_format_of
+from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, window_blocks
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
-from batchgen.models.layouts import end_bytes, main_format, output_format, output_row_bytes
-from batchgen.planner.kv_memory import chunk_blocks, giving_window, kv_block_bytes
-from batchgen.planner.memory import disk_bytes, expert_bytes, group_bytes, group_tensors_of_layers, slot_bytes
+from batchgen.planner.kv_memory import chunk_blocks, giving_window
 from batchgen.planner.phases import Deferral
+from batchgen.planner.sizes import Sizes
 
 # Most sequences in flight that are looked at.
 _MOST_SEQS = 8192
+# Of the disk space that is free, this fraction is left alone.
+_DISK_MARGIN_FRAC = 0.1
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
 
 
@@ -68,33 +69,26 @@ class Balance:
 
 
 @dataclass(frozen=True)
-class CostInputs:
+class CostInputs(Sizes):
     """All that is fixed while placement is decided.
 
-    Memory budgets in bytes, None where there is no such tier.
-
     Attributes:
+        admission, batch_order, on_demand_tokens: as in `core.plan.Policy`.
         max_num_seqs: sequences in flight.
+        budgets: tier -> bytes; without "gpu" where there is none.
         process_bytes: host memory the process takes before any of the model's.
-        longest_tokens: of a sequence that staging buffers must hold; None: the longest of the workload.
-        batch_order: of policy.Policy.
-        deferral: sequences of the block whose attention is deferred; None: there are none.
+        longest_tokens: tokens of a sequence that staging buffers must hold; None: those of the workload's longest.
+        deferral: sequences in flight whose attention is deferred; None: there are none.
         balance: how unequal micro-batches are made; None: they are equal.
-        on_demand_tokens: of policy.Policy.
     """
 
     hardware: HardwareProfile
-    model: ModelConfig
     workload: Workload
     runtime: RuntimeModel
-    compute_format: str
-    weight_format: str
-    kv_format: str
     admission: str
     max_num_seqs: int
     num_gpu_batches: int
     max_num_batched_tokens: int
-    kv_block_size: int
     budgets: Mapping[str, int]
     process_bytes: int
     longest_tokens: int | None = None
@@ -150,116 +144,10 @@ class CostInputs:
         """The same for what a single micro-batch computes."""
         return replace(self, num_gpu_batches=1, batch_order="even", balance=None)
 
-    # Sizes in bytes, under the names that the papers use.
-
-    @property
-    def element_bytes(self) -> float:
-        return FORMAT_BYTES[self.compute_format]
-
-    @cached_property
-    def group_bytes(self) -> dict[str, int]:
-        """Stored bytes of what can be placed on its own in one layer, `ModelConfig.layer_tensors`."""
-        return group_bytes(self.model, self.compute_format, self.weight_format)
-
-    @cached_property
-    def layer_bytes(self) -> int:
-        """W: one layer's weights as stored."""
-        return sum(self.group_bytes.values())
-
-    @cached_property
-    def layer_tensors(self) -> float:
-        """Tensors of one layer, the mean over layers."""
-        layers = group_tensors_of_layers(self.model, self.compute_format, self.weight_format)
-        return sum(sum(groups.values()) for groups in layers) / len(layers)
-
-    @cached_property
-    def expert_bytes(self) -> dict[str, int]:
-        """Stored bytes of one expert's matrices, by group; none where there are no experts."""
-        return expert_bytes(self.model, self.compute_format, self.weight_format)
-
-    @cached_property
-    def all_expert_bytes(self) -> float:
-        """Stored bytes of all experts of one layer, the mean of layers with and without."""
-        mixtures = self.model.expert_layers / self.model.num_layers
-        return mixtures * self.model.num_experts * sum(self.expert_bytes.values())
-
-    @cached_property
-    def disk_group_bytes(self) -> dict[str, int]:
-        """The same of a buffer in host memory that any layer is read into from disk."""
-        return disk_bytes(self.model, self.compute_format, self.weight_format)
-
-    @cached_property
-    def slot_group_bytes(self) -> dict[str, int]:
-        """Of a buffer that any layer's tensors of each group fit into."""
-        return slot_bytes(self.model, self.compute_format, self.weight_format)
-
-    @cached_property
-    def dequantized_slot_bytes(self) -> int:
-        """Of a buffer for the dequantized weights of any layer."""
-        return sum(slot_bytes(self.model, self.compute_format, self.compute_format).values())
-
-    @cached_property
-    def dequantized_layer_bytes(self) -> float:
-        return self.model.params_per_layer * self.element_bytes
-
-    @property
-    def hidden_bytes(self) -> float:
-        """Bytes of a token's activations between layers: FlexGen's h."""
-        return self.model.hidden_size * self.element_bytes
-
-    @property
-    def head_bytes(self) -> float:
-        """Final norm and output matrix."""
-        embedding, head = self._end_bytes
-        return float(head + (embedding if self.model.tied_embeddings else 0))
-
-    @property
-    def embedding_bytes(self) -> float:
-        """The input embedding, where it is a tensor of its own."""
-        return 0.0 if self.model.tied_embeddings else float(self._end_bytes[0])
-
-    @cached_property
-    def _end_bytes(self) -> tuple[int, int]:
-        return end_bytes(self.model, self.compute_format, self.weight_format)
-
-    @cached_property
-    def main_format(self) -> str:
-        """What most of the layers' weights are in."""
-        return main_format(self.model, self.weight_format)
-
-    @cached_property
-    def output_format(self) -> str:
-        """What the output matrix is in."""
-        return output_format(self.model, self.compute_format, self.weight_format)
-
-    @property
-    def output_row_bytes(self) -> int:
-        """Of a row of the output matrix."""
-        return output_row_bytes(self.model, self.compute_format, self.weight_format)
-
-    # KV, which is stored in blocks of `kv_block_size` tokens, and on disk in whole pages.
-
-    @cached_property
-    def kv_block_bytes(self) -> int:
-        """One block of one layer."""
-        return kv_block_bytes(self.model, self.kv_block_size, self.kv_format)
-
     @property
     def dequantizes_kv(self) -> bool:
         """Whether packed KV is dequantized before attention reads it."""
         return self.runtime.dequantizes_kv and self.kv_format == INT4
-
-    @property
-    def disk_block_bytes(self) -> int:
-        return aligned(self.kv_block_bytes)
-
-    @cached_property
-    def kv_token_bytes(self) -> float:
-        """κ: keys and values of one token in one layer, as stored."""
-        return self.kv_block_bytes / self.kv_block_size
-
-    def kv_blocks(self, tokens: float) -> int:
-        return -(-math.ceil(tokens) // self.kv_block_size)
 
     @cached_property
     def seq_blocks(self) -> int:
@@ -341,17 +229,37 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Problem:
-    """What the search is given.
+    """A job and a machine, as far as planning needs to know them.
 
     Attributes:
-        budgets: bytes per tier of policy.TIERS; "gpu" only where there is one.
-        weight_formats, kv_formats: those the user allows, the compute format among them unless quantisation is asked
-            for.
-        max_num_seqs, num_gpu_batches, max_num_batched_tokens: fixed by the user, or None.
-        max_block_latency_s: longest time from a block's first prompt to its last token.
-        longest_tokens: of a sequence that staging buffers must hold; None: the longest of the workload.
-        sharing: processes that share what the user gives of host memory and disk; `budgets` are of one of them.
-        offers_int4: whether the user could ask for it.
+        hardware: The machine of one process.
+        model: The configuration of one process's part of the model.
+        workload: The rows of the job.
+        budgets: Bytes of each tier that the plan may use; "gpu" only where there is a GPU.
+        compute_format: The dtype that is computed in.
+        weight_formats: Formats that weights may have.
+        kv_formats: Formats that KV may have.
+        admissions: Kinds of admission that the plan may have.
+        runtime: The runtime that carries out the plan.
+        allowed: Tiers and KV placements that the plan may use.
+        max_num_seqs: Sequences in flight, where the user gives them.
+        most_seqs: The most sequences in flight that are looked at.
+        num_gpu_batches: Micro-batches, where the user gives them.
+        max_num_batched_tokens: The most tokens of a sweep, where the user gives them.
+        max_block_latency_s: The longest time from a block's first prompt to its last token.
+        kv_block_size: Tokens of a KV block.
+        process_bytes: Host memory that a process takes before any of the model's.
+        longest_tokens: Tokens of a sequence that staging buffers must hold; None: the longest of the workload.
+        sharing: Processes that share host memory and disk; `budgets` are those of one process.
+        offers_int4: True where the user could ask for weights in 4 bits.
+        model_name: The model's name, for the plan.
+        max_model_len: The longest prompt plus output, in tokens.
+        share_prefixes: True where rows take over the KV of a prefix that another row has computed.
+        output_len_known: True where the workload's output lengths are more than an upper bound.
+        startup_s: Seconds from the start of the command to where weights are loaded.
+        loading_s: Seconds to read all weights.
+        store_bytes: Bytes of the weight store that must be written before weights can be streamed; 0 where there is one.
+        has_int4_store: True where there is a weight store in 4 bits.
     """
 
     hardware: HardwareProfile
@@ -374,3 +282,76 @@ class Problem:
     longest_tokens: int | None = None
     sharing: int = 1
     offers_int4: bool = True
+    model_name: str = ""
+    max_model_len: int = 0
+    share_prefixes: bool = True
+    output_len_known: bool = True
+    startup_s: float = 0.0
+    loading_s: float = 0.0
+    store_bytes: int = 0
+    has_int4_store: bool = False
+
+
+def problem_of(
+    hardware: HardwareProfile,
+    model: ModelConfig,
+    workload: Workload,
+    *,
+    dtype: str,
+    weights: str = NATIVE,
+    kv_cache_dtype: str = "auto",
+    admission: str | None = None,
+    gpu_memory: int | None = None,
+    cpu_memory: int | None = None,
+    disk_memory: int | None = None,
+    sharing: int = 1,
+    store_bytes: int = 0,
+    kv_placements: tuple[KVPlacement, ...] = tuple(KVPlacement),
+    **given: Any,
+) -> Problem:
+    """The problem of a job whose values are those of the command line's options.
+
+    Args:
+        hardware: The machine.
+        model: The configuration of one process's part of the model.
+        workload: The rows of the job.
+        dtype: The compute dtype.
+        weights: A value of `--weights`, or a format.
+        kv_cache_dtype: A KV format, or "auto" for the compute dtype.
+        admission: "continuous" or "static"; None: either.
+        gpu_memory, cpu_memory, disk_memory: Bytes of one process's budgets; None: what the machine has.
+        sharing: Processes that share host memory and disk.
+        store_bytes: Bytes of the weight store that must be written first; the disk's budget must hold it.
+        kv_placements: KV placements that the plan may use.
+        **given: Other fields of `Problem`.
+
+    Raises:
+        InputError: A GPU's memory is given for a machine that has no GPU.
+    """
+    if hardware.gpu is None and gpu_memory is not None:
+        raise InputError(f"--gpu-memory is given, but {hardware.name} has no GPU: leave it out")
+    budgets = {
+        "cpu": hardware.cpu_memory_bytes // sharing if cpu_memory is None else cpu_memory,
+        "disk": int(hardware.disk_bytes * (1 - _DISK_MARGIN_FRAC)) // sharing if disk_memory is None else disk_memory,
+    }
+    if hardware.gpu is not None and hardware.gpu_memory_bytes is not None:
+        budgets["gpu"] = hardware.gpu_memory_bytes if gpu_memory is None else gpu_memory
+    weight_tiers: tuple[str, ...] = TIERS
+    if budgets["disk"] < store_bytes:
+        weight_tiers = ("gpu", "cpu")
+    else:
+        budgets["disk"] -= store_bytes
+    return Problem(
+        hardware=hardware,
+        model=model,
+        workload=workload,
+        budgets=budgets,
+        compute_format=dtype,
+        weight_formats=(weight_format_of(dtype, weights),),
+        kv_formats=(dtype if kv_cache_dtype == "auto" else kv_cache_dtype,),
+        admissions=("continuous", "static") if admission is None else (admission,),
+        allowed=Allowed(weight_tiers, kv_placements),
+        sharing=sharing,
+        store_bytes=store_bytes,
+        **given,
+    )

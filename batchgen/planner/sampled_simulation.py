@@ -1,8 +1,9 @@
 """The seconds of a candidate plan from a simulation that is short enough to be made for each of several candidates.
 
-A small job is simulated from its first row to its last. For a larger one the simulator tells how much longer sweeps take than
-the cost model says: a job with fewer rows and shorter outputs goes through the real scheduler and the real Steps, and the ratio
-holds for the sweeps of the whole job. No clock is looked at, so that the same problem always gets the same plan.
+A small job is simulated from its first row to its last. For a larger one the simulator tells how much longer sweeps
+take than the cost model says: a job with fewer rows and shorter outputs goes through the real scheduler and the real
+Steps, and the ratio holds for the sweeps of the whole job. No clock is looked at, so that the same problem always gets
+the same plan.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ def _schedule(
         job: The sampled job.
         s: The candidate's inputs.
         time_by_mix: The part of the modelled time that sweeps of each mix take.
-        most_seqs: Most sequences that are scheduled, each counted once a sweep; more where mixes are missing in which much of the time
-            is spent.
+        most_seqs: Most sequences that are scheduled, each counted once a sweep; more where mixes are missing in which
+            much of the time is spent.
         whole: Whether the job has all rows.
     """
     sweeps: list[ScheduledSweep] = []

@@ -20,7 +20,7 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.units import format_at_least, format_bytes
 from batchgen.models.layouts import main_format
-from batchgen.planner.balance import balanced
+from batchgen.planner.balance import with_unequal_batches
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.costs import job_seconds
 from batchgen.planner.experts import on_demand_tokens
@@ -304,7 +304,7 @@ def in_neos_order(problem: Problem, candidate: Candidate, prune: Prune = prune_n
     """The candidate with unequal micro-batches, where it has two, and sequences that the CPU attends to."""
     if candidate.inputs.num_gpu_batches != 2 or not candidate.counts.kv_seqs.get("cpu"):
         return
-    inputs = balanced(candidate.inputs, candidate.counts.kv_seqs["cpu"])
+    inputs = with_unequal_batches(candidate.inputs, candidate.counts.kv_seqs["cpu"])
     relaxed = solve(inputs, candidate.phases, problem.allowed, integer=False)
     found = relaxed and integer_candidate(problem, relaxed, inputs, candidate.phases, prune)
     if found and found.counts.kv_seqs.get("cpu"):

@@ -1,7 +1,7 @@
-"""A plan's job, simulated.
+"""The simulation of a plan's job, without a model.
 
-The real scheduler and the real Steps run over rows with the lengths of the plan's workload, in the seconds that a machine's
-profile gives for them. No torch.
+The real scheduler and the real Steps run over rows with the lengths of the plan's workload, in the seconds that a
+machine's profile gives for them. No torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from batchgen.core.plan import MemoryPlan, Plan
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Lengths, Workload
 from batchgen.models.config import ModelConfig
+from batchgen.planner.batch_load import BatchLoad, load_of
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import plan_memory
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
 from batchgen.planner.phases import Phase
-from batchgen.planner.step_costs import BatchLoad, StepCosts, load_of, streams_of
+from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator, Timeline
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
@@ -35,10 +36,14 @@ from batchgen.schedule.trace import TraceWriter
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What a simulated job took.
+    """The result of a simulated job.
 
-    total_s: seconds of all the job's sweeps. timeline: of its first `sweeps`, those that were simulated, in which `tokens` of
-    the job's `job_tokens` went through the layers.
+    Attributes:
+        total_s: Seconds of all the job's sweeps.
+        sweeps: Number of the first sweeps, which were simulated.
+        tokens: Tokens that went through the layers in these sweeps.
+        job_tokens: Tokens that go through the layers in the whole job.
+        timeline: The timeline of these sweeps.
     """
 
     total_s: float
@@ -49,12 +54,12 @@ class SimulatedRun:
 
     @property
     def busy_s(self) -> dict[str, float]:
-        """Of each lane, over the whole job."""
+        """Seconds in which each lane was busy, over the whole job."""
         return {lane: seconds * self._stretch for lane, seconds in self.timeline.busy_s.items()}
 
     @property
     def stalled_s(self) -> dict[str, float]:
-        """In which compute waited for each lane, over the whole job."""
+        """Seconds in which compute waited for each lane, over the whole job."""
         return {lane: seconds * self._stretch for lane, seconds in self.timeline.stalled_s.items()}
 
     @property
@@ -74,12 +79,12 @@ def simulate_job(
     """Simulate a plan's job.
 
     Args:
-        plan: How it is run.
+        plan: The plan.
         config: The model's configuration.
         hardware: The machine.
-        max_sweeps: After how many the simulation ends: the rest of the job is extrapolated from the second half of them, by
+        max_sweeps: Most sweeps that are simulated: the rest of the job is extrapolated from the second half of them, by
             tokens. None: all are simulated.
-        expected_output_len: As the engine's, in tokens.
+        expected_output_len: Output length that the engine expects, in tokens; None: it expects none.
         on_step: Called for every Step, with its start and end in seconds from the first sweep.
 
     Raises:
@@ -88,7 +93,7 @@ def simulate_job(
     job = SimulatedJob(plan, config, expected_output_len)
     costs, sweeps = StepCosts(plan, config, hardware), Sweeps(streams_of(plan, config))
     simulator = Simulator(shared_cores=hardware.shared_cores, on_step=on_step)
-    done = [(0.0, 0)]  # after each sweep: seconds, tokens
+    done = [(0.0, 0)]  # seconds and tokens after each sweep
     deferred_batches = DeferredBatches()
     while len(done) - 1 != max_sweeps and (sweep := job.next_sweep()):
         loads = sweep.loads
@@ -111,7 +116,12 @@ def simulate_job(
 def trace_plan(
     plan: Plan, config: ModelConfig, hardware: HardwareProfile, path: str | Path, max_sweeps: int = 64
 ) -> SimulatedRun:
-    """Write the timeline of a simulated job's first sweeps in the Chrome trace format. Raises InputError, BatchgenError."""
+    """Write the timeline of a simulated job's first sweeps in the Chrome trace format.
+
+    Raises:
+        InputError: The budgets of the plan do not hold what it places.
+        BatchgenError: The file cannot be written.
+    """
     trace = TraceWriter(path, f"{plan.model}: plan")
     try:
         return simulate_job(plan, config, hardware, max_sweeps=max_sweeps, on_step=trace.add)
@@ -122,7 +132,8 @@ def trace_plan(
 def simulated_rows(workload: Workload, seed: int = 0) -> Iterator[tuple[int, int]]:
     """Lengths of a workload's sequences: (prompt tokens, generated tokens) of each.
 
-    Each quantile of the lengths comes once before any comes again, so that short jobs have the workload's mean lengths too.
+    Each quantile of the lengths comes once before any comes again, so that short jobs have the workload's mean lengths
+    too.
     """
     draw = random.Random(seed)
 
@@ -136,7 +147,7 @@ def simulated_rows(workload: Workload, seed: int = 0) -> Iterator[tuple[int, int
 
 
 def memory_of(plan: Plan, config: ModelConfig) -> MemoryPlan:
-    """The memory plan of a run. Raises InputError where the plan's budgets do not hold it."""
+    """The memory plan of a plan's job. Raises InputError where the budgets do not hold it."""
     workload, context = plan.workload, plan.policy.max_model_len
     return plan_memory(
         config,
@@ -155,7 +166,12 @@ def memory_of(plan: Plan, config: ModelConfig) -> MemoryPlan:
 
 @dataclass(frozen=True)
 class SimulatedSweep:
-    """loads: of its micro-batches. phase: the same sweep as the cost model counts it, without sequences that are deferred."""
+    """A sweep that the scheduler made.
+
+    Attributes:
+        loads: The load of each micro-batch.
+        phase: The sweep as the cost model counts it, without deferred sequences.
+    """
 
     loads: list[BatchLoad]
     phase: Phase
@@ -165,7 +181,7 @@ class SimulatedJob:
     """The engine's loop without an engine: rows in, sweeps out, each as long as its output is.
 
     Attributes:
-        num_done: rows that are finished.
+        num_done: Number of finished rows.
     """
 
     def __init__(
@@ -179,11 +195,12 @@ class SimulatedJob:
         """Start with nothing in flight.
 
         Args:
-            plan: What is run.
-            config: The model's.
-            expected_output_len: As the engine's, in tokens.
-            rows: (prompt tokens, generated tokens) of each; None: those of the plan's workload.
-            sweeps_in_flight: Over the stages of a pipeline, where a sweep has run when `take_answers` says so.
+            plan: The plan that is run.
+            config: The model's configuration.
+            expected_output_len: Output length that the engine expects, in tokens; None: it expects none.
+            rows: (prompt tokens, generated tokens) of each row; None: those of the plan's workload.
+            sweeps_in_flight: Most sweeps under way at once; above 1, in a pipeline, a sweep has run when `take_answers`
+                is called.
 
         Raises:
             InputError: The budgets of the plan do not hold what it places.
@@ -198,7 +215,7 @@ class SimulatedJob:
         self._output_len: dict[Sequence, int] = {}  # of sequences in flight
         self._begun: list[list[Sequence]] = []  # of each micro-batch of the sweep, those whose token only begins
         self._deferred_batches: dict[int, list[Sequence]] = {}  # under way, by number
-        self.num_done = 0  # rows
+        self.num_done = 0
         self._longest = longest_sequence(policy, memory, self._compute_tier)
         limits = scheduler_limits(policy, memory, self._compute_tier, sweeps_in_flight)
         self._sweeps_in_flight = sweeps_in_flight
@@ -209,14 +226,19 @@ class SimulatedJob:
 
     @property
     def has_work(self) -> bool:
+        """True if any row is in flight or waits."""
         self._take_rows()
         return self._scheduler.has_work
 
     def next_sweep(self) -> SimulatedSweep | None:
-        """The next sweep; None when all rows are done.
+        """Schedule the next sweep.
 
-        It is taken to have run, but for tokens that take more than one sweep (`end_sweep`). Where there are only such, its one
-        micro-batch is empty. In a pipeline it is under way; where all sequences are in sweeps under way, it has no micro-batch.
+        The sweep is taken to have run, but for tokens that take more than one sweep (`end_sweep`). Where there are only
+        such, its one micro-batch is empty. In a pipeline the sweep is under way; where all sequences are in sweeps
+        under way, it has no micro-batch.
+
+        Returns:
+            The sweep; None when all rows are done.
         """
         if not self.has_work:
             return None
@@ -251,11 +273,11 @@ class SimulatedJob:
             self._sample(sampled)
 
     def take_answers(self) -> None:
-        """The first of the sweeps under way has run."""
+        """Take the tokens of the first of the sweeps under way, which has run."""
         self._sample(self._under_way.popleft())
 
     def end_sweep(self, deferred_batches: DeferredBatches) -> None:
-        """Sequences whose token has come through all layers have their next one."""
+        """Give sequences their next token whose last one has come through all layers."""
         for deferred_batch in deferred_batches.waiting:
             if deferred_batch.number not in self._deferred_batches:
                 self._deferred_batches[deferred_batch.number] = self._begun[deferred_batch.batch]
@@ -263,9 +285,10 @@ class SimulatedJob:
             self._sample(self._deferred_batches.pop(deferred_batch.number))
 
     def jump(self, most_sweeps: int) -> int:
-        """Let sequences gain tokens in sweeps of decoding alone that are alike, without their being scheduled one by one; how many sweeps.
+        """Jump over sweeps of decoding alone that are alike, in which no sequence ends; called after a sweep.
 
-        None of the sequences ends in them. Called after a sweep; where prompts are under way there are none.
+        Returns:
+            The number of sweeps that were jumped over: none where prompts are under way.
         """
         running = self._scheduler.running
         if any(s.num_remaining != 1 or s.kv_placement is KVPlacement.DEFERRED for s in running):
@@ -282,12 +305,12 @@ class SimulatedJob:
                 self.num_done += 1
 
     def _take_rows(self) -> None:
-        """As many as the engine holds ready. Rows that fit no pool would fail there, and are left out."""
+        """Add as many rows as the engine holds ready, without those that fit no pool, which would fail there."""
         workload, policy = self._plan.workload, self._plan.policy
         while len(self._scheduler.waiting) < policy.max_num_seqs:
-            if (found := next(self._rows, None)) is None:
+            if (numbered := next(self._rows, None)) is None:
                 return
-            row, (prompt, output) = found
+            row, (prompt, output) = numbered
             scored = 0 if workload.scored_len is None else min(prompt, round(workload.scored_len))
             most = 1 if scored else min(workload.max_output_len, policy.max_model_len - prompt)
             if most < 1 or prompt + most - 1 > self._longest:

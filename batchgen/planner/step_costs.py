@@ -1,224 +1,153 @@
-"""Seconds of each Step on a machine, from what its micro-batch computes and moves.
-
-They are the planner's cost terms, split over the Steps that these cover.
-"""
+"""Seconds of each Step of a scheduled sweep on a machine, from the loads of its micro-batches and step_seconds.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from batchgen.core.direct_io import aligned
-from batchgen.core.hardware import ComputeRates, HardwareProfile
+from batchgen.core.hardware import ComputeRates, HardwareProfile, known
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_layers
-from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
-from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
-from batchgen.planner.costs import (
+from batchgen.planner.batch_load import Attended, BatchLoad
+from batchgen.planner.problem import BATCHGEN, CostInputs
+from batchgen.planner.sizes import group_bytes_of_layers, group_tensors_of_layers
+from batchgen.planner.step_seconds import (
     COPIES_SENT,
+    MatmulSeconds,
     after_router_frac,
     all_reduce_s,
+    attention_input_bytes,
     before_attention_frac,
     decode_attention_s,
-    dequantize_weights_s,
+    dequantize_experts_s,
+    dequantize_s,
     elementwise_s,
-    experts_frac,
     experts_touched,
-    head_lanes,
-    linear_s,
-    longer_in_rows_s,
+    logits_s,
+    matmul_as_stored_s,
+    matmul_s,
     prefill_attention_s,
-    shared_attention_s,
-    sweep_overhead_s,
+    prefix_attention_s,
+    query_bytes,
+    sampling_s,
+    schedule_s,
 )
-from batchgen.planner.linear import number
-from batchgen.planner.memory import group_bytes_of_layers, group_tensors_of_layers
-from batchgen.planner.phases import Phase
-from batchgen.planner.placement import Placement
-from batchgen.planner.problem import BATCHGEN, CostInputs
-from batchgen.schedule.extents import runs_of
-from batchgen.schedule.micro_batches import placement_in_sweep
 from batchgen.schedule.residency import WeightResidency
-from batchgen.schedule.scheduler import ScheduledSequence
-from batchgen.schedule.step_graph import BatchFlow, Step, Streams
-from batchgen.schedule.window_pool import NULL_BLOCK
-
-_NOTHING_PLACED = Placement(*[0] * 13)
-_HEAD_ELSEWHERE = replace(_NOTHING_PLACED, head_cpu=1)
-
-
-@dataclass(frozen=True)
-class Attended:
-    """Attention of some sequences.
-
-    contexts: keys that each one with a single new token sees, itself included. chunks: (new tokens, tokens before them) of
-    each other one. shared: (new tokens, tokens of a prefix that all of these see), which the others do not count.
-    """
-
-    contexts: tuple[int, ...] = ()
-    chunks: tuple[tuple[int, int], ...] = ()
-    shared: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class BatchLoad:
-    """What one micro-batch of a sweep computes and moves, in each layer.
-
-    tokens: those of sequences that only begin a token in the sweep (`deferred`) included.
-    attended: attention of the sequences of each placement in the sweep; `windowed` in layers with a sliding window, where no
-        prefix is shared.
-    sampled: sequences that reach their last token, in this sweep or a later one; logits_rows: rows of logits. host_blocks: KV blocks that come
-    from the host's pool; windowed_host_blocks: in layers with a sliding window; new_tokens: tokens whose KV goes there. disk_*: blocks (and runs of neighbouring ones) that are read and written,
-    and all that pass through the staging buffer. hidden_on_host: activations wait in host memory between layers.
-    """
-
-    tokens: int
-    sampled: int
-    logits_rows: int
-    attended: dict[KVPlacement, Attended]
-    windowed: dict[KVPlacement, Attended]
-    host_blocks: int = 0
-    windowed_host_blocks: int = 0
-    new_tokens: int = 0
-    disk_reads: tuple[int, int] = (0, 0)
-    disk_writes: tuple[int, int] = (0, 0)
-    disk_blocks: int = 0
-    hidden_on_host: bool = False
-
-    @property
-    def flow(self) -> BatchFlow:
-        """The same as `PackedBatch.flow` gives."""
-        return BatchFlow(
-            placements=frozenset(self.attended),
-            history=self.host_blocks > 0 or self.disk_reads[0] > 0,
-            stored=self.new_tokens > 0,
-            disk_read=self.disk_reads[0] > 0,
-            disk_write=self.disk_writes[0] > 0,
-            hidden_on_host=self.hidden_on_host,
-            samples=self.logits_rows > 0,
-        )
-
-    @property
-    def deferred(self) -> int:
-        """Sequences that begin a token in the sweep, and leave it in the first layer."""
-        return len(self.contexts_of(KVPlacement.DEFERRED))
-
-    def contexts_of(self, placement: KVPlacement) -> tuple[int, ...]:
-        return self.attended[placement].contexts if placement in self.attended else ()
-
-
-def load_of(
-    batch: Sequence[ScheduledSequence],
-    *,
-    kv_block_size: int,
-    compute_tier: str,
-    windows: bool = False,
-    hidden_on_host: bool = False,
-) -> BatchLoad:
-    """The load of a scheduled micro-batch, before its sweep is committed. windows: whether any layer has a sliding window."""
-    by_placement: dict[KVPlacement, list[ScheduledSequence]] = {}
-    for scheduled in batch:
-        by_placement.setdefault(placement_in_sweep(scheduled, compute_tier), []).append(scheduled)
-    attended = {name: _attended(members, kv_block_size, sharing=True) for name, members in by_placement.items()}
-    windowed = attended
-    if windows:
-        windowed = {name: _attended(members, kv_block_size, sharing=False) for name, members in by_placement.items()}
-    staged = by_placement.get(KVPlacement.STREAMED, ())
-    on_disk = [s for s in staged if _on_disk(s)]
-    on_host = [s for s in staged if not _on_disk(s)]
-    host_blocks = _history_blocks(on_host, kv_block_size, windowed=False)
-    windowed_host_blocks = _history_blocks(on_host, kv_block_size, windowed=True) if windows else host_blocks
-    reads: list[tuple[int, int]] = []
-    writes: list[tuple[int, int]] = []
-    blocks = 0
-    for s in on_disk:
-        table, used = s.sequence.block_table, _blocks(s.num_keys, kv_block_size)
-        reads += runs_of(table[: _blocks(s.sequence.num_computed, kv_block_size)])
-        writes += runs_of(table[s.sequence.num_computed // kv_block_size : used])
-        blocks += used
-    return BatchLoad(
-        tokens=sum([s.num_tokens for s in batch]),
-        sampled=sum([s.num_keys == len(s.sequence.tokens) for s in batch]),
-        logits_rows=sum([s.num_logits for s in batch]),
-        attended=attended,
-        windowed=windowed,
-        host_blocks=host_blocks,
-        windowed_host_blocks=windowed_host_blocks,
-        new_tokens=sum(s.num_tokens for s in on_host),
-        disk_reads=(sum(count for _, count in reads), len(reads)),
-        disk_writes=(sum(count for _, count in writes), len(writes)),
-        disk_blocks=blocks,
-        hidden_on_host=hidden_on_host,
-    )
-
-
-def _on_disk(scheduled: ScheduledSequence) -> bool:
-    kv_placement = scheduled.sequence.kv_placement
-    return kv_placement is KVPlacement.DISK
-
-
-def _blocks(tokens: int, kv_block_size: int) -> int:
-    return -(-tokens // kv_block_size)
-
-
-def _history_blocks(members: Sequence[ScheduledSequence], kv_block_size: int, *, windowed: bool) -> int:
-    """Different blocks that hold KV of earlier sweeps."""
-    if not windowed and not any(s.sequence.num_matched_blocks for s in members):
-        return sum(_blocks(s.sequence.num_computed, kv_block_size) for s in members)  # nobody shares any
-    tables = (s.sequence.table(windowed)[: _blocks(s.sequence.num_computed, kv_block_size)] for s in members)
-    return len({block for table in tables for block in table} - {NULL_BLOCK})
-
-
-def _attended(members: Sequence[ScheduledSequence], kv_block_size: int, *, sharing: bool) -> Attended:
-    shared_tokens = [0] * len(members)
-    shared = []
-    if sharing and any(s.sequence.num_matched_blocks for s in members):
-        slices = [
-            SequenceSlice(
-                s.num_tokens,
-                s.sequence.num_computed,
-                np.array([] if _on_disk(s) else s.sequence.block_table, dtype=np.int32),
-            )
-            for s in members
-        ]
-        for group in find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], kv_block_size):
-            shared.append((sum(members[i].num_tokens for i in group.members), group.num_blocks * kv_block_size))
-            for i in group.members:
-                shared_tokens[i] = group.num_blocks * kv_block_size
-    own = list(zip(members, shared_tokens, strict=True))
-    return Attended(
-        tuple(s.num_keys - skip for s, skip in own if s.num_tokens == 1),
-        tuple((s.num_tokens, s.sequence.num_computed - skip) for s, skip in own if s.num_tokens > 1),
-        tuple(shared),
-    )
-
-
-def weight_tiers(plan: Plan) -> dict[str, list[str]]:
-    """Of each group of tensors, the tier in each layer."""
-    return {group: list(spread_layers(counts)) for group, counts in plan.policy.weight_layers.items()}
+from batchgen.schedule.step_graph import Step, Streams
 
 
 def streams_of(plan: Plan, config: ModelConfig) -> Streams:
-    """What has to be brought to the compute device."""
+    """The weights and KV that a plan brings to the compute device in every sweep."""
     residency = WeightResidency.of_policy(plan.policy, config)
     on_device = kv_on_device(len(residency.layers), plan.policy.kv_layers)
-    of_stage = {"embeds": config.embeds, "has_head": config.has_head}
-    return residency.streams("gpu" if "gpu" in plan.budgets else "cpu", on_device, **of_stage)
+    compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
+    return residency.streams(compute_tier, on_device, embeds=config.embeds, has_head=config.has_head)
+
+
+@dataclass(frozen=True)
+class _PlacedLayer:
+    """The weights of one layer that are not on the compute device.
+
+    Attributes:
+        loaded_bytes: Bytes that come to an accelerator in a sweep.
+        loaded_tensors: Tensors that come to an accelerator in a sweep.
+        read_bytes: Bytes that are read from disk in a sweep.
+        expert_bytes: Bytes of each tensor of one expert that is on disk.
+        before_frac: The part of the dense weights before attention that streams.
+        after_frac: The part of the dense weights after attention that streams.
+        experts_frac: The part of the experts' weights that streams.
+    """
+
+    loaded_bytes: int
+    loaded_tensors: int
+    read_bytes: int
+    expert_bytes: tuple[int, ...]
+    before_frac: float
+    after_frac: float
+    experts_frac: float
+
+    @classmethod
+    def of(
+        cls,
+        s: CostInputs,
+        tiers: Mapping[str, str],
+        sizes: Mapping[str, int],
+        tensors: Mapping[str, int],
+        mixture: bool,
+    ) -> _PlacedLayer:
+        """Place one layer.
+
+        Args:
+            s: The inputs of the cost model.
+            tiers: The tier of each group of tensors.
+            sizes: The bytes of each group.
+            tensors: The number of tensors of each group.
+            mixture: Whether the layer has experts.
+        """
+        compute_tier = "gpu" if s.on_gpu else "cpu"
+        all_experts = {
+            g: s.all_expert_bytes * size / sum(s.expert_bytes.values()) for g, size in s.expert_bytes.items()
+        }
+        dense = {g: size - all_experts.get(g, 0.0) for g, size in s.group_bytes.items()}
+
+        def streamed_frac(groups: Mapping[str, float], names: Iterable[str]) -> float:
+            whole = sum(groups.values())
+            streamed = sum(groups[g] for g in names if g in groups and tiers[g] != compute_tier)
+            return streamed / whole if whole else 0.0
+
+        return cls(
+            loaded_bytes=sum(size for g, size in sizes.items() if tiers[g] != "gpu"),
+            loaded_tensors=sum(count for g, count in tensors.items() if tiers[g] != "gpu"),
+            read_bytes=sum(aligned(size) for g, size in sizes.items() if tiers[g] == "disk"),
+            expert_bytes=tuple(size for g, size in s.expert_bytes.items() if mixture and tiers[g] == "disk"),
+            before_frac=streamed_frac(dense, ("qkv",)),
+            after_frac=streamed_frac(dense, dense.keys() - {"qkv"}),
+            experts_frac=streamed_frac(all_experts, all_experts),
+        )
+
+
+@dataclass(frozen=True)
+class _LayerSeconds:
+    """Seconds of a layer's matmuls and element-wise work but for attention.
+
+    Attributes:
+        before_s: Seconds before attention.
+        after_s: Seconds after attention.
+        as_stored: Seconds that matmuls take longer where all weights stream.
+    """
+
+    before_s: float
+    after_s: float
+    as_stored: MatmulSeconds
+
+    def before_attention(self, layer: _PlacedLayer) -> float:
+        """Seconds before attention in a layer of which a part streams."""
+        return self.before_s + self.as_stored.dense * layer.before_frac
+
+    def after_attention(self, layer: _PlacedLayer) -> float:
+        """Seconds after attention in a layer of which a part streams."""
+        return self.after_s + self.as_stored.dense * layer.after_frac + self.as_stored.experts * layer.experts_frac
 
 
 class StepCosts:
-    """Seconds of the Steps of a plan on a machine. Formulas are the planner's, for one micro-batch at a time."""
+    """Seconds of the Steps of a plan on a machine, for one micro-batch at a time."""
 
     def __init__(self, plan: Plan, config: ModelConfig, hardware: HardwareProfile) -> None:
+        """Work out what the sweeps of a plan have in common.
+
+        Args:
+            plan: The plan.
+            config: The model's configuration.
+            hardware: The machine.
+        """
         policy = plan.policy
         self.config, self.hardware = config, hardware
-        s = self._inputs = CostInputs(
+        s = self.inputs = CostInputs(
             hardware=hardware,
             model=config,
-            # What sequences share is in their loads: the planner's formulas would leave it out a second time.
+            # What sequences share is in their loads: the formulas would leave it out a second time.
             workload=replace(plan.workload, shared_prefix_len=0),
             runtime=BATCHGEN,
             compute_format=plan.dtype,
@@ -232,313 +161,348 @@ class StepCosts:
             budgets=plan.budgets,
             process_bytes=0,
         )
-        self._by_window = {
+        self.by_window = {
             w: replace(s, model=replace(config, windows=(w,) * config.num_layers)) for w in set(config.windows)
         }
-        self._loaded_bytes = [0] * config.num_layers  # to an accelerator, in a sweep
-        self._loaded_tensors = [0] * config.num_layers
-        self._read_bytes = [0] * config.num_layers
-        tiers = weight_tiers(plan)
+        tiers = {group: list(spread_layers(counts)) for group, counts in policy.weight_layers.items()}
         sizes = group_bytes_of_layers(config, plan.dtype, policy.weight_format)
         tensors = group_tensors_of_layers(config, plan.dtype, policy.weight_format)
-        for group, of_layers in tiers.items():
-            for j, tier in enumerate(of_layers):
-                self._loaded_bytes[j] += sizes[j][group] if tier != "gpu" else 0
-                self._loaded_tensors[j] += tensors[j][group] if tier != "gpu" else 0
-                self._read_bytes[j] += aligned(sizes[j][group]) if tier == "disk" else 0
-        of_one = s.expert_bytes
-        self._streamed = [
-            _Streamed.of(s, {g: of_layers[j] for g, of_layers in tiers.items()}) for j in range(config.num_layers)
-        ]
-        # Of one expert what is on disk, and in how many tensors.
-        self._expert_sizes = [
-            [size for group, size in of_one.items() if tiers[group][j] == "disk"] if config.has_experts(j) else []
+        self.layers = [
+            _PlacedLayer.of(s, {g: t[j] for g, t in tiers.items()}, sizes[j], tensors[j], config.has_experts(j))
             for j in range(config.num_layers)
         ]
-        self._without_experts: set[tuple[int, int | None]] = set()  # (layer, slot) of what has been read so
-        self._vocabulary_chunks = streams_of(plan, config).vocabulary_chunks
-        self._embeds_on_gpu = WeightResidency.of_policy(policy, config).tier_of_embeddings(config) == "gpu"
-        self._pre_frac = before_attention_frac(config)
-        # Of what comes after attention, what comes before the experts.
-        self._route_frac = 1 - after_router_frac(config) / (1 - self._pre_frac)
-        self._dequantize_s = dequantize_weights_s(s)
-        self._dequantize_experts_s = self._dequantize_s * experts_frac(config)
+        self.vocabulary_chunks = streams_of(plan, config).vocabulary_chunks
+        self.embeds_on_gpu = WeightResidency.of_policy(policy, config).tier_of_embeddings(config) == "gpu"
+        self._before_frac = before_attention_frac(config)
+        # The part of what comes after attention that comes before the experts.
+        self.route_frac = 1 - after_router_frac(config) / (1 - self._before_frac)
+        self.dequantize_s, self.dequantize_experts_s = dequantize_s(s), dequantize_experts_s(s)
+        self.without_experts: set[tuple[int, int | None]] = set()  # (layer, slot) of weights that were read so
         self._chunks_s: dict[tuple[int, int, int | None], float] = {}
         self._begun: dict[int, BatchLoad] = {}  # deferred batch -> the micro-batch in which it began
 
     @property
     def element_bytes(self) -> float:
-        """Of an activation."""
-        return self._inputs.element_bytes
+        """Bytes of one number of an activation."""
+        return self.inputs.element_bytes
 
     def begun(self, deferred_batch: int, load: BatchLoad) -> None:
-        """A deferred batch that began its token in this micro-batch, of a sweep that was not costed."""
+        """Note a deferred batch that began its token in this micro-batch, of a sweep that was not costed."""
         self._begun[deferred_batch] = load
 
+    def load_of_deferred(self, deferred_batch: int, load: BatchLoad) -> BatchLoad:
+        """The micro-batch in which a deferred batch began: the one that is given, where none was noted."""
+        return self._begun.setdefault(deferred_batch, load)
+
     def sweep(self, loads: Sequence[BatchLoad]) -> Callable[[Step], float]:
-        """A function that gives the seconds of a Step, to be called once for each Step of a sweep over these micro-batches.
+        """A function that gives the seconds of each Step of a sweep over these micro-batches.
 
-        It is to be called in their order: what copies take of the cores of an emulated accelerator is added to the next
-        computation.
+        It is to be called once for each Step, in their order: what copies take of the cores of an emulated accelerator
+        is added to the next computation.
         """
-        hardware = self.hardware
-        computing = [self._computing(load) for load in loads]
-        joined = [0] * len(loads)  # rows of deferred batches that are with the micro-batch
-        owed_s = 0.0
-
-        def seconds(step: Step) -> float:
-            nonlocal owed_s
-            load, batch = loads[step.batch], computing[step.batch]
-            if step.deferred_batch is not None:
-                load = self._begun.setdefault(step.deferred_batch, load)
-            if step.lane == "compute":
-                if step.kind in ("embed", "load_attention", "join_deferred"):  # copies that compute makes itself
-                    joined[step.batch] += load.deferred if step.kind == "join_deferred" else 0
-                    moved = self._link_bytes(step, load)
-                    h2d = hardware.h2d_bytes_per_s  # None where the CPU computes, which copies nothing
-                    return moved / h2d + hardware.link_overhead_s if h2d and moved else 0.0
-                own_s, also_s, owed_s = self._computing_with(joined[step.batch], load, batch, step), owed_s, 0.0
-                if (step.layer, step.weight_slot) in self._without_experts:
-                    own_s = self._without_experts_s(step, loads, own_s)
-                elif len(loads) == 1 and not self._inputs.on_gpu and self.config.has_experts(step.layer):
-                    own_s += self._dequantized_experts_s(step, loads)
-                if step.kind == "pre":
-                    joined[step.batch] = 0
-                return own_s + also_s
-            if step.kind == "attend_deferred":
-                window = self.config.windows[step.layer]
-                attended = (load.attended if window is None else load.windowed)[KVPlacement.DEFERRED]
-                return self.attention_s(attended, window, hardware.cpu) + hardware.cpu.waking_overhead_s
-            if step.lane == "cpu_attention":
-                return batch.cpu_attention_s[step.layer]
-            if step.kind in ("read_weight", "read_dense", "read_experts"):
-                return self._read_s(step, loads)
-            if step.lane == "disk_read":
-                return self._disk_s(load.disk_reads, hardware.disk_read_bytes_per_s, hardware.disk_read_overhead_s)
-            if step.lane == "disk_write":
-                return self._disk_s(load.disk_writes, hardware.disk_write_bytes_per_s, hardware.disk_write_overhead_s)
-            moved = self._link_bytes(step, load)
-            if hardware.shared_cores and hardware.copy_bytes_per_s:
-                owed_s += moved / hardware.copy_bytes_per_s
-            rate = hardware.h2d_bytes_per_s if step.lane == "h2d" else hardware.d2h_bytes_per_s
-            assert rate is not None  # there are such Steps with an accelerator alone
-            return moved / rate + self._copies(step) * hardware.link_overhead_s
-
-        return seconds
-
-    def _read_s(self, step: Step, loads: Sequence[BatchLoad]) -> float:
-        """Reading weights from disk: of a layer, of what all tokens need of it, or of the experts that a micro-batch adds."""
-        hardware, sizes = self.hardware, self._expert_sizes[step.layer]
-        if step.kind == "read_experts":
-            count = self._added_experts(step, loads)
-            return count * (sum(sizes) / hardware.disk_read_bytes_per_s + len(sizes) * hardware.disk_read_overhead_s)
-        at = step.layer, step.weight_slot
-        experts = self.config.num_experts * sum(sizes) if step.kind == "read_dense" else 0
-        (self._without_experts.add if step.kind == "read_dense" else self._without_experts.discard)(at)
-        return (self._read_bytes[step.layer] - experts) / hardware.disk_read_bytes_per_s
-
-    def _added_experts(self, step: Step, loads: Sequence[BatchLoad]) -> float:
-        """Experts of a layer that a micro-batch is expected to touch, and those before it are not."""
-        is_last = step.layer == self.config.num_layers - 1
-        tokens = [load.logits_rows if is_last else load.tokens for load in loads[: step.batch + 1]]
-        together, before = (
-            experts_touched(self.config, sum(some), self._inputs.workload.routing) for some in (tokens, tokens[:-1])
-        )
-        return together - before
-
-    def _without_experts_s(self, step: Step, loads: Sequence[BatchLoad], own_s: float) -> float:
-        """Seconds of a computation of a layer whose experts are read on demand. own_s: as of one that is read as a whole."""
-        if step.kind == "route":
-            return own_s * self._route_frac
-        if step.kind == "post":
-            own_s *= 1 - self._route_frac
-        return own_s + self._dequantized_experts_s(step, loads)
-
-    def _dequantized_experts_s(self, step: Step, loads: Sequence[BatchLoad]) -> float:
-        """What a computation takes longer where 4-bit experts are dequantized after the router, those alone that are touched."""
-        if step.kind == "expand_weight":
-            return -self._dequantize_experts_s
-        if step.kind == "post":
-            return self._dequantize_experts_s * self._added_experts(step, loads) / self.config.num_experts
-        return 0.0
+        return _SweepCosts(self, loads).seconds
 
     def between_s(self, loads: Sequence[BatchLoad]) -> float:
-        """Scheduling, packing and bookkeeping of a sweep."""
-        return sweep_overhead_s(self._inputs, Phase(1, 0, sum(load.sampled for load in loads), 0, 0))
+        """Seconds of scheduling, packing and bookkeeping of a sweep."""
+        return schedule_s(self.inputs, sum(load.sampled for load in loads))
 
     def attention_s(self, attended: Attended, window: int | None, device: ComputeRates) -> float:
-        """Attention in one layer, for sequences of one placement."""
-        s, total = self._by_window[window], 0.0
+        """Seconds of attention in one layer, for sequences of one placement."""
+        s, total_s = self.by_window[window], 0.0
         if attended.contexts:
-            seen = attended.contexts if window is None else [min(window, n) for n in attended.contexts]
-            total += decode_attention_s(s, Phase(1, 0, 0, len(seen), sum(seen) / len(seen)), device)
+            keys = attended.contexts if window is None else [min(window, n) for n in attended.contexts]
+            total_s += decode_attention_s(s, len(keys), sum(keys) / len(keys), device)
         for new, before in attended.chunks:
             key = (new, before, window)
             if key not in self._chunks_s:
-                own = prefill_attention_s(replace(s, workload=Workload.uniform(1, new, 1)), Phase(1, new, 1, 0, 0))
-                self._chunks_s[key] = own + _prefix_s(s, new, before)
-            total += self._chunks_s[key]
-        return total + sum(_prefix_s(s, new, prefix) for new, prefix in attended.shared)
+                self._chunks_s[key] = prefill_attention_s(s, 1, new * new) + prefix_attention_s(s, new, before)
+            total_s += self._chunks_s[key]
+        return total_s + sum(prefix_attention_s(s, new, prefix) for new, prefix in attended.shared)
 
-    def _layer_s(self, tokens: int) -> _LayerSeconds:
-        """What a layer's computation takes but for attention."""
-        phase = Phase(1, tokens, 0, 0, 0)
-        s = self._inputs
-        whole = float(linear_s(s, phase) + elementwise_s(s, phase) + all_reduce_s(s, phase)) if tokens else 0.0
-        return _LayerSeconds(whole * self._pre_frac, whole * (1 - self._pre_frac), *longer_in_rows_s(s, phase))
-
-    def _head_s(self, rows: int) -> float:
-        """Logits, or those of one chunk of the vocabulary."""
-        if not rows:
-            return 0.0
-        at = _HEAD_ELSEWHERE if self._vocabulary_chunks else _NOTHING_PLACED
-        lanes = head_lanes(self._inputs, Phase(1, 0, rows, 0, 0), at)
-        return number(lanes["compute"]) / max(1, self._vocabulary_chunks)
-
-    def _computing_with(self, joined: int, load: BatchLoad, batch: _Computing, step: Step) -> float:
-        """Seconds of a computation in which deferred batches take part: rows that have joined, and those that leave in the first layer."""
-        if step.kind not in ("pre", "post", "head") or not (joined or load.deferred):
-            return batch.seconds(step)
-        waking_s = self._inputs.rates.waking_overhead_s
-        if step.kind == "head":
-            return self._head_s(load.logits_rows + joined) + waking_s
-        rows = load.tokens - (0 if step.kind == "pre" and step.layer == 0 else load.deferred)
-        if step.kind == "post" and step.layer == self.config.num_layers - 1:
-            rows = load.logits_rows
-        if not rows + joined:
-            return 0.0
-        layer, streamed = self._layer_s(rows + joined), self._streamed[step.layer]
-        if step.kind == "pre":
-            return layer.before_attention(streamed) + self._inputs.rates.step_overhead_s + waking_s
-        return layer.after_attention(streamed) + waking_s
-
-    def _computing(self, load: BatchLoad) -> _Computing:
-        s = self._inputs
-        on_device, on_cpu = {}, {}
-        requests_s = 0.0
-        if s.shares_cores:
-            requests_s = (load.disk_reads[1] + load.disk_writes[1]) * self.hardware.disk_cpu_overhead_s
-        for window in self._by_window:
-            attended = dict(load.attended if window is None else load.windowed)
-            delegated = attended.pop(KVPlacement.CPU, Attended())
-            attended.pop(KVPlacement.DEFERRED, None)  # in Steps of its own
-            on_cpu[window] = (
-                self.attention_s(delegated, window, self.hardware.cpu) + self.hardware.cpu.waking_overhead_s
-            )
-            on_device[window] = requests_s + sum(self.attention_s(a, window, s.rates) for a in attended.values())
-            on_device[window] += s.rates.waking_overhead_s
-        waking_s = s.rates.waking_overhead_s
-        layer = self._layer_s(load.tokens)
-        last = self._layer_s(load.logits_rows) if self.config.has_head else layer  # with the tokens that go on from it
-        return _Computing(
-            pre_s=tuple(
-                layer.before_attention(streamed) + s.rates.step_overhead_s + waking_s for streamed in self._streamed
-            ),
-            post_s=(
-                *(layer.after_attention(streamed) + waking_s for streamed in self._streamed[:-1]),
-                last.after_attention(self._streamed[-1]) + waking_s,
-            ),
-            attention_s=tuple(on_device[w] for w in self.config.windows),
-            cpu_attention_s=tuple(on_cpu[w] for w in self.config.windows),
-            head_s=self._head_s(load.logits_rows) + waking_s,
-            dequantize_s=self._dequantize_s,
+    def layer_s(self, tokens: int) -> _LayerSeconds:
+        """Seconds of a layer's computation but for attention."""
+        s = self.inputs
+        whole_s = matmul_s(s, tokens).total + elementwise_s(s, tokens) + all_reduce_s(s, tokens)
+        return _LayerSeconds(
+            whole_s * self._before_frac, whole_s * (1 - self._before_frac), matmul_as_stored_s(s, tokens)
         )
 
-    def _disk_s(self, moved: tuple[int, int], bytes_per_s: float, request_s: float) -> float:
-        blocks, runs = moved
-        return blocks * self._inputs.disk_block_bytes / bytes_per_s + runs * request_s
-
-    def _copies(self, step: Step) -> int:
-        """That a Step of a link makes."""
-        if step.kind == "load_weight":
-            return self._loaded_tensors[step.layer]
-        return COPIES_SENT if step.kind in ("send_qkv", "send_deferred") else 1
-
-    def _link_bytes(self, step: Step, load: BatchLoad) -> float:
-        """Between the host's memory and an accelerator's."""
-        s, kind = self._inputs, step.kind
-        if kind == "load_weight":
-            return self._loaded_bytes[step.layer]
-        if kind == "load_head":
-            chunk = -(-s.model.vocab_size // VOCABULARY_CHUNKS)
-            rows = max(0, min(chunk, s.model.vocab_size - step.layer * chunk))
-            return rows * s.model.embed_size * s.element_bytes
-        if kind in ("embed", "load_hidden", "store_hidden"):
-            rows = load.tokens - (0 if kind == "embed" or step.layer == 0 else load.deferred)
-            stays = kind == "embed" and load.hidden_on_host != self._embeds_on_gpu
-            return 0.0 if stays else rows * s.hidden_bytes
-        if kind == "load_cache":
-            windowed = self.config.windows[step.layer] is not None
-            host_blocks = load.windowed_host_blocks if windowed else load.host_blocks
-            return (host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * s.kv_block_bytes
-        if kind == "store_cache":
-            return load.new_tokens * s.kv_token_bytes + load.disk_writes[0] * s.kv_block_bytes
-        placement = KVPlacement.CPU if step.deferred_batch is None else KVPlacement.DEFERRED
-        queries = len(load.contexts_of(placement))  # as large as results
-        result = queries * s.model.num_heads * s.model.head_dim * s.element_bytes
-        return result if kind in ("load_attention", "join_deferred") else result + queries * s.kv_token_bytes
-
-
-@dataclass(frozen=True)
-class _Streamed:
-    """What streams of a layer, by bytes: of all but its experts what is before attention, and what is after it; and of its experts."""
-
-    before: float
-    after: float
-    experts: float
-
-    @classmethod
-    def of(cls, s: CostInputs, tiers: Mapping[str, str]) -> _Streamed:
-        """tiers: of each group of its tensors."""
-        here = "gpu" if s.on_gpu else "cpu"
-        experts = {g: s.all_expert_bytes * size / sum(s.expert_bytes.values()) for g, size in s.expert_bytes.items()}
-        dense = {g: size - experts.get(g, 0.0) for g, size in s.group_bytes.items()}
-
-        def part(groups: Mapping[str, float], names: Iterable[str]) -> float:
-            whole = sum(groups.values())
-            return sum(groups[g] for g in names if g in groups and tiers[g] != here) / whole if whole else 0.0
-
-        return cls(part(dense, ("qkv",)), part(dense, dense.keys() - {"qkv"}), part(experts, experts))
-
-
-@dataclass(frozen=True)
-class _LayerSeconds:
-    """Seconds of a layer's products and element-wise work before attention and after it, and by how much products take longer where weights stream."""
-
-    before_s: float
-    after_s: float
-    longer_s: float
-    experts_longer_s: float
-
-    def before_attention(self, streamed: _Streamed) -> float:
-        return self.before_s + self.longer_s * streamed.before
-
-    def after_attention(self, streamed: _Streamed) -> float:
-        return self.after_s + self.longer_s * streamed.after + self.experts_longer_s * streamed.experts
+    def head_s(self, rows: int) -> float:
+        """Seconds of logits and sampling, or of one chunk of the vocabulary."""
+        if not rows:
+            return 0.0
+        s, chunks = self.inputs, self.vocabulary_chunks
+        seconds = logits_s(s, rows)
+        if chunks:  # which come over, and lie as they are stored
+            seconds = max(seconds, logits_s(s, rows, as_stored=True))
+        return (sampling_s(s, rows) + seconds) / max(1, chunks)
 
 
 @dataclass(frozen=True)
 class _Computing:
-    """Seconds of one micro-batch's computations. pre_s, post_s, attention_s, cpu_attention_s: by layer."""
+    """Seconds of one micro-batch's computations, where no deferred batch takes part.
+
+    Attributes:
+        pre_s: Seconds of `pre` in each layer.
+        post_s: Seconds of `post` in each layer.
+        attention_s: Seconds of attention on the compute device in each layer.
+        cpu_attention_s: Seconds of attention on the CPU in each layer.
+        head_s: Seconds of the head, or of one chunk of the vocabulary.
+    """
 
     pre_s: tuple[float, ...]
     post_s: tuple[float, ...]
-    head_s: float
-    dequantize_s: float
     attention_s: tuple[float, ...]
     cpu_attention_s: tuple[float, ...]
+    head_s: float
+
+    @classmethod
+    def of(cls, costs: StepCosts, load: BatchLoad) -> _Computing:
+        """Work out a micro-batch's computations from its load."""
+        s, hardware, config = costs.inputs, costs.hardware, costs.config
+        on_device, on_cpu = {}, {}
+        requests_s = 0.0
+        if s.shares_cores:
+            requests_s = (load.disk_reads[1] + load.disk_writes[1]) * hardware.disk_cpu_overhead_s
+        for window in costs.by_window:
+            attended = dict(load.attended_in(window))
+            delegated = attended.pop(KVPlacement.CPU, Attended())
+            attended.pop(KVPlacement.DEFERRED, None)  # in Steps of its own
+            on_cpu[window] = costs.attention_s(delegated, window, hardware.cpu) + hardware.cpu.waking_overhead_s
+            on_device[window] = requests_s + sum(costs.attention_s(a, window, s.rates) for a in attended.values())
+            on_device[window] += s.rates.waking_overhead_s
+        waking_s = s.rates.waking_overhead_s
+        layer = costs.layer_s(load.tokens)
+        last = costs.layer_s(load.logits_rows) if config.has_head else layer  # with the tokens that go on from it
+        overhead_s = s.rates.step_overhead_s
+        return cls(
+            pre_s=tuple(layer.before_attention(placed) + overhead_s + waking_s for placed in costs.layers),
+            post_s=(
+                *(layer.after_attention(placed) + waking_s for placed in costs.layers[:-1]),
+                last.after_attention(costs.layers[-1]) + waking_s,
+            ),
+            attention_s=tuple(on_device[w] for w in config.windows),
+            cpu_attention_s=tuple(on_cpu[w] for w in config.windows),
+            head_s=costs.head_s(load.logits_rows) + waking_s,
+        )
+
+
+class _SweepCosts:
+    """Seconds of the Steps of one sweep."""
+
+    def __init__(self, costs: StepCosts, loads: Sequence[BatchLoad]) -> None:
+        self._costs, self._loads = costs, loads
+        self._computing = [_Computing.of(costs, load) for load in loads]
+        self._joined = [0] * len(loads)  # rows of deferred batches that are with the micro-batch
+        self._owed_s = 0.0  # that copies take of the cores of the next computation
 
     def seconds(self, step: Step) -> float:
-        if step.kind == "attention":
-            return self.attention_s[step.layer]
-        if step.kind in ("post", "route"):
-            return self.post_s[step.layer]
+        """Seconds of a Step."""
+        load = self._loads[step.batch]
+        if step.deferred_batch is not None:
+            load = self._costs.load_of_deferred(step.deferred_batch, load)
+        return _SECONDS[step.kind](self, step, load)
+
+    # Computation
+
+    def copied_by_compute(self, step: Step, load: BatchLoad) -> float:
+        """Seconds of a copy that compute makes itself; the CPU copies nothing."""
+        if step.kind == "join_deferred":
+            self._joined[step.batch] += load.deferred
+        moved, h2d = _BYTES[step.kind](self._costs, step, load), self._costs.hardware.h2d_bytes_per_s
+        return moved / h2d + self._costs.hardware.link_overhead_s if h2d and moved else 0.0
+
+    def computed(self, step: Step, load: BatchLoad) -> float:
+        """Seconds of a computation, and what the copies before it took of its cores."""
+        costs = self._costs
+        seconds, owed_s, self._owed_s = self._with_deferred(step, load), self._owed_s, 0.0
+        if (step.layer, step.weight_slot) in costs.without_experts:
+            seconds = self._without_experts(step, seconds)
+        elif len(self._loads) == 1 and not costs.inputs.on_gpu and costs.config.has_experts(step.layer):
+            seconds += self._dequantized_after_router(step)
         if step.kind == "pre":
-            return self.pre_s[step.layer]
-        own = {"head": self.head_s, "expand_weight": self.dequantize_s}
-        return own[step.kind]
+            self._joined[step.batch] = 0
+        return seconds + owed_s
+
+    def _with_deferred(self, step: Step, load: BatchLoad) -> float:
+        """Seconds of a computation with the deferred batches that joined it, and without those that have left."""
+        costs, joined = self._costs, self._joined[step.batch]
+        if step.kind not in ("pre", "post", "head") or not (joined or load.deferred):
+            return self._undeferred(step)
+        rates = costs.inputs.rates
+        if step.kind == "head":
+            return costs.head_s(load.logits_rows + joined) + rates.waking_overhead_s
+        rows = load.tokens - (0 if step.kind == "pre" and step.layer == 0 else load.deferred)
+        if step.kind == "post" and step.layer == costs.config.num_layers - 1:
+            rows = load.logits_rows
+        if not rows + joined:
+            return 0.0
+        layer, placed = costs.layer_s(rows + joined), costs.layers[step.layer]
+        if step.kind == "pre":
+            return layer.before_attention(placed) + rates.step_overhead_s + rates.waking_overhead_s
+        return layer.after_attention(placed) + rates.waking_overhead_s
+
+    def _undeferred(self, step: Step) -> float:
+        batch = self._computing[step.batch]
+        if step.kind == "attention":
+            return batch.attention_s[step.layer]
+        if step.kind in ("post", "route"):
+            return batch.post_s[step.layer]
+        if step.kind == "pre":
+            return batch.pre_s[step.layer]
+        return batch.head_s if step.kind == "head" else self._costs.dequantize_s
+
+    def _without_experts(self, step: Step, whole_s: float) -> float:
+        """Seconds of a computation where experts are read on demand, from those where the layer is read as a whole."""
+        if step.kind == "route":
+            return whole_s * self._costs.route_frac
+        if step.kind == "post":
+            whole_s *= 1 - self._costs.route_frac
+        return whole_s + self._dequantized_after_router(step)
+
+    def _dequantized_after_router(self, step: Step) -> float:
+        """Seconds that a computation takes longer where 4-bit experts are dequantized after the router, if touched."""
+        if step.kind == "expand_weight":
+            return -self._costs.dequantize_experts_s
+        if step.kind == "post":
+            return self._costs.dequantize_experts_s * self._added_experts(step) / self._costs.config.num_experts
+        return 0.0
+
+    def _added_experts(self, step: Step) -> float:
+        """Experts of a layer that a micro-batch is expected to touch, and those before it are not."""
+        config, routing = self._costs.config, self._costs.inputs.workload.routing
+        is_last = step.layer == config.num_layers - 1
+        tokens = [load.logits_rows if is_last else load.tokens for load in self._loads[: step.batch + 1]]
+        together, before = (experts_touched(config, sum(some), routing) for some in (tokens, tokens[:-1]))
+        return together - before
+
+    # Attention on the CPU
+
+    def attended_on_cpu(self, step: Step, load: BatchLoad) -> float:
+        """Seconds of CPU attention to the sequences of a micro-batch."""
+        return self._computing[step.batch].cpu_attention_s[step.layer]
+
+    def attended_deferred(self, step: Step, load: BatchLoad) -> float:
+        """Seconds of CPU attention to a deferred batch."""
+        window, cpu = self._costs.config.windows[step.layer], self._costs.hardware.cpu
+        return (
+            self._costs.attention_s(load.attended_in(window)[KVPlacement.DEFERRED], window, cpu) + cpu.waking_overhead_s
+        )
+
+    # Links and disk
+
+    def copied(self, step: Step, load: BatchLoad) -> float:
+        """Seconds of a copy over a link, with what it takes of the cores of an emulated accelerator."""
+        hardware, kind = self._costs.hardware, step.kind
+        moved = _BYTES[kind](self._costs, step, load)
+        if hardware.shared_cores and hardware.copy_bytes_per_s:
+            self._owed_s += moved / hardware.copy_bytes_per_s
+        copies = 1
+        if kind == "load_weight":
+            copies = self._costs.layers[step.layer].loaded_tensors
+        elif kind in ("send_qkv", "send_deferred"):
+            copies = COPIES_SENT
+        rate = known(hardware.h2d_bytes_per_s if step.lane == "h2d" else hardware.d2h_bytes_per_s)
+        return moved / rate + copies * hardware.link_overhead_s
+
+    def read_weights(self, step: Step, load: BatchLoad) -> float:
+        """Seconds of reading weights from disk: a layer's, those that all tokens need, or a micro-batch's experts."""
+        costs, hardware, layer = self._costs, self._costs.hardware, self._costs.layers[step.layer]
+        if step.kind == "read_experts":
+            request_s = len(layer.expert_bytes) * hardware.disk_read_overhead_s
+            return self._added_experts(step) * (sum(layer.expert_bytes) / hardware.disk_read_bytes_per_s + request_s)
+        at, experts = (step.layer, step.weight_slot), 0
+        if step.kind == "read_dense":
+            costs.without_experts.add(at)
+            experts = costs.config.num_experts * sum(layer.expert_bytes)
+        else:
+            costs.without_experts.discard(at)
+        return (layer.read_bytes - experts) / hardware.disk_read_bytes_per_s
+
+    def read_kv(self, step: Step, load: BatchLoad) -> float:
+        """Seconds of reading a micro-batch's KV from disk."""
+        (blocks, runs), hardware = load.disk_reads, self._costs.hardware
+        size = blocks * self._costs.inputs.disk_block_bytes
+        return size / hardware.disk_read_bytes_per_s + runs * hardware.disk_read_overhead_s
+
+    def written_kv(self, step: Step, load: BatchLoad) -> float:
+        """Seconds of writing a micro-batch's KV to disk."""
+        (blocks, runs), hardware = load.disk_writes, self._costs.hardware
+        size = blocks * self._costs.inputs.disk_block_bytes
+        return size / hardware.disk_write_bytes_per_s + runs * hardware.disk_write_overhead_s
 
 
-def _prefix_s(s: CostInputs, new: int, prefix: int) -> float:
-    """Attention of new tokens to a prefix before all of them."""
-    return shared_attention_s(replace(s, workload=Workload.uniform(1, prefix + new, 1, prefix)), Phase(1, new, 1, 0, 0))
+# The seconds of each kind of Step. Those between stages of a pipeline are the pipeline's (sweep_sampling.py).
+_SECONDS: Mapping[str, Callable[[_SweepCosts, Step, BatchLoad], float]] = {
+    **dict.fromkeys(("embed", "load_attention", "join_deferred"), _SweepCosts.copied_by_compute),
+    **dict.fromkeys(("pre", "attention", "post", "route", "expand_weight", "head"), _SweepCosts.computed),
+    "cpu_attention": _SweepCosts.attended_on_cpu,
+    "attend_deferred": _SweepCosts.attended_deferred,
+    **dict.fromkeys(("read_weight", "read_dense", "read_experts"), _SweepCosts.read_weights),
+    "read_cache": _SweepCosts.read_kv,
+    "write_cache": _SweepCosts.written_kv,
+    **dict.fromkeys(("load_weight", "load_head", "load_hidden", "load_cache"), _SweepCosts.copied),
+    **dict.fromkeys(("send_qkv", "send_deferred", "store_cache", "store_hidden"), _SweepCosts.copied),
+}
+
+
+def _weight_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
+    return costs.layers[step.layer].loaded_bytes
+
+
+def _head_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
+    """Bytes of one chunk of the vocabulary, which is the Step's layer."""
+    model = costs.inputs.model
+    chunk = -(-model.vocab_size // VOCABULARY_CHUNKS)
+    rows = max(0, min(chunk, model.vocab_size - step.layer * chunk))
+    return rows * model.embed_size * costs.element_bytes
+
+
+def _embedded_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
+    """Bytes of the embedded rows, where they are not looked up where the activations are."""
+    stays = load.hidden_on_host != costs.embeds_on_gpu
+    return 0.0 if stays else load.tokens * costs.inputs.hidden_bytes
+
+
+def _hidden_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
+    return (load.tokens - (0 if step.layer == 0 else load.deferred)) * costs.inputs.hidden_bytes
+
+
+def _staged_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
+    windowed = costs.config.windows[step.layer] is not None
+    host_blocks = load.windowed_host_blocks if windowed else load.host_blocks
+    return (host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * costs.inputs.kv_block_bytes
+
+
+def _stored_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
+    s = costs.inputs
+    return load.new_tokens * s.kv_token_bytes + load.disk_writes[0] * s.kv_block_bytes
+
+
+def _attended_seqs(step: Step, load: BatchLoad) -> int:
+    """Sequences that the CPU attends to in the Step."""
+    return len(load.contexts_of(KVPlacement.CPU if step.deferred_batch is None else KVPlacement.DEFERRED))
+
+
+def _sent_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
+    return _attended_seqs(step, load) * attention_input_bytes(costs.inputs)
+
+
+def _result_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
+    return _attended_seqs(step, load) * query_bytes(costs.inputs)
+
+
+# The bytes of each kind of Step that copies between the host's memory and an accelerator's.
+_BYTES: Mapping[str, Callable[[StepCosts, Step, BatchLoad], float]] = {
+    "load_weight": _weight_bytes,
+    "load_head": _head_bytes,
+    "embed": _embedded_bytes,
+    "load_hidden": _hidden_bytes,
+    "store_hidden": _hidden_bytes,
+    "load_cache": _staged_bytes,
+    "store_cache": _stored_bytes,
+    "send_qkv": _sent_bytes,
+    "send_deferred": _sent_bytes,
+    "load_attention": _result_bytes,
+    "join_deferred": _result_bytes,
+}

@@ -1,4 +1,4 @@
-"""Simulate Steps: the same Steps as `threads` and by the same rules, in seconds that are given. No torch.
+"""The simulation of Steps by the rules of the runtime's lanes, in seconds that are given. No torch.
 
 A Step of another lane is issued when the computation before it in order has ended, as `Lanes.execute` does; it starts
 when its lane is free and all it waits for have ended.
@@ -19,12 +19,16 @@ OnStep = Callable[[Step, float, float], None]  # (step, start, end)
 
 @dataclass(frozen=True)
 class Timeline:
-    """In seconds.
-
-    total_s: until the last Step has ended. busy_s: by lane. stalled_s: in which compute stood still, by the lane it
-    waited for (cpu_attention also where it had the cores). between_s: spent between sweeps.
+    """The times of simulated Steps.
 
     busy_s["compute"], all of stalled_s and between_s add up to the end of the last computation.
+
+    Attributes:
+        total_s: Seconds until the last Step has ended.
+        busy_s: Seconds in which each lane was busy.
+        stalled_s: Seconds in which compute stood still, by the lane it waited for (cpu_attention also where it had the
+            cores).
+        between_s: Seconds between sweeps.
     """
 
     total_s: float
@@ -34,14 +38,19 @@ class Timeline:
 
 
 class Simulator:
-    """The lanes as they stand.
+    """The lanes of one machine, as they stand.
 
     Invariant: a Step has a start and an end as soon as nothing that follows can change them, so only CPU attention that
     may have to let compute go first, and what waits for it, are still open.
     """
 
     def __init__(self, *, shared_cores: bool = False, on_step: OnStep | None = None) -> None:
-        """shared_cores: compute and CPU attention take turns: who has waited longer goes first."""
+        """Start with idle lanes.
+
+        Args:
+            shared_cores: Whether compute and CPU attention take turns: who has waited longer goes first.
+            on_step: Called for every Step, with its start and end in seconds.
+        """
         self._shared_cores, self._on_step = shared_cores, on_step
         self._now_s = 0.0  # of the compute lane, which issues all Steps
         self._free_s = dict.fromkeys(LANES, 0.0)
@@ -52,7 +61,7 @@ class Simulator:
         self._between_s = self._total_s = 0.0
 
     def run(self, steps: Iterable[Step], seconds: Seconds) -> None:
-        """A sweep, until its last computation ends; Steps of other lanes may go on after it."""
+        """Run a sweep until its last computation ends; Steps of other lanes may go on after it."""
         for step in steps:
             if step.lane == "compute":
                 self._compute(step, seconds(step))
@@ -62,13 +71,13 @@ class Simulator:
             self._ended = {i: (end, lane) for i, (end, lane) in self._ended.items() if end > self._now_s}
 
     def spend(self, seconds: float) -> None:
-        """Time between sweeps: nothing is computed, and the other lanes go on."""
+        """Let time pass between sweeps: nothing is computed, and the other lanes go on."""
         self._now_s += seconds
         self._between_s += seconds
         self._total_s = max(self._total_s, self._now_s)
 
     def has_ended(self, step_id: int) -> bool:
-        """Whether a Step of a lane beside compute's has ended by now, as `Lanes.has_ended` would say."""
+        """True if a Step of a lane beside compute's has ended by now, as `Lanes.has_ended` would say."""
         self._settle()
         while self._shared_cores and self._attend(before_s=self._now_s):
             self._settle()
@@ -76,17 +85,17 @@ class Simulator:
 
     @property
     def now_s(self) -> float:
-        """When the last computation has ended."""
+        """The end of the last computation, in seconds."""
         return self._now_s
 
     def timeline(self) -> Timeline:
-        """All that was issued so far, to its end."""
+        """The timeline of all Steps that were issued so far, to their end."""
         while self._attend(before_s=math.inf):
             self._settle()
         return Timeline(self._total_s, dict(self._busy_s), dict(self._stalled_s), self._between_s)
 
     def _issue(self, step: Step, seconds: float) -> None:
-        """A Step of another lane than compute's. It is started, if no other Step can get ahead of it."""
+        """Issue a Step of another lane than compute's, and start it if no other Step can get ahead of it."""
         queue, takes_turns = self._queues[step.lane], self._shared_cores and step.lane == "cpu_attention"
         ready = None if queue or takes_turns else self._ready_s(step)
         if ready is not None:
@@ -117,7 +126,7 @@ class Simulator:
             self._now_s = until_s
 
     def _settle(self) -> None:
-        """Starts what no other Step can get ahead of."""
+        """Start the Steps that no other Step can get ahead of."""
         progress = True
         while progress:
             progress = False
@@ -134,7 +143,7 @@ class Simulator:
                     progress = True
 
     def _attend(self, before_s: float) -> bool:
-        """With shared cores: starts the next CPU attention, if there is one that can, and asks no later than `before_s`."""
+        """Start the next CPU attention on shared cores, if one can start and asks no later than `before_s`."""
         queue = self._queues["cpu_attention"]
         ready = self._ready_s(queue[0][0]) if queue else None
         if ready is None:
@@ -148,7 +157,7 @@ class Simulator:
         return True
 
     def _ready_s(self, step: Step) -> float | None:
-        """When all that the Step waits for have ended; None if that is open."""
+        """The time when all Steps that the Step waits for have ended; None if that is open."""
         ready_s = 0.0
         for i in step.after:
             if i in self._open:
@@ -172,7 +181,14 @@ class Simulator:
 def simulate(
     steps: Iterable[Step], seconds: Seconds, *, shared_cores: bool = False, on_step: OnStep | None = None
 ) -> Timeline:
-    """The timeline of Steps that are issued in one go. seconds: of each Step. For the rest see `Simulator`."""
+    """The timeline of Steps that are issued in one go.
+
+    Args:
+        steps: The Steps.
+        seconds: Gives the seconds of a Step.
+        shared_cores: Whether compute and CPU attention take turns.
+        on_step: Called for every Step, with its start and end in seconds.
+    """
     simulator = Simulator(shared_cores=shared_cores, on_step=on_step)
     simulator.run(steps, seconds)
     return simulator.timeline()

@@ -1,7 +1,7 @@
 """Strategies of the papers as a table: what each fixes, what it may use, and the candidates that it adds to the search.
 
-A strategy restricts the planner's search. Each has what this engine does anyway: continuous admission, chunked prompts, and the
-sizes that suit it best.
+A strategy restricts the planner's search. Each has what this engine does anyway: continuous admission, chunked prompts,
+and the sizes that suit it best.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from batchgen.core.plan import TIERS, Policy
 from batchgen.core.units import format_bytes
 from batchgen.planner.deferred_attention import may_defer, with_deferred_attention
 from batchgen.planner.kv_memory import giving_window
-from batchgen.planner.memory import group_bytes
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import (
     Candidate,
@@ -27,6 +26,7 @@ from batchgen.planner.search import (
     search,
     search_unless_pruned,
 )
+from batchgen.planner.sizes import group_bytes
 
 # With more sequences in flight than this, sequences that stream as a whole part the KV as finely as layers do.
 _FEW_SEQS = 64
@@ -48,14 +48,18 @@ class Strategy:
         kv_placements: KV placements that sequences may have.
         kv_by_layer: Whether KV of placement "streamed" stays on the GPU in some layers.
         gpu_batches: Number of micro-batches; None leaves it to the search.
-        yields_gpu_batches: Whether a number that the user asks for goes before `gpu_batches`; otherwise the strategy needs its own.
+        yields_gpu_batches: Whether a number that the user asks for goes before `gpu_batches`; otherwise the strategy
+            needs its own.
         admissions: Admissions that the strategy may use; None allows those of the problem.
         weight_formats: Formats that weights may have; None allows those of the problem.
         unsuited: The reason why the strategy does not apply to a problem; "" where it does.
         unused: The reason why the fastest plan within the restriction does not use the strategy; "" where it does.
-        extend: Candidates of the strategy made from the fastest plan within the restriction, but for those that are pruned.
-        not_extended: The reason why there may be none of these; with {sweeps} for the sweeps that a deferred token takes.
-        beside_search: Whether the strategy's plans are simulated beside the search's own candidates, which do not include them.
+        extend: Candidates of the strategy made from the fastest plan within the restriction, but for those that are
+            pruned.
+        not_extended: The reason why there may be none of these; with {sweeps} for the sweeps that a deferred token
+            takes.
+        beside_search: Whether the strategy's plans are simulated beside the search's own candidates, which do not
+            include them.
         most_seqs: The most sequences in flight that are tried beside the search; None leaves it to the problem.
     """
 
@@ -117,7 +121,7 @@ def _layer_weights_bytes(problem: Problem) -> int:
 
 
 def best_candidates(strategy: Strategy, problem: Problem) -> list[Candidate]:
-    """The strategy's best candidates, of which the simulator chooses. Raises NotApplicable, or InputError where nothing fits."""
+    """The strategy's best candidates. Raises NotApplicable, or InputError where nothing fits."""
     restricted = strategy.restrict(problem)
     fastest = search(restricted)
     if reason := strategy.unused(fastest):
@@ -230,7 +234,10 @@ APEX = Strategy(
     admissions=("continuous",),
     unsuited=_defers_nothing,
     extend=_with_deferred_attention,
-    not_extended="a deferred token takes {sweeps} sweeps: the job is too short for that, or memory or the CPU have nothing to spare",
+    not_extended=(
+        "a deferred token takes {sweeps} sweeps: the job is too short for that,"
+        " or memory or the CPU have nothing to spare"
+    ),
     beside_search=True,
 )
 PIE = Strategy(

@@ -1,4 +1,4 @@
-"""The job's time under each strategy beside the plan: each strategy's best candidate simulated, or why the strategy does not apply."""
+"""The job's time under each strategy beside the plan, or why the strategy does not apply."""
 
 from __future__ import annotations
 

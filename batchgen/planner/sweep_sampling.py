@@ -1,7 +1,7 @@
 """A part of a job's sweeps, simulated over one engine or the stages of a pipeline.
 
-The order of the sweeps does not depend on time, so the real scheduler makes them first. Then the real Steps of some of them run, each
-stage's in lanes of its own; what the others take lies between those next to them.
+The order of the sweeps does not depend on time, so the real scheduler makes them first. Then the real Steps of some of
+them run, each stage's in lanes of its own; what the others take lies between those next to them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
 from batchgen.models.config import ModelConfig
+from batchgen.planner.batch_load import BatchLoad
 from batchgen.planner.parallel import PROCESSES, Link
 from batchgen.planner.phases import Phase
 from batchgen.planner.simulation import SimulatedJob
-from batchgen.planner.step_costs import BatchLoad, StepCosts, streams_of
+from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator
 from batchgen.schedule.deferred_batches import DeferredBatch, DeferredBatches
 from batchgen.schedule.step_graph import Step, Sweeps
@@ -102,7 +103,7 @@ def _answered(job: SimulatedJob, answered: int, in_flight: int) -> int:
 def sampled_numbers(
     sweeps: Sequence[ScheduledSweep], num_layers: int, most_steps: int, kinds: Sequence[Sequence[int]] | None = None
 ) -> list[int]:
-    """The numbers of the sweeps that are simulated: of each kind the first, the last, and evenly spread ones between them.
+    """The numbers of the simulated sweeps: of each kind the first, the last, and evenly spread ones between them.
 
     Args:
         sweeps: The sweeps of a job.
@@ -156,7 +157,8 @@ class SimulatedStage:
             arrivals_s: When each micro-batch's activations arrive.
 
         Returns:
-            When each micro-batch's activations are with the next stage, and the seconds of the sweep's deferred attention.
+            When each micro-batch's activations are with the next stage, and the seconds of the sweep's deferred
+            attention.
         """
         deferred_batches = DeferredBatches([replace(batch) for batch, _ in sweep.deferred_batches])
         for batch, load in sweep.deferred_batches:
@@ -183,7 +185,7 @@ class SimulatedStage:
     def _with_transfers(
         self, seconds: Callable[[Step], float], loads: Sequence[BatchLoad], arrivals_s: Sequence[float]
     ) -> Callable[[Step], float]:
-        """Seconds of Steps, with those that send activations to the next stage and receive them from the previous one."""
+        """Seconds of Steps, with those that send activations to the next stage and receive the previous one's."""
 
         def seconds_of(step: Step) -> float:
             if step.kind not in ("send", "receive"):
@@ -218,7 +220,8 @@ def simulate_sweeps(
         numbers: The numbers of those that are simulated, in ascending order.
 
     Returns:
-        For each number the seconds of the sweep in every stage: from when the stage is done with the sweep before, and the stage before
+        For each number the seconds of the sweep in every stage: from when the stage is done with the sweep before, and
+            the stage before
         with this one; no less than the CPU takes for what is deferred in the sweep.
     """
     first, seconds = stages[0].lanes, dict[int, list[float]]()

@@ -1,4 +1,4 @@
-"""Measured profiles kept as files, so that a machine is measured before its first job and not again."""
+"""Cache of measured profiles, as files: a machine is measured before its first job and not again."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long it may take about, on two cores that have nothing else to do.
-TIME_S = 20.0
+TIME_S = 20.0  # for all rates, about, on two idle cores
 MOST_TRIES = 3
-# Of `HardwareProfile.measured`.
+# Keys of `HardwareProfile.measured`.
 _BUSY, _TRIES, _MACHINE = "busy", "tries", "machine"
-# What makes two models' layers take the same time.
+# Fields of a model's configuration that decide the time of its layers.
 _SHAPE = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "gated_mlp")
 
 
@@ -56,14 +55,14 @@ class Wanted:
     """The rates that jobs need.
 
     Attributes:
-        device: that of the matrix products, "cpu" or "cuda".
-        dtypes: those that models run in; the first one is what further formats are measured beside.
-        weight_formats: others that weights may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
-        kv_formats: others that KV may be stored in, of `KV_CODE_BITS`.
-        model: rates of its layers alone, corrected by whole sweeps on a CPU; None: of models of any size.
-        effort: how long to measure.
-        kernels_of: the model whose shapes kernels are chosen for; None: `model`, or where that is None too, models of any size.
-        in_rows: formats of weights that are multiplied as they lie: those that stream.
+        device: Device of the GEMMs, "cpu" or "cuda".
+        dtypes: Compute dtypes; further formats are measured beside the first one.
+        weight_formats: Other formats of weights: "int4", "int8", one of `BLOCK_FORMATS`.
+        kv_formats: Other formats of KV, of `KV_CODE_BITS`.
+        model: Model whose layers alone are measured, corrected by whole sweeps on a CPU; None: models of any size.
+        effort: Grid points and time limits of the measurement.
+        kernels_of: Model whose shapes kernels are chosen for; None: `model`, or else models of any size.
+        in_rows: Formats of weights that are multiplied as they are stored: those that stream.
     """
 
     device: str
@@ -77,27 +76,27 @@ class Wanted:
 
     @property
     def dequantizes(self) -> bool:
-        """Whether weights may be stored in 4 bits, which are dequantized before they are multiplied."""
+        """True where weights may be stored in 4 bits, which are dequantized before they are multiplied."""
         return INT4 in self.weight_formats
 
     @property
     def block_formats(self) -> tuple[str, ...]:
-        """Those that weights are multiplied in as rows of blocks."""
+        """The block-quantized formats of weights that are multiplied without being dequantized."""
         return tuple(dict.fromkeys(name for name in (*self.weight_formats, *self.in_rows) if name in BLOCK_FORMATS))
 
     @property
     def products(self) -> dict[str, tuple[str, bool]]:
-        """Names of the rates of products beside those of the dtypes: the weights' format, and whether they lie in rows."""
+        """Weights' format, and whether they are multiplied as stored, by the name of each further GEMM rate."""
         multiplied = [(name, False) for name in self.weight_formats if name in (INT8, *BLOCK_FORMATS)]
         multiplied += [(name, True) for name in self.in_rows]
         return {product_key(name, self.dtypes[0], in_rows=in_rows): (name, in_rows) for name, in_rows in multiplied}
 
 
 def recall(wanted: Wanted, *, cache_dir: Path, offload_dir: Path) -> HardwareProfile | None:
-    """This machine's profile where nothing of it has to be measured: rates from the cache, sizes as they are now.
+    """This machine's cached profile with its sizes as they are now; None where rates are missing.
 
     Raises:
-        InputError: a device that is not there, an unknown dtype or an unusable offload_dir.
+        InputError: The device is missing, a dtype is unknown or offload_dir is unusable.
     """
     check_measurable(wanted.device, wanted.dtypes)
     offload_dir = make_offload_dir(offload_dir)
@@ -108,19 +107,19 @@ def recall(wanted: Wanted, *, cache_dir: Path, offload_dir: Path) -> HardwarePro
 
 
 def load_or_measure(wanted: Wanted, *, cache_dir: Path, offload_dir: Path, refresh: bool) -> HardwareProfile:
-    """Return this machine's profile: rates from the cache as far as it has them, sizes as they are now.
+    """Return this machine's profile: cached rates, rates measured where they are missing, and sizes as they are now.
 
-    What is measured is kept. If the machine was busy meanwhile this is said, and the next call measures again: three times in
-    all, as some machines always are.
+    Measured rates are cached. Where the machine was busy meanwhile, this is logged, and the next call measures again:
+    three times in all, as some machines always are busy.
 
     Args:
-        wanted: the rates; those that are missing are measured.
-        cache_dir: where profiles are kept.
-        offload_dir: the directory of the disk tier, made where it does not exist; its disk is measured.
-        refresh: measure even what the cache has.
+        wanted: Rates that the profile must have.
+        cache_dir: Directory with the cached profiles.
+        offload_dir: Directory of the disk tier, made where it does not exist; its disk is measured.
+        refresh: Whether to measure even cached rates.
 
     Raises:
-        InputError: a device that is not there, an unknown dtype or an unusable offload_dir.
+        InputError: The device is missing, a dtype is unknown or offload_dir is unusable.
     """
     check_measurable(wanted.device, wanted.dtypes)
     offload_dir = make_offload_dir(offload_dir)
@@ -155,13 +154,22 @@ def _complete(
     offload_dir: Path,
     cache_dir: Path | None,
 ) -> HardwareProfile:
-    """The kept profile with what it lacks, or a new one. cache_dir: where others are that some rates may be taken from."""
+    """Measure the rates that a profile lacks, or a new profile.
+
+    Args:
+        wanted: Rates that the profile must have.
+        profile: The cached profile; None: there is none.
+        path: The file of the profile.
+        offload_dir: Directory of the disk tier.
+        cache_dir: Directory with other profiles of this machine, whose rates of disk and memory are taken; None: none
+            are.
+    """
     device, dtypes, effort = wanted.device, wanted.dtypes, wanted.effort
     how: dict[str, Any] = {"model": wanted.model, "effort": effort}
     kernels = _kernels(wanted, profile)
     if profile is not None and kernels != profile.kernels:
         changed = any(kernels.names().get(key) != isa for key, isa in profile.kernels.names().items())
-        profile = None if changed else replace(profile, kernels=kernels)  # its rates are those of what was chosen
+        profile = None if changed else replace(profile, kernels=kernels)  # its rates are those of the chosen kernels
     if profile is None:
         machine = _machine_key(device, offload_dir)
         like = _profile_of(machine, cache_dir)
@@ -195,12 +203,12 @@ def _complete(
 
 
 def _to_be_repeated(profile: HardwareProfile) -> bool:
-    """Whether a kept profile is of a busy machine, and not of one that is found so each time."""
+    """Tell whether a cached profile was measured on a busy machine, fewer than three times so far."""
     return _BUSY in profile.measured and int(profile.measured.get(_TRIES, 0)) < MOST_TRIES
 
 
 def _lacks(wanted: Wanted, profile: HardwareProfile) -> bool:
-    """Whether anything has to be measured for it."""
+    """Tell whether a cached profile lacks any of the wanted rates."""
     rates = profile.compute
     if any(dtype not in rates.gemm_flops_per_s for dtype in wanted.dtypes):
         return True
@@ -215,7 +223,7 @@ def _lacks(wanted: Wanted, profile: HardwareProfile) -> bool:
 
 
 def _profile_of(machine: str, cache_dir: Path | None) -> HardwareProfile | None:
-    """Any kept profile of a machine that was not busy."""
+    """Any cached profile of a machine that was measured without contention."""
     for path in sorted((cache_dir / "profiles").glob("*.json")) if cache_dir else ():
         profile = _cached(path, quiet=True)
         if profile is not None and profile.measured.get(_MACHINE) == machine and _BUSY not in profile.measured:
@@ -228,10 +236,7 @@ def _machine_key(device: str, offload_dir: Path) -> str:
 
 
 def _known_kernels(kept: HardwareProfile | None) -> KernelChoice:
-    """What is known of what shapes run on, as far as this machine has it.
-
-    A profile of a version that did not choose stays as it is: its rates are those of the machine's first instruction set.
-    """
+    """The kernels of a cached profile, as far as this machine has them."""
     if forced := forced_instruction_set():
         return KernelChoice(default=forced)
     if kept is not None and kept.kernels == PROCESS_SET:
@@ -240,7 +245,7 @@ def _known_kernels(kept: HardwareProfile | None) -> KernelChoice:
 
 
 def _unknown_shapes(wanted: Wanted, known: KernelChoice) -> Iterator[str]:
-    """The dtypes in which some wanted shape is not known."""
+    """The dtypes in which some wanted shape has no kernel yet."""
     if forced_instruction_set():
         return
     shapes = _shapes(wanted, wanted.kernels_of or wanted.model)
@@ -250,7 +255,7 @@ def _unknown_shapes(wanted: Wanted, known: KernelChoice) -> Iterator[str]:
 
 
 def _kernels(wanted: Wanted, kept: HardwareProfile | None) -> KernelChoice:
-    """What the wanted shapes run on: as in the kept profile, where this machine has it, else as measured now."""
+    """The kernels of the wanted shapes: those of the cached profile, and else measured now."""
     from batchgen.profiler.kernel_choice import Kernels, measure_kernels
 
     known = _known_kernels(kept)
@@ -264,7 +269,7 @@ def _kernels(wanted: Wanted, kept: HardwareProfile | None) -> KernelChoice:
 
 
 def _shapes(wanted: Wanted, model: ModelConfig | None) -> Shapes:
-    """Those of the model, or of models of any size. Beside a GPU the CPU attends alone."""
+    """Shapes of the model, or of models of any size. Beside a GPU the CPU computes attention alone."""
     from batchgen.profiler.compute import subjects_of
     from batchgen.profiler.kernel_choice import Shapes
 
@@ -279,7 +284,12 @@ def profile_path(
 ) -> Path:
     """The file of this machine's profile with this offload directory.
 
-    Of models of any size in any dtype, or of layers like the model's in these dtypes.
+    Args:
+        cache_dir: The cache directory.
+        device: "cpu" or "cuda".
+        offload_dir: Directory of the disk tier.
+        model: Model whose layers were measured; None: models of any size.
+        dtypes: Compute dtypes of those layers.
     """
     shape = model and [*dtypes, *(getattr(model, name) for name in _SHAPE)]
     key = json_sha256([identity(device), str(offload_dir.resolve()), shape])
@@ -305,7 +315,7 @@ def _cached(path: Path, *, quiet: bool = False) -> HardwareProfile | None:
 
 
 def _keep(profile: HardwareProfile, path: Path) -> None:
-    """Whole or not at all, whatever other processes write; the last one's stays."""
+    """Write a profile's file atomically; of several processes the last one's stays."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(path, json.dumps(profile.to_json(), indent=1).encode(), contended=True, mode=0o600)

@@ -1,7 +1,7 @@
-"""Corrects a measured profile by whole sweeps.
+"""Calibration of a measured profile by whole sweeps.
 
-In a sweep every operation finds the caches as the one before left them, so that it takes longer than by itself, over and
-over, which is how curves are measured. A few sweeps of known composition are run by the executor, on a few layers of the model
+In a sweep every operation finds the caches as the one before left them, so it takes longer than by itself, over and
+over, which is how curves are measured. The executor runs a few sweeps of known composition on a few layers of the model
 with dummy weights. Each kind of cost gets the factor with which the cost terms come closest to all of the times.
 """
 
@@ -22,22 +22,22 @@ from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kernel_choice import KernelChoice
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.machine import available_cores, available_memory_bytes, keep_freed_memory
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.costs import (
-    before_attention_frac,
-    decode_attention_s,
-    elementwise_s,
-    linear_s,
-    prefill_attention_s,
-    shared_attention_s,
+    phase_decode_attention_s,
+    phase_matmul_s,
+    phase_prefill_attention_s,
+    phase_prefix_attention_s,
 )
 from batchgen.planner.phases import Phase
 from batchgen.planner.problem import CostInputs, Problem
 from batchgen.planner.search import search_space
+from batchgen.planner.step_seconds import before_attention_frac, elementwise_s
 from batchgen.profiler.timing import FULL, last_level_cache_bytes
 from batchgen.profiler.transfer import disk_rates
 from batchgen.schedule.scheduler import ScheduledSequence
@@ -48,23 +48,30 @@ _VOCAB = 1024
 _OUTSIDE_LAYERS = ("embed", "head")
 _ROUNDS = 6
 _LONGEST_S = 0.6  # sweeps expected to take longer are left out
-_MEMORY_FRAC = 0.6  # of what is there, for layers and KV
-# Factors stay near 1 unless the times say otherwise: relative errors count once, a rate's factor's distance from 1 this much, and
-# another's as much less as it may be further from it.
+_MEMORY_FRAC = 0.6  # of the free memory, for layers and KV
+# Weight of a rate's factor's distance from 1 beside relative errors of times, which count once. A factor with a wider
+# limit has as much less weight.
 _PRIOR = 0.05
 _PROBE_S, _MOST_SLOWER = 0.5, 1.5
-# Disks that others use too differ more from one moment to another than cores do.
+# Shared disks vary more from one moment to another than cores do.
 _DISK_PROBE, _MOST_SLOWER_DISK = replace(FULL, disk_s=0.3, disk_bytes=64 << 20), 2.0
 _FACTORS = ("gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention")
-# What a layer takes whatever its tokens is known from a model that fits the innermost caches. Beside the weights of a real one it
-# takes longer by more than any rate does.
+# The fixed time of a layer is measured on a model that fits the innermost caches. Beside the weights of a real one it
+# grows by more than any rate does.
 _FIXED, _MOST_FIXED = "step_overhead", 10.0
 _LEAST, _MOST = 0.5, 3.0  # factors of rates
 
 
 @dataclass(frozen=True)
 class _Sweep:
-    """`count` sequences with `new` tokens each after `cached` ones; shared: the cached ones are the same for all."""
+    """A sweep of equal sequences.
+
+    Attributes:
+        count: Number of sequences.
+        new: New tokens of each.
+        cached: Tokens of each that have been computed before.
+        shared: Whether the cached tokens are a prefix that all sequences share.
+    """
 
     count: int
     new: int
@@ -90,13 +97,14 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str, until_s
     """Scale the compute curves of a profile by whole sweeps.
 
     Args:
-        profile: As measured operation by operation.
-        model: Whose sweeps are run, on as many of its layers as there is memory for.
-        dtype: To compute in.
-        until_s: Of time.perf_counter; once it is over no further round is begun. There are two at least.
+        profile: A profile that was measured operation by operation.
+        model: Model whose sweeps are run, on as many of its layers as fit the memory.
+        dtype: Compute dtype.
+        until_s: Time of time.perf_counter after which no further round begins; there are two at least.
 
     Returns:
-        The profile; `measured` has the factors (of time), and the `spread` of like runs, the longest by the shortest.
+        The profile; `measured` has the factors of time, and the `spread` of equal runs: the longest in terms of the
+        shortest.
     """
     itemsize = FORMAT_BYTES[dtype]
     layer_bytes = int(model.params_per_layer * itemsize)
@@ -106,7 +114,7 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str, until_s
     sweeps = [s for s in _SWEEPS if max(s.new, s.cached) + 1 < model.max_position]
     layers, sweeps = affordable_sweeps(sweeps, layers, layer_bytes, token_bytes, memory_bytes)
     part = replace(model.first_layers(layers), vocab_size=_VOCAB)
-    # A first factor of 1 for shared prefixes: what attention of a prompt to itself takes.
+    # The rate of attention to shared prefixes begins as that of a prompt to itself.
     cpu = profile.cpu
     cpu = replace(cpu, shared_attention_flops_per_s=dict(cpu.prefill_attention_flops_per_s))
     profile = replace(profile, cpu=cpu)
@@ -140,14 +148,14 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str, until_s
 def affordable_sweeps(
     sweeps: list[_Sweep], layers: int, layer_bytes: int, token_bytes: int, memory_bytes: int
 ) -> tuple[int, list[_Sweep]]:
-    """How many layers, and which of the sweeps, fit the memory: two layers, where there is enough for any sweep on them.
+    """The number of layers and the sweeps that fit the memory: at least two layers, where any sweep fits with them.
 
     Args:
-        sweeps: Those that are wanted.
-        layers: How many layers are.
-        layer_bytes: Of a layer's weights.
-        token_bytes: Of a token's KV in a layer.
-        memory_bytes: For all of it.
+        sweeps: The wanted sweeps.
+        layers: The wanted number of layers.
+        layer_bytes: Bytes of a layer's weights.
+        token_bytes: Bytes of a token's KV in a layer.
+        memory_bytes: Bytes for weights and KV.
     """
 
     def in_all(sweep: _Sweep) -> int:
@@ -165,8 +173,8 @@ def _kv_tokens(sweep: _Sweep) -> int:
 def probe_s(dtype: str) -> float:
     """Seconds of a fixed piece of work, half arithmetic and half memory traffic: a spot benchmark of the CPU.
 
-    It compares one moment with another: on a machine shared with others the same work takes up to a third longer at times.
-    Takes half a second. Of torch's threads it has no more than the calling thread may use cores.
+    It compares one moment with another: on a machine shared with others the same work takes up to a third longer at
+    times. Takes half a second. Of torch's threads it has no more than the calling thread may use cores.
     """
     import torch
 
@@ -227,7 +235,7 @@ def corrected_by_disk_probe(profile: HardwareProfile, offload_dir: Path) -> Hard
 
 
 def _half_of(ratio: float, most: float) -> float:
-    """The half of a difference that lasts, at most `most` times either way."""
+    """The square root of a ratio, at most `most` and at least its inverse."""
     return min(most, max(1 / most, ratio**0.5))
 
 
@@ -237,7 +245,8 @@ def fit(terms: np.ndarray, times: np.ndarray, limits: Sequence[tuple[float, floa
     Args:
         terms: Seconds of each kind in each sweep, [sweeps, kinds].
         times: Seconds of each sweep, [sweeps].
-        limits: The least and the most of each kind's factor. What a kind at its limit cannot take is left to the others.
+        limits: The least and the most factor of each kind. What a kind at its limit cannot explain is left to the
+            others.
     """
     kinds = terms.shape[1]
     least, most = np.array(limits).T
@@ -258,12 +267,12 @@ def fit(terms: np.ndarray, times: np.ndarray, limits: Sequence[tuple[float, floa
 
 
 def _terms(profile: HardwareProfile, model: ModelConfig, dtype: str, sweep: _Sweep) -> list[float]:
-    """Seconds of each kind of cost in the sweep, as the profile has it."""
+    """Seconds of each kind of cost in a sweep, by the profile."""
     prefix = sweep.cached if sweep.shared else 0
     inputs = _inputs(profile, model, dtype, Workload.uniform(sweep.count, max(2, prefix + sweep.new), 2, prefix))
     if sweep.new == 1:
         phase = Phase(1, 0, 0, sweep.count, sweep.cached + 1)
-        decode = decode_attention_s(inputs, phase, inputs.rates)
+        decode = phase_decode_attention_s(inputs, phase, inputs.rates)
     else:
         phase = Phase(1, sweep.count * sweep.new, sweep.count, 0, 0)
         decode = 0.0
@@ -273,8 +282,14 @@ def _terms(profile: HardwareProfile, model: ModelConfig, dtype: str, sweep: _Swe
     def of_all(seconds: Callable[[CostInputs, Phase], float]) -> float:
         return (model.num_layers - after) * seconds(inputs, phase) + after * seconds(inputs, last)
 
-    rest = (prefill_attention_s(inputs, phase), decode, shared_attention_s(inputs, phase), inputs.rates.step_overhead_s)
-    return [of_all(linear_s), of_all(elementwise_s), *(model.num_layers * seconds for seconds in rest)]
+    rest = (
+        phase_prefill_attention_s(inputs, phase),
+        decode,
+        phase_prefix_attention_s(inputs, phase),
+        inputs.rates.step_overhead_s,
+    )
+    moved = of_all(lambda s, sampled: elementwise_s(s, sampled.tokens))
+    return [of_all(phase_matmul_s), moved, *(model.num_layers * seconds for seconds in rest)]
 
 
 def _inputs(profile: HardwareProfile, model: ModelConfig, dtype: str, workload: Workload) -> CostInputs:
@@ -296,7 +311,7 @@ def _inputs(profile: HardwareProfile, model: ModelConfig, dtype: str, workload: 
 def _runner(
     model: ModelConfig, dtype: str, kernels: KernelChoice, sweeps: list[_Sweep]
 ) -> Iterator[Callable[[_Sweep], float]]:
-    """run(sweep) -> seconds in its layers, for any of the sweeps. What else a sweep takes, `overheads` measures."""
+    """A function from any of the sweeps to the seconds in its layers; `overheads` measures the rest of a sweep."""
     import torch
 
     from batchgen.models.checkpoint import dummy_checkpoint
@@ -339,7 +354,7 @@ def _scheduled(sweep: _Sweep) -> list[ScheduledSequence]:
     next_block = shared_blocks
     for i in range(sweep.count):
         sequence = Generated(
-            i, i, 0, [(i + j) % _VOCAB for j in range(sweep.cached + sweep.new)], SamplingParams(), "cpu"
+            i, i, 0, [(i + j) % _VOCAB for j in range(sweep.cached + sweep.new)], SamplingParams(), KVPlacement.CPU
         )
         own = -(-(sweep.cached + sweep.new) // DEFAULT_KV_BLOCK_SIZE) - shared_blocks
         sequence.block_table = array("i", [*range(shared_blocks), *range(next_block, next_block + own)])

@@ -1,7 +1,7 @@
-"""What a compute device does: matrix products, attention and element-wise work, measured.
+"""Measuring of a compute device's rates: GEMMs, attention and element-wise work.
 
-Everything is measured with the functions that jobs run (`ops`), on operands that rotate through a pool larger than
-the caches, as weights and KV do in a sweep.
+All is measured with the functions that jobs run (`ops`), on operands that rotate through a pool larger than the caches,
+as weights and KV do in a sweep.
 """
 
 from __future__ import annotations
@@ -27,20 +27,24 @@ from batchgen.ops import int8
 from batchgen.ops.attention_plan import SequenceSlice, plan_attention
 from batchgen.profiler.timing import Device, Effort, Trial, pieces
 
-# Calls a measurement under the name it has for people, and returns its result.
+# Function that runs a measurement under a name for people, and returns its result.
 Timed = Callable[[str, Callable[[], Any]], Any]
 
 # Contexts decoded together differ by up to this much from their mean, as in a real block.
 _CONTEXT_SPREAD_FRAC = 0.25
-# Rows that are made 8-bit codes; they are repeated, as making those of all weights takes longer than all that is timed.
+# Rows that are quantized to 8 bits and repeated: quantizing all weights would take longer than all that is timed.
 _QUANTIZED_ROWS = 64
 
 
 @dataclass(frozen=True)
 class Subjects:
-    """The models whose layers are measured. products: one per width. attention: one per head group. main: for the rest.
+    """The models whose layers are measured.
 
-    kernels: what their shapes run on on the CPU.
+    Attributes:
+        products: Models whose GEMMs are measured, one for each width.
+        attention: Models whose decode attention is measured, one for each size of a head group.
+        main: Model for all other rates.
+        kernels: Kernels of their shapes on the CPU.
     """
 
     products: tuple[ModelConfig, ...]
@@ -52,7 +56,7 @@ class Subjects:
 def subjects_of(
     device: str, effort: Effort, model: ModelConfig | None, kernels: KernelChoice = PROCESS_SET
 ) -> Subjects:
-    """The model itself, where its rates are wanted; else a range of llamas of sizes that one runs on such a device."""
+    """The model itself, where its rates are wanted; else llamas of several sizes that are usual on such a device."""
     if model is not None:
         return Subjects((model,), (model,), model, kernels)
     width, kv_heads, head_dim = _GENERIC[device]
@@ -67,7 +71,7 @@ _GENERIC = {"cpu": (1024, 4, 64), "cuda": (4096, 8, 128)}
 
 @torch.inference_mode()
 def measure_compute(device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed) -> ComputeRates:
-    """All rates of the device that runs the matrix products, for one dtype."""
+    """Measure all rates of the device that runs the GEMMs, for one dtype."""
     dtype = getattr(torch, dtype_name)
     where, kernels = f"in {dtype_name} on {device.kind}", subjects.kernels
     pool = device.pool(dtype, effort)
@@ -98,7 +102,16 @@ def measure_decode_attention(
     timed: Timed,
     kv_format: str | None = None,
 ) -> ComputeRates:
-    """What a CPU does beside a GPU: decode attention, for one dtype; kv_format: as `decode_rates`."""
+    """Measure a CPU's decode attention, the work it does beside a GPU.
+
+    Args:
+        device: The CPU.
+        dtype_name: Compute dtype.
+        subjects: Models whose layers are measured.
+        effort: Grid points and time limits.
+        timed: Function that runs a measurement under a name.
+        kv_format: One of `KV_CODE_BITS`; None: the compute dtype.
+    """
     pool = device.pool(getattr(torch, dtype_name), effort)
     kind = kv_format or dtype_name
     name = f"decode attention in {kind} on {device.kind}"
@@ -151,7 +164,17 @@ def measure_products(  # what is measured, how, and for how long
     *,
     in_rows: bool = False,
 ) -> ComputeRates:
-    """What other weights change: the rates of products, of tokens in `dtype_name`. weight_format, in_rows: as of `gemm_rates`."""
+    """Measure GEMMs with weights in another format than the compute dtype.
+
+    Args:
+        device: The compute device.
+        dtype_name: Compute dtype.
+        weight_format: "int8", one of `BLOCK_FORMATS`, or the compute dtype.
+        subjects: Models whose layers are measured.
+        effort: Grid points and time limits.
+        timed: Function that runs a measurement under a name.
+        in_rows: Whether weights are multiplied as they are stored, as those that stream are.
+    """
     pool = device.pool(getattr(torch, dtype_name), effort)
     name = f"matrix products with {weight_format} weights{' in rows' * in_rows} and {dtype_name} on {device.kind}"
 
@@ -162,7 +185,7 @@ def measure_products(  # what is measured, how, and for how long
 
 
 def dequantize_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> float:
-    """Expanded bytes per second of a layer's 4-bit matrices, as many rows of each as the pool has numbers for."""
+    """Bytes per second written by dequantizing a layer's 4-bit matrices, as many rows of each as fit the pool."""
     packed, targets = [], []
     for rows, columns in itertools.chain(*model.layer_matrices.values()):
         rows = min(rows, pool.numel() // columns)
@@ -186,13 +209,16 @@ def gemm_rates(
     *,
     in_rows: bool = False,
 ) -> Rates:
-    """FLOP/s of a layer's matrix products over width and tokens, each model's in turn, on what they are chosen to run on.
-
-    The activation and the residual adds go with them.
+    """FLOP/s of a layer's GEMMs over width and tokens, with the chosen kernels, activation and residual adds included.
 
     Args:
-        weight_format: "int8", one of `BLOCK_FORMATS`, the pool's dtype, or None: the latter.
-        in_rows: Weights lie as they are stored, as those do that stream.
+        device: The compute device.
+        pool: Numbers that weights are made of.
+        models: Models whose GEMMs are measured, one for each width.
+        effort: Grid points and time limits.
+        weight_format: "int8", one of `BLOCK_FORMATS`, or the pool's dtype, which None stands for too.
+        kernels: Kernels of the models' shapes.
+        in_rows: Whether weights are multiplied as they are stored, as those that stream are.
     """
     stored_in = weight_format or _name(pool.dtype)
 
@@ -211,7 +237,7 @@ def gemm_rates(
             for layer in pieces(large, sum(sizes))
         ]
 
-        # A format that a model has may be timed at depths that are not whole blocks of it: the model has others there.
+        # K is rounded up to whole blocks: a model with such a K has another format there.
         block = BLOCK_FORMATS[stored_in][0] if stored_in in BLOCK_FORMATS else 1
         depths = {n: -(-n // block) * block for n in (width, attention, inner)}
         multiplied = sum(rows * depths[columns] for rows, columns in shapes)
@@ -238,7 +264,7 @@ def gemm_rates(
 def _weight(
     numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated: bool, in_rows: bool = False
 ) -> ops.Weight:
-    """A matrix as products take it; where making its codes takes long, with other numbers: what is timed is the same."""
+    """A matrix prepacked for GEMMs; with other numbers where quantizing takes long, as the timing is the same."""
     if weight_format in BLOCK_FORMATS:
         rows, columns = numbers.shape
         data = torch.full(
@@ -262,11 +288,15 @@ def decode_rates(
     kv_format: str | None = None,
     kernels: KernelChoice = PROCESS_SET,
 ) -> Rates:
-    """Bytes of KV attended to per second by one query token per sequence, over group, batch and context.
+    """Bytes of KV read per second by decode attention, over group, batch and context.
 
     Args:
-        kv_format: one of `KV_CODE_BITS`, or None: the pool's dtype.
-        kernels: what the models' attention runs on.
+        device: The compute device.
+        pool: Numbers that KV is made of.
+        models: Models whose attention is measured, one for each size of a head group.
+        effort: Grid points and time limits.
+        kv_format: One of `KV_CODE_BITS`; None: the pool's dtype.
+        kernels: Kernels of the models' attention.
     """
     stored_as = _stored_as(kv_format, pool)
     kvs = [paged_kv(pool, model, stored_as) for model in models]
@@ -297,7 +327,7 @@ def prefill_rates(
     kv_format: str | None = None,
     kernels: KernelChoice = PROCESS_SET,
 ) -> Rates:
-    """FLOP/s of causal attention of a whole prompt to itself, over its length; hidden keys are not counted."""
+    """FLOP/s of causal attention of a whole prompt to itself, over its length; masked keys are not counted."""
     isa = _attention_isa(kernels, model, pool)
     stored_as = _stored_as(kv_format, pool)
     kv = paged_kv(pool, model, stored_as)
@@ -325,19 +355,18 @@ def paged_attention(
     dtype: torch.dtype,
     isa: str = "",
 ) -> Callable[[int], Tensor]:
-    """Attention of one layer for sequences of (new, cached) tokens, by the engine's own plan.
+    """A function that runs attention of one layer over a window of the KV blocks, the next one in each run.
 
-    Run after run goes through all KV blocks that there are, a window of them at a time. The plan counts blocks from the
-    window's first one, so that one plan does for all runs: making it takes longer than many of them, and a sweep makes
-    one for all its layers.
+    The attention plan counts blocks from the window's first one, so that one plan serves all runs: making it takes
+    longer than many runs, and a sweep makes one for all its layers.
 
     Args:
-        kv: KV blocks, as `paged_kv` gives them.
-        kv_format: their format.
-        model: the model whose layer it is.
-        sequences: new and cached tokens of each.
-        dtype: of the queries.
-        isa: what attends on the CPU; "": the process's instruction set.
+        kv: KV blocks.
+        kv_format: Format of the KV.
+        model: The model whose heads attend.
+        sequences: (new, cached) tokens of each sequence.
+        dtype: Dtype of the queries.
+        isa: Instruction set of attention on the CPU; "": the process's.
     """
     heads, size = model.num_kv_heads, DEFAULT_KV_BLOCK_SIZE
     used = [-(-(new + cached) // size) for new, cached in sequences]
@@ -358,12 +387,12 @@ def paged_attention(
 
 
 def _stored_as(kv_format: str | None, pool: Tensor) -> KVFormat:
-    """The format of this name, or that of the pool's numbers."""
+    """The KV format of this name, or that of the pool's numbers."""
     return KVFormat.of(kv_format or _name(pool.dtype))
 
 
 def paged_kv(pool: Tensor, model: ModelConfig, kv_format: KVFormat) -> Tensor:
-    """The pool as KV: [blocks, 2, kv_heads, block tokens, head_dim], or packed rows in place of the last."""
+    """The pool as KV: [blocks, 2, kv_heads, block tokens, head_dim], or quantized rows in place of the last one."""
     block = (2, model.num_kv_heads, DEFAULT_KV_BLOCK_SIZE, model.head_dim)
     size = math.prod(block)
     kv = pool[: pool.numel() // size * size].view(-1, *block)
@@ -373,10 +402,10 @@ def paged_kv(pool: Tensor, model: ModelConfig, kv_format: KVFormat) -> Tensor:
 def elementwise_rates(
     device: Device, pool: Tensor, model: ModelConfig, effort: Effort, kv_format: str | None = None
 ) -> Rates:
-    """Rates of what a decoder layer does outside of matrix products and attention, over tokens.
+    """Rates of a decoder layer's work outside of GEMMs and attention, in activation bytes per second, over tokens.
 
-    In activation bytes per second (`ModelConfig.elementwise_bytes_per_token`). They depend on the number of tokens:
-    the activations of many leave the caches between one operation and the next. What goes with the products counts among the bytes, but takes its time there.
+    They depend on the number of tokens: activations of many leave the caches between one operation and the next. Bytes
+    of work that is fused into GEMMs count here (`ModelConfig.elementwise_bytes_per_token`), its time there.
     """
     most = max(1, pool.numel() // (8 * model.intermediate_size))
     counts = sorted({min(tokens, most) for tokens in effort.elementwise_tokens})
@@ -390,10 +419,7 @@ def elementwise_rates(
 
 
 def _elementwise(pool: Tensor, kv: Tensor, kv_format: KVFormat, model: ModelConfig, tokens: int) -> Trial:
-    """One layer's element-wise work, of a llama as wide as `model`.
-
-    What products and attention would give is taken from the pool.
-    """
+    """Element-wise work of one layer of a llama as wide as `model`, on inputs from the pool."""
     heads, kv_heads, width = model.num_heads, model.num_kv_heads, model.hidden_size
     config = _llama(width, heads, kv_heads, model.head_dim, model.intermediate_size)
     qkvs = pieces(pool, tokens, config.qkv_size)
@@ -420,7 +446,7 @@ def _llama(width: int, heads: int, kv_heads: int, head_dim: int, inner: int | No
         family="llama",
         num_layers=1,
         hidden_size=width,
-        intermediate_size=inner or -(-width * 8 // 3 // 256) * 256,  # whole blocks of any packed format
+        intermediate_size=inner or -(-width * 8 // 3 // 256) * 256,  # whole blocks of any quantized format
         num_heads=heads,
         num_kv_heads=kv_heads if heads % kv_heads == 0 else heads,
         head_dim=head_dim,

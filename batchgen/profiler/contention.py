@@ -1,22 +1,20 @@
-"""Whether a machine was busy with something else while it was measured."""
+"""Detection of contention: other work on the machine while it was measured."""
 
 from __future__ import annotations
 
 from batchgen.core.machine import CpuTime
 
-# Parts of the time of all cores that may go elsewhere; the longest of like runs against the shortest.
+# The most of all cores' time that may go to other processes and to the host; and the most that the longest of equal
+# runs may take in terms of the shortest.
 _MOST_OTHERS_FRAC, _MOST_STOLEN_FRAC, _MOST_SPREAD = 0.15, 0.05, 1.5
 
 
 def contention_reason(before: CpuTime | None, after: CpuTime | None, spread: float) -> str | None:
-    """Say why a measurement cannot be trusted.
+    """The reason why a measurement cannot be trusted, as a part of a line; None: there was no contention.
 
     Args:
-        before, after: When it began and ended; None where the system does not say.
-        spread: Of runs of the same work, the longest time by the shortest.
-
-    Returns:
-        The reason, as a part of a line; None: the machine was left alone.
+        before, after: CPU times when it began and ended; None where the system does not tell.
+        spread: The longest of equal runs in terms of the shortest.
     """
     if before is not None and after is not None and after.total_s > before.total_s:
         cores_s = after.total_s - before.total_s

@@ -1,4 +1,4 @@
-"""The profile of an emulated accelerator: rates of the CPU's cores, all or one of them, behind links that are measured in use."""
+"""The profile of an emulated accelerator: rates of the CPU's cores behind links that are measured in use."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from batchgen.core.hardware import COMPUTE_RATES, HardwareProfile
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 
-_MOST_BYTES, _LEAST_BYTES = 16 << 20, 4096  # of a piece
+_MOST_BYTES, _LEAST_BYTES = 16 << 20, 4096  # of a copied piece
 _PIECE_S, _LINK_S = 0.05, 0.2
 _HANDOVERS = 100
-# As where queries, keys and values of a few sequences are sent.
+# Copies like those of the queries, keys and values of a few sequences.
 _COPIES_OF_STEP, _COPIED_ROWS, _COPIED_WIDTH, _LONGEST_COPY_S = 3, 8, 512, 1e-3
 _WAKINGS, _WAKING_WIDTH, _WAKING_LAYERS, _LEAST_SLEEP_S = 60, 512, 16, 5e-4
 
 
 def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile | None = None) -> HardwareProfile:
-    """The machine of `cpu`, a profile without GPU, as it is with an emulated one.
+    """Add an emulated accelerator to the profile of a machine without a GPU. Takes less than a second.
 
-    Takes less than a second.
+    Its memory is taken from the host's. Unless the device has a dedicated core, compute and CPU attention share the
+    cores, and copies use them for as long as they would last unthrottled: a throttled link sleeps for the rest of its
+    time. (Measured on two cores: copies at 2, 6 and 19 GB/s make a GEMM take 1.05, 1.2 and 1.8 times as long, at 35 to
+    40 GB/s unthrottled.)
 
     Args:
-        cpu: Measured on all cores, or, where the device has a core of its own, on the others.
-        device: An emulated one.
-        core: Where the device has a core of its own, what was measured on that one.
-
-    Its memory is taken from the host's. Unless the device has a core of its own, compute and CPU attention have the same cores,
-    and copies take them for as long as they would last unthrottled: a link that is throttled sleeps for the rest of its time. (Measured on two cores:
-    copies at 2, 6 and 19 GB/s make a matrix product take 1.05, 1.2 and 1.8 times as long, at 35 to 40 GB/s
-    unthrottled.)
+        cpu: Profile of all cores, or of the others where the device has a dedicated core.
+        device: The emulated accelerator.
+        core: Profile of the device's dedicated core; None: it has none.
     """
     h2d_s, d2h_s, free_s = (piece_times(rate) for rate in (device.h2d_bytes_per_s, device.d2h_bytes_per_s, None))
     emulated = replace(
@@ -49,7 +47,7 @@ def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile
         d2h_bytes_per_s=1 / statistics.median(d2h_s),
         link_overhead_s=copy_overhead_s(device),
         shared_cores=True,
-        # What the cores do when nothing disturbs them: a neighbour's work is not the copies'.
+        # The rate without contention: other processes' work is not part of the copies.
         copy_bytes_per_s=1 / min(free_s),
     )
     if device.slowdown is None:
@@ -62,13 +60,13 @@ def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile
 def dedicated_core_profile(
     profile: HardwareProfile, device: Device, core: HardwareProfile, waking: float = 0.0
 ) -> HardwareProfile:
-    """A machine whose emulated device computes on a core of its own, which its copies use while it sleeps.
+    """A machine whose emulated device computes on a dedicated core, which its copies use while it sleeps.
 
     Args:
-        profile: With any `gpu` that computes on the CPU's cores. What its layers take longer than the CPU's stays.
-        device: How much slower it is than its core.
-        core: What was measured on a core, as a CPU.
-        waking: `waking_s`, of what sleeps after each computation to be slower than its core.
+        profile: Profile with a `gpu` that computes on the CPU's cores; the extra time of its layers is kept.
+        device: The emulated device, which is slower than its core.
+        core: Profile of that core, as a CPU.
+        waking: Seconds by which a computation takes longer after a sleep; the device sleeps to be slower than its core.
     """
     assert profile.gpu is not None and device.slowdown is not None
     waits_s = profile.gpu.step_overhead_s - profile.cpu.step_overhead_s
@@ -89,14 +87,14 @@ def dedicated_core_profile(
 
 
 def piece_times(bytes_per_s: float | None) -> list[float]:
-    """Seconds per byte of pieces that cross a link throttled to this rate; None: as fast as it is."""
+    """Seconds per byte of pieces that cross a link throttled to this rate; None: an unthrottled link."""
     import torch
 
     from batchgen.runtime.memory.transfers import Link, untouched
 
     link = Link(bytes_per_s)
     size = _MOST_BYTES if bytes_per_s is None else int(min(_MOST_BYTES, max(_LEAST_BYTES, bytes_per_s * _PIECE_S)))
-    # As weights do, the source leaves the caches before it is used again.
+    # The source leaves the caches before it is used again, as weights do.
     sources, targets = (untouched((count, size), torch.uint8) for count in (8, 2))
     sources.fill_(1), targets.fill_(1)
     times: list[float] = []
@@ -110,7 +108,7 @@ def piece_times(bytes_per_s: float | None) -> list[float]:
 
 
 def copy_overhead_s(device: Device) -> float:
-    """Seconds that a copy from an emulated device takes beside those of its bytes: of tokens' rows, while the device computes."""
+    """Fixed seconds of a copy of tokens' rows from an emulated device while the device computes."""
     import torch
 
     from batchgen.runtime.dedicated_core import DedicatedCore
@@ -155,21 +153,21 @@ def copy_overhead_s(device: Device) -> float:
         lanes.close()
         if cores:
             cores.close()
-    kept = sorted(times)[_HANDOVERS // 10 : -_HANDOVERS // 10]  # a disturbance is not the copies'
+    kept = sorted(times)[_HANDOVERS // 10 : -_HANDOVERS // 10]  # without contention
     return max(0.0, statistics.mean(kept) - float(new.nbytes) / rate)
 
 
 def _small_weights() -> list[ops.Weight]:
-    """Weights of layers that take no longer than a copy does."""
+    """Weights of layers that compute no longer than a copy takes."""
     import torch
 
     return [ops.pack_weight(torch.ones(_WAKING_WIDTH, _WAKING_WIDTH)) for _ in range(_WAKING_LAYERS)]
 
 
 def waking_s(slowdown: float) -> float:
-    """Seconds by which a core takes longer for a computation that comes after a sleep, than for one that comes after another one.
+    """Seconds by which a computation takes longer after a sleep than after another computation.
 
-    It has other things in its caches by then, and has to be woken up.
+    By then the core has other things in its caches, and has to wake up.
     """
     import torch
 
@@ -190,7 +188,7 @@ def waking_s(slowdown: float) -> float:
 
 
 def handover_s() -> float:
-    """Seconds for a computation to learn that a Step of another lane has ended."""
+    """Seconds between the end of a Step and the start of a computation on another lane that waits for it."""
     from batchgen.runtime.lanes import Lanes
     from batchgen.schedule.step_graph import Step
 
@@ -208,5 +206,5 @@ def handover_s() -> float:
         lanes.execute(pairs)
     finally:
         lanes.close()
-    # From one computation to the next it is handed over and back.
+    # From one computation to the next there are two handovers.
     return statistics.median(b - a for a, b in itertools.pairwise(times[1::2])) / 2

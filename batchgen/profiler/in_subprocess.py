@@ -1,7 +1,4 @@
-"""This machine's profile, measured in a process of its own.
-
-What measuring takes of the memory is gone afterwards, and it keeps to a budget that the job's process is a part of.
-"""
+"""Measuring of this machine's profile in a subprocess, within a memory budget that the job's process is a part of."""
 
 from __future__ import annotations
 
@@ -30,10 +27,10 @@ from batchgen.profiler.timing import Effort
 
 logger = logging.getLogger(__name__)
 
-# The least that rates can be measured in, beside a process that has torch: two thirds of it are what measuring imports and keeps, and
-# in the rest operands are still larger than the inner caches.
+# The least bytes beside a process with torch in which rates can be measured: two thirds are what measuring imports and
+# keeps, and in the rest operands are still larger than the inner caches.
 _LEAST_BYTES = 352 << 20
-_TASK = table_of(Wanted, Effort, ModelConfig, RopeConfig)  # what a task is made of
+_TASK = table_of(Wanted, Effort, ModelConfig, RopeConfig)  # kinds of values in a task
 
 
 def recall_or_measure(
@@ -44,18 +41,18 @@ def recall_or_measure(
     refresh: bool,
     memory_bytes: int | None,
 ) -> HardwareProfile:
-    """Return this machine's profile, as `load_or_measure` does, which runs in another process if anything has to be measured.
+    """Return this machine's profile from the cache, or measure in a subprocess the rates that are missing there.
 
     Args:
-        wanted: the rates.
-        cache_dir: where profiles are kept.
-        offload_dir: the directory of the disk tier.
-        refresh: measure even what the cache has.
-        memory_bytes: what this process and the other one may have resident, together; None: what is free.
+        wanted: Rates that the profile must have.
+        cache_dir: Directory with the cached profiles.
+        offload_dir: Directory of the disk tier.
+        refresh: Whether to measure even cached rates.
+        memory_bytes: Resident bytes that this process and the subprocess may have together; None: the free memory.
 
     Raises:
-        InputError: as of `load_or_measure`.
-        BatchgenError: the process has ended without a result.
+        InputError: The device is missing, a dtype is unknown, offload_dir is unusable, or memory_bytes is too small.
+        BatchgenError: The subprocess has ended without a result.
     """
     if not refresh:
         kept = recall(wanted, cache_dir=cache_dir, offload_dir=offload_dir)
@@ -69,11 +66,11 @@ def recall_or_measure(
 
 
 def _answer(command: list[str], task: Any) -> HardwareProfile:
-    """Runs the command of `main`, which ends with this process in any case."""
+    """Run the command of `main` on a task; the subprocess ends with this process in any case."""
     # A session of its own: Ctrl-C is this process's to handle.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None and process.stdout is not None
-    found = None
+    profile = None
     try:
         process.stdin.write(framed(encode(task, _TASK)))
         process.stdin.flush()
@@ -86,7 +83,7 @@ def _answer(command: list[str], task: Any) -> HardwareProfile:
             elif kind == "needs":
                 raise _too_small(resident_bytes() + value)
             else:
-                found = HardwareProfile.from_json(value)
+                profile = HardwareProfile.from_json(value)
         _wait_for_end(process)
     except BrokenPipeError:
         _wait_for_end(process)
@@ -94,33 +91,35 @@ def _answer(command: list[str], task: Any) -> HardwareProfile:
         process.kill()
         process.wait()
         process.stdout.close()
-    if found is None:
+    if profile is None:
         raise BatchgenError(f"measuring this machine {_ending(process.returncode)}, or give --hardware a profile")
-    return found
+    return profile
 
 
 def _wait_for_end(process: subprocess.Popen[bytes]) -> None:
-    """Gives a process whose output has ended the time to end by itself, so that its exit code is its own."""
+    """Give a process whose output has ended the time to end by itself, so that its exit code is its own."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=10)
 
 
 def _ending(code: int) -> str:
-    """How the process ended without a result, and what helps."""
+    """Message about a process that ended without a result, with what helps."""
     if code < 0:
         return f"was ended by signal {-code} and has no result: run the command again with more memory"
-    return f"ended with exit code {code} and no result: what it says above is the reason; mend that and run the command again"
+    reason = "what it says above is the reason; mend that and run the command again"
+    return f"ended with exit code {code} and no result: {reason}"
 
 
 def _too_small(needed_bytes: int) -> InputError:
     return InputError(
-        f"this machine was not measured yet, which takes {format_bytes(needed_bytes)} of memory, more than --cpu-memory or the machine has: "
-        "allow that much, or measure once without a limit (`batchgen profile -o machine.json`) and give --hardware machine.json"
+        f"this machine was not measured yet, which takes {format_bytes(needed_bytes)} of memory, more than --cpu-memory"
+        " or the machine has: allow that much, or measure once without a limit (`batchgen profile -o machine.json`) and"
+        " give --hardware machine.json"
     )
 
 
 def main() -> None:
-    """Measure what standard input asks for; lines of JSON on standard output say what goes on, and the last one the result."""
+    """Measure the task on standard input; lines of JSON on standard output are log records, then the result."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print
 
@@ -128,11 +127,11 @@ def main() -> None:
         out.write(json.dumps([kind, value]) + "\n")
         out.flush()
 
-    if (task := read_frame(sys.stdin.buffer)) is None:  # whoever asked has ended
+    if (task := read_frame(sys.stdin.buffer)) is None:  # the parent has ended
         return
     wanted, cache_dir, offload_dir, refresh, allowed = decode(bytes(task), _TASK)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    import torch  # noqa: F401  (a part of what the process has anyway)
+    import torch  # noqa: F401  (so that its resident bytes count)
 
     if allowed < (needed := resident_bytes() + _LEAST_BYTES):
         say("needs", needed)
@@ -165,6 +164,6 @@ class _SentRecords(logging.Handler):
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the other end of standard input is closed, as it is however that process ends."""
+    """End this process when the parent does, however that ends: the other end of standard input is closed then."""
     os.read(0, 1)
     os._exit(1)

@@ -1,7 +1,8 @@
-"""Chooses what each shape of a model runs on: every instruction set that the CPU has, and torch's own linear, timed.
+"""Choice of the kernel of each shape of a model: every instruction set of the CPU and torch's own linear are timed.
 
-One choice for each shape and dtype, and for each format of weights in rows of blocks, whatever the number of tokens: sets sum up in
-different orders, so that a row whose set went by the size of its batch would round as its batch has it. Of candidates that differ by less than noise the first by name is taken.
+There is one choice for each shape and dtype, and for each block-quantized format, whatever the number of tokens:
+instruction sets sum in different orders, so a row whose kernel depended on the size of its batch would round
+differently in another batch. Of candidates that differ by less than noise the first by name is taken.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from batchgen.ops import cpp, dispatch
 from batchgen.profiler.compute import paged_attention, paged_kv
 from batchgen.profiler.timing import Trial
 
-# Another candidate than the first by name must be faster by this much.
+# Factor by which another candidate than the first by name must be faster.
 _MARGIN = 1.05
-# One that takes so many times as long as another is not timed further: after the first round, and after the last but one.
-_HOPELESS = (10.0, 4.0)
+# Candidates slower than the fastest by these factors are pruned: after the first round, and after the last but one.
+_PRUNED = (10.0, 4.0)
 _TOKENS = (16, 128, 512)
 _PREFILL_TOKENS, _DECODE_SEQS, _DECODE_CONTEXT = 512, 16, 512
 _ROUNDS, _SAMPLE_S = 3, 0.003
-# Of a call: of larger weights some columns are timed, but so many that every thread has panels.
+# Limits of a timed call: of larger weights a part of N is timed, but enough that every thread has panels.
 _CALL_FLOPS_PER_THREAD, _COLUMNS_PER_THREAD, _CALL_WEIGHT_BYTES = 5e8, 128, 64 << 20
-# Each candidate packs the weights for itself.
+# Part of the free memory for a call's weights: each candidate prepacks them for itself.
 _MEMORY_PARTS = 16
-# What operands of one shape are spread over, so that they come from beyond the nearest caches.
+# Bytes that operands of one shape are spread over, so that they come from beyond the nearest caches.
 _SPREAD_BYTES = 16 << 20
 # Numbers of rows in which torch's linear must give a row the same bits that it has among TORCH_ROWS, the most it gets.
 _ROW_COUNTS = (
@@ -48,26 +49,37 @@ DEPENDS_ON_ROWS = "its rows depend on how many rows there are"
 NOT_CHECKED = "it is too large to check whether its rows depend on how many rows there are"
 ROUNDS_LOGITS = "its logits would be rounded to 16 bits"
 
-# (candidate, what is timed, the work) -> seconds of a run, the best of a few.
+# Function from (candidate, name of the point, work) to the seconds of a run, the best of a few.
 Timer = Callable[[str, str, Trial], float]
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Who is to be timed, and how. candidates: in the order in which they are preferred; TORCH is for linear layers alone."""
+    """The candidates, and how they are timed.
+
+    Attributes:
+        candidates: Instruction sets and TORCH, in order of preference; TORCH is for linear layers alone.
+        timer: Function that times a candidate.
+    """
 
     candidates: tuple[str, ...]
     timer: Timer
 
     @classmethod
     def here(cls) -> Kernels:
-        """What this machine has, by its own clock."""
+        """The candidates of this machine, timed by its clock."""
         return cls((*cpp.instruction_sets(), TORCH), best_seconds)
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What is timed by itself. points: what for, and for a candidate the work there, or none if that cannot do it."""
+    """A shape whose kernel is chosen.
+
+    Attributes:
+        key: Name of the shape in a `KernelChoice`.
+        points: For each timed point, a function that returns the work of a candidate there.
+        refuse: Function that tells why a candidate may not be chosen; None: it may.
+    """
 
     key: str
     points: Mapping[str, Callable[[], Callable[[str], Trial]]]
@@ -76,12 +88,12 @@ class _Shape:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Whose shapes are chosen for.
+    """The models whose shapes kernels are chosen for.
 
     Attributes:
-        products: models whose linear layers run on the CPU.
-        attention: models whose attention does.
-        formats: of `BLOCK_FORMATS`, that the first models' weights may be in.
+        products: Models whose linear layers run on the CPU.
+        attention: Models whose attention runs on the CPU.
+        formats: Block-quantized formats of the first model's weights.
     """
 
     products: tuple[ModelConfig, ...]
@@ -89,7 +101,7 @@ class Shapes:
     formats: tuple[str, ...] = ()
 
     def keys(self, dtype: str) -> list[str]:
-        """What `measure_kernels` names."""
+        """Names of all shapes in a `KernelChoice`."""
         keys = [linear_key(*shape, dtype) for model in self.products for shape in _matrices(model)]
         keys += [product_key(name, dtype) for name in self.formats if self.products]
         heads = [(m.num_heads, m.num_kv_heads, m.head_dim) for m in self.attention if _has_attention(m)]
@@ -97,16 +109,16 @@ class Shapes:
 
 
 def measure_kernels(shapes: Shapes, dtype: str, kernels: Kernels, known: KernelChoice = PROCESS_SET) -> KernelChoice:
-    """Choose what linear layers and attention run on. Takes a second or two a model.
+    """Choose the kernels of linear layers and attention. Takes a second or two for each model.
 
     Args:
-        shapes: What is timed.
-        dtype: To compute in.
-        kernels: Who is timed.
-        known: Shapes that it names are not timed again.
+        shapes: The models whose shapes are timed.
+        dtype: Compute dtype.
+        kernels: The candidates.
+        known: Choice whose shapes are not timed again.
 
     Returns:
-        What is known, and what was measured.
+        The known choice with all shapes added.
     """
     keep_freed_memory()  # as jobs do
     linear, attention = dict(known.linear), dict(known.attention)
@@ -128,12 +140,12 @@ def measure_kernels(shapes: Shapes, dtype: str, kernels: Kernels, known: KernelC
 
 
 def _matrices(model: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """Those of a layer and the output matrix, which models of any size do not have."""
+    """Shapes of a layer's matrices and of the output matrix, which models of any size do not have."""
     return model.linear_shapes if model.vocab_size > 1 else tuple(dict.fromkeys(model.product_shapes.values()))
 
 
 def _has_attention(model: ModelConfig) -> bool:
-    """Elsewhere torch attends."""
+    """Tell whether the kernels have attention for the model's heads; otherwise torch computes it."""
     return cpp.supports_attention(model.head_dim, model.num_heads // model.num_kv_heads)
 
 
@@ -153,16 +165,18 @@ def best_seconds(candidate: str, point: str, trial: Trial) -> float:
 
 
 def choose(rates: Mapping[str, Mapping[str, float]], refused: Mapping[str, str]) -> str:
-    """The first by name of those that are fastest, but for noise: by the geometric mean of all that was timed.
+    """The first of the candidates that are fastest but for noise, by the geometric mean of their rates.
 
     Args:
-        rates: candidate -> what was timed -> rate, candidates in the order in which they are preferred.
-        refused: Those that may not be chosen. Where others were given up on beside these alone, what was timed of them counts.
+        rates: Rate of each point by candidate, candidates in order of preference.
+        refused: Candidates that may not be chosen. Points of candidates that were pruned beside these alone count.
     """
-    allowed = {name: own for name, own in rates.items() if name not in refused}
+    allowed = {name: of_points for name, of_points in rates.items() if name not in refused}
     points = max(map(len, allowed.values()))
     means = {
-        name: math.exp(sum(map(math.log, own.values())) / points) for name, own in allowed.items() if len(own) == points
+        name: math.exp(sum(map(math.log, of_points.values())) / points)
+        for name, of_points in allowed.items()
+        if len(of_points) == points
     }
     return next(name for name, mean in means.items() if mean * _MARGIN >= max(means.values()))
 
@@ -174,7 +188,7 @@ def _measured(shape: _Shape, candidates: Sequence[str], timer: Timer) -> Measure
         chosen = choose(rates, refused)
         if chosen != candidates[0]:  # once more: a moment in which the machine was slow must not decide
             again = _rates(shape, (candidates[0], chosen), timer)
-            rates |= {name: {**own, **_larger(rates[name], own)} for name, own in again.items()}
+            rates |= {name: {**timed, **_larger(rates[name], timed)} for name, timed in again.items()}
             chosen = choose(rates, refused)
         if reason := shape.refuse(chosen):
             refused[chosen] = reason
@@ -187,17 +201,17 @@ def _larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
 
 
 def _rates(shape: _Shape, candidates: Sequence[str], timer: Timer) -> dict[str, dict[str, float]]:
-    """Times the candidates in turn; of each the best is what counts."""
+    """Time the candidates in turn; the best round of each counts."""
     rates: dict[str, dict[str, float]] = {name: {} for name in candidates}
-    left = list(candidates)
+    kept = list(candidates)
     for point, prepare in shape.points.items():
         trial_of = prepare()
-        trials = {name: trial_of(name) for name in left}
-        seconds = dict.fromkeys(left, math.inf)
+        trials = {name: trial_of(name) for name in kept}
+        seconds = dict.fromkeys(kept, math.inf)
         for done in range(_ROUNDS):
             if done:
-                left = [name for name in left if seconds[name] <= _HOPELESS[done - 1] * min(seconds.values())]
-            for name in left:
+                kept = [name for name in kept if seconds[name] <= _PRUNED[done - 1] * min(seconds.values())]
+            for name in kept:
                 seconds[name] = min(seconds[name], timer(name, point, trials[name]))
         for name, trial in trials.items():
             rates[name][point] = float(f"{trial.work / seconds[name]:.4g}")
@@ -233,7 +247,7 @@ def _linear_shape(shape: tuple[int, int], dtype: torch.dtype, *, gated: bool, he
 
 
 def _blocks_shape(model: ModelConfig, weight_format: str, dtype_name: str) -> _Shape:
-    """Products of the matrix with the most columns, as if it were in this format."""
+    """GEMMs of the matrix with the largest N, as if it were in this format."""
     columns, width = max(model.product_shapes.values())
     values, block_bytes = BLOCK_FORMATS[weight_format]
     dtype, depth = getattr(torch, dtype_name), -(-width // values) * values
@@ -257,14 +271,15 @@ def _points(
     weights: Callable[[int], Callable[[str], Sequence[dispatch.Weight]]],
     options: Mapping[str, Any],
 ) -> dict[str, Callable[[], Callable[[str], Trial]]]:
-    """The `_Shape.points` of products.
+    """The `_Shape.points` of GEMMs.
 
     Args:
-        shape: (columns, depth) of the weight.
-        dtype: Of the tokens.
-        row_bytes: Of one of the weight's columns.
-        weights: Gives so many columns of some weights, and for a candidate these as it reads them.
-        options: Of `dispatch.linear`.
+        shape: (N, K) of the weight.
+        dtype: Dtype of the tokens.
+        row_bytes: Bytes of one of the weight's N rows.
+        weights: Function that draws weights with so many rows, and returns one from a candidate to its prepacked
+            weights.
+        options: Keyword arguments of `dispatch.linear`.
     """
     columns, depth = shape
     threads = cpp.num_threads()
@@ -281,8 +296,7 @@ def _points(
             bound = weights_for(candidate)
 
             def run(i: int) -> None:
-                # As in a sweep, where kernels of the process's set come before and after: a team of torch's threads may still
-                # be looking for work.
+                # In a sweep kernels of the process's set come before and after: torch's threads may still be spinning.
                 dispatch.linear(dispatch.norm(x, weight, None, 1e-5), bound[i % len(bound)], **options)
 
             return Trial(2 * tokens * some * depth, run)
@@ -293,7 +307,7 @@ def _points(
 
 
 def rows_depend(weight: Tensor, linear: Callable[[Tensor, Tensor], Tensor] = F.linear) -> bool:
-    """Whether a product with weight [columns, depth] gives a row other bits in another number of rows, or in another place."""
+    """Tell whether a GEMM with weight [N, K] gives a row other bits among other numbers of rows or at other places."""
     x = torch.randn(dispatch.TORCH_ROWS, weight.shape[1]).to(weight.dtype)
     whole = linear(x, weight)
     return any(
@@ -327,7 +341,7 @@ def _attention_shape(model: ModelConfig, dtype_name: str) -> _Shape:
 
 
 def _spread(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    """Operands of this shape, normally distributed, of some megabytes in all: a pattern repeated, as drawing takes long."""
+    """Normally distributed operands of this shape, some megabytes in all: a repeated pattern, as drawing takes long."""
     size = math.prod(shape)
     count = max(1, -(-_SPREAD_BYTES // (size * dtype.itemsize)))
     pattern = torch.randn(1 << 16).to(dtype)

@@ -1,4 +1,4 @@
-"""Measures this machine into a HardwareProfile: its rates within some 15 s, its sizes at once."""
+"""Measuring of this machine into a HardwareProfile: its rates within some 15 s, its sizes at once."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _TABLES = (
 
 @dataclass(frozen=True)
 class Overheads:
-    """What only a running engine can show.
+    """Rates that only a running engine can show.
 
-    Fields are those of HardwareProfile; step_overhead_s is that of its compute device.
+    Fields are those of HardwareProfile; step_overhead_s belongs to its compute device.
     """
 
     sweep_overhead_s: float
@@ -52,7 +52,7 @@ class Overheads:
 
     @classmethod
     def of(cls, profile: HardwareProfile) -> Overheads:
-        """Those that a profile has."""
+        """The overheads in a profile."""
         gpu = profile.gpu
         step_s = profile.cpu.step_overhead_s if gpu is None else gpu.launch_overhead_s
         names = (field.name for field in fields(cls) if field.name != "step_overhead_s")
@@ -87,18 +87,21 @@ def measure(
     kernels: KernelChoice = PROCESS_SET,
     like: HardwareProfile | None = None,
 ) -> HardwareProfile:
-    """Everything a profile has, for jobs in these dtypes.
+    """Measure all rates of a profile, for jobs in these dtypes.
 
     Args:
-        like: a profile of this machine and directory for other models or dtypes, whose rates of disk, memory and copies are
-            taken over.
-        kernels: what each shape runs on on the CPU.
-        model: rates for its layers alone, which are truer for it; None: for models of any size.
         device: "cpu" or "cuda".
-        offload_dir: made where it does not exist; its disk is measured.
+        offload_dir: Directory of the disk tier, made where it does not exist; its disk is measured.
+        dtypes: Compute dtypes.
+        overheads: Rates that a running engine has shown.
+        model: Model whose layers alone are measured; None: models of any size.
+        effort: Grid points and time limits.
+        kernels: Kernels of each shape on the CPU.
+        like: Profile of this machine and directory for other models or dtypes, whose rates of disk, memory and copies
+            are taken over.
 
     Raises:
-        InputError: for a device that is not there, an unknown dtype or an unusable offload_dir.
+        InputError: The device is missing, a dtype is unknown or offload_dir is unusable.
     """
     from batchgen.profiler.compute import subjects_of
 
@@ -107,7 +110,7 @@ def measure(
     watch = _Stopwatch()
     moves = _moving(device, offload_dir, effort, watch) if like is None else {n: getattr(like, n) for n in _MOVING}
     cpu, gpu = _compute_rates(device, dtypes, subjects_of(device, effort, model, kernels), effort, watch)
-    # A GPU works off what is launched ahead of it.
+    # A GPU runs what was launched ahead of it, so the overhead is the launch's.
     step = {"launch_overhead_s" if gpu else "step_overhead_s": overheads.step_overhead_s}
     return HardwareProfile(
         name=_machine_name(device),
@@ -141,7 +144,7 @@ _MOVING = (
 
 
 def _moving(device: str, offload_dir: Path, effort: Effort, watch: _Stopwatch) -> dict[str, Any]:
-    """How fast bytes move here, by `_MOVING`."""
+    """Rates of disk, memory and copies, by the names in `_MOVING`."""
     disk = watch(f"disk at {offload_dir}", lambda: disk_rates(offload_dir, effort))
     rates = {f"disk_{name}": value for name, value in asdict(disk).items()}
     rates["dram_bytes_per_s"] = watch("memory", lambda: dram_read_rate(effort))
@@ -159,7 +162,7 @@ def add_dtypes(
     model: ModelConfig | None = None,
     effort: Effort = FULL,
 ) -> HardwareProfile:
-    """A profile of this machine with the rates of more dtypes measured and merged in."""
+    """Measure the rates of more dtypes, and merge them into a profile of this machine."""
     from batchgen.profiler.compute import subjects_of
 
     device = "cuda" if profile.gpu else "cpu"
@@ -183,7 +186,7 @@ def add_packed_kv(
     model: ModelConfig | None = None,
     effort: Effort = FULL,
 ) -> HardwareProfile:
-    """A profile of this machine with the rates of packed KV, beside computing in `dtype`, merged in."""
+    """Measure the rates of quantized KV beside computing in `dtype`, and merge them into a profile of this machine."""
     from batchgen.profiler.compute import measure_decode_attention, measure_packed_kv, subjects_of
 
     device = "cuda" if profile.gpu else "cpu"
@@ -227,9 +230,15 @@ def add_products(
     effort: Effort = FULL,
     in_rows: bool = False,
 ) -> HardwareProfile:
-    """A profile of this machine with the rates of products with other weights, of tokens in `dtype`, merged in.
+    """Measure the GEMM rates of weights in another format, and merge them into a profile of this machine.
 
-    weight_format: "int8", one of `BLOCK_FORMATS`, or with in_rows the dtype too. in_rows: as of `dtypes.product_key`.
+    Args:
+        profile: The profile.
+        dtype: Compute dtype.
+        weight_format: "int8", one of `BLOCK_FORMATS`, or with in_rows the dtype too.
+        model: Model whose layers alone are measured; None: models of any size.
+        effort: Grid points and time limits.
+        in_rows: Whether weights are multiplied as they are stored, as those that stream are.
     """
     from batchgen.profiler.compute import measure_products, subjects_of
 
@@ -238,7 +247,7 @@ def add_products(
     watch = _Stopwatch()
     subjects = subjects_of(device, effort, model, profile.kernels)
     rates = measure_products(Device(device), dtype, weight_format, subjects, effort, watch, in_rows=in_rows)
-    # What whole sweeps have shown of the dtype's own products goes for these too.
+    # The factor that whole sweeps have shown for the dtype's own GEMMs holds for these too.
     slower = profile.measured.get("sweep_factors", {}).get(dtype, {}).get("gemm", 1.0)
     scaled = {kind: table.scaled(1 / slower) for kind, table in rates.gemm_flops_per_s.items()}
     rates = replace(rates, gemm_flops_per_s=scaled)
@@ -257,13 +266,13 @@ def _with_rates(profile: HardwareProfile, rates: ComputeRates, watch: _Stopwatch
 
 
 def merged(a: ComputeRates, b: ComputeRates) -> ComputeRates:
-    """The tables of both, b's where both have one."""
+    """The tables of both; those of b where both have one."""
     tables = {name: getattr(a, name) | getattr(b, name) for name in _TABLES}
     return replace(a, expand_bytes_per_s=b.expand_bytes_per_s or a.expand_bytes_per_s, **tables)
 
 
 def sizes(device: str, offload_dir: Path) -> dict[str, int | None]:
-    """The profile's size fields, as they are now: what a job of this process could use in all. Raises InputError."""
+    """The profile's size fields as they are now: the bytes that a job of this process could use. Raises InputError."""
     import shutil
 
     gpu_memory = None
@@ -278,11 +287,11 @@ def sizes(device: str, offload_dir: Path) -> dict[str, int | None]:
     }
 
 
-_METHOD = 4  # one more where rates of the same machine are measured in another way
+_METHOD = 4  # version of the way in which rates are measured
 
 
 def identity(device: str) -> dict[str, Any]:
-    """What decides the rates, besides the offload directory: with any of it changed, they are others."""
+    """Values that decide the rates, besides the offload directory."""
     from batchgen._version import __version__
 
     return {
@@ -299,7 +308,7 @@ def identity(device: str) -> dict[str, Any]:
 
 
 class _Stopwatch:
-    """A stopwatch that runs parts of the measurement, says which, and keeps how long each took."""
+    """A stopwatch that runs parts of the measurement, logs their names, and keeps the seconds of each."""
 
     def __init__(self) -> None:
         self.parts_s: dict[str, float] = {}
@@ -315,7 +324,7 @@ class _Stopwatch:
 def _compute_rates(
     device: str, dtypes: Sequence[str], subjects: Subjects, effort: Effort, watch: _Stopwatch
 ) -> tuple[ComputeRates, ComputeRates | None]:
-    """(cpu, gpu). Beside a GPU, of the CPU only decode attention matters."""
+    """Rates of the CPU and the GPU. Beside a GPU only the CPU's decode attention matters."""
     from batchgen.profiler.compute import measure_compute, measure_decode_attention
 
     cpu = gpu = ComputeRates()

@@ -1,4 +1,4 @@
-"""What the engine itself costs beside the kernels: measured by running it on a model that computes next to nothing."""
+"""Overheads of the engine itself beside the kernels, measured on a model that computes next to nothing."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _sweep_s(device: str, layers: int, sequences: int) -> float:
 
 
 def _row_s(device: str) -> float:
-    """Seconds a row adds when it generates a single token: the whole way less the sweep it is in."""
+    """Seconds that a row adds when it generates a single token, without its share of sweeps."""
     with _engine(device, 1) as engine:
         started = time.perf_counter()
         for _ in engine.generate(_requests(_ROWS_OF_ONE_TOKEN, 1)):
@@ -158,7 +158,7 @@ _WIDTH, _ROWS = 1024, 8192  # of the matrices that are loaded
 
 
 def _load_bytes_per_s() -> float:
-    """Bytes in memory per second of reading safetensors that are in the page cache, into the format models run in."""
+    """Bytes in memory per second of loading safetensors from the page cache."""
     import torch
     from safetensors.torch import save_file
 
@@ -177,7 +177,7 @@ def _load_bytes_per_s() -> float:
 
 
 def _gguf_load_bytes_per_s() -> float | None:
-    """Bytes in memory per second of reading a quantised GGUF. None without `gguf`: then no GGUF can be loaded either."""
+    """Bytes in memory per second of loading a quantized GGUF; None without the package `gguf`."""
     import numpy as np
 
     try:
@@ -225,6 +225,6 @@ def _bytes_loaded_per_s(path: Path) -> float:
     started = time.perf_counter()
     weights = Weights(checkpoint.config, residency, torch.bfloat16, checkpoint=checkpoint)
     seconds = time.perf_counter() - started
-    num_bytes = weights.num_bytes  # those that are closed have none
+    num_bytes = weights.num_bytes  # before they are closed
     weights.close()
     return num_bytes / seconds

@@ -1,6 +1,6 @@
-"""The hardware profiles that come with the package, for planning on machines one does not own.
+"""The hardware profiles that ship with the package, for planning on machines that one does not own.
 
-One JSON file each in `profiles/`, every figure with its source; docs/hardware_profiles.md explains them.
+Each is a JSON file in `profiles/`, every figure with its source; docs/hardware_profiles.md explains them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _FOLDER = resources.files("batchgen.profiler") / "profiles"
 
 
 def shipped_profiles() -> tuple[str, ...]:
-    """Their names, sorted."""
+    """Names of the shipped profiles, sorted."""
     files = (entry.name for entry in _FOLDER.iterdir())
     return tuple(sorted(name.removesuffix(".json") for name in files if name.endswith(".json")))
 
 
 @lru_cache
 def shipped_profile(name: str) -> HardwareProfile:
-    """The profile called `name`. Raises InputError for a name that is none."""
+    """The shipped profile of this name. Raises InputError for an unknown name."""
     if name not in shipped_profiles():
         raise InputError(f"{name!r} is no shipped hardware profile: use one of {', '.join(shipped_profiles())}")
     return HardwareProfile.from_json(json.loads((_FOLDER / f"{name}.json").read_text(encoding="utf-8")))

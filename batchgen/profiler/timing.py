@@ -1,4 +1,4 @@
-"""How a rate is measured: how much effort, on which device, the median of how many runs over which memory."""
+"""Timing of a rate on a device: effort, operands larger than the caches, and the median of several runs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,21 @@ class Effort:
     The defaults take about 15 s on two cores.
 
     Attributes:
-        point_s: time for one grid point, warm-up not included.
-        call_s: points whose single run would take longer are not measured.
-        sample_s: short runs are repeated to make up a sample of this length.
-        disk_s: time for each of disk reads and writes.
-        pool_bytes: operands are spread over this much memory; None: as much as defeats caches.
-        until_s: of time.perf_counter; points that are measured later have two runs each, the first a warm-up.
+        widths: Hidden sizes of GEMMs.
+        tokens: Numbers of tokens of GEMMs.
+        elementwise_tokens: Numbers of tokens of element-wise work.
+        groups: Query heads for each KV head.
+        batches: Numbers of sequences in decode attention.
+        contexts: Context lengths of decode attention, in tokens.
+        prefill_contexts: Prompt lengths of prefill attention, in tokens.
+        point_s: Seconds for one grid point, warm-up not included.
+        call_s: Seconds of a single run above which a point is not measured.
+        sample_s: Seconds of a sample, which short runs are repeated to make up.
+        disk_s: Seconds for each of disk reads and writes.
+        disk_bytes: The most bytes of the file that is written.
+        touch_bytes: The most bytes of fresh memory that is touched.
+        pool_bytes: Bytes that operands are spread over; None: several times the caches.
+        until_s: Time of time.perf_counter after which points have two runs each, the first a warm-up.
     """
 
     widths: tuple[int, ...] = (512, 2048, 4096)
@@ -54,7 +63,7 @@ class Effort:
 
     @property
     def late(self) -> bool:
-        """Whether the time for all of it is over."""
+        """True once `until_s` is over."""
         return time.perf_counter() > self.until_s
 
 
@@ -66,8 +75,8 @@ class Trial:
     """A piece of work to be timed.
 
     Attributes:
-        run: the i-th run, on operands that have left the caches since they were last used.
-        work: its bytes or FLOPs.
+        work: Bytes or FLOPs of a run.
+        run: Function of i that does the i-th run, on operands that have left the caches since they were last used.
     """
 
     work: float
@@ -76,12 +85,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Device:
-    """Where to allocate, and how to time what was started there. kind: "cpu" or "cuda"."""
+    """A device to allocate on and to time, of kind "cpu" or "cuda"."""
 
     kind: str
 
     def seconds(self, run: Callable[[int], object], first: int, count: int) -> float:
-        """How long run(first) to run(first + count - 1) take together."""
+        """Seconds of run(first) to run(first + count - 1) together."""
         if self.kind == "cpu":
             started = time.perf_counter()
             for i in range(first, first + count):
@@ -98,7 +107,7 @@ class Device:
         return start.elapsed_time(stop) / 1000
 
     def rate(self, trial: Trial, effort: Effort) -> float:
-        """Work per second: the median of at least three samples, after a warm-up; when it is late, of one run."""
+        """Work per second: the median of at least three samples after a warm-up, or of one run when it is late."""
         self.seconds(trial.run, 0, 1)
         once = self.seconds(trial.run, 1, 1)
         if effort.late:
@@ -124,7 +133,7 @@ class Device:
         return tuple(points)
 
     def pool_bytes(self, effort: Effort) -> int:
-        """Memory to spread operands over: several times the last-level cache, but a fraction of what is free."""
+        """Bytes to spread operands over: several times the last-level cache, but a fraction of the free memory."""
         if effort.pool_bytes is not None:
             return effort.pool_bytes
         if self.kind == "cpu":
@@ -136,7 +145,7 @@ class Device:
         return min(wanted, free // 8)
 
     def pool(self, dtype: torch.dtype, effort: Effort) -> torch.Tensor:
-        """Normally distributed numbers [pool_bytes / itemsize]: a pattern repeated, as drawing them all takes long."""
+        """Normally distributed numbers [pool_bytes / itemsize]: a repeated pattern, as drawing them all takes long."""
         import torch
 
         keep_freed_memory()  # as jobs do
@@ -146,7 +155,7 @@ class Device:
 
 
 def pieces(pool: torch.Tensor, *shape: int) -> list[torch.Tensor]:
-    """As many tensors of this shape as the pool holds side by side (at least one, or the pool is too small)."""
+    """All tensors of this shape that the pool holds side by side, at least one."""
     size = math.prod(shape)
     count = pool.numel() // size
     assert count, f"{shape} does not fit a pool of {pool.numel()} numbers"
@@ -154,7 +163,7 @@ def pieces(pool: torch.Tensor, *shape: int) -> list[torch.Tensor]:
 
 
 def last_level_cache_bytes() -> int:
-    """The last-level caches of all cores this process may run on; a usual size where the system does not say."""
+    """Bytes of the last-level caches of this process's cores; a usual size where the system does not tell."""
     sizes: dict[tuple[int, str], int] = {}  # by level and the cores that share it
     try:
         for core in os.sched_getaffinity(0):

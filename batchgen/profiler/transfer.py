@@ -1,4 +1,4 @@
-"""How fast bytes move: from and to disk, out of host memory, between host and GPU."""
+"""Rates of transfers: from and to disk, out of host memory, between host and GPU."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from batchgen.profiler.timing import Device, Effort, Trial
 
 _REQUEST_BYTES, _BUFFERS_BYTES = 8 << 20, 64 << 20
 _IN_FLIGHT = 4
-# A rate is the median over stretches of this many requests.
+# A rate is the median over runs of this many requests.
 _STRETCH_REQUESTS = 8
-# Requests as small as these show what one takes beside its bytes.
+# Small requests, which show the fixed time of a request.
 _SMALL_BYTES, _SMALL_REQUESTS = 32 << 10, 32
 _READ_PASSES = 3
 _COPY_BYTES = 64 << 20
@@ -38,8 +38,9 @@ class _File:
     """An open file without a name, and aligned buffers of _REQUEST_BYTES.
 
     Attributes:
-        direct: the page cache is bypassed. Where a filesystem cannot, it is emptied of the file instead.
-        buffers: more than most caches hold, as those of layers are; each request in flight has its own ones.
+        descriptor: The file's descriptor.
+        direct: Whether the page cache is bypassed; on a filesystem that cannot, it is emptied of the file instead.
+        buffers: Aligned buffers, more than most caches hold; each request in flight has its own.
     """
 
     descriptor: int
@@ -54,17 +55,21 @@ class _File:
         os.preadv(self.descriptor, [self._buffer(worker, offset)[:num_bytes]], offset)
 
     def _buffer(self, worker: int, offset: int) -> memoryview:
-        """One of the worker's own, for an offset."""
-        own = self.buffers[worker::_IN_FLIGHT]
-        return memoryview(own[offset // _REQUEST_BYTES // _IN_FLIGHT % len(own)])
+        """The worker's buffer for an offset."""
+        buffers = self.buffers[worker::_IN_FLIGHT]
+        return memoryview(buffers[offset // _REQUEST_BYTES // _IN_FLIGHT % len(buffers)])
 
 
 @dataclass(frozen=True)
 class DiskRates:
-    """Bytes per second of large requests, and what each request takes beside its bytes; several at a time.
+    """Rates of a disk with several requests in flight.
 
     Attributes:
-        cpu_overhead_s: for which a small one takes a core.
+        read_bytes_per_s: Bytes per second of large reads.
+        write_bytes_per_s: Bytes per second of large writes.
+        read_overhead_s: Fixed seconds of a read.
+        write_overhead_s: Fixed seconds of a write.
+        cpu_overhead_s: Seconds of a core that a small request takes.
     """
 
     read_bytes_per_s: float
@@ -75,11 +80,9 @@ class DiskRates:
 
 
 def disk_rates(directory: Path, effort: Effort) -> DiskRates:
-    """Measure the disk of a directory with direct I/O.
+    """Measure the disk of a directory with direct I/O. Raises InputError.
 
-    Raises InputError.
-
-    Writes a file of at most `effort.disk_bytes`, which nothing is left of.
+    It writes an unnamed file of at most `effort.disk_bytes`, which is gone afterwards.
     """
     with offload_errors(directory), _open_file(directory) as file, ThreadPoolExecutor(_IN_FLIGHT) as workers:
 
@@ -111,16 +114,17 @@ def disk_rates(directory: Path, effort: Effort) -> DiskRates:
         writes = _timed_stretches(write, stretches, effort.disk_s)
         reads = _timed_stretches(read, stretches[: len(writes)] * _READ_PASSES, effort.disk_s)
         rates = statistics.median(reads), statistics.median(writes)
-        # All over what was written, not in its order.
+        # Small requests all over the file, not in order.
         written = len(writes) * len(stretches[0]) * _REQUEST_BYTES // _SMALL_BYTES
         small = [i * 7919 % written * _SMALL_BYTES for i in range(2 * _SMALL_REQUESTS)]
         chunks = [small[:_SMALL_REQUESTS], small[_SMALL_REQUESTS:]] * 8
         overheads = []
         cpu_s, requests = time.process_time(), 0
         for transfer, rate in ((read, rates[0]), (write, rates[1])):
-            found = _timed_stretches(partial(transfer, num_bytes=_SMALL_BYTES), chunks, effort.disk_s / 4, _SMALL_BYTES)
-            requests += len(found) * _SMALL_REQUESTS
-            overheads.append(max(0.0, _SMALL_BYTES / statistics.median(found) - _SMALL_BYTES / rate))
+            small_transfer = partial(transfer, num_bytes=_SMALL_BYTES)
+            small_rates = _timed_stretches(small_transfer, chunks, effort.disk_s / 4, _SMALL_BYTES)
+            requests += len(small_rates) * _SMALL_REQUESTS
+            overheads.append(max(0.0, _SMALL_BYTES / statistics.median(small_rates) - _SMALL_BYTES / rate))
         cpu_overhead_s = (time.process_time() - cpu_s) / requests
     return DiskRates(*rates, *overheads, cpu_overhead_s)
 
@@ -130,7 +134,7 @@ def _open_file(directory: Path) -> Iterator[_File]:
     descriptor = open_unnamed(directory)
     try:
         pattern = os.urandom(1 << 20)  # not zeros, which some disks do not really store
-        # As jobs have them: from small pages, scattered over memory, the same disk reads half as fast.
+        # Buffers like those of jobs: into scattered small pages the same disk reads half as fast.
         most_bytes = min(_BUFFERS_BYTES, available_memory_bytes() // 8)
         rounds = max(1, most_bytes // (_IN_FLIGHT * _REQUEST_BYTES))
         buffers = [aligned_buffer(_REQUEST_BYTES) for _ in range(rounds * _IN_FLIGHT)]
@@ -156,7 +160,7 @@ def _make_direct(descriptor: int, buffer: mmap.mmap) -> bool:
 
 
 def _stretches(file_bytes: int) -> list[list[int]]:
-    """Offsets of the requests that make up the file, a list for each stretch."""
+    """Offsets of the requests that make up the file, a list for each run."""
     offsets = list(range(0, max(1, file_bytes // _REQUEST_BYTES) * _REQUEST_BYTES, _REQUEST_BYTES))
     return [offsets[i : i + _STRETCH_REQUESTS] for i in range(0, len(offsets), _STRETCH_REQUESTS)]
 
@@ -167,7 +171,7 @@ def _timed_stretches(
     limit_s: float,
     request_bytes: int = _REQUEST_BYTES,
 ) -> list[float]:
-    """Bytes per second of each stretch, as many as there is time for and at least one."""
+    """Bytes per second of each run of requests, as many as there is time for and at least one."""
     rates: list[float] = []
     deadline = time.perf_counter() + limit_s
     for offsets in stretches:

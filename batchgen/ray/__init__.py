@@ -1,6 +1,6 @@
-"""Ray Data: `Dataset.map_batches(batchgen.ray.Generate, ...)`, `batchgen.ray.run` from Parquet to Parquet, and a processor as of `ray.data.llm`.
+"""Ray Data: `Dataset.map_batches(batchgen.ray.Generate, ...)`, `batchgen.ray.run` and a processor like vLLM's.
 
-Extra `ray`.
+It needs the extra `ray`.
 """
 
 from batchgen import TYPE_CHECKING
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Generate", "ProcessorConfig", "build_processor", "cluster_plans", "run"]
 
-# Where names are from, imported at their first use: Ray's processes that read files import this package too, and need no torch.
+# Module of each name, imported at its first use: Ray's processes that read files import this package too, and need no
+# torch.
 _MODULES = {
     "Generate": "generate",
     "ProcessorConfig": "processor",

@@ -29,7 +29,7 @@ _PROMPT_OPTIONS = {  # option -> field of PromptSpec
 
 
 class Generate:
-    """Generates for every row of a table.
+    """Generation for every row of a table, in Ray Data's actors.
 
         dataset.repartition(target_num_rows_per_block=64).map_batches(
             batchgen.ray.Generate,
@@ -38,23 +38,25 @@ class Generate:
             compute=ray.data.ActorPoolStrategy(size=2, max_concurrent_calls_per_actor=8),
         )
 
-    Rows in are rows out, in their order, with their columns and those of `batchgen run`: text, finish_reason, prompt_tokens,
-    generated_tokens, error, reasoning of models that think before they answer and, if asked for, logprobs; lists where n > 1. A row that fails has its error there.
+    Rows come out in their order, with their columns and those of `batchgen run`: text, finish_reason, prompt_tokens,
+    generated_tokens, error, reasoning of models that think before they answer, and logprobs if asked for; lists where n
+    > 1. A failed row has its error there.
 
-    The model is loaded at the first call in a process. Calls may overlap, and Ray makes so many at a time as it is told: rows of the next batch
-    run while the last rows of one before are still at it. Pickling keeps the options alone.
+    The model is loaded at the first call in a process. Calls may overlap, as many as Ray is told to make at a time:
+    rows of the next batch run beside the last rows of the one before. Pickling keeps the options alone.
 
-    The engine keeps to as many cores of its machine as Ray has given to the actor, and to its memory (`memory=...`), or to a part of Ray's memory
-    there that is as large as that of the cores.
+    The engine keeps to the cores that Ray has given to the actor, and to its memory (`memory=...`), or else to the same
+    part of Ray's memory on the machine.
 
     Args:
-        model: As of `batchgen run`.
-        plans: Of `batchgen.ray.cluster_plans`: how to run on each kind of machine. Else the model is in memory, with 256 samples in flight.
-        **options: Those of `MapFunction`: what a prompt is, sampling, and the engine.
+        model: The model, as `batchgen run --model` takes it.
+        plans: Plan for each kind of machine, from `batchgen.ray.cluster_plans`; without one the model is in memory,
+            with 256 samples in flight.
+        **options: Options of prompts, sampling and the engine, as `MapFunction` takes them.
 
     Raises:
         TypeError: There is no such option.
-        InputError: An option means nothing, or random draws have no id_column to belong to.
+        InputError: An option is invalid, or random draws have no id_column to belong to.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Generate:
         )
         self._stream: EngineStream | None = None
         self._process: int | None = None
-        self._reasoning: bool | None = None  # whether the model gives any, once that is known
+        self._reasoning: bool | None = None  # whether the model writes thoughts; None: unknown so far
         self._lock = threading.Lock()
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
@@ -96,7 +98,7 @@ class Generate:
         )
 
     def close(self) -> None:
-        """Let go of the engine and its memory; another call would load it again."""
+        """Close the engine and free its memory; another call loads it again."""
         if self._stream is not None and self._process == os.getpid():
             self._stream.close()
         self._stream = None

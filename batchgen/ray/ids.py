@@ -1,6 +1,6 @@
-"""The ids of a job's rows: that no two are equal, and which rows are not done yet.
+"""The ids of a job's rows: checks that they are unique, and rows that are not done yet.
 
-Its functions are tasks of Ray's, each in a process that has imported little else: no model is loaded there.
+Its functions run as Ray tasks, in processes that import little else and load no model.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from batchgen.core.errors import InputError
 
 
 def check_ids(input: str, id_column: str) -> int:
-    """Read the ids alone, hashed where they are read; returns how many there are.
+    """Read and hash the ids alone, and return their number.
 
-    Raises InputError where two of them are equal, or one is missing, in whatever Ray has wrapped it.
+    Raises:
+        InputError: Two ids are equal or one is missing; Ray may have wrapped this error.
     """
     import ray.data
 
     ids = ray.data.read_parquet(input, columns=[id_column])
     hashed = ids.map_batches(hash_ids, fn_args=(id_column,), batch_format="pyarrow", batch_size=None)
-    found = [batch.column(0).to_numpy() for batch in hashed.iter_batches(batch_format="pyarrow", batch_size=None)]
-    hashes = np.concatenate(found) if found else np.zeros(0, np.uint64)
+    chunks = [batch.column(0).to_numpy() for batch in hashed.iter_batches(batch_format="pyarrow", batch_size=None)]
+    hashes = np.concatenate(chunks) if chunks else np.zeros(0, np.uint64)
     repeated = pa.array(_repeated(hashes))
     if not len(repeated):
         return len(hashes)
-    # A hash may be that of several ids: those that have one of these are compared themselves.
+    # Several ids may have one hash: ids with a repeated hash are compared themselves.
     suspects = ids.map_batches(_with_hash, fn_args=(id_column, repeated), batch_format="pyarrow", batch_size=None)
     counts = Counter(row[id_column] for row in suspects.iter_rows())
     if equal := [value for value, count in counts.items() if count > 1]:
@@ -43,7 +44,7 @@ def check_ids(input: str, id_column: str) -> int:
 
 
 def hash_ids(batch: pa.Table, id_column: str) -> pa.Table:
-    """Of each id 64 bits, the same on every machine. Raises InputError for a row without an id."""
+    """Hashes of the ids, 64 bits each, the same on every machine. Raises InputError for a row without an id."""
     column = batch.column(id_column)
     if column.null_count:
         raise InputError(f"column {id_column!r} has rows without a value: give an id_column that all rows have")
@@ -57,13 +58,13 @@ def _with_hash(batch: pa.Table, id_column: str, hashes: pa.Array) -> pa.Table:
 
 
 def _repeated(values: np.ndarray) -> np.ndarray:
-    """Those that are there more than once."""
-    found, counts = np.unique(values, return_counts=True)
-    return found[counts > 1]
+    """Values that occur more than once."""
+    unique, counts = np.unique(values, return_counts=True)
+    return unique[counts > 1]
 
 
 def ids_done(folder: Path, id_column: str) -> pa.Array:
-    """The ids of the rows in an output, in any order."""
+    """Ids of the rows in an output, in any order."""
     columns = [pq.read_table(path, columns=[id_column]).column(0) for path in sorted(folder.glob("part-*.parquet"))]
     chunks = [chunk for column in columns for chunk in column.chunks]
     return pa.concat_arrays(chunks) if chunks else pa.array([])
@@ -75,7 +76,7 @@ def without_ids(batch: pa.Table, done: pa.Array, id_column: str) -> pa.Table:
 
 
 def rows_left(batch: pa.Table, done: Any, id_column: str) -> pa.Table:
-    """As `without_ids`. done: where Ray has the ids, which are many: each machine has them once."""
+    """The rows whose id is not among the ids of a Ray object, which each machine has once. done: its reference."""
     import ray
 
     return without_ids(batch, ray.get(done), id_column)

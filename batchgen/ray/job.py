@@ -1,4 +1,4 @@
-"""From Parquet to Parquet over a Ray cluster, with a rerun that goes on with the rows that are left."""
+"""`batchgen.ray.run`: Parquet to Parquet over a Ray cluster; a rerun goes on with the rows that are left."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ import pyarrow.parquet as pq
 from batchgen.core.atomic_file import storage_error, write_atomically
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.job.options import options_of
-from batchgen.models.files import model_identity, resolve_model
+from batchgen.models.files import resolve_model
+from batchgen.models.identity import model_identity
 from batchgen.output.manifest import describe_changes
 from batchgen.ray.generate import Generate
 from batchgen.ray.ids import check_ids, ids_done, rows_left
 from batchgen.ray.plans import cluster_plans
 
 _JOB = "_job.json"
-# Rows of a batch where nobody says: so few that each actor has many, and none is left with much at the end,
+# Default rows of a batch: so few that each actor has many batches, and all end at about the same time;
 _LEAST_BATCH, _MOST_BATCH, _BATCHES_OF_EACH = 16, 256, 64
-# but, where rows are short, as many as take so long: Ray computes some 30 ms for a batch.
+# but of short rows as many as take this long, as Ray itself takes some 30 ms for a batch.
 _BATCH_S, _FEWEST_BATCHES_OF_EACH = 1.0, 16
 _RAISED = re.compile(r"^batchgen\.core\.errors\.(\w+): (.*)$", re.MULTILINE)
-_AHEAD = 1.25  # rows in an actor's hands, of those that its engine has in flight
+_AHEAD = 1.25  # rows that an actor holds, in terms of the rows that its engine has in flight
 
 
 def run(
@@ -48,25 +49,28 @@ def run(
 ) -> dict[str, int]:
     """Run every row of Parquet files, on a Ray cluster whose machines all see the input and the output.
 
-    Rows come out in any order. The same call goes on after an interruption with the rows whose ids are not in the output yet.
+    Rows come out in any order. The same call goes on after an interruption with the rows whose ids are not in the
+    output yet.
 
     Args:
-        model: As of `batchgen run`.
+        model: The model, as `batchgen run --model` takes it.
         input: A Parquet file, a directory or a list of them, as `ray.data.read_parquet` takes it.
         output: A directory of Parquet files, made where there is none.
-        id_column: Has another value in every row; it seeds the row's draws.
-        concurrency: Actors, each with a model.
-        num_cpus: Cores of each.
-        batch_size: Rows that an actor is given at a time; it works at several batches at once. None: so many that actors end together.
-        plan: Plan the job before it begins, once for each kind of machine, which is measured where it was not before.
-        ray_remote_args: Further ones of the actors: `memory`, `resources`, `scheduling_strategy`.
-        **options: As of `Generate`.
+        id_column: A column with another value in every row; it seeds the row's draws.
+        concurrency: Number of actors, each with a model.
+        num_cpus: Cores of each actor.
+        batch_size: Rows that an actor is given at a time; it runs several batches at once. None: such that actors end
+            together.
+        plan: Whether to plan the job before it begins, once for each kind of machine; machines are measured where
+            needed.
+        ray_remote_args: Further Ray arguments of the actors: `memory`, `resources`, `scheduling_strategy`.
+        **options: Further options of `Generate`.
 
     Returns:
-        rows, and rows_resumed of them that were there before.
+        "rows", the number of rows, and "rows_resumed", the number of those that were there before.
 
     Raises:
-        InputError: The output is another job's, ids are not unique, or what a job refuses.
+        InputError: The output is another job's, ids are not unique, or an option is invalid.
     """
     import ray.data
 
@@ -74,10 +78,10 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     _check_job(folder, model, {"id_column": id_column, **options})
     dataset = ray.data.read_parquet(input)
-    # How much memory each batch takes, which a thread for each would look up: nobody asks.
+    # Ray would poll the memory of each batch in a thread.
     dataset.context.memory_usage_poll_interval_s = None
     done = ids_done(folder, id_column)
-    total = dataset.count() if len(done) else None  # the ids tell, where they have to be read anyway
+    total = dataset.count() if len(done) else None  # without finished rows the ids are read and counted anyway
     if total is None or len(done) < total:
         with _refusals():
             total = check_ids(input, id_column)
@@ -95,7 +99,7 @@ def run(
                 plans = cluster_plans(model, input, settings, num_cpus=num_cpus, workers=concurrency, rows=num_left)
         rows = batch_size or rows_of_batch(total, concurrency, plans)
         calls = calls_at_once(plans, options, rows)
-        # A file may come as one block, which is one actor's, and is written when all of it is done.
+        # Otherwise a file may be one block, which one actor runs, and which is written when all of it is done.
         written = left.repartition(target_num_rows_per_block=rows).map_batches(
             GenerateParts,
             fn_constructor_kwargs={"folder": str(folder), "model": model, "plans": plans, **settings},
@@ -116,12 +120,12 @@ def run(
 
 
 def rows_of_batch(total: int, concurrency: int, plans: Mapping[str, Mapping[str, Any]]) -> int:
-    """Rows of a batch where nobody says.
+    """Default rows of a batch.
 
     Args:
         total: Rows of the job.
-        concurrency: Actors.
-        plans: Of the actors.
+        concurrency: Number of actors.
+        plans: Plans of the actors.
     """
     rows_per_s = max((_rows_per_s(plan) for plan in plans.values()), default=0.0)
     few = total // (_BATCHES_OF_EACH * concurrency)
@@ -130,7 +134,7 @@ def rows_of_batch(total: int, concurrency: int, plans: Mapping[str, Mapping[str,
 
 
 def _rows_per_s(plan: Mapping[str, Any]) -> float:
-    """That an actor is planned to have."""
+    """Predicted rows per second of an actor."""
     predicted = plan["prediction"]
     sweeps_s = predicted["total_s"] - predicted["startup_s"]
     return float(plan["workload"]["num_seqs"] / sweeps_s) if sweeps_s > 0 else 0.0
@@ -140,8 +144,8 @@ def calls_at_once(plans: Mapping[str, Mapping[str, Any]], options: Mapping[str, 
     """Batches that an actor has at a time: one more than keep as many rows waiting as `batchgen run` has.
 
     Args:
-        plans: Of the actors.
-        options: As of `Generate`.
+        plans: Plans of the actors.
+        options: Options of `Generate`.
         batch_size: Rows of a batch.
     """
     samples = max([options.get("max_num_seqs") or 256, *(plan["policy"]["max_num_seqs"] for plan in plans.values())])
@@ -151,7 +155,7 @@ def calls_at_once(plans: Mapping[str, Mapping[str, Any]], options: Mapping[str, 
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Raises what batchgen refuses in a task or an actor as it was raised there."""
+    """Raise errors of batchgen in a task or an actor as they were raised there."""
     from ray.exceptions import RayError
 
     try:
@@ -161,25 +165,25 @@ def _refusals() -> Iterator[None]:
 
 
 def refusal_in(error: BaseException) -> BatchgenError | None:
-    """What batchgen raised in a task or an actor, in which Ray has wrapped it; None: something else went wrong."""
+    """The error of batchgen that Ray has wrapped; None: something else went wrong."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, BatchgenError) and type(seen).__module__.startswith("batchgen."):
             return seen
         seen = getattr(seen, "cause", None) or seen.__cause__
-    if told := _RAISED.findall(str(error)):  # what Ray Data hands over of an actor's error is its text
-        kind, line = told[-1]
+    if raised := _RAISED.findall(str(error)):  # Ray Data hands over the text of an actor's error alone
+        kind, line = raised[-1]
         return InputError(line) if kind == InputError.__name__ else BatchgenError(line)
     return None
 
 
 class GenerateParts:
-    """What the actors of a job hold: generates for the rows of a batch and writes them, so that no row goes through Ray again.
+    """Generation for batches in the actors of a job, which write the rows themselves so that none returns through Ray.
 
     Args:
         folder: The output.
-        id_column: As of `run`.
-        **options: As of `Generate`, all of them.
+        id_column: The column of ids.
+        **options: Further options of `Generate`.
     """
 
     def __init__(self, folder: str, id_column: str, **options: Any) -> None:
@@ -187,18 +191,22 @@ class GenerateParts:
         self._generate = Generate(id_column=id_column, **options)
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
-        """Returns how many rows are written. Raises as `Generate`, and BatchgenError where the disk is full."""
+        """Generate for a batch and write it; returns the number of rows. Raises BatchgenError."""
         done = await self._generate(batch)
         await asyncio.to_thread(write_part, done, self._folder, self._id_column)
         return pa.table({"rows": [done.num_rows]})
 
     def close(self) -> None:
-        """As `Generate.close`."""
+        """Close the engine and free its memory."""
         self._generate.close()
 
 
 def write_part(batch: pa.Table, folder: str, id_column: str) -> None:
-    """Write finished rows atomically, under a name made of their ids: Ray may run a batch again. Raises BatchgenError where the disk fails."""
+    """Write finished rows atomically under a name made of their ids, as Ray may run a batch again.
+
+    Raises:
+        BatchgenError: The disk fails.
+    """
     if batch.num_rows:
         ids = json.dumps(batch.column(id_column).to_pylist(), default=str).encode()
         sink = pa.BufferOutputStream()
@@ -211,7 +219,7 @@ def write_part(batch: pa.Table, folder: str, id_column: str) -> None:
 
 
 def _check_job(folder: Path, model: str, options: dict[str, Any]) -> None:
-    """Note in the output which job it is of. Raises InputError where it is another one's."""
+    """Note in the output the job that it belongs to. Raises InputError where it belongs to another one."""
     deciding = {option.name for option in options_of("map", "engine") if option.decides_results}
     decided = {name: value for name, value in options.items() if name in deciding or name == "output_prefix"}
     job = {"model": model_identity(resolve_model(model)), "options": decided}

@@ -1,4 +1,4 @@
-"""The engine of an actor: on its share of the machine, by the plan for this kind of machine."""
+"""Loading the engine of an actor, on its share of the machine and by the plan for this kind of machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.core.request import SamplingParams
 from batchgen.engine.engine import Engine
+from batchgen.job.job import resolve_job
 from batchgen.job.kernels import kernels_here
 from batchgen.job.loading import load_engine
 from batchgen.job.planning import runnable
 from batchgen.job.progress import Progress
-from batchgen.job.resolved import resolve_job
 from batchgen.models.files import resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.ops.instruction_set import num_threads
 from batchgen.ray.plans import job_options, machine_kind
 from batchgen.ray.share import take_share
@@ -28,13 +28,13 @@ Plans = Mapping[str, Mapping[str, Any]]
 def load_stream(
     model: str, sampling: SamplingParams, options: Mapping[str, Any], plans: Plans | None = None
 ) -> EngineStream:
-    """Load the model in this process. To be called before anything else has computed in it.
+    """Load the model in this process, before anything else has computed in it.
 
     Args:
-        model: As of `batchgen run`.
-        sampling: Of most rows.
-        options: Those of `Engine`.
-        plans: By kind of machine, as of `batchgen.ray.cluster_plans`; where there is none for this one, everything is in memory.
+        model: The model, as `batchgen run --model` takes it.
+        sampling: Sampling parameters of most rows.
+        options: Options of `batchgen.Engine`.
+        plans: Plan for each kind of machine; without one for this machine everything is in memory.
 
     Raises:
         BatchgenError: The model cannot be loaded.

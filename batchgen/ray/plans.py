@@ -1,6 +1,6 @@
-"""One plan for each kind of machine in a Ray cluster: made once, before the actors begin, and handed to all of them.
+"""Plans for each kind of machine in a Ray cluster, made once before the actors begin.
 
-Each actor would else measure its machine while its neighbours measure too.
+Otherwise several actors would measure a machine at the same time.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from batchgen.core.device import parse_device
 from batchgen.core.digest import json_sha256
 from batchgen.core.machine import available_memory_bytes
 from batchgen.core.request import SamplingParams
+from batchgen.job.job import resolve_job
 from batchgen.job.options import JobOptions
 from batchgen.job.planning import make_plan
-from batchgen.job.resolved import resolve_job
 from batchgen.job.source import open_source
 from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.profiler.measure import identity
 from batchgen.ray.share import share_of, use_cores
 
 
 def machine_kind(device: str, cores: int) -> str:
-    """The name of what this machine has in common with those that run at the same rates, if actors have so many cores of it."""
+    """Name of this machine's kind: machines of a kind run at the same rates, where actors have so many cores."""
     kind = "cuda" if parse_device(device).kind == "cuda" else "cpu"
     return json_sha256(identity(kind) | {"cores": cores})[:16]
 
@@ -35,13 +35,14 @@ def plan_here(model: str, input: Any, options: Mapping[str, Any], memory: int, r
     """The plan of an actor on this machine, as JSON values.
 
     Args:
-        model, options: As of `Generate`.
-        input: As of `batchgen run`.
-        memory: Of an actor, in bytes.
-        rows: That an actor is going to run.
+        model: The model, as `batchgen run --model` takes it.
+        input: The input, as `batchgen run --input` takes it.
+        options: Options of `Generate`.
+        memory: Memory of an actor, in bytes.
+        rows: Number of rows that an actor will run.
 
     Raises:
-        InputError: The job means nothing, or no plan fits.
+        InputError: An option is invalid, or no plan fits.
     """
     started_s = time.monotonic()
     job = resolve_job(job_options(model, {"cpu_memory": memory, **options}, input), resolve_model(model))
@@ -58,19 +59,20 @@ def plan_here(model: str, input: Any, options: Mapping[str, Any], memory: int, r
 def cluster_plans(
     model: str, input: Any, options: Mapping[str, Any], *, num_cpus: float, workers: int, rows: int
 ) -> dict[str, dict[str, Any]]:
-    """A plan for each kind of machine that has room for an actor, under the name of the kind: the `plans` of `Generate`.
+    """The plan for each kind of machine with enough cores for an actor, by the kind's name: the `plans` of `Generate`.
 
-    A machine that comes later, of a kind that was not there, does without a plan: its actors have the model in memory.
+    Actors on a machine of another kind, which joins later, have the model in memory.
 
     Args:
-        model, options: As of `Generate`.
-        input: As of `batchgen run`, seen by all machines.
-        num_cpus: Of an actor.
-        workers: Actors.
-        rows: Of the job.
+        model: The model, as `batchgen run --model` takes it.
+        input: The input, as `batchgen run --input` takes it, seen by all machines.
+        options: Options of `Generate`.
+        num_cpus: Cores of an actor.
+        workers: Number of actors.
+        rows: Rows of the job.
 
     Raises:
-        InputError: As of `plan_here`.
+        InputError: An option is invalid, or no plan fits.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -78,7 +80,7 @@ def cluster_plans(
     cores = max(1, int(num_cpus))
 
     def on(node: Mapping[str, Any], function: Callable[..., Any], cpus: float) -> Any:
-        """The function as a task there, in a process of its own: one that is measured has its cores pinned."""
+        """The function as a task there, in a process of its own, as measuring pins the process to its cores."""
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         return ray.remote(num_cpus=cpus, max_calls=1, max_retries=0, scheduling_strategy=there)(function).remote
 
@@ -94,7 +96,7 @@ def cluster_plans(
 
 
 def job_options(model: str, options: Mapping[str, Any], input: Any = None) -> JobOptions:
-    """The options of `Generate` as those of a job."""
+    """Options of `Generate` as a job's options."""
     sampling = {name: options[name] for name in SamplingParams.names() if name in options}
     others = {name: value for name, value in options.items() if name not in sampling}
     return JobOptions(model, input, None, sampling=SamplingParams(**sampling), **others)

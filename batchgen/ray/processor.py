@@ -1,11 +1,16 @@
-"""A processor like those of `ray.data.llm`, for nodes without a GPU: the same settings and columns, this engine in place of vLLM.
+"""A processor like those of `ray.data.llm`, for nodes without a GPU: the same settings and columns without vLLM.
 
-    from batchgen.ray import ProcessorConfig, build_processor      # from ray.data.llm import vLLMEngineProcessorConfig, build_processor
+    from batchgen.ray import ProcessorConfig, build_processor  # of ray.data.llm: vLLMEngineProcessorConfig
 
-    config = ProcessorConfig(model_source="demo", engine_kwargs={"max_model_len": 2048}, concurrency=2, batch_size=64, num_cpus=8)
+    config = ProcessorConfig(
+        model_source="demo", engine_kwargs={"max_model_len": 2048}, concurrency=2, batch_size=64, num_cpus=8
+    )
     processor = build_processor(
         config,
-        preprocess=lambda row: {"messages": [{"role": "user", "content": row["question"]}], "sampling_params": {"max_tokens": 32}},
+        preprocess=lambda row: {
+            "messages": [{"role": "user", "content": row["question"]}],
+            "sampling_params": {"max_tokens": 32},
+        },
         postprocess=lambda row: {"answer": row["generated_text"], **row},
     )
     dataset = processor(dataset)
@@ -30,16 +35,16 @@ from batchgen.ray.stream import EngineStream
 
 Row = dict[str, Any]
 
-DATA = "__data"  # a row while it is in the processor, with all its columns
+DATA = "__data"  # column of a whole row while it is in the processor
 ERROR = "__inference_error__"
-# Of vLLM's engine: by the names that they have here; those that say how vLLM is to run, which decide no row.
+# Options of vLLM's engine with another name here; and those that only say how vLLM runs, and decide no row.
 _ENGINE_NAMES = {"enable_prefix_caching": "share_prefixes"}
 _OF_VLLM_ALONE = {
     *("block_size", "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill", "enforce_eager"),
     *("gpu_memory_utilization", "load_format", "max_parallel_loading_workers", "pipeline_parallel_size", "swap_space"),
     *("task_type", "tensor_parallel_size"),
 }
-# Of vLLM's sampling parameters: those that have no meaning here, with the values that change nothing.
+# Sampling parameters of vLLM that batchgen lacks, with the values that change nothing.
 _NO_SAMPLING = {"detokenize": (True, False), "skip_special_tokens": (True,), "min_tokens": (0,), "best_of": (None, 1)}
 _PROMPTS = ("tokenized_prompt", "prompt", "messages")
 _GRAMMARS = {"json": "json_schema", "regex": "regex"}
@@ -48,17 +53,18 @@ _VLLM_DEFAULTS = {"max_tokens": 16, "temperature": 1.0}
 
 @dataclass(frozen=True)
 class ProcessorConfig:
-    """As `ray.data.llm.vLLMEngineProcessorConfig`, as far as it has a meaning here.
+    """Settings of a processor, with the names of `ray.data.llm.vLLMEngineProcessorConfig`.
 
     Attributes:
-        model_source: As `batchgen run --model`.
-        engine_kwargs: Those of `batchgen.Engine`, and vLLM's names of them; what says how vLLM runs on its GPUs changes nothing.
-        concurrency: Actors.
+        model_source: The model, as `batchgen run --model` takes it.
+        engine_kwargs: Options of `batchgen.Engine`, also by vLLM's names; options of how vLLM runs on GPUs are ignored.
+        concurrency: Number of actors.
         batch_size: Rows that an actor is given at a time.
         num_cpus: Cores of an actor.
-        max_concurrent_batches: Batches that an actor works at.
-        should_continue_on_error: A row that fails has its reason in `__inference_error__`; else it ends the job.
-        ray_remote_args: Further ones of the actors, such as `memory`.
+        max_concurrent_batches: Batches that an actor runs at once.
+        should_continue_on_error: Whether a failed row has its reason in `__inference_error__`; otherwise it ends the
+            job.
+        ray_remote_args: Further Ray arguments of the actors, such as `memory`.
     """
 
     model_source: str
@@ -79,12 +85,12 @@ def build_processor(
     """A function from a `ray.data.Dataset` to another, lazy as datasets are.
 
     Args:
-        config: What to run, and on what.
-        preprocess: Gives a row its `prompt` or `messages`, and its `sampling_params`; other columns are carried along.
-        postprocess: Makes the row that comes out of one with all columns; a row that failed goes past it. None: all columns.
+        config: The model and the actors.
+        preprocess: Function that adds `prompt` or `messages`, and `sampling_params`, to a row; other columns are kept.
+        postprocess: Function from a row with all columns to the resulting row; failed rows skip it. None: all columns.
 
     Raises:
-        InputError: An engine option means nothing here.
+        InputError: An engine option is unknown here.
     """
     engine_options(config.engine_kwargs)
     before, after = preprocess or (lambda row: row), postprocess or (lambda row: row)
@@ -109,14 +115,14 @@ def build_processor(
 
 
 def finished(row: Row, postprocess: Callable[[Row], Row], with_error: bool) -> Row:
-    """The row that comes out: a failed one as it is. with_error: whether rows have a column for it."""
+    """The resulting row: a failed one as it is. with_error: whether rows have a column of errors."""
     if row.get(ERROR):
         return row
     return {**postprocess(row), ERROR: ""} if with_error else postprocess(row)
 
 
 class Stage:
-    """What the actors hold: batches of rows in, the same rows with the columns of vLLM's stage out."""
+    """The processor's stage in an actor, which adds the columns of vLLM's stage to batches of rows."""
 
     def __init__(self, config: ProcessorConfig) -> None:
         self._config = config
@@ -124,7 +130,7 @@ class Stage:
         self._lock = threading.Lock()
 
     async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """batch: `DATA`, a sequence of rows. Raises BatchgenError where a row fails that may not."""
+        """Run a batch, a sequence of rows under `DATA`. Raises BatchgenError where a row fails that may not."""
         rows = list(batch[DATA])
         requests = [request_of(row) for row in rows]
         stream = await asyncio.to_thread(self._stream_here)
@@ -133,7 +139,7 @@ class Stage:
         return {DATA: [answered(row, completion, go_on) for row, completion in zip(rows, completions, strict=True)]}
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Close the engine."""
         if self._stream is not None:
             self._stream.close()
 
@@ -146,12 +152,12 @@ class Stage:
 
 
 def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `batchgen.Engine` that `engine_kwargs` come to. Raises InputError for one that means nothing here."""
+    """Options of `batchgen.Engine` from `engine_kwargs`. Raises InputError for one that is unknown here."""
     options = {}
     for name, value in given.items():
-        own = _ENGINE_NAMES.get(name, name)
-        if own in names_of("engine") and own != "model":
-            options[own] = value
+        engine_name = _ENGINE_NAMES.get(name, name)
+        if engine_name in names_of("engine") and engine_name != "model":
+            options[engine_name] = value
         elif name not in _OF_VLLM_ALONE:
             raise InputError(
                 f"engine_kwargs has {name!r}, which means nothing here: leave it out on nodes without a GPU"
@@ -160,7 +166,7 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def request_of(row: Row) -> Request:
-    """What a row asks for: `tokenized_prompt`, `prompt` or `messages`, with its `sampling_params`. What is wrong with it is its error."""
+    """The request of a row with `tokenized_prompt`, `prompt` or `messages`, and `sampling_params`; or with an error."""
     try:
         sampling, row_id = sampling_of(plain(row.get("sampling_params")) or {})
         prompt = next((plain(row[name]) for name in _PROMPTS if row.get(name) is not None), None)
@@ -174,9 +180,10 @@ def request_of(row: Row) -> Request:
 
 
 def sampling_of(given: Row) -> tuple[SamplingParams, str | int]:
-    """Sampling parameters of vLLM as ours, and what draws belong to: those with a seed are the same each time, others are not.
+    """Sampling parameters from vLLM's, and the id that draws depend on: with a seed the same each time, else a new one.
 
-    Raises InputError.
+    Raises:
+        InputError: A parameter has no meaning here.
     """
     asked = {name: value for name, value in given.items() if value is not None}
     for name, neutral in _NO_SAMPLING.items():
@@ -197,7 +204,16 @@ def sampling_of(given: Row) -> tuple[SamplingParams, str | int]:
 
 
 def answered(row: Row, completion: Completion, go_on: bool) -> Row:
-    """The row with the columns of vLLM's stage. go_on: whether it may have failed, which `ERROR` says then. Raises BatchgenError."""
+    """The row with the columns of vLLM's stage.
+
+    Args:
+        row: The row.
+        completion: Its completion.
+        go_on: Whether a failed row has its error in `ERROR`.
+
+    Raises:
+        BatchgenError: The row has failed, and may not.
+    """
     if completion.error is not None and not go_on:
         raise BatchgenError(
             f"a row failed: {completion.error} (should_continue_on_error notes it in the row and goes on)"
@@ -215,7 +231,7 @@ def answered(row: Row, completion: Completion, go_on: bool) -> Row:
 
 
 def plain(value: Any) -> Any:
-    """A value as Ray hands it over, with lists where that has arrays."""
+    """A value that Ray hands over, with lists in place of arrays."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What of its machine an actor may use: the cores and the memory that Ray has given to it."""
+"""An actor's share of its machine: the cores and the memory that Ray has given to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from batchgen.core.machine import available_memory_bytes
 def take_share() -> tuple[int, int] | None:
     """Keep this actor to its share of the machine, before kernels are loaded.
 
-    It runs on cores that no other actor of this machine has, as many as Ray has given to it; where so many are not free, it has as many threads.
+    It is pinned to cores that no other actor of this machine has, as many as Ray has given to it; where not enough are
+    free, it has that many threads.
 
     Returns:
         Cores and bytes of memory; None outside of an actor.
@@ -30,15 +31,16 @@ def take_share() -> tuple[int, int] | None:
 
 
 def share_of(granted: Mapping[str, float], node: Mapping[str, float], free_bytes: int) -> tuple[int, int]:
-    """What an actor may use of its machine.
+    """An actor's share of its machine.
 
     Args:
-        granted: What Ray has given to it, under Ray's names.
-        node: What Ray has on the machine for all.
-        free_bytes: Of the machine's memory.
+        granted: Resources that Ray has given to the actor, by Ray's names.
+        node: Resources that Ray has on the machine.
+        free_bytes: Free memory of the machine.
 
     Returns:
-        Cores, at least one, and bytes of memory: those that Ray has given, or of its memory a part like that of the cores, as far as they are free.
+        Cores, at least one, and bytes of memory: those that Ray has given, or else the same part of its memory as of
+        its cores, but no more than is free.
     """
     cores = granted.get("CPU", 0.0) or 1.0
     part = min(1.0, cores / max(1.0, node.get("CPU", 0.0)))
@@ -47,6 +49,6 @@ def share_of(granted: Mapping[str, float], node: Mapping[str, float], free_bytes
 
 
 def use_cores(count: int) -> None:
-    """Run on so many cores of this process's own, with so many threads, unless the environment says how many."""
+    """Pin this process to so many cores, with so many threads, unless the environment sets the number of threads."""
     take_cores(count)
     os.environ.setdefault("BATCHGEN_NUM_THREADS", str(count))

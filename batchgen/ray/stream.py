@@ -1,4 +1,4 @@
-"""An engine that takes requests at any time: batches that overlap are one stream to it, so it never drains between them."""
+"""An engine that takes requests at any time: overlapping batches are one stream, so it never drains between them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EngineStream:
         self._thread.start()
 
     def submit(self, requests: Sequence[Request]) -> Future[list[Completion]]:
-        """Run requests; the future has their completions in the order of the requests, or what the engine raised."""
+        """Run requests; the future has their completions in the order of the requests, or the engine's exception."""
         future: Future[list[Completion]] = Future()
         with self._lock:
             if self._failure is not None:
@@ -61,7 +61,7 @@ class EngineStream:
                 assert completion.row is not None  # each request has one
                 self._batches.pop(completion.row).add(completion)
             failure: BaseException = ValueError("the stream is closed")
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised by the futures
             failure = error
         with self._lock:
             self._failure = failure

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.errors import InputError, refusing_what_is_denied
+from batchgen.core.errors import InputError, naming_files
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.units import format_seconds
 from batchgen.output.manifest import Manifest
@@ -40,7 +40,7 @@ def output_status(
         InputError: There is no job, or this user may not read it.
         BatchgenError: A file of the job is damaged.
     """
-    with refusing_what_is_denied():
+    with naming_files(errors=PermissionError):
         return _status(Path(output), sleep, name or str(output))
 
 

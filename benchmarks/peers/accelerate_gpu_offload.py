@@ -1,6 +1,8 @@
-"""transformers' generate() with Accelerate's CPU offload beside a GPU: the layers that fit stay on it, the others are copied
-there in every step. Weights are dummies. Runs in an environment that has transformers and accelerate; nothing of batchgen
-is needed. Writes JSON, see `main`."""
+"""transformers' generate() with Accelerate's CPU offload beside a GPU.
+
+The layers that fit stay on it, the others are copied there in every step. Weights are dummies. Runs in an environment
+that has transformers and accelerate; nothing of batchgen is needed. Writes JSON, see `main`.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _GEMM_SECONDS = 1.5
 
 
 def disk_read_rate(files: list[Path]) -> float:
-    """Bytes per second of direct reads from the model's own files, several at a time: the median of second-long parts."""
+    """The median rate, in bytes per second, of direct reads from the model's own files, several at a time."""
     buffer = memoryview(aligned_buffer(_READ_PIECE_BYTES * _READ_PIECES))
     rates, deadline = [], time.perf_counter() + _READ_SECONDS
     for path in files:

@@ -21,10 +21,10 @@ class LimitedRun:
     """How a command ended.
 
     Attributes:
-        cpu_s: seconds of all its threads; far below wall_s times the cores, it waited for the disk or others had the cores.
-        peak_bytes: the group's highest use, page cache and kernel memory included.
-        limit_hits: how often the kernel had to reclaim memory to stay within the limit.
-        oom_kills: processes that the kernel killed because that was not enough.
+        cpu_s: seconds of all its threads; far below wall_s times the cores, it waited for the disk or others had the
+        cores. peak_bytes: the group's highest use, page cache and kernel memory included. limit_hits: how often the
+        kernel had to reclaim memory to stay within the limit. oom_kills: processes that the kernel killed because that
+        was not enough.
     """
 
     wall_s: float

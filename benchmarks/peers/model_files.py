@@ -109,7 +109,7 @@ def write_shaped_gguf(
 
 
 def write_directory(source: Path, path: Path, dtype: str = "bfloat16") -> Path:
-    """Writes a GGUF as a Hugging Face directory in that dtype, unless it is there already, and returns the directory."""
+    """Writes a GGUF as a Hugging Face directory in that dtype, unless it is there, and returns the directory."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""The job by llama.cpp's batched decoding: next tokens of all sequences, and pieces of prompts in the capacity they leave.
+"""The job by llama.cpp's batched decoding: next tokens of all sequences, then pieces of prompts up to the batch's size.
 
 Where prompts begin alike, what they share is computed once, in a sequence of its own that the others copy, as its
 example `parallel` does: without copying, as all sequences then have one cache. Settings: sequences, batch_tokens.

@@ -1,5 +1,7 @@
-"""The job by OpenVINO GenAI's continuous batching: weights in 16 bits, computing and keeping KV in bfloat16; or with `bits` of 8
-as it does by itself, weights in 8 bits, tokens quantized as they are multiplied, KV in 8 bits.
+"""The job by OpenVINO GenAI's continuous batching.
+
+Weights are in 16 bits, computing and KV in bfloat16. With `bits` of 8 it is as OpenVINO does by itself: weights and KV
+in 8 bits, tokens quantized as they are multiplied.
 
 It looks for a prompt's beginning among what is cached when the prompt comes: where prompts begin alike, one goes ahead
 of the others. Settings: max_num_seqs, max_num_batched_tokens, cache_gb, bits.

@@ -1,5 +1,6 @@
-"""What the runners of all engines share: a job comes as JSON, tokens and times go back as JSON. Only Python's library is
-needed here.
+"""The process of a runner, of any engine: a job comes as JSON, tokens and times go back as JSON.
+
+Only Python's library is needed here.
 
 A runner is a process of its own: it loads the model, generates for the warm-up rows, then for the job's, and ends.
 """

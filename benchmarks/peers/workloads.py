@@ -14,7 +14,7 @@ from batchgen.job.options import JobOptions
 from batchgen.job.source import open_source
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 AZURE_SAMPLE = ROOT / "benchmarks" / "data" / "azure_conv_sample.csv"
@@ -46,8 +46,10 @@ def fixed(model: str, vocab_size: int, rows: int | None) -> Workload:
 
 
 def azure(model: str, vocab_size: int, rows: int | None) -> Workload:
-    """Random prompts of the lengths of the Azure LLM inference trace (conversation), clipped to 1024 in and 256 out: the
-    first rows of a seeded sample."""
+    """Random prompts with lengths of the Azure LLM inference trace (conversation), clipped to 1024 in and 256 out.
+
+    They are the first rows of a seeded sample.
+    """
     with AZURE_SAMPLE.open() as file:
         sample = list(islice(csv.DictReader(file), rows or 64))
     lengths = [(_clip(row["ContextTokens"], 1024), _clip(row["GeneratedTokens"], 256)) for row in sample]

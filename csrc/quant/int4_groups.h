@@ -1,5 +1,5 @@
 // Weights of 4 bits in groups, as GPTQ, AWQ and compressed-tensors have them, in the blocks that
-// batchgen/models/formats/group_quants.py makes: four bytes, of which the first is the zero point and the others are
+// batchgen/models/formats/group_matrix.py makes: four bytes, of which the first is the zero point and the others are
 // the upper ones of the scale, an fp32; then the codes, nibbles as in Q4_0, 32 values after the other. A value is (code
 // - zero point) * scale, and so is code * scale - zero point * scale: a scale has 16 bits, so that nothing is rounded.
 #pragma once

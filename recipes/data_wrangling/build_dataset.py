@@ -23,8 +23,8 @@ from few_shot import Prompt
 # where the label is 1, in all 946 pairs. It is the label, not something a restaurant guide prints.
 ANNOTATIONS = {"class"}
 
-# Wording, number of examples and seed were chosen on the valid split (see each recipe's README.md). A small model compares
-# two strings poorly but copies well: B's line shows what follows a name or a number when it is seen again.
+# Wording, number of examples and seed were chosen on the valid split (see each recipe's README.md). A small model
+# compares two strings poorly but copies well: B's line shows what follows a name or a number when it is seen again.
 PROMPTS = {
     "Fodors-Zagats": Prompt(
         instruction="""\
@@ -57,8 +57,8 @@ the same beer, and No when they are not.
     ),
     "iTunes-Amazon": Prompt(
         instruction="""\
-Each entry compares two songs, A and B. The title and length of B is marked Yes. The title and length of A is marked Yes \
-when A and B are the same song, and No when they are not.
+Each entry compares two songs, A and B. The title and length of B is marked Yes. The title and length of A is marked \
+Yes when A and B are the same song, and No when they are not.
 
 """,
         entry="""\

@@ -44,8 +44,11 @@ def run(name: str, output_dir: Path, options: list[str]) -> tuple[int, Path, Pat
 
 
 def table_row(name: str, output: Path, report: dict) -> tuple[str, ...]:
-    """A recipe's line under HEADER. Lengths are means in tokens, throughput is of prompts and outputs together; a job that
-    was done already has neither time nor throughput."""
+    """A recipe's line under HEADER.
+
+    Lengths are means in tokens; throughput counts prompts and outputs together. A job that was done already has neither
+    time nor throughput.
+    """
     lengths = pq.read_table(output, columns=["prompt_tokens", "generated_tokens"])
     prompt, generated = (round(pc.mean(column).as_py() or 0) for column in lengths.columns)
     timed = report["state"] == "complete" and report["prompt_tokens"] > 0

@@ -6,7 +6,8 @@ Reads `label`, `text` (the model's answer) and `error`:
 
 - label true/false: precision, recall and F1 of yes/no answers. A row that failed, or whose answer is neither, counts
   as "no" and is reported;
-- label true/false, with columns `value` and `correct`: the same for answers that are the right spelling of `value`, which
+- label true/false, with columns `value` and `correct`: the same for answers that are the right spelling of `value`,
+which
   say that it has an error by being another one; and the share of rows where the answer is `correct`;
 - label text: accuracy, the share of rows where the answer is the label.
 
@@ -76,7 +77,12 @@ def _column(table: pa.Table, path: str, name: str, what: str, *type_checks: Type
 
 
 def score_file(path: str) -> dict[str, float]:
-    """The metric of an output file, with its "failed" and, for yes/no, "unparsable" rows. Raises ValueError, OSError."""
+    """The metric of an output file, with its "failed" and, for yes/no, "unparsable" rows.
+
+    Raises:
+        ValueError: the file is no output of a recipe.
+        OSError: it cannot be read.
+    """
     try:
         with pq.ParquetFile(path) as file:
             names = ("label", "text", "error", "value", "correct")

@@ -67,8 +67,10 @@ def main() -> None:
     for path in Path(arguments.local_path).glob("*.yaml"):
         shutil.copy(path, configuration)
     command = [
-        sys.executable, "-m", "helm.benchmark.run", "--conf-paths", str(HERE / "run_entries.conf"), "--suite", "flexgen",
-        "--runner-class-name", "batchgen.helm.runner.BatchgenRunner", "--local-path", str(configuration), "-o", str(output),
+        sys.executable, "-m", "helm.benchmark.run", "--conf-paths", str(HERE / "run_entries.conf"), "--suite",
+        "flexgen",
+        "--runner-class-name", "batchgen.helm.runner.BatchgenRunner", "--local-path", str(configuration), "-o",
+        str(output),
         "--models-to-run", arguments.model, "--max-eval-instances", arguments.max_eval_instances, *others,
     ]  # fmt: skip
     started = time.monotonic()

@@ -30,8 +30,10 @@ def line(record: dict[str, str]) -> str:
 
 
 def same_thing(**_) -> dict[str, Dataset]:
-    """A listing, and four of another catalogue: the one that is of the same thing, and those that have most words in common
-    with it of the others. The first of each table is an example."""
+    """A listing, and four of another catalogue: the one of the same thing, and those with most words in common with it.
+
+    The first of each table is an example.
+    """
     splits = {"train": [], "test": []}
     rng = random.Random(0)
     for table in NAMES:

@@ -8,8 +8,9 @@ from batchgen.core.request import Request, ScoreRequest
 from batchgen.engine.encode import LengthLimit, chunks, encode_all, encode_pairs, encode_prompt, encode_texts
 from batchgen.models.files import ModelFiles
 from batchgen.models.tokenizers import tokenizer as tokenizer_module
+from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.models.tokenizers.token_bound import TokenBound
-from batchgen.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 
 def test_requests_that_may_be_the_last_for_a_while_do_not_wait_for_more():

@@ -11,8 +11,8 @@ from tiny_models import MODELS
 from batchgen.core.direct_io import ALIGNMENT
 from batchgen.core.errors import BatchgenError
 from batchgen.models import experts
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import resolve_model
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.runtime.memory.weights import Weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")

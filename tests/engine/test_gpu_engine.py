@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from batchgen import Engine, Request, SamplingParams
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device
 from batchgen.core.errors import InputError
 from batchgen.engine import loader as loading
-from batchgen.models.files import DEMO_MEMBER, cache_dir, read_config, resolve_model
+from batchgen.models.downloads import DEMO_MEMBER
+from batchgen.models.files import read_config, resolve_model
 
 on_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

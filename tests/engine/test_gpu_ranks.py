@@ -14,7 +14,7 @@ from batchgen.engine import loader
 from batchgen.engine import tensor_parallel as ranks
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.shard import shard_of
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 NUM_CARDS = torch.cuda.device_count()
 on_cards = pytest.mark.skipif(

@@ -51,7 +51,7 @@ def run_case(case, tiny_models, stores, monkeypatch, device=None, prepare=lambda
     path, model = tiny_models(case.family, **case.overrides)
     rng = random.Random(case.seed)
     rows = rng.choice((1, 5, 300))
-    monkeypatch.setattr("batchgen.planner.memory.logit_rows", lambda *_: rows)
+    monkeypatch.setattr("batchgen.planner.sizes.logit_rows", lambda *_: rows)
     device = device or (EMULATED if case.accelerated else CPU)
     parts = make_parts(
         path, device, make_policy(path, device, **case.policy), stores, serial=case.mode == "serial",
@@ -104,7 +104,7 @@ def test_any_policy_on_a_cuda_card(seed, tiny_models, stores, monkeypatch):
 @pytest.mark.parametrize("admission", ["continuous", "static"])
 def test_the_output_matrix_in_pieces(tiny_models, stores, monkeypatch, admission, logit_rows):
     """Logits are looked at piece by piece: no more than `logit_rows` of a piece's are there at once."""
-    monkeypatch.setattr("batchgen.planner.memory.logit_rows", lambda *_: logit_rows)
+    monkeypatch.setattr("batchgen.planner.sizes.logit_rows", lambda *_: logit_rows)
     path, model = tiny_models("llama")
     policy = everything_moves(path, weight_format=FP32, admission=admission)
     parts = make_parts(path, EMULATED, policy, stores, task="score")

@@ -27,10 +27,11 @@ from batchgen.core.device import Device
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.engine.tensor_parallel import check_policy, first_shard, load_on_ranks, shard_weights
 from batchgen.models.checkpoint import dummy_checkpoint, open_checkpoint
-from batchgen.models.convert import convert, find_or_convert
+from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.shard import shard_of
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 
 def loaded(checkpoint, config):

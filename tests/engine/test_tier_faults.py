@@ -16,8 +16,8 @@ from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import resolve_model
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.store.weight_store import open_store
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,9 +21,9 @@ from batchgen.core.request import ScoreRequest
 from batchgen.core.units import parse_bytes
 from batchgen.engine import loader as loading
 from batchgen.engine.engine import Engine
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import resolve_model
-from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
+from batchgen.models.kept_stores import find_or_convert
+from batchgen.planner.sizes import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
 from batchgen.runtime.memory.transfers import Arena
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,7 +88,7 @@ def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monke
     """Serially, in one thread, so that peaks of different Steps do not add up by chance. Activations that cross between
     the memories have fixed buffers, with reservations of their own; so does the output matrix's result, where it comes in vocabulary chunks."""
     if chunk:
-        for module in ("planner.memory", "engine.loader"):
+        for module in ("planner.sizes", "engine.loader"):
             monkeypatch.setattr(f"batchgen.{module}.chunk_tokens", lambda *_, **__: chunk)
     model = tiny_models(family, **WIDE[family])[0]
     fields = {"gpu_batch_size": 12, "num_gpu_batches": 3, "share_prefixes": False} | POLICIES[kind]
@@ -117,7 +117,7 @@ def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monke
 )
 def test_what_is_reserved_bounds_what_scoring_makes(tiny_models, tmp_path, monkeypatch, family, kind):
     """Every token's logits asked for: more rows than are made together, by far."""
-    monkeypatch.setattr("batchgen.planner.memory.logit_rows", lambda *_: 200)
+    monkeypatch.setattr("batchgen.planner.sizes.logit_rows", lambda *_: 200)
     model = tiny_models(family, **WIDE[family])[0]
     fields = {"gpu_batch_size": 12, "num_gpu_batches": 3, "share_prefixes": False} | POLICIES[kind]
     tokens = BATCH_TOKENS * fields["num_gpu_batches"]

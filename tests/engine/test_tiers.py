@@ -207,9 +207,12 @@ def test_any_policy_gives_the_tokens_of_the_in_memory_engine(family, rng, refere
 
 
 def random_accelerated_case(rng, variants):
+    """A case on an accelerator; in `make test` of few rows and sweeps, as a played device takes its time for each."""
     while not (case := random_case(rng, variants)).accelerated:
         pass
-    return replace(case, mode="overlapped")
+    tokens = max(quick_or(16, 0), case.policy["max_num_batched_tokens"])
+    policy = case.policy | {"max_num_batched_tokens": tokens}
+    return replace(case, mode="overlapped", policy=policy, rows=case.rows[: quick_or(5, None)])
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
-"""Files of every format that earlier commits wrote open with today's code (README.md: how they were made)."""
+"""Files of every format open with the code of this commit (README.md: how they were made)."""
 
 import json
-import pickle
 import re
 import shutil
 import zipfile
@@ -15,17 +14,18 @@ import tokenizers
 
 import batchgen
 import batchgen.profiler.cache as profile_cache
+from batchgen.core.errors import InputError
 from batchgen.core.hardware import read_profile
 from batchgen.core.plan import Plan
 from batchgen.core.request import SamplingParams
 from batchgen.helm.jobs import Jobs
 from batchgen.helm.rows import GENERATE, SCORE, Row, wanted
-from batchgen.hf_datasets import MapFunction
 from batchgen.job.plan import describe_profile
 from batchgen.lmeval.jobs import Workplace
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.store.weight_store import open_store
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "batchgen"
@@ -55,13 +55,13 @@ WRITERS = {
     "job/standard_input.py": "a copy of what was piped in, deleted with the job",
     "lmeval/jobs.py": "run_directory, in folders whose names are checked",
     "models/convert.py": "weight_store",
-    "models/files.py": "a download, which has a hash",
-    "models/tokenizers/tokenizer.py": "what transformers reads, kept by its version",
+    "models/downloads.py": "a download, which has a hash",
+    "models/tokenizers/loading.py": "what transformers reads, kept by its version",
     "output/formats.py": "outputs: Parquet, JSON lines, CSV, Arrow",
     "output/manifest.py": "run_directory",
     "output/parts.py": "run_directory",
     "output/run_directory.py": ("run_directory", "outputs"),
-    "hf_datasets.py": "map_function",
+    "hf_datasets.py": "a pickled function, which `datasets` hashes and does not keep",
     "profiler/cache.py": "hardware_profile",
     "profiler/overheads.py": "a temporary model",
     "ray/generate.py": "a copy of an actor, which has its options alone",
@@ -73,7 +73,8 @@ WRITERS = {
 }
 # core/screen.py opens descriptors by their numbers, which is no file of ours.
 WRITES = re.compile(
-    r"writ(e|ten)_atomically\(|staged\(Path|with staged\(|replace_durably\(|os\.(replace|rename)\(|\.write_(text|bytes)\("
+    r"writ(e|ten)_atomically\(|staged\(Path|with staged\(|replace_durably\(|os\.(replace|rename)\("
+    r"|\.write_(text|bytes)\("
     r"|\bopen\((?!\d)[^)]*\"[wx]|os\.O_CREAT|pq\.(write_table|ParquetWriter)|def __getstate__"
 )
 
@@ -191,6 +192,16 @@ def test_unfinished_weight_store_is_finished(folder):
     ).read_bytes()
 
 
+def test_weight_store_of_an_unknown_version_is_refused_in_one_line(folder):
+    unpack(folder, "float32")
+    path = folder / "float32" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 2}))
+    with pytest.raises(
+        InputError, match=r"^\S*manifest.json is of format version 2, this batchgen reads 1: convert [^\n]*$"
+    ):
+        open_store(folder / "float32")
+
+
 @pytest.mark.parametrize(("name", "device"), [("cpu", "cpu"), ("emulated", "emulated:gpu-memory=34MiB")])
 def test_plan_is_run(folder, name, device):
     shutil.copy(HERE / "run_directory" / "rows.parquet", folder)
@@ -279,12 +290,3 @@ def test_folders_of_evaluations_do_not_change_their_names(tmp_path):
     prompts = pa.array([[1, 2], [3]], pa.list_(pa.int32()))
     rows = pa.table({"prompt": prompts, "sampling": ["{}", '{"n": 1}']})
     assert place._digest("generate_until", rows, {"max_tokens": 4}) == "bd7d050a9159fab91be5ff12"
-
-
-@same_library
-def test_pickled_map_function_is_the_same_function(folder):
-    pickled = pickle.loads((HERE / "map_function" / "function.pickle").read_bytes())
-    fresh = MapFunction("model", prompt_column="prompt", max_tokens=6, dtype="float32", cpu_memory="2GiB")
-    assert pickled.__getstate__() == fresh.__getstate__()
-    with pickled:
-        assert len(pickled({"prompt": PROMPTS[:2]})["text"]) == 2

@@ -9,7 +9,7 @@ import pytest
 from batchgen.core.errors import RowError
 from batchgen.helm.rows import GENERATE, SCORE, answers, wanted
 from batchgen.models.files import resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 
 def helm_request(**fields):

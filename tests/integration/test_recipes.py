@@ -277,14 +277,12 @@ def test_the_demo_model_reaches_what_the_readme_says(name, run_recipes, tmp_path
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_that_stay_as_found_give_the_answers_of_expanded_ones(dtype, tmp_path, monkeypatch):
-    """Where the plan has no say. In fp32 to the letter; in bf16 within what near-ties move."""
-    monkeypatch.setattr("batchgen.job.planning.quantizations_planned", lambda *_: ())
+def test_native_weights_give_the_answers_of_dequantized_ones(dtype, tmp_path):
+    """In fp32 to the letter; in bf16 within what near-ties move."""
     answers = {}
-    for weight_format, frac in (("q4_1", 0), (dtype, 1))[: 2 if dtype == "float32" else 1]:
-        monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", frac)
+    for weight_format, weights in (("q4_1", "native"), (dtype, "dequantized"))[: 2 if dtype == "float32" else 1]:
         output, report = tmp_path / f"{weight_format}.parquet", tmp_path / "report.json"
-        job = ["run", "--config", RECIPES / "fodors_zagats" / "job.toml", "--dtype", dtype, "--cpu-memory", "6GiB"]
+        job = ["run", "--config", RECIPES / "fodors_zagats" / "job.toml", "--dtype", dtype, "--weights", weights]
         code, _, said = invoke(*job, "-o", output, "--report", report, "--progress", "none")
         assert code == 0, said
         assert json.loads(report.read_text())["policy"]["weight_format"] == weight_format

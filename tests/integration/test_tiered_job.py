@@ -12,9 +12,9 @@ from processes import batchgen, start_in_process
 from thorough import quick_or
 from tiny_models import make_tiny_model
 
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.memory import WORKSPACE_BYTES
+from batchgen.models.kept_stores import find_or_convert
+from batchgen.planner.sizes import WORKSPACE_BYTES
 
 MIB = 1 << 20
 ROWS = 300

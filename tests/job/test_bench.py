@@ -11,7 +11,8 @@ from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.job.bench import BenchOptions, run_bench
 from batchgen.job.options import JobOptions
-from batchgen.models.files import model_identity, read_config, without_weights
+from batchgen.models.files import read_config, without_weights
+from batchgen.models.identity import model_identity
 
 
 def options(path, tmp_path, *, load_format="dummy", num_prompts=6, input_len=12, output_len=5, **job):

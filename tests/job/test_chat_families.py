@@ -14,7 +14,7 @@ from tiny_models import make_tiny_model, make_tiny_tokenizer
 import batchgen
 from batchgen.core.errors import RowError
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 ANSWER = "Yes. They came"
 THOUGHT = "Hmm, two"  # which begins with a token that is in no prompt

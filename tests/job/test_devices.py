@@ -9,18 +9,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from command_line import invoke, planned, planned_json, refused
+from planner_cases import cpu_box, opt
 
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import parse_rate
 from batchgen.core.workload import Workload
-from batchgen.job import devices, planning
+from batchgen.job import devices, machine_profile, planning
 from batchgen.job.devices import Devices, Outcome
 from batchgen.job.mixed_devices import Part, _sequences_of_each, share_out
 from batchgen.job.options import JobOptions, options_of
 from batchgen.job.run_command import run_command, torchrun_command
-from batchgen.job.workload import EstimatedWorkload
+from batchgen.planner.problem import problem_of
 from batchgen.profiler.shipped import shipped_profile
 
 LENGTHS = ("--num-prompts", 48, "--input-len", 64, "--output-len", 8, "--max-num-seqs", 8)
@@ -164,9 +165,10 @@ class TestSeveralKinds:
 
 
 def test_workers_that_would_make_different_rows():
-    kinds = [(1, SimpleNamespace(), SimpleNamespace(dtype=dtype)) for dtype in ("bfloat16", "float32")]
+    problem = problem_of(cpu_box(), opt(64, 1, 1), Workload.uniform(10, 5, 5), dtype="float16")
+    kinds = [(1, None, problem, SimpleNamespace(dtype=dtype)) for dtype in ("bfloat16", "float32")]
     with pytest.raises(InputError, match="need the same --dtype, and here they would have bfloat16 and float32"):
-        share_out(kinds, EstimatedWorkload(Workload.uniform(10, 5, 5), True))
+        share_out(kinds)
 
 
 def _part(count, sequences, start_s, end_s):
@@ -184,8 +186,8 @@ def test_run_plan_and_table_say_the_same(flag, tiny_models, tmp_path, monkeypatc
     """On this machine, by given rates, but for the time that each command takes until it plans."""
     monkeypatch.setenv(HARDWARE_VARIABLE, "zen4")
     monkeypatch.setattr(planning, "process_bytes", lambda: 700 << 20)
-    monkeypatch.setattr(planning, "available_memory_bytes", lambda: 16 << 30)
-    monkeypatch.setattr(planning, "resident_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(machine_profile, "available_memory_bytes", lambda: 16 << 30)
+    monkeypatch.setattr(machine_profile, "resident_bytes", lambda: 1 << 30)
     table = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": [f"Row {i} of the harbour." for i in range(24)]}), table)
     job = ["-m", tiny_models("llama")[0], "-i", table, "--max-tokens", 4, "--dtype", "float32", "--cpu-memory", "4GiB",
@@ -265,13 +267,10 @@ def test_devices_are_read_as_people_write_them():
 
 def test_a_workers_rows_are_rounded_up(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        devices, "plan_case", lambda case, estimated: seen.append(estimated.workload.num_seqs) or [None]
-    )
+    monkeypatch.setattr(devices, "plan_job", lambda job, problem: seen.append(problem.workload.num_seqs))
+    problem = problem_of(cpu_box(), opt(64, 1, 1), Workload.uniform(10, 5, 5), dtype="float16")
     for workers in (1, 3, 20):
-        devices.plan_split(
-            SimpleNamespace(), EstimatedWorkload(Workload.uniform(10, 5, 5), True), devices.Split(workers)
-        )
+        devices.plan_split(None, problem, devices.Split(workers))
     assert seen == [10, 4, 1]
 
 

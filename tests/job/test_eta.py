@@ -9,10 +9,10 @@ from planner_cases import cpu_box, opt
 from batchgen.core.plan import Plan, Stage
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job.eta import Expected, Seen, remaining_s
-from batchgen.job.planning import PlanRequest, problem_of
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import summary
 from batchgen.planner import explain
+from batchgen.planner.problem import problem_of
 from batchgen.planner.search import search
 
 # Prompts alone, prompts beside decoding, the last rows in sweeps that are nearly empty.
@@ -77,17 +77,8 @@ def test_ends(seen):
 
 def test_a_plan_has_its_stages():
     workload = Workload(400, Lengths((100,)), Lengths((40,)), 40)
-    request = PlanRequest("m", "float16", 2048)
-    given = problem_of(cpu_box(), opt(1024, 4, 16), workload, request)
-    plan = explain.make_plan(
-        given,
-        search(given),
-        model_name="m",
-        max_model_len=2048,
-        share_prefixes=True,
-        startup_s=3.0,
-        output_len_known=True,
-    )
+    given = problem_of(cpu_box(), opt(1024, 4, 16), workload, dtype="float16", max_model_len=2048)
+    plan = explain.make_plan(given, search(given), startup_s=3.0)
     stages = plan.prediction.stages
     assert sum(stage.seconds for stage in stages) == pytest.approx(plan.prediction.total_s - 3.0)
     assert sum(stage.tokens for stage in stages) == pytest.approx(400 * (100 + 39), rel=0.02)

@@ -19,8 +19,8 @@ from batchgen.core.errors import InputError
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.pipeline import _Answering
 from batchgen.job.checks import check_options
+from batchgen.job.job import resolve_job
 from batchgen.job.options import JobOptions
-from batchgen.job.resolved import resolve_job
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.parallel import Link, check_stages, stage_policy
 from batchgen.planner.pipeline import simulate_pipeline

@@ -18,8 +18,8 @@ from thorough import quick_or
 
 import batchgen
 from batchgen.core.plan import Plan
-from batchgen.job import planning
-from batchgen.job.planning import read_plan
+from batchgen.job import machine_profile, planning
+from batchgen.job.given_plan import read_plan
 
 PROGRAM = Path(sys.executable).with_name("batchgen")  # as installed
 WORDS = ("ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable", "winter", "islands", "slate")
@@ -143,9 +143,9 @@ class TestElsewhere:
         def measure(*args, **options):
             raise AssertionError("this machine is measured")
 
-        monkeypatch.setattr("batchgen.job.plan.case_here", measure)
+        monkeypatch.setattr("batchgen.job.plan.problem_here", measure)
         for name in ("recall_or_measure", "corrected_by_probe", "corrected_by_disk_probe", "available_memory_bytes"):
-            monkeypatch.setattr(planning, name, measure)
+            monkeypatch.setattr(machine_profile, name, measure)
         assert "t4" in planned(*on_t4(opt_30b, *FEW, "--explain"))
         assert "give --hardware too" in refused("plan", "-m", opt_30b, *LENGTHS, "--compare")
 

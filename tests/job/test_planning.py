@@ -14,45 +14,45 @@ from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE, ComputeRates
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
-from batchgen.job import planning
+from batchgen.job import machine_profile
+from batchgen.job.given_plan import read_plan, runnable
+from batchgen.job.job import Job, resolve_job
+from batchgen.job.machine_profile import find_hardware, on_this_machine
 from batchgen.job.options import JobOptions
-from batchgen.job.planning import (
-    PlanRequest,
-    case_here,
-    find_hardware,
-    loading_s,
-    on_this_machine,
-    plan_case,
-    plan_job,
-    problem_of,
-    read_plan,
-    runnable,
-)
-from batchgen.job.resolved import ResolvedJob, resolve_job
+from batchgen.job.planning import plan_job, problem_here, problem_of_job
 from batchgen.job.what_if import what_if
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.files import ModelFiles, resolve_model
-from batchgen.planner.balance import balanced
+from batchgen.planner.balance import with_unequal_batches
 from batchgen.planner.explain import make_plan
-from batchgen.planner.memory import group_bytes
 from batchgen.planner.memory_requirements import most_kv_tokens
+from batchgen.planner.prediction import loading_s, plan_problem
+from batchgen.planner.problem import problem_of
 from batchgen.planner.search import search
+from batchgen.planner.sizes import group_bytes
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
 CPU, EMULATED = Device("cpu"), Device("emulated", GIB)
 SMALL = opt(1024, 12, 16)
-REQUEST = PlanRequest("small", "float16", 512)
+GIVEN = {"model_name": "small", "dtype": "float16", "max_model_len": 512}
 WORKLOAD = Workload(300, Lengths((50, 80, 120)), Lengths((10, 40)), 64, shared_prefix_len=16)
+ESTIMATED = EstimatedWorkload(WORKLOAD, True)
 
 
-def make(hardware=None, model=SMALL, workload=WORKLOAD, request=REQUEST, loading_s=0.0, startup_s=0.0):
-    problem = problem_of(hardware or cpu_box(), model, workload, request)
-    return plan_job(problem, request, startup_s=startup_s, loading_s=loading_s, output_len_known=True)
+def make(hardware=None, model=SMALL, workload=WORKLOAD, **given):
+    return plan_problem(problem_of(hardware or cpu_box(), model, workload, **GIVEN | given))
+
+
+def job_of(name="small", dtype="float16", context=512, device=CPU, config=SMALL, **options):
+    return Job(
+        JobOptions(name, None, None, **options), ModelFiles(Path(), "hf", name), config, dtype, device, context,
+        Path(), None, None, None,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def in_memory():
-    return make(request=replace(REQUEST, disk_memory=0))
+    return make(disk_memory=0)
 
 
 def complaint(function, *args, **options):
@@ -65,7 +65,7 @@ def complaint(function, *args, **options):
 class TestFindHardware:
     @pytest.fixture(autouse=True)
     def nothing_is_measured(self, monkeypatch):
-        monkeypatch.setattr(planning, "recall_or_measure", lambda *args, **options: cpu_box(name="measured"))
+        monkeypatch.setattr(machine_profile, "recall_or_measure", lambda *args, **options: cpu_box(name="measured"))
         monkeypatch.delenv(HARDWARE_VARIABLE, raising=False)
 
     def find(self, name, tmp_path):
@@ -99,11 +99,11 @@ class TestFindHardware:
 
 class TestBudgets:
     def test_all_of_the_machine_unless_told_otherwise(self):
-        budgets = problem_of(gpu_box(), SMALL, WORKLOAD, REQUEST).budgets
+        budgets = problem_of(gpu_box(), SMALL, WORKLOAD, **GIVEN).budgets
         assert budgets == {"gpu": 12 * GIB, "cpu": 48 * GIB, "disk": 450 * GIB}
-        less = replace(REQUEST, gpu_memory=3 * GIB, cpu_memory=4 * GIB, disk_memory=0)
-        assert problem_of(gpu_box(), SMALL, WORKLOAD, less).budgets == {"gpu": 3 * GIB, "cpu": 4 * GIB, "disk": 0}
-        assert "gpu" not in problem_of(cpu_box(), SMALL, WORKLOAD, REQUEST).budgets
+        less = GIVEN | {"gpu_memory": 3 * GIB, "cpu_memory": 4 * GIB, "disk_memory": 0}
+        assert problem_of(gpu_box(), SMALL, WORKLOAD, **less).budgets == {"gpu": 3 * GIB, "cpu": 4 * GIB, "disk": 0}
+        assert "gpu" not in problem_of(cpu_box(), SMALL, WORKLOAD, **GIVEN).budgets
 
     @pytest.mark.parametrize(
         ("hardware", "changes", "said"),
@@ -119,11 +119,10 @@ class TestBudgets:
         ],
     )
     def test_what_the_machine_does_not_have(self, hardware, changes, said):
-        assert said in complaint(make, hardware, request=replace(REQUEST, **changes))
+        assert said in complaint(make, hardware, **changes)
 
     def test_the_plan_stays_within_them(self):
-        request = replace(REQUEST, gpu_memory=GIB, cpu_memory=3 * GIB)
-        plan = make(gpu_box(), request=request)
+        plan = make(gpu_box(), gpu_memory=GIB, cpu_memory=3 * GIB)
         for tier, parts in plan.prediction.memory_bytes.items():
             assert sum(parts.values()) <= plan.budgets[tier]
         assert plan.prediction.total_s >= make(gpu_box()).prediction.total_s
@@ -136,17 +135,21 @@ class TestBudgets:
 
 class TestWhatIf:
     def test_a_size_is_the_machines_and_the_budget_alike(self):
-        hardware, request = what_if(gpu_box(), REQUEST, {"gpu-memory": "48GiB", "cpu-memory": "8GB"})
+        job, hardware = what_if(job_of(), gpu_box(), {"gpu-memory": "48GiB", "cpu-memory": "8GB"})
         assert hardware == gpu_box(gpu_memory_bytes=48 * GIB, cpu_memory_bytes=8 * 10**9)
-        assert (request.gpu_memory, request.cpu_memory) == (48 * GIB, 8 * 10**9)
-        assert problem_of(hardware, SMALL, WORKLOAD, request).budgets["gpu"] == 48 * GIB
+        assert (job.gpu_memory, job.cpu_memory) == (48 * GIB, 8 * 10**9)
+        assert problem_of_job(job, hardware, ESTIMATED, startup_s=0.0).budgets["gpu"] == 48 * GIB
 
     def test_a_budget_of_nothing_and_none_at_all(self):
-        none = replace(REQUEST, disk_memory=0)
-        assert what_if(gpu_box(), none, {"disk-memory": "x2"})[1].disk_memory == 0
-        assert what_if(gpu_box(), none, {"disk-memory": "+1GiB"})[1].disk_memory == GIB
-        same, request = what_if(gpu_box(), REQUEST, {"disk-memory": "x1"})
-        assert problem_of(same, SMALL, WORKLOAD, request) == problem_of(gpu_box(), SMALL, WORKLOAD, REQUEST)
+        none = replace(job_of(), disk_memory=0)
+        assert what_if(none, gpu_box(), {"disk-memory": "x2"})[0].disk_memory == 0
+        assert what_if(none, gpu_box(), {"disk-memory": "+1GiB"})[0].disk_memory == GIB
+        assert what_if(job_of(), gpu_box(), {"disk-memory": "x1"}) == (job_of(), gpu_box())
+
+    def test_a_budget_that_processes_share_grows_for_each_of_them(self):
+        shared = replace(job_of(), cpu_memory=8 * GIB, of_host=2)
+        changed, _ = what_if(shared, gpu_box(), {"cpu-memory": "+4GiB"})
+        assert changed.cpu_memory == 16 * GIB and changed.process_memory["cpu_memory"] == 8 * GIB
 
     @pytest.mark.parametrize(
         ("name", "field"),
@@ -160,25 +163,29 @@ class TestWhatIf:
     )
     def test_a_rate(self, name, field):
         for text in ("7GB/s", "7GB", "7000000000B/s"):
-            assert what_if(gpu_box(), REQUEST, {name: text}) == (gpu_box(**{field: 7 * 10**9}), REQUEST)
+            assert what_if(job_of(), gpu_box(), {name: text}) == (job_of(), gpu_box(**{field: 7 * 10**9}))
         now = getattr(gpu_box(), field)
-        assert what_if(gpu_box(), REQUEST, {name: "+7GB/s"}) == (gpu_box(**{field: now + 7 * 10**9}), REQUEST)
-        assert what_if(gpu_box(), REQUEST, {name: "x1.5"}) == (gpu_box(**{field: now * 1.5}), REQUEST)
+        assert what_if(job_of(), gpu_box(), {name: "+7GB/s"}) == (job_of(), gpu_box(**{field: now + 7 * 10**9}))
+        assert what_if(job_of(), gpu_box(), {name: "x1.5"}) == (job_of(), gpu_box(**{field: now * 1.5}))
 
     def test_more_of_a_size_is_added_to_the_machine_and_to_a_budget(self):
-        request = replace(REQUEST, gpu_memory=8 * GIB)
+        job = replace(job_of(), gpu_memory=8 * GIB)
         for text, machine, budget in (("+4GiB", 16, 12), ("x2", 24, 16), ("x0.5", 6, 4)):
-            hardware, changed = what_if(gpu_box(), request, {"gpu-memory": text})
+            changed, hardware = what_if(job, gpu_box(), {"gpu-memory": text})
             assert (hardware.gpu_memory_bytes, changed.gpu_memory) == (machine * GIB, budget * GIB)
-            _, unlimited = what_if(gpu_box(), REQUEST, {"gpu-memory": text})
-            assert problem_of(hardware, SMALL, WORKLOAD, unlimited).budgets["gpu"] == hardware.gpu_memory_bytes
+            unlimited, _ = what_if(job_of(), gpu_box(), {"gpu-memory": text})
+            assert (
+                problem_of_job(unlimited, hardware, ESTIMATED, startup_s=0.0).budgets["gpu"]
+                == hardware.gpu_memory_bytes
+            )
 
     def test_more_is_never_slower(self):
-        model, request = opt(5120, 40, 40), replace(REQUEST, max_num_seqs=128)
-        base = make(gpu_box(), model, request=request).prediction.total_s
+        model = opt(5120, 40, 40)
+        base = make(gpu_box(), model, max_num_seqs=128).prediction.total_s
         for change in ({"gpu-memory": "48GiB"}, {"h2d": "25GB/s", "d2h": "25GB/s"}):
-            hardware, changed = what_if(gpu_box(), request, change)
-            assert make(hardware, model, request=changed).prediction.total_s < base
+            job, hardware = what_if(job_of(), gpu_box(), change)
+            faster = make(hardware, model, max_num_seqs=128, gpu_memory=job.gpu_memory)
+            assert faster.prediction.total_s < base
 
     @pytest.mark.parametrize(
         ("changes", "said"),
@@ -200,7 +207,7 @@ class TestWhatIf:
     )
     def test_changes_that_make_no_sense(self, changes, said):
         hardware = cpu_box() if "no GPU" in said else gpu_box()
-        assert said in complaint(what_if, hardware, REQUEST, changes)
+        assert said in complaint(what_if, job_of(), hardware, changes)
 
 
 class TestLoading:
@@ -251,11 +258,11 @@ class TestLoading:
         assert late.prediction.low_s >= 7
 
     def test_kv_pages_are_provided_as_they_are_first_used(self):
-        request = replace(REQUEST, max_num_seqs=64, disk_memory=0)
+        given = {"max_num_seqs": 64, "disk_memory": 0}
 
         def first_touch_s(rate, rows=300, box=cpu_box):
             workload = Workload.uniform(rows, 100, 20)
-            return make(box(first_touch_bytes_per_s=rate), workload=workload, request=request).prediction.startup_s
+            return make(box(first_touch_bytes_per_s=rate), workload=workload, **given).prediction.startup_s
 
         assert first_touch_s(None) == 0
         assert 0 < first_touch_s(4e9) == pytest.approx(first_touch_s(1e9) / 4)
@@ -270,12 +277,8 @@ class TestLoading:
 
 
 class TestRunnable:
-    def runnable(self, plan, name="small", dtype="float16", context=512, device=CPU, config=SMALL, **options):
-        job = ResolvedJob(
-            JobOptions(name, None, None, **options), ModelFiles(Path(), "hf", name), config, dtype, device, context,
-            Path(), None, None, None,
-        )  # fmt: skip
-        return runnable(plan, job)
+    def runnable(self, plan, *job, **changes):
+        return runnable(plan, job_of(*job, **changes))
 
     def test_a_plan_for_this_job(self, in_memory):
         assert self.runnable(in_memory) is in_memory
@@ -294,8 +297,8 @@ class TestRunnable:
         )
 
     def test_a_plan_with_a_disk_and_several_batches(self):
-        request = replace(REQUEST, model_name="llama", max_num_seqs=8, num_gpu_batches=2)
-        plan = make(cpu_box(cpu_memory_bytes=12 * GIB), llama_8b(), request=request)
+        given = {"model_name": "llama", "max_num_seqs": 8, "num_gpu_batches": 2}
+        plan = make(cpu_box(cpu_memory_bytes=12 * GIB), llama_8b(), **given)
         assert plan.placement_bytes["weights"]["disk"] > 0 and plan.policy.num_gpu_batches == 2
         assert self.runnable(plan, "llama", config=llama_8b()) is plan
 
@@ -319,10 +322,10 @@ class TestRunnable:
 
     def test_weights_as_found_need_less_memory(self):
         """A budget that the expanded ones do not fit."""
-        request = replace(REQUEST, model_name="llama", disk_memory=0, store_bytes=GIB)
+        given = {"model_name": "llama", "disk_memory": 0, "store_bytes": GIB}
         box = cpu_box(cpu_memory_bytes=10 * GIB)
-        assert "no plan fits" in complaint(make, box, llama_8b(), request=request)
-        plan = make(box, llama_8b(), request=replace(request, weights="q4_0"))
+        assert "no plan fits" in complaint(make, box, llama_8b(), **given)
+        plan = make(box, llama_8b(), weights="q4_0", **given)
         assert plan.policy.weight_format == "q4_0"
         model = llama_8b()
         matrices = sum(rows * columns for group in model.layer_matrices.values() for rows, columns in group)
@@ -334,8 +337,9 @@ class TestRunnable:
     def test_without_a_disk_all_is_in_memory(self, in_memory):
         used = {tier for tiers in in_memory.placement_bytes.values() for tier, size in tiers.items() if size}
         assert used == {"cpu"} and in_memory.policy.kv_seqs == {"cpu": in_memory.policy.max_num_seqs}
-        request = replace(REQUEST, disk_memory=0, store_bytes=GIB)
-        assert "no plan fits" in complaint(make, cpu_box(cpu_memory_bytes=8 * GIB), llama_8b(), request=request)
+        assert "no plan fits" in complaint(
+            make, cpu_box(cpu_memory_bytes=8 * GIB), llama_8b(), disk_memory=0, store_bytes=GIB
+        )
 
 
 class TestPlanFiles:
@@ -458,7 +462,7 @@ def test_kv_pools_hold_the_block_at_full_length(in_memory):
     ids=str,
 )
 def test_what_is_asked_for_is_in_the_plan(options, field, value):
-    assert getattr(make(gpu_box(), request=replace(REQUEST, **options)).policy, field) == value
+    assert getattr(make(gpu_box(), **options).policy, field) == value
 
 
 def test_a_prediction_adds_up(in_memory):
@@ -492,18 +496,16 @@ def test_more_rows_take_longer():
 def test_two_batches_are_in_another_order_where_they_were_costed_so_and_it_has_something_to_part(
     kv_placements, costed, order
 ):
-    request = replace(REQUEST, num_gpu_batches=2, max_num_seqs=16)
-    problem = problem_of(gpu_box(), SMALL, WORKLOAD, request)
+    problem = problem_of(gpu_box(), SMALL, WORKLOAD, **GIVEN, num_gpu_batches=2, max_num_seqs=16)
     best = search(problem)
     share, rest = divmod(16, len(kv_placements))
     seqs = {name: share + (i < rest) for i, name in enumerate(kv_placements)}
     placed = replace(best, realised=replace(best.realised, counts=replace(best.counts, kv_seqs=seqs)))
     if costed == "neo":
-        placed = replace(placed, inputs=balanced(placed.inputs, seqs.get("cpu", 0)))
+        placed = replace(placed, inputs=with_unequal_batches(placed.inputs, seqs.get("cpu", 0)))
     else:
         placed = replace(placed, inputs=replace(placed.inputs, batch_order=costed))
-    options = {"model_name": "small", "max_model_len": 512, "share_prefixes": True, "startup_s": 0.0}
-    policy = make_plan(problem, placed, output_len_known=True, **options).policy
+    policy = make_plan(problem, placed, startup_s=0.0).policy
     assert policy.batch_order == order and policy.kv_seqs == seqs
     assert (policy.balance_tokens is not None) == (order == "neo")
 
@@ -513,17 +515,16 @@ def test_memory_that_others_take_after_the_job_began_is_not_planned_with(tiny_mo
     path, _ = tiny_models("llama")
     workload = EstimatedWorkload(Workload.uniform(8, 16, 4), True)
 
-    def case(**options):
+    def planning_here(**options):
         job = resolve_job(
             JobOptions(str(path), "in.jsonl", "out.jsonl", dtype="float32", **options), resolve_model(str(path))
         )
         left = job.budgets["cpu"] - (1 << 20)
-        monkeypatch.setattr(planning, "available_memory_bytes", lambda: left)
-        monkeypatch.setattr(planning, "resident_bytes", lambda: 0)
-        return case_here(job, started_s=0.0), left
+        monkeypatch.setattr(machine_profile, "available_memory_bytes", lambda: left)
+        monkeypatch.setattr(machine_profile, "resident_bytes", lambda: 0)
+        return problem_here(job, workload, started_s=0.0), left
 
-    here, left = case()
-    plan, _ = plan_case(here, workload)
-    assert plan.budgets["cpu"] == here.request.cpu_memory == left
-    given, _ = case(cpu_memory="2GiB")
-    assert "--cpu-memory 2.0 GiB is more than" in complaint(plan_case, given, workload)
+    (job, problem), left = planning_here()
+    assert plan_job(job, problem).budgets["cpu"] == job.cpu_memory == left
+    given, _ = planning_here(cpu_memory="2GiB")
+    assert "--cpu-memory 2.0 GiB is more than" in complaint(plan_job, *given)

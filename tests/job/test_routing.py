@@ -57,7 +57,12 @@ def test_the_next_plan_counts_on_what_a_job_has_seen(cache, tiny_models, tmp_pat
     path, _ = tiny_models("qwen3_moe", num_experts=64, num_experts_per_tok=8)
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"{i} apples"}) + "\n" for i in range(3)))
     seen, problem_of = [], planning.problem_of
-    monkeypatch.setattr(planning, "problem_of", lambda *given: seen.append(given[2].routing) or problem_of(*given))
+
+    def noted(*given, **options):
+        seen.append(given[2].routing)
+        return problem_of(*given, **options)
+
+    monkeypatch.setattr(planning, "problem_of", noted)
     options = {"max_tokens": 30, "dtype": "float32", "cpu_memory": 2 * GIB, "ignore_eos": True}
     reports = [
         batchgen.run(str(path), str(tmp_path / "in.jsonl"), tmp_path / f"{i}.jsonl", **options) for i in range(2)

@@ -2,7 +2,6 @@
 
 import json
 import random
-from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,19 +14,19 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job.options import JobOptions
-from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.job.source import open_source
 from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.planner.costs import head_lanes
-from batchgen.planner.memory import planned_logit_rows
 from batchgen.planner.phases import phases_of
+from batchgen.planner.prediction import plan_problem
+from batchgen.planner.problem import problem_of
 from batchgen.planner.search import search
 from batchgen.planner.simulation import memory_of, simulate_job
+from batchgen.planner.sizes import planned_logit_rows
 
 PROMPTS = Lengths(tuple(range(50, 300, 10)))
-REQUEST = PlanRequest("model", "float16", 2048)
 
 
 def scored(num_seqs=400, prompts=PROMPTS, each=30.0, **fields):
@@ -35,9 +34,7 @@ def scored(num_seqs=400, prompts=PROMPTS, each=30.0, **fields):
 
 
 def planned(hardware, model, workload, **changes):
-    request = replace(REQUEST, **changes)
-    problem = problem_of(hardware, model, workload, request)
-    return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+    return plan_problem(problem_of(hardware, model, workload, dtype="float16", max_model_len=2048, **changes))
 
 
 def test_nothing_decodes_and_every_prompt_is_computed():
@@ -58,7 +55,7 @@ def test_it_costs_what_a_single_token_would_but_for_the_logits():
         planned(hardware, model, one, max_num_seqs=64).prediction.total_s, rel=1e-6
     )
     plan = planned(hardware, model, scored(each=50.0), max_num_seqs=64)
-    best = search(problem_of(hardware, model, scored(each=50.0), replace(REQUEST, max_num_seqs=64)))
+    best = search(problem_of(hardware, model, scored(each=50.0), dtype="float16", max_num_seqs=64))
     at = best.counts.placement(best.inputs)
     logits = sum(s.sweeps * head_lanes(best.inputs, s, at)["compute"] for s in best.phases)
     flops = 2 * model.vocab_size * model.embed_size * 400 * 50

@@ -7,8 +7,9 @@ from planner_cases import llama_8b
 
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
-from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.planner.explain import explain
+from batchgen.planner.prediction import plan_maker, plan_problem
+from batchgen.planner.problem import problem_of
 from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.search import in_neos_order, search
 from batchgen.planner.strategies import NEO
@@ -17,16 +18,15 @@ from batchgen.profiler.shipped import shipped_profile
 # The host of a g5.8xlarge: the CPU attends to as much as it can hide beside all that the GPU computes, and no more.
 HOST = 0.5
 WORKLOAD = Workload(600, Lengths(tuple(range(900, 1101, 20))), Lengths(tuple(range(180, 221, 4))), 220)
-TIMES = {"startup_s": 0.0, "loading_s": 0.0, "output_len_known": True}
 
 
 @pytest.fixture(scope="module")
 def case():
     scaled = {"cpu_decode_attention": HOST, "dram_bytes_per_s": HOST, "cpu_memory_bytes": HOST}
     hardware = shipped_profile("a10g").scaled(**scaled)
-    request = PlanRequest("m", "float16", 4096, admission="continuous", process_bytes=700 << 20, disk_memory=0)
-    problem = problem_of(hardware, llama_8b(), WORKLOAD, request)
-    return problem, request, plan_maker(problem, request, **TIMES)
+    given = {"max_model_len": 4096, "admission": "continuous", "process_bytes": 700 << 20, "disk_memory": 0}
+    problem = problem_of(hardware, llama_8b(), WORKLOAD, dtype="float16", **given)
+    return problem, plan_maker(problem)
 
 
 def simulated_s(candidate, plan, **policy):
@@ -34,7 +34,7 @@ def simulated_s(candidate, plan, **policy):
 
 
 def test_they_are_faster_than_equal_ones_and_than_all_cpu_attention_in_one(case):
-    problem, _, plan_of = case
+    problem, plan_of = case
     own = NEO.restrict(problem)
     even = search(own)
     (unequal,) = in_neos_order(own, even)
@@ -47,8 +47,8 @@ def test_they_are_faster_than_equal_ones_and_than_all_cpu_attention_in_one(case)
 
 
 def test_the_plan_has_them_and_says_so(case):
-    problem, request, _ = case
-    plan = plan_job(problem, request, **TIMES)
+    problem, _ = case
+    plan = plan_problem(problem)
     policy = plan.policy
     assert (policy.batch_order, policy.num_gpu_batches) == ("neo", 2) and policy.balance_tokens > 0
     text = "\n".join(explain(plan))

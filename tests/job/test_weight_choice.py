@@ -1,13 +1,13 @@
-"""Weights as found or expanded, where that is left to the plan: the faster by the machine's rates, and the same tokens."""
+"""`--weights auto`: native or dequantized, by the machine's rates of products and by memory; and the same tokens."""
 
 import json
+import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from planner_cases import GIB, constant, cpu_box
+from planner_cases import constant, cpu_box
 from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 import batchgen
@@ -15,16 +15,17 @@ import batchgen.job.run as run_module
 from batchgen.core.dtypes import product_key
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import Rates
-from batchgen.core.plan import OtherWeights, Plan
+from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.job import weight_choice
+from batchgen.job.job import resolve_job
+from batchgen.job.machine_profile import weight_formats_measured
 from batchgen.job.options import JobOptions
-from batchgen.job.planning import Case, _weight_formats_measured, plan_case, request_of
-from batchgen.job.resolved import resolve_job
-from batchgen.job.weight_choice import faster, in_format_of_rows, quantizations_planned
+from batchgen.job.planning import plan_job, problem_of_job
+from batchgen.job.weight_choice import in_format_of_rows, with_faster_weights
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.files import resolve_model
-from batchgen.planner.explain import explain, headline
+from batchgen.planner.explain import explain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,34 +53,34 @@ def machine(packed=True, **changes):
     return replace(box, cpu=replace(box.cpu, **tables))
 
 
-def case_of(gguf_file, hardware, **options):
-    options = {"dtype": FP32, "cpu_memory": "4GiB", "max_model_len": 128} | options
-    job = resolve_job(JobOptions(str(gguf_file), "in.parquet", "out.parquet", **options), resolve_model(str(gguf_file)))
-    request = replace(request_of(job), cpu_memory=hardware.cpu_memory_bytes, disk_memory=0, store_bytes=GIB)
-    return Case(job, hardware, request, 0.0)
+def job_of(path, **options):
+    options = {"dtype": FP32, "cpu_memory": "4GiB", "max_model_len": 128, "disk_memory": 0} | options
+    return resolve_job(JobOptions(str(path), "in.parquet", "out.parquet", **options), resolve_model(str(path)))
 
 
-def planned(gguf_file, rows, hardware=None, **options):
-    workload = EstimatedWorkload(Workload.uniform(rows, 16, 64), True)
-    return plan_case(case_of(gguf_file, hardware or machine(), **options), workload)
+def planned(path, rows, hardware=None, **options):
+    hardware, workload = hardware or machine(), Workload.uniform(rows, 16, 64)
+    job = replace(job_of(path, **options), cpu_memory=hardware.cpu_memory_bytes)
+    job = with_faster_weights(job, hardware, workload)
+    return plan_job(job, problem_of_job(job, hardware, EstimatedWorkload(workload, True), startup_s=0.0))
 
 
-def test_few_rows_run_with_weights_as_found_and_many_with_expanded_ones(gguf_file):
-    (few, few_problem), (many, many_problem) = (planned(gguf_file, rows) for rows in (1, 1000))
+def test_few_rows_run_with_native_weights_and_many_with_dequantized_ones(gguf_file):
+    few, many = (planned(gguf_file, rows) for rows in (1, 1000))
     assert (few.policy.weight_format, many.policy.weight_format) == ("q4_0", FP32)
-    assert (few_problem.weight_formats, many_problem.weight_formats) == (("q4_0",), (FP32,))
-    for plan, other in ((few, FP32), (many, "q4_0")):
-        assert plan.other_weights.weight_format == other
-        assert plan.other_weights.seconds > 1.02 * plan.prediction.total_s
+    for plan in (few, many):
         assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    (said,) = (line for line in headline(few) if "Weights" in line)
-    assert said.startswith("Weights stay in q4_0, as they were found: so the job takes") and said in explain(few)
-    (said,) = (line for line in headline(many) if "Weights" in line)
-    assert said.startswith("Weights are expanded to float32: so the job takes") and said in explain(many)
+        assert plan.weights_reason in explain(plan)
+    assert re.fullmatch(
+        r"Weights stay in q4_0: matrix products take .*, and .* dequantized to float32\.", few.weights_reason
+    )
+    assert re.fullmatch(
+        r"Weights are dequantized to float32: matrix products take .*, and .* in q4_0\.", many.weights_reason
+    )
 
 
 def test_the_same_machine_gives_the_same_choice(gguf_file):
-    assert len({planned(gguf_file, 30)[0].policy.weight_format for _ in range(3)}) == 1
+    assert len({planned(gguf_file, 30).policy.weight_format for _ in range(3)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -94,30 +95,24 @@ def test_the_same_machine_gives_the_same_choice(gguf_file):
 def test_nothing_is_chosen_where_a_format_is_asked_for_or_rates_are_not_known(
     gguf_file, options, hardware, found, rows
 ):
-    plan, _ = planned(gguf_file, rows, machine(**hardware), **options)
-    assert (plan.policy.weight_format, plan.other_weights) == (found, None)
-    assert not any("Weights" in line for line in headline(plan))
+    plan = planned(gguf_file, rows, machine(**hardware), **options)
+    assert (plan.policy.weight_format, plan.weights_reason) == (found, "")
 
 
-def with_time(weight_format, seconds):
-    return Plan(
-        "m", "h", FP32, None, {}, SimpleNamespace(weight_format=weight_format), {}, SimpleNamespace(total_s=seconds)
-    )
+@pytest.mark.parametrize(("dequantized_rate", "chosen"), [(0.99, "q4_0"), (1.01, "q4_0"), (1.03, "dequantized")])
+def test_products_that_are_equal_to_2_percent_leave_weights_native(dequantized_rate, chosen, gguf_file):
+    box = machine()
+    gemm = box.cpu.gemm_flops_per_s | {FP32: constant(1e9 * dequantized_rate), PACKED: constant(1e9)}
+    box = replace(box, cpu=replace(box.cpu, gemm_flops_per_s=gemm))
+    assert with_faster_weights(job_of(gguf_file), box, Workload.uniform(100, 16, 64)).options.weights == chosen
 
 
-@pytest.mark.parametrize(("expanded_s", "chosen"), [(99.0, "q4_0"), (97.0, FP32), (101.0, "q4_0"), (300.0, "q4_0")])
-def test_times_that_are_equal_to_2_percent_leave_weights_as_found(expanded_s, chosen):
-    plan = faster([with_time("q4_0", 100.0), with_time(FP32, expanded_s)])
-    assert plan.policy.weight_format == chosen
-    other = OtherWeights(FP32, expanded_s) if chosen == "q4_0" else OtherWeights("q4_0", 100.0)
-    assert plan.other_weights == other
-
-
-def test_expanded_weights_that_cannot_fit_are_not_planned_for(gguf_file):
-    job = case_of(gguf_file, machine()).job
-    for memory, count in ((4 * GIB, 2), (1 << 20, 1)):
-        assert quantizations_planned(job, machine(), memory) == ("q4_0", "dequantized")[:count]
-    assert quantizations_planned(job, machine(packed=False), 4 * GIB) == ()
+def test_weights_stay_native_where_dequantized_ones_have_no_room(gguf_file):
+    slow = machine(cpu_memory_bytes=1 << 20)
+    job = replace(job_of(gguf_file), cpu_memory=1 << 20)
+    job = with_faster_weights(job, slow, Workload.uniform(1000, 16, 64))
+    assert job.options.weights == "q4_0"
+    assert re.fullmatch(r"Weights stay in q4_0: dequantized to float32 they take .* MiB\.", job.weights_reason)
 
 
 def test_where_neither_fits_the_one_that_needs_less_is_named(gguf_file):
@@ -126,20 +121,20 @@ def test_where_neither_fits_the_one_that_needs_less_is_named(gguf_file):
 
 
 def test_rates_are_measured_for_what_is_compared(gguf_file):
-    job = case_of(gguf_file, machine()).job
-    assert _weight_formats_measured(job, may_stream=False) == (("q4_0",), ())
-    assert _weight_formats_measured(job, may_stream=True) == (("q4_0",), ("q4_0",))
-    expanded = case_of(gguf_file, machine(), weights="dequantized").job
-    assert _weight_formats_measured(expanded, may_stream=True) == ((), (FP32,))
+    job = job_of(gguf_file)
+    assert weight_formats_measured(job, may_stream=False) == (("q4_0",), ())
+    assert weight_formats_measured(job, may_stream=True) == (("q4_0",), ("q4_0",))
+    expanded = job_of(gguf_file, weights="dequantized")
+    assert weight_formats_measured(expanded, may_stream=True) == ((), (FP32,))
 
 
 def test_an_output_matrix_that_is_the_embeddings_too_needs_no_rates_of_its_own(tmp_path):
     model = make_tiny_model("llama", tmp_path, hidden_size=256, intermediate_size=256, tie_word_embeddings=True)
     path = tmp_path / "model.gguf"
     write_tiny_gguf(model, path, tensor_type="Q4_0", tokenizer=make_tiny_tokenizer(tmp_path))
-    job = case_of(path, machine()).job
+    job = job_of(path)
     assert job.process_config.tied_embeddings
-    assert _weight_formats_measured(job, may_stream=False) == (("q4_0",), ())
+    assert weight_formats_measured(job, may_stream=False) == (("q4_0",), ())
 
 
 @pytest.fixture
@@ -187,7 +182,7 @@ def told(capfd):
 
 def test_where_the_format_of_finished_rows_cannot_be_had_the_other_one_is_used_and_told(run, monkeypatch, capfd):
     assert run("both.parquet", PACKED, limit=4) == FP32
-    monkeypatch.setattr(weight_choice, "expanded_fit", lambda *_: False)
+    monkeypatch.setattr(weight_choice, "dequantized_fit", lambda *_: False)
     assert run("both.parquet", PACKED, limit=6, progress="plain") == "q4_0"
     (line,) = told(capfd)
     assert line.endswith(
@@ -204,7 +199,7 @@ def test_where_no_plan_fits_with_the_format_of_finished_rows_the_other_one_is_us
     plan = run_module.make_plan
 
     def refuse(job, *args, **options):
-        if job.as_found is None:
+        if job.native_format is None:
             raise InputError("no plan fits")
         return plan(job, *args, **options)
 
@@ -247,12 +242,12 @@ def test_ranks_go_on_with_the_format_of_finished_rows_where_blocks_are_not_cut(i
     model = make_tiny_model("llama", tmp_path, hidden_size=256, intermediate_size=intermediate_size)
     path = tmp_path / "model.gguf"
     write_tiny_gguf(model, path, tensor_type="Q4_0", tokenizer=make_tiny_tokenizer(tmp_path))
-    job = case_of(path, machine(), tensor_parallel=2).job
-    assert job.options.weights == "dequantized" and quantizations_planned(job, machine(), 4 * GIB) == ()
+    job = job_of(path, tensor_parallel=2)
+    assert job.options.weights == "dequantized" and job.open_format is None
     kept = {name: in_format_of_rows(job, name) for name in ("q4_0", FP32)}
     if intermediate_size == 96:  # 48 of a rank are one and a half blocks
         assert kept == {"q4_0": None, FP32: None}
         return
     assert [kept[name].options.weights for name in ("q4_0", FP32)] == ["q4_0", "dequantized"]
-    assert _weight_formats_measured(kept["q4_0"], may_stream=True) == (("q4_0",), ("q4_0",))
-    assert _weight_formats_measured(kept[FP32], may_stream=True) == ((), (FP32,))
+    assert weight_formats_measured(kept["q4_0"], may_stream=True) == (("q4_0",), ("q4_0",))
+    assert weight_formats_measured(kept[FP32], may_stream=True) == ((), (FP32,))

@@ -15,12 +15,13 @@ from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, GGUF_FORMATS, MXFP
 from batchgen.core.errors import InputError
 from batchgen.engine.loader import choose_weights
 from batchgen.models.checkpoint import open_checkpoint
-from batchgen.models.convert import convert, find_or_convert
+from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model, resolve_weights
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.layouts import is_quantized
 from batchgen.models.store.weight_store import load_extent
 from batchgen.ops import cpp
-from batchgen.planner.memory import group_bytes
+from batchgen.planner.sizes import group_bytes
 
 OPTIONS = {"dtype": "float32", "cpu_memory": "2GiB", "max_tokens": 4}
 
@@ -155,7 +156,7 @@ def test_types_that_nobody_reads_are_named_before_anything_is_loaded(tmp_path, n
 @pytest.fixture
 def little_memory(monkeypatch):
     """As if there were no room for expanded weights."""
-    monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", 0)
+    monkeypatch.setattr("batchgen.engine.loader._DEQUANTIZED_FRAC", 0)
 
 
 def test_weights_are_expanded_where_that_takes_little_of_the_memory(tmp_path):
@@ -182,7 +183,7 @@ def test_weights_are_expanded_where_that_takes_little_of_the_memory(tmp_path):
     ]
 
 
-def test_the_engine_takes_them_as_they_are(tmp_path, monkeypatch, little_memory):
+def test_the_engine_runs_block_quantized_weights_as_they_are(tmp_path, monkeypatch, little_memory):
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     files = make_gguf(tmp_path / "model", "Q4_0")
     store = find_or_convert(files, tmp_path / "stores", "float32", "q4_0")
@@ -199,7 +200,7 @@ def test_the_engine_takes_them_as_they_are(tmp_path, monkeypatch, little_memory)
     matrices = config.num_layers * sum(r * c for group in config.layer_matrices.values() for r, c in group)
     matrices += 2 * config.vocab_size * config.embed_size
     assert expanded[1] - found[1] == matrices * (4 - 18 / 32)
-    monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", 0.5)
+    monkeypatch.setattr("batchgen.engine.loader._DEQUANTIZED_FRAC", 0.5)
     assert run(store.path) == expanded
 
 
@@ -230,11 +231,11 @@ def test_a_plan_says_how_weights_are_kept(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "The ferry"}\n{"prompt": "Yes."}\n')
     found = {}
     for name, frac, then in (("kept", 0, 0.5), ("expanded", 0.5, 0)):
-        monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", frac)
+        monkeypatch.setattr("batchgen.engine.loader._DEQUANTIZED_FRAC", frac)
         sizes = ["--dtype", "float32", "--cpu-memory", "2GiB", "--max-tokens", "4"]
         code, _, message = invoke("plan", "-m", files.path, "-i", "rows.jsonl", "-o", "plan.json", *sizes)
         assert code == 0, message
-        monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", then)
+        monkeypatch.setattr("batchgen.engine.loader._DEQUANTIZED_FRAC", then)
         report = batchgen.run(str(files.path), "rows.jsonl", f"{name}.jsonl", plan="plan.json", **OPTIONS)
         found[name] = report["policy"]["weight_format"], (tmp_path / f"{name}.jsonl").read_bytes()
     assert [found["kept"][0], found["expanded"][0]] == ["q4_0", "float32"] and found["kept"][1] == found["expanded"][1]

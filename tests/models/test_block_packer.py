@@ -64,7 +64,7 @@ def small_pieces(monkeypatch):
 
 @pytest.mark.parametrize("isa", ALL_SETS)
 @pytest.mark.parametrize("weight_format", BLOCK_FORMATS)
-def test_panels_are_those_of_the_whole(tmp_path, small_pieces, weight_format, isa):
+def test_panels_packed_from_a_file_are_those_of_the_whole_matrix(tmp_path, small_pieces, weight_format, isa):
     """Of parts that begin in the middle of a page and of a panel."""
     for gated in (False, True):
         rows, ordered = make(tmp_path / "model.gguf", weight_format, (150, 37, 113), 512)
@@ -174,7 +174,10 @@ def test_a_file_that_is_gone_is_named(tmp_path):
 
 
 def test_an_interrupt_leaves_out_what_has_not_begun(tmp_path, small_pieces, monkeypatch):
-    """And no thread is at work afterwards. The only thread is in its first piece until the others are called off, or are not."""
+    """No thread is at work afterwards.
+
+    The only thread is in its first piece until the others are called off, or are not.
+    """
     rows, _ = make(tmp_path / "model.gguf", "q4_1", (2000,), 256)
     packed, begun, released, real = [], threading.Event(), threading.Event(), kernels.fill_panels
 

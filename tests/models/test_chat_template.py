@@ -17,7 +17,8 @@ def said(role, content, **more):
 
 
 CHATML = (
-    "{%- for m in messages %}\n    {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}\n{%- endfor %}\n"
+    "{%- for m in messages %}\n    {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}\n{%- endfor "
+    "%}\n"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
 TRIMS = (
@@ -54,10 +55,14 @@ AS_JSON = (
     "{{ effort | default(0) | tojson }}"
 )
 PARTS = (
-    "{% for m in messages %}{{ m.role }}: {% for c in m['content'] %}{% if c['type'] == 'text' %}{{ c['text'] }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {% for c in m['content'] %}{% if c['type'] == 'text' %}{{ c['text'] }}{% "
+    "endif %}"
     "{% endfor %}{{ '\n' }}{% endfor %}"
 )
-BOTH = "{% for m in messages %}{% if m.content is string %}S{{ m.content }}{% else %}P{{ m.content[0].text }}{% endif %}{% endfor %}"
+BOTH = (
+    "{% for m in messages %}{% if m.content is string %}S{{ m.content }}{% else %}"
+    "P{{ m.content[0].text }}{% endif %}{% endfor %}"
+)
 
 CONVERSATIONS = [
     [said("user", "Hello, <b>&</b> 'you' é\n\n  there \u4e00")],

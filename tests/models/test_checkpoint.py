@@ -730,7 +730,7 @@ def test_dummy_rows_differ_in_a_tensor_larger_than_the_pool(monkeypatch):
 
     from test_config import LLAMA_8B
 
-    monkeypatch.setattr("batchgen.models.checkpoint._DUMMY_VALUES", (1 << 12) + 3)
+    monkeypatch.setattr("batchgen.models.formats.dummy._VALUES", (1 << 12) + 3)
     config = replace(config_of_hf(LLAMA_8B), vocab_size=300, embed_size=64, hidden_size=64)
     embed = dummy_checkpoint(config).load_embeddings(torch.float32)["embed.weight"]
     assert len(torch.unique(embed, dim=0)) == 300
@@ -752,14 +752,30 @@ def test_mxfp4_blocks_are_what_transformers_makes_of_them(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("family", "broken", "said"),
     [
-        ("mixtral", lambda t: t.pop("model.layers.1.block_sparse_moe.experts.2.w3.weight"), "no tensor .*experts.2.w3.weight"),
-        ("qwen2_moe", lambda t: t.pop("model.layers.2.mlp.shared_expert_gate.weight"), "no tensor .*shared_expert_gate"),
-        ("qwen3_moe", lambda t: cut(t, "model.layers.0.mlp.gate.weight"), r"mlp.gate.weight in .* is \[7, 64\].*asks for \[8, 64\]"),
-        ("gpt_oss", lambda t: cut(t, "model.layers.1.mlp.experts.down_proj"), r"down_proj in .* is \[3, 96, 64\].*\[4, 96, 64\]"),
+        (
+            "mixtral",
+            lambda t: t.pop("model.layers.1.block_sparse_moe.experts.2.w3.weight"),
+            "no tensor .*experts.2.w3.weight",
+        ),
+        (
+            "qwen2_moe",
+            lambda t: t.pop("model.layers.2.mlp.shared_expert_gate.weight"),
+            "no tensor .*shared_expert_gate",
+        ),
+        (
+            "qwen3_moe",
+            lambda t: cut(t, "model.layers.0.mlp.gate.weight"),
+            r"mlp.gate.weight in .* is \[7, 64\].*asks for \[8, 64\]",
+        ),
+        (
+            "gpt_oss",
+            lambda t: cut(t, "model.layers.1.mlp.experts.down_proj"),
+            r"down_proj in .* is \[3, 96, 64\].*\[4, 96, 64\]",
+        ),
         ("gpt_oss", lambda t: cut(t, "model.layers.1.mlp.router.bias"), r"router.bias in .* is \[3\].*asks for \[4\]"),
         ("gpt_oss", lambda t: t.pop("model.layers.2.self_attn.sinks"), "no tensor model.layers.2.self_attn.sinks"),
     ],
-)  # fmt: skip
+)
 def test_wrong_mixtures_are_refused_by_name(tmp_path, family, broken, said):
     make_tiny_model(family, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

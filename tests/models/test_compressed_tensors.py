@@ -1,4 +1,7 @@
-"""Checkpoints of compressed-tensors: W8A8 as it is stored, and what is refused by name. test_group_codes.py has the other schemes."""
+"""Checkpoints of compressed-tensors: W8A8 as it is stored, and what is refused by name.
+
+test_quantized_checkpoints.py has the other schemes.
+"""
 
 import json
 
@@ -10,9 +13,10 @@ from tiny_models import FAMILIES, make_tiny_model
 import batchgen
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint
-from batchgen.models.convert import convert, find_or_convert
+from batchgen.models.convert import convert
 from batchgen.models.families import MIXTURES
 from batchgen.models.files import read_config, resolve_model, resolve_weights
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.store.weight_store import open_store
 from batchgen.ops import int8
 
@@ -58,7 +62,7 @@ def state(path, weights):
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MIXTURES])
-def test_codes_and_scales_are_those_of_the_file(tmp_path, family, scale_dtype):
+def test_quantized_values_and_scales_are_those_of_the_file(tmp_path, family, scale_dtype):
     stored = make_quantized(family, tmp_path / "model", scale_dtype)
     files = resolve_model(str(tmp_path / "model"))
     checkpoint = open_checkpoint(files)
@@ -90,7 +94,7 @@ def test_mixtures_of_experts_are_refused(tmp_path, family):
         open_checkpoint(resolve_model(str(tmp_path / "model")))
 
 
-def test_it_runs_in_8_bits_without_being_told(tmp_path, monkeypatch):
+def test_a_checkpoint_in_8_bits_runs_in_8_bits_by_default(tmp_path, monkeypatch):
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     make_quantized("llama", tmp_path / "model")
     path = str(tmp_path / "model")

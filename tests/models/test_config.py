@@ -151,37 +151,79 @@ def test_a_config_that_states_only_shapes_takes_the_defaults_of_transformers(fam
 
 # What published files have beside the plain keys.
 PUBLISHED = {
-    "opt": {"activation_dropout": 0.0, "prefix": "</s>", "layerdrop": 0.0, "_remove_final_layer_norm": False, "init_std": 0.02},
-    "llama": {"pretraining_tp": 1, "rope_interleaved": False, "is_llama_config": True, "rope_theta": 100000, "unsloth_fixed": True},
+    "opt": {
+        "activation_dropout": 0.0,
+        "prefix": "</s>",
+        "layerdrop": 0.0,
+        "_remove_final_layer_norm": False,
+        "init_std": 0.02,
+    },
+    "llama": {
+        "pretraining_tp": 1,
+        "rope_interleaved": False,
+        "is_llama_config": True,
+        "rope_theta": 100000,
+        "unsloth_fixed": True,
+    },
     "mistral": {"sliding_window": None, "head_dim": None, "rope_theta": 1000000.0, "attention_dropout": 0.0},
     "qwen2": {
-        "use_mrope": False, "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 21,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "sliding_window": 131072,
+        "max_window_layers": 21,
         "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
     },
     "qwen3": {"attention_bias": False, "max_window_layers": 36, "rope_scaling": None, "sliding_window": None},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "query_pre_attn_scalar": 144},
     "gemma3": {
-        "attn_logit_softcapping": None, "final_logit_softcapping": None, "cache_implementation": "hybrid", "rope_scaling": None,
-        "rope_local_base_freq": 10000, "rope_theta": 1000000, "sliding_window_pattern": 6, "_sliding_window_pattern": 6,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "rope_scaling": None,
+        "rope_local_base_freq": 10000,
+        "rope_theta": 1000000,
+        "sliding_window_pattern": 6,
+        "_sliding_window_pattern": 6,
     },
     "phi3": {
-        "attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "interpolate_factor": 1, "full_attn_mod": 1,
-        "partial_rotary_factor": 0.75, "sliding_window": 262144, "max_position_embeddings": 131072, "num_attention_heads": 24,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "lm_head_bias": False,
+        "interpolate_factor": 1,
+        "full_attn_mod": 1,
+        "partial_rotary_factor": 0.75,
+        "sliding_window": 262144,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 24,
         "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
     },
     "mixtral": {"output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None, "rope_theta": 1e6},
     "qwen2_moe": {"use_sliding_window": False, "max_window_layers": 21, "sliding_window": 32768, "mlp_only_layers": []},
     "qwen3_moe": {
-        "head_dim": 128, "max_window_layers": 28, "norm_topk_prob": True, "mlp_only_layers": [], "rope_scaling": None,
-        "qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0,
+        "head_dim": 128,
+        "max_window_layers": 28,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "rope_scaling": None,
+        "qkv_bias": False,
+        "use_qk_norm": True,
+        "shared_expert_intermediate_size": 0,
     },
     "gpt_oss": {
-        "initial_context_length": 4096, "experts_per_token": 4, "swiglu_limit": 7.0, "rope_theta": 150000, "rope_scaling": {
-            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
+        "initial_context_length": 4096,
+        "experts_per_token": 4,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
             "truncate": False,
         },
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -491,7 +533,7 @@ QWEN_CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddin
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("opt", "gemma3", "phi3")])
 class TestScalingBesideRopeParameters:
-    """As Qwen's model cards advise, in files that transformers 5 wrote: it then forgets the base that was in the others."""
+    """Qwen's model cards advise it, in files of transformers 5, which then forgets the base that was in the others."""
 
     @pytest.mark.parametrize("card", [QWEN_CARD, {"type": "yarn", **{k: QWEN_CARD[k] for k in list(QWEN_CARD)[1:]}}])
     def test_it_is_refused_with_what_to_write_instead(self, family, card):
@@ -532,7 +574,7 @@ def test_values_of_the_wrong_kind_are_input_errors(family, tmp_path):
                 assert key in str(error) or isinstance(value, dict) or key in NAMED_OTHERWISE, (key, value, str(error))
 
 
-# A model without num_key_value_heads has as many as heads; a checkpoint's format has a name; of architectures there is one.
+# A model without num_key_value_heads has as many as heads; a format has a name; there is one architecture.
 NAMED_OTHERWISE = ("num_attention_heads", "quantization_config", "architectures", "num_experts_per_tok", "dtype")
 
 

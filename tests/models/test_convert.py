@@ -22,10 +22,12 @@ import batchgen
 from batchgen.cli import commands
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models.checkpoint import open_checkpoint
-from batchgen.models.convert import convert, find_or_convert, store_path
-from batchgen.models.files import model_identity, read_config, resolve_for_planning, resolve_model, weight_paths
+from batchgen.models.convert import convert
+from batchgen.models.files import read_config, resolve_for_planning, resolve_model, weight_paths
+from batchgen.models.identity import model_identity
+from batchgen.models.kept_stores import find_or_convert, store_path
 from batchgen.models.store.weight_store import open_store
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Which day has two sailings?"}]
 
@@ -224,7 +226,7 @@ def test_killed_anywhere_and_run_again(llama, reference, tmp_path):
     assert int(found.stdout) > 20
 
 
-def test_an_interrupted_4_bit_store_becomes_the_same(llama, tmp_path):
+def test_an_interrupted_4_bit_store_is_finished_byte_for_byte(llama, tmp_path):
     """Layers are packed by what those before them make, which a second start has to know."""
     whole = convert(llama, tmp_path / "whole", dtype="float32", weights="int4")
 

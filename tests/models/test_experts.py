@@ -140,7 +140,7 @@ def test_bytes_follow_all_experts_and_flops_those_chosen():
     assert set(config.linear_shapes) >= {(48, 40), (40, 24)}
 
 
-def test_layers_without_experts_count_as_what_they_have():
+def test_layers_without_experts_count_the_weights_that_they_have():
     fields = {"num_hidden_layers": 3, "intermediate_size": 100, "mlp_only_layers": [1]}
     config, plain = mixture(8, 2, **fields)[0], mixture(8, 2, num_hidden_layers=3)[0]
     fewer = 8 * (plain.expert_params + plain.hidden_size) - 3 * 100 * 40

@@ -17,9 +17,11 @@ import pytest
 from tiny_models import make_tiny_model, write_tiny_gguf
 
 from batchgen.core import private_files
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.models import files as model_files
-from batchgen.models.files import cache_dir, model_identity, read_config, resolve_model
+from batchgen.models import downloads as model_files
+from batchgen.models.files import read_config, resolve_model
+from batchgen.models.identity import model_identity
 
 
 def refusal(spec) -> str:
@@ -257,7 +259,7 @@ def test_the_demo_model(tmp_path):
     import torch
 
     from batchgen.models.checkpoint import open_checkpoint
-    from batchgen.models.tokenizers.tokenizer import load_tokenizer
+    from batchgen.models.tokenizers.loading import load_tokenizer
 
     files = resolve_model("demo")
     config = read_config(files)

@@ -1,4 +1,7 @@
-"""Tokenizers of GGUFs: ids are those of llama.cpp, recorded or by its algorithm, and what cannot be so is refused by name."""
+"""Tokenizers of GGUFs: ids are those of llama.cpp, recorded or by its algorithm.
+
+What cannot be so is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from gguf_vocabularies import BYTE, CONTROL, RECORDED, UNKNOWN, USER_DEFINED, by
 from batchgen.core.errors import InputError
 from batchgen.models.tokenizers.gguf_pre_tokenizers import PRE_TOKENIZERS
 from batchgen.models.tokenizers.gguf_tokenizer import backend_of, names_of
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 
 @pytest.mark.parametrize("kind", RECORDED["kinds"], ids=lambda kind: kind["names"][0])
@@ -102,7 +105,7 @@ def cut_out(text, special):
 
 
 def by_the_algorithm(pairs, text):
-    """As llama.cpp: of all neighbours the pair with the best score becomes one, the first of equals; bytes are what is left."""
+    """llama.cpp's algorithm: the pair of neighbours with the best score becomes one; the rest is bytes."""
     get = lambda key, default=None: pairs.get(f"tokenizer.ggml.{key}", default)  # noqa: E731
     tokens, scores, kinds = get("tokens"), get("scores"), get("token_type")
     ids = {token: i for i, token in enumerate(tokens)}

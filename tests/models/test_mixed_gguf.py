@@ -20,14 +20,14 @@ from tiny_models import (
 
 import batchgen
 from batchgen.core.dtypes import BLOCK_FORMATS, GGUF_FORMATS, MIXED
-from batchgen.engine.loader import existing_store, store_bytes
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.config import ModelConfig
-from batchgen.models.convert import convert, find_or_convert
+from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model, resolve_weights, weight_tensors
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.layouts import layer_sizes, main_format, stored_tensors
 from batchgen.ops import cpp
-from batchgen.planner.memory import group_bytes, group_bytes_of_layers, slot_bytes
+from batchgen.planner.sizes import group_bytes, group_bytes_of_layers, slot_bytes, store_bytes
 
 
 def make(directory, family, kinds=None):
@@ -96,7 +96,7 @@ def test_each_matrix_keeps_its_format_and_numbers(tmp_path, family):
 @pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_bytes_are_those_of_the_file(tmp_path, monkeypatch, family):
     """Planned, stored and loaded, layer by layer."""
-    monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", 0)
+    monkeypatch.setattr("batchgen.engine.loader._DEQUANTIZED_FRAC", 0)
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     files = make(tmp_path, family, as_q4_k_m(2))
     config = read_config(files)
@@ -118,7 +118,7 @@ def test_bytes_are_those_of_the_file(tmp_path, monkeypatch, family):
 
 
 def test_a_plan_states_the_bytes_of_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", 0)
+    monkeypatch.setattr("batchgen.engine.loader._DEQUANTIZED_FRAC", 0)
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     files = make(tmp_path, "llama")
@@ -172,23 +172,7 @@ def test_layers_of_one_format_keep_its_name_and_the_ends_their_own(tmp_path):
     assert embed.dtype == "q8_0" and head == {"final_norm.weight": "float32", "lm_head.weight": "q6_k"}
 
 
-def test_a_store_of_an_earlier_version_is_made_again(tmp_path, monkeypatch):
-    """It has what stands before and after the layers expanded."""
-    files = make(tmp_path, "llama", lambda name: "Q8_0")
-    real = read_config
-    with monkeypatch.context() as patch:
-        patch.setattr("batchgen.models.checkpoint.read_config", lambda f: dataclasses.replace(real(f), end_formats=()))
-        patch.setattr("batchgen.models.convert.read_config", lambda f: dataclasses.replace(real(f), end_formats=()))
-        before = find_or_convert(files, tmp_path / "stores", "float32", "q8_0")
-    assert before.config.end_formats == () and before.embeddings.extents["embeddings"].tensors[0].dtype == "float32"
-    assert open_checkpoint(resolve_model(str(before.path))).load_packed("embeddings", 0, torch.float32, "q8_0")
-    assert not existing_store(files, tmp_path / "stores", "float32", "q8_0")  # as the plan sees it
-    after = find_or_convert(files, tmp_path / "stores", "float32", "q8_0")
-    assert existing_store(files, tmp_path / "stores", "float32", "q8_0")
-    assert after.path == before.path and after.embeddings.extents["embeddings"].tensors[0].dtype == "q8_0"
-
-
-def test_what_no_kernel_knows_is_expanded_beside_the_others(tmp_path):
+def test_matrices_that_no_kernel_knows_are_dequantized_beside_native_ones(tmp_path):
     """As of the types that the gguf package alone reads."""
     kind = gguf.GGMLQuantizationType.TQ2_0
     files = make(tmp_path, "llama", lambda name: "TQ2_0" if name == "blk.1.ffn_down.weight" else "Q4_0")

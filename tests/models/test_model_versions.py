@@ -16,7 +16,8 @@ from batchgen.models import convert as conversion
 from batchgen.models.as_weights import as_weights
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
-from batchgen.models.files import model_identity, resolve_model, weight_tensors
+from batchgen.models.files import resolve_model, weight_tensors
+from batchgen.models.identity import model_identity
 from batchgen.models.layouts import stored_tensors
 from batchgen.models.model_versions import changed_file, check_unchanged, model_versions
 from batchgen.models.tensor_files.block_packer import BlockPacker
@@ -138,7 +139,7 @@ def test_a_store_is_not_made_of_two_models(tmp_path, monkeypatch):
 
 def test_large_models_that_differ_in_any_tensor_are_two(tmp_path, monkeypatch):
     """Parts are read of large files, some of each tensor."""
-    monkeypatch.setattr("batchgen.models.files._READ_WHOLE_BYTES", 0)
+    monkeypatch.setattr("batchgen.models.identity._READ_WHOLE_BYTES", 0)
     make_tiny_model("llama", tmp_path, vocab_size=512, hidden_size=512, intermediate_size=1024)
     files, path = resolve_model(str(tmp_path)), tmp_path / "model.safetensors"
     before, data = model_identity(files), path.read_bytes()

@@ -1,4 +1,7 @@
-"""Random configurations (support/config_draws.py), a few of every family: `python benchmarks/random_configs.py` tries hundreds."""
+"""Random configurations (support/config_draws.py), a few of every family.
+
+`python benchmarks/random_configs.py` tries hundreds.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tiny_models import (
 
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 TEXTS = [
     "The ferry left the harbour.",

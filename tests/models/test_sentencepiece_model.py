@@ -11,7 +11,7 @@ from tiny_models import TEXT
 
 from batchgen.core.errors import InputError
 from batchgen.models.files import ModelFiles
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 TEXTS = [
     "The ferry left the harbour.",
@@ -24,15 +24,23 @@ TEXTS = [
     *TEXT.split("\n"),
 ]
 KINDS = {
-    "bpe": {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False},
+    "bpe": {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+    },
     "bpe, no prefix": {
-        "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
         "add_dummy_prefix": False,
     },
     "bpe, as trained by default": {"model_type": "bpe", "byte_fallback": True},
     "unigram": {"model_type": "unigram", "byte_fallback": True, "normalization_rule_name": "identity"},
     "unigram, as trained by default": {"model_type": "unigram"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=KINDS)

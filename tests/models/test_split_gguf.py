@@ -1,4 +1,7 @@
-"""GGUFs in several files: all parts are one model, whichever is passed; a part that is missing or of another model is named."""
+"""GGUFs in several files: all parts are one model, whichever is passed.
+
+A part that is missing or of another model is named.
+"""
 
 import json
 import shutil
@@ -13,16 +16,10 @@ import batchgen
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
-from batchgen.models.files import (
-    model_identity,
-    read_config,
-    resolve_model,
-    resolve_weights,
-    weight_paths,
-    weight_tensors,
-)
+from batchgen.models.files import read_config, resolve_model, resolve_weights, weight_paths, weight_tensors
 from batchgen.models.formats.gguf import tensors as gguf_tensors
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.identity import model_identity
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 KINDS = {"numbers": "F32", "one format": "Q8_0", "formats of their own": mixed_types("qwen2")}

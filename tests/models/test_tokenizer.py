@@ -24,8 +24,9 @@ from tiny_models import (
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.models.files import ModelFiles, resolve_model
-from batchgen.models.tokenizers import tokenizer as tokenizer_module
-from batchgen.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from batchgen.models.tokenizers import loading as tokenizer_module
+from batchgen.models.tokenizers.loading import load_tokenizer
+from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 TEXTS = ["", " ", "Question: which day?", "  two  spaces\n\n\ttab", "naïve 日本語 😀👩‍👩‍👧 é"]
 TEXTS += TEXT.split("\n")
@@ -133,7 +134,8 @@ def test_a_role_that_the_template_does_not_know_fails_the_row(tokenizers, tmp_pa
     assert "\n" not in str(caught.value)
     as_system = ours.encode_chat([{"role": "system", "content": "x"}])
     assert ours.encode_chat([{"role": "developer", "content": "x"}]) == as_system
-    template = "{% for m in messages %}{{ m.role if m.role == \"wizard\" or m.role != 'developer' }}{{ m.content }}{% endfor %}"
+    role = "{{ m.role if m.role == \"wizard\" or m.role != 'developer' }}"
+    template = f"{{% for m in messages %}}{role}{{{{ m.content }}}}{{% endfor %}}"
     make_tiny_tokenizer(tmp_path, chat_template=template)
     knows = load_tokenizer(ModelFiles(tmp_path, "hf", "x"))
     assert knows.render_chat([{"role": "wizard", "content": "x"}]) == "wizardx"
@@ -319,7 +321,7 @@ def test_byte_level_tokenizers_of_ggufs(tmp_path, monkeypatch, family):
 @pytest.mark.parametrize(("family", "pre_tokenizer", "digits", "whole_words"), PRE_TOKENIZERS)
 @pytest.mark.parametrize("add_bos", [None, True, False])
 def test_pre_tokenizers_of_ggufs(tmp_path, monkeypatch, family, pre_tokenizer, digits, whole_words, add_bos):
-    """How digits are cut, whether a word that is a token needs no merges, and what begins a text where the file does not say."""
+    """Digits are cut, words that are tokens need merges or not, and a text begins with BOS or not."""
     from tokenizers import Regex, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
@@ -347,7 +349,7 @@ def test_pre_tokenizers_of_ggufs(tmp_path, monkeypatch, family, pre_tokenizer, d
     assert load_tokenizer(resolve_model(str(path))).encode_batch(texts) == hf(texts)["input_ids"]
 
 
-def test_several_processes_may_keep_it_at_once(gguf_files, tmp_path):
+def test_several_processes_may_keep_a_tokenizer_at_once(gguf_files, tmp_path):
     found = []
     threads = [threading.Thread(target=lambda: found.append(load_tokenizer(gguf_files))) for _ in range(4)]
     for thread in threads:

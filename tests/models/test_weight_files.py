@@ -1,4 +1,4 @@
-"""Which files of a directory are read for weights, which file has which tensor, and what is said of directories of other kinds."""
+"""The files of a directory that are read for weights, the file of each tensor, and directories of other kinds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tiny_models import make_tiny_model
 
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint
-from batchgen.models.files import model_identity, read_config, resolve_model, stated_scheme
-from batchgen.models.formats.quantization import read_scheme
+from batchgen.models.files import read_config, resolve_model, stated_scheme
+from batchgen.models.formats.schemes import read_scheme
+from batchgen.models.identity import model_identity
 
 INDEX = "model.safetensors.index.json"
 NORM = "model.norm.weight"

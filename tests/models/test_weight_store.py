@@ -25,13 +25,31 @@ from batchgen.ops import int8
 from batchgen.ops.quant import dequantize, quantize
 
 GROUPS = {
-    "qkv": {"qkv.weight", "qkv.bias", "input_norm.weight", "input_norm.bias", "post_norm.weight", "post_norm.bias",
-            "q_norm.weight", "k_norm.weight", "out_norm.weight", "down_norm.weight"},
+    "qkv": {
+        "qkv.weight",
+        "qkv.bias",
+        "input_norm.weight",
+        "input_norm.bias",
+        "post_norm.weight",
+        "post_norm.bias",
+        "q_norm.weight",
+        "k_norm.weight",
+        "out_norm.weight",
+        "down_norm.weight",
+    },
     "out": {"out.weight", "out.bias"},
-    "up": {"up.weight", "up.bias", "gate_up.weight", "gate_up.bias", "router.weight", "router.bias", "shared_gate.weight",
-           "shared_gate_up.weight"},
+    "up": {
+        "up.weight",
+        "up.bias",
+        "gate_up.weight",
+        "gate_up.bias",
+        "router.weight",
+        "router.bias",
+        "shared_gate.weight",
+        "shared_gate_up.weight",
+    },
     "down": {"down.weight", "down.bias", "shared_down.weight"},
-}  # fmt: skip
+}
 ALL = [*((family, {}) for family in FAMILIES), *VARIANTS]
 
 

@@ -7,7 +7,7 @@ from planner_cases import constant, gpu_box, inputs_of_batches, llama_8b
 
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.plan import first_batch_cpu_share
-from batchgen.planner.balance import balanced
+from batchgen.planner.balance import with_unequal_batches
 from batchgen.planner.costs import layer_lanes, unequal_batches
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
@@ -40,13 +40,15 @@ def placed(s, on_gpu, on_cpu):
 
 
 def test_the_time_of_their_own_that_products_take_is_in_the_plan():
-    s = balanced(inputs_of(box()), 40)
+    s = with_unequal_batches(inputs_of(box()), 40)
     assert s.balance.tokens == pytest.approx(FIXED_S / TOKEN_S, rel=0.02)
     assert s.balance.cpu_frac == 40 / 64
     flat = replace(
         box(), gpu=replace(box().gpu, gemm_flops_per_s={"float16": Rates(("tokens",), ((1, 1.0), (4096, 4096.0)))})
     )
-    assert first_batch_cpu_share(2048, 40, balanced(inputs_of(flat), 40).balance.tokens) == pytest.approx(0.5, abs=1e-3)
+    assert first_batch_cpu_share(2048, 40, with_unequal_batches(inputs_of(flat), 40).balance.tokens) == pytest.approx(
+        0.5, abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("prompt_tokens", [0, 500, 1900])
@@ -54,7 +56,7 @@ def test_neither_processor_waits_where_both_have_time_enough(prompt_tokens):
     """A layer takes what the busier of both does, whichever that is."""
     phase, bound_by = Phase(1, prompt_tokens, prompt_tokens / 200, 64, 800), set()
     for cpu_attention in (2e9, 2e10, 5e10, 2e11):
-        s = balanced(inputs_of(box(cpu_attention)), 40)
+        s = with_unequal_batches(inputs_of(box(cpu_attention)), 40)
         lanes = layer_lanes(s, phase, placed(s, 24, 40))
         busier = max(lanes["compute"], lanes["cpu_attention"])
         bound_by.add(lanes["compute"] > lanes["cpu_attention"])
@@ -65,6 +67,6 @@ def test_neither_processor_waits_where_both_have_time_enough(prompt_tokens):
 
 
 def test_a_sweep_of_prompts_is_one_batch():
-    s = balanced(inputs_of(box()), 40)
+    s = with_unequal_batches(inputs_of(box()), 40)
     first, second = unequal_batches(s, Phase(1, 1500, 7, 0, 200))
     assert (first.tokens, second.tokens) == (1500, 0)

@@ -1,12 +1,14 @@
 """KV by layer: what the planner counts of a placement, what the runtime allocates for it, and when it is looked for."""
 
+from dataclasses import replace
+
 import pytest
 from planner_cases import GIB, gpu_box, opt
 
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.costs import moved_bytes
 from batchgen.planner.explain import make_plan
-from batchgen.planner.peak_memory import peak_bytes
+from batchgen.planner.memory import peak_bytes
 from batchgen.planner.problem import FLEXGEN, Allowed, Problem
 from batchgen.planner.search import prune_nothing, search
 from batchgen.planner.simulation import memory_of
@@ -35,9 +37,7 @@ def test_what_is_counted_holds_what_is_allocated(gpu_memory):
     at = counts.placement(s)
     assert 0 < counts.kv_layers < 12 and {c for c, n in counts.kv_seqs.items() if n} == {"streamed"}
     assert at.kv_gpu == pytest.approx(counts.kv_layers / 12) and at.kv_gpu + at.kv_streamed == pytest.approx(1)
-    plan = make_plan(
-        problem, found, model_name="m", max_model_len=4128, share_prefixes=False, startup_s=0.0, output_len_known=True
-    )
+    plan = make_plan(replace(problem, model_name="m", max_model_len=4128, share_prefixes=False), found, startup_s=0.0)
     assert plan.policy.kv_layers == counts.kv_layers
     memory = memory_of(plan, MODEL)
     assert memory.kv_blocks["cpu"] >= s.max_num_seqs * s.seq_blocks, "the block at full length"

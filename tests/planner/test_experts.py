@@ -12,13 +12,14 @@ from batchgen.core.routing import Routing
 from batchgen.core.workload import Workload
 from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.bound import lower_bound_s
-from batchgen.planner.costs import bounds, experts_touched, job_seconds, layer_lanes, linear_s, moved_bytes
+from batchgen.planner.costs import bounds, job_seconds, layer_lanes, moved_bytes, phase_matmul_s
 from batchgen.planner.experts import break_even_tokens, on_demand_tokens
-from batchgen.planner.memory import expert_bytes
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
 from batchgen.planner.problem import BATCHGEN, CostInputs, Problem
 from batchgen.planner.search import search
+from batchgen.planner.sizes import expert_bytes
+from batchgen.planner.step_seconds import experts_touched
 
 SIZES = {
     "hidden_size": 64,
@@ -88,7 +89,7 @@ def test_products_of_experts_have_the_rate_of_their_tokens():
     rest = model.matmul_params_per_layer - 4 * model.expert_params
     for tokens in (1, 3, 8, 100):
         experts = experts_touched(model, tokens, Routing()) * model.expert_params
-        assert linear_s(s, SimpleNamespace(tokens=tokens)) == pytest.approx(2 * (rest + experts) / 1e9)
+        assert phase_matmul_s(s, SimpleNamespace(tokens=tokens)) == pytest.approx(2 * (rest + experts) / 1e9)
 
 
 def test_a_gpu_multiplies_with_the_experts_that_tokens_are_routed_to():
@@ -103,7 +104,7 @@ def test_a_gpu_multiplies_with_the_experts_that_tokens_are_routed_to():
     for s, tokens in ((few, 2048), (many, 128)):
         rest = 2 * (s.model.matmul_params_per_layer - params) * 4096 / rates.at(width=64, tokens=4096)
         experts = 2 * params * 4096 / rates.at(width=64, tokens=tokens)
-        assert linear_s(s, phase) == pytest.approx(rest + experts)
+        assert phase_matmul_s(s, phase) == pytest.approx(rest + experts)
 
 
 def test_a_stage_of_dense_layers_alone_has_no_experts():
@@ -125,10 +126,10 @@ def test_the_busiest_expert_has_the_rate_of_its_own_tokens():
     rates, touched = even.rates.rates("gemm_flops_per_s", "float16"), experts_touched(model, 64, Routing())
     parts = ((3 * 256 / touched, 1), ((256 - 3 * 256 / touched) / (touched - 1), touched - 1))
     seconds = [count * 2 * tokens * model.expert_params / rates.at(width=64, tokens=tokens) for tokens, count in parts]
-    rest = linear_s(even, phase) - 2 * 256 * model.expert_params / rates.at(width=64, tokens=256 / touched)
-    assert linear_s(uneven, phase) == pytest.approx(rest + sum(seconds))
+    rest = phase_matmul_s(even, phase) - 2 * 256 * model.expert_params / rates.at(width=64, tokens=256 / touched)
+    assert phase_matmul_s(uneven, phase) == pytest.approx(rest + sum(seconds))
     one = Phase(1, 0, 0, 1, 1)
-    assert linear_s(uneven, one) == pytest.approx(linear_s(even, one)), "a token goes to each expert once"
+    assert phase_matmul_s(uneven, one) == pytest.approx(phase_matmul_s(even, one)), "a token goes to each expert once"
 
 
 def inputs(model, hardware=None, **changes):
@@ -217,7 +218,7 @@ def test_of_4_bit_experts_those_touched_are_dequantized(on_disk):
     at = placed(s, everywhere(QWEN_30B, 0, 6 - on_disk, on_disk))
     few, many = (layer_lanes(s, Phase(1, 0, 0, tokens, 5), at)["compute"] for tokens in (1, 1000))
     experts_s = 2 * 3 * 128 * 2048 * 768 / s.rates.expand_bytes_per_s
-    products = [linear_s(s, Phase(1, 0, 0, tokens, 5)) for tokens in (1, 1000)]
+    products = [phase_matmul_s(s, Phase(1, 0, 0, tokens, 5)) for tokens in (1, 1000)]
     assert many - few > experts_s * (1 - 8 / 128) and few - products[0] < experts_s / 4
 
 

@@ -8,11 +8,10 @@ from planner_cases import GIB, cpu_box, gpu_box
 from batchgen.core.workload import Workload
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.shard import shard_of
-from batchgen.planner.costs import all_reduce_s
 from batchgen.planner.parallel import PROCESSES, Link, link_of, part_of_host, with_all_reduce
-from batchgen.planner.phases import Phase
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import search
+from batchgen.planner.step_seconds import all_reduce_s
 
 MODEL = config_of_hf(
     {
@@ -74,8 +73,8 @@ def test_sums_take_what_a_ring_takes(size):
     link, tokens = Link(5e8, 1e-4), 96
     s = search_inputs(with_all_reduce(cpu_box(cpu_memory_bytes=256 * GIB), size, link))
     message_s = 1e-4 + tokens * 4096 * 2 / size / 5e8
-    assert all_reduce_s(s, Phase(1, tokens, 0, 0, 0)) == pytest.approx(2 * 2 * (size - 1) * message_s)
-    assert all_reduce_s(search_inputs(cpu_box(cpu_memory_bytes=256 * GIB)), Phase(1, tokens, 0, 0, 0)) == 0
+    assert all_reduce_s(s, tokens) == pytest.approx(2 * 2 * (size - 1) * message_s)
+    assert all_reduce_s(search_inputs(cpu_box(cpu_memory_bytes=256 * GIB)), tokens) == 0
 
 
 def test_links():

@@ -21,9 +21,8 @@ from batchgen.planner.costs import bounds, head_lanes, job_seconds, layer_lanes
 from batchgen.planner.deferred_attention import with_deferred_attention
 from batchgen.planner.explain import make_plan
 from batchgen.planner.kv_memory import Demand
-from batchgen.planner.memory import plan_memory
+from batchgen.planner.memory import kv_bytes, peak_bytes, plan_memory
 from batchgen.planner.mip import solve
-from batchgen.planner.peak_memory import kv_bytes, peak_bytes
 from batchgen.planner.placement import Counts
 from batchgen.planner.problem import BATCHGEN, FLEXGEN, Allowed, Problem
 from batchgen.planner.search import block_latency_s, frontier, search, search_space
@@ -148,9 +147,7 @@ def test_what_is_planned_fits_the_memory_that_the_runtime_takes(p):
 
 
 def check_memory(p, best):
-    plan = make_plan(
-        p, best, model_name="m", max_model_len=2048, share_prefixes=True, startup_s=0.0, output_len_known=True
-    )
+    plan = make_plan(replace(p, model_name="m", max_model_len=2048, share_prefixes=True), best, startup_s=0.0)
     longest = p.longest_tokens or p.workload.prompt_len.max + p.workload.max_output_len
     memory = plan_memory(
         p.model,
@@ -188,9 +185,7 @@ def test_input_embeddings_are_on_the_gpu_where_the_plan_leaves_room():
     without = search(short)
     assert without.counts.embeddings_on_gpu == 0 and without.counts.head_on_gpu == 1
     assert without.seconds == pytest.approx(best.seconds)
-    plan = make_plan(
-        fitting, best, model_name="m", max_model_len=2048, share_prefixes=True, startup_s=0.0, output_len_known=True
-    )
+    plan = make_plan(replace(fitting, model_name="m", max_model_len=2048, share_prefixes=True), best, startup_s=0.0)
     assert plan.policy.embedding_tier == "gpu"
     written = plan.to_json()
     del written["policy"]["embedding_tier"]

@@ -10,13 +10,14 @@ from thorough import some_of
 
 from batchgen.core.errors import InputError
 from batchgen.core.workload import Workload
-from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
 from batchgen.planner import plan_selection as choice
 from batchgen.planner import sampled_simulation as sampled
 from batchgen.planner.explain import make_plan
 from batchgen.planner.plan_selection import Simulated, choose, simulate_candidates
+from batchgen.planner.prediction import plan_problem
+from batchgen.planner.problem import problem_of
 from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.search import block_latency_s, candidates, first_rows_s
 from batchgen.planner.simulation import simulate_job
@@ -49,20 +50,13 @@ CASES = {
 
 
 def problem_and_plans(hardware, model, workload, **options):
-    request = PlanRequest("m", "float16", 2048, process_bytes=700 << 20, **options)
-    problem = problem_of(hardware, model, workload, request)
+    given = {"max_model_len": 2048, "process_bytes": 700 << 20} | options
+    problem = problem_of(hardware, model, workload, dtype="float16", **given)
 
     def plan_of(candidate):
-        return make_plan(
-            problem, candidate, model_name="m", max_model_len=2048, share_prefixes=True, startup_s=0.0,
-            output_len_known=True,
-        )  # fmt: skip
+        return make_plan(problem, candidate, startup_s=0.0)
 
-    return problem, request, plan_of
-
-
-def planned(problem, request):
-    return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+    return problem, plan_of
 
 
 QUICK, LONG = list(CASES)[:3], list(CASES)[3:]
@@ -74,7 +68,7 @@ QUICK, LONG = list(CASES)[:3], list(CASES)[3:]
 def test_the_plan_is_within_5_percent_of_the_fastest_candidate(name):
     machine, model, workload, weights = CASES[name]
     hardware = shipped_profile(machine)
-    problem, request, plan_of = problem_and_plans(hardware, model, workload, weights=weights)
+    problem, plan_of = problem_and_plans(hardware, model, workload, weights=weights)
     found = simulate_candidates(problem, plan_of)
     assert len(found) >= 2
     whole = [simulate_job(plan_of(s.candidate), model, hardware).total_s for s in found]
@@ -82,7 +76,7 @@ def test_the_plan_is_within_5_percent_of_the_fastest_candidate(name):
         assert simulated.seconds == pytest.approx(seconds, rel=0.05)
     best = choose(found)
     assert whole[found.index(best)] <= 1.05 * min(whole)
-    plan = planned(problem, request)
+    plan = plan_problem(problem)
     assert plan.policy == plan_of(best.candidate).policy
     predicted = plan.prediction
     rows_s = workload.num_seqs * hardware.row_overhead_s
@@ -93,8 +87,8 @@ def test_the_plan_is_within_5_percent_of_the_fastest_candidate(name):
 @pytest.mark.parametrize("name", PARTS)
 def test_a_plan_is_within_10_percent_of_its_whole_job(name):
     hardware, model = shipped_profile("t4"), shape("opt-30b")
-    problem, request, _ = problem_and_plans(hardware, model, PARTS[name])
-    plan = planned(problem, request)
+    problem, _ = problem_and_plans(hardware, model, PARTS[name])
+    plan = plan_problem(problem)
     predicted_s = plan.prediction.total_s - plan.prediction.startup_s - 1024 * hardware.row_overhead_s
     assert predicted_s == pytest.approx(simulate_job(plan, model, hardware).total_s, rel=0.1)
 
@@ -107,7 +101,7 @@ def test_the_cost_model_knows_what_waits_for_what(name, num_batches):
     """Before it knew of activations that cross the bus, and of Steps behind a layer's weights, it was off by 14 to 46 %."""
     machine, model, workload, weights = CASES[name]
     options = {"weights": weights, "num_gpu_batches": num_batches}
-    problem, _, plan_of = problem_and_plans(shipped_profile(machine), model, workload, **options)
+    problem, plan_of = problem_and_plans(shipped_profile(machine), model, workload, **options)
     best = next(candidates(problem, 1))
     run = simulate_job(plan_of(best), model, shipped_profile(machine))
     assert run.total_s == pytest.approx(best.seconds, rel=0.06)
@@ -115,7 +109,7 @@ def test_the_cost_model_knows_what_waits_for_what(name, num_batches):
 
 def test_an_order_that_takes_much_longer_than_modelled_is_given_up(monkeypatch):
     """With several micro-batches only, and of the same order only; of the same sweeps in more parts it is no nearer to the model."""
-    problem, _, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
+    problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
     best = next(candidates(problem, 1))
 
     def modelled(seconds, num_batches, order="even", tokens=4096):
@@ -143,7 +137,7 @@ def test_an_order_that_takes_much_longer_than_modelled_is_given_up(monkeypatch):
 
 
 def test_neos_order_is_costed_and_tried():
-    problem, _, plan_of = problem_and_plans(
+    problem, plan_of = problem_and_plans(
         shipped_profile("t4"), shape("opt-6.7b"), Workload.uniform(72, 512, 32), weights="int4", num_gpu_batches=2
     )
     found = list(candidates(problem, 4))
@@ -159,13 +153,13 @@ def test_neos_order_is_costed_and_tried():
 
 def test_where_all_is_in_memory_sweeps_are_short():
     """A first sweep of all prompts would be no faster, and nothing would be saved before its end."""
-    problem, request, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 1100, 2), disk_memory=0)
-    plan = planned(problem, request)
+    problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 1100, 2), disk_memory=0)
+    plan = plan_problem(problem)
     assert plan.policy.max_num_batched_tokens <= 8192 < 48 * 1100
 
 
 def test_of_equals_the_one_whose_first_rows_are_done_first():
-    problem, _, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 1100, 2), disk_memory=0)
+    problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 1100, 2), disk_memory=0)
     short, long = (next(candidates(replace(problem, max_num_batched_tokens=tokens), 1)) for tokens in (2048, 48 * 1100))
     assert first_rows_s(short) < first_rows_s(long)
     assert choose([Simulated(long, 10.0), Simulated(short, 10.1)]).candidate is short
@@ -173,7 +167,7 @@ def test_of_equals_the_one_whose_first_rows_are_done_first():
 
 
 def test_a_latency_holds_for_simulated_blocks():
-    problem, _, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
+    problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
     best = next(candidates(problem, 1))
     latency_s = block_latency_s(best)
     assert choose([Simulated(best, best.seconds)], latency_s * 1.01).candidate is best
@@ -183,7 +177,7 @@ def test_a_latency_holds_for_simulated_blocks():
 @pytest.mark.parametrize("hardware", [cpu_box(), gpu_box(gpu_memory_bytes=2 << 30)], ids=lambda h: h.name)
 def test_a_sampled_job_tells_of_the_whole(hardware):
     workload = Workload.uniform(600, 100, 40)
-    problem, _, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=64)
+    problem, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=64)
     best = next(candidates(problem, 1))
     run = simulate_sampled(plan_of(best), best)
     assert not run.whole
@@ -194,7 +188,7 @@ def test_a_sampled_job_tells_of_the_whole(hardware):
 def test_decoding_may_be_jumped_over(monkeypatch, hardware):
     """Sweeps that are alike but for their contexts: each is costed with the mean of theirs, in which attention is linear."""
     workload = Workload.uniform(40, 100, 64)
-    problem, _, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=40)
+    problem, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=40)
     best = next(candidates(problem, 1))
     jumped = simulate_sampled(plan_of(best), best)
     monkeypatch.setattr(sampled, "_JUMPS", 1 << 30)
@@ -206,7 +200,7 @@ def test_decoding_may_be_jumped_over(monkeypatch, hardware):
 
 @pytest.mark.parametrize("longer", [100.0, 130.0])
 def test_only_what_may_be_the_fastest_is_simulated_for_longer(monkeypatch, longer):
-    problem, _, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
+    problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
     best = next(candidates(problem, 1))
     offered = [replace(best, realised=replace(best.realised, seconds=seconds)) for seconds in (90.0, 99.0, 101.0)]
     asked = []
@@ -231,6 +225,6 @@ def test_what_no_memory_plan_holds_stands_with_its_modelled_time(monkeypatch):
         raise InputError("too small")
 
     monkeypatch.setattr(choice, "simulate_sampled", refuse)
-    problem, _, plan_of = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(8, 100, 20))
+    problem, plan_of = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(8, 100, 20))
     (only,) = simulate_candidates(problem, plan_of)
     assert only.slower == 1

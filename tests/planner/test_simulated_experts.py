@@ -12,14 +12,14 @@ from batchgen.core.dtypes import product_key
 from batchgen.core.plan import Plan, Policy, Prediction
 from batchgen.core.routing import Routing
 from batchgen.core.workload import Workload
-from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.costs import job_seconds, moved_bytes
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
-from batchgen.planner.problem import BATCHGEN, CostInputs
+from batchgen.planner.prediction import plan_problem
+from batchgen.planner.problem import BATCHGEN, CostInputs, problem_of
 from batchgen.planner.simulation import simulate_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,10 +55,9 @@ def in_float32(hardware):
 
 
 def planned(rows):
-    request = PlanRequest("model", "float16", 64, process_bytes=1 << 29)
-    problem = problem_of(cpu_box(), MODEL, Workload.uniform(rows, 1, 12), request)
+    problem = problem_of(cpu_box(), MODEL, Workload.uniform(rows, 1, 12), dtype="float16", process_bytes=1 << 29)
     problem = replace(problem, budgets={"cpu": 4 * GIB, "disk": 0}, longest_tokens=32)
-    return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+    return plan_problem(problem)
 
 
 def test_a_plan_says_in_which_sweeps_experts_are_read_on_demand():

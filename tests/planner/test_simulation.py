@@ -25,15 +25,17 @@ from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.engine import Engine
-from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.costs import head_lanes, layer_lanes, linear_s
+from batchgen.planner.batch_load import Attended, load_of
+from batchgen.planner.costs import head_lanes, layer_lanes, phase_matmul_s
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
+from batchgen.planner.prediction import plan_problem
+from batchgen.planner.problem import problem_of
 from batchgen.planner.simulation import simulate_job, simulated_rows, trace_plan
-from batchgen.planner.step_costs import Attended, StepCosts, load_of, streams_of
+from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import Simulator, simulate
 from batchgen.runtime.lanes import Lanes
 from batchgen.schedule.scheduler import ScheduledSequence
@@ -261,11 +263,11 @@ def gpu_policy(**changes) -> Policy:
 
 
 def planned(hardware, model: ModelConfig, workload: Workload, **options) -> Plan:
-    request = PlanRequest("model", "float16", 2048, process_bytes=1 << 29, **options)
-    problem = problem_of(hardware, model, workload, request)
+    given = {"model_name": "model", "max_model_len": 2048, "process_bytes": 1 << 29} | options
+    problem = problem_of(hardware, model, workload, dtype="float16", **given)
     longest = int(1.5 * (workload.prompt_len.max + workload.max_output_len)) + 16
     problem = replace(problem, longest_tokens=longest)
-    return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+    return plan_problem(problem)
 
 
 def decoding(kv_placement: str, count: int, context: int, kv_block_size: int = 16) -> list[ScheduledSequence]:
@@ -315,7 +317,7 @@ def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_placement, b
     plan = plan_of(policy, Workload.uniform(64, 400, 64), budgets(hardware))
     count, context = 32, 401  # no block is full, so that what is in whole blocks is easy to count
     layer, head, _ = spent(plan, model, hardware, decoding(kv_placement, count, context), hidden_on_host=True)
-    inputs = StepCosts(plan, model, hardware)._inputs
+    inputs = StepCosts(plan, model, hardware).inputs
     at = Counts(counts, {kv_placement: 32}, (0, 1), 0).placement(replace(inputs, max_num_seqs=32))
     phase = Phase(1, 0, 0, count, context)
     expected = layer_lanes(inputs, phase, at)
@@ -364,9 +366,9 @@ def test_products_with_streamed_weights_take_as_long_as_with_weights_as_they_are
         (found[on_disk], head) = zip(*(spent(plan, model, box, batch)[:2] for box in (plain, told)), strict=True)
         assert model.tied_embeddings and head[0] == head[1]
     found = {on_disk: [layer["compute"] for layer in layers] for on_disk, layers in found.items()}
-    inputs = StepCosts(plan, model, plain)._inputs
+    inputs = StepCosts(plan, model, plain).inputs
     assert found[0][0] == found[0][1] == pytest.approx(found[24][0])
-    assert found[24][1] - found[24][0] == pytest.approx(linear_s(inputs, Phase(1, 0, 0, 32, 401)))
+    assert found[24][1] - found[24][0] == pytest.approx(phase_matmul_s(inputs, Phase(1, 0, 0, 32, 401)))
 
 
 def test_copies_of_an_emulated_accelerator_take_time_of_its_cores():

@@ -7,16 +7,16 @@ from planner_cases import GIB, constant, cpu_box, gpu_box, opt
 
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.workload import Lengths, Workload
-from batchgen.engine.loader import store_bytes
-from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.planner.deferred_attention import with_deferred_attention
 from batchgen.planner.explain import make_plan
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.plan_selection import choose, simulate_candidates
-from batchgen.planner.problem import Allowed
+from batchgen.planner.prediction import plan_maker, plan_problem
+from batchgen.planner.problem import Allowed, problem_of
 from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.search import search
 from batchgen.planner.simulation import simulate_job
+from batchgen.planner.sizes import store_bytes
 from batchgen.planner.strategies import FLEXGEN, GPU_ONLY, ON_CPU, PIE, WITH_GPU, strategies_for, strategy_of
 from batchgen.planner.strategy_times import best_plan, strategy_lines, with_strategies
 
@@ -24,7 +24,6 @@ from batchgen.planner.strategy_times import best_plan, strategy_lines, with_stra
 MODEL = replace(opt(1024, 6, 8), vocab_size=2048)
 # Decoding is what there is to do. Outputs of different lengths end one by one, as the cost model has it.
 DECODING = Workload(2000, Lengths((16,)), Lengths(tuple(range(64, 128, 4))), 128)
-TIMES = {"startup_s": 0.0, "loading_s": 0.0, "output_len_known": True}
 
 
 def slow_cpu(ratio, **changes):
@@ -41,30 +40,25 @@ def slow_cpu(ratio, **changes):
 
 
 def planning(hardware, workload=DECODING, model=MODEL, **options):
-    request = PlanRequest(
-        "m", "float16", 2048, **({"process_bytes": 100 << 20, "disk_memory": 0, "admission": "continuous"} | options)
-    )
-    return problem_of(hardware, model, workload, request), request
+    given = {"process_bytes": 100 << 20, "disk_memory": 0, "admission": "continuous", "max_model_len": 2048} | options
+    return problem_of(hardware, model, workload, dtype="float16", **given)
 
 
-def plan_of(problem, candidate, max_model_len=2048):
-    return make_plan(
-        problem, candidate, model_name="m", max_model_len=max_model_len, share_prefixes=True, startup_s=0.0,
-        output_len_known=True,
-    )  # fmt: skip
+def plan_of(problem, candidate):
+    return make_plan(problem, candidate, startup_s=0.0)
 
 
 def planned(hardware, workload=DECODING, **options):
     """The plan and its time beside those of the strategies."""
-    problem, request = planning(hardware, workload, **options)
-    plan = plan_job(problem, request, **TIMES)
-    return with_strategies(plan, problem, plan_maker(problem, request, **TIMES))
+    problem = planning(hardware, workload, **options)
+    plan = plan_problem(problem)
+    return with_strategies(plan, problem, plan_maker(problem))
 
 
 @pytest.mark.parametrize(("ratio", "deferred"), [(1.5, False), (10, True)])
 def test_two_batches_give_way_to_deferred_attention_as_the_cpu_gets_slower(ratio, deferred):
     """NEO's pipelining against APEX's overlap: inequality (6) of APEX, with what memory and the length of the job allow."""
-    problem, _ = planning(slow_cpu(ratio))
+    problem = planning(slow_cpu(ratio))
     two = search(replace(problem, num_gpu_batches=2, allowed=Allowed(kv_placements=("gpu", "cpu"))))
     alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(kv_placements=("gpu",))))
     beside = with_deferred_attention(problem, alone)
@@ -76,7 +70,7 @@ def test_two_batches_give_way_to_deferred_attention_as_the_cpu_gets_slower(ratio
 
 def test_deferred_sequences_take_no_weights_off_the_gpu():
     """What they need of its memory is fewer other sequences': before, layers' weights left it and came over in every sweep."""
-    problem, _ = planning(slow_cpu(10, gpu_memory_bytes=int(0.36 * GIB), h2d_bytes_per_s=1e10))
+    problem = planning(slow_cpu(10, gpu_memory_bytes=int(0.36 * GIB), h2d_bytes_per_s=1e10))
     alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(("gpu",), ("gpu",))))
     beside = with_deferred_attention(problem, alone)
     assert beside.counts.weight_layers == alone.counts.weight_layers
@@ -99,7 +93,7 @@ def test_the_plan_has_two_batches_or_deferred_attention_by_how_fast_the_cpu_is()
 @pytest.mark.parametrize(("ratio", "num_batches"), [(1.5, 2), (10, 1)])
 def test_the_choice_flips_in_simulated_whole_jobs_too(ratio, num_batches):
     hardware = slow_cpu(ratio)
-    problem, _ = planning(hardware)
+    problem = planning(hardware)
     found = simulate_candidates(problem, lambda candidate: plan_of(problem, candidate))
     best = choose(found)
     assert best.seconds <= 1.02 * min(s.seconds for s in found)
@@ -112,7 +106,7 @@ def test_the_choice_flips_in_simulated_whole_jobs_too(ratio, num_batches):
 @pytest.mark.thorough
 def test_a_shortened_job_with_deferred_attention_tells_of_the_whole():
     hardware = slow_cpu(10)
-    problem, _ = planning(hardware)
+    problem = planning(hardware)
     found = simulate_candidates(problem, lambda candidate: plan_of(problem, candidate))
     deferring = [s for s in found if s.candidate.inputs.deferral]
     assert deferring
@@ -139,16 +133,16 @@ def fast_link():
 def few_long_rows():
     """Of a model whose weights are small beside one sequence's KV: else it is as good to stream weights instead."""
     workload = Workload(32, Lengths((19_000,)), Lengths(tuple(range(256, 768, 64))), 1024)
-    problem, request = planning(fast_link(), workload, replace(opt(1024, 24, 8), vocab_size=2048))
-    return problem, replace(request, max_model_len=20_100)
+    problem = planning(fast_link(), workload, replace(opt(1024, 24, 8), vocab_size=2048))
+    return replace(problem, max_model_len=20_100)
 
 
 def test_kv_streams_by_layer_where_it_is_a_little_larger_than_the_gpu():
     """Few long sequences: to stream a whole one takes longer than the link hides, to stream a few layers of two does not."""
-    problem, request = few_long_rows()
+    problem = few_long_rows()
     whole = replace(FLEXGEN, kv_placements=("gpu", "streamed", "disk")), replace(GPU_ONLY, gpu_batches=None)
     found = [search(strategy.restrict(problem)) for strategy in (PIE, *whole)]
-    plans = [plan_of(problem, candidate, request.max_model_len) for candidate in found]
+    plans = [plan_of(problem, candidate) for candidate in found]
     parted, *others = (simulate_sampled(*pair).seconds for pair in zip(plans, found, strict=True))
     assert parted < 0.9 * min(others)
     policy = plans[0].policy
@@ -157,9 +151,9 @@ def test_kv_streams_by_layer_where_it_is_a_little_larger_than_the_gpu():
 
 @pytest.mark.thorough
 def test_the_plan_has_kv_by_layer_where_kv_is_a_little_larger_than_the_gpu():
-    problem, request = few_long_rows()
-    plan = plan_job(problem, request, **TIMES)
-    plan = with_strategies(plan, problem, plan_maker(problem, request, **TIMES))
+    problem = few_long_rows()
+    plan = plan_problem(problem)
+    plan = with_strategies(plan, problem, plan_maker(problem))
     policy, times = plan.policy, {strategy.name: strategy.seconds for strategy in plan.strategies}
     assert strategy_of(policy, WITH_GPU) == "Pie"
     assert policy.kv_seqs == {"streamed": 2} and 12 < policy.kv_layers < 24
@@ -196,7 +190,7 @@ def test_every_strategy_has_a_time_or_a_reason(name):
     plan = planned(hardware, JOB, **options)
     *strategies, chosen = plan.strategies
     assert [strategy.name for strategy in strategies] == [
-        strategy.name for strategy in strategies_for(planning(hardware, JOB, **options)[0])
+        strategy.name for strategy in strategies_for(planning(hardware, JOB, **options))
     ]
     for strategy in strategies:
         assert (strategy.seconds is None) == bool(strategy.reason) and strategy.description, strategy
@@ -234,11 +228,10 @@ def test_every_policy_uses_one_strategy(strategies):
 def test_weights_in_4_bits_pay_for_their_own_store(has_store):
     """The strategy that nobody asked for takes as long before its first sweep as a plan for which somebody does."""
     sizes = {name: store_bytes(MODEL, "float16", name) for name in ("native", "int4")}
-    problem, beside = planning(cpu_box(), JOB, store_bytes=sizes["native"], has_int4_store=has_store)
-    own = planning(cpu_box(), JOB, weights="int4", store_bytes=0 if has_store else sizes["int4"])
-    times = TIMES | {"loading_s": 1.0}
+    problem = planning(cpu_box(), JOB, store_bytes=sizes["native"], has_int4_store=has_store, loading_s=1.0)
+    own = planning(cpu_box(), JOB, weights="int4", store_bytes=0 if has_store else sizes["int4"], loading_s=1.0)
     (strategy,) = [strategy for strategy in ON_CPU if strategy.name == "quantised"]
-    predicted = [best_plan(strategy, p, plan_maker(p, r, **times)).prediction for p, r in ((problem, beside), own)]
+    predicted = [best_plan(strategy, p, plan_maker(p)).prediction for p in (problem, own)]
     assert predicted[0].startup_s == pytest.approx(predicted[1].startup_s)
     assert predicted[0].disk_written_bytes == predicted[1].disk_written_bytes
     assert predicted[0].disk_written_bytes["weight store"] == (0 if has_store else sizes["int4"])

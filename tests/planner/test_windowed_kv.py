@@ -9,7 +9,7 @@ from batchgen.core.plan import window_blocks
 from batchgen.core.workload import Workload
 from batchgen.planner.costs import streamed_kv_bytes
 from batchgen.planner.explain import make_plan
-from batchgen.planner.peak_memory import kv_bytes
+from batchgen.planner.memory import kv_bytes
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import search
 from batchgen.planner.simulation import memory_of
@@ -32,9 +32,7 @@ def planned(model, workload, cpu_memory, **options):
         hardware, model, workload, budgets, "float16", ("int4",), ("float16",), admissions=("continuous",), **options
     )
     found = search(problem)
-    plan = make_plan(
-        problem, found, model_name="m", max_model_len=4096, share_prefixes=True, startup_s=0.0, output_len_known=True
-    )
+    plan = make_plan(replace(problem, model_name="m", max_model_len=4096, share_prefixes=True), found, startup_s=0.0)
     return found, memory_of(plan, model)
 
 

@@ -15,7 +15,7 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.engine.engine import Engine
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.costs import bounds, head_lanes, layer_lanes, linear_s, moved_bytes
+from batchgen.planner.costs import bounds, head_lanes, layer_lanes, moved_bytes, phase_matmul_s
 from batchgen.planner.phases import Phase, phases_of
 from batchgen.planner.placement import Counts
 from batchgen.planner.problem import LANES, Problem, RuntimeModel
@@ -276,7 +276,7 @@ def test_products_of_8_bits_cost_what_they_were_measured_to_cost(llama):
 
     def seconds(weight_format, hardware):
         p = problem(config, hardware, Workload.uniform(16, 40, 20), weight_formats=(weight_format,))
-        return linear_s(next(search_space(p))[0], Phase(1, 100, 2, 0, 0))
+        return phase_matmul_s(next(search_space(p))[0], Phase(1, 100, 2, 0, 0))
 
     plain = seconds(FP32, box())
     assert seconds(INT8, box()) == plain

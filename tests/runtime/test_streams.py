@@ -11,7 +11,6 @@ from tiered import EMULATED, everything_moves, generate, make_parts, make_policy
 
 from batchgen.core.request import SamplingParams
 from batchgen.engine.loader import warm_up
-from batchgen.planner.memory import stream_bytes
 from batchgen.runtime.streams import STREAMS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -208,7 +207,7 @@ def test_nothing_is_new_after_warming_up(make, monkeypatch, name, ahead):
     parts = run_on(make(name, ahead), device, monkeypatch, ahead=ahead)
     warm_up(parts.executor, parts.policy, parts.memory, "gpu", parts.split, parts.pack, SamplingParams())
     assert generate(parts, PROMPTS, SHORTER) == expected
-    planned = stream_bytes(parts.config, parts.policy, parts.memory, "float32")
+    planned = parts.memory.stream_bytes
     for lane in STREAMS if planned else ():
         assert device.memory.most_held[lane] <= planned.get(lane, 0), lane
 

@@ -1,4 +1,4 @@
-"""Sequences over paged KV, and what attention over them is in float64: for the kernels and for their reference in torch."""
+"""Sequences over paged KV, and attention over them in float64, for the kernels and their reference in torch."""
 
 import numpy as np
 import torch

@@ -10,7 +10,7 @@ _MOST_SHOWN = 20
 
 
 def read_budget(path: Path = Path(__file__).parents[1] / "BUDGET.md") -> dict[str, float]:
-    """Test -> seconds: the rows of its tables, `| test | seconds | reason |`. A test without parameters stands for all of them."""
+    """Seconds of tests in the page's tables, `| test | seconds | reason |`; a name without parameters is for all."""
     cells = ([cell.strip(" `") for cell in line.split("|")[1:-1]] for line in path.read_text().splitlines())
     return {row[0]: float(row[1]) for row in cells if len(row) == 3 and "::" in row[0]}
 

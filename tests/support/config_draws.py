@@ -1,8 +1,9 @@
 """Random configurations, drawn key by key, and what batchgen makes of each beside transformers.
 
-Every key of transformers' configuration class of a family is drawn, and of those that its model reads besides: stated, left out or
-null; rotary positions in their old spelling and in that of `rope_parameters`. Most keys get values that models have. Half of the
-draws have one or two odd ones among them: null, another type's value, what is known to be of other mathematics.
+Every key of transformers' configuration class of a family is drawn, and of those that its model reads besides: stated,
+left out or null; rotary positions in their old spelling and in that of `rope_parameters`. Most keys get values that
+models have. Half of the draws have one or two odd ones among them: null, another type's value, what is known to be of
+other mathematics.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Draw:
 class Outcome:
     """The outcome of a draw.
 
-    kind: "equal", "refused", "wrong", or "too large" to be run. key: that was named, where it is refused. difference: the largest of
-    log-probabilities. reason: batchgen's words, or what is wrong. by_transformers: who refuses it, too.
+    kind: "equal", "refused", "wrong", or "too large" to be run. key: that was named, where it is refused. difference:
+    the largest of log-probabilities. reason: batchgen's words, or what is wrong. by_transformers: who refuses it, too.
     """
 
     kind: str
@@ -181,7 +182,7 @@ def _all_names(stated: dict[str, Any]) -> list[str]:
 
 
 def _make_model(given: Draw, folder: Path):
-    """A random model of the configuration, saved in its folder, as transformers loads it again; None: it is too large."""
+    """A random model of the configuration, saved in its folder and loaded again by transformers; None if too large."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = folder / "config.json"
@@ -300,10 +301,12 @@ def _of_no_matter(config_class: type, rng: random.Random) -> dict[str, Any]:
     values: dict[str, tuple] = {
         "transformers_version": ("4.51.0", None), "output_hidden_states": (True, False), "return_dict": (True, False),
         "chunk_size_feed_forward": (0, 8), "use_cache": (True, False), "id2label": (None, {"0": "a", "1": "b"}),
-        "problem_type": (None, "regression"), "initializer_range": (0.02, 0.5), "init_std": (0.02, 0.5), "dropout": (0.0, 0.3),
+        "problem_type": (None, "regression"), "initializer_range": (0.02, 0.5), "init_std": (0.02, 0.5),
+        "dropout": (0.0, 0.3),
         "attention_dropout": (0.0, 0.3), "layerdrop": (0.0, 0.2), "resid_pdrop": (0.0, 0.1), "embd_pdrop": (0.0, 0.1),
         "output_router_logits": (True, False), "router_aux_loss_coef": (0.001, 0.1), "router_jitter_noise": (0.0, 0.2),
-        "is_encoder_decoder": (False,), "layer_norm_elementwise_affine": (True,), "use_bidirectional_attention": (False,),
+        "is_encoder_decoder": (False,), "layer_norm_elementwise_affine": (True,),
+        "use_bidirectional_attention": (False,),
     }  # fmt: skip
     own = _fields(config_class)
     drawn = {name: rng.choice((_LEFT_OUT, *choices)) for name, choices in values.items() if name in own}

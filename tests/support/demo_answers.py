@@ -1,7 +1,10 @@
-"""What others say of the demo model, in fp32, stored beside the tests that compare it with what we say: transformers' tokens
-(tests/integration/demo_tokens.json), and the answers of lm_eval's `hf` to the local tasks (tests/lmeval/demo_answers.json).
+"""Answers of other engines on the demo model in fp32, stored beside the tests that compare ours with them.
 
-`make test-all` compares both with the libraries themselves. To write them anew, after a change to the prompts, the tasks or lm_eval:
+They are transformers' tokens (tests/integration/demo_tokens.json), and the answers of lm_eval's `hf` to the local tasks
+(tests/lmeval/demo_answers.json).
+
+`make test-all` compares both with the libraries themselves. To write them anew, after a change to the prompts, the
+tasks or lm_eval:
 
     python tests/support/demo_answers.py
 """
@@ -51,7 +54,7 @@ def encode(tokenizer, prompt) -> list[int]:
 
 
 def greedy_choices(model, prompt: list[int], tokens: list[int]) -> tuple[list[int], list[float]]:
-    """What the model would have chosen for each of the tokens after those before it, and how far its best logit was ahead."""
+    """The model's choice after the tokens before each token, and how far its best logit was ahead."""
     import torch
 
     with torch.inference_mode():

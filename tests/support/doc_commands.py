@@ -12,20 +12,26 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md", "CONTRIBUTING.md", *sorted(
-        str(path.relative_to(ROOT)) for folder in ("docs", "recipes", "csrc", "examples") for path in (ROOT / folder).rglob("*.md")
+        str(path.relative_to(ROOT)) for folder in ("docs", "recipes", "csrc",
+        "examples") for path in (ROOT / folder).rglob("*.md")
     ),
 )  # fmt: skip
 _SHELL = ("bash", "sh", "shell", "console")
 # What a line begins with that is a command, in a block that does not say what it is of.
 _PROGRAMS = re.compile(
-    r"(?:\w+=\S+ +)*(?:\$ +)?(?:batchgen|python3?|make|pip|torchrun|mpirun|srun|sbatch|kubectl|ray|helm-run|lm_eval|curl|wget|git|sudo|apt-get"
+    r"(?:\w+=\S+ +)*(?:\$ +)?"
+    r"(?:batchgen|python3?|make|pip|torchrun|mpirun|srun|sbatch|kubectl|ray|helm-run|lm_eval|curl|wget|git|sudo|apt-get"
     r"|mkdir|cp|mv|cat|systemctl|loginctl|journalctl|crontab|nohup|timeout|cmake|ctest|docker|[\w./-]+\.sh)(?= |$)"
 )
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a page. text: as it stands there, lines joined, without its comment; of several with && each is one."""
+    """A command of a page; each of several that are joined by && is one.
+
+    Attributes:
+        text: the command with its lines joined, without its comment.
+    """
 
     page: str
     text: str

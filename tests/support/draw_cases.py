@@ -27,7 +27,7 @@ def drawn(compute, logits, given, rows=None):
 
 
 def check_draws(got, logits, given):
-    """Softmax weights are in fp32: what is drawn, or left out, may differ where the last digits decide. Returns how many do."""
+    """Checks tokens drawn from softmax weights in fp32, and returns how many differ where the last digits decide."""
     meant = drawn(reference, logits, given)
     slack = 2e-6
     near = [

@@ -41,18 +41,21 @@ JOB = (
 HEAD = """\
 # Failures
 
-What a job ends with that cannot be run, or not to its end. `python tests/support/failure_cases.py` writes this page from what happens, and a test
-compares them. *N* stands for a number that depends on the machine. A job that is disturbed goes on when the same command is run again.
+What a job ends with that cannot be run, or not to its end. `python tests/support/failure_cases.py` writes this page
+from what happens, and a test compares them. *N* stands for a number that depends on the machine. A job that is
+disturbed goes on when the same command is run again.
 
 On disk afterwards: `out.parquet` is the output, `out.parquet.batchgen` the run directory with finished rows
 ([formats](formats.md#run-directory)). Files that were there before stay as they were.
 
-A screen is not the job: where standard error or standard output is closed or full (`2>&-`, a log on a full disk, `2>&1 | head`), a job goes on to
-its end, and its exit code tells what became of the rows. When a terminal is closed, the jobs in it get SIGHUP, which ends them as Ctrl-C does;
-`nohup batchgen run ... &` keeps them going. What a command was run for is missed: `batchgen plan > /dev/full` ends with exit code 1, and so does a
-job whose rows go to `--output -` and are not taken (they are kept). A reader that wants no more of a plan (`batchgen plan ... | head`) is no error.
+A screen is not the job: where standard error or standard output is closed or full (`2>&-`, a log on a full disk, `2>&1
+| head`), a job goes on to its end, and its exit code tells what became of the rows. When a terminal is closed, the jobs
+in it get SIGHUP, which ends them as Ctrl-C does; `nohup batchgen run ... &` keeps them going. What a command was run
+for is missed: `batchgen plan > /dev/full` ends with exit code 1, and so does a job whose rows go to `--output -` and
+are not taken (they are kept). A reader that wants no more of a plan (`batchgen plan ... | head`) is no error.
 
-Control characters in names and texts, such as those that escape sequences begin with, are spelled out (`\\x1b`) wherever they are shown.
+Control characters in names and texts, such as those that escape sequences begin with, are spelled out (`\\x1b`)
+wherever they are shown.
 """
 
 
@@ -60,8 +63,9 @@ Control characters in names and texts, such as those that escape sequences begin
 class Case:
     """One thing that goes wrong.
 
-    what: in words. options: of `batchgen run`, beside the usual ones; "-i" and "-o" replace these. prepare: what is done to the folder
-    before, in it; what it enters is undone afterwards. signal: that the job gets with its fourth row.
+    what: in words. options: of `batchgen run`, beside the usual ones; "-i" and "-o" replace these. prepare: what is
+    done to the folder before, in it; what it enters is undone afterwards. signal: that the job gets with its fourth
+    row.
     """
 
     group: str

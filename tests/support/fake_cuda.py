@@ -1,9 +1,9 @@
 """A CUDA card that is not there: tensors on it know their device and have no contents (torch's FakeTensorMode), and its
 runtime keeps account of pinned memory. What is in host memory is real.
 
-What CUDA refuses is refused: operands on different devices, pinning what is not the host's, registering memory twice; and what
-it does not notice: copies behind the host's back from or to memory that is not pinned, memory that is unmapped while it is
-registered. Kernels of Triton are not run; their tensors have to be where a card can reach them.
+What CUDA refuses is refused: operands on different devices, pinning what is not the host's, registering memory twice;
+and what it does not notice: copies behind the host's back from or to memory that is not pinned, memory that is unmapped
+while it is registered. Kernels of Triton are not run; their tensors have to be where a card can reach them.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _record_stream(tensor: Tensor, stream) -> None:
 
 
 def _specialised(kernel, argument: str, value):
-    """What Triton compiles for: a dtype and whether an address divides by 16; of numbers whether they are 1 or divide by 16."""
+    """The key that Triton compiles for: dtypes, which addresses divide by 16, which numbers are 1 or divide by 16."""
     parameter = next(p for p in kernel.params if p.name == argument)
     if isinstance(value, Tensor):
         aligned = value.storage_offset() * value.element_size() % 16 == 0

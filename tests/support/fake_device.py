@@ -1,10 +1,13 @@
-"""A device with streams, played on the CPU: what is launched there is done later, in an order that nothing but its waits
-restrains, so that a missing one shows in the result.
+"""A device with streams, played on the CPU.
 
-Operations of torch on the device's memory are intercepted while a Step is launched: views are made at once, everything else is put
-off, and what it will fill is poisoned until then. Memory is `fake_memory`'s: given out again as soon as torch might. Operations
-on the host's memory alone are done at once, as they are beside a real device. Nothing here depends on how fast the machine is:
-streams and host lanes go on when the launching thread lets them, or when it cannot go on without them.
+An operation that is launched there runs later, in an order that nothing but its waits restrains, so that a missing wait
+shows in the result.
+
+Operations of torch on the device's memory are intercepted while a Step is launched: views are made at once, everything
+else is put off, and what it will fill is poisoned until then. Memory is `fake_memory`'s: given out again as soon as
+torch might. Operations on the host's memory alone are done at once, as they are beside a real device. Nothing here
+depends on how fast the machine is: streams and host lanes go on when the launching thread lets them, or when it cannot
+go on without them.
 """
 
 from __future__ import annotations
@@ -63,9 +66,14 @@ class FakeDevice:
     """The Driver of `streams`. Invariant: an entry of a stream is done after those before it there."""
 
     def __init__(self, order=STREAMS, eager=0, warm=(), passage_bytes=PASSAGE_BYTES):
-        """order: streams by priority. eager: how many of the first run as soon as they can; others when they must. warm: what may
-        not be used for the first time while a stream waits at a semaphore, of FIRST_USES. passage_bytes: of
-        its pinned memory for small arrays."""
+        """Makes the device.
+
+        Args:
+            order: streams by priority.
+            eager: how many of the first run as soon as they can; others when they must.
+            warm: kinds of FIRST_USES that may not come while a stream waits at a semaphore.
+            passage_bytes: pinned memory for small arrays.
+        """
         self._order, self._eager, self.warm = order, eager, warm
         self._queues = {lane: deque() for lane in STREAMS}
         self._loads = dict.fromkeys(STREAMS, 0)
@@ -254,8 +262,11 @@ class FakeDevice:
         return True
 
     def _wait_for_host(self, event):
-        """Waits, with the lock held, until a host lane may have done something. Fails where the event waits at a semaphore that
-        nobody is to open."""
+        """Waits, with the lock held, until a host lane may have done something.
+
+        Raises:
+            AssertionError: the event waits at a semaphore that nobody is to open.
+        """
         semaphore = self._queues[self._holding_up(event)][0].semaphore
         if self.lanes is not None:
             self._changed.release()
@@ -374,8 +385,11 @@ def _tensors(x):
 
 
 class PlayedLanes(StreamLanes):
-    """Lanes of a played device. Host lanes that are late act when nothing else can go on; the launching thread gives the
-    others the time to do what they can, if it is patient."""
+    """Lanes of a played device.
+
+    Host lanes that are late act when nothing else can go on. A patient launching thread gives the others the time to do
+    what they can.
+    """
 
     def __init__(self, perform, device, *, late=(), patient=True, **options):
         super().__init__(perform, device, **options)
@@ -431,9 +445,13 @@ def as_on_a_device(monkeypatch) -> None:
 def run_on(
     parts: EngineParts, device: FakeDevice, monkeypatch, late: tuple[str, ...] = (), ahead: bool = False
 ) -> EngineParts:
-    """Has the parts, loaded for an emulated accelerator (`as_on_a_device`), run on the device's streams. late: lanes of the host that are slow.
-    ahead: tokens are sampled on the device, and sweeps launched before those of the last one have come to the host; else the host
-    samples, and waits for the logits."""
+    """Has the parts, loaded for an emulated accelerator (`as_on_a_device`), run on the device's streams.
+
+    Args:
+        late: lanes of the host that are slow.
+        ahead: tokens are sampled on the device, and sweeps launched before those of the last one have come to the host;
+            else the host samples, and waits for the logits.
+    """
     executor = parts.executor
     executor.lanes = PlayedLanes(executor._perform, device, on_thread=executors._prepare_thread, late=late)
     executor._device = DEVICE

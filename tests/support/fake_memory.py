@@ -1,8 +1,11 @@
-"""Memory of a played device: each block belongs to a stream, or to the host, and is given out again as soon as nobody in Python
-holds it, whatever other streams have not done with it yet.
+"""Memory of a played device.
 
-What is launched reads and writes blocks behind Python's back, so a tensor whose last reference has gone is poisoned where its own
-stream then is: who still uses it on another stream, and has not said so (`borrow`), finds poison, or another tensor's content.
+Each block belongs to a stream, or to the host. It is given out again as soon as nobody in Python holds it, whatever
+other streams still have to do with it.
+
+What is launched reads and writes blocks behind Python's back, so a tensor whose last reference has gone is poisoned
+where its own stream then is: who still uses it on another stream, and has not said so (`borrow`), finds poison, or
+another tensor's content.
 """
 
 from __future__ import annotations
@@ -36,8 +39,13 @@ class FakeMemory:
     """Blocks in powers of two; and what is the device's from beginning to end."""
 
     def __init__(self, put: Callable[[str, Callable[[], None]], None], on_new: Callable[[str, str], None]) -> None:
-        """put(stream, act): has act called when the stream has done what was launched there so far. on_new(kind, what): is told when
-        more is needed than there was before: of a stream's in all, as torch cuts up what it has; of the host's in that size."""
+        """Makes the memory.
+
+        Args:
+            put: (stream, act) has act called when the stream has done what was launched there so far.
+            on_new: (kind, what) is called when more is needed than there was before: of a stream's memory in all, as
+                torch cuts up what it has; of the host's in that size.
+        """
         self._put, self._on_new = put, on_new
         self._blocks: dict[int, Block] = {}  # by address
         self._free: dict[tuple[str, int], list[Block]] = defaultdict(list)

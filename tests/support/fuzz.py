@@ -1,7 +1,8 @@
 """Damaged files of every kind that a job reads, and what must hold of a job that meets one.
 
-A job ends, says what is wrong in one line without a traceback, and takes nothing away; or it writes rows that are right: those of an
-undisturbed job for the same prompts. `python tests/support/fuzz.py` tries many cases and writes those that failed; a test tries a few.
+A job ends, says what is wrong in one line without a traceback, and takes nothing away; or it writes rows that are
+right: those of an undisturbed job for the same prompts. `python tests/support/fuzz.py` tries many cases and writes
+those that failed; a test tries a few.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ JOB = ["--max-tokens", "4", "--dtype", "float32", "--progress", "none", "--hardw
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of file. name: of the file in the work folder; options: of a job that reads it; checked: rows must be right."""
+    """One kind of file.
+
+    Attributes:
+        name: the file in the work folder.
+        options: options of a job that reads it.
+        checked: rows must be right.
+    """
 
     file: str
     options: list[str]
@@ -57,7 +64,9 @@ KINDS: dict[str, Kind] = {
     "jsonl": _input("rows.jsonl", text=True),
     "csv": _input("rows.csv", text=True),
     "openai": Kind("batch.jsonl", ["-m", "model", "-i", "batch.jsonl", *JOB], output="answers.jsonl", text=True),
-    "manifest": Kind("out.parquet.batchgen/manifest.json", ["-m", "model", "-i", "rows.parquet", *JOB], text=True, resumed=True),
+    "manifest": Kind(
+        "out.parquet.batchgen/manifest.json", ["-m", "model", "-i", "rows.parquet", *JOB], text=True, resumed=True
+    ),
     "part": Kind("out.parquet.batchgen/parts/*", ["-m", "model", "-i", "rows.parquet", *JOB], resumed=True),
     "plan": Kind("plan.json", ["-m", "model", "-i", "rows.parquet", *JOB[:-2], "--plan", "plan.json"], text=True),
     "profile": Kind(
@@ -124,7 +133,11 @@ def damage(data: bytes, kind: Kind, rng: random.Random) -> bytes:
 
 
 def try_tokenizer(prepared: Path, name: str, seed: int, folder: Path) -> tuple[str, str | None]:
-    """As `try_case`, of a tokenizer, which is read in this process; prepared: the folder of `fuzz_tokenizers.prepare`."""
+    """Tries a damaged tokenizer, which is read in this process.
+
+    Args:
+        prepared: the folder of `fuzz_tokenizers.prepare`.
+    """
 
     def damaged(data: bytes, text: bool, head: bool, rng: random.Random) -> bytes:
         return damage(data, Kind("", [], text=text, head_bytes=len(data) if head else None), rng)

@@ -1,6 +1,7 @@
 """Odd arguments for every command: none of them is a traceback, or more than one line of an error.
 
-`python tests/support/fuzz_commands.py 0 500` draws those of 500 seeds, in a folder of its own, and prints what went wrong.
+`python tests/support/fuzz_commands.py 0 500` draws those of 500 seeds, in a folder of its own, and prints what went
+wrong.
 """
 
 from __future__ import annotations
@@ -25,16 +26,24 @@ from batchgen.cli import commands
 # What a command may end with when its arguments are wrong. 1: a device that takes nothing.
 _CODES = (0, 1, 2, 3, 4)
 VALUES = (
-    "", " ", "-", "--", "@", ".", "/", "~", "*", "[", "{", "{}", "[]", "null", "true", "\n", "a\nb", "\t", "\x1b[31m", "\x00", "a\x00b", "\udcff",
-    "in\udce9.jsonl", "é", "\u202egpj", "x" * 300, "x" * 70_000, "a/" * 3000, "-1", "0", "+1", "1.5", "-0.0", "1e400", "nan", "inf", "-inf",
-    "1_0", "0x10", "٣", "9" * 30, "-" + "9" * 30, "1e9", "%", "5%", "-5%", "101%", "nan%", "0/0", "1/0", "3/2", "-1/4", "1/2/3", "9/9" * 9,
-    "GiB", "-1GiB", "0B", "1e30TiB", "nanGiB", "1 GiB", "h", "-1h", "1e30h", "nans", "0s", "=", "a=", "=x2", "gpu-memory=+-8GiB", "2x",
-    "0x t4", "2x none", "cuda:99", "emulated:", "emulated:gpu-memory=0", "folder", "file", "@folder", "@file", "@none", "none/none", "link", "loop",
-    "file/inside", "/dev/null", "/dev/full", "/proc/self/mem", "memory://", "s3://", "nosuch://a/b", "http://", "file:///", "://", "in.jsonl", "M",
+    "", " ", "-", "--", "@", ".", "/", "~", "*", "[", "{", "{}", "[]", "null", "true", "\n", "a\nb", "\t", "\x1b[31m",
+    "\x00", "a\x00b", "\udcff",
+    "in\udce9.jsonl", "é", "\u202egpj", "x" * 300, "x" * 70_000, "a/" * 3000, "-1", "0", "+1", "1.5", "-0.0", "1e400",
+    "nan", "inf", "-inf",
+    "1_0", "0x10", "٣", "9" * 30, "-" + "9" * 30, "1e9", "%", "5%", "-5%", "101%", "nan%", "0/0", "1/0", "3/2", "-1/4",
+    "1/2/3", "9/9" * 9,
+    "GiB", "-1GiB", "0B", "1e30TiB", "nanGiB", "1 GiB", "h", "-1h", "1e30h", "nans", "0s", "=", "a=", "=x2",
+    "gpu-memory=+-8GiB", "2x",
+    "0x t4", "2x none", "cuda:99", "emulated:", "emulated:gpu-memory=0", "folder", "file", "@folder", "@file", "@none",
+    "none/none", "link", "loop",
+    "file/inside", "/dev/null", "/dev/full", "/proc/self/mem", "memory://", "s3://", "nosuch://a/b", "http://",
+    "file:///", "://", "in.jsonl", "M",
     "in.parquet", "out.jsonl", "bad.json", "bad.toml", "deep.json",
 )  # fmt: skip
 _BASE = {
-    "run": {"-m": "M", "-i": "in.jsonl", "-o": "out.jsonl", "--max-tokens": "1", "--progress": "none", "--dry-run": None},
+    "run": {
+        "-m": "M", "-i": "in.jsonl", "-o": "out.jsonl", "--max-tokens": "1", "--progress": "none", "--dry-run": None,
+    },
     "plan": {"-m": "M", "-i": "in.jsonl", "--max-tokens": "1", "--progress": "none", "--hardware": "zen4"},
     "bench": {"-m": "M", "--num-prompts": "1", "--input-len": "2", "--output-len": "1", "--progress": "none"},
     "profile": {"--output": "none/none"},

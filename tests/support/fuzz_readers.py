@@ -1,7 +1,8 @@
 """Damaged files of every reader that takes JSON, in this process, many a second; and what must hold of each.
 
-A reader gives a value, or raises a `BatchgenError` of one line; it neither computes for long nor takes much memory, and leaves the file
-as it was. `fuzz.py` does so for whole jobs, in processes of their own. `python tests/support/fuzz_readers.py` tries many cases.
+A reader gives a value, or raises a `BatchgenError` of one line; it neither computes for long nor takes much memory, and
+leaves the file as it was. `fuzz.py` does so for whole jobs, in processes of their own. `python
+tests/support/fuzz_readers.py` tries many cases.
 """
 
 from __future__ import annotations
@@ -32,15 +33,10 @@ from batchgen.core.hardware import read_profile
 from batchgen.job.planning import read_plan
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
-from batchgen.models.files import (
-    model_identity,
-    read_config,
-    resolve_for_planning,
-    resolve_model,
-    resolve_weights,
-    store_manifest_checksum,
-)
+from batchgen.models.files import read_config, resolve_for_planning, resolve_model, resolve_weights
+from batchgen.models.identity import model_identity
 from batchgen.models.model_versions import model_versions
+from batchgen.models.store.manifest import store_manifest_checksum
 from batchgen.models.store.weight_store import load_extent, open_store
 from batchgen.output.run_directory import open_run
 from batchgen.share.files import DirectoryFiles
@@ -255,15 +251,17 @@ READERS = {
 }
 
 _VALUES: list[Any] = [
-    None, True, False, 0, -1, 1, 3, 2**31, 2**63, -(2**63), 10**30, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"), -float("inf"),
-    "", "\ud800", "\x00", "a" * 5000, "../..", "/etc/passwd", "NaN", "float32", "é" * 300, [], [[]], {}, {"": None}, [None], [1, 2],
+    None, True, False, 0, -1, 1, 3, 2**31, 2**63, -(2**63), 10**30, 10**400, 0.5, -0.0, 1e308, float("nan"),
+    float("inf"), -float("inf"),
+    "", "\ud800", "\x00", "a" * 5000, "../..", "/etc/passwd", "NaN", "float32", "é" * 300, [], [[]], {}, {"": None},
+    [None], [1, 2],
     {"a": {"b": [1]}},
 ]  # fmt: skip
 _DEEP = b"[" * 200_000, b'{"a":' * 200_000, b"[" * 3000 + b"]" * 3000, b'{"a":' * 3000 + b"1" + b"}" * 3000
 
 
 def mutate(text: bytes, rng: random.Random) -> bytes:
-    """JSON with one to three accidents: a value of another kind anywhere, keys gone, renamed or twice; or text that is no JSON."""
+    """JSON with one to three accidents: values of another kind, keys gone, renamed or twice; or text that is none."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         text = _mutate_values(text, rng) if rng.random() < 0.8 else _mutate_text(text, rng)
     return text

@@ -19,7 +19,7 @@ from tiny_models import CHAT_TEMPLATE, TEXT, make_tiny_sentencepiece_tokenizer, 
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.models.files import ModelFiles
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 CPU_LIMIT_S = 10
 GROWTH_LIMIT_BYTES = 1 << 30
@@ -160,8 +160,10 @@ def _changed(pairs: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         if isinstance(value, tuple) and rng.random() < 0.7:
             at = rng.randrange(len(value))
             pairs[key] = rng.choice([
-                value[:at] or value[:1], value[:at] + value[at + 1 :], (*value, value[at]), tuple(rng.sample(value, len(value))),
-                tuple(map(str, value)), tuple(rng.randrange(5) for _ in value), (*value[:at], value[0], *value[at + 1 :]),
+                value[:at] or value[:1], value[:at] + value[at + 1 :], (*value, value[at]),
+                tuple(rng.sample(value, len(value))),
+                tuple(map(str, value)), tuple(rng.randrange(5) for _ in value),
+                (*value[:at], value[0], *value[at + 1 :]),
             ])  # fmt: skip
         elif rng.random() < 0.8:
             pairs[key] = rng.choice(_ODD)

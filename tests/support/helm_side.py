@@ -15,11 +15,13 @@ RUNNER = "batchgen.helm.runner.BatchgenRunner"
 BATCHGEN = "batchgen.helm.client.BatchgenClient"
 HUGGING_FACE = "helm.clients.huggingface_client.HuggingFaceClient"
 RAW_LOGITS = "helm_raw_logits.RawLogitsClient"
+TOKENIZER = "batchgen.helm.tokenizer.BatchgenTokenizer"
+HUGGING_FACE_TOKENIZER = "helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer"
 MODEL = "local/model"
 SUITE = "suite"
 
-# Statistics in which clients differ by what they are, and not by what the model says: times, and reasons why completions
-# ended, which HELM's Hugging Face client does not tell.
+# Statistics in which clients differ by what they are, and not by what the model says: times, and reasons why
+# completions ended, which HELM's Hugging Face client does not tell.
 OF_THE_CLIENT = {
     "inference_runtime", "inference_denoised_runtime", "batch_size", "finish_reason_length", "finish_reason_stop",
     "finish_reason_endoftext", "finish_reason_unknown",
@@ -41,7 +43,7 @@ def write_deployment(
     end_of_text: also what stands before texts. length: of the context, in tokens.
     """
     own = client == BATCHGEN
-    class_name = "batchgen.helm.tokenizer.BatchgenTokenizer" if own else "helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer"  # fmt: skip
+    class_name = TOKENIZER if own else HUGGING_FACE_TOKENIZER
     tokenizer = {"class_name": class_name, "args": {"model" if own else "pretrained_model_name_or_path": source}}
     deployment = {"tokenizer_name": MODEL, "max_sequence_length": length}
     deployment["client_spec"] = {"class_name": client, "args": arguments}
@@ -57,8 +59,12 @@ def write_deployment(
 
 
 def write_questions(output: Path, questions: list[tuple[str, list[str], int]], name: str = "questions.jsonl") -> str:
-    """A file of multiple choice questions (question, choices, place of the right one) where the scenario custom_mcqa of a
-    run with this output path looks for it; returns the scenario's description."""
+    """Writes multiple choice questions where the scenario custom_mcqa of a run looks for them; returns its description.
+
+    Args:
+        output: the output path of the run.
+        questions: (question, choices, place of the right one).
+    """
     folder = output / "scenarios" / "custom_mcqa"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / name).open("w") as file:
@@ -87,7 +93,8 @@ def read_runs(output: Path) -> dict[str, tuple[list[dict], list[dict]]]:
 
 def compare(ours: tuple[list[dict], list[dict]], theirs: tuple[list[dict], list[dict]]) -> dict[str, Any]:
     """Two clients' answers to the same run: requests whose texts or tokens differ, the largest difference of a token's
-    log-probability, and of each statistic (means) that differs. Raises ValueError where the requests are not the same."""
+    log-probability, and of each statistic (means) that differs. Raises ValueError where the requests are not the same.
+    """
     found: dict[str, Any] = {
         "requests": len(ours[1]),
         "texts_differ": 0,

@@ -147,7 +147,7 @@ def budgets(hardware: HardwareProfile) -> dict[str, int]:
 
 
 def inputs_of_batches(hardware: HardwareProfile, model: ModelConfig, num_gpu_batches: int, **held) -> CostInputs:
-    """The cost model's inputs for 64 sequences in so many micro-batches, in float16. held: further fields of Problem."""
+    """The cost model's inputs for 64 sequences in so many micro-batches, in float16, with further fields of Problem."""
     problem = Problem(
         hardware=hardware,
         model=model,

@@ -1,4 +1,4 @@
-"""Tiny models as the quantizers of the field store them, packed here by what their formats say, and the numbers that they hold."""
+"""Tiny models as the quantizers of the field store them, and the numbers that they hold."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def pack_quantized(size: int | None, *, symmetric: bool, act_order: bool = False
         return tensors, numbers_of(codes, scales, zeros, group_of)
 
     weights = {
-        "num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "group" if size else "channel", "group_size": size,
+        "num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "group" if size else "channel",
+        "group_size": size,
         "actorder": "group" if act_order else None,
     }  # fmt: skip
     return compressed("pack-quantized", weights), pack
@@ -118,7 +119,10 @@ def compressed(form: str, weights: dict, activations: dict | None = None) -> dic
 
 
 def e4m3(bits: np.ndarray) -> np.ndarray:
-    """The numbers of FP8's E4M3: sign, exponent less 7 (0: of -6, without a leading 1), mantissa; 127 and 255 are none."""
+    """The numbers of FP8's E4M3 codes: sign, exponent less 7 (0: of -6, without a leading 1), mantissa.
+
+    Codes 127 and 255 are NaN.
+    """
     exponent, mantissa = bits >> 3 & 15, (bits & 7).astype(np.float64)
     size = np.where(
         exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent.astype(np.float64) - 7)
@@ -178,7 +182,7 @@ def requantize(
 
 
 def in_mxfp4(path, seed=0):
-    """Makes the experts of a tiny gpt-oss at `path` blocks and scales at random; returns these, by the name of their tensor."""
+    """Makes the experts of a tiny gpt-oss random blocks and scales, and returns these by the name of their tensor."""
     rng = np.random.default_rng(seed)
     tensors, made = load_file(path / "model.safetensors"), {}
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:

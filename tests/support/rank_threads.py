@@ -1,4 +1,4 @@
-"""Ranks of tensor parallelism as threads of the test's process: what they tell one another goes through queues, sums through memory."""
+"""Ranks of tensor parallelism as threads of the test's process, with queues for messages and memory for sums."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ from batchgen.engine.follow import follow_rank_zero
 from batchgen.engine.tensor_parallel import load_parts_on_ranks
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.shard import shard_of
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 _TIMEOUT_S = 120
 

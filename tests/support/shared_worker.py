@@ -1,7 +1,7 @@
 """A worker on a shared output in a process of its own, to be killed or stopped at any moment.
 
-Adds the rows of the ranges that it claims, with pauses, and ends when the output is there. Prints "rows N" as it has run N of them, and "complete" at
-the end. Arguments: output, number of rows, seed, seconds of a pause, lease in seconds.
+Adds the rows of the ranges that it claims, with pauses, and ends when the output is there. Prints "rows N" as it has
+run N of them, and "complete" at the end. Arguments: output, number of rows, seed, seconds of a pause, lease in seconds.
 """
 
 import random

@@ -9,8 +9,9 @@ from planner_cases import constant
 from batchgen.core.hardware import ComputeRates
 from batchgen.core.plan import Plan, Policy, Prediction
 from batchgen.core.workload import Workload
-from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.planner.parallel import split_layers, stage_policy
+from batchgen.planner.prediction import plan_problem
+from batchgen.planner.problem import problem_of
 
 # Copies to the accelerator that compute makes itself; the planner counts them with the link's.
 SMALL_COPIES = ("embed", "load_attention", "join_deferred")
@@ -53,9 +54,9 @@ def stages_of(plan, config, count):
 
 
 def planned_stage(hardware, config, workload, count, **options):
-    """The plan of a stage, as `plan_case` has it."""
+    """The plan of a stage, as a job with stages has it."""
     layers = max(stop - first for first, stop in split_layers(config, count))
-    request = PlanRequest("model", "float16", 2048, process_bytes=1 << 29, admission="continuous", **options)
-    problem = problem_of(hardware, config.first_layers(layers), workload, request)
+    given = {"max_model_len": 2048, "process_bytes": 1 << 29, "admission": "continuous"} | options
+    problem = problem_of(hardware, config.first_layers(layers), workload, dtype="float16", **given)
     problem = replace(problem, allowed=replace(problem.allowed, kv_placements=("cpu", "disk")))
-    return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+    return plan_problem(problem)

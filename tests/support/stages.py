@@ -16,9 +16,9 @@ from batchgen.engine.follow import follow_rank_zero
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.parts import EngineParts
 from batchgen.engine.pipeline import Stage, load_pipeline
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.kept_stores import find_or_convert
+from batchgen.models.tokenizers.loading import load_tokenizer
 
 _END = object()
 

@@ -1,10 +1,11 @@
 """How far tests go, and what they draw.
 
-`make test` is for every change; `make test-all` (`pytest --all`) also runs the tests marked `thorough` and takes the larger of
-what `quick_or` chooses from. BUDGET.md lists what that is.
+`make test` is for every change; `make test-all` (`pytest --all`) also runs the tests marked `thorough` and takes the
+larger of what `quick_or` chooses from. BUDGET.md lists what that is.
 
-`make test` draws the same examples every time, so that a change fails for what it changed and not for the day it is made on. The draws
-of `make test-all` differ from day to day, so that examples add up. BATCHGEN_TEST_SEED repeats a run's.
+`make test` draws the same examples every time, so that a change fails for what it changed and not for the day it is
+made on. The draws of `make test-all` differ from day to day, so that examples add up. BATCHGEN_TEST_SEED repeats a
+run's.
 """
 
 import os
@@ -27,8 +28,10 @@ def some_draws(count: int) -> int:
 
 
 def same_draws_in_every_process() -> None:
-    """Hypothesis also draws numbers that it finds in the modules loaded so far, and which those are depends on the tests that a
-    process of pytest-xdist happened to run before: without them a seed means the same examples everywhere."""
+    """Keeps Hypothesis from drawing numbers that it finds in the modules loaded so far.
+
+    Which modules those are depends on the tests that a process of pytest-xdist happened to run before.
+    """
     from hypothesis.internal.conjecture import providers
 
     nothing = providers.Constants()
@@ -48,7 +51,7 @@ def some_of(cases, count: int, *what) -> list:
 
 
 def covering(cases, count: int, *what) -> list:
-    """As `some_of`, of a table's rows: each value of each column is in one of those drawn, of which there are more where that needs it."""
+    """All rows of a table in `make test-all`; in `make test` so many, or more, with each value of each column."""
     cases = list(cases)
     drawn = rotating(*what).sample(range(len(cases)), len(cases))
     missing = {place for case in cases for place in enumerate(case)}

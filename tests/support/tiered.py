@@ -19,9 +19,9 @@ from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts, needs_store
 from batchgen.engine.parts import EngineParts, EngineStats
-from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.tokenizers.tokenizer import load_tokenizer
+from batchgen.models.kept_stores import find_or_convert
+from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.runtime.lanes import Lanes
 from batchgen.schedule.step_graph import LANES, Step
 
@@ -55,8 +55,11 @@ def make_policy(model: Path | str, device: Device, **changes) -> Policy:
 
 
 def everything_moves(model: Path | str, **changes) -> Policy:
-    """On an accelerator: weights in all tiers, 4-bit, sequences of all KV placements, two micro-batches with activations on the
-    host, the output matrix in vocabulary chunks, so that every kind of Step there is gets its turn."""
+    """A policy for an accelerator in which every kind of Step gets its turn.
+
+    Weights are in all tiers, in 4 bits, sequences in all KV placements, two micro-batches have their activations on the
+    host, and the output matrix comes in vocabulary chunks.
+    """
     fields = {
         "gpu_batch_size": 4,
         "num_gpu_batches": 2,
@@ -89,7 +92,7 @@ def make_request(model: Path | str, device: Device, policy: Policy, offload_dir:
 
 
 def without_store(policy: Policy) -> Policy:
-    """For machines without xxhash, as those with a GPU may be: weights that were to be on disk are in the host's memory."""
+    """The policy with weights in host memory instead of on disk, for machines without xxhash."""
     if policy.weight_format == "int4":
         pytest.skip("4-bit weights come from a store, which needs xxhash")
     layers = {group: (gpu, cpu + disk, 0) for group, (gpu, cpu, disk) in policy.weight_layers.items()}
@@ -145,8 +148,9 @@ def make_uneven(parts: EngineParts, seed: int) -> None:
 
 
 class ShuffledLanes(Lanes):
-    """Steps in an arbitrary order that keeps what they wait for, and the order within each lane; in the caller's thread,
-    so that it is the same order every time. What happens to be right by good timing is wrong here.
+    """Lanes that carry out Steps in an arbitrary order that keeps what they wait for, and the order within each lane.
+
+    They run in the caller's thread, so that the order is always the same. What is right by good timing is wrong here.
 
     As with real lanes, a sweep has ended when its compute has; the rest may come after the next one has begun.
     """

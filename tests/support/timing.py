@@ -7,8 +7,10 @@ TRIES = 20
 
 
 def undisturbed(test: Callable) -> Callable:
-    """A decorator: the test passes when it passes once. Other processes can only get in its way now and then; what is wrong is
-    wrong every time."""
+    """A decorator for a test that passes when it passes once.
+
+    Other processes get in its way now and then; what is wrong is wrong every time.
+    """
 
     @functools.wraps(test)
     def run(*args, **kwargs):

@@ -25,8 +25,8 @@ FAMILIES = (
     "gpt_oss",
 )
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
-# What must hold for every model holds for each of these: families as they are, and with the switches that change what a layer
-# reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
+# What must hold for every model holds for each of these: families as they are, and with the switches that change what a
+# layer reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {
     **{family: (family, {}) for family in FAMILIES},
     "opt, norm after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32, "num_hidden_layers": 2}),
@@ -52,11 +52,13 @@ MODELS = {
         "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False, "num_hidden_layers": 2,
     }),
     "qwen2_moe, a dense layer, windows": ("qwen2_moe", {
-        "mlp_only_layers": [1], "num_experts_per_tok": 3, "use_sliding_window": True, "sliding_window": 20, "qkv_bias": False,
+        "mlp_only_layers": [1], "num_experts_per_tok": 3, "use_sliding_window": True, "sliding_window": 20,
+        "qkv_bias": False,
     }),
     "qwen3_moe, every second layer dense": ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
     "gpt_oss, 4 of 32, all windows, plain rope": ("gpt_oss", {
-        "num_local_experts": 32, "num_experts_per_tok": 4, "layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "layer_types": ["sliding_attention"] * 2,
+        "num_hidden_layers": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "attention_bias": False,
     }),
     "qwen3, tied, four layers": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
@@ -239,8 +241,8 @@ SENTENCEPIECE_STYLES = {"llama": "normalizer", "phi3": "normalizer", "gemma2": "
 def make_sentencepiece_tokenizer(path: Path, style: str, *, bos: bool = True, eos: bool = False):
     """A tokenizer as transformers has them for models with a SentencePiece vocabulary: all merges that give a token.
 
-    style: of `SENTENCEPIECE_STYLES`. bos, eos: whether these stand around a text. It has tokens for bytes, one special token more,
-    "<|end|>", and two that are no special ones, "<tool>" and two line breaks.
+    style: of `SENTENCEPIECE_STYLES`. bos, eos: whether these stand around a text. It has tokens for bytes, one special
+    token more, "<|end|>", and two that are no special ones, "<tool>" and two line breaks.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -301,7 +303,8 @@ GGUF_MODELS = {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
     }}),
     "phi3, longrope": ("phi3", {"original_max_position_embeddings": 64, "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 64,
+        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 64,
         "short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [2.0 + i for i in range(6)],
     }}),
 }  # fmt: skip
@@ -361,11 +364,15 @@ MIXED_SIZES = {
 
 
 def mixed_types(family: str) -> Callable[[str], str]:
-    """The types of a GGUF's matrices: as of Q4_K_M, or mostly Q4_0 with others between; in some families parts of gate_up differ."""
+    """The types of a GGUF's matrices: as of Q4_K_M, or mostly Q4_0 with others between.
+
+    In some families parts of gate_up differ.
+    """
     if family in ("llama", "mixtral", "gpt_oss"):
         return as_q4_k_m(2)
     kinds = {
-        "output.weight": "Q6_K", "token_embd.weight": "Q8_0", "blk.1.attn_v.weight": "Q5_1", "blk.0.attn_output.weight": "F16",
+        "output.weight": "Q6_K", "token_embd.weight": "Q8_0", "blk.1.attn_v.weight": "Q5_1",
+        "blk.0.attn_output.weight": "F16",
     }  # fmt: skip
     if family in ("qwen2", "qwen3_moe"):
         kinds |= {"blk.0.ffn_gate.weight": "Q8_0", "blk.1.ffn_gate_exps.weight": "Q8_0", "blk.1.attn_k.weight": "BF16"}
@@ -387,10 +394,10 @@ def write_tiny_gguf(  # a line for each key and each name of the format
 ) -> Path:
     """A model of `GGUF_FAMILIES` as llama.cpp's converter would write it; returns its first file.
 
-    tensor_type: "F32", "F16", "BF16", "Q8_0" or another, for matrices, or what gives it for a name; one that the gguf package
-    cannot quantise to has random numbers. Vectors and routers stay F32. tokenizer: to carry along; of a byte-level one the name of
-    its pre-tokenizer, and whether it is said that a text begins with BOS, or nothing of it. rope_freqs:
-    values for `rope_freqs.weight`. tensors_per_part: of each file of a split one; 0: it is one file.
+    tensor_type: "F32", "F16", "BF16", "Q8_0" or another, for matrices, or what gives it for a name; one that the gguf
+    package cannot quantise to has random numbers. Vectors and routers stay F32. tokenizer: to carry along; of a
+    byte-level one the name of its pre-tokenizer, and whether it is said that a text begins with BOS, or nothing of it.
+    rope_freqs: values for `rope_freqs.weight`. tensors_per_part: of each file of a split one; 0: it is one file.
     """
     import gguf
     import numpy as np

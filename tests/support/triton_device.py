@@ -1,5 +1,7 @@
-"""Where Triton's kernels are checked: on a card (BATCHGEN_CHECK_DEVICE=cuda), or by Triton's interpreter on the CPU. Import
-this before any kernel: kernels are made for the one or the other."""
+"""The device that Triton's kernels are checked on: a card (BATCHGEN_CHECK_DEVICE=cuda), or Triton's interpreter.
+
+Import this before any kernel: kernels are made for the one or the other.
+"""
 
 import os
 
@@ -54,8 +56,7 @@ def teach_new_numpy():
 
 
 def patch_once():
-    """The interpreter takes the language's functions over once a launch, not once more for each function that a kernel calls,
-    which takes most of its time."""
+    """Has the interpreter patch the language's functions once a launch, not once more for each function of a kernel."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang

@@ -1,4 +1,4 @@
-"""Charts as SVG within a page: text in, text out. Colours are the classes of `html_page`."""
+"""Charts as SVG text for an HTML page. Colours are the classes of `html_page`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from batchgen.job.pages.html_page import COLOURS, escaped
 
 _WIDTH, _LABEL, _VALUE, _ROW = 860, 190, 180, 24
 _PLOT_HEIGHT, _LEFT, _BOTTOM, _TOP = 260, 80, 42, 14
-_LEAST_PX = 0.5  # of a Step: shorter ones become one with their neighbours
+_LEAST_PX = 0.5  # width below which Steps are merged
 Show = Callable[[float], str]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a bar chart. parts: (index of its colour, what it is, how much), from left to right; limit: a line across, if any."""
+    """A row of a bar chart.
+
+    Attributes:
+        label: Name of the row.
+        parts: (index of its colour, name, value) of each part, from left to right.
+        limit: Value of a line across the row, if there is one.
+    """
 
     label: str
     parts: tuple[tuple[int, str, float], ...]
@@ -25,7 +31,14 @@ class Bar:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a timeline. start, end: seconds; colour: index; name: what it is."""
+    """A stretch of a timeline.
+
+    Attributes:
+        start: Seconds at which it begins.
+        end: Seconds at which it ends.
+        colour: Index of its colour.
+        name: Its name.
+    """
 
     start: float
     end: float
@@ -55,7 +68,7 @@ def bars(title: str, rows: Sequence[Bar], show: Show) -> str:
 
 
 def columns(title: str, values: Sequence[tuple[str, float]], x_label: str, y_label: str, colour: int = 0) -> str:
-    """Vertical bars side by side: (what it is, how much) of each."""
+    """Vertical bars side by side. values: (name, value) of each."""
     most = max((value for _, value in values), default=0) or 1.0
     plot = _Plot((0.0, float(len(values) or 1)), (0.0, most))
     shapes = plot.frame(x_label, y_label, x_ticks=False)
@@ -81,13 +94,13 @@ def line(
     """A line through points, from (0, 0).
 
     Args:
-        title: What it shows.
-        points: (x, y), x rising.
-        x_label: What x is, with its unit.
-        y_label: What y is, with its unit.
-        dots: A text for each point, where they are to be seen as such.
-        ring: (x, y) with a ring around it: what was chosen.
-        marks: (x, text) of moments with a line across.
+        title: Title of the chart.
+        points: (x, y) of each point, x rising.
+        x_label: Name of x, with its unit.
+        y_label: Name of y, with its unit.
+        dots: Tooltip of each point; without tooltips points are not marked.
+        ring: (x, y) of the chosen point, which gets a ring.
+        marks: (x, text) of vertical lines.
     """
     shown = [*points, *([ring] if ring else [])] or [(1.0, 1.0)]
     plot = _Plot((0.0, max(x for x, _ in shown)), (0.0, max(y for _, y in shown)))
@@ -100,15 +113,13 @@ def line(
         x, y = ring
         shapes.append(f'<circle class="ring" cx="{plot.x(x):.1f}" cy="{plot.y(y):.1f}" r="8">{_tip("chosen")}</circle>')
     for x, text in marks:
-        at = plot.x(x)
-        shapes.append(
-            f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{_PLOT_HEIGHT - _BOTTOM}">{_tip(text)}</line>'
-        )
+        at, bottom = plot.x(x), _PLOT_HEIGHT - _BOTTOM
+        shapes.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{bottom}">{_tip(text)}</line>')
     return _svg(title, _PLOT_HEIGHT, shapes)
 
 
 def timeline(title: str, lanes: Mapping[str, Sequence[Span]], show: Show) -> str:
-    """A row for each lane, which has its spans in order of time."""
+    """A timeline with a row for each lane, whose spans are in order of time."""
     spans = [span for row in lanes.values() for span in row]
     first = min((span.start for span in spans), default=0.0)
     length = max((span.end for span in spans), default=1.0) - first or 1.0
@@ -131,7 +142,7 @@ def timeline(title: str, lanes: Mapping[str, Sequence[Span]], show: Show) -> str
 
 
 def histogram(counts: Mapping[int, int], most_bins: int = 40) -> list[tuple[str, float]]:
-    """Lengths and how many there are of each, as columns: of one length, or of equally many lengths."""
+    """Columns of a histogram: (range of lengths, count). counts: count of each length."""
     if not counts:
         return []
     low, high = min(counts), max(counts)
@@ -140,7 +151,7 @@ def histogram(counts: Mapping[int, int], most_bins: int = 40) -> list[tuple[str,
     for length, count in counts.items():
         bins[(length - low) // width] += count
     starts = [low + i * width for i in range(len(bins))]
-    names = [f"{s:,}" if width == 1 else f"{s:,} to {min(s + width - 1, high):,}" for s in starts]
+    names = [f"{start:,}" if width == 1 else f"{start:,} to {min(start + width - 1, high):,}" for start in starts]
     return list(zip(names, map(float, bins), strict=True))
 
 
@@ -155,7 +166,7 @@ def ticks(most: float) -> list[float]:
 
 @dataclass(frozen=True)
 class _Plot:
-    """Where values are: (least, most) of x and of y."""
+    """The plane of a chart, with (least, most) of x and of y."""
 
     x_range: tuple[float, float]
     y_range: tuple[float, float]
@@ -180,13 +191,14 @@ class _Plot:
         shapes.append(_text((_LEFT + _WIDTH) / 2, _PLOT_HEIGHT - 6, x_label, "middle"))
         middle = (_TOP + bottom) / 2
         shapes.append(
-            f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{escaped(y_label)}</text>'
+            f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">'
+            f"{escaped(y_label)}</text>"
         )
         return shapes
 
 
 def _merged(spans: Sequence[Span], least: float) -> list[Span]:
-    """Spans of which those that are too short to be seen have become one with what follows closely."""
+    """Spans where those too short to be seen are merged with the next close one."""
     merged: list[Span] = []
     for span in spans:
         last = merged[-1] if merged else None
@@ -205,8 +217,8 @@ def _svg(title: str, height: float, shapes: Sequence[str]) -> str:
 
 def _rect(x: float, y: float, width: float, height: float, colour: int, text: str) -> str:
     return (
-        f'<rect class="f{colour % COLOURS}" x="{x:.2f}" y="{y:.1f}" width="{max(width, 0):.2f}" height="{max(height, 0):.1f}">'
-        f"{_tip(text)}</rect>"
+        f'<rect class="f{colour % COLOURS}" x="{x:.2f}" y="{y:.1f}" width="{max(width, 0):.2f}"'
+        f' height="{max(height, 0):.1f}">{_tip(text)}</rect>'
     )
 
 

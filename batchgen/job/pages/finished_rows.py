@@ -1,4 +1,4 @@
-"""What the page of a run tells of finished rows: their lengths, and a few of them as they are."""
+"""Finished rows for the page of a run: their lengths, and a sample of them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from batchgen.output.parts import DamagedPart, part_columns, part_paths
 from batchgen.output.row_map import RowMap
 
 SAMPLE_ROWS = 20
-_FROM_FIRST = 10_000  # rows, which the sample is spread over: the input is read no further for it
+_FROM_FIRST = 10_000  # rows that the sample is spread over; the input is read no further for it
 _SHOWN_CHARS = 1000
 _MADE = {
     "generate": ("text", "generated_tokens"),
     "score": ("logprobs", "num_tokens"),
-}  # columns of results and lengths
+}  # column of results, and column of their lengths
 
 
 @dataclass(frozen=True)
 class SampleRow:
-    """A finished row as a person reads it; error: None where it is fine."""
+    """A finished row as text for a person. error: why it failed; None: it is fine."""
 
     row: int
     prompt: str
@@ -37,7 +37,7 @@ class SampleRow:
 
 @dataclass(frozen=True)
 class FinishedRows:
-    """Of all rows that are finished: how many prompts and outputs there are of each length in tokens, and some rows."""
+    """Counts of prompts and outputs of each length in tokens, over all finished rows, and a sample of the rows."""
 
     prompt_lens: Mapping[int, int] = field(default_factory=dict)
     output_lens: Mapping[int, int] = field(default_factory=dict)
@@ -45,11 +45,11 @@ class FinishedRows:
 
 
 def finished_rows(parts_dir: Path, source: RequestSource, task: str) -> FinishedRows:
-    """The finished rows of a run directory, of which each counts with its newest result. Damaged parts are left out.
+    """The finished rows of a run directory, each with its newest result. Damaged parts are left out.
 
     Args:
-        parts_dir: Where parts are.
-        source: What the rows were made of.
+        parts_dir: Directory of the parts.
+        source: Input of the rows.
         task: "generate" or "score".
     """
     prompts: Counter[int] = Counter()
@@ -77,8 +77,8 @@ def finished_rows(parts_dir: Path, source: RequestSource, task: str) -> Finished
 
 
 def _results(parts: Mapping[int, Path], made: str) -> dict[int, tuple[str, str | None]]:
-    """(result, error) of rows, by the part that each is in."""
-    found: dict[int, tuple[str, str | None]] = {}
+    """(result, error) of rows. parts: the part of each row."""
+    results: dict[int, tuple[str, str | None]] = {}
     for path in set(parts.values()):
         with contextlib.suppress(DamagedPart):
             table = part_columns(path, ["row", "error", made])
@@ -86,21 +86,21 @@ def _results(parts: Mapping[int, Path], made: str) -> dict[int, tuple[str, str |
             for i in np.flatnonzero(np.isin(numbers, [row for row, part in parts.items() if part == path])):
                 values = table.column(made)[int(i)].as_py() or []
                 shown = [value if isinstance(value, str) else f"{value:.4g}" for value in values]
-                found[int(numbers[i])] = _cut("\n---\n".join(shown)), table.column("error")[int(i)].as_py()
-    return found
+                results[int(numbers[i])] = _cut("\n---\n".join(shown)), table.column("error")[int(i)].as_py()
+    return results
 
 
 def _prompts(source: RequestSource, rows: Set[int]) -> dict[int, str]:
     """The prompts of rows, as text."""
-    found: dict[int, str] = {}
+    prompts: dict[int, str] = {}
     last = max(rows, default=-1)
     for first, batch in source.batches(0):
         if first > last:
             break
         for row, request in enumerate(source.requests_of(batch, first), first):
             if row in rows:
-                found[row] = _cut(_shown(request))
-    return found
+                prompts[row] = _cut(_shown(request))
+    return prompts
 
 
 def _shown(request: Request | ScoreRequest) -> str:

@@ -7,20 +7,22 @@ from collections.abc import Sequence
 
 from batchgen.core.text import visible
 
-# A browser fetches and runs nothing, whatever a row might have smuggled in.
+# With this policy a browser fetches and runs nothing, whatever text a row has.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-# The first are those of Okabe and Ito, which people tell apart who see few colours; lighter ones on dark ground.
+# The first colours are those of Okabe and Ito, which colour-blind people can tell apart; lighter ones on dark ground.
 _LIGHT = (
-    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a8a00", "#7f7f7f", "#5e3c99", "#a6611a", "#80cdc1", "#404040",
+    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00",
+    "#8a8a00", "#7f7f7f", "#5e3c99", "#a6611a", "#80cdc1", "#404040",
 )  # fmt: skip
 _DARK = (
-    "#4aa3df", "#f0b93a", "#2fc49a", "#e29cc4", "#8fd0f5", "#ff8a47", "#d6d64a", "#a8a8a8", "#b09be0", "#d9a066", "#c7eae5", "#e0e0e0",
+    "#4aa3df", "#f0b93a", "#2fc49a", "#e29cc4", "#8fd0f5", "#ff8a47",
+    "#d6d64a", "#a8a8a8", "#b09be0", "#d9a066", "#c7eae5", "#e0e0e0",
 )  # fmt: skip
 COLOURS = len(_LIGHT)
 
 
 def escaped(text: object) -> str:
-    """Any text as that text, in an element or in an attribute's quotes; what would act in it is spelled out."""
+    """Text escaped for an element or a quoted attribute, with control characters made visible."""
     return html.escape(visible(str(text), lines=True), quote=True)
 
 
@@ -28,9 +30,9 @@ def page(title: str, lines: Sequence[str], sections: Sequence[str]) -> str:
     """A whole document.
 
     Args:
-        title: Plain text.
-        lines: Plain text under the title.
-        sections: HTML, as of `section`.
+        title: Title, plain text.
+        lines: Lines under the title, plain text.
+        sections: Sections, HTML.
     """
     head = "".join(f"<p>{escaped(line)}</p>" for line in lines)
     return (
@@ -43,7 +45,7 @@ def page(title: str, lines: Sequence[str], sections: Sequence[str]) -> str:
 
 
 def section(heading: str, *parts: str) -> str:
-    """A heading, plain text, and parts that are HTML."""
+    """A section with a heading of plain text, and parts of HTML."""
     return f"<section><h2>{escaped(heading)}</h2>{''.join(parts)}</section>\n"
 
 
@@ -53,14 +55,14 @@ def note(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Cells are plain text; the first one of a row names it."""
+    """A table whose cells are plain text; the first cell of a row names it."""
     top = "".join(f"<th scope=col>{escaped(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>\n" for row in rows)
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def legend(names: Sequence[str]) -> str:
-    """What the colours of a chart stand for, in their order."""
+    """Names of a chart's colours, in their order."""
     return (
         "<p>"
         + " ".join(
@@ -83,15 +85,16 @@ def _style() -> str:
     )
     return (
         f"{light}@media (prefers-color-scheme:dark){{{dark}}}@media print{{{light}section{{break-inside:avoid}}}}"
-        "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;background:var(--ground);"
-        "color:var(--ink);print-color-adjust:exact;-webkit-print-color-adjust:exact}"
+        "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
+        "background:var(--ground);color:var(--ink);print-color-adjust:exact;-webkit-print-color-adjust:exact}"
         "h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}p{margin:.4rem 0}"
         "svg{width:100%;height:auto;display:block;font:12px system-ui,sans-serif}svg text{fill:var(--ink)}"
-        ".axis{stroke:var(--faint);fill:none}.line{fill:none;stroke-width:2}.mark{stroke:var(--ink);stroke-dasharray:4 3}"
+        ".axis{stroke:var(--faint);fill:none}.line{fill:none;stroke-width:2}"
+        ".mark{stroke:var(--ink);stroke-dasharray:4 3}"
         ".ring{fill:none;stroke:var(--ink);stroke-width:2}"
         "table{border-collapse:collapse;margin:.5rem 0;display:block;overflow-x:auto}"
         "th,td{text-align:left;padding:.2rem .8rem .2rem 0;border-bottom:1px solid var(--faint);vertical-align:top;"
         "white-space:pre-wrap;overflow-wrap:anywhere}td:first-child{white-space:nowrap}"
-        ".key{margin-right:1rem;white-space:nowrap}.swatch{display:inline-block;width:.8em;height:.8em;margin-right:.35em}"
-        + classes
+        ".key{margin-right:1rem;white-space:nowrap}"
+        ".swatch{display:inline-block;width:.8em;height:.8em;margin-right:.35em}" + classes
     )

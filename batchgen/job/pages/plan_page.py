@@ -35,11 +35,11 @@ def plan_page(
 
     Args:
         plan: The plan.
-        explained: What it comes to.
-        problem: What it was chosen for.
+        explained: Its explanation.
+        problem: The problem that it solves.
         config: The model's configuration.
-        hardware: The machine.
-        others: Plans beside it, and what is different in each.
+        hardware: The machine's profile.
+        others: Plans beside it, each with its difference as text.
 
     Raises:
         InputError: The budgets of the plan do not hold what it places.
@@ -67,7 +67,7 @@ def _stages(explained: Explanation) -> list[str]:
 
 
 def placement(plan: Plan) -> list[str]:
-    """What each tier's memory is for, against its budget; and of what is placed, which part lies where."""
+    """Charts of each tier's peak memory against its budget, and of weights, KV and activations by tier."""
     names = sorted({name for parts in plan.prediction.memory_bytes.values() for name in parts})
     used = [
         Bar(
@@ -92,14 +92,14 @@ def placement(plan: Plan) -> list[str]:
 
 
 def lanes(plan: Plan) -> str:
-    """Predicted busy seconds of each lane, the longest first."""
+    """Chart of the predicted busy seconds of each lane, the longest first."""
     busy = sorted(plan.prediction.lane_s.items(), key=lambda item: -item[1])
     rows = [Bar(LANE_NAMES[lane], ((0, "busy", seconds),)) for lane, seconds in busy if seconds > 0]
     return bars("Predicted busy time of each lane", rows, format_seconds)
 
 
 def _steady_sweep(plan: Plan, config: ModelConfig, hardware: HardwareProfile) -> list[str]:
-    """The simulated Steps of a sweep from the middle of those that are simulated."""
+    """Timeline of the simulated Steps of a sweep, the middle one of those that are simulated."""
     steps: dict[int, list[tuple[Step, float, float]]] = {}
 
     def keep(step: Step, start_s: float, end_s: float) -> None:
@@ -131,7 +131,7 @@ def _steady_sweep(plan: Plan, config: ModelConfig, hardware: HardwareProfile) ->
 
 
 def _frontier(plan: Plan, problem: Problem) -> list[str]:
-    """FlexGen figure 1 for this job, with the plan's block."""
+    """Latency and throughput of all blocks (FlexGen figure 1), with the plan's block marked."""
     found = frontier(problem)
     if not found:
         return [note("No block size fits.")]
@@ -163,7 +163,7 @@ def _frontier(plan: Plan, problem: Problem) -> list[str]:
 
 
 def _prices(explained: Explanation) -> list[str]:
-    """What more of each resource would save, to first order, and where all is planned anew."""
+    """Chart of the time that more of each resource would save, to first order and planned anew."""
     first, *rest = price_lines(explained)
     if not rest:
         return [note(f"{first[0].upper()}{first[1:]}.")]
@@ -179,7 +179,8 @@ def _prices(explained: Explanation) -> list[str]:
     ]
     return [
         note(
-            f"Time saved of {format_seconds(explained.total_s)}: to first order at the same block size, and planned anew."
+            f"Time saved of {format_seconds(explained.total_s)}: to first order at the same block size,"
+            " and planned anew."
         ),
         bars("Time that more of a resource would save", rows, format_seconds),
     ]

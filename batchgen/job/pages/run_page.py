@@ -18,12 +18,12 @@ from batchgen.job.pages.plan_page import placement
 from batchgen.job.source import RequestSource
 from batchgen.planner.explanation import LANE_NAMES
 
-_MOST_MOMENTS = 2000  # then every other one is let go
+_MOST_MOMENTS = 2000  # beyond these every other one is dropped
 _SHOWN_MOMENTS = 120
 
 
 class RunPage:
-    """What the page of a run needs to know while the job runs."""
+    """The page of a run, which takes notes while the job runs."""
 
     def __init__(self) -> None:
         self._started_s = 0.0
@@ -33,7 +33,7 @@ class RunPage:
         self._rows = FinishedRows()
 
     def after_sweep(self, stats: EngineStats) -> None:
-        """Note how far the job is."""
+        """Note the job's tokens so far."""
         if stats.sweeps % self._every:
             return
         if not self._moments:
@@ -45,15 +45,15 @@ class RunPage:
             self._moments, self._sweep_s, self._every = self._moments[::2], self._sweep_s[::2], 2 * self._every
 
     def read_rows(self, parts_dir: Path, source: RequestSource, task: str) -> None:
-        """Read what the page tells of finished rows, as long as parts are there."""
+        """Read the finished rows while their parts are there."""
         self._rows = finished_rows(parts_dir, source, task)
 
     def render(self, report: Mapping[str, Any], plan: Plan | None) -> str:
         """The page, as HTML.
 
         Args:
-            report: The run's, as `make_report` gives it.
-            plan: How its rows were run; None where none was left.
+            report: The run's report.
+            plan: The run's plan; None: no row was left to run.
         """
         sections = []
         if plan is not None:
@@ -81,11 +81,11 @@ class RunPage:
 
 
 def rates_over_time(moments: Sequence[tuple[float, int]], most: int = _SHOWN_MOMENTS) -> list[tuple[float, float]]:
-    """(seconds, tokens per second until then) at `most` moments at most.
+    """(seconds, tokens per second until then) at some of the moments.
 
     Args:
         moments: (seconds, tokens so far), rising.
-        most: How many to keep.
+        most: The most moments that are kept.
     """
     step = max(1, -(-len(moments) // most))
     kept = [*moments[:-1:step], *moments[-1:]]
@@ -99,16 +99,17 @@ def _summary(report: Mapping[str, Any], plan: Plan | None) -> list[str]:
         f" {report['rows_resumed']:,} of them from earlier runs"
     ]
     if plan is not None:
+        times = f"{format_seconds(report['wall_s'])}, predicted {format_seconds(plan.prediction.total_s)}"
         lines.append(
-            f"{plan.model} in {plan.dtype}: {report['prompt_tokens']:,} prompt tokens, {report['generated_tokens']:,} generated"
-            f" in {format_seconds(report['wall_s'])}, predicted {format_seconds(plan.prediction.total_s)};"
+            f"{plan.model} in {plan.dtype}: {report['prompt_tokens']:,} prompt tokens,"
+            f" {report['generated_tokens']:,} generated in {times};"
             f" peak memory {format_bytes(report['peak_bytes']['cpu'])}"
         )
     return lines
 
 
 def _predicted_and_measured(report: Mapping[str, Any]) -> list[str]:
-    """Two bars for each lane, and for the whole."""
+    """Chart with two bars for each lane, and for the whole run."""
     predicted, measured = report["predicted"], dict(report["busy_s"])
     measured["compute"] += measured["sampling"]
     pairs = [("whole run", predicted["total_s"], report["wall_s"])]

@@ -1,116 +1,177 @@
-"""Weights in FP8 (E4M3: 4 bits of exponent, 3 of mantissa; Micikevicius et al., 2022), as weights only: activations stay as they are.
+"""FP8 (E4M3: 4 bits of exponent, 3 of mantissa; Micikevicius et al., 2022), as weights only.
 
 A weight is its number of 8 bits times a scale: one for the matrix, for each row, or for each block of rows and columns
-(`weight_block_size`, as DeepSeek and Qwen have them). Scales of activations, which files may have too (`input_scale`), are not used.
+(`weight_block_size`, as DeepSeek and Qwen have them). Activations stay as they are: their scales, which files may have
+too (`input_scale`), are not used.
 
-In memory and in weight stores they are rows of blocks (`FP8_FORMATS`, csrc/quant/fp8.h): a scale in fp32, and the numbers that it is for.
+In memory and in weight stores they are block-quantized rows (`core.dtypes.FP8_FORMATS`, csrc/quant/fp8.h): a scale in
+fp32, and the numbers that it is for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from batchgen.core.dtypes import FP8_FORMATS, weight_row_bytes
 from batchgen.core.errors import InputError
-from batchgen.models.formats.quantization import Scheme, fitting_blocks
-from batchgen.models.tensor_files import reading
-from batchgen.models.tensor_files.headers import TensorInfo
-from batchgen.models.tensor_files.reading import check_stored, read_numbers, read_rows
-from batchgen.ops import cpp as kernels
+from batchgen.models.formats.base import NamedTensor, Scheme, StoredPart, Tensors
+from batchgen.models.formats.blocks import block_columns, fitting_blocks, has_plain_matrices, largest_blocks
+from batchgen.models.formats.stated import Stated, block_shape, refuse
 
-_NUMBERS = ("F8_E4M3",)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from batchgen.models.tensor_files.headers import TensorInfo
+
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 
 
 @dataclass(frozen=True)
-class Fp8Numbers:
-    """A matrix [rows, columns]. block: rows and columns that have one scale."""
+class Fp8(Scheme):
+    """FP8. block: rows and columns that have one scale; None: all of a row or of a matrix."""
+
+    block: tuple[int, int] | None = None
+
+    @classmethod
+    def read(cls, config: Stated) -> Fp8:
+        """The scheme of a `quantization_config`. Raises InputError, naming what is not supported."""
+        number = config.get("fmt", "e4m3")
+        refuse("FP8", {"fmt": number != "e4m3" and (number or repr(number))})
+        return cls(block_shape(config.get("weight_block_size")))
+
+    def describe(self) -> str:
+        return f"FP8, blocks of {self.block[0]} x {self.block[1]}" if self.block else "FP8"
+
+    def packed_format(self, tensors: Tensors, columns: Collection[int]) -> str | None:
+        shared = self.block[1] if self.block else None
+        return None if has_plain_matrices(tensors) else largest_blocks(FP8_FORMATS, columns, shared)
+
+    def find(self, tensors: Tensors, stem: str, shape: tuple[int, int], *, in_layer: bool) -> StoredPart | None:
+        from batchgen.models.tensor_files.reading import check_stored
+
+        name = f"{stem}.weight"
+        if name not in tensors or not tensors[name].dtype.startswith("F8_"):
+            return None
+        info = tensors[name]
+        check_stored(name, info, shape, ("F8_E4M3",))
+        scale_name = next((f"{stem}.{suffix}" for suffix in _SCALE_NAMES if f"{stem}.{suffix}" in tensors), None)
+        if scale_name is None:
+            raise InputError(
+                f"tensor {name} in {info.path} is in FP8 without scales (no {stem}.weight_scale): fetch the model "
+                "again, or take "
+                "one in bfloat16"
+            )
+        scales = tensors[scale_name]
+        check_stored(scale_name, scales, scales.shape, ("F32", "BF16", "F16"))
+        return Fp8Matrix(shape, self._block_of(scale_name, scales, shape), (name, info), (scale_name, scales))
+
+    def _block_of(self, name: str, scales: TensorInfo, shape: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of a matrix that have one scale. Raises InputError where the scales do not fit."""
+        if self.block is not None:
+            rows, columns = self.block
+            wanted = (-(-shape[0] // rows), -(-shape[1] // columns))
+            if scales.shape == wanted:
+                return self.block
+            raise InputError(
+                f"tensor {name} in {scales.path} is {list(scales.shape)}; blocks of {rows} x {columns} ask for "
+                f"{list(wanted)}"
+            )
+        if math.prod(scales.shape) == 1:
+            return shape
+        if scales.shape in ((shape[0], 1), (shape[0],)):
+            return 1, shape[1]
+        raise InputError(
+            f"tensor {name} in {scales.path} is {list(scales.shape)}: only a scale for a matrix of {list(shape)}, for "
+            "each of its rows, or"
+            " for blocks that config.json states (weight_block_size), is supported"
+        )
+
+
+@dataclass(frozen=True)
+class Fp8Matrix(StoredPart):
+    """A matrix in FP8.
+
+    Attributes:
+        shape: Rows and columns.
+        block: Rows and columns that have one scale.
+        numbers: Tensor of the numbers of 8 bits.
+        scales: Tensor of the scales.
+    """
 
     shape: tuple[int, int]
     block: tuple[int, int]
-    numbers: tuple[str, TensorInfo]
-    scales: tuple[str, TensorInfo]
+    numbers: NamedTensor
+    scales: NamedTensor
 
     def fill(self, out: Tensor) -> None:
-        """Fill `out` with numbers, [rows, columns] of any float dtype, or with rows of blocks, uint8 [rows, bytes of a row].
+        """Fill `out` with numbers, or with block-quantized rows where it is uint8.
 
-        Raises InputError where scales or weights are no numbers.
+        Raises:
+            InputError: Scales or weights are no numbers.
         """
-        (rows, n), (block_rows, block_columns) = self.shape, self.block
+        import torch
+
+        from batchgen.models.tensor_files import reading
+        from batchgen.ops import cpp as kernels
+
+        (rows, n), (block_rows, columns) = self.shape, self.block
+        scales = self._scales()
+        row_scale, column_scale = torch.arange(rows) // block_rows, torch.arange(n) // columns
+        step = max(1, reading.CHUNK_VALUES // n)
+        block_format = next(iter(fitting_blocks(FP8_FORMATS, n, columns)), None)
+        for start in range(0, rows, step):
+            stop = min(rows, start + step)
+            values, of_rows = self._values(start, stop), scales[row_scale[start:stop]]
+            if out.dtype == torch.uint8:
+                _to_blocks(values, of_rows, column_scale, out[start:stop])
+            elif block_format:  # the kernels' threads are faster
+                blocks = torch.empty(len(values), weight_row_bytes(n, block_format), dtype=torch.uint8)
+                _to_blocks(values, of_rows, column_scale, blocks)
+                kernels.unpack_blocks(block_format.upper(), blocks, out[start:stop])
+            else:
+                out[start:stop] = values.view(torch.float8_e4m3fn).float().mul_(of_rows[:, column_scale])
+
+    def _scales(self) -> Tensor:
+        """Scales, fp32 [blocks of rows, blocks of columns]."""
+        import torch
+
+        from batchgen.models.tensor_files.reading import read_numbers
+
         name, info = self.scales
         scales = torch.empty(math.prod(info.shape))
         read_numbers(name, info, scales)
         if not bool(scales.isfinite().all()):
             raise InputError(f"tensor {name} in {info.path} has scales that are no numbers: fetch the model again")
-        scales = scales.view(-(-rows // block_rows), -1)
-        of_row, of_column = torch.arange(rows) // block_rows, torch.arange(n) // block_columns
-        step = max(1, reading.CHUNK_VALUES // n)
-        kind = next(iter(fitting_blocks(FP8_FORMATS, n, block_columns)), None)
-        for start in range(0, rows, step):
-            stop = min(rows, start + step)
-            values, each = read_rows(*self.numbers, start, stop), scales[of_row[start:stop]]
-            if bool((values & 127 == 127).any()):
-                name, info = self.numbers
-                raise InputError(f"tensor {name} in {info.path} has weights that are no numbers: fetch the model again")
-            if out.dtype == torch.uint8:
-                _to_blocks(values, each, of_column, out[start:stop])
-            elif kind:  # the kernels' threads are faster
-                blocks = torch.empty(len(values), weight_row_bytes(n, kind), dtype=torch.uint8)
-                _to_blocks(values, each, of_column, blocks)
-                kernels.unpack_blocks(kind.upper(), blocks, out[start:stop])
-            else:
-                out[start:stop] = values.view(torch.float8_e4m3fn).float().mul_(each[:, of_column])
+        return scales.view(-(-self.shape[0] // self.block[0]), -1)
+
+    def _values(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) as they are stored, uint8 [stop - start, columns]."""
+        from batchgen.models.tensor_files.reading import read_rows
+
+        values = read_rows(*self.numbers, start, stop)
+        if bool((values & 127 == 127).any()):
+            name, info = self.numbers
+            raise InputError(f"tensor {name} in {info.path} has weights that are no numbers: fetch the model again")
+        return values
 
 
-def find(tensors: Mapping[str, TensorInfo], stem: str, shape: tuple[int, int], scheme: Scheme) -> Fp8Numbers | None:
-    """The matrix that a file calls `stem`, checked; None: it is not in 8 bits.
+def _to_blocks(values: Tensor, scales: Tensor, column_scale: Tensor, out: Tensor) -> None:
+    """Write rows as blocks.
 
-    Raises InputError where its scales are missing, or tensors are not what scheme and shape ask for.
+    Args:
+        values: Numbers of 8 bits, uint8 [rows, n].
+        scales: Scales of each row, fp32 [rows, scales of a row].
+        column_scale: The scale of each column, by its number in the row, int64 [n].
+        out: uint8 [rows, bytes of a row]; these bytes tell one format from another.
     """
-    name = f"{stem}.weight"
-    if name not in tensors or not tensors[name].dtype.startswith("F8_"):
-        return None
-    info = tensors[name]
-    check_stored(name, info, shape, _NUMBERS)
-    found = next((f"{stem}.{suffix}" for suffix in _SCALE_NAMES if f"{stem}.{suffix}" in tensors), None)
-    if found is None:
-        raise InputError(
-            f"tensor {name} in {info.path} is in FP8 without scales (no {stem}.weight_scale): fetch the model again, or take one in bfloat16"
-        )
-    scales = tensors[found]
-    check_stored(found, scales, scales.shape, ("F32", "BF16", "F16"))
-    return Fp8Numbers(shape, _block(found, scales, shape, scheme), (name, info), (found, scales))
+    import torch
 
-
-def _block(name: str, scales: TensorInfo, shape: tuple[int, int], scheme: Scheme) -> tuple[int, int]:
-    if scheme.block is not None:
-        rows, columns = scheme.block
-        wanted = (-(-shape[0] // rows), -(-shape[1] // columns))
-        if scales.shape == wanted:
-            return scheme.block
-        raise InputError(
-            f"tensor {name} in {scales.path} is {list(scales.shape)}; blocks of {rows} x {columns} ask for {list(wanted)}"
-        )
-    if math.prod(scales.shape) == 1:
-        return shape
-    if scales.shape in ((shape[0], 1), (shape[0],)):
-        return 1, shape[1]
-    raise InputError(
-        f"tensor {name} in {scales.path} is {list(scales.shape)}: only a scale for a matrix of {list(shape)}, for each of its rows, or"
-        " for blocks that config.json states (weight_block_size), is supported"
-    )
-
-
-def _to_blocks(values: Tensor, scales: Tensor, of_column: Tensor, out: Tensor) -> None:
-    """Rows of numbers uint8 [rows, n], whose column i has the scale of_column[i] of its row, as blocks in `out`."""
     rows, n = values.shape
-    (size,) = (size for size, num_bytes in FP8_FORMATS.values() if n // size * num_bytes == out.shape[1])
+    size = block_columns(FP8_FORMATS, n, out.shape[1])
     blocks = out.view(rows, n // size, 4 + size)
-    heads = scales[:, of_column[::size]].contiguous()
+    heads = scales[:, column_scale[::size]].contiguous()
     blocks[..., :4] = heads.view(torch.uint8).view(rows, n // size, 4)
     blocks[..., 4:] = values.view(rows, n // size, size)

@@ -23,9 +23,14 @@ from batchgen.models.hf.rope import read_ropes
 
 
 def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
-    """From a parsed `config.json`, in transformers' old spelling or that of version 5.
+    """The configuration that a parsed `config.json` describes, in transformers' old spelling or that of version 5.
 
-    Raises InputError for an architecture, rope type or quantised format that is not supported.
+    Args:
+        config: Values of `config.json`.
+        generation_config: Values of `generation_config.json`.
+
+    Raises:
+        InputError: An architecture, rope type or quantized format is not supported.
     """
     architecture = read_architecture(config)
     family = ARCHITECTURES[architecture]
@@ -36,7 +41,7 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     heads, kv_heads, head_dim = read_heads(keys, family)
     max_position = keys["max_position_embeddings"]
     rope, local_rope = (None, None) if opt else read_ropes(config, keys, family, head_dim)
-    if rope is not None and rope.kind == "yarn":
+    if rope is not None and rope.kind == "yarn" and rope.original_max_position:
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
     norm_first = keys.get("do_layer_norm_before", True)
     return ModelConfig(

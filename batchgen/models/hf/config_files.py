@@ -1,4 +1,7 @@
-"""The JSON files of a Hugging Face directory: objects, read whole or refused in a line; and `config.json` with what lies beside it."""
+"""The JSON files of a Hugging Face directory: objects, read whole or refused in one line.
+
+`config.json` takes in what older checkpoints state in files beside it.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,21 @@ from typing import Any
 
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.typed_json import parse_json
-from batchgen.models.formats.quantization import AWQ, GPTQ
 
 _MOST_BYTES = 256 << 20  # an index of a million tensors has 100 MB
 QUANTIZATION = "quantization_config"
-# Where older checkpoints state how they are quantized, and what states no `quant_method` there: AutoGPTQ's file, and AutoAWQ's.
-_BESIDE = {"quantize_config.json": GPTQ, "quant_config.json": AWQ}
+# Files of AutoGPTQ and AutoAWQ that state the quantization of older checkpoints, and the `quant_method` of each.
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _MODELOPT = "hf_quant_config.json"
-# All that says what a model is, beside its weights and its tokenizer.
+# Files that say what a model is, beside its weights and its tokenizer.
 STATES_MODEL = ("config.json", "generation_config.json", *_BESIDE, _MODELOPT)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """A file that is one JSON object. Raises InputError where it cannot be read or is something else."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
             raise InputError(f"{path} is no file of JSON of at most {_MOST_BYTES >> 20} MiB: fetch it again")
         value = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -40,7 +42,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _key_of_no_number(value: Any) -> str | None:
-    """Where in a value of JSON NaN or an infinity stands, also as transformers spells it, in an object; None: nowhere."""
+    """Path within a value of JSON to NaN or an infinity; None: there is neither.
+
+    Both may be spelled as transformers does, in an object.
+    """
     if isinstance(value, float):
         return None if math.isfinite(value) else ""
     if isinstance(value, dict) and list(value) == ["__float__"]:
@@ -60,7 +65,8 @@ def read_config_json(path: Path) -> dict[str, Any]:
     config = read_json_object(path)
     if _is_of_mlx(config.get("quantization")):
         raise InputError(
-            f"{path} is of a model that MLX has quantized: take the original model's directory, or its GPTQ, AWQ or GGUF"
+            f"{path} is of a model that MLX has quantized: take the original model's directory, or its GPTQ, AWQ or "
+            "GGUF"
         )
     if config.get(QUANTIZATION) or path.name != "config.json":
         return config

@@ -1,4 +1,4 @@
-"""What the keys of a `config.json` mean, family by family. No file is read here, and no torch is imported."""
+"""The meaning of the keys of a `config.json`, family by family. No file is read here, and no torch is imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.models.families import ARCHITECTURES, MIXTURES, QWEN_MIXTURES
-from batchgen.models.formats.quantization import INT8_CODES, MXFP4, describe, read_scheme
+from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
 from batchgen.models.stated_numbers import shown
 
@@ -26,12 +26,12 @@ _ACTIVATIONS = {
 }
 # Activations that linear layers end with, and those of a gate, which are one with the product that follows.
 _ALONE, _GATES = ("relu", "gelu", "gelu_tanh"), ("silu", "gelu_tanh")
-# What a file with a text_config states outside of it.
+# Keys that a file with a text_config states outside of it.
 _OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 
 
 def read_config_keys(config: Mapping[str, Any], architecture: str) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """The keys of a `config.json` that are of the text model, as they are stated, and the values of those that are read.
+    """The keys of the text model in a `config.json` as they are stated, and the values of those that are read.
 
     Raises InputError naming a key that is of the wrong kind or says what is not supported.
     """
@@ -80,13 +80,12 @@ def _refuse_quantization(quantization: Any, family: str) -> None:
     if quantization is None or quantization == {}:
         return
     scheme = read_scheme(quantization)
-    of_mixture = family in MIXTURES and scheme.layout == INT8_CODES
-    if of_mixture or (scheme.layout == MXFP4) != (family == "gpt_oss"):
-        raise InputError(f"{family} checkpoints in {describe(scheme)} are not supported: take one in bfloat16")
+    if not scheme.supports(family):
+        raise InputError(f"{family} checkpoints in {scheme.describe()} are not supported: take one in bfloat16")
 
 
 def read_heads(keys: Mapping[str, Any], family: str) -> tuple[int, int, int]:
-    """(query heads, key/value heads, head_dim)."""
+    """Query heads, key/value heads, and values of a head."""
     heads, hidden = keys["num_attention_heads"], keys["hidden_size"]
     kv_heads, head_dim = (keys.get(name) for name in ("num_key_value_heads", "head_dim"))
     if head_dim is None:
@@ -102,7 +101,7 @@ def read_activation(keys: Mapping[str, Any], family: str) -> str:
     names = ("activation_function", "hidden_activation", "hidden_act")
     name, stated = next((name, keys[name]) for name in names if name in keys)
     computed = _ALONE if family == "opt" else _GATES
-    known = {own: found for own, found in _ACTIVATIONS.items() if found in computed}
+    known = {name: activation for name, activation in _ACTIVATIONS.items() if activation in computed}
     if stated not in known:
         raise InputError(f"{name} {stated!r} is not supported for this family; supported: {', '.join(known)}")
     return known[stated]
@@ -114,8 +113,8 @@ def read_architecture(config: Mapping[str, Any]) -> str:
         raise InputError(f"architectures must be a list of names, not {shown(stated)}")
     types = {name: _MODEL_TYPES.get(name, family) for name, family in ARCHITECTURES.items()}
     # Some configs state the model type only.
-    found = stated or [name for name, known in types.items() if known == model_type] or [f"model_type {model_type!r}"]
-    architecture = found[0]
+    names = stated or [name for name, known in types.items() if known == model_type] or [f"model_type {model_type!r}"]
+    architecture: str = names[0]
     if architecture not in ARCHITECTURES:
         advice = ": its text model may be there as a GGUF" if architecture.endswith("ForConditionalGeneration") else ""
         raise InputError(f"architecture {architecture} is not supported{advice}; supported: {', '.join(ARCHITECTURES)}")
@@ -128,7 +127,7 @@ def read_architecture(config: Mapping[str, Any]) -> str:
 
 
 def read_mlps(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
-    """The fields of a ModelConfig that say which MLPs layers have, and how wide they are."""
+    """The fields of a ModelConfig that say which MLPs layers have, and their widths."""
     if family not in MIXTURES:
         return {"intermediate_size": keys["ffn_dim" if family == "opt" else "intermediate_size"]}
     count, width = MIXTURES[family]
@@ -152,7 +151,7 @@ def _dense_layers(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if layer in named or (layer + 1) % step)
 
 
-def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, bool]:
+def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The fields of a ModelConfig that say which linear layers have biases."""
     if family == "opt":
         return dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), keys["enable_bias"])
@@ -165,14 +164,14 @@ def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, bool]:
 
 
 def read_query_scale(keys: Mapping[str, Any]) -> float | None:
-    """Gemma's, of queries; None: by the size of a head."""
+    """Gemma's factor of queries; None: it follows from the size of a head."""
     return keys["query_pre_attn_scalar"] ** -0.5 if "query_pre_attn_scalar" in keys else None
 
 
 def read_windows(
     config: Mapping[str, Any], keys: Mapping[str, Any], family: str, layers: int
 ) -> tuple[int | None, ...]:
-    """For each layer how many positions a token sees; None: all of them."""
+    """Positions that a token sees in each layer; None: all of them."""
     window = keys.get("sliding_window") if keys.get("use_sliding_window", True) else None
     types = keys.get("layer_types")
     types = _layer_types(keys, family, layers, window) if types is None else types
@@ -191,7 +190,7 @@ _OF_LAYER_TYPES = tuple(family for family, keys in KEYS.items() if "layer_types"
 
 
 def _layer_types(keys: Mapping[str, Any], family: str, layers: int, window: int | None) -> list[str]:
-    """The values of a family where the file does not state them."""
+    """The layer types of a family where the file does not state them."""
 
     def has_window(layer: int) -> bool:
         if family in ("gemma2", "gpt_oss"):

@@ -1,8 +1,8 @@
 """The keys of a `config.json` that batchgen knows, family by family, and what becomes of all others.
 
-A key of transformers' configuration classes is read (`KEYS`), or changes no logits (`IGNORED`), or is refused unless it has the
-value that batchgen computes with (`FIXED`). Keys that these classes do not have say nothing, but for a few that state other
-mathematics (`_FOREIGN`). No file is read here, and no torch is imported.
+A key of transformers' configuration classes is read (`KEYS`), or changes no logits (`IGNORED`), or is refused unless it
+has the value that batchgen computes with (`FIXED`). Keys that these classes do not have say nothing, but for a few that
+state other mathematics (`_FOREIGN`). No file is read here, and no torch is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from batchgen.models.stated_numbers import is_count, is_index, is_number, requir
 
 @dataclass(frozen=True)
 class Key:
-    """A key that is read: its value where it is left out, what its values are (a name in `_CHECKS`), whether null is one."""
+    """A key that is read.
+
+    Attributes:
+        default: Its value where it is left out.
+        kind: Kind of its values, a name in `_CHECKS`.
+        nullable: Whether null is a value.
+    """
 
     default: Any
     kind: str
@@ -32,7 +38,7 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# kind -> (whether a value is one, in words)
+# kind -> (test of a value, words for it)
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "count": (is_count, "a whole number of at least 1"),
     "index": (is_index, "a whole number of at least 0"),
@@ -253,7 +259,7 @@ _FOREIGN: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),  # null is not true
 }
 _QK_NORMS = ("qk_layernorm", "use_qk_norm", "qk_norm")
-# Of these the models have what the key speaks of, whatever it says: biases of queries, keys and values; norms of queries and keys.
+# Keys that say nothing new of these families, which have biases, or norms of queries and keys, anyway.
 _NOT_FOREIGN = {"qwen2": ("attention_bias",), **dict.fromkeys(("qwen3", "qwen3_moe", "gemma3"), _QK_NORMS)}
 _EXPERTS = ("num_experts", "num_local_experts")
 
@@ -282,9 +288,9 @@ def _value(config: Mapping[str, Any], name: str, key: Key) -> Any:
 
 def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     """Raises InputError for a key with a value that batchgen does not compute with."""
-    own = KEYS[family]
+    keys = KEYS[family]
     exempt = _NOT_FOREIGN.get(family, ())
-    foreign = {name: known for name, known in _FOREIGN.items() if name not in own and name not in exempt}
+    foreign = {name: known for name, known in _FOREIGN.items() if name not in keys and name not in exempt}
     for name, known in {**foreign, **FIXED[family]}.items():
         if name in config and not any(config[name] == value for value in known):
             raise InputError(

@@ -1,4 +1,7 @@
-"""Rotary positions as a `config.json` states them: keys of their own, `rope_scaling`, or transformers 5's `rope_parameters`."""
+"""Rotary positions that a `config.json` states.
+
+They are in keys of their own, `rope_scaling`, or transformers 5's `rope_parameters`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _GPT_OSS_ROPE = {
     "original_max_position_embeddings": 4096,
 }
 _PHI3_LONGROPE = ("su", "yarn", "longrope")  # with its earlier names
-# Keys of each kind, without which it is refused, and others that it reads.
+# Kind -> keys without which it is refused, and others that it reads.
 _NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -29,9 +32,14 @@ _OPTIONAL = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", "attention_factor"),
 }
-# Of all kinds; "finetuned" is a note that older files with YaRN have.
+# Keys of all kinds; "finetuned" is a note that older files with YaRN have.
 _COMMON = (
-    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned"),
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "finetuned",
 )
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _SCALED = ("llama3", "yarn", "longrope")
@@ -43,9 +51,9 @@ def read_ropes(
     """Rotary positions of layers, and where they differ those of layers with a window.
 
     Args:
-        config: As its file has it.
-        keys: The values of `hf.keys.KEYS`.
-        family: Its own.
+        config: Values of `config.json`.
+        keys: Values of `hf.keys.KEYS`.
+        family: Family of the model.
         head_dim: Values of a head, of which Phi-3 may rotate some.
 
     Raises:
@@ -94,16 +102,16 @@ def _read_gemma3(
         raise InputError("rope_scaling beside rope_parameters without full_attention is not supported: put it there")
     # In its old spelling rope_scaling is added to what all layers have, "rope_type" first of all.
     everywhere = {"rope_type": "default", **everywhere, **old} if old else everywhere
-    found = []
+    ropes = []
     for params, theta in ((everywhere, "rope_theta"), (local, "rope_local_base_freq")):
         if params.get("truncate", True) is not True:  # which transformers does not read of layer types
             raise InputError(
                 f"truncate {shown(params['truncate'])} in rope parameters of a layer type is not supported"
             )
-        found.append(
+        ropes.append(
             _rope({"rope_theta": keys[theta], **_with_part(config, params)}, keys["max_position_embeddings"], None)
         )
-    return found[0], found[1]
+    return ropes[0], ropes[1]
 
 
 def _read(
@@ -151,7 +159,8 @@ def _rope(params: Mapping[str, Any], max_position: int, original: int | None, ro
     for name, value in params.items():
         if name not in (*_COMMON, *needed, *optional) and value is not None:
             raise InputError(
-                f"{name} {shown(value)} is not known for rope_type {kind!r}: transformers does not read it, so remove it"
+                f"{name} {shown(value)} is not known for rope_type {kind!r}: transformers does not read it, so remove "
+                "it"
             )
     if _number(params, "partial_rotary_factor", 1.0) != 1.0:
         raise InputError("models that rotate part of each head (partial_rotary_factor) are not supported")
@@ -177,15 +186,15 @@ def _kind(params: Mapping[str, Any]) -> str:
 
 def _fields(params: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """The fields of a RopeConfig that are stated; null means what transformers makes of it."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in names:
         if name in ("short_factor", "long_factor"):
-            found[f"{name}s"] = _numbers(params, name)
+            fields[f"{name}s"] = _numbers(params, name)
         elif name == "truncate":  # null is not true
-            found[name] = _flag(params, name)
+            fields[name] = _flag(params, name)
         elif params.get(name) is not None and (params[name] or name not in ("beta_fast", "beta_slow")):
-            found[name] = _number(params, name, None)
-    return found
+            fields[name] = _number(params, name, None)
+    return fields
 
 
 def _number(params: Mapping[str, Any], name: str, default: float | None) -> float:

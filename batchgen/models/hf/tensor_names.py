@@ -1,4 +1,4 @@
-"""What the parts of a model's tensors are called in its files, family by family; {} stands for the layer."""
+"""The names that the parts of a model's tensors have in its files, family by family; {} stands for the layer."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
 
 
 def _gpt_oss_names(num_layers: int) -> dict[str, str]:
-    """Experts are fused; sinks of all layers are loaded together."""
+    """Names of gpt-oss: experts are fused, and sinks of all layers are loaded together."""
     names = _LLAMA_NAMES | {"router": "layers.{}.mlp.router", "experts": "layers.{}.mlp.experts"}
     return names | {f"attention.{layer}": f"layers.{layer}.self_attn" for layer in range(num_layers)}
 
 
 def _mixture_names(num_experts: int) -> dict[str, dict[str, str]]:
-    """Of each family with a mixture of experts."""
+    """Names of each family with a mixture of experts."""
     mixtral, qwen = dict(_LLAMA_NAMES), dict(_LLAMA_NAMES)
     mixtral["router"], qwen["router"] = "layers.{}.block_sparse_moe.gate", "layers.{}.mlp.gate"
     for e in range(num_experts):

@@ -1,9 +1,9 @@
-"""Which files of a Hugging Face directory have its weights, and which of them has each tensor."""
+"""The safetensors files of a Hugging Face directory that have its weights, and the file of each tensor."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +14,15 @@ from batchgen.models.tensor_files.headers import TensorInfo, read_safetensors_he
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _INDEX_SUFFIX = ".safetensors.index.json"
 _FILE_NAME = re.compile(r"[^/\0]+\.safetensors")
-# Weights that are no safetensors of a Hugging Face model: how a file's name begins, how it ends, what it is, and what to take instead.
+# Weights that are no safetensors of a Hugging Face model: begin and ends of a file's name, its kind, and what to take.
 _OTHERS = (
     ("consolidated", (".safetensors", ".pth"), "weights in the layout of Mistral's or Meta's own code",
      "take the repository's model*.safetensors with its config.json"),
     ("adapter_model", (".safetensors", ".bin"), "a LoRA adapter",
      "merge it into its base model first (merge_and_unload of peft), and save that"),
     ("", (".gguf",), "a GGUF", "to run it, pass the file itself"),
-    ("", (".bin", ".pt", ".pth", ".ckpt"), "PyTorch weights only", "convert them to safetensors (save_pretrained of transformers)"),
+    ("", (".bin", ".pt", ".pth", ".ckpt"), "PyTorch weights only",
+     "convert them to safetensors (save_pretrained of transformers)"),
     ("", (".onnx",), "ONNX", "take the safetensors of the model that it was exported from"),
     ("", (".h5", ".msgpack", ".nemo", ".tflite", ".engine", ".mlmodel", ".mlpackage"), "weights of another framework",
      "take the model's safetensors"),
@@ -42,9 +43,12 @@ _SIGNS = {
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The safetensors files of a directory, in order.
+    """The safetensors files of a directory.
 
-    weight_map: by the index, the file of each tensor; None: there is no index, and one file has all.
+    Attributes:
+        paths: Files in order.
+        index: Index that names them.
+        weight_map: File of each tensor, by the index; None: there is no index, and one file has all.
     """
 
     paths: tuple[Path, ...]
@@ -55,22 +59,25 @@ class WeightFiles:
 def find_weight_files(directory: Path) -> WeightFiles:
     """Find `model.safetensors`, the files that an index names, or the only safetensors file of another name.
 
-    Files that the index does not name are not read. Raises InputError where one is missing, there are several and no index, or
-    the weights are in a format that is not read.
+    Files that the index does not name are not read.
+
+    Raises:
+        InputError: A file is missing, there are several and no index, or the weights are in a format that is not read.
     """
     if (directory / _SINGLE).exists():
         return WeightFiles((directory / _SINGLE,))
     names = sorted(entry.name for entry in directory.iterdir())
-    found = [name for name in names if name.endswith(".safetensors") and not name.startswith(_NOT_THE_MODEL)]
+    safetensors = [name for name in names if name.endswith(".safetensors") and not name.startswith(_NOT_THE_MODEL)]
     indices = [_INDEX] if _INDEX in names else [name for name in names if name.endswith(_INDEX_SUFFIX)]
     if len(indices) == 1:
         return _of_index(directory / indices[0])
-    if len(found) == 1 and not indices:
-        return WeightFiles((directory / found[0],))
-    if found or indices:
-        listed = ", ".join((indices or found)[:4]) + (", ..." if len(indices or found) > 4 else "")
+    if len(safetensors) == 1 and not indices:
+        return WeightFiles((directory / safetensors[0],))
+    if safetensors or indices:
+        listed = ", ".join((indices or safetensors)[:4]) + (", ..." if len(indices or safetensors) > 4 else "")
         raise InputError(
-            f"{directory} has several files of weights ({listed}) and no {_INDEX} that says which has what: fetch that file, or "
+            f"{directory} has several files of weights ({listed}) and no {_INDEX} that says which has what: fetch that "
+            "file, or "
             "leave one model there"
         )
     raise InputError(
@@ -85,29 +92,50 @@ def no_config(directory: Path) -> InputError:
 
 
 def tensors_of(files: WeightFiles) -> dict[str, TensorInfo]:
-    """Every tensor by name: where the index names a file for it, as that file has it. Raises InputError."""
-    found: dict[str, TensorInfo] = {}
+    """Every tensor by name, from the file that the index names for it. Raises InputError."""
+    tensors: dict[str, TensorInfo] = {}
     for path in files.paths:
         for name, info in read_safetensors_header(path).items():
             named = files.weight_map.get(name) if files.weight_map else None
-            if named is None and name in found:
+            if named is None and name in tensors:
                 raise InputError(
-                    f"tensor {name} is in {found[name].path} and in {path}, and {files.index} names neither: fetch the model again"
+                    f"tensor {name} is in {tensors[name].path} and in {path}, and {files.index} names neither: fetch "
+                    "the "
+                    "model again"
                 )
             if named in (None, path):
-                found[name] = info
-    return found
+                tensors[name] = info
+    return tensors
+
+
+class ModelTensors(dict[str, TensorInfo]):
+    """All tensors of a model by name.
+
+    One that is missing raises an InputError that says what is wrong with the model.
+    """
+
+    def __init__(self, model: Path, tensors: Mapping[str, TensorInfo]) -> None:
+        """Take the tensors of the model in a directory, or of a GGUF."""
+        super().__init__(tensors)
+        self._model = model
+
+    def __missing__(self, name: str) -> TensorInfo:
+        raise missing_tensor(self._model, self, name)
 
 
 def missing_tensor(model: Path, tensors: Iterable[str], name: str) -> InputError:
     """The error for a model whose files lack a tensor: what is wrong, as far as other tensors and the index tell.
 
-    model: a directory, or a GGUF.
+    Args:
+        model: Path of a directory, or of a GGUF.
+        tensors: Names of the tensors that it has.
+        name: Name of the one that it lacks.
     """
     suffixes = {other.rpartition(".")[2] for other in tensors}
     if sign := next((sign for sign in _SIGNS if sign in suffixes), None):
         return InputError(
-            f"{model} has no tensor {name}, but tensors of {_SIGNS[sign]} (*.{sign}): use the model's unquantised safetensors, "
+            f"{model} has no tensor {name}, but tensors of {_SIGNS[sign]} (*.{sign}): use the model's unquantised "
+            "safetensors, "
             "or a GGUF"
         )
     files = find_weight_files(model) if model.is_dir() else WeightFiles(())
@@ -129,7 +157,8 @@ def _of_index(index: Path) -> WeightFiles:
     for name, file in stated.items():
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
             raise InputError(
-                f"the weight_map of {index} names {one_line(repr(file))} for tensor {one_line(name)}, which is no safetensors file "
+                f"the weight_map of {index} names {one_line(repr(file))} for tensor {one_line(name)}, which is no "
+                "safetensors file "
                 "beside it: fetch it again"
             )
     weight_map = {name: index.parent / file for name, file in stated.items()}

@@ -1,4 +1,4 @@
-"""What lies where in a weight store, and its manifest. docs/weight_store.md describes the format. No torch here."""
+"""The layout of a weight store's files, and their entries in the manifest (docs/weight_store.md). No torch here."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor and where it lies.
+    """A tensor and its place.
 
-    dtype: "float32", "bfloat16", "float16", "int4", "int8" or one of `BLOCK_FORMATS`. shape: the weights', however they are packed.
-
-    offset: bytes from the start of the file.
+    Attributes:
+        name: Name of the tensor.
+        dtype: "float32", "bfloat16", "float16", "int4", "int8" or one of `BLOCK_FORMATS`.
+        shape: Shape of the weights, however they are packed.
+        offset: Bytes from the start of the file.
+        num_bytes: Bytes of the tensor.
     """
 
     name: str
@@ -48,15 +51,20 @@ class StoredTensor:
 
     @property
     def stored_shape(self) -> Shape:
-        """The shape in the file: of packed rows, that of their bytes."""
+        """Shape in the file: where the tensor is packed, that of its rows of bytes."""
         return (self.shape[0], self.num_bytes // self.shape[0]) if self.dtype in PACKED_FORMATS else self.shape
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A group of tensors that is read as one. offset and num_bytes: multiples of 4096; padding at the end counts.
+    """A group of tensors that is read as one.
 
-    checksum: xxh3_128 of exactly these bytes, in hex; None as long as they are not written.
+    Attributes:
+        name: Name of the group.
+        offset: Bytes from the start of the file, a multiple of 4096.
+        num_bytes: Bytes of the group, a multiple of 4096; padding at the end counts.
+        checksum: xxh3_128 of exactly these bytes, in hex; None as long as they are not written.
+        tensors: Its tensors, in order.
     """
 
     name: str
@@ -68,7 +76,13 @@ class Extent:
 
 @dataclass(frozen=True)
 class StoreFile:
-    """One file. extents: by name, in the order in which they lie, without gaps, up to the end of the file."""
+    """One file of a store.
+
+    Attributes:
+        path: Path of the file.
+        num_bytes: Bytes of the file.
+        extents: Groups by name, in the order in which they lie, without gaps, up to the end of the file.
+    """
 
     path: Path
     num_bytes: int
@@ -79,7 +93,14 @@ class StoreFile:
 class WeightStore:
     """A whole store.
 
-    dtype: what it computes in, and `config.dtype`. weight_format: that, or one of `PACKED_FORMATS`, of the layers' matrices.
+    Attributes:
+        path: Its directory.
+        config: Configuration of the model.
+        dtype: Compute dtype, which is `config.dtype` too.
+        weight_format: Format of the layers' matrices: the compute dtype, or one of `PACKED_FORMATS`.
+        layers: Files of the layers.
+        embeddings: File of the tensors before the layers.
+        head: File of the tensors after the layers.
     """
 
     path: Path
@@ -105,7 +126,7 @@ def layer_file_name(layer: int) -> str:
 
 
 def layer_groups(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
-    """What is known of a layer's tensors by the group they are stored in, in order; those of one matrix as they come."""
+    """The values of a layer's tensors by the group they are stored in, in order; those of one matrix as they come."""
     return {
         group: {name: tensors[name] for stem in stems for name in tensors if name.split(".")[0] == stem}
         for group, stems in _LAYER_GROUPS.items()
@@ -113,11 +134,14 @@ def layer_groups(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
 
 
 def lay_out(path: Path, groups: Mapping[str, Mapping[str, Stored]], weight_format: str) -> tuple[StoreFile, bytes]:
-    """Where the tensors of one file come to lie, and the bytes before the first of them.
+    """The places of the tensors of one file, and the bytes before the first of them.
 
-    groups: each group's tensors, in order. weight_format: noted in the file's header.
+    Args:
+        path: Path of the file.
+        groups: Tensors of each group, in order.
+        weight_format: Format that is noted in the file's header.
     """
-    entries: dict[str, dict] = {}
+    entries: dict[str, dict[str, Any]] = {}
     extents = []  # of (group, begin, end, tensors), counted from the first tensor's byte
     end = pads = 0
 
@@ -183,7 +207,7 @@ def file_to_json(file: StoreFile) -> dict[str, Any]:
 
 def file_from_json(path: Path, entry: Any) -> StoreFile:
     """The file of a manifest's entry. Raises ValueError where it is something else."""
-    found = read_typed(_FileEntry, entry, path.name)
+    stated = read_typed(_FileEntry, entry, path.name)
     extents = {
         name: Extent(
             name,
@@ -192,7 +216,7 @@ def file_from_json(path: Path, entry: Any) -> StoreFile:
             group.xxh3_128,
             tuple(StoredTensor(t.name, t.dtype, t.shape, t.offset, t.bytes) for t in group.tensors),
         )
-        for name, group in sorted(found.groups.items(), key=lambda item: item[1].offset)
+        for name, group in sorted(stated.groups.items(), key=lambda item: item[1].offset)
     }
     end = None
     for extent in extents.values():
@@ -201,9 +225,9 @@ def file_from_json(path: Path, entry: Any) -> StoreFile:
             raise ValueError(f"{path.name} has group {extent.name} out of place")
         end = extent.offset + extent.num_bytes
         _check_tensors(path, extent)
-    if end is not None and end != found.bytes:
-        raise ValueError(f"{path.name} has {found.bytes} bytes for groups that end at {end}")
-    return StoreFile(path, found.bytes, extents)
+    if end is not None and end != stated.bytes:
+        raise ValueError(f"{path.name} has {stated.bytes} bytes for groups that end at {end}")
+    return StoreFile(path, stated.bytes, extents)
 
 
 def _check_tensors(path: Path, extent: Extent) -> None:

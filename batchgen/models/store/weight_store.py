@@ -1,8 +1,8 @@
-"""The weight store: a model's weights as they are streamed, one file a layer. docs/weight_store.md has the format.
+"""Reading of a weight store: a model's weights as they are streamed, one file a layer.
 
 A file's tensors come in extents: contiguous stretches of whole 4096-byte blocks, one right after the other, that can be
-read on their own or several in one request, each with its checksum. Here is what a store holds and how it is read;
-`batchgen/models/convert.py` writes it.
+read on their own or several in one request, each with its checksum. `batchgen/models/convert.py` writes stores;
+docs/weight_store.md has the format.
 """
 
 from __future__ import annotations
@@ -16,33 +16,27 @@ from batchgen.core.direct_io import DirectFile, aligned_buffer
 from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, PACKED_FORMATS
 from batchgen.core.errors import BatchgenError, InputError, one_line
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import STORE_MANIFEST, read_store_manifest
 from batchgen.models.store.layout import (
     EMBEDDINGS_FILE,
     HEAD_FILE,
     Extent,
-    StoredTensor,
     StoreFile,
     WeightStore,
     file_from_json,
     layer_file_name,
 )
+from batchgen.models.store.manifest import STORE_MANIFEST, read_store_manifest
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-__all__ = [
-    "Extent", "StoreFile", "StoredTensor", "WeightStore", "has_checksums", "is_intact", "load_extent", "open_store", "read_extent", "verify",
-    "views",
-]  # fmt: skip
 
 _PIECE_BYTES = 4 << 20  # read, hashed and converted at a time
 _REPAIR = "convert the model again, which makes anew what is missing or damaged"
 
 
 def open_store(path: Path | str) -> WeightStore:
-    """A store by its manifest; of the weight files only their sizes are looked at.
+    """A store by its manifest; of the weight files only the sizes are looked at.
 
     Raises InputError naming the file that is missing, truncated or unreadable.
     """
@@ -62,18 +56,22 @@ def open_store(path: Path | str) -> WeightStore:
     for file in store.files:
         try:
             with file.path.open("rb"):
-                found = file.path.stat().st_size
+                num_bytes = file.path.stat().st_size
         except OSError as error:
             raise InputError(f"cannot read {file.path}: {error.strerror}: {_REPAIR}") from error
-        if found != file.num_bytes:
-            raise InputError(f"{file.path} has {found:,} bytes instead of {file.num_bytes:,}: {_REPAIR}")
+        if num_bytes != file.num_bytes:
+            raise InputError(f"{file.path} has {num_bytes:,} bytes instead of {file.num_bytes:,}: {_REPAIR}")
     return store
 
 
 def views(extent: Extent, buffer: Tensor) -> dict[str, Tensor]:
-    """The extent's tensors, without a copy. buffer: uint8, its first byte that at the extent's offset; may be longer.
+    """The extent's tensors, without a copy.
 
     Packed matrices [rows, n] come as they are stored: uint8 [rows, weight_row_bytes(n, format)], of int8 as int8.
+
+    Args:
+        extent: The group.
+        buffer: uint8; its first byte is that at the extent's offset. It may be longer than the extent.
     """
     import torch
 
@@ -89,7 +87,7 @@ def views(extent: Extent, buffer: Tensor) -> dict[str, Tensor]:
 
 
 def verify(file: StoreFile, extent: Extent, buffer: Tensor) -> None:
-    """Raises BatchgenError where the buffer, as `views` takes it, does not hold what was written."""
+    """Raise BatchgenError where the buffer of `views` does not hold what was written."""
     import xxhash
 
     if xxhash.xxh3_128_hexdigest(buffer[: extent.num_bytes].numpy()) != extent.checksum:
@@ -97,7 +95,7 @@ def verify(file: StoreFile, extent: Extent, buffer: Tensor) -> None:
 
 
 def read_extent(file: StoreFile, extent: Extent) -> dict[str, Tensor]:
-    """Reads and verifies one group past the page cache; its tensors as `views` gives them, in one stretch of memory.
+    """Read and verify one group past the page cache: its tensors as `views` gives them, in one stretch of memory.
 
     Raises BatchgenError.
     """
@@ -117,7 +115,7 @@ def read_extent(file: StoreFile, extent: Extent) -> dict[str, Tensor]:
 
 
 def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Reads and verifies one group as numbers of `dtype`, packed ones dequantized, each tensor in memory of its own.
+    """Read and verify one group as numbers of `dtype`, packed ones dequantized, each tensor in memory of its own.
 
     Beside them only a few MB are held. Raises BatchgenError.
     """
@@ -156,7 +154,7 @@ def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str
 
 
 def is_intact(file: StoreFile) -> bool:
-    """Whether a file is there and all its groups hold what was written. Its pages do not stay in the page cache."""
+    """True where a file is there and all its groups hold what was written. Its pages do not stay in the page cache."""
     try:
         if file.path.stat().st_size != file.num_bytes:
             return False
@@ -167,7 +165,7 @@ def is_intact(file: StoreFile) -> bool:
 
 
 def has_checksums(file: StoreFile, direct: DirectFile) -> bool:
-    """Tell whether all groups of an open file hold what was written. Raises OSError."""
+    """True where all groups of an open file hold what was written. Raises OSError."""
     import xxhash
 
     memory = memoryview(aligned_buffer(_PIECE_BYTES))

@@ -1,1 +1,1 @@
-"""Tensors in files: headers, and how bytes and numbers are read."""
+"""Tensors in files: headers, and the reading of bytes and numbers."""

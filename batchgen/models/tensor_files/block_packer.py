@@ -1,8 +1,8 @@
-"""Rows of blocks from their files into panels, a piece at a time, so that what is read takes no memory of its own.
+"""Block-quantized rows from their files into panels, a piece at a time, so that reading takes no memory of its own.
 
-Each thread reads a piece into memory that it uses again, and puts it in order from there, while it is in the core's cache: the only
-memory that is used for the first time is the result's. There are more threads than those that compute, up to a limit, so that some wait
-for the disk while others pack.
+Each thread reads a piece into memory that it uses again, and prepacks it from there, while it is in the core's cache:
+the only memory that is used for the first time is the result's. There are more threads than those that compute, up to a
+limit, so that some wait for the disk while others pack.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BlockPacker:
     """Packs matrices in the background; they are whole when the `with` block has ended without an error."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """dtype: of what they are multiplied with."""
+        """Begin with no files open. dtype: compute dtype of the products."""
         self._dtype = dtype
         self._threads: ThreadPoolExecutor | None = None
         self._files: dict[Path, tuple[SharedFile, TensorInfo]] = {}  # with a tensor that is read from it
@@ -45,7 +45,7 @@ class BlockPacker:
     def __enter__(self) -> BlockPacker:
         return self
 
-    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, failed: type[BaseException] | None, *error: object) -> None:
         try:
             self._wait(0 if failed is None else len(self._pending))
         finally:
@@ -60,7 +60,10 @@ class BlockPacker:
                     file.close()
 
     def pack(self, weight: kernels.BlockWeight, *, gated: bool = False) -> kernels.PackedWeight:
-        """As `ops.pack_blocks` of a weight whose data are `RowsInFile`. Raises InputError, perhaps for one that was given before."""
+        """The panels of `ops.pack_blocks`, for a weight whose data are `RowsInFile`.
+
+        They are filled in the background. Raises InputError, perhaps for a weight that was given before.
+        """
         rows = weight.data
         for part in rows.parts:
             self._open(part)
@@ -91,14 +94,22 @@ class BlockPacker:
                 raise _unreadable(part, error) from error
 
     def _wait(self, most: int) -> None:
-        """Until no more than so many pieces are pending. Raises what one of them raised."""
+        """Wait until no more than `most` pieces are pending. Raises what one of them raised."""
         while len(self._pending) > most:
             self._pending.popleft().result()
 
-    # What threads do.
+    # On the threads.
 
     def _pack(self, panels: kernels.PackedWeight, rows: RowsInFile, first: int, count: int, size: int) -> None:
-        """Panels from the `first` on, at most so many. size: rows of a panel."""
+        """Read and prepack some panels.
+
+        Args:
+            panels: All panels of the weight.
+            rows: Rows that they are made of.
+            first: First panel.
+            count: Panels at most.
+            size: Rows of a panel.
+        """
         if panels.gated:  # gates, and what they are multiplied with
             half, size = len(rows) // 2, size // 2
             start, stop = first * size, min(half, (first + count) * size)
@@ -112,29 +123,29 @@ class BlockPacker:
         if len(stretches) == 1 and stretches[0][0].head_order is None:
             return self._fetch(*stretches[0], row_bytes)
         count = sum(stop - start for _, start, stop in stretches)
-        found = np.frombuffer(self._rows.buffer(count * row_bytes), np.uint8, count * row_bytes).reshape(count, -1)
+        gathered = np.frombuffer(self._rows.buffer(count * row_bytes), np.uint8, count * row_bytes).reshape(count, -1)
         done = 0
         for part, start, stop in stretches:
-            target = found[done : done + stop - start]
+            target = gathered[done : done + stop - start]
             order, stored = part.order(start, stop), self._fetch(part, *part.rows_read(start, stop), row_bytes)
             if order is None:
                 np.copyto(target, stored)
             else:
                 np.take(stored, order, axis=0, out=target, mode="clip")  # others than "clip" copy once more
             done += len(target)
-        return found
+        return gathered
 
     def _fetch(self, part: FilePart, start: int, stop: int, row_bytes: int) -> np.ndarray:
         """Rows as the file has them, until the thread's next call."""
         first, num_bytes = start * row_bytes, (stop - start) * row_bytes
         bounce = self._bounce.buffer(num_bytes)
         try:
-            found = self._files[part.info.path][0].fetch(part.info.offset + first, num_bytes, bounce)
+            fetched = self._files[part.info.path][0].fetch(part.info.offset + first, num_bytes, bounce)
         except OSError as error:
             raise _unreadable(part, error) from error
-        if found is None:
-            read_into(part.name, part.info, first, found := bounce[:num_bytes])
-        return np.frombuffer(found, np.uint8).reshape(-1, row_bytes)
+        if fetched is None:
+            read_into(part.name, part.info, first, fetched := bounce[:num_bytes])
+        return np.frombuffer(fetched, np.uint8).reshape(-1, row_bytes)
 
 
 def _unreadable(part: FilePart, error: OSError) -> InputError:

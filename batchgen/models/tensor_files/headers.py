@@ -15,9 +15,15 @@ _MOST_HEADER_BYTES = 100_000_000  # as the safetensors package has it
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. shape: rows first. dtype: as the format spells it ("BF16", "Q4_1").
+    """The place of a tensor in a file.
 
-    offset: bytes from the start of the file. version: the file's as its header was read, which readers hold it to; None: any.
+    Attributes:
+        path: Path of the file.
+        dtype: Dtype as the format spells it ("BF16", "Q4_1").
+        shape: Shape, rows first.
+        offset: Bytes from the start of the file.
+        num_bytes: Bytes of the tensor.
+        version: The file's version as its header was read, which readers hold it to; None: any.
     """
 
     path: Path
@@ -59,10 +65,10 @@ def _tensor_of(path: Path, entry: dict[str, Any], start: int, version: FileVersi
 
 
 def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise ValueError("its header has a name twice")
-    return found
+    return entries
 
 
 def check_extents(path: Path, tensors: dict[str, TensorInfo], file_bytes: int) -> None:

@@ -19,7 +19,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.file_version import FileVersion, version_of
 from batchgen.models.tensor_files.headers import TensorInfo
 
-# Of safetensors: numbers, and what codes are stored in.
+# Dtypes of safetensors: those of numbers, and all that tensors are stored in.
 NUMBERS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED = {**NUMBERS, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "F8_E4M3": torch.uint8}
 CHUNK_VALUES = 1 << 20  # values converted at a time
@@ -27,7 +27,7 @@ _PIECE_BYTES, _READERS = 1 << 20, 4  # of a tensor that several threads read
 
 
 def read_bytes(name: str, info: TensorInfo, start: int, count: int) -> bytearray:
-    """So many of the tensor's bytes, from `start` on."""
+    """Bytes [start, start + count) of the tensor."""
     buffer = bytearray(count)
     read_into(name, info, start, memoryview(buffer))
     return buffer
@@ -49,16 +49,20 @@ def read_into(name: str, info: TensorInfo, start: int, buffer: memoryview) -> No
         raise InputError(f"cannot read tensor {name} from {info.path}: {error.strerror}") from error
 
 
-def check_version(info: TensorInfo, *found: FileVersion) -> None:
-    """Raise InputError where a file is not the one whose header was read, or was written to since: called after reading."""
-    if info.version is not None and any(version != info.version for version in found):
+def check_version(info: TensorInfo, *versions: FileVersion) -> None:
+    """Raise InputError where a file is not the one whose header was read, or was written to since.
+
+    It is called after reading.
+    """
+    if info.version is not None and any(version != info.version for version in versions):
         raise InputError(f"{info.path} was changed while it was read: run the same command again once it is whole")
 
 
 def read_by_threads(name: str, info: TensorInfo, buffer: memoryview) -> None:
-    """As `read_into` of the whole tensor, by several threads: one alone neither keeps a disk busy nor copies at memory speed.
+    """Fill `buffer` with the whole tensor, by several threads. Raises InputError naming file and tensor.
 
-    What is in the page cache comes from there. The rest goes around it, by direct I/O, and takes no memory for what is read once.
+    One thread alone neither keeps a disk busy nor copies at memory speed. What is in the page cache comes from there.
+    The rest goes around it, by direct I/O, and takes no memory for what is read once.
     """
     starts = range(0, len(buffer), _PIECE_BYTES)
     if len(starts) < 2:
@@ -87,7 +91,7 @@ class OfThread(threading.local):
         self._memory = memoryview(b"")
 
     def buffer(self, num_bytes: int) -> memoryview:
-        """As `direct_buffer`; what it held before is lost."""
+        """Memory of this thread for `SharedFile.fetch`; what it held before is lost."""
         if len(self._memory) < num_bytes + ALIGNMENT:
             self._memory = direct_buffer(num_bytes)
         return self._memory
@@ -99,10 +103,13 @@ def direct_buffer(num_bytes: int) -> memoryview:
 
 
 class SharedFile:
-    """A file, opened once, that several threads read: what is in the page cache from there, the rest around it by direct I/O."""
+    """A file, opened once, that several threads read.
+
+    What is in the page cache comes from there, the rest around it by direct I/O.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Open the file. Raises OSError."""
         self._file = Path(path).open("rb", buffering=0)  # noqa: SIM115 - closed by `close`
         try:
             self._direct = DirectFile(path)
@@ -127,22 +134,37 @@ class SharedFile:
         self._file.close()
 
     def read(self, offset: int, buffer: memoryview, bounce: memoryview) -> bool:
-        """Fill the buffer from this byte of the file on. False: as where `fetch` gives None. bounce: as of `fetch`."""
+        """Fill the buffer from a byte of the file on. Raises OSError.
+
+        Args:
+            offset: First byte.
+            buffer: Memory to fill.
+            bounce: Memory from `direct_buffer`, for as many bytes.
+
+        Returns:
+            False where this file system does neither, or the file ends too soon.
+        """
         cached = self._read_cached(offset, buffer)
         if cached is None:
             return False
         if not cached:
-            found = self._read_direct(offset, len(buffer), bounce)
-            if found is None:
+            read = self._read_direct(offset, len(buffer), bounce)
+            if read is None:
                 return False
             # Unlike a slice's, a copy without the GIL.
-            np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(found, np.uint8))
+            np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(read, np.uint8))
         return True
 
     def fetch(self, offset: int, num_bytes: int, bounce: memoryview) -> memoryview | None:
-        """Bytes of the file, as a part of `bounce`. None where this file system does neither, or the file ends too soon.
+        """Bytes of the file, as a part of `bounce`. Raises OSError.
 
-        bounce: of `direct_buffer`, for at least so many bytes. Raises OSError.
+        Args:
+            offset: First byte.
+            num_bytes: Number of bytes.
+            bounce: Memory from `direct_buffer`, for at least so many bytes.
+
+        Returns:
+            None where this file system does neither, or the file ends too soon.
         """
         cached = self._read_cached(offset, bounce[:num_bytes])
         if cached is None:
@@ -164,7 +186,7 @@ class SharedFile:
         return bounce[skipped:stop]
 
     def _read_cached(self, offset: int, buffer: memoryview) -> bool | None:
-        """Fill the buffer from the page cache: whether that has all of it. None where it cannot be asked."""
+        """Fill the buffer from the page cache; False: that has not all of it. None: it cannot be asked."""
         no_wait = getattr(os, "RWF_NOWAIT", None)
         if no_wait is None:
             return None
@@ -179,7 +201,7 @@ class SharedFile:
 
 
 def read_ahead(path: Path, start: int, stop: int) -> None:
-    """Have the system bring bytes of a file into its page cache while others are worked on; not where it cannot."""
+    """Begin to bring bytes of a file into the page cache while others are worked on, where the system can."""
     with contextlib.suppress(OSError), Path(path).open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
 
@@ -207,7 +229,7 @@ def read_rows(name: str, info: TensorInfo, start: int, stop: int) -> Tensor:
 
 
 def check_stored(name: str, info: TensorInfo, shape: tuple[int, ...], dtypes: tuple[str, ...] = tuple(NUMBERS)) -> None:
-    """Raise InputError unless a tensor of safetensors has this shape and one of these dtypes, and bytes that fit them."""
+    """Raise InputError unless a tensor of safetensors has this shape, one of these dtypes, and bytes that fit them."""
     where = f"tensor {name} in {info.path}"
     if info.shape != shape:
         raise InputError(f"{where} is {list(info.shape)}, its config asks for {list(shape)}")

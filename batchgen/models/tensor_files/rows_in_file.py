@@ -1,4 +1,4 @@
-"""Rows of blocks that are still in a file: a matrix that is packed while it is read (`block_packer.py`)."""
+"""Block-quantized rows that are still in a file: a matrix that is packed while it is read (`block_packer.py`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from batchgen.models.tensor_files.headers import TensorInfo
 class FilePart:
     """A tensor of a file, whose rows are some of a matrix.
 
-    head_order: of one whose rows are in another order within each head, as llama.cpp's converter has q and k: of each row the
-    place in its head where the file has it; None: they are in order.
+    Attributes:
+        name: Name of the tensor.
+        info: Its place.
+        rows: Number of its rows.
+        head_order: Place in the file of each row of a head, where rows are in another order within each head, as
+            llama.cpp's converter has q and k; None: they are in order.
     """
 
     name: str
@@ -35,16 +39,17 @@ class FilePart:
         return start // unit * unit, -(-stop // unit) * unit
 
     def order(self, start: int, stop: int) -> np.ndarray | None:
-        """Of rows [start, stop) each one's place among `rows_read`. None: as they lie."""
+        """The place of each of rows [start, stop) among `rows_read`; None: as they lie."""
         if self.head_order is None:
             return None
         heads, place = np.divmod(np.arange(start, stop), self.head_dim)
-        return heads * self.head_dim + np.array(self.head_order)[place] - self.rows_read(start, stop)[0]
+        places: np.ndarray = heads * self.head_dim + np.array(self.head_order)[place]
+        return places - self.rows_read(start, stop)[0]
 
 
 @dataclass(frozen=True)
 class RowsInFile:
-    """Rows of bytes, those of one part after those of another; what `BlockWeight.data` is before it is read."""
+    """Rows of bytes, part after part: the `BlockWeight.data` of a matrix that is not read yet."""
 
     parts: tuple[FilePart, ...]
     row_bytes: int
@@ -61,7 +66,7 @@ class RowsInFile:
         return self.shape[0] * self.row_bytes
 
     def chunk(self, count: int) -> list[RowsInFile]:
-        """The same number of whole parts each, as experts are."""
+        """`count` matrices with the same number of whole parts each, as experts are."""
         size = len(self.parts) // count
         assert size * count == len(self.parts)
         return [RowsInFile(self.parts[i * size : (i + 1) * size], self.row_bytes) for i in range(count)]

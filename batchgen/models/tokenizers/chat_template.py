@@ -1,7 +1,7 @@
-"""A model's chat template: messages into the text of a prompt, rendered within limits, and what became of the messages checked.
+"""A model's chat template: renders messages within limits into the text of a prompt, and checks that none is lost.
 
-Templates come with models and are written against transformers, whose `apply_chat_template` gives the same texts. What is
-done beside it: content is given as a list of parts to templates that read it so, and a message whose text is not in the
+Templates come with models and are written against transformers, whose `apply_chat_template` gives the same texts.
+Beside it, content is given as a list of parts to templates that read it so, and a message whose text is not in the
 prompt is an error.
 """
 
@@ -55,7 +55,7 @@ class ChatTemplate:
     Attributes:
         text: The template.
         special_tokens: Variables that it has of the tokenizer, such as `bos_token`.
-        limits: Of one conversation.
+        limits: Limits of rendering one conversation.
     """
 
     text: str
@@ -70,10 +70,13 @@ class ChatTemplate:
             if given:
                 raise InputError(f"the model has several chat templates, none of them the default: {', '.join(given)}")
             raise InputError(
-                "the model has no chat template: give it prompts instead of messages, without --chat and --system-prompt"
+                "the model has no chat template: give it prompts instead of messages, without --chat and "
+                "--system-prompt"
             )
-        own = {name: list(map(str, t)) if isinstance(t, list | tuple) else str(t) for name, t in special_tokens.items()}
-        return cls(text, own)
+        names = {
+            name: list(map(str, t)) if isinstance(t, list | tuple) else str(t) for name, t in special_tokens.items()
+        }
+        return cls(text, names)
 
     @cached_property
     def roles(self) -> frozenset[str]:
@@ -99,8 +102,10 @@ class ChatTemplate:
         """Raises InputError for a variable that the template does not use, which would change nothing."""
         for name in names:
             if name not in self.variables:
-                own = sorted(self.variables - set(self.special_tokens) - {"messages", "tools", "add_generation_prompt"})
-                has = f"it has {', '.join(own)}" if own else "it has none"
+                known = sorted(
+                    self.variables - set(self.special_tokens) - {"messages", "tools", "add_generation_prompt"}
+                )
+                has = f"it has {', '.join(known)}" if known else "it has none"
                 raise InputError(f"chat_template_kwargs: the model's chat template has no variable {name!r}: {has}")
 
     def render(self, chats: Sequence[Chat]) -> list[str | RowError]:
@@ -125,19 +130,19 @@ class ChatTemplate:
 
     def _variables_of(self, chat: Chat) -> dict[str, Any]:
         """Return what the template gets for a conversation. Raises RowError, InputError."""
-        own = chat.options.variables
-        self.check_variables(own)
+        variables = chat.options.variables
+        self.check_variables(variables)
         messages = [self._as_given(message) for message in chat.messages]
         if chat.continues:
             messages[-1] = {**messages[-1], "content": _with_end_mark(messages[-1].get("content"))}
-        return self._around(messages, add_generation_prompt=not chat.continues) | dict(own)
+        return self._around(messages, add_generation_prompt=not chat.continues) | dict(variables)
 
-    def _around(self, messages: list[Any], *, add_generation_prompt: bool) -> dict[str, Any]:
+    def _around(self, messages: Sequence[Any], *, add_generation_prompt: bool) -> dict[str, Any]:
         variables = {"messages": messages, "tools": None, "documents": None}
         return {**self.special_tokens, **variables, "add_generation_prompt": add_generation_prompt}
 
     def _as_given(self, message: Any) -> Any:
-        """A message as the template gets it: plain values, none of them null, and its content as the template takes it."""
+        """A message as the template gets it: plain values, none of them null, and content in the form that it reads."""
         if not isinstance(message, Mapping):
             raise RowError("the model's chat template takes {role, content} objects: a message is none")
         plain = {name: _plain(value) for name, value in message.items() if value is not None}
@@ -155,7 +160,10 @@ class ChatTemplate:
 
     @cached_property
     def _taken(self) -> dict[str, str]:
-        """The way in which the template takes each role's content: "text", "parts", or "not at all", where it is in no prompt."""
+        """The form in which the template reads each role's content: "text" or "parts".
+
+        "not at all" is that of a role whose content is in no prompt.
+        """
         whole = [{"role": role, "content": _PROBES[role]} for role in ("system", "user", "assistant", "user")]
         if self._kept(whole, *_PROBES):
             return dict.fromkeys(_PROBES, "text")
@@ -168,11 +176,11 @@ class ChatTemplate:
                 kept[way] = self._kept([{"role": each, "content": _content(each, ways[each])} for each in spoken], role)
             refused = None in kept.values()  # as templates do that know no such role
             otherwise = taken.get("user", "text") if refused else "not at all"
-            taken[role] = next((way for way, found in kept.items() if found), otherwise)
+            taken[role] = next((way for way, is_kept in kept.items() if is_kept), otherwise)
         return taken
 
-    def _kept(self, messages: list[Message], *roles: str) -> bool | None:
-        """Tell whether the prompt of these messages has the text of those roles, and no parts as they are written in code.
+    def _kept(self, messages: Sequence[Message], *roles: str) -> bool | None:
+        """True where the prompt has the text of those roles, and no parts as they are written in code.
 
         None where the template refuses the messages.
         """
@@ -264,8 +272,10 @@ def _plain(value: Any) -> Any:
     """A value as plain JSON types: templates are not to have objects with methods of their own."""
     if value is None or type(value) in (str, int, float, bool):
         return value
-    if isinstance(value, str | int | float):
-        return next(kind.__new__(kind, value) for kind in (str, int, float) if isinstance(value, kind))
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,8 @@
-"""Pre-tokenizers of byte-level vocabularies in GGUFs: into which words a text is cut before pairs are merged.
+"""Pre-tokenizers of byte-level vocabularies in GGUFs: expressions that cut a text into words before pairs are merged.
 
-A file states a name (`tokenizer.ggml.pre`), and llama.cpp knows what it means. Its expressions know categories of Unicode by their
-first letter alone; what is here is what they match, written for the expressions of Hugging Face's `tokenizers` (Oniguruma).
+A file states a name (`tokenizer.ggml.pre`), and llama.cpp knows what it means. Its expressions know categories of
+Unicode by their first letter alone; those here match the same, written for the expressions of Hugging Face's
+`tokenizers` (Oniguruma).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How a byte-level vocabulary cuts texts.
+    """The cutting of texts by a byte-level vocabulary.
 
     Attributes:
         splits: Expressions; each cuts what those before it have left into its matches and what lies between.

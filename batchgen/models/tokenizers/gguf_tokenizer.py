@@ -1,7 +1,8 @@
 """The tokenizer that a GGUF's key-value pairs describe, with the ids that llama.cpp would give.
 
-Two kinds of vocabulary are known, by `tokenizer.ggml.model`: "llama", SentencePiece's, in which of all neighbours those with the best
-score become one; and "gpt2", of bytes, in which pairs are merged in the order of a list. All others are refused.
+Two kinds of vocabulary are known, by `tokenizer.ggml.model`: "llama", SentencePiece's, in which of all neighbours those
+with the best score become one; and "gpt2", of bytes, in which pairs are merged in the order of a list. All others are
+refused.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3: spaces behind the
 
 @dataclass
 class _Vocabulary:
-    """A vocabulary: what a file says of its tokens.
+    """The vocabulary of a GGUF.
 
     Attributes:
-        pairs: Its key-value pairs.
-        tokens: Their texts, by id.
-        kinds: Of each, one of the numbers above or another.
-        is_sentencepiece: The kind of the vocabulary.
+        pairs: Key-value pairs of the file.
+        tokens: Texts of the tokens, by id.
+        kinds: Kind of each token, one of the numbers above or another.
+        is_sentencepiece: Whether it is SentencePiece's.
+        ids: Ids of the tokens, by text.
     """
 
     pairs: Mapping[str, Any]
@@ -58,14 +60,14 @@ class _Vocabulary:
         """The value of `tokenizer.ggml.{key}`. Raises InputError for one that is not of that kind."""
         return _get(self.pairs, key, kind, default)
 
-    def array(self, key: str, *kinds: type) -> tuple | None:
+    def array(self, key: str, *kinds: type) -> tuple[Any, ...] | None:
         """The values of an array, each of one of these kinds; None: there is none. Raises InputError."""
         return _array(self.pairs, key, *kinds)
 
     def special_id(self, name: str) -> int | None:
         """The id of a special token that the vocabulary has."""
-        found = special_id(self.pairs, name)
-        return found if found is not None and 0 <= found < len(self.tokens) else None
+        token_id = special_id(self.pairs, name)
+        return token_id if token_id is not None and 0 <= token_id < len(self.tokens) else None
 
     @property
     def cut_out(self) -> Iterator[tuple[str, int]]:
@@ -79,8 +81,8 @@ def backend_of(pairs: Mapping[str, Any], model: models.Model | None = None) -> B
     """The tokenizer of a GGUF.
 
     Args:
-        pairs: Of `headers.read_gguf_vocabulary`.
-        model: In place of the one that the pairs describe.
+        pairs: Key-value pairs (`header.read_gguf_vocabulary`).
+        model: Model in place of the one that the pairs describe.
 
     Raises:
         InputError: It has none, or one whose ids would not be llama.cpp's.
@@ -100,24 +102,24 @@ def backend_of(pairs: Mapping[str, Any], model: models.Model | None = None) -> B
 def names_of(pairs: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens of a GGUF by what transformers calls them: "bos_token" and so on."""
     words = _vocabulary(pairs)
-    ids = {own: words.special_id(name) for name, own in _NAMES.items()}
-    return {own: words.tokens[i] for own, i in ids.items() if i is not None}
+    ids = {attribute: words.special_id(name) for name, attribute in _NAMES.items()}
+    return {attribute: words.tokens[i] for attribute, i in ids.items() if i is not None}
 
 
 def _get(pairs: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    found = pairs.get(VOCABULARY + key)
-    if found is None:
+    value = pairs.get(VOCABULARY + key)
+    if value is None:
         return default
-    if not isinstance(found, kind):
+    if not isinstance(value, kind):
         raise InputError(f"{VOCABULARY}{key} is not what it should be, {kind.__name__}: fetch the file again")
-    return found
+    return value
 
 
-def _array(pairs: Mapping[str, Any], key: str, *kinds: type) -> tuple | None:
-    found = _get(pairs, key, tuple)
-    if found is not None and not all(isinstance(value, kinds) for value in found):
+def _array(pairs: Mapping[str, Any], key: str, *kinds: type) -> tuple[Any, ...] | None:
+    values: tuple[Any, ...] | None = _get(pairs, key, tuple)
+    if values is not None and not all(isinstance(value, kinds) for value in values):
         raise InputError(f"{VOCABULARY}{key} is not an array of {kinds[0].__name__}: fetch the file again")
-    return found
+    return values
 
 
 def _vocabulary(pairs: Mapping[str, Any]) -> _Vocabulary:
@@ -147,9 +149,10 @@ def _added(token: str, kind: int, of_phi3: bool) -> AddedToken:
 
 
 def _refuse_overlaps(tokens: list[str]) -> None:
-    """Raises InputError for tokens of which the first in a text may hide a longer one that begins in it.
+    """Raise InputError for tokens of which the first in a text may hide a longer one that begins in it.
 
-    llama.cpp cuts the longest token out of a text first, `tokenizers` the first in the text. Runs of one character are cut alike.
+    llama.cpp cuts the longest token out of a text first, `tokenizers` the first in the text. Runs of one character are
+    cut alike.
     """
     by_begin: dict[str, list[str]] = {}
     for token in tokens:
@@ -163,7 +166,7 @@ def _refuse_overlaps(tokens: list[str]) -> None:
 
 
 def _around(words: _Vocabulary, begins_with_bos: bool) -> processors.PostProcessor:
-    """Puts BOS before a text and EOS behind it, as the file says."""
+    """A post-processor that puts BOS before a text and EOS behind it, as the file says."""
     template, tokens = ["$A"], []
     for name, is_there in (
         ("bos", words.get("add_bos_token", bool, begins_with_bos)),
@@ -208,7 +211,10 @@ def _merges(words: _Vocabulary) -> Iterator[tuple[str, str]]:
 
 
 def _cutting(kind: PreTokenizer, words: _Vocabulary) -> pre_tokenizers.PreTokenizer:
-    """Cuts texts into words of bytes. Bytes that are no tokens are left out, and part what is around them."""
+    """A pre-tokenizer that cuts texts into words of bytes.
+
+    Bytes that are no tokens are left out, and part what is around them.
+    """
     missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - words.ids.keys())
     splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in kind.splits]
     steps = [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -219,7 +225,7 @@ def _cutting(kind: PreTokenizer, words: _Vocabulary) -> pre_tokenizers.PreTokeni
 
 
 def _sentencepiece(words: _Vocabulary) -> tuple[Backend, bool]:
-    """The tokenizer of a SentencePiece vocabulary, and the flag that `_byte_level` gives too."""
+    """The tokenizer of a SentencePiece vocabulary, and whether a text begins with BOS by default."""
     scores = words.array("scores", float, int)
     if scores is None or len(scores) < len(words.tokens) or not all(map(math.isfinite, scores)):
         raise InputError("it has no score for each of its tokens (tokenizer.ggml.scores): fetch the file again")
@@ -245,8 +251,9 @@ def _sentencepiece(words: _Vocabulary) -> tuple[Backend, bool]:
 def _merges_by_score(words: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     """All pairs that make a token, the best score first.
 
-    Of pairs of one score llama.cpp takes the first in the text, and a list has no equals. In a run of one character, where parts are
-    never longer than those before them, the first has the longest parts, so these come first in the list.
+    Of pairs of one score llama.cpp takes the first in the text, and a list has no equals. In a run of one character,
+    where parts are never longer than those before them, the first has the longest parts, so these come first in the
+    list.
     """
     # Nothing of a text that is cut out before is ever put together, unless its spaces are spelled otherwise.
     whole = {token for token, _ in words.cut_out if SPACE not in token}
@@ -267,7 +274,10 @@ def _merges_by_score(words: _Vocabulary, scores: Sequence[float]) -> list[tuple[
 
 
 def _refuse_ties(pairs: list[tuple[float, int, int, str, str]]) -> None:
-    """Raises InputError for two tokens of one score of which one may begin within the other, unless both are runs of one character."""
+    """Raise InputError for two tokens of one score of which one may begin within the other.
+
+    Runs of one character are allowed.
+    """
     by_score: dict[float, list[tuple[str, str]]] = {}
     for score, _, _, left, right in pairs:
         by_score.setdefault(score, []).append((left, right))

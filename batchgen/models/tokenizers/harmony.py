@@ -1,6 +1,7 @@
-"""Harmony, the form of gpt-oss's answers: messages in channels, `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final...`.
+"""Harmony, the form of gpt-oss's answers: messages in channels.
 
-What the channel "final" holds is the answer; all others are how the model came to it.
+An answer is `<|channel|>analysis<|message|>...<|end|>` and then `<|start|>assistant<|channel|>final...`. The channel
+"final" holds the answer; all others are how the model came to it.
 """
 
 from __future__ import annotations
@@ -16,26 +17,39 @@ _ENDS = ("<|return|>", "<|call|>")  # of an answer; they count as `<|end|>`
 
 @dataclass(frozen=True)
 class Harmony:
-    """Reads answers of one tokenizer. marks: token id -> what it begins or ends."""
+    """Reads answers of one tokenizer.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        marks: Token id -> the part of a message that it begins, or "end".
+    """
 
     tokenizer: Tokenizer
     marks: dict[int, str]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Harmony | None:
-        """None where the tokenizer lacks the tokens that tell channels apart."""
-        ids = {tokenizer.token_id(token): mark for token, mark in _MARKS.items()}
-        if None in ids:
+        """The reader for a tokenizer; None where that lacks the tokens that tell channels apart."""
+        ids = {token: tokenizer.token_id(token) for token in (*_MARKS, *_ENDS)}
+        if any(ids[token] is None for token in _MARKS):
             return None
-        return cls(tokenizer, {**dict.fromkeys(map(tokenizer.token_id, _ENDS), "end"), **ids})
+        marks = {**dict.fromkeys(_ENDS, "end"), **_MARKS}
+        return cls(tokenizer, {i: marks[token] for token, i in ids.items() if i is not None})
 
     def name_of(self, channel: Sequence[int]) -> str:
-        """Of a channel, by the tokens before its message: "final" may be followed by what the answer is bound to, such as "json"."""
+        """Name of a channel, by the tokens before its message.
+
+        "final" may be followed by what the answer is bound to, such as "json".
+        """
         words = self.tokenizer.decode(channel).split()
         return words[0] if words else ""
 
     def read(self, token_ids: Sequence[int]) -> tuple[str, str] | None:
-        """The answer and what was thought before it, of the tokens of one sample; None where no channel is named."""
+        """The answer of a sample and the thoughts before it; None where no channel is named.
+
+        Args:
+            token_ids: Tokens of the sample.
+        """
         if "channel" not in map(self.marks.get, token_ids):
             return None
         reader, messages = _Reader(self), dict[tuple[int, str], list[int]]()
@@ -48,7 +62,12 @@ class Harmony:
 
 
 class _Reader:
-    """Goes through the tokens of a sample. number: of the message it is at, 0 for one that the prompt may have begun; channel: its name."""
+    """Goes through the tokens of a sample.
+
+    Attributes:
+        number: Number of the message it is at; 0 for one that the prompt may have begun.
+        channel: Name of its channel.
+    """
 
     def __init__(self, harmony: Harmony) -> None:
         self.number, self.channel = 0, ""
@@ -57,7 +76,7 @@ class _Reader:
         self._header: list[int] = []
 
     def is_text(self, token_id: int) -> bool:
-        """Whether the next token is one of the message's text."""
+        """True where the next token is one of the message's text."""
         mark = self._harmony.marks.get(token_id)
         if mark == "message":
             self.number, self.channel = self.number + 1, self._harmony.name_of(self._header)
@@ -69,13 +88,13 @@ class _Reader:
 
 
 class AnswerStops:
-    """A `StopDetector` that is told of an answer alone: what stops it may well stand in the thoughts before it."""
+    """A `StopDetector` for the answer alone: a stop string may well stand in the thoughts before it."""
 
     def __init__(self, harmony: Harmony, detector: StopDetector) -> None:
         self._reader, self._detector = _Reader(harmony), detector
 
     def push(self, token_id: int) -> str | None:
-        """As `StopDetector.push`."""
+        """Take a token. Returns the stop string that the answer holds now; None: none."""
         reader = self._reader
         # Where no channel has been named, all is the answer.
         if reader.is_text(token_id) and (reader.number == 0 or reader.channel == "final"):
@@ -84,5 +103,5 @@ class AnswerStops:
 
     @property
     def text(self) -> str:
-        """As `StopDetector.text`."""
+        """The answer so far, up to the stop string if one was found."""
         return self._detector.text

@@ -1,4 +1,7 @@
-"""A tokenizer.model without a tokenizer.json beside it: SentencePiece's own file, which the packages of that name and protobuf read."""
+"""A tokenizer.model without a tokenizer.json beside it: SentencePiece's own file.
+
+The packages sentencepiece and protobuf read it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Converted:
     Attributes:
         backend: The tokenizer.
         names: Its special tokens by what transformers calls them.
-        prepare: What is done to a text before it is tokenized; None: nothing.
+        prepare: Changes a text before it is tokenized; None: nothing is changed.
     """
 
     backend: Backend
@@ -40,8 +43,8 @@ def convert_model(directory: Path, stated: dict[str, Any]) -> Converted:
     """The tokenizer of a directory's tokenizer.model.
 
     Args:
-        directory: It may have added_tokens.json as well.
-        stated: Its tokenizer_config.json, or nothing.
+        directory: Directory, which may have added_tokens.json as well.
+        stated: Values of its tokenizer_config.json, or nothing.
 
     Raises:
         InputError: A package is not installed, or the file is not understood.
@@ -87,7 +90,8 @@ def _read(path: Path) -> Any:
             f"{path.name} without a tokenizer.json needs the packages sentencepiece and protobuf: "
             'pip install "sentencepiece>=0.2" "protobuf>=4"'
         ) from error
-    proto = sentencepiece_model_pb2.ModelProto()
+    messages: Any = sentencepiece_model_pb2  # which makes its classes as it is imported
+    proto = messages.ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())
     except OSError:
@@ -134,14 +138,14 @@ def _pairs(proto: Any, directory: Path, stated: dict[str, Any]) -> dict[str, Any
 
 def _added(directory: Path, stated: dict[str, Any]) -> dict[int, AddedToken]:
     """The tokens that other files add to a model's, by id."""
-    found: dict[int, AddedToken] = {}
+    added: dict[int, AddedToken] = {}
     path = directory / "added_tokens.json"
     more = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for content, token_id in more.items():
-        found[int(token_id)] = AddedToken(content, special=True)
+        added[int(token_id)] = AddedToken(content, special=True)
     for token_id, token in (stated.get("added_tokens_decoder") or {}).items():
-        found[int(token_id)] = AddedToken(token["content"], special=bool(token.get("special", False)))
-    return found
+        added[int(token_id)] = AddedToken(token["content"], special=bool(token.get("special", False)))
+    return added
 
 
 def _cleaning(spec: Any) -> list[normalizers.Normalizer]:

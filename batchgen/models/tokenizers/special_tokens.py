@@ -1,7 +1,7 @@
 """A model's special tokens in data as plain text: `<|im_start|>` in a row begins no message.
 
-The tokenizer is copied, and in the copy special tokens have secret names. What data holds of the usual names is then text
-like any other, and all else of the tokenizer is as it was. A chat template writes the usual names, too: so those in messages
+The tokenizer is copied, and in the copy special tokens have secret names. The usual names in data are then text like
+any other, and all else of the tokenizer is as it was. A chat template writes the usual names, too: so those in messages
 are replaced before it is rendered, and put back after those that it wrote have become secret ones.
 """
 
@@ -22,7 +22,7 @@ class SpecialTokensAsText:
     """A tokenizer for data whose special tokens are text.
 
     Attributes:
-        backend: Encodes it.
+        backend: Encodes the data.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -42,12 +42,12 @@ class SpecialTokensAsText:
     def hide(self, text: str) -> str:
         """A message's text, for the chat template."""
         text = text.replace(_MARK, "\ufffd")
-        return self._any.sub(lambda found: f"{_MARK}{self._order.index(found[0])}{_MARK}", text)
+        return self._any.sub(lambda match: f"{_MARK}{self._order.index(match[0])}{_MARK}", text)
 
     def rendered(self, text: str) -> str:
-        """What the template made of messages with hidden special tokens, for `backend`."""
-        text = self._any.sub(lambda found: self._names[found[0]], text)
-        return _HIDDEN.sub(lambda found: self._order[int(found[1])], text)
+        """Text for `backend`, from what the template made of messages with hidden special tokens."""
+        text = self._any.sub(lambda match: self._names[match[0]], text)
+        return _HIDDEN.sub(lambda match: self._order[int(match[1])], text)
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:

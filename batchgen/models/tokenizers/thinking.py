@@ -1,7 +1,8 @@
 """Thoughts of a model between two tags before its answer: `<think>...</think>` of Qwen3, DeepSeek-R1 and others.
 
-A text begins in thoughts where it begins with the first tag, or where the prompt has ended with it, as some chat templates
-do. They end at the second tag; without one, all of the text is thoughts. What else has such a tag is an answer about it.
+A text begins in thoughts where it begins with the first tag, or where the prompt has ended with it, as some chat
+templates do. They end at the second tag; without one, all of the text is thoughts. A tag anywhere else is part of an
+answer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 from batchgen.core.request import SamplingParams
 from batchgen.models.files import read_config, resolve_model
-from batchgen.models.tokenizers.tokenizer import NoText, StopDetector, Tokenizer, load_tokenizer
+from batchgen.models.tokenizers.loading import load_tokenizer
+from batchgen.models.tokenizers.tokenizer import NoText, StopDetector, Tokenizer
 
 # The tags that begin and end what models think, in the order in which they are looked for.
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
@@ -21,14 +23,24 @@ _TAIL_TOKENS = 16  # of a prompt, that the first tag and blanks behind it take a
 
 
 def gives_reasoning(model: str, sampling: SamplingParams) -> bool:
-    """Tell whether the samples of a model that is not loaded may have thoughts beside their texts. Raises InputError."""
+    """True where the samples of a model may have thoughts beside their texts. Raises InputError.
+
+    Args:
+        model: The model, which is not loaded.
+        sampling: Sampling parameters of the samples.
+    """
     files = resolve_model(model)
     return read_config(files).has_channels or Thinking.of(load_tokenizer(files), sampling.regex) is not None
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """Tells thoughts from answers, in texts of one tokenizer. begin, end: the tags."""
+    """Tells thoughts from answers.
+
+    Attributes:
+        tokenizer: Tokenizer of the texts.
+        begin, end: Tags around thoughts.
+    """
 
     tokenizer: Tokenizer
     begin: str
@@ -39,8 +51,9 @@ class Thinking:
         """The tags of a model that thinks.
 
         Args:
-            tokenizer: The model's. It has the tags as tokens, or its chat template writes them.
-            regex: What texts have to match: one that spells the tags out has a model think that does not by itself.
+            tokenizer: Tokenizer of the model. It has the tags as tokens, or its chat template writes them.
+            regex: Regular expression that texts have to match: one that spells the tags out has a model think that does
+                not by itself.
 
         Returns:
             None where nothing says that the model thinks.
@@ -54,12 +67,12 @@ class Thinking:
     def begins(
         self, prompt: Sequence[int], sampling: SamplingParams, continued: Sequence[Mapping[str, Any]] = ()
     ) -> bool:
-        """Tell whether a sample begins in thoughts.
+        """True where a sample begins in thoughts.
 
         Args:
-            prompt: Its tokens.
+            prompt: Tokens of its prompt.
             sampling: Its parameters. Under a grammar that does not spell the second tag out, all of the text is answer.
-            continued: The messages of the prompt where the last of them is gone on with.
+            continued: Messages of the prompt where the last of them is gone on with.
         """
         if sampling.constrained and self.end not in _plain(sampling.regex):
             return False
@@ -70,11 +83,11 @@ class Thinking:
         return tail.rstrip().endswith(self.begin)
 
     def split(self, token_ids: Sequence[int], begun: bool) -> Split | None:
-        """Tell the thoughts in a sample's tokens from the answer.
+        """The thoughts in a sample's tokens, and the answer.
 
         Args:
-            token_ids: Those of the sample, without one that ended it.
-            begun: As `begins` says.
+            token_ids: Tokens of the sample, without one that ended it.
+            begun: Whether the sample begins in thoughts (`begins`).
 
         Returns:
             None where it is all answer.
@@ -122,7 +135,7 @@ class Split:
 
 
 class ThoughtStops:
-    """A `StopDetector` that is told of an answer alone: what stops it may well stand in the thoughts before it."""
+    """A `StopDetector` for the answer alone: a stop string may well stand in the thoughts before it."""
 
     def __init__(self, thinking: Thinking, begun: bool, detector: StopDetector) -> None:
         self._thinking, self._detector = thinking, detector
@@ -130,7 +143,7 @@ class ThoughtStops:
         self._undecided: list[int] | None = None if begun else []  # tokens that may be the beginning of thoughts
 
     def push(self, token_id: int) -> str | None:
-        """Take a token, as `StopDetector.push` does."""
+        """Take a token. Returns the stop string that the answer holds now; None: none."""
         if self._undecided is not None:
             return self._decide([*self._undecided, token_id])
         if self._end is None:
@@ -155,5 +168,5 @@ class ThoughtStops:
 
     @property
     def text(self) -> str:
-        """The answer so far, as `StopDetector.text` has it."""
+        """The answer so far, up to the stop string if one was found."""
         return self._detector.text

@@ -1,6 +1,6 @@
-"""How many tokens a text has at least, known without tokenizing it: no token stands for more bytes than the longest one has.
+"""A lower bound of a text's tokens, known without tokenizing it: no token stands for more bytes than the longest one.
 
-What a tokenizer may do to a text is known by name; of one that does anything else nothing is said.
+The steps of a tokenizer are known by name; of a tokenizer with any other step nothing is said.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-# Composed characters, and those that stand for others, may have a quarter of the bytes of what was there before; no fewer.
+# Composed characters, and those that stand for others, have at least a quarter of the bytes that were there before.
 _COMPOSED = 4
-_KEEPING = {"Prepend": 1, "NFC": _COMPOSED, "NFD": _COMPOSED}  # normalizers -> how many times shorter a text may become
+_KEEPING = {"Prepend": 1, "NFC": _COMPOSED, "NFD": _COMPOSED}  # normalizer -> times that a text may become shorter
 _CUTTING = {"ByteLevel", "Digits", "Metaspace", "UnicodeScripts", "FixedLength"}  # pre-tokenizers that lose nothing
 _BYTES_OF_UTF8 = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
 _SPACES = [chr(code) for code in range(sys.maxunicode + 1) if chr(code).isspace()]
 
 
 class TokenBound:
-    """A tokenizer's bound. state: what Hugging Face's `tokenizers` writes of it, as JSON values."""
+    """The bound of one tokenizer."""
 
     def __init__(self, state: dict[str, Any]) -> None:
+        """Take the tokenizer as Hugging Face's `tokenizers` writes it, as JSON values."""
         added = state.get("added_tokens") or []
         longest = _longest(state, [token["content"] for token in added])
         # Some tokens take the spaces around them as well, however many.
@@ -40,7 +41,10 @@ class TokenBound:
 
 
 def _longest(state: dict[str, Any], added: Iterable[str]) -> int:
-    """The most bytes that a token stands for; 0: there is no such number, as text that the vocabulary has not may vanish."""
+    """The most bytes that a token stands for.
+
+    0: there is no such number, as characters that the vocabulary lacks may vanish.
+    """
     model = state["model"]
     vocabulary = model["vocab"]
     tokens = list(vocabulary) if isinstance(vocabulary, dict) else [token for token, _ in vocabulary]
@@ -78,7 +82,7 @@ def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 
 
 def _shrinks(normalizer: dict[str, Any] | None) -> int:
-    """How many times shorter a text may become; 0: any number."""
+    """Times that a text may become shorter; 0: any number."""
     times = 1
     for step in _steps(normalizer, "normalizers"):
         kind = step.get("type")

@@ -4,50 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from batchgen.core.digest import json_sha256
-from batchgen.core.errors import InputError, RowError, reason_of
+from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import PLAIN_CHAT, ChatOptions
 from batchgen.core.text import repair_surrogates
-from batchgen.models.files import ModelFiles, cache_dir, is_trusted
-from batchgen.models.formats.gguf.header import gguf_pairs_sha256, read_gguf_header, read_gguf_vocabulary
 from batchgen.models.tokenizers.chat_template import Chat, ChatTemplate
 from batchgen.models.tokenizers.token_bound import TokenBound
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-# All that a tokenizer, its chat template among it, is loaded from in a Hugging Face directory.
-_COPIED_FILES = (
-    *_TOKENIZER_FILES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
-)  # fmt: skip
-_STORE_FOLDER = "tokenizer"  # of a weight store
 _SHORT = 1 << 16  # characters that take a fraction of a second
 _TOGETHER = 1 << 20  # characters tokenized at once: each takes more than a hundred bytes meanwhile
-_PREPARE = (
-    "batchgen_prepare"  # of transformers' object: what is done to a text before the tokenizer sees it, if anything
-)
-_CONVERSION = 3  # of tokenizers in the cache: those that were made in another way are made anew
+# Attribute of transformers' object: changes a text before the tokenizer sees it.
+PREPARE = "batchgen_prepare"
 
 
 class Tokenizer:
     """A model's tokenizer. Encoding and decoding change nothing in it: threads may share one."""
 
     def __init__(self, hf: PreTrainedTokenizerFast, special_tokens: str = "parse") -> None:
-        """`special_tokens`: what those in prompts and messages are; "parse": tokens, "text": text like any other."""
+        """Take transformers' tokenizer.
+
+        Args:
+            hf: The tokenizer.
+            special_tokens: Meaning of special tokens in prompts and messages: "parse": they are tokens, "text": text
+                like any other.
+        """
         self._hf = hf
         self._backend = hf.backend_tokenizer
         self._as_text = None
@@ -78,12 +65,12 @@ class Tokenizer:
         """The tokens of each text, with the special tokens the model expects around a prompt or without."""
         return self._encode(texts, add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[dict], options: ChatOptions = PLAIN_CHAT) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], options: ChatOptions = PLAIN_CHAT) -> list[int]:
         """The tokens of a conversation, up to where the assistant's answer begins, or goes on.
 
         Args:
             messages: `[{"role": ..., "content": ...}, ...]`.
-            options: How they become a prompt.
+            options: Options of the prompt.
 
         Raises:
             RowError: The model's chat template refuses them, or leaves some of their text out.
@@ -91,7 +78,7 @@ class Tokenizer:
         """
         return self._encode([self.render_chat(messages, options)], add_special_tokens=False)[0]
 
-    def render_chat(self, messages: Sequence[dict], options: ChatOptions = PLAIN_CHAT) -> str:
+    def render_chat(self, messages: Sequence[dict[str, Any]], options: ChatOptions = PLAIN_CHAT) -> str:
         """The text whose tokens `encode_chat` gives, with all special tokens written out, for this tokenizer only."""
         (text,) = self.render_chats([Chat(messages, options)])
         if isinstance(text, RowError):
@@ -99,7 +86,7 @@ class Tokenizer:
         return text
 
     def render_chats(self, chats: Sequence[Chat]) -> list[str | RowError]:
-        """Render many conversations together, as `render_chat` does one. Raises InputError where the model has no chat template."""
+        """The texts of many conversations, rendered together. Raises InputError where there is no template."""
         template = self.chat_template
         refused = [self._unknown_role(chat.messages) for chat in chats]
         known = [
@@ -118,8 +105,8 @@ class Tokenizer:
         """The model's chat template. Raises InputError where it has none."""
         return ChatTemplate.of(self._hf.chat_template, self._hf.special_tokens_map)
 
-    def _unknown_role(self, messages: Sequence[dict]) -> RowError | None:
-        """A role that the chat template does not know, which it would write as it is, or leave out."""
+    def _unknown_role(self, messages: Sequence[dict[str, Any]]) -> RowError | None:
+        """The error for a role that the chat template does not know, which it would write as it is, or leave out."""
         for number, message in enumerate(messages, 1):
             role = message.get("role") if isinstance(message, dict) else None
             if isinstance(role, str) and role not in self.chat_template.roles and role != "developer":
@@ -129,7 +116,7 @@ class Tokenizer:
                 )
         return None
 
-    def _as_given(self, message: dict) -> dict:
+    def _as_given(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message as the template gets it: OpenAI's developer is the system where the template has no such role."""
         if not isinstance(message, dict):
             return message
@@ -166,16 +153,16 @@ class Tokenizer:
         return self._token_texts[token_id]
 
     def token_id(self, token: str) -> int | None:
-        """Of a token as the vocabulary writes it."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        """The id of a token as the vocabulary writes it; None: it has none."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
 
     def stop_detector(self, stop: Sequence[str]) -> StopDetector:
         """A detector of these stop strings for one sample."""
         return StopDetector(self, stop)
 
     def to_json(self) -> str:
-        """As Hugging Face's `tokenizers` writes it."""
+        """JSON that Hugging Face's `tokenizers` writes and reads."""
         return self._backend.to_str()
 
     def identity(self) -> str:
@@ -185,7 +172,7 @@ class Tokenizer:
         return hashlib.sha256((self.to_json() + template + mode).encode()).hexdigest()
 
     def least_tokens(self, text: str) -> int:
-        """How many tokens a text has at least; 0: nothing is known without tokenizing it, or it is soon done."""
+        """The least number of tokens of a text; 0: nothing is known without tokenizing it, or it is soon done."""
         return self._bound.least(text) if len(text) > _SHORT else 0
 
     @cached_property
@@ -194,19 +181,19 @@ class Tokenizer:
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """The tokens of each text, of no more texts at once than memory is free for."""
-        found: list[list[int]] = []
+        encoded: list[list[int]] = []
         group: list[str] = []
         length = 0
         for text in texts:
             if group and length + len(text) > _TOGETHER:
-                found += self._encode_together(group, add_special_tokens)
+                encoded += self._encode_together(group, add_special_tokens)
                 group, length = [], 0
             group.append(text)
             length += len(text)
-        return found + self._encode_together(group, add_special_tokens)
+        return encoded + self._encode_together(group, add_special_tokens)
 
     def _encode_together(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        if prepare := getattr(self._hf, _PREPARE, None):
+        if prepare := getattr(self._hf, PREPARE, None):
             texts = [prepare(text) for text in texts]
         try:
             encodings = self._encoder.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
@@ -255,7 +242,7 @@ class StopDetector:
         self._window = max((len(s.encode("utf-8", "replace")) for s in self._stop), default=0) + 4
 
     def push(self, token_id: int) -> str | None:
-        """The stop string that the text holds now that this token was added, the earliest one; else None."""
+        """Take a token. Returns the stop string that the text holds now, the earliest one; None: none."""
         if token_id in self._tokenizer.special_ids:
             return self._special.get(token_id)
         ids = self._token_ids
@@ -268,189 +255,13 @@ class StopDetector:
         if not any(s in recent for s in self._stop):
             return None
         text = self._tokenizer.decode(ids)
-        found = [(text.find(s), s) for s in self._stop if s in text]
-        if not found:
+        places = [(text.find(s), s) for s in self._stop if s in text]
+        if not places:
             return None
-        self._end, stop = min(found, key=lambda pair: pair[0])
+        self._end, stop = min(places, key=lambda pair: pair[0])
         return stop
 
     @property
     def text(self) -> str:
         """The sample's text so far, up to the stop string if one was found."""
         return self._tokenizer.decode(self._token_ids)[: self._end]
-
-
-def load_tokenizer(files: ModelFiles, special_tokens: str = "parse") -> Tokenizer:
-    """The model's tokenizer; `special_tokens` as for `Tokenizer`. Raises InputError where it is missing or broken."""
-    return Tokenizer(load_hf_tokenizer(files), special_tokens)
-
-
-def load_hf_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers has it. Raises InputError where it is missing or broken."""
-    if files.kind == "gguf":
-        return _load_from_gguf(files)
-    directory = files.path / _STORE_FOLDER if files.kind == "store" else files.path
-    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        raise InputError(f"{directory} has no tokenizer: copy the model's there, one of {', '.join(_TOKENIZER_FILES)}")
-    return _load(directory)
-
-
-def save_tokenizer(files: ModelFiles, store: Path) -> None:
-    """Puts the model's tokenizer into a weight store, whole or not at all.
-
-    Does nothing where it is there already, or the model has none. Raises InputError where it is broken, OSError.
-    """
-    folder, scratch = store / _STORE_FOLDER, store / f"{_STORE_FOLDER}.tmp"
-    if folder.exists():
-        return
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(mode=0o755)
-    if files.kind == "gguf":
-        if "tokenizer.ggml.model" in read_gguf_header(files.path).metadata:
-            _save(_load_from_gguf(files), scratch)
-    else:
-        source = files.path / _STORE_FOLDER if files.kind == "store" else files.path
-        for name in _COPIED_FILES:
-            if (source / name).exists():
-                shutil.copyfile(source / name, scratch / name)
-    for path in scratch.iterdir():
-        path.chmod(0o644)  # whatever the umask is, nobody else is to write to it
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    os.rename(scratch, folder)
-
-
-def _load(directory: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a directory: its tokenizer.json as it is, whatever class the other files name."""
-    path = directory / "tokenizer.json"
-    with _refusing(path if path.exists() else directory):
-        if not path.exists():
-            return _converted(directory)
-        from tokenizers import Tokenizer as Backend
-
-        backend = Backend.from_file(str(path))
-        # A file may ask for both; prompts are cut or refused elsewhere, and never padded.
-        backend.no_truncation()
-        backend.no_padding()
-        return _with_names(backend, directory)
-
-
-def _with_names(backend: Backend, directory: Path) -> PreTrainedTokenizerFast:
-    """A tokenizer with the names of special tokens and the chat template that the files of a directory state."""
-    with _quiet_transformers():
-        from transformers import PreTrainedTokenizerFast
-
-        # What transformers does to a tokenizer when it makes it, it does to one that is put away.
-        hf = PreTrainedTokenizerFast.from_pretrained(str(directory), tokenizer_object=_empty(), local_files_only=True)
-    hf._tokenizer = backend
-    return hf
-
-
-def _empty() -> Backend:
-    from tokenizers import Tokenizer as Backend
-    from tokenizers.models import BPE
-
-    return Backend(BPE())
-
-
-def _converted(directory: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of files that have to be converted."""
-    if (directory / "tokenizer.model").exists():
-        from batchgen.models.tokenizers.sentencepiece_model import convert_model
-
-        path = directory / "tokenizer_config.json"
-        stated = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        converted = convert_model(directory, stated)
-        hf = _with_names(converted.backend, directory)
-        for name, token in converted.names.items():
-            if getattr(hf, name) is None:
-                setattr(hf, name, token)
-        setattr(hf, _PREPARE, converted.prepare)
-        return hf
-    if not (directory / "vocab.json").exists():
-        raise InputError("a tekken.json alone is not read: fetch the model's tokenizer.json")
-    with _quiet_transformers():
-        from transformers import AutoTokenizer
-
-        hf = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    if not hf.is_fast:
-        raise InputError("it is no fast tokenizer: fetch the model's tokenizer.json")
-    return hf
-
-
-def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
-    """The tokenizer in a GGUF. Making it needs seconds, so it is kept in the cache directory, by what the file says."""
-    key = json_sha256([_CONVERSION, gguf_pairs_sha256(files.path)])
-    cached = cache_dir() / "tokenizers" / key[:32]
-    if all(is_trusted(path, "the kept tokenizer") for path in (cached, *cached.glob("*"))):
-        try:
-            return _load(cached)
-        except InputError:  # damaged in any way: make it anew
-            pass
-    shutil.rmtree(cached, ignore_errors=True)
-    with _refusing(files.path):
-        hf = _taken_out(files.path)
-    try:
-        cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
-            saved = Path(scratch, "saved")
-            _save(hf, saved)
-            for path in (saved, *saved.iterdir()):  # whatever the umask is, nobody else is to write there
-                path.chmod(0o700 if path is saved else 0o600)
-            os.rename(saved, cached)  # fails where another process was first
-    except OSError:
-        pass  # only slower next time
-    return hf
-
-
-def _taken_out(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a GGUF, made anew. Raises InputError."""
-    from batchgen.models.tokenizers.gguf_tokenizer import backend_of, names_of
-
-    pairs = read_gguf_vocabulary(path)
-    template = pairs.get("tokenizer.chat_template")
-    backend = backend_of(pairs)
-    with _quiet_transformers():
-        from transformers import PreTrainedTokenizerFast
-
-        hf = PreTrainedTokenizerFast(tokenizer_object=_empty(), clean_up_tokenization_spaces=False, **names_of(pairs))
-    hf.chat_template = template if isinstance(template, str) else None
-    hf._tokenizer = backend
-    return hf
-
-
-def _save(hf: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write what `_load` reads. Raises OSError."""
-    with _quiet_transformers():
-        hf.save_pretrained(str(directory))
-    hf.backend_tokenizer.save(str(directory / "tokenizer.json"))
-
-
-@contextmanager
-def _refusing(path: Path) -> Iterator[None]:
-    """Makes one line of whatever is wrong with the files of a tokenizer. Raises InputError."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # files broken in any way, packages that are not installed, panics of `tokenizers`
-        raise InputError(f"cannot load the tokenizer of {path}: {_reason(error)}") from error
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Nothing below an error is logged by transformers inside."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of an error's text, or its kind."""
-    if "trust_remote_code" in str(error):
-        return "it needs Python code of the model's directory, which is never run: save it as a tokenizer.json"
-    return reason_of(error)

@@ -243,5 +243,5 @@ def _code(x, base, steps, MOST_CODE: tl.constexpr):
 
 
 def aligned(n: int, bits: int, address: int = 0) -> bool:
-    """Tell whether tables of rows of n packed values from `address` on lie at multiples of 4 bytes, or none are there."""
+    """Tell whether tables of rows of n packed values from `address` lie at multiples of 4 bytes, or none are there."""
     return bits == 0 or (code_bytes(n, bits) % 4 == 0 and address % 4 == 0)

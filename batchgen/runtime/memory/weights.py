@@ -26,9 +26,9 @@ from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import MATRICES, split_experts
 from batchgen.models.layers import is_gated
-from batchgen.models.layouts import Stored, is_quantized, layer_layout, stored_tensors, tensor_shapes
-from batchgen.models.store.layout import layer_groups
-from batchgen.models.store.weight_store import StoreFile, WeightStore, has_checksums, read_extent, verify, views
+from batchgen.models.layouts import Stored, Which, is_quantized, layer_layout, stored_tensors, tensor_shapes
+from batchgen.models.store.layout import StoreFile, WeightStore, layer_groups
+from batchgen.models.store.weight_store import has_checksums, read_extent, verify, views
 from batchgen.models.tensor_files.block_packer import BlockPacker
 from batchgen.models.tensor_files.rows_in_file import RowsInFile
 from batchgen.ops import dispatch as ops
@@ -268,7 +268,7 @@ class Weights:
             tensors = self._checkpoint.load_layer(of_model, self.dtype)
         return {group: own for group, own in layer_groups(tensors).items() if group in groups}
 
-    def _as_stored(self, which: str, layer: int) -> dict[str, Stored]:
+    def _as_stored(self, which: Which, layer: int) -> dict[str, Stored]:
         dtype = str(self.dtype).removeprefix("torch.")
         return stored_tensors(self.config, which, layer, dtype, self.residency.weight_format)
 
@@ -363,14 +363,14 @@ class Weights:
     def _load_head(self) -> Tensors:
         return self._load_end("head") if self._store is None else _whole(self._store.head)
 
-    def _load_end(self, which: str) -> Tensors:
+    def _load_end(self, which: Which) -> Tensors:
         if self._packs_from_file and self._is_packed_end(which):
             return self._checkpoint.load_unread(which, 0, self.dtype)
         if self.residency.weight_format in KEPT_FORMATS:
             return self._checkpoint.load_packed(which, 0, self.dtype, self.residency.weight_format)
         return self._checkpoint.load(which, 0, self.dtype)
 
-    def _is_packed_end(self, which: str) -> bool:
+    def _is_packed_end(self, which: Which) -> bool:
         """Whether what stands before or after the layers has the matrix that makes logits, packed for products."""
         packed = self.config.has_head and self.residency.head == self._compute_tier
         return packed and (which == "head" or self.config.tied_embeddings)

@@ -1,4 +1,7 @@
-"""What a GGUF's key-value pairs and the names of its tensors mean, family by family. No file is read here, and no torch is imported."""
+"""The meaning of a GGUF's key-value pairs and of the names of its tensors, family by family.
+
+No file is read here, and no torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ GGUF_ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
 }
 _LLAMA_MIXTURE = "MixtralForCausalLM"  # of architecture "llama" too, with experts
-# Whether the weights of the experts chosen are made to add up to 1, where the file does not say.
+# Family -> whether the weights of the experts chosen add up to 1, where the file does not say.
 _NORM_TOPK = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "gpt_oss": True}
 # Role of a matrix (`layouts.role`) -> its name in a layer; with experts gate, up and down have "_exps" behind theirs.
 _MATRICES = {
@@ -52,7 +55,7 @@ _VECTORS = {
     "shared_gate": "ffn_gate_inp_shexp",
 }
 _GEMMA_VECTORS = {"out_norm": "post_attention_norm", "down_norm": "post_ffw_norm"}
-# Of Phi-3: matrices that are one tensor, one after the other in its rows.
+# Matrices of Phi-3 that are one tensor, one after the other in its rows.
 _FUSED = {"q": "attn_qkv", "k": "attn_qkv", "v": "attn_qkv", "gate": "ffn_up", "up": "ffn_up"}
 _QK_NORMS = ("qwen3", "qwen3_moe", "gemma3")  # families that have norms of queries and keys
 # Layers of the models of 27B, which alone scale queries by another size than that of a head; no file says so.
@@ -64,10 +67,13 @@ _EXPERT = re.compile(r"experts\.(\d+)\.(gate|up|down)")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part of a layout is.
+    """The place of a part of a layout.
 
-    name: of the tensor. of: the first, the one behind the last, and how many there are in all, of the tensor's rows, or where
-    `is_expert` of its experts, which come first in its shape; None: it is the whole tensor.
+    Attributes:
+        name: Name of the tensor.
+        of: First, end and total of the tensor's rows that the part is, or where `is_expert` of its experts, which come
+            first in its shape; None: it is the whole tensor.
+        is_expert: Whether the part is an expert's.
     """
 
     name: str
@@ -97,7 +103,7 @@ def place_of(config: ModelConfig, part: str, layer: int) -> Place:
 
 
 def _fused_rows(config: ModelConfig, stem: str) -> tuple[int, int, int]:
-    """`Place.of` a matrix of Phi-3."""
+    """The `Place.of` of a matrix of Phi-3 that is fused with others."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     inner = config.intermediate_size
     first, rows = {"q": (0, q), "k": (q, kv), "v": (q + kv, kv), "gate": (0, inner), "up": (inner, inner)}[stem]
@@ -115,10 +121,10 @@ def config_of_gguf(
 
     Args:
         metadata: Its key-value pairs.
-        tensors: Those that it has.
-        dtype: That it states.
-        rope_factors: The values of those of `ROPE_FACTORS` that it has, by name.
-        known_tokens: The ids of those of `known_tokens.KNOWN` that its vocabulary has.
+        tensors: Its tensors.
+        dtype: Dtype that holds most of them.
+        rope_factors: Values of those of `ROPE_FACTORS` that it has, by name.
+        known_tokens: Ids of those of `known_tokens.KNOWN` that its vocabulary has.
 
     Raises:
         InputError: The model is not supported, or something is missing.
@@ -152,6 +158,7 @@ def config_of_gguf(
         )
     context, gpt_oss, gemma = _require_int(fields, "context_length"), family == "gpt_oss", family in GEMMA
     layer_formats, end_formats = _formats(tensors, layers)
+    attention_softcap, logit_softcap = _softcaps(fields, family)
     return ModelConfig(
         architecture=architecture,
         family=family,
@@ -182,7 +189,8 @@ def config_of_gguf(
         output_norms=gemma,
         embedding_scale=hidden**0.5 if gemma else 1.0,
         query_scale=_query_scale(fields, family, layers, hidden, heads, head_dim),
-        **_softcaps(fields, family),
+        attention_softcap=attention_softcap,
+        logit_softcap=logit_softcap,
         router_bias=gpt_oss,
         sinks=gpt_oss,
         layer_formats=layer_formats,
@@ -191,28 +199,28 @@ def config_of_gguf(
 
 
 def _refuse_fused_biases(arch: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raises InputError where matrices that are one in the file (Phi-3's) have biases, which no model of such a family has."""
-    found = [name for name in tensors if name.endswith((".attn_qkv.bias", ".ffn_up.bias"))]
-    if arch == "phi3" and found:
-        raise InputError(f"GGUFs of architecture {arch!r} with biases ({found[0]}) are not supported")
+    """Raise InputError where matrices that are one in the file (Phi-3's) have biases."""
+    biases = [name for name in tensors if name.endswith((".attn_qkv.bias", ".ffn_up.bias"))]
+    if arch == "phi3" and biases:
+        raise InputError(f"GGUFs of architecture {arch!r} with biases ({biases[0]}) are not supported")
 
 
 def _refuse_unknown_norms(arch: str, family: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raises InputError where queries and keys have norms that no model of this family has.
+    """Raise InputError where queries and keys have norms that no model of this family has.
 
-    In files of architecture "llama" rows of queries and keys are interleaved. Whether the weights of such norms are too, no
-    file says, and there is no program that both writes and reads them.
+    In files of architecture "llama" rows of queries and keys are interleaved. No file says whether the weights of such
+    norms are too, and there is no program that both writes and reads them.
     """
-    found = [name for name in tensors if name.endswith((".attn_q_norm.weight", ".attn_k_norm.weight"))]
-    if found and family not in _QK_NORMS:
+    norms = [name for name in tensors if name.endswith((".attn_q_norm.weight", ".attn_k_norm.weight"))]
+    if norms and family not in _QK_NORMS:
         raise InputError(
-            f"GGUFs of architecture {arch!r} with norms of queries and keys ({found[0]}) are not supported: "
+            f"GGUFs of architecture {arch!r} with norms of queries and keys ({norms[0]}) are not supported: "
             "use the model's safetensors"
         )
 
 
 def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorInfo], layers: int) -> dict[str, Any]:
-    """The fields of a ModelConfig that say which MLPs layers have, and how wide they are."""
+    """The fields of a ModelConfig that say which MLPs layers have, and their widths."""
     if family not in _NORM_TOPK:
         return {"intermediate_size": _require_int(fields, "feed_forward_length")}
     if fields.get("expert_gating_func", 1) not in (0, 1, 4) or fields.get("expert_weights_scale", 1.0) not in (
@@ -244,11 +252,11 @@ def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorIn
 
 
 def _rows(tensors: Mapping[str, TensorInfo], name: str) -> int:
-    """Rows of a layer's matrix, where older files do not state them. Raises InputError where no layer has it."""
-    found = next((info for full, info in tensors.items() if full.endswith(f".{name}.weight")), None)
-    if found is None or len(found.shape) < 2:
+    """Rows of a layer's matrix, which older files do not state. Raises InputError where no layer has it."""
+    matrix = next((info for full, info in tensors.items() if full.endswith(f".{name}.weight")), None)
+    if matrix is None or len(matrix.shape) < 2:
         raise InputError(f"the GGUF has no tensor blk.0.{name}.weight: it is incomplete")
-    return found.shape[-2]
+    return matrix.shape[-2]
 
 
 def _windows(fields: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
@@ -275,23 +283,22 @@ def _windows(fields: Mapping[str, Any], family: str, layers: int) -> tuple[int |
 def _query_scale(
     fields: Mapping[str, Any], family: str, layers: int, hidden: int, heads: int, head_dim: int
 ) -> float | None:
-    """Of queries: what the file states, or what is known of Gemma's sizes; None: by the size of a head."""
+    """Factor of queries, stated or known of Gemma's sizes; None: it follows from the size of a head."""
     if stated := fields.get("attention.scale"):
         return float(stated)
     if family not in GEMMA:
         return None
-    return float(hidden // heads if layers == _GEMMA_27B[family] else head_dim) ** -0.5
+    scale: float = (hidden // heads if layers == _GEMMA_27B[family] else head_dim) ** -0.5
+    return scale
 
 
-def _softcaps(fields: Mapping[str, Any], family: str) -> dict[str, float]:
-    """The fields of a ModelConfig for caps of scores and logits; older files of Gemma 2 leave them out."""
+def _softcaps(fields: Mapping[str, Any], family: str) -> tuple[float, float]:
+    """Caps of scores and of logits; older files of Gemma 2 leave them out."""
     if family not in GEMMA:
-        return {}
-    of_scores, of_logits = (50.0, 30.0) if family == "gemma2" else (0.0, 0.0)
-    return {
-        "attention_softcap": float(_get_or(fields, "attn_logit_softcapping", of_scores)),
-        "logit_softcap": float(_get_or(fields, "final_logit_softcapping", of_logits)),
-    }
+        return 0.0, 0.0
+    score_cap, logit_cap = (50.0, 30.0) if family == "gemma2" else (0.0, 0.0)
+    attention = float(_get_or(fields, "attn_logit_softcapping", score_cap))
+    return attention, float(_get_or(fields, "final_logit_softcapping", logit_cap))
 
 
 # Tensors that have divisors of rotary frequencies.
@@ -332,7 +339,10 @@ def _phi3_rope(
     short: tuple[float, ...] | None,
     long: tuple[float, ...] | None,
 ) -> RopeConfig:
-    """Of a part of each head perhaps, and perhaps with LongRoPE's factors, which nothing but their tensors tells."""
+    """Rotary positions of Phi-3: of a part of each head perhaps, and perhaps with LongRoPE's factors.
+
+    Nothing but the tensors of the factors tells of these.
+    """
     kind = _get_or(fields, "rope.scaling.type", "none")
     if kind not in ("none", "longrope"):
         raise InputError(f"rope type {kind!r} of Phi-3 is not supported; supported: none, longrope")
@@ -371,30 +381,30 @@ def _formats(
     """`ModelConfig.layer_formats` and `end_formats`."""
     of_layers = matrix_formats(tensors, layers)
     of_ends = {part: _format(tensors.get(f"{_ENDS[part]}.weight")) for part in ("embed", "lm_head")}
-    ends = tuple((part, found) for part, found in of_ends.items() if found)
-    alike = len({found for formats in of_layers for found in formats.values()}) <= 1
+    ends = tuple((part, name) for part, name in of_ends.items() if name)
+    alike = len({name for formats in of_layers for name in formats.values()}) <= 1
     if alike:
         return (), ends
-    return tuple(tuple((r, found) for r, found in formats.items() if found) for formats in of_layers), ends
+    return tuple(tuple((r, name) for r, name in formats.items() if name) for formats in of_layers), ends
 
 
 def matrix_formats(tensors: Mapping[str, TensorInfo], layers: int) -> list[dict[str, str]]:
-    """For each layer the format of each matrix that it has, by role; "": it is in numbers, or in blocks that no kernel knows."""
-    found = []
+    """Format of each matrix of each layer, by role; "": it is in numbers, or in blocks that no kernel knows."""
+    formats = []
     for layer in range(layers):
         names = {
-            role: [name for name in (f"blk.{layer}.{own}.weight" for own in _names_of(role)) if name in tensors]
+            role: [name for name in (f"blk.{layer}.{suffix}.weight" for suffix in _names_of(role)) if name in tensors]
             for role in _MATRICES
         }
-        found.append({role: _format(tensors[own[0]]) for role, own in names.items() if own})
-    return found
+        formats.append({role: _format(tensors[matrices[0]]) for role, matrices in names.items() if matrices})
+    return formats
 
 
 def _names_of(role: str) -> tuple[str, ...]:
-    """What a layer's matrix may be called: by itself, of experts, or where it is fused with others."""
-    own = _MATRICES[role]
+    """Names that a layer's matrix may have: by itself, of experts, or where it is fused with others."""
+    name = _MATRICES[role]
     fused = (_FUSED[role],) if role in _FUSED else ()
-    return own, f"{own}_exps", *fused
+    return name, f"{name}_exps", *fused
 
 
 def _format(info: TensorInfo | None) -> str:
@@ -412,4 +422,4 @@ def _require_int(config: Mapping[str, Any], key: str) -> int:
     if config.get(key) is None:
         raise InputError(f"the model's configuration has no {key!r}")
     require_positive(key, config[key])
-    return config[key]
+    return int(config[key])

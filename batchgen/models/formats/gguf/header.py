@@ -25,8 +25,10 @@ VOCABULARY = "tokenizer.ggml."  # begins the names of the pairs that are about a
 class GgufHeader:
     """The header that a GGUF, or one of its parts, has at its beginning.
 
-    metadata: key-value pairs, less the long arrays (vocabulary, merges). known_tokens: the ids of those of `KNOWN` that the
-    vocabulary has.
+    Attributes:
+        metadata: Key-value pairs, less the long arrays (vocabulary, merges).
+        tensors: Tensors by name.
+        known_tokens: Ids of those of `KNOWN` that the vocabulary has.
     """
 
     metadata: dict[str, Any]
@@ -37,7 +39,7 @@ class GgufHeader:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Key-value pairs and tensors of one file of a GGUF, versions 2 and 3. Raises InputError where it is corrupt.
 
-    Long arrays are stepped over: a vocabulary of 50,000 takes milliseconds. What was read is kept for as long as the file
+    Long arrays are stepped over: a vocabulary of 50,000 takes milliseconds. The result is kept for as long as the file
     stays as it is.
     """
     try:
@@ -139,7 +141,7 @@ class _GgufParser:
         return GgufHeader(metadata, tensors, self.known_tokens)
 
     def pairs(self, is_whole: Callable[[str], bool]) -> dict[str, Any]:
-        """All key-value pairs. is_whole: told a key, whether its value is wanted though it be a long array."""
+        """All key-value pairs. is_whole: tells for a key whether its value is wanted though it be a long array."""
         pairs = {}
         for _ in range(self.num_pairs):
             key = self.string()
@@ -162,8 +164,11 @@ class _GgufParser:
         return raw.decode("utf-8", errors="replace")
 
     def places_of(self, words: tuple[str, ...]) -> dict[str, int]:
-        """Where words stand in the array of strings at `position`, which stays; of those that are there."""
-        start, found, wanted = self.position, dict[str, int](), {word.encode(): word for word in words}
+        """Index of each of the words in the array of strings at `position`, for those that are there.
+
+        `position` stays.
+        """
+        start, places, wanted = self.position, dict[str, int](), {word.encode(): word for word in words}
         kind, item_kind, count = self.scalar("I"), self.scalar("I"), self.scalar("Q")
         if (kind, item_kind) == (_ARRAY, _STRING):
             lengths = {len(word) for word in wanted}
@@ -172,9 +177,9 @@ class _GgufParser:
                 (length,) = unpack_length(self.data, position)
                 position += 8 + length
                 if length in lengths and (word := wanted.get(self.data[position - length : position])):
-                    found[word] = i
+                    places[word] = i
         self.position = start
-        return found
+        return places
 
     def value(self, kind: int, is_whole: bool) -> Any:
         """The value at `position`; None for an array too long to be about the model's shape, unless `is_whole`."""
@@ -184,8 +189,8 @@ class _GgufParser:
             return self.scalar(_SCALARS[kind])
         item_kind, count = self.scalar("I"), self.scalar("Q")
         if item_kind == _ARRAY:
-            found = [self.value(item_kind, is_whole) for _ in range(count)]
-            return tuple(found) if is_whole or count <= _LONG_ARRAY else None
+            arrays = [self.value(item_kind, is_whole) for _ in range(count)]
+            return tuple(arrays) if is_whole or count <= _LONG_ARRAY else None
         if item_kind == _STRING:
             return self.strings(count, is_whole)
         size = struct.calcsize(f"<{_SCALARS[item_kind]}")
@@ -197,7 +202,7 @@ class _GgufParser:
         return struct.unpack_from(f"<{count}{_SCALARS[item_kind]}", self.data, start)
 
     def strings(self, count: int, is_whole: bool) -> tuple[str, ...] | None:
-        """An array of strings, as of `value`."""
+        """An array of strings; None for one too long to be about the model's shape, unless `is_whole`."""
         if is_whole or count <= _LONG_ARRAY:
             return tuple(self.string() for _ in range(count))
         unpack_length, position = struct.Struct("<Q").unpack_from, self.position

@@ -1,4 +1,7 @@
-"""Tokens that llama.cpp knows by their text: those that end a text, whatever a GGUF says of them, and those around a gap to fill."""
+"""Tokens that llama.cpp knows by their text.
+
+They are those that end a text, whatever a GGUF says of them, and those around a gap to fill.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,66 @@ from typing import Any
 from batchgen.core.errors import InputError
 
 ENDS = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>",
-    "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>",
-    "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
-)  # fmt: skip
-# What stands around the gap in a text to be filled; the key that names each, and its texts. Those behind the gap end a text.
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "</s>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
+    "<｜end▁of▁sentence｜>",
+    "[e~[",
+)
+# Tokens around the gap in a text to be filled: the key that names each, and its texts. Those behind the gap end a text.
 _GAPS = {
-    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>", "<|prefix|>"),
-    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>"),
-    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>", "<|middle|>"),
+    "fim_pre": (
+        "<|fim_prefix|>",
+        "<fim-prefix>",
+        "<fim_prefix>",
+        "<｜fim▁begin｜>",
+        "<PRE>",
+        "▁<PRE>",
+        "<|code_prefix|>",
+        "<|prefix|>",
+    ),
+    "fim_suf": (
+        "<|fim_suffix|>",
+        "<fim-suffix>",
+        "<fim_suffix>",
+        "<｜fim▁hole｜>",
+        "<SUF>",
+        "▁<SUF>",
+        "<|code_suffix|>",
+        "<|suffix|>",
+    ),
+    "fim_mid": (
+        "<|fim_middle|>",
+        "<fim-middle>",
+        "<fim_middle>",
+        "<｜fim▁end｜>",
+        "<MID>",
+        "▁<MID>",
+        "<|code_middle|>",
+        "<|middle|>",
+    ),
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
-}  # fmt: skip
-# Of gpt-oss: what stands between channels.
+}
+# Tokens of gpt-oss between channels.
 _CHANNELS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 _ENDING_GAPS = ("fim_pad", "fim_rep", "fim_sep")
 KNOWN = (*ENDS, *(text for texts in _GAPS.values() for text in texts), *_CHANNELS)
@@ -37,45 +86,56 @@ _GOES_ON = (
 
 
 def special_id(metadata: Mapping[str, Any], name: str) -> int | None:
-    """The id of a special token: what a GGUF states as `tokenizer.ggml.{name}_token_id`, or the usual one. Raises InputError."""
-    found = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    if found is None and metadata.get("tokenizer.ggml.model") == "llama":
+    """The id of a special token. Raises InputError where it is no id.
+
+    It is what a GGUF states as `tokenizer.ggml.{name}_token_id`, or the usual one; None: there is none.
+    """
+    stated = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if stated is None and metadata.get("tokenizer.ggml.model") == "llama":
         return _USUAL_IDS.get(name)
-    if found is not None and (isinstance(found, bool) or not isinstance(found, int)):
-        raise InputError(f"tokenizer.ggml.{name}_token_id is {found!r}, not the id of a token")
-    return found
+    if stated is not None and (isinstance(stated, bool) or not isinstance(stated, int)):
+        raise InputError(f"tokenizer.ggml.{name}_token_id is {stated!r}, not the id of a token")
+    return stated
 
 
-def end_ids(metadata: Mapping[str, Any], found: Mapping[str, int]) -> tuple[int, ...]:
+def end_ids(metadata: Mapping[str, Any], known: Mapping[str, int]) -> tuple[int, ...]:
     """The ids of the tokens that end a text.
 
     Args:
-        metadata: The key-value pairs of a GGUF.
-        found: The ids of those of `KNOWN` that its vocabulary has.
+        metadata: Key-value pairs of a GGUF.
+        known: Ids of those of `KNOWN` that its vocabulary has.
     """
     stated = [special_id(metadata, name) for name in ("eos", "eot", "eom")]
-    of_gaps = [_gap_id(metadata, found, name) for name in _ENDING_GAPS]
-    ids = dict.fromkeys(i for i in (*stated, *of_gaps, *map(found.get, ENDS)) if i is not None)
-    if any(all(text in found for text in texts) for texts in _GOES_ON):
-        ids.pop(found.get("<|end|>"), None)
-    ids.pop(plain_id(found), None)
-    return tuple(ids)
+    of_gaps = [_gap_id(metadata, known, name) for name in _ENDING_GAPS]
+    ids = dict.fromkeys(i for i in (*stated, *of_gaps, *map(known.get, ENDS)) if i is not None)
+    goes_on = any(all(text in known for text in texts) for texts in _GOES_ON)
+    others = (plain_id(known), known.get("<|end|>") if goes_on else None)
+    return tuple(i for i in ids if i not in others)
 
 
-def plain_id(found: Mapping[str, int]) -> int | None:
-    """The id of a token that is text like any other, whatever the file says: "</s>" in Gemma 4's vocabulary. found: as of `end_ids`."""
-    return found.get("</s>") if "<|tool_response>" in found else None
+def plain_id(known: Mapping[str, int]) -> int | None:
+    """The id of a token that is text like any other, whatever the file says: "</s>" in Gemma 4's vocabulary.
+
+    Args:
+        known: Ids of those of `KNOWN` that the vocabulary has.
+    """
+    return known.get("</s>") if "<|tool_response>" in known else None
 
 
-def cut_out_ids(metadata: Mapping[str, Any], found: Mapping[str, int]) -> frozenset[int]:
-    """The ids of the tokens that are found in a text before all else whatever the file says. Arguments as of `end_ids`."""
-    ids = {found[text] for text in (*ENDS, *_CHANNELS) if text in found}
+def cut_out_ids(metadata: Mapping[str, Any], known: Mapping[str, int]) -> frozenset[int]:
+    """The ids of the tokens that are found in a text before all else, whatever the file says.
+
+    Args:
+        metadata: Key-value pairs of a GGUF.
+        known: Ids of those of `KNOWN` that its vocabulary has.
+    """
+    ids = {known[text] for text in (*ENDS, *_CHANNELS) if text in known}
     ids |= {
-        i for name in _GAPS if special_id(metadata, name) is None and (i := _gap_id(metadata, found, name)) is not None
+        i for name in _GAPS if special_id(metadata, name) is None and (i := _gap_id(metadata, known, name)) is not None
     }
     return frozenset(ids)
 
 
-def _gap_id(metadata: Mapping[str, Any], found: Mapping[str, int], name: str) -> int | None:
+def _gap_id(metadata: Mapping[str, Any], known: Mapping[str, int], name: str) -> int | None:
     stated = special_id(metadata, name)
-    return stated if stated is not None else next((found[text] for text in _GAPS[name] if text in found), None)
+    return stated if stated is not None else next((known[text] for text in _GAPS[name] if text in known), None)

@@ -20,7 +20,7 @@ def model_stem(path: Path) -> str:
 
 
 def first_part(path: Path) -> Path:
-    """The file with a GGUF's key-value pairs: the first part of a split one, whichever part is given; else the file itself.
+    """The file with a GGUF's key-value pairs: the first part of a split one, whichever part is given.
 
     Raises InputError where that is not there.
     """
@@ -34,7 +34,11 @@ def first_part(path: Path) -> Path:
 def gguf_paths(first: Path) -> list[Path]:
     """All files of a GGUF, in order, each found by its name.
 
-    first: of `first_part`. Raises InputError where one is missing or is no part of this model.
+    Args:
+        first: File with the key-value pairs (`first_part`).
+
+    Raises:
+        InputError: A file is missing or is no part of this model.
     """
     header = read_gguf_header(first)
     count, named = _count(header), _PART_NAME.fullmatch(first.name)
@@ -58,16 +62,20 @@ def gguf_paths(first: Path) -> list[Path]:
 def read_gguf(first: Path) -> GgufHeader:
     """The key-value pairs of a GGUF's first part, and the tensors of all of its parts.
 
-    first: of `first_part`. Raises InputError where a part is missing, corrupt or of another model.
+    Args:
+        first: File with the key-value pairs (`first_part`).
+
+    Raises:
+        InputError: A part is missing, corrupt or of another model.
     """
     paths = gguf_paths(first)
     header, tensors = read_gguf_header(first), dict[str, TensorInfo]()
     for path in paths:
-        own = read_gguf_header(path).tensors
-        if twice := own.keys() & tensors.keys():
+        of_part = read_gguf_header(path).tensors
+        if twice := of_part.keys() & tensors.keys():
             name = min(twice)
             raise InputError(f"tensor {name} is in {tensors[name].path} and in {path} again: fetch both again")
-        tensors |= own
+        tensors |= of_part
     stated = header.metadata.get("split.tensors.count", len(tensors))
     if len(paths) > 1 and stated != len(tensors):
         raise InputError(
@@ -78,7 +86,7 @@ def read_gguf(first: Path) -> GgufHeader:
 
 
 def _count(header: GgufHeader) -> int:
-    """How many parts there are; of files that were merged again, split.count is 0."""
+    """Number of parts. Of files that were merged again split.count is 0."""
     count = header.metadata.get("split.count", 1)
     return count if isinstance(count, int) and count > 1 else 1
 
@@ -93,16 +101,16 @@ def _missing(path: Path, count: int) -> InputError:
 
 
 def _check_part(first: Path, header: GgufHeader, path: Path, number: int, count: int) -> None:
-    """Raises InputError unless this is the part of that number, from 0 on, of the model that the first part is of."""
-    own = read_gguf_header(path)
-    if _count(own) != count:
-        raise InputError(f"{path} is of a GGUF in {_count(own)} parts, {first} of one in {count}: fetch both again")
-    stated = own.metadata.get("split.no", number)
+    """Raise InputError unless this is the part of that number, from 0 on, of the model that the first part is of."""
+    of_part = read_gguf_header(path)
+    if _count(of_part) != count:
+        raise InputError(f"{path} is of a GGUF in {_count(of_part)} parts, {first} of one in {count}: fetch both again")
+    stated = of_part.metadata.get("split.no", number)
     if stated != number:
         raise InputError(
             f"{path} has the name of part {number + 1}, but its split.no is {stated}, not {number}: fetch it again"
         )
-    totals = [each.metadata.get("split.tensors.count") for each in (header, own)]
+    totals = [each.metadata.get("split.tensors.count") for each in (header, of_part)]
     if totals[0] != totals[1]:
         raise InputError(
             f"{path} is of a model with {totals[1]} tensors, {first} of one with {totals[0]} "

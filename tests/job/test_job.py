@@ -14,8 +14,8 @@ from batchgen.cli.commands import cli
 from batchgen.core.device import Device, parse_device
 from batchgen.core.errors import InputError
 from batchgen.engine.loader import resolve_budgets, resolve_context, resolve_dtype
+from batchgen.job.job import dequantized_line, resolve_for, resolve_job
 from batchgen.job.options import JobOptions
-from batchgen.job.resolved import expanded_line, resolve_for, resolve_job
 from batchgen.models.files import read_config, resolve_model
 from batchgen.profiler.shipped import shipped_profile
 
@@ -97,7 +97,7 @@ def test_what_means_nothing_is_refused(model, wrong):
 
 def test_ranks_that_expand_packed_weights_say_so(tmp_path, monkeypatch):
     """Where blocks would be cut; one process has them as they are found."""
-    monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", 0.0)  # as of a model that is large for its memory
+    monkeypatch.setattr("batchgen.engine.loader._DEQUANTIZED_FRAC", 0.0)  # as of a model that is large for its memory
     model = make_tiny_model("llama", tmp_path / "hf", num_key_value_heads=4, intermediate_size=96)
     write_tiny_gguf(model, tmp_path / "model.gguf", tensor_type="Q8_0", tokenizer=make_tiny_tokenizer(tmp_path / "hf"))
 
@@ -105,8 +105,8 @@ def test_ranks_that_expand_packed_weights_say_so(tmp_path, monkeypatch):
         options = JobOptions(str(tmp_path / "model.gguf"), None, None, dtype="float32", cpu_memory="4GiB", **options)
         return resolve_job(options, resolve_model(options.model))
 
-    assert job().options.weights == "q8_0" and not expanded_line(job())
-    (line,) = expanded_line(job(tensor_parallel=2))
+    assert job().options.weights == "q8_0" and not dequantized_line(job())
+    (line,) = dequantized_line(job(tensor_parallel=2))
     assert (
         line.startswith("--tensor-parallel expands weights in q8_0, whose blocks would be cut: ") and "float32" in line
     )

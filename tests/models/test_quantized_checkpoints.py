@@ -1,4 +1,7 @@
-"""GPTQ, AWQ and compressed-tensors in 4 bits, and FP8: the numbers are those that the formats define, expanded and as found."""
+"""GPTQ, AWQ and compressed-tensors in 4 bits, and FP8: the numbers are those that the formats define.
+
+They are so dequantized and as they are stored.
+"""
 
 import json
 
@@ -18,11 +21,11 @@ from batchgen.engine.loader import choose_weights
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model, resolve_weights
-from batchgen.models.formats.quantization import read_scheme
+from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.layouts import is_quantized
 from batchgen.models.store.weight_store import load_extent
 from batchgen.ops import cpp
-from batchgen.planner.memory import group_bytes
+from batchgen.planner.sizes import group_bytes
 
 FP8_FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 # name -> (quantization_config, what makes a matrix), and what it is kept as where columns are multiples of its groups
@@ -37,15 +40,28 @@ SCHEMES = {
     "W4A16, zero points": (pack_quantized(64, symmetric=False), "w4_g64"),
     "W4A16, a scale for each row": (pack_quantized(None, symmetric=True), "w4_g64"),
     "W4A16, act-order": (pack_quantized(32, symmetric=True, act_order=True), None),
-    "FP8, one scale": (fp8(lambda r, c: (), {"quant_method": "fp8", "activation_scheme": "static"}, "weight_scale"), "fp8_g32"),
+    "FP8, one scale": (
+        fp8(lambda r, c: (), {"quant_method": "fp8", "activation_scheme": "static"}, "weight_scale"),
+        "fp8_g32",
+    ),
     "FP8 by row": (fp8(lambda r, c: (r, 1), {"quant_method": "fbgemm_fp8"}, "weight_scale"), "fp8_g32"),
     "FP8 by block": (
-        fp8(lambda r, c: (-(-r // 128), -(-c // 128)), {"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_scale_inv"), "fp8_g32",
+        fp8(
+            lambda r, c: (-(-r // 128), -(-c // 128)),
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "weight_scale_inv",
+        ),
+        "fp8_g32",
     ),
     "FP8 of compressed-tensors": (
-        fp8(lambda r, c: (r, 1), compressed("float-quantized", FP8_FLOATS | {"strategy": "channel"}, FP8_FLOATS), "weight_scale"), "fp8_g32",
+        fp8(
+            lambda r, c: (r, 1),
+            compressed("float-quantized", FP8_FLOATS | {"strategy": "channel"}, FP8_FLOATS),
+            "weight_scale",
+        ),
+        "fp8_g32",
     ),
-}  # fmt: skip
+}
 # Rows and columns of two blocks of FP8, the second one not whole; and of whole groups of 64.
 SIZES = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2}
 INNER = {
@@ -71,7 +87,7 @@ CASES = [(name, family) for name in SCHEMES for family in ALL]
 
 @pytest.mark.parametrize(("name", "family"), covering(CASES, 30, "codes"))
 def test_numbers_are_those_that_the_format_defines(tmp_path, monkeypatch, name, family):
-    """Every tensor, however the family fuses them; and what is kept as found is these numbers too, in a store as well."""
+    """Every tensor has them, however the family fuses it, and what is kept packed has them too, in a store as well."""
     monkeypatch.setattr("batchgen.models.tensor_files.reading.CHUNK_VALUES", 3000)  # rows a few at a time
     scheme, kept = SCHEMES[name]
     files, plain = make(tmp_path, family, scheme)
@@ -259,11 +275,23 @@ def replaced(name, change):
 # name -> (scheme, what is broken in its file, what the message says)
 BROKEN = {
     "no scales of FP8": ("FP8 by row", without(f"{UP}.weight_scale"), "in FP8 without scales"),
-    "scales of FP8 in another shape": ("FP8 by row", replaced(f"{UP}.weight_scale", lambda t: t[:3]), "for each of its rows"),
-    "blocks of FP8 in another shape": ("FP8 by block", replaced(f"{UP}.weight_scale_inv", lambda t: t[:1]), "blocks of 128 x 128 ask for"),
+    "scales of FP8 in another shape": (
+        "FP8 by row",
+        replaced(f"{UP}.weight_scale", lambda t: t[:3]),
+        "for each of its rows",
+    ),
+    "blocks of FP8 in another shape": (
+        "FP8 by block",
+        replaced(f"{UP}.weight_scale_inv", lambda t: t[:1]),
+        "blocks of 128 x 128 ask for",
+    ),
     "no zero points": ("GPTQ", without(f"{UP}.qzeros"), f"no tensor {UP}.qzeros"),
     "no scales": ("AWQ", without(f"{UP}.scales"), f"no tensor {UP}.scales"),
-    "groups of another size": ("GPTQ", replaced(f"{UP}.scales", lambda t: t[:2]), "groups of 32 columns, as config.json has them"),
+    "groups of another size": (
+        "GPTQ",
+        replaced(f"{UP}.scales", lambda t: t[:2]),
+        "groups of 32 columns, as config.json has them",
+    ),
     "codes of another shape": ("GPTQ", replaced(f"{UP}.qweight", lambda t: t[:-1]), "its config asks for"),
     "codes of another dtype": ("W4A16", replaced(f"{UP}.weight_packed", lambda t: t.long()), "supported: I32"),
     "no matrix at all": ("W4A16", without(f"{UP}.weight_packed"), f"no tensor {UP}.weight"),
@@ -273,9 +301,13 @@ BROKEN = {
         "weights that are no numbers",
     ),
     "scales that are no numbers": ("AWQ", replaced(f"{UP}.scales", lambda t: t / 0), "no numbers"),
-    "columns in a group that is not there": ("GPTQ, act-order", replaced(f"{UP}.g_idx", lambda t: t + 1), "groups that are not there"),
+    "columns in a group that is not there": (
+        "GPTQ, act-order",
+        replaced(f"{UP}.g_idx", lambda t: t + 1),
+        "groups that are not there",
+    ),
     "columns out of order": ("GPTQ", replaced(f"{UP}.g_idx", lambda t: t.flip(0)), "out of order"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("broken", BROKEN)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device, parse_device
-from batchgen.core.dtypes import AUTO, DEQUANTIZED, KEPT_FORMATS, MIXED
+from batchgen.core.dtypes import AUTO, KEPT_FORMATS, MIXED, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import parse_rate, size_bytes
@@ -17,20 +18,33 @@ from batchgen.engine.loader import choose_weights, resolve_budgets, resolve_cont
 from batchgen.engine.tensor_parallel import check_hosts, first_shard, shard_weights
 from batchgen.job.options import JobOptions
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, cache_dir, read_config, resolve_weights
+from batchgen.models.files import ModelFiles, read_config, resolve_weights
 from batchgen.models.shard import Shard
 from batchgen.planner.parallel import check_stages, largest_stage
 
 
 @dataclass(frozen=True)
-class ResolvedJob:
-    """What a job's options come to.
+class Job:
+    """A job: what is asked for, and what that comes to for its model on its machine.
 
-    files, config: the model's. dtype: of what is computed. context: longest prompt plus output, in tokens. offload_dir: of
-    the disk tier. gpu_memory, cpu_memory, disk_memory: in bytes, None where the options leave them open. shard: rank 0's part of the
-    model, whose shape `config` is then. as_found: the format of the model's weights, where they may stay in it or be expanded.
-    expanded_format: of weights that are expanded, as a shard does not have them as they were found. of_host: processes among which host memory, disk and cores are shared. shares: the cores of each rank
-    or stage of this host.
+    Attributes:
+        options: The options, with the device's default values filled in; `options.weights` is a format, or "native" or
+            "dequantized" for the compute dtype.
+        files: The model's files.
+        config: The model's configuration; with tensor parallelism that of rank 0's part.
+        dtype: The dtype that is computed in.
+        device: The device that computes.
+        context: The longest prompt plus output, in tokens.
+        offload_dir: The directory of the disk tier.
+        gpu_memory: Bytes of GPU memory of each process; None: left open.
+        cpu_memory: Bytes of host memory of all processes of a host; None: left open.
+        disk_memory: Bytes of disk of all processes of a host; None: left open.
+        shard: Rank 0's part of the model; None: one process has all layers whole.
+        native_format: The packed format of the model's weights, where they may stay in it or be dequantized.
+        dequantized_format: The packed format of weights that tensor parallelism has dequantized.
+        weights_reason: The sentence that says why `--weights auto` has chosen the format.
+        of_host: Processes that share a host's memory, disk and cores.
+        shares: The cores of each process of this host.
     """
 
     options: JobOptions
@@ -44,14 +58,15 @@ class ResolvedJob:
     cpu_memory: int | None
     disk_memory: int | None
     shard: Shard | None = None
-    as_found: str | None = None
-    expanded_format: str = ""
+    native_format: str | None = None
+    dequantized_format: str = ""
+    weights_reason: str = ""
     of_host: int = 1
     shares: tuple[frozenset[int], ...] = ()
 
     @cached_property
     def budgets(self) -> Mapping[str, int]:
-        """Bytes of each tier that one process may use, of what is free when they are first asked for. Raises InputError."""
+        """Bytes of each tier that one process may use; what is free is looked at once. Raises InputError."""
         return resolve_budgets(
             self.device,
             cpu_memory=self.cpu_memory,
@@ -67,9 +82,24 @@ class ResolvedJob:
         return max(self.options.tensor_parallel, self.options.pipeline)
 
     @property
-    def planned_formats(self) -> tuple[str, ...]:
-        """Quantizations that the plan chooses between: as found and expanded, or none, where the options alone tell."""
-        return () if self.as_found is None or self.shard is not None else (self.as_found, DEQUANTIZED)
+    def open_format(self) -> str | None:
+        """The packed format that weights may stay in or be dequantized from; None: there is no choice."""
+        return None if self.shard is not None else self.native_format
+
+    @property
+    def weight_format(self) -> str:
+        """The format of the layers' matrices."""
+        return weight_format_of(self.dtype, self.options.weights)
+
+    @property
+    def process_memory(self) -> dict[str, int | None]:
+        """The budgets of one process in bytes, by the names of their options; None: left open."""
+
+        def part(size: int | None) -> int | None:
+            return None if size is None else size // self.of_host
+
+        memory = {"cpu_memory": part(self.cpu_memory), "disk_memory": part(self.disk_memory)}
+        return memory | {"gpu_memory": self.gpu_memory}
 
     @property
     def process_config(self) -> ModelConfig:
@@ -79,19 +109,19 @@ class ResolvedJob:
 
     @property
     def link_bytes_per_s(self) -> float | None:
-        """Of the link between the processes, where the options say so."""
+        """Bytes a second of the link between the processes, where the options give it."""
         given = self.options.link_bandwidth
         return None if given is None else parse_rate(given, "--link-bandwidth")
 
 
 def resolve_job(
     options: JobOptions, files: ModelFiles, config: ModelConfig | None = None, of_host: int | None = None
-) -> ResolvedJob:
+) -> Job:
     """Resolve options for the machine that this is.
 
     Args:
         options: The job's.
-        files: Those of `options.model`.
+        files: The files of the model that the options name.
         config: The model's configuration; None: it is read from `files`.
         of_host: Processes on this host; None: those that share the model here.
 
@@ -118,14 +148,16 @@ def resolve_job(
 
 def resolve_for(
     hardware: HardwareProfile, options: JobOptions, files: ModelFiles, config: ModelConfig, of_host: int | None = None
-) -> ResolvedJob:
+) -> Job:
     """Resolve options for another machine, of which there is only a profile.
 
     What does not run on its device yet is resolved all the same: `why_not_run` tells.
 
     Args:
-        hardware: What each host has.
-        options, files, config: As of `resolve_job`.
+        hardware: The profile of each host.
+        options: The options of the job.
+        files: The files of the model that the options name.
+        config: The model's configuration.
         of_host: Processes on each host; None: all that share the model.
 
     Raises:
@@ -145,7 +177,7 @@ def resolve_for(
     return replace(_in_shards(job, shard), of_host=of_host or job.processes)
 
 
-def why_not_run(job: ResolvedJob, of_host: int | None = None) -> str:
+def why_not_run(job: Job, of_host: int | None = None) -> str:
     """Say why this version does not run the processes of a job on its device; "" where it does.
 
     of_host: how many a host has; None: all.
@@ -170,32 +202,33 @@ def _split(
     return shard.config, shard
 
 
-def _in_shards(job: ResolvedJob, shard: Shard | None) -> ResolvedJob:
+def _in_shards(job: Job, shard: Shard | None) -> Job:
     """The job of rank 0, whose weights are as a shard can have them. Raises InputError."""
     if shard is None:
         return job
-    found, as_found = job.options.weights, job.as_found
-    weights = shard_weights(shard, found)
+    asked, native = job.options.weights, job.native_format
+    weights = shard_weights(shard, asked)
     return replace(
         job,
         options=replace(job.options, weights=weights),
         shard=shard,
-        as_found=as_found if as_found and shard_weights(shard, as_found) == as_found else None,
-        expanded_format="" if weights == found else found,
+        native_format=native if native and shard_weights(shard, native) == native else None,
+        dequantized_format="" if weights == asked else asked,
     )
 
 
-def expanded_line(job: ResolvedJob) -> list[str]:
+def dequantized_line(job: Job) -> list[str]:
     """That ranks have packed weights expanded, and what that costs; nothing where they do not."""
-    if not job.expanded_format:
+    if not job.dequantized_format:
         return []
     why = (
         "matrices in several formats, which are cut only where all have one"
-        if job.expanded_format == MIXED
-        else f"weights in {job.expanded_format}, whose blocks would be cut"
+        if job.dequantized_format == MIXED
+        else f"weights in {job.dequantized_format}, whose blocks would be cut"
     )
     return [
-        f"--tensor-parallel expands {why}: they take the memory and the reads of {job.dtype}; --pipeline keeps them as they are"
+        f"--tensor-parallel expands {why}: they take the memory and the reads of {job.dtype}; --pipeline keeps them as "
+        "they are"
     ]
 
 
@@ -206,20 +239,20 @@ def _resolved(
     device: Device,
     dtype: str,
     memory_bytes: Callable[[], int],
-) -> ResolvedJob:
-    found = resolve_weights(files, options.weights, on_cpu=device.kind != "cuda")
+) -> Job:
+    stored = resolve_weights(files, options.weights, on_cpu=device.kind != "cuda")
     weights = choose_weights(files, config, options.weights, dtype, device, memory_bytes)
 
     def size(value: str | int | None) -> int | None:
         return None if value is None else size_bytes(value)
 
-    return ResolvedJob(
+    return Job(
         options=replace(options, weights=weights),
         files=files,
         config=config,
         dtype=dtype,
         device=device,
-        as_found=found if options.weights == AUTO and found in KEPT_FORMATS else None,
+        native_format=stored if options.weights == AUTO and stored in KEPT_FORMATS else None,
         context=resolve_context(config, options.max_model_len),
         offload_dir=Path(options.offload_dir or cache_dir()),
         gpu_memory=size(options.gpu_memory),

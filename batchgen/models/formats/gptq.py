@@ -1,0 +1,60 @@
+"""GPTQ of 4 bits (Frantar et al., 2022), as AutoGPTQ and GPTQModel write it.
+
+| tensor | shape | words |
+|---|---|---|
+| `qweight` | [columns / 8, rows] | nibble i of word w is column 8 w + i |
+| `qzeros` | [groups, rows / 8] | nibble i of word w is row 8 w + i |
+| `scales` | [groups, rows] | |
+
+In checkpoint_format "gptq" stored zero points are one less than they count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from batchgen.models.formats.base import NamedTensor
+from batchgen.models.formats.groups import GroupScheme, ReadQuants
+from batchgen.models.formats.stated import Stated, flag, group_size, refuse, require_four_bits, whole_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from batchgen.models.layouts import Shape
+
+
+@dataclass(frozen=True)
+class Gptq(GroupScheme):
+    """GPTQ. zero_offset: number that stored zero points lack."""
+
+    zero_offset: int = 0
+    label = "GPTQ of 4 bits"
+
+    @classmethod
+    def read(cls, config: Stated) -> Gptq:
+        """The scheme of a `quantization_config`. Raises InputError, naming what is not supported."""
+        require_four_bits("GPTQ", whole_number(config, "bits"))
+        version = config.get("checkpoint_format", "gptq")
+        refuse("GPTQ", {
+            "checkpoint_format": version not in ("gptq", "gptq_v2") and (version or repr(version)),
+            "is_marlin_format": flag(config, "is_marlin_format", False), "dynamic": config.get("dynamic"),
+        })  # fmt: skip
+        size, act_order = group_size(config, "group_size"), flag(config, "desc_act", False)
+        return cls(size, act_order=act_order, zero_offset=1 if version == "gptq" else 0)
+
+    def shapes(self, rows: int, columns: int, groups: int) -> tuple[Shape, Shape]:
+        return (-(-columns // 8), rows), (groups, -(-rows // 8))
+
+    def read_quants(self, quants: NamedTensor) -> ReadQuants:
+        from batchgen.models.formats.group_matrix import nibbles
+        from batchgen.models.tensor_files.reading import read_rows
+
+        words = read_rows(*quants, 0, quants[1].shape[0])
+        return lambda start, stop: nibbles(words[:, start:stop].t())
+
+    def zero_points(self, words: Tensor) -> Tensor:
+        from batchgen.models.formats.group_matrix import nibbles
+
+        # What lacks 1 is kept in four bits, so 15 stands for 0.
+        return (nibbles(words) + self.zero_offset) & 15

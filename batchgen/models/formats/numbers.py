@@ -1,0 +1,54 @@
+"""Tensors of safetensors in plain numbers of 16, 32 or 64 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchgen.models.formats.base import StoredPart
+from batchgen.models.shard import Cut
+from batchgen.models.tensor_files import reading
+from batchgen.models.tensor_files.headers import TensorInfo
+from batchgen.models.tensor_files.reading import NUMBERS, read_numbers
+
+
+@dataclass(frozen=True)
+class Numbers(StoredPart):
+    """A tensor in plain numbers.
+
+    Attributes:
+        name: Name in the file.
+        info: Place in the file.
+        added: Number that the file has left out of each value. Gemma's norms hold w of (1 + w) x / rms(x).
+    """
+
+    name: str
+    info: TensorInfo
+    added: float = 0
+
+    def fill(self, out: Tensor) -> None:
+        if not self.added:
+            return read_numbers(self.name, self.info, out)
+        read_numbers(self.name, self.info, values := torch.empty(out.shape))
+        out.copy_(values.add_(self.added))
+
+    def fill_cut(self, out: Tensor, cut: Cut) -> bool:
+        if self.added or not (cut.is_stretch or cut.by_columns):
+            return False
+        if cut.by_columns:
+            self._fill_columns(out, cut.rank * out.shape[1])
+        else:
+            read_numbers(self.name, self.info, out, first=cut.rank * out.numel())
+        return True
+
+    def _fill_columns(self, out: Tensor, first: int) -> None:
+        """Fill `out` with columns of a matrix from the `first` on; its rows are read whole, some at a time."""
+        rows, columns = self.info.shape
+        step = max(1, reading.CHUNK_VALUES // columns)
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            values = torch.empty(count, columns, dtype=NUMBERS[self.info.dtype])
+            read_numbers(self.name, self.info, values, start * columns)
+            out[start : start + count].copy_(values[:, first : first + out.shape[1]])

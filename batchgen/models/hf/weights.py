@@ -1,0 +1,135 @@
+"""The weights of a Hugging Face directory: every part of the model in its safetensors.
+
+Presence and shapes are checked before any is read.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from batchgen.core.errors import InputError
+from batchgen.models.config import ModelConfig
+from batchgen.models.families import GEMMA
+from batchgen.models.formats import fused_experts
+from batchgen.models.formats.base import Scheme, StoredPart, Tensors
+from batchgen.models.formats.head_order import in_head_order
+from batchgen.models.formats.numbers import Numbers
+from batchgen.models.hf.tensor_names import tensor_names
+from batchgen.models.hf.weight_files import missing_tensor
+from batchgen.models.layouts import Part, all_parts
+from batchgen.models.tensor_files.headers import TensorInfo
+from batchgen.models.tensor_files.reading import NUMBERS, check_stored, read_bytes, read_numbers
+
+# What names of tensors begin with: all of them, and that of an output matrix of its own. Checkpoints differ.
+_PREFIXES = {
+    "opt": (("model.decoder.", ""), ("decoder.", "")),
+    "gemma3": (("model.", ""), ("", ""), ("model.language_model.", ""), ("language_model.model.", "language_model.")),
+}
+
+
+def hf_parts(
+    config: ModelConfig, model: Path, tensors: Tensors, scheme: Scheme | None
+) -> dict[tuple[str, int], StoredPart]:
+    """Every part of the model, by name and layer.
+
+    Args:
+        config: Configuration of the model.
+        model: Path of the directory.
+        tensors: All tensors of its safetensors.
+        scheme: Quantization that its config.json states.
+
+    Raises:
+        InputError: A tensor is missing, of another shape or dtype, or there are weights that the model does not use.
+    """
+    names = _part_names(config, model, tensors)
+    parts: dict[tuple[str, int], StoredPart] = {}
+    for part in all_parts(config):
+        stored = _find(config, model, names, tensors, scheme, part)
+        parts[part.name, part.layer] = in_head_order(config, part.name, stored)
+    _refuse_unread(config, names, tensors)
+    if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:
+        _check_tied(tensors, f"{names['embed']}.weight", f"{names['lm_head']}.weight")
+    return parts
+
+
+def _part_names(config: ModelConfig, model: Path, tensors: Tensors) -> dict[str, str]:
+    """Part -> name in the file, with {} for the layer."""
+    prefixes = _PREFIXES.get(config.family, (("model.", ""), ("", "")))
+    present = [(prefix, of_head) for prefix, of_head in prefixes if f"{prefix}embed_tokens.weight" in tensors]
+    if not present:
+        raise missing_tensor(model, tensors, f"{prefixes[0][0]}embed_tokens.weight")
+    (prefix, of_head), table = present[0], tensor_names(config)
+    return {part: prefix + name for part, name in table.items()} | {"lm_head": f"{of_head}lm_head"}
+
+
+def _find(
+    config: ModelConfig, model: Path, names: dict[str, str], tensors: Tensors, scheme: Scheme | None, part: Part
+) -> StoredPart:
+    stem, suffix = part.name.rsplit(".", 1)
+    stem = names[stem].format(part.layer)
+    name = f"{stem}.{suffix}"
+    if fused_experts.is_fused(part.name):
+        return fused_experts.find(config, model, tensors, part.name, name)
+    if scheme and suffix == "weight" and len(part.shape) == 2:
+        rows, columns = part.shape
+        if matrix := scheme.find(tensors, stem, (rows, columns), in_layer=part.in_layer):
+            return matrix
+    info = tensors[name]
+    check_stored(name, info, part.shape)
+    return Numbers(name, info, added=1 if config.family in GEMMA and part.name.endswith("norm.weight") else 0)
+
+
+def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: Tensors) -> None:
+    """Raise InputError for weights of a model with more layers, biases or norms than its config.json says.
+
+    GPTQ's files have biases that are all zero, and change nothing.
+    """
+    read = {f"{names['lm_head']}.weight"}  # of a tied model it is checked apart
+    for part in all_parts(config):
+        stem, _, suffix = part.name.rpartition(".")
+        if stem in names:
+            read.add(f"{names[stem].format(part.layer)}.{suffix}")
+    known = set(names.values())
+    for name, info in tensors.items():
+        stem, _, suffix = name.rpartition(".")
+        layer = re.search(r"(?<=layers\.)\d+(?=\.)", stem)
+        whole = f"{stem[: layer.start()]}{{}}{stem[layer.end() :]}" if layer else stem
+        if name in read or suffix not in ("weight", "bias") or whole not in known:
+            continue
+        if layer and int(layer[0]) >= config.num_layers:
+            raise InputError(
+                f"{info.path} has a layer {layer[0]} ({name}), and its config.json says that there are "
+                f"{config.num_layers}, counted "
+                "from 0: take the config.json of these weights"
+            )
+        if suffix == "weight" or not _is_zero(name, info):
+            raise InputError(
+                f"{info.path} has the tensor {name}, which the model that its config.json describes does not use: "
+                "take the config.json of these weights"
+            )
+
+
+def _is_zero(name: str, info: TensorInfo) -> bool:
+    """True where a bias changes nothing."""
+    if info.dtype not in NUMBERS:
+        return False
+    read_numbers(name, info, bias := torch.empty(info.shape))
+    return not bias.any()
+
+
+def _check_tied(tensors: Tensors, embed: str, lm_head: str) -> None:
+    """Raise InputError unless an output matrix that a tied model leaves unused is the embedding."""
+    first, second = tensors[embed], tensors[lm_head]
+    same = first.dtype == second.dtype and first.shape == second.shape
+    step = max(1, first.num_bytes // 64)
+    for offset in range(0, first.num_bytes if same else 0, step):
+        count = min(4096, first.num_bytes - offset)
+        same = same and read_bytes(embed, first, offset, count) == read_bytes(lm_head, second, offset, count)
+    if not same:
+        raise InputError(
+            f"{second.path} holds a {lm_head} of its own though its config ties it to the embedding: "
+            'set "tie_word_embeddings": false in config.json'
+        )

@@ -1,0 +1,146 @@
+"""The weight stores that jobs make of models, kept for later jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from batchgen.core.digest import json_sha256
+from batchgen.core.dtypes import INT4, NATIVE, weight_format_of
+from batchgen.core.errors import InputError
+from batchgen.core.private_files import why_untrusted
+from batchgen.models.convert import AnotherConverts, convert, source_identity
+from batchgen.models.files import ModelFiles
+from batchgen.models.shard import Shard
+from batchgen.models.store.layout import WeightStore
+from batchgen.models.store.manifest import STORE_MANIFEST, STORE_VERSION
+
+logger = logging.getLogger(__name__)
+
+_LOCK_POLL_S = 1.0
+
+
+def _ignore(done: int, total: int) -> None:
+    pass
+
+
+def store_path(offload_dir: Path, files: ModelFiles, dtype: str, weights: str, shard: Shard | None = None) -> Path:
+    """Path of the store that jobs make of a model, or of a rank's part of it.
+
+    Where another user has made what is there, or may write to it, this user's store is beside it.
+
+    Raises:
+        InputError: The path beside it is not this user's alone, either.
+    """
+    path = _common_path(offload_dir, files, dtype, weights, shard)
+    if why_untrusted(path, path) is None:
+        return path
+    private = path.with_name(f"{path.name}-user-{os.geteuid()}")
+    if reason := why_untrusted(private, private):
+        raise InputError(f"the weight store {private} is not used, as {reason}: give another --offload-dir")
+    return private
+
+
+def _common_path(offload_dir: Path, files: ModelFiles, dtype: str, weights: str, shard: Shard | None) -> Path:
+    packed = weight_format_of(NATIVE, weights)
+    key = json_sha256([source_identity(files, shard), dtype, packed, STORE_VERSION])
+    name = re.sub(r"[^\w.-]+", "-", files.name).strip("-.")[:60]
+    kind = dtype if packed == NATIVE else f"{packed}-{dtype}"
+    if shard is not None:
+        kind += f"-rank-{shard.rank}-of-{shard.size}"
+    return Path(offload_dir) / "stores" / f"{name}-{kind}-{key[:16]}"
+
+
+def find_or_convert(
+    files: ModelFiles,
+    offload_dir: Path,
+    dtype: str,
+    weights: str = NATIVE,
+    *,
+    on_layer: Callable[[int, int], None] = _ignore,
+    shard: Shard | None = None,
+) -> WeightStore:
+    """A store of the model: the model itself where it is one of that kind, one that was made before, or a new one.
+
+    Where another process makes the same store, this one waits for it: workers and ranks that start together find one
+    store.
+
+    Args:
+        files: Files of the model.
+        offload_dir: Directory that has the stores.
+        dtype: Compute dtype.
+        weights: Format of the layers' matrices (`models.files.resolve_weights`).
+        on_layer: Called after each layer with how many are done, and of how many.
+        shard: Part of the model that the store is to have.
+
+    Raises:
+        InputError: The model is broken.
+        BatchgenError: The disk is full.
+    """
+    from batchgen.models.store.weight_store import open_store
+
+    if shard is None and files.kind == "store":
+        store = open_store(files.path)
+        if (store.dtype, store.weight_format) == (dtype, weight_format_of(dtype, weights)):
+            return store
+    target = store_path(offload_dir, files, dtype, weights, shard)
+    common = _common_path(offload_dir, files, dtype, weights, shard)
+    if target != common:
+        reason = why_untrusted(common, common)
+        logger.warning("the weight store %s is not used, as %s: this user's own is %s", common, reason, target)
+    waited_for = ""
+    while True:
+        if made := made_before(target):
+            return made
+        try:
+            return _make_store(files, offload_dir, target, dtype, weights, on_layer, shard)
+        except AnotherConverts as error:
+            if error.holder != waited_for:
+                logger.info("waiting for %s, which is converting %s into %s", error.holder, files.name, error.target)
+            waited_for = error.holder
+            time.sleep(_LOCK_POLL_S)
+
+
+def made_before(target: Path) -> WeightStore | None:
+    """The store that an earlier job made in `target`; None where there is none, or not all of it."""
+    from batchgen.models.store.weight_store import open_store
+
+    if (target / STORE_MANIFEST).exists():
+        with contextlib.suppress(InputError):  # what is missing is made anew
+            return open_store(target)
+    return None
+
+
+def _make_store(
+    files: ModelFiles,
+    offload_dir: Path,
+    target: Path,
+    dtype: str,
+    weights: str,
+    on_layer: Callable[[int, int], None],
+    shard: Shard | None,
+) -> WeightStore:
+    """Converts the model, or a rank's part of it; a part in int4 from a store of the whole."""
+    source = files
+    if shard is not None and weights == INT4:  # which columns count is measured on the whole model
+        whole = find_or_convert(files, offload_dir, dtype, weights, on_layer=on_layer)
+        source = replace(files, path=whole.path, kind="store")
+    part = f"rank {shard.rank} of {shard.size} of " if shard else ""
+    to_format = weight_format_of(dtype, weights)
+    begun = f"converting {part}{files.name} to {to_format} in {target}, which later jobs will find there"
+    return convert(
+        source,
+        target,
+        dtype=dtype,
+        weights=weights,
+        overwrite=True,
+        on_start=lambda: logger.info(begun),
+        on_layer=on_layer,
+        shard=shard,
+    )

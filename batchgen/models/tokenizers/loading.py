@@ -1,0 +1,215 @@
+"""The tokenizer of a model: loaded from its files, taken out of a GGUF, or copied into a weight store."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchgen.core.cache_folder import cache_dir, is_trusted
+from batchgen.core.digest import json_sha256
+from batchgen.core.errors import InputError, reason_of
+from batchgen.models.files import ModelFiles
+from batchgen.models.formats.gguf.header import gguf_pairs_sha256, read_gguf_header, read_gguf_vocabulary
+from batchgen.models.tokenizers.tokenizer import PREPARE, Tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+# Files of a Hugging Face directory that a tokenizer, with its chat template, is loaded from.
+_COPIED_FILES = (
+    *_TOKENIZER_FILES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
+)  # fmt: skip
+_STORE_FOLDER = "tokenizer"  # of a weight store
+_CONVERSION = 3  # of tokenizers in the cache: those that were made in another way are made anew
+
+
+def load_tokenizer(files: ModelFiles, special_tokens: str = "parse") -> Tokenizer:
+    """The model's tokenizer; `special_tokens` as for `Tokenizer`. Raises InputError where it is missing or broken."""
+    return Tokenizer(load_hf_tokenizer(files), special_tokens)
+
+
+def load_hf_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
+    """The tokenizer as transformers has it. Raises InputError where it is missing or broken."""
+    if files.kind == "gguf":
+        return _load_from_gguf(files)
+    directory = files.path / _STORE_FOLDER if files.kind == "store" else files.path
+    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
+        raise InputError(f"{directory} has no tokenizer: copy the model's there, one of {', '.join(_TOKENIZER_FILES)}")
+    return _load(directory)
+
+
+def save_tokenizer(files: ModelFiles, store: Path) -> None:
+    """Put the model's tokenizer into a weight store, whole or not at all.
+
+    Does nothing where it is there already, or the model has none. Raises InputError where it is broken, OSError.
+    """
+    folder, scratch = store / _STORE_FOLDER, store / f"{_STORE_FOLDER}.tmp"
+    if folder.exists():
+        return
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(mode=0o755)
+    if files.kind == "gguf":
+        if "tokenizer.ggml.model" in read_gguf_header(files.path).metadata:
+            _save(_load_from_gguf(files), scratch)
+    else:
+        source = files.path / _STORE_FOLDER if files.kind == "store" else files.path
+        for name in _COPIED_FILES:
+            if (source / name).exists():
+                shutil.copyfile(source / name, scratch / name)
+    for path in scratch.iterdir():
+        path.chmod(0o644)  # whatever the umask is, nobody else is to write to it
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    os.rename(scratch, folder)
+
+
+def _load(directory: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a directory: its tokenizer.json as it is, whatever class the other files name."""
+    path = directory / "tokenizer.json"
+    with _refusing(path if path.exists() else directory):
+        if not path.exists():
+            return _converted(directory)
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend.from_file(str(path))
+        # A file may ask for both; prompts are cut or refused elsewhere, and never padded.
+        backend.no_truncation()
+        backend.no_padding()
+        return _with_names(backend, directory)
+
+
+def _with_names(backend: Backend, directory: Path) -> PreTrainedTokenizerFast:
+    """A tokenizer with the names of special tokens and the chat template that the files of a directory state."""
+    with _quiet_transformers():
+        from transformers import PreTrainedTokenizerFast
+
+        # What transformers does to a tokenizer when it makes it, it does to one that is put away.
+        hf: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
+            str(directory), tokenizer_object=_empty(), local_files_only=True
+        )
+    hf._tokenizer = backend
+    return hf
+
+
+def _empty() -> Backend:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.models import BPE
+
+    return Backend(BPE())
+
+
+def _converted(directory: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of files that have to be converted."""
+    if (directory / "tokenizer.model").exists():
+        from batchgen.models.tokenizers.sentencepiece_model import convert_model
+
+        path = directory / "tokenizer_config.json"
+        stated = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        converted = convert_model(directory, stated)
+        hf = _with_names(converted.backend, directory)
+        for name, token in converted.names.items():
+            if getattr(hf, name) is None:
+                setattr(hf, name, token)
+        setattr(hf, PREPARE, converted.prepare)
+        return hf
+    if not (directory / "vocab.json").exists():
+        raise InputError("a tekken.json alone is not read: fetch the model's tokenizer.json")
+    with _quiet_transformers():
+        from transformers import AutoTokenizer
+
+        loaded: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    if not loaded.is_fast:
+        raise InputError("it is no fast tokenizer: fetch the model's tokenizer.json")
+    fast: PreTrainedTokenizerFast = loaded
+    return fast
+
+
+def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
+    """The tokenizer in a GGUF. Making it needs seconds, so it is kept in the cache directory, by what the file says."""
+    key = json_sha256([_CONVERSION, gguf_pairs_sha256(files.path)])
+    cached = cache_dir() / "tokenizers" / key[:32]
+    if all(is_trusted(path, "the kept tokenizer") for path in (cached, *cached.glob("*"))):
+        try:
+            return _load(cached)
+        except InputError:  # damaged in any way: make it anew
+            pass
+    shutil.rmtree(cached, ignore_errors=True)
+    with _refusing(files.path):
+        hf = _taken_out(files.path)
+    try:
+        cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
+            saved = Path(scratch, "saved")
+            _save(hf, saved)
+            for path in (saved, *saved.iterdir()):  # whatever the umask is, nobody else is to write there
+                path.chmod(0o700 if path is saved else 0o600)
+            os.rename(saved, cached)  # fails where another process was first
+    except OSError:
+        pass  # only slower next time
+    return hf
+
+
+def _taken_out(path: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a GGUF, made anew. Raises InputError."""
+    from batchgen.models.tokenizers.gguf_tokenizer import backend_of, names_of
+
+    pairs = read_gguf_vocabulary(path)
+    template = pairs.get("tokenizer.chat_template")
+    backend = backend_of(pairs)
+    with _quiet_transformers():
+        from transformers import PreTrainedTokenizerFast
+
+        of_backend: Any = PreTrainedTokenizerFast  # whose __init__ has no types
+        hf: PreTrainedTokenizerFast = of_backend(
+            tokenizer_object=_empty(), clean_up_tokenization_spaces=False, **names_of(pairs)
+        )
+    hf.chat_template = template if isinstance(template, str) else None
+    hf._tokenizer = backend
+    return hf
+
+
+def _save(hf: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write what `_load` reads. Raises OSError."""
+    with _quiet_transformers():
+        hf.save_pretrained(str(directory))
+    hf.backend_tokenizer.save(str(directory / "tokenizer.json"))
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Turn whatever is wrong with the files of a tokenizer into one line. Raises InputError."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # files broken in any way, packages that are not installed, panics of `tokenizers`
+        raise InputError(f"cannot load the tokenizer of {path}: {_reason(error)}") from error
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Nothing below an error is logged by transformers inside."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error's text, or its kind."""
+    if "trust_remote_code" in str(error):
+        return "it needs Python code of the model's directory, which is never run: save it as a tokenizer.json"
+    return reason_of(error)

@@ -1,0 +1,184 @@
+"""The load of a scheduled micro-batch: what it computes and moves in each layer of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
+from batchgen.schedule.extents import runs_of
+from batchgen.schedule.micro_batches import placement_in_sweep
+from batchgen.schedule.scheduler import ScheduledSequence
+from batchgen.schedule.step_graph import BatchFlow
+from batchgen.schedule.window_pool import NULL_BLOCK
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Attention of some sequences.
+
+    Attributes:
+        contexts: Keys that each sequence with a single new token sees, itself included.
+        chunks: (new tokens, tokens before them) of each other sequence.
+        shared: (new tokens, tokens of a prefix that all of these see); `contexts` and `chunks` do not count the prefix.
+    """
+
+    contexts: tuple[int, ...] = ()
+    chunks: tuple[tuple[int, int], ...] = ()
+    shared: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class BatchLoad:
+    """The load of one micro-batch of a sweep.
+
+    Attributes:
+        tokens: Tokens, with those of sequences that only begin a token in the sweep (`deferred`).
+        sampled: Sequences that reach their last token, in this sweep or a later one.
+        logits_rows: Rows of logits.
+        attended: Attention of the sequences of each placement in the sweep.
+        windowed: Attention of the sequences of each placement in layers with a sliding window, where no prefix is
+            shared.
+        host_blocks: KV blocks that come from the host's pool.
+        windowed_host_blocks: KV blocks that come from the host's pool in layers with a sliding window.
+        new_tokens: Tokens whose KV goes to the host's pool.
+        disk_reads: KV blocks that are read from disk, and runs of neighbouring ones.
+        disk_writes: KV blocks that are written to disk, and runs of neighbouring ones.
+        disk_blocks: KV blocks of sequences on disk that pass through the staging buffer.
+        hidden_on_host: Whether activations wait in host memory between layers.
+    """
+
+    tokens: int
+    sampled: int
+    logits_rows: int
+    attended: dict[KVPlacement, Attended]
+    windowed: dict[KVPlacement, Attended]
+    host_blocks: int = 0
+    windowed_host_blocks: int = 0
+    new_tokens: int = 0
+    disk_reads: tuple[int, int] = (0, 0)
+    disk_writes: tuple[int, int] = (0, 0)
+    disk_blocks: int = 0
+    hidden_on_host: bool = False
+
+    @property
+    def flow(self) -> BatchFlow:
+        """The flow that the Step graph takes; equal to `PackedBatch.flow`."""
+        return BatchFlow(
+            placements=frozenset(self.attended),
+            history=self.host_blocks > 0 or self.disk_reads[0] > 0,
+            stored=self.new_tokens > 0,
+            disk_read=self.disk_reads[0] > 0,
+            disk_write=self.disk_writes[0] > 0,
+            hidden_on_host=self.hidden_on_host,
+            samples=self.logits_rows > 0,
+        )
+
+    @property
+    def deferred(self) -> int:
+        """Sequences that begin a token in the sweep, and leave it in the first layer."""
+        return len(self.contexts_of(KVPlacement.DEFERRED))
+
+    def attended_in(self, window: int | None) -> dict[KVPlacement, Attended]:
+        """Attention of the sequences of each placement in layers with such a window; None: without one."""
+        return self.attended if window is None else self.windowed
+
+    def contexts_of(self, placement: KVPlacement) -> tuple[int, ...]:
+        """Keys that each sequence with a single new token and this placement sees."""
+        return self.attended[placement].contexts if placement in self.attended else ()
+
+
+def load_of(
+    batch: Sequence[ScheduledSequence],
+    *,
+    kv_block_size: int,
+    compute_tier: str,
+    windows: bool = False,
+    hidden_on_host: bool = False,
+) -> BatchLoad:
+    """The load of a scheduled micro-batch, before its sweep is committed.
+
+    Args:
+        batch: The sequences of the micro-batch.
+        kv_block_size: Tokens of a KV block.
+        compute_tier: The tier of the compute device's memory.
+        windows: Whether any layer has a sliding window.
+        hidden_on_host: Whether activations wait in host memory between layers.
+    """
+    by_placement: dict[KVPlacement, list[ScheduledSequence]] = {}
+    for scheduled in batch:
+        by_placement.setdefault(placement_in_sweep(scheduled, compute_tier), []).append(scheduled)
+    attended = {name: _attended(members, kv_block_size, sharing=True) for name, members in by_placement.items()}
+    windowed = attended
+    if windows:
+        windowed = {name: _attended(members, kv_block_size, sharing=False) for name, members in by_placement.items()}
+    staged = by_placement.get(KVPlacement.STREAMED, ())
+    on_disk = [s for s in staged if _on_disk(s)]
+    on_host = [s for s in staged if not _on_disk(s)]
+    host_blocks = _history_blocks(on_host, kv_block_size, windowed=False)
+    windowed_host_blocks = _history_blocks(on_host, kv_block_size, windowed=True) if windows else host_blocks
+    reads: list[tuple[int, int]] = []
+    writes: list[tuple[int, int]] = []
+    blocks = 0
+    for s in on_disk:
+        table, used = s.sequence.block_table, _blocks(s.num_keys, kv_block_size)
+        reads += runs_of(table[: _blocks(s.sequence.num_computed, kv_block_size)])
+        writes += runs_of(table[s.sequence.num_computed // kv_block_size : used])
+        blocks += used
+    return BatchLoad(
+        tokens=sum([s.num_tokens for s in batch]),
+        sampled=sum([s.num_keys == len(s.sequence.tokens) for s in batch]),
+        logits_rows=sum([s.num_logits for s in batch]),
+        attended=attended,
+        windowed=windowed,
+        host_blocks=host_blocks,
+        windowed_host_blocks=windowed_host_blocks,
+        new_tokens=sum(s.num_tokens for s in on_host),
+        disk_reads=(sum(count for _, count in reads), len(reads)),
+        disk_writes=(sum(count for _, count in writes), len(writes)),
+        disk_blocks=blocks,
+        hidden_on_host=hidden_on_host,
+    )
+
+
+def _on_disk(scheduled: ScheduledSequence) -> bool:
+    return scheduled.sequence.kv_placement is KVPlacement.DISK
+
+
+def _blocks(tokens: int, kv_block_size: int) -> int:
+    return -(-tokens // kv_block_size)
+
+
+def _history_blocks(members: Sequence[ScheduledSequence], kv_block_size: int, *, windowed: bool) -> int:
+    """Distinct blocks that hold KV of earlier sweeps."""
+    if not windowed and not any(s.sequence.num_matched_blocks for s in members):
+        return sum(_blocks(s.sequence.num_computed, kv_block_size) for s in members)  # nobody shares any
+    tables = (s.sequence.table(windowed)[: _blocks(s.sequence.num_computed, kv_block_size)] for s in members)
+    return len({block for table in tables for block in table} - {NULL_BLOCK})
+
+
+def _attended(members: Sequence[ScheduledSequence], kv_block_size: int, *, sharing: bool) -> Attended:
+    shared_tokens = [0] * len(members)
+    shared = []
+    if sharing and any(s.sequence.num_matched_blocks for s in members):
+        slices = [
+            SequenceSlice(
+                s.num_tokens,
+                s.sequence.num_computed,
+                np.array([] if _on_disk(s) else s.sequence.block_table, dtype=np.int32),
+            )
+            for s in members
+        ]
+        for group in find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], kv_block_size):
+            shared.append((sum(members[i].num_tokens for i in group.members), group.num_blocks * kv_block_size))
+            for i in group.members:
+                shared_tokens[i] = group.num_blocks * kv_block_size
+    unshared = list(zip(members, shared_tokens, strict=True))
+    return Attended(
+        tuple(s.num_keys - skip for s, skip in unshared if s.num_tokens == 1),
+        tuple((s.num_tokens, s.sequence.num_computed - skip) for s, skip in unshared if s.num_tokens > 1),
+        tuple(shared),
+    )

@@ -1,0 +1,145 @@
+"""The plan of a problem: its fastest candidate, simulated, with the seconds before the first sweep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, KEPT_FORMATS, weight_row_bytes
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.plan import Plan
+from batchgen.core.units import format_bytes
+from batchgen.models.config import ModelConfig
+from batchgen.models.layouts import layer_sizes
+from batchgen.planner.explain import make_plan
+from batchgen.planner.linear import number
+from batchgen.planner.memory_requirements import kv_tokens_used
+from batchgen.planner.plan_selection import choose, simulate_candidates
+from batchgen.planner.problem import Allowed, Problem
+from batchgen.planner.search import Candidate, block_latency_s, search
+from batchgen.planner.sizes import store_bytes
+
+# Bytes of a quantized weight in a GGUF: 4.5 to 5 bits a weight are usual.
+_GGUF_WEIGHT_BYTES = 0.6
+# Seconds of a block are asked of the cost model again, shorter by at least this factor, where the simulated ones are too long.
+_LEAST_SHORTENING = 1.05
+
+
+def plan_problem(problem: Problem) -> Plan:
+    """The plan that the simulator finds fastest among the best candidates of the search.
+
+    Raises:
+        InputError: No plan fits the budgets and the latency.
+    """
+    limited, shortest_s = problem, math.inf
+    while True:
+        try:
+            simulated = simulate_candidates(limited, plan_maker(problem))
+        except InputError as error:
+            if limited is not problem:
+                raise InputError(
+                    f"no plan has a block latency of {problem.max_block_latency_s:g} s: the shortest simulated is"
+                    f" {shortest_s:.3g} s, give --max-block-latency at least that"
+                ) from error
+            raise InputError(f"{error}{_store_hint(problem)}") from error
+        chosen = choose(simulated, problem.max_block_latency_s)
+        if chosen is not None:
+            return plan_of(problem, chosen.candidate, chosen.seconds)
+        # Blocks take longer than the cost model says: it is asked for shorter ones.
+        assert limited.max_block_latency_s is not None
+        shortest_s = min(shortest_s, *(block_latency_s(s.candidate) * s.slower for s in simulated))
+        shortening = max(_LEAST_SHORTENING, simulated[0].slower)
+        limited = replace(limited, max_block_latency_s=limited.max_block_latency_s / shortening)
+
+
+def plan_of(problem: Problem, candidate: Candidate, simulated_s: float | None = None) -> Plan:
+    """A candidate as a plan.
+
+    Args:
+        problem: The problem that the candidate solves.
+        candidate: The candidate.
+        simulated_s: Simulated seconds of all sweeps; None: the cost model's.
+    """
+    written_bytes = _store_written_bytes(problem, candidate)
+    startup_s = problem.startup_s + _until_first_sweep_s(problem, candidate, written_bytes) + _first_touch_s(candidate)
+    return make_plan(
+        problem, candidate, startup_s=startup_s, simulated_s=simulated_s, store_written_bytes=written_bytes
+    )
+
+
+def plan_maker(problem: Problem) -> Callable[..., Plan]:
+    """`plan_of` for one problem: from a candidate and its simulated seconds to a plan."""
+    return partial(plan_of, problem)
+
+
+def loading_s(
+    hardware: HardwareProfile, model: ModelConfig, dtype: str, kind: str, weight_format: str | None = None
+) -> float:
+    """Seconds to read all weights, which may have to come from disk.
+
+    Args:
+        hardware: The machine.
+        model: The model's configuration.
+        dtype: The compute dtype.
+        kind: The kind of the model's files ("hf", "gguf", "store", "dummy").
+        weight_format: The layers' format, in which packed weights are read as they are; None: `dtype`.
+    """
+    rate = min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
+    native_bytes, dequantized = 0, model.num_params
+    if weight_format in KEPT_FORMATS:
+        native_bytes = sum(map(sum, (sizes.values() for sizes in layer_sizes(model, dtype, weight_format))))
+        here = {"embed": model.has_embeddings, "lm_head": model.has_head}  # a stage may be without
+        ends = [end_format for name, end_format in model.end_formats if here[name]]
+        native_bytes += sum(model.vocab_size * weight_row_bytes(model.embed_size, end_format) for end_format in ends)
+        dequantized -= model.layer_params + len(ends) * model.vocab_size * model.embed_size
+    seconds = dequantized * FORMAT_BYTES[dtype] / rate
+    if kind == "gguf" and hardware.gguf_load_bytes_per_s:
+        on_disk = dequantized * _GGUF_WEIGHT_BYTES / hardware.disk_read_bytes_per_s
+        seconds = max(on_disk, dequantized * FORMAT_BYTES[dtype] / hardware.gguf_load_bytes_per_s)
+    return seconds + native_bytes / rate
+
+
+def _until_first_sweep_s(problem: Problem, candidate: Candidate, written_bytes: float) -> float:
+    """Seconds to read the weights that do not stay on disk, and to write a weight store where there is none yet."""
+    s, at = candidate.inputs, candidate.counts.placement(candidate.inputs)
+    layers = s.model.layer_params / s.model.num_params
+    seconds = problem.loading_s * (1 - number(at.w_disk) * layers)
+    seconds += problem.loading_s * bool(written_bytes) + written_bytes / s.hardware.disk_write_bytes_per_s
+    return float(seconds)
+
+
+def _store_written_bytes(problem: Problem, candidate: Candidate) -> float:
+    """Bytes of the weight store that a job writes before its first sweep, where it needs one and there is none."""
+    s = candidate.inputs
+    if not candidate.counts.placement(s).w_disk and s.weight_format != INT4:
+        return 0.0
+    if s.weight_format == INT4 and problem.weight_formats != (INT4,):  # a plan beside the one that was asked for
+        return 0.0 if problem.has_int4_store else float(store_bytes(s.model, s.compute_format, INT4))
+    return float(problem.store_bytes)
+
+
+def _first_touch_s(candidate: Candidate) -> float:
+    """Seconds for the kernel to provide the host's KV pages, as they are first used."""
+    s, at = candidate.inputs, candidate.counts.placement(candidate.inputs)
+    if s.hardware.first_touch_bytes_per_s is None:
+        return 0.0
+    workload = s.workload
+    tokens = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean)
+    tokens = min(tokens, kv_tokens_used(workload, s.max_num_seqs))
+    token_bytes = s.seq_kv_bytes / (s.seq_blocks * s.kv_block_size)  # of all layers
+    on_host = number(at.kv_cpu + at.kv_streamed) * tokens * token_bytes
+    return float(on_host / s.hardware.first_touch_bytes_per_s)
+
+
+def _store_hint(problem: Problem) -> str:
+    """The disk size that would help where none is allowed for weights: the disk must hold all of them."""
+    if "disk" in problem.allowed.weight_tiers:
+        return ""
+    try:
+        search(replace(problem, allowed=Allowed(), budgets={**problem.budgets, "disk": 0}))
+    except InputError:
+        return ""
+    return f"; or --disk-memory {format_bytes(problem.store_bytes * 1.001)}, for weights on disk"

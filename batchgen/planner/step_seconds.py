@@ -1,0 +1,264 @@
+"""Seconds of each kind of Step from its quantities: tokens, sequences, keys, rows, bytes. Each formula is here alone.
+
+The cost model (costs.py) takes the quantities of a phase's average sweep, the simulator (step_costs.py) those of a
+scheduled micro-batch. Where a function takes `batches`, its quantities are those of so many like micro-batches
+together, each with its part of them.
+
+The equations follow FlexGen's appendix A.3; each docstring says which and what was changed. The common changes: rates
+are curves measured on the machine instead of constants; KV is counted with grouped-query attention, in bytes; decode
+attention on CPU and GPU is bound by bytes, not FLOPs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS, product_key
+from batchgen.core.hardware import ComputeRates, Rates, known
+from batchgen.core.routing import Routing
+from batchgen.models.config import ModelConfig
+from batchgen.planner.linear import Linear
+from batchgen.planner.problem import CostInputs
+
+# Copies that send one micro-batch's queries, keys and values to the CPU, which attends to them.
+COPIES_SENT = 3
+
+
+class MatmulSeconds(NamedTuple):
+    """Seconds of one layer's matmuls.
+
+    Attributes:
+        dense: Seconds of all matmuls but those of experts.
+        experts: Seconds of the experts' matmuls.
+    """
+
+    dense: float
+    experts: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of all matmuls."""
+        return self.dense + self.experts
+
+
+def matmul_s(s: CostInputs, tokens: float, batches: int = 1, *, as_stored: bool = False) -> MatmulSeconds:
+    """Seconds of one layer's matmuls: FlexGen's linear_layer^p and linear_layer^g over mm_flops.
+
+    Changed: the rate depends on the tokens of one micro-batch, and prefill and decode tokens ride together. Each expert
+    that is touched multiplies the tokens that chose it: the busiest as many as `Routing` says, the others the mean of
+    the rest.
+
+    Args:
+        s: The inputs of the cost model.
+        tokens: Tokens of all micro-batches.
+        batches: Number of micro-batches.
+        as_stored: Whether the weights lie as they are stored, as streamed ones do; otherwise they are prepacked.
+    """
+    if tokens == 0:
+        return MatmulSeconds(0.0, 0.0)
+    rates = _matmul_rates(s, s.main_format, as_stored=as_stored)
+    model, batch_tokens = s.model, tokens / batches
+
+    def seconds(params: int, expert_tokens: float) -> float:
+        return 2 * params * tokens / rates.at(width=model.hidden_size, tokens=max(1.0, expert_tokens))
+
+    if not model.num_experts:
+        return MatmulSeconds(seconds(model.matmul_params_per_layer, batch_tokens), 0.0)
+    chosen = model.experts_per_token * model.expert_params * model.expert_layers // model.num_layers
+    routing, assigned = s.workload.routing, batch_tokens * model.experts_per_token
+    others = max(0.0, experts_touched(model, batch_tokens, routing) - 1)
+    busiest = min(batch_tokens, assigned, routing.imbalance * assigned / (others + 1))
+    experts_s = busiest / assigned * seconds(chosen, busiest)
+    if others:  # which share the rest equally
+        experts_s += (1 - busiest / assigned) * seconds(chosen, (assigned - busiest) / others)
+    return MatmulSeconds(seconds(model.matmul_params_per_layer - chosen, batch_tokens), experts_s)
+
+
+def matmul_as_stored_s(s: CostInputs, tokens: float, batches: int = 1) -> MatmulSeconds:
+    """Seconds that one layer's matmuls take longer where its weights lie as they are stored. Not in FlexGen's model."""
+    if not _has_rates_as_stored(s, s.main_format):
+        return MatmulSeconds(0.0, 0.0)
+    prepacked, stored = (matmul_s(s, tokens, batches, as_stored=as_stored) for as_stored in (False, True))
+    return MatmulSeconds(max(0.0, stored.dense - prepacked.dense), max(0.0, stored.experts - prepacked.experts))
+
+
+def _matmul_rates(s: CostInputs, weight_format: str, *, as_stored: bool) -> Rates:
+    """Rates of matmuls with weights in a format.
+
+    Where rates of weights as they are stored are not known, they count as those of prepacked ones, and these as if in
+    the compute format.
+    """
+    key = product_key(weight_format, s.compute_format)
+    if as_stored and _has_rates_as_stored(s, weight_format):
+        key = product_key(weight_format, s.compute_format, in_rows=True)
+    return s.rates.rates("gemm_flops_per_s", key if s.rates.has_rates("gemm_flops_per_s", key) else s.compute_format)
+
+
+def _has_rates_as_stored(s: CostInputs, weight_format: str) -> bool:
+    """True if matmuls with weights as they are stored have rates of their own."""
+    return s.rates.has_rates("gemm_flops_per_s", product_key(weight_format, s.compute_format, in_rows=True))
+
+
+def experts_touched(model: ModelConfig, tokens: float, routing: Routing) -> float:
+    """Experts of a layer that so many tokens go through."""
+    return routing.touched(model.num_experts, model.experts_per_token, tokens)
+
+
+def experts_frac(model: ModelConfig) -> float:
+    """The part of a layer's weights that is in matrices of its experts."""
+    if not model.num_experts:
+        return 0.0
+    return model.num_experts * model.expert_params * model.expert_layers / model.num_layers / model.params_per_layer
+
+
+def before_attention_frac(model: ModelConfig) -> float:
+    """The part of a layer's matmuls that comes before attention, by multiplications."""
+    rows, columns = model.product_shapes["qkv"]
+    return rows * columns / model.matmul_params_per_layer
+
+
+def after_router_frac(model: ModelConfig) -> float:
+    """The part of a token's matmuls in a layer that waits for the router, by multiplications."""
+    (rows, columns), (out_rows, out_columns) = model.product_shapes["qkv"], model.product_shapes["out"]
+    before = rows * columns + out_rows * out_columns + model.num_experts * model.hidden_size
+    return 1 - before / model.matmul_params_per_layer
+
+
+def elementwise_s(s: CostInputs, tokens: float) -> float:
+    """Seconds of one layer's norms, rotary embedding, activation, adds and KV writes; not in FlexGen's model."""
+    rate = _kv_rates(s, "elementwise_bytes_per_s").at(tokens=max(1.0, tokens))
+    return tokens * s.model.elementwise_bytes_per_token(int(s.element_bytes)) / rate
+
+
+def all_reduce_s(s: CostInputs, tokens: float, batches: int = 1) -> float:
+    """Seconds of one layer's two all-reduces over the ranks that share it, for which compute waits."""
+    rate = s.hardware.all_reduce_bytes_per_s
+    if rate is None or not tokens:
+        return 0.0
+    return 2 * (batches * s.hardware.all_reduce_overhead_s + tokens * s.hidden_bytes / rate)
+
+
+def layer_overhead_s(rates: ComputeRates) -> float:
+    """Fixed seconds of one micro-batch in one layer beside its attention: before it and after it."""
+    return rates.step_overhead_s + 2 * rates.waking_overhead_s
+
+
+def dequantize_s(s: CostInputs) -> float:
+    """Seconds of dequantizing one layer's 4-bit weights, once per sweep (or per micro-batch, FlexGen)."""
+    if s.weight_format != INT4:
+        return 0.0
+    return (
+        s.dequantized_layer_bytes
+        / known(s.rates.expand_bytes_per_s)
+        * (s.num_gpu_batches if s.runtime.dequantizes_per_micro_batch else 1)
+    )
+
+
+def dequantize_experts_s(s: CostInputs) -> float:
+    """Seconds of dequantizing all experts of one layer, as `dequantize_s` counts them."""
+    return dequantize_s(s) * experts_frac(s.model)
+
+
+def seen_tokens(s: CostInputs, context: float) -> float:
+    """Tokens attended to in a context, averaged over layers with and without a sliding window."""
+    layers = s.model.window_layers
+    seen: float = sum(count * (context if w is None else min(w, context)) for w, count in layers.items())
+    return seen / s.model.num_layers
+
+
+def prefill_attention_s(s: CostInputs, prompts: float, mean_square: float) -> float:
+    """Seconds of one layer's attention of prompts to themselves: FlexGen's att^p over bmm_flops.
+
+    Changed: it is causal, half of s^2.
+
+    Args:
+        s: The inputs of the cost model.
+        prompts: Number of prompts.
+        mean_square: Mean of the squares of their numbers of tokens.
+    """
+    longest: float = mean_square**0.5
+    flops = 4 * s.model.q_size * (mean_square / 2) * (seen_tokens(s, longest) / longest) * prompts
+    return flops / _kv_rates(s, "prefill_attention_flops_per_s").at(context=longest)
+
+
+def prefix_attention_s(s: CostInputs, queries: float, prefix: float) -> float:
+    """Seconds of one layer's attention to a prefix that all queries see: one matmul, bound by FLOPs."""
+    if not prefix or not queries:
+        return 0.0
+    kind = "shared_attention_flops_per_s"
+    if not s.rates.has_rates(kind, s.compute_format):
+        kind = "prefill_attention_flops_per_s"
+    flops = 4 * s.model.q_size * seen_tokens(s, prefix) * queries
+    return flops / s.rates.rates(kind, s.compute_format).at(context=prefix)
+
+
+def decode_attention_s(s: CostInputs, seqs: float, keys: float, device: ComputeRates, batches: int = 1) -> float:
+    """Seconds of one layer's decode attention on a device: att^g of FlexGen's gpu_comp^g and cpu_comp^g.
+
+    Changed: bytes of KV over a measured rate, per head group, batch and context.
+
+    Args:
+        s: The inputs of the cost model.
+        seqs: Sequences of all micro-batches, with one query each.
+        keys: Keys that each of them sees, averaged over the layers.
+        device: The rates of the device.
+        batches: Number of micro-batches.
+    """
+    if seqs == 0:
+        return 0.0
+    bytes_read = seqs * keys * s.kv_token_bytes
+    if s.dequantizes_kv:
+        bytes_read *= s.element_bytes / FORMAT_BYTES[INT4]
+    rate = device.rates("decode_attention_bytes_per_s", s.compute_format if s.dequantizes_kv else s.kv_format).at(
+        group=s.model.num_heads // s.model.num_kv_heads, batch=max(1.0, seqs / batches), context=max(1.0, keys)
+    )
+    seconds = bytes_read / rate
+    return seconds + (bytes_read / known(device.expand_bytes_per_s) if s.dequantizes_kv else 0.0)
+
+
+def _kv_rates(s: CostInputs, kind: str) -> Rates:
+    """Rates of Steps that handle KV beside what they compute: those with packed KV, where they were measured."""
+    packed = s.kv_format in KV_CODE_BITS and s.rates.has_rates(kind, s.kv_format)
+    return s.rates.rates(kind, s.kv_format if packed else s.compute_format)
+
+
+def logits_s(s: CostInputs, rows: float, batches: int = 1, *, as_stored: bool = False) -> float:
+    """Seconds of so many rows of logits, which FlexGen leaves out (footnote 1)."""
+    flops = 2 * s.model.vocab_size * s.model.embed_size * rows
+    tokens = max(1.0, rows / batches)
+    return flops / _matmul_rates(s, s.output_format, as_stored=as_stored).at(width=s.model.hidden_size, tokens=tokens)
+
+
+def sampling_s(s: CostInputs, rows: float) -> float:
+    """Seconds of choosing a token from each row of logits."""
+    return rows * s.model.vocab_size / s.hardware.sampling_logits_per_s
+
+
+def schedule_s(s: CostInputs, sampled: float) -> float:
+    """Seconds of scheduling, packing and bookkeeping of one sweep that samples so many sequences; nothing else runs."""
+    return s.hardware.sweep_overhead_s + sampled * s.hardware.sequence_overhead_s
+
+
+def query_bytes(s: CostInputs) -> float:
+    """Bytes of one token's queries in one layer, and of its attention's result, which are as large."""
+    return s.model.q_size * s.element_bytes
+
+
+def attention_input_bytes(s: CostInputs) -> float:
+    """Bytes of one token's queries, keys and values, which are sent to the CPU for its attention."""
+    return query_bytes(s) + s.kv_token_bytes
+
+
+def transfer_s(
+    size: Linear, bytes_per_s: float | None, requests: Linear = 0.0, request_overhead_s: float = 0.0
+) -> Linear:
+    """Seconds of moving bytes over a link, or between disk and memory, in so many copies or requests.
+
+    Args:
+        size: Bytes, as a number or an expression.
+        bytes_per_s: Rate of the link or the disk.
+        requests: Number of copies or requests.
+        request_overhead_s: Seconds of each beside its bytes.
+    """
+    seconds = size * (1 / known(bytes_per_s))
+    return seconds + requests * request_overhead_s if request_overhead_s else seconds
