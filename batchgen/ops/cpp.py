@@ -26,7 +26,7 @@ from batchgen.ops import instruction_set as _process
 from batchgen.ops.instruction_set import instruction_set
 from batchgen.ops.sampling import Draws
 
-AttentionPlan = _kernels.AttentionPlan
+AttentionPlan: TypeAlias = _kernels.AttentionPlan
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PACKED_KV_TYPES = {5: 3, 8: 4, 4: 5}  # by bits of a quantized value
@@ -123,18 +123,17 @@ def attention_plan(
         row_bytes: Bytes of the K of a token and KV head.
         isa: Instruction set that attends; "": the process's.
     """
-    made = AttentionPlan(kv_heads, group, kv_block_size, row_bytes)
-    made.isa = isa
-    for part in plan.decode:
-        made.add_decode(part.start, part.blocks, part.num_keys, part.first_key)
-    for part in plan.prefill:
-        made.add_prefill(
-            part.start, part.stop, part.blocks.astype(np.int32, copy=False), part.query_offset, part.window or 0
-        )
-    for part in plan.shared:
-        made.add_shared(part.start, part.stop, part.blocks.astype(np.int32, copy=False))
-    made.finish()
-    return made
+    items = AttentionPlan(kv_heads, group, kv_block_size, row_bytes)
+    items.isa = isa
+    for group_of_rows in plan.decode:
+        items.add_decode(group_of_rows.start, group_of_rows.blocks, group_of_rows.num_keys, group_of_rows.first_key)
+    for prefill in plan.prefill:
+        blocks = prefill.blocks.astype(np.int32, copy=False)
+        items.add_prefill(prefill.start, prefill.stop, blocks, prefill.query_offset, prefill.window or 0)
+    for shared in plan.shared:
+        items.add_shared(shared.start, shared.stop, shared.blocks.astype(np.int32, copy=False))
+    items.finish()
+    return items
 
 
 def _kv_type(kv: Tensor, bits: int) -> int:
@@ -458,7 +457,7 @@ def _check_operand(weight: KernelWeight, operand: _Operand, depth: int, dtype: t
     else:
         assert weight.shape[1] == depth
         assert (operand.block_type and not operand.packed) or weight.dtype == dtype
-    assert not operand.packed or weight.gated == gated
+    assert not isinstance(weight, PackedWeight) or weight.gated == gated
 
 
 def linear(

@@ -119,7 +119,7 @@ def linear(
     if x.is_cpu:
         if isinstance(weight, BoundWeight) and weight.isa == TORCH:
             return _torch_linear(x, weight.data, bias, **options)
-        compute = kernels
+        compute: ModuleType = kernels
     elif weight.dtype == torch.int8:
         compute = reference
     else:

@@ -8,6 +8,7 @@ in cache, so KV crosses the memory bus once. width is head_dim, or, with packed 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -102,8 +103,8 @@ def paged_attention(
         _decode_group(q, kv, bits, group, pages, mask, out, lse, softcap)
     for item, pages in plan.prefill:
         _prefill_item(q, kv, bits, item, pages, out, lse, softcap)
-    for item, pages in plan.shared:
-        _shared_item(q, kv, bits, item, pages, out, lse, softcap)
+    for shared, pages in plan.shared:
+        _shared_item(q, kv, bits, shared, pages, out, lse, softcap)
     if sinks is not None:
         out.copy_(out.float() * torch.sigmoid(lse - sinks)[..., None])
     return out
@@ -147,7 +148,7 @@ def _decode_group(q, kv, bits: int, group: DecodeGroup, pages, mask, out, lse, s
     rows = q[group.start : group.stop].reshape(n * kv_heads, -1, head_dim)
     result, part = _attend(rows, k, v, mask, lse is not None, softcap)
     out[group.start : group.stop] = result.view(n, -1, head_dim)
-    if lse is not None:
+    if part is not None:
         lse[group.start : group.stop] = part.view(n, -1)
 
 
@@ -247,12 +248,12 @@ def _finished(y: Tensor, residual: Tensor | None, out: Tensor | None, out_dtype:
     return y if out_dtype is None else y.to(out_dtype)
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-_GATES = {
+_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu_mul": lambda gate, up: F.silu(gate).mul_(up),
     "gelu_tanh_mul": lambda gate, up: F.gelu(gate, approximate="tanh").mul_(up),
     "swiglu_oai_mul": lambda gate, up: _swiglu_oai(gate.clamp(max=7.0), up.clamp(-7.0, 7.0)),

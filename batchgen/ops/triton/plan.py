@@ -110,7 +110,7 @@ class CutPlan:
     """A plan's arrays, in host memory."""
 
     geometry: Geometry
-    arrays: tuple[np.ndarray, ...]  # as `_cut` gives them
+    arrays: _Arrays
 
     @property
     def capacity(self) -> Capacity:
@@ -209,11 +209,11 @@ def _spans(plan: AttentionPlan, kv_block_size: int) -> tuple[np.ndarray, np.ndar
         rest.append((item.start, count, 0, keys, item.query_offset, window, used, -1))
         tables.append(item.blocks)
         used += len(item.blocks)
-    for item in plan.shared:
-        keys = len(item.blocks) * kv_block_size
-        rest.append((item.start, item.stop - item.start, 0, keys, ALL_KEYS, NO_WINDOW, used, -1))
-        tables.append(item.blocks)
-        used += len(item.blocks)
+    for shared in plan.shared:
+        keys = len(shared.blocks) * kv_block_size
+        rest.append((shared.start, shared.stop - shared.start, 0, keys, ALL_KEYS, NO_WINDOW, used, -1))
+        tables.append(shared.blocks)
+        used += len(shared.blocks)
     spans.append(np.array(rest, np.int64).reshape(-1, COLUMNS))
     return np.concatenate(spans), np.concatenate(tables) if tables else np.zeros(0, np.int32)
 

@@ -171,8 +171,8 @@ def _rotary_store(  # a kernel takes pointers and scalars only
     else:
         row = token.to(tl.int64) * KV_HEADS
         kept = there
-        head_rows: tl.constexpr = 1
-        value_rows: tl.constexpr = 0
+        head_rows: tl.constexpr = 1  # type: ignore[no-redef]
+        value_rows: tl.constexpr = 0  # type: ignore[no-redef]
 
     if head >= HEADS + KV_HEADS:
         rows = v + (row + value_rows + (head - HEADS - KV_HEADS) * head_rows) * WIDTH
