@@ -226,16 +226,15 @@ class MapFunction:
 
     def _row(self, completion: Completion) -> dict:
         n, samples = self._sampling.n, completion.samples
-        per_sample = {
+        per_sample: dict[str, list[Any]] = {
             "text": [s.text for s in samples] or [""] * n,
             "reasoning": [s.reasoning or "" for s in samples] or [""] * n,
             "finish_reason": [s.finish_reason for s in samples] or ["error"] * n,
             "generated_tokens": [len(s.token_ids) for s in samples] or [0] * n,
             "logprobs": [_logprobs(s) for s in samples] or [[]] * n,
         }
-        if n == 1:
-            per_sample = {name: values[0] for name, values in per_sample.items()}
-        return per_sample | {"prompt_tokens": completion.prompt_tokens, "error": completion.error or ""}
+        columns: dict[str, Any] = {name: values[0] if n == 1 else values for name, values in per_sample.items()}
+        return columns | {"prompt_tokens": completion.prompt_tokens, "error": completion.error or ""}
 
 
 def _close_in(process: int, engine: Engine) -> None:

@@ -1,4 +1,5 @@
-// What Python sees (batchgen/ops/cpp.py): addresses and sizes in, nothing kept. The GIL is released while threads work.
+// The functions that Python sees (batchgen/ops/cpp.py): addresses and sizes in, nothing kept. The GIL is released while
+// threads work.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -8,6 +9,7 @@
 #include "cpu.h"
 #include "draw.h"
 #include "attention/plan.h"
+#include "matmul/parallel.h"
 #include "pool.h"
 
 namespace py = pybind11;
@@ -24,43 +26,41 @@ T* at(Address address) {
     return reinterpret_cast<T*>(address);
 }
 
-int bytes_of(Type type) { return type == Type::F32 ? 4 : 2; }
-
 KV make_kv(Address data, int type, int block_size, int kv_heads, int head_dim) {
     KV kv{};
     kv.data = at<uint8_t>(data);
     kv.type = Type(type);
     kv.block_size = block_size, kv.kv_heads = kv_heads, kv.head_dim = head_dim;
     const int bits = code_bits(kv.type);
-    kv.row_bytes = bits ? packed_bytes(head_dim, bits) : head_dim * bytes_of(kv.type);
+    kv.row_bytes = bits ? packed_bytes(head_dim, bits) : head_dim * element_bytes(kv.type);
     kv.head_bytes = block_size * kv.row_bytes;
     kv.value_offset = kv_heads * kv.head_bytes;
     kv.block_bytes = 2 * kv.value_offset;
     return kv;
 }
 
-// Rows are shared out in pieces large enough to be worth a thread's while.
+// Calls f(first, stop) for pieces of the rows, large enough to be worth a thread's while.
 template <class F>
 void over_rows(int64_t rows, int64_t row_cost, F f) {
     const int64_t piece = std::max<int64_t>({1, 16384 / std::max<int64_t>(1, row_cost), rows / (8 * num_threads())});
     run((rows + piece - 1) / piece, [&](int64_t i) { f(i * piece, std::min(rows, (i + 1) * piece)); });
 }
 
-// Attention of one layer as a loop: pieces of the plan's items, then merges.
+// The attention of one layer as a loop: pieces of the plan's items, then merges.
 struct Attending {
     const Kernels& kernels;
     Attention args;
     const AttentionPlan& plan;
     std::unique_ptr<float[]> partial;
-    std::vector<int64_t> pieces;  // where each begins among the items, and the end
+    std::vector<int64_t> pieces;  // the first item of each, and the end
     static constexpr int64_t kMergesAtOnce = 16;
 
     Attending(const Attention& given, const AttentionPlan& plan)
         : kernels(kernels_of(plan.isa)), args(given), plan(plan) {
-        partial.reset(new float[plan.partial_rows() * (args.kv.head_dim + 2)]);  // not filled
+        partial.reset(new float[plan.partial_rows() * (args.kv.head_dim + 2)]);  // without initialisation
         args.partial = partial.get();
-        // Several items at once, while there is enough for all threads: where one ends, the next one's KV comes in
-        // already.
+        // A piece is several items while there are enough for all threads: where one ends, the KV of the next is
+        // prefetched.
         const int64_t most = std::min<int64_t>(plan.cost() / (16 * num_threads()), kPieceCost);
         int64_t cost = most;
         for (size_t i = 0; i < plan.items().size(); i++) {
@@ -84,7 +84,7 @@ struct Attending {
         for (int64_t m = first; m < stop; m++) kernels.merge(args, plan.merges()[m], plan.merge_rows().data());
     }
 
-    static constexpr int64_t kPieceCost = 5 * 32768;  // of decode items: so many keys and heads, some megabytes
+    static constexpr int64_t kPieceCost = 5 * 32768;  // decode items with so many keys and heads read some megabytes
 };
 
 Attention attention_args(const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride,
@@ -97,167 +97,6 @@ Attention attention_args(const AttentionPlan& plan, Address q, int64_t q_stride,
     args.sinks = (const float*)at(sinks);
     args.kv = make_kv(kv, kv_type, plan.block_size(), plan.kv_heads(), head_dim);
     return args;
-}
-
-int64_t num_panels(const Kernels& kernels, const Linear& args) {
-    const bool gated = is_gated(args.activation);
-    const int64_t n = gated ? args.n / 2 : args.n, width = gated ? kernels.width : kernels.panel;
-    return (n + width - 1) / width;
-}
-
-// Rows [row, row + count) of a linear layer.
-Linear slice_rows(const Linear& args, int64_t row, int64_t count) {
-    Linear part = args;
-    const int64_t bytes = bytes_of(args.type);
-    part.m = count;
-    part.x = at(Address(args.x) + row * args.x_stride * bytes);
-    if (args.residual) part.residual = at(Address(args.residual) + row * args.residual_stride * bytes);
-    part.out = at(Address(args.out) + row * args.out_stride * bytes_of(args.out_type));
-    return part;
-}
-
-// Rows of panels [first, stop) of a linear layer as the calls that the kernels would have.
-struct PanelCalls {
-    const Kernels& kernels;
-    Linear args;
-    const LinearCut& cut;
-    int64_t first, stop, block, blocks, piece, pieces;
-    int64_t groups, groups_at_once,
-        packs;  // where the kernels want x put in order first, some groups of rows at a time
-
-    // beside: how many others there are at the same time, of about the same size.
-    PanelCalls(const Kernels& kernels, const Linear& given, const LinearCut& cut, int64_t first, int64_t stop,
-               int64_t beside = 0)
-        : kernels(kernels), args(given), cut(cut), first(first), stop(stop) {
-        const int64_t panels = stop - first, k = kernels.panel_bytes(args) / (4 * kernels.panel), tile = cut.row_tile;
-        // As many rows at once as the kernels would have. Fewer where threads would have nothing to do.
-        blocks = (args.m + cut.rows - 1) / cut.rows;
-        while ((beside + 1) * blocks * panels < 3 * num_threads() && args.m > blocks * tile) blocks++;
-        block = ((args.m + blocks - 1) / blocks + tile - 1) / tile * tile;
-        blocks = (args.m + block - 1) / block;
-        // Pieces of at least a microsecond or two.
-        const int64_t panel_cost = std::min(args.m, block) * k * kernels.panel;
-        piece =
-            std::clamp<int64_t>((1 << 19) / std::max<int64_t>(1, panel_cost), cut.panels, std::max(cut.panels, panels));
-        piece = std::max<int64_t>(1, std::min(piece, (beside + 1) * blocks * panels / (4 * num_threads())));
-        // A gated panel makes half a panel of results: two of them, or threads would write to the same lines of memory.
-        // Of blocks in panels a few rows are multiplied with two panels at a time: one alone would be multiplied twice.
-        if (is_gated(args.activation) || (args.packed && args.packing != BlockType::F32)) piece += piece % 2;
-        piece = std::min(piece, cut.most_panels);
-        pieces = (panels + piece - 1) / piece;
-        groups = cut.packed_bytes ? (args.m + cut.group - 1) / cut.group : 0;
-        groups_at_once = groups ? std::max<int64_t>(1, 32768 * groups / cut.packed_bytes) : 1;
-        packs = (groups + groups_at_once - 1) / groups_at_once;
-    }
-    int64_t count() const { return blocks * pieces; }
-    void pack(int64_t i, void* packed) const {
-        kernels.pack_rows(args, i * groups_at_once, std::min(groups, (i + 1) * groups_at_once), packed);
-    }
-    void multiply(int64_t i) const {
-        const int64_t row = i / pieces * block, panel = first + i % pieces * piece;
-        // Threads take turns, so this one's next piece is as many further as there are threads.
-        const int64_t next = std::min(stop - 1, panel + piece * num_threads());
-        kernels.linear(args, row, std::min(args.m, row + block), panel, std::min(stop, panel + piece), next,
-                       scratch(kernels.linear_scratch(args, block, piece)));
-    }
-};
-
-void run_linear_panels(const Kernels& kernels, const Linear& args, const LinearCut& cut, int64_t first, int64_t stop) {
-    PanelCalls calls(kernels, args, cut, first, stop);
-    void* packed = calls.groups ? scratch(cut.packed_bytes, 1) : nullptr;
-    calls.args.packed_x = packed;
-    const auto item = [&](int64_t i) { i < calls.packs ? calls.pack(i, packed) : calls.multiply(i - calls.packs); };
-    run(calls.packs + calls.count(), item, calls.packs);
-}
-
-void run_linear_rows(const Kernels& kernels, const Linear& args, const LinearCut& cut) {
-    constexpr int64_t kMostUnpacked = 4 << 20;  // bytes of panels that are unpacked for all rows
-    const int64_t panels = num_panels(kernels, args);
-    // Within the kernels a panel would be unpacked again for each block of rows.
-    if (args.packing == BlockType::F32 || args.m <= cut.rows) return run_linear_panels(kernels, args, cut, 0, panels);
-    const int64_t bytes = kernels.panel_bytes(args), some = std::max<int64_t>(2, kMostUnpacked / bytes / 2 * 2);
-    auto* unpacked = static_cast<uint8_t*>(scratch(std::min(some, panels) * bytes, 2));
-    for (int64_t first = 0; first < panels; first += some) {
-        const int64_t stop = std::min(panels, first + some);
-        void* whole = at(Address(unpacked) - first * bytes);  // where all panels would begin
-        run(stop - first, [&](int64_t i) { kernels.prepack_panels(args, first + i, first + i + 1, whole); });
-        Linear packed = args;
-        packed.w = whole, packed.packed = packed.unpacked = true;
-        if (!cut.keeps_quants) packed.packing = BlockType::F32;
-        run_linear_panels(kernels, packed, cut, first, stop);
-    }
-}
-
-// Bytes of x put in order: many rows go a part at a time, which is still in a cache when products come to it.
-int64_t most_packed_bytes() {
-    constexpr int64_t kMost = 16 << 20, kOfThread = 1 << 20;
-    return std::min(kMost, kOfThread * num_threads());
-}
-
-void run_linear(const Kernels& kernels, const Linear& args) {
-    if (!args.m) return;
-    const LinearCut cut = kernels.linear_cut(args);
-    const int64_t most_packed = most_packed_bytes();
-    if (cut.packed_bytes <= most_packed) return run_linear_rows(kernels, args, cut);
-    const int64_t most =
-        std::max(cut.rows, int64_t(args.m * (double(most_packed) / cut.packed_bytes)) / cut.rows * cut.rows);
-    for (int64_t row = 0; row < args.m; row += most) {
-        Linear part = slice_rows(args, row, std::min(most, args.m - row));
-        run_linear_rows(kernels, part, kernels.linear_cut(part));
-    }
-}
-
-// Linear layers that follow each other, in one loop: first all of x is put in order, then all is multiplied.
-void run_together(const Kernels& kernels, const std::vector<Linear>& layers, const std::vector<LinearCut>& cuts) {
-    std::vector<PanelCalls> calls;
-    std::vector<int64_t> packs{0}, items{0}, packed_at;  // where those of each begin, and the end
-    int64_t bytes = 0;
-    for (size_t i = 0; i < layers.size(); i++) {
-        calls.emplace_back(kernels, layers[i], cuts[i], 0, num_panels(kernels, layers[i]), int64_t(layers.size()) - 1);
-        packs.push_back(packs.back() + calls[i].packs), items.push_back(items.back() + calls[i].count());
-        packed_at.push_back(bytes);
-        bytes += (cuts[i].packed_bytes + 63) / 64 * 64;
-    }
-    auto* packed = static_cast<uint8_t*>(bytes ? scratch(bytes, 1) : nullptr);
-    for (size_t i = 0; i < calls.size(); i++)
-        calls[i].args.packed_x = calls[i].groups ? packed + packed_at[i] : nullptr;
-    const auto within = [](const std::vector<int64_t>& begins, int64_t i) {
-        return size_t(std::upper_bound(begins.begin(), begins.end(), i) - begins.begin() - 1);
-    };
-    const auto item = [&](int64_t i) {
-        if (i < packs.back()) {
-            const size_t which = within(packs, i);
-            return calls[which].pack(i - packs[which], packed + packed_at[which]);
-        }
-        i -= packs.back();
-        const size_t which = within(items, i);
-        calls[which].multiply(i - items[which]);
-    };
-    run(packs.back() + items.back(), item, packs.back());
-}
-
-// Layers of one shape, each with rows of its own. Those with so many rows that all threads are busy with one go by
-// themselves.
-void run_grouped(const Kernels& kernels, const std::vector<Linear>& layers) {
-    std::vector<Linear> some;
-    std::vector<LinearCut> cuts;
-    int64_t bytes = 0;
-    const int64_t most = most_packed_bytes();
-    const auto flush = [&] {
-        run_together(kernels, some, cuts);
-        some.clear(), cuts.clear(), bytes = 0;
-    };
-    for (const Linear& layer : layers) {
-        if (!layer.m) continue;
-        const LinearCut cut = kernels.linear_cut(layer);
-        if (layer.m > cut.rows || cut.packed_bytes > most) {
-            run_linear(kernels, layer);
-            continue;
-        }
-        if (!some.empty() && bytes + cut.packed_bytes > most) flush();
-        some.push_back(layer), cuts.push_back(cut), bytes += cut.packed_bytes;
-    }
-    if (!some.empty()) flush();
 }
 
 }  // namespace
@@ -416,7 +255,8 @@ PYBIND11_MODULE(_kernels, m) {
         over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.norm(args, row, stop); });
     });
 
-    // Rows by expert, those of one in the order of tokens (counting sort). Returns how many rows each expert has.
+    // Sorts tokens by expert (counting sort), those of one expert in the order of tokens. Returns the number of rows of
+    // each expert.
     m.def("sort_by_expert", [](Address chosen, int64_t tokens, int64_t choices, int64_t experts, Address token_of_row,
                                Address row_of_choice) {
         const auto* expert = at<const int64_t>(chosen);

@@ -1,4 +1,4 @@
-// Which kernels this machine runs.
+// The choice of the instruction set whose kernels run.
 #pragma once
 #include <map>
 #include <stdexcept>
@@ -9,34 +9,34 @@
 
 namespace batchgen {
 
-// A variable of the environment that cannot be followed; Python's InputError.
+// A variable of the environment with a wrong value; Python's InputError.
 struct WrongEnvironment : std::invalid_argument {
     using std::invalid_argument::invalid_argument;
 };
 
-// The names of all that the library was built with (CMake's BATCHGEN_TARGETS).
+// The names of all sets that the library was built with (CMake's BATCHGEN_TARGETS).
 std::vector<std::string> built_kernels();
 
-// Those that both the library has and the machine can run, the fastest first.
+// The sets that both the library has and the machine can run, the fastest first.
 std::vector<const Kernels*> usable_kernels();
 
-// Those that do in plain C++ what sets do that few machines have. Only by name.
+// Sets that do in plain C++ what few machines have instructions for. They run only by name.
 std::vector<const Kernels*> plain_twins();
 
-// Those whose instructions the CPU has but which are not usable, by name, and why.
+// The sets whose instructions the CPU has but which cannot be used, by name, and why.
 std::map<std::string, std::string> unavailable_kernels();
 
-// The one that BATCHGEN_ISA names, else the fastest. Throws WrongEnvironment for a name that is not among them.
+// The set that BATCHGEN_ISA names, else the fastest. Throws WrongEnvironment where there is no such set.
 const Kernels& active_kernels();
 
-// The one of this name, a plain twin perhaps; "": the active one. Throws std::invalid_argument for one that is not
-// there.
+// The set of this name, which may be a plain twin; "": the active one. Throws std::invalid_argument where there is no
+// such set.
 const Kernels& kernels_of(const std::string& name);
 
-// For tests: from now on this one is the active one.
+// Makes a set the active one, for tests.
 void use_kernels(const std::string& name);
 
-// To be called in a thread before it runs kernels; those that call in before there are others need not.
+// Prepares a new thread for kernels: to be called before it runs any.
 void prepare_thread();
 
 }  // namespace batchgen

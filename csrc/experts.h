@@ -1,4 +1,4 @@
-// What experts have made of tokens, put together again.
+// The weighted sums of experts' outputs for each token of a mixture of experts.
 #pragma once
 
 #include <stdint.h>
@@ -10,6 +10,7 @@
 namespace batchgen {
 namespace {
 
+// One token's sum of its rows, in the order of its choices.
 template <class T, class O>
 inline void weighted_sum_of_rows(const WeightedSums& args, int64_t token, O* out) {
     const int64_t* rows = args.rows + token * args.choices;
@@ -23,6 +24,7 @@ inline void weighted_sum_of_rows(const WeightedSums& args, int64_t token, O* out
     }
 }
 
+// The sums of tokens [token, stop).
 inline void weighted_sums(const WeightedSums& args, int64_t token, int64_t stop) {
     with_type(args.type, [&](auto* type) {
         using T = __typeof__(*type);

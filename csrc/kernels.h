@@ -1,5 +1,5 @@
-// What a kernel is given, and the table of kernels that each instruction set fills in. Plain data: this header is
-// shared by translation units compiled with different flags, so it includes nothing that has inline functions.
+// The arguments of kernels, and the table of kernels that each instruction set fills in. Plain data: translation units
+// that are compiled with different flags share this header, so it includes nothing that has inline functions.
 #pragma once
 #include <stdint.h>
 
@@ -16,6 +16,9 @@ struct f16 {
 // them.
 enum class Type : int { F32 = 0, BF16 = 1, F16 = 2, Int5 = 3, Int8 = 4, Int4 = 5 };
 
+// Bytes of a number of one of the first three.
+inline int element_bytes(Type type) { return type == Type::F32 ? 4 : 2; }
+
 enum class Activation : int {
     None = 0,
     Relu = 1,
@@ -25,17 +28,17 @@ enum class Activation : int {
     GeluTanhMul = 5,
     SwigluOaiMul = 6
 };
-// Whether it takes two columns, one of them the gate of the other.
+// Whether an activation takes two columns, one of them the gate of the other.
 inline bool is_gated(Activation activation) { return activation >= Activation::SiluMul; }
 
-constexpr int kGroup = 64;  // values of a group of codes
+constexpr int kGroup = 64;  // values of a group of quantized KV
 constexpr int kMaxHeadDim = 256;
-constexpr int kTileRows = 288;           // rows of queries that attention packs K and V for: whole tiles of 12 or 6
-constexpr int kMostHeads = 64;           // of an item
-constexpr int kAllKeys = INT32_MAX / 2;  // `causal` of tokens that see every key
+constexpr int kTileRows = 288;           // query rows of an item, at most: whole tiles of 12 or 6
+constexpr int kMostHeads = 64;           // KV heads of an item, at most
+constexpr int kAllKeys = INT32_MAX / 2;  // `causal` of tokens that see all keys
 constexpr int kNoWindow = INT32_MAX;
 
-// Bits of a code, a quantized value; 0: numbers are stored as they are.
+// Bits of a quantized value; 0 where numbers are stored as they are.
 inline int code_bits(Type type) {
     switch (type) {
         case Type::Int4: return 4;
@@ -44,13 +47,13 @@ inline int code_bits(Type type) {
         default: return 0;
     }
 }
-// Bytes of a group of up to kGroup codes: of 4 and 5 bits the nibbles of two codes in each, of 5 bits then the fifth
-// bits of either half.
+// Bytes of a group of up to kGroup values: with 4 and 5 bits each byte has the nibbles of two, with 5 bits the fifth
+// bits of both halves follow.
 inline int group_bytes(int size, int bits) {
     const int half = (size + 1) / 2;
     return bits == 8 ? size : bits == 5 ? half + 2 * ((half + 7) / 8) : half;
 }
-// Bytes of the codes of a packed row of n values; its table of (scale, minimum) follows.
+// Bytes of the values of a quantized row of n; its table of (scale, minimum) follows.
 inline int code_bytes(int n, int bits) {
     return n / kGroup * group_bytes(kGroup, bits) + group_bytes(n % kGroup, bits);
 }
@@ -58,7 +61,7 @@ inline int packed_bytes(int n, int bits) { return code_bytes(n, bits) + (n + kGr
 
 // ---- attention -----------------------------------------------------------------------------------------------------
 
-// KV of one layer, [blocks, 2, kv_heads, block_size, row], K before V.
+// The KV of one layer, [blocks, 2, kv_heads, block_size, row], K before V.
 struct KV {
     uint8_t* data;
     Type type;
@@ -66,6 +69,7 @@ struct KV {
     int block_size, kv_heads, head_dim;
 };
 
+// The operands of attention.
 struct Attention {
     const void* q;                 // [tokens, heads, head_dim], scaled
     void* out;                     // [tokens, heads, head_dim], of q's type
@@ -75,7 +79,7 @@ struct Attention {
     float softcap;       // scores become softcap tanh(score / softcap); 0: they stay
     const float* sinks;  // [heads], a score without a key, which takes its part of the softmax (gpt-oss); or null
     KV kv;
-    float* partial;  // [rows, head_dim + 2]: unnormalised result, maximum score, sum of softmax weights
+    float* partial;  // [rows, head_dim + 2]: result before normalisation, maximum score, sum of softmax weights
 };
 
 // A range of keys for some of an item's tokens [first_token, first_token + num_tokens), counted from the item's first.
@@ -86,22 +90,22 @@ struct AttentionSpan {
     const int32_t* blocks;
 };
 
-// Some query tokens and KV heads, at most kTileRows rows in all, and their keys.
+// Some query tokens and KV heads, at most kTileRows rows, and their keys.
 struct AttentionItem {
     int32_t first_token, num_tokens, first_head, num_heads;
     const AttentionSpan* spans;
     int32_t num_spans;
-    int64_t partial_row;  // of [heads, tokens, group] rows, or -1: these are all of the tokens' keys
+    int64_t partial_row;  // first of [heads, tokens, group] rows; -1: these are all keys of the tokens
 };
 
-// A query head of a token whose keys were attended to in several parts: rows of `partial` to put together.
+// A query head of a token whose keys are in several parts: rows of `partial` to merge.
 struct Merge {
     int32_t token, head, first, count;  // rows[first .. first + count)
 };
 
-// ---- linear --------------------------------------------------------------------------------------------------------
+// ---- linear layers -------------------------------------------------------------------------------------------------
 
-// As files number them; from 1000 on, what is in no GGUF (quant/int4_groups.h, quant/fp8.h).
+// Block formats, numbered as in GGUF files; from 1000 on those that are in no GGUF (quant/int4_groups.h, quant/fp8.h).
 enum class BlockType : int {
     F32 = 0,
     F16 = 1,
@@ -126,45 +130,47 @@ enum class BlockType : int {
     FP8_G128 = 2128
 };
 
-// out = activation(x wᵀ + bias) + residual; with a gated one w has the gate's rows before the other half's.
+// out [M, N] = activation(x [M, K] w^T + bias) + residual, w [N, K]. With a gated activation the first half of w's rows
+// is the gate, and out has N / 2 columns.
 //
-// With `codes` w has rows of 8-bit codes as batchgen/ops/int8.py describes them, x is made such rows on the way, and
-// sums are made of integers.
+// With `int8` the rows of w are quantized as batchgen/ops/int8.py describes, x is quantized on the way, and sums are
+// exact integers.
 //
-// With a `packing` but F32 w has rows as they lie in a GGUF (quant/blocks.h), or with `packed` panels of those
-// (matmul/block_panels.h), which become numbers of x's type as they are needed.
+// With a `packing` other than F32 w is block-quantized: rows as they lie in a file (quant/blocks.h), or with `packed`
+// panels (matmul/block_panels.h).
 struct Linear {
-    const void* x;         // [rows, depth]
-    const void* packed_x;  // the same as `pack_rows` makes it, where a LinearCut asks for it
-    const void* w;         // [columns, depth], or packed in panels (prepack_panels, prepack_block_panels)
-    const void* bias;      // [columns] or null
-    const void* residual;  // [rows, columns of out] or null
+    const void* x;         // [M, K]
+    const void* packed_x;  // x as `pack_rows` makes it, where a LinearCut asks for it
+    const void* w;         // [N, K], or panels (prepack_panels, prepack_block_panels)
+    const void* bias;      // [N] or null
+    const void* residual;  // of the shape of out, or null
     void* out;
-    int64_t x_stride, w_stride, residual_stride,
-        out_stride;  // values from row to row; with `codes` or a packing w's are bytes, in panels too
+    // Numbers from row to row; bytes of a row of w with `int8` or a packing, also where w is panels.
+    int64_t x_stride, w_stride, residual_stride, out_stride;
     int64_t m, n, k;
     Type type, out_type;  // of x, w, bias and residual; of out
     Activation activation;
     bool packed, int8;
-    bool unpacked;      // by prepack_panels, of rows with a packing
-    BlockType packing;  // F32: w is of x's type
+    bool unpacked;      // w is what prepack_panels makes of block-quantized rows
+    BlockType packing;  // F32: w has x's type
 };
 
-// How a linear layer is best cut into calls.
+// The best cut of a linear layer into calls.
 struct LinearCut {
-    int64_t row_tile;             // rows that are worked on at once: calls have a multiple of it
-    int64_t rows;                 // of a call, at most
-    int64_t panels, most_panels;  // of a call, where there is enough for all threads, and at most
-    int64_t packed_bytes;         // of x as `pack_rows` makes it, before all calls; 0: x is taken as it lies
+    int64_t row_tile;             // rows of a call are a multiple of it
+    int64_t rows;                 // rows of a call, at most
+    int64_t panels, most_panels;  // panels of a call where there is enough for all threads, and at most
+    int64_t packed_bytes;         // bytes of x as `pack_rows` makes it before all calls; 0: x is read as it lies
     int64_t group;                // rows of a group of `pack_rows`
-    bool keeps_quants;            // panels unpacked for many rows are codes with their scales (matmul/quant_panels.h)
+    bool keeps_quants;            // panels that are unpacked for many rows stay quantized (matmul/quant_panels.h)
 };
 
-// Products of tile registers.
+// The products of tile registers.
 enum class TileProduct : int { BF16 = 0, I8 = 1, U8 = 2 };
 
-// ---- around them ---------------------------------------------------------------------------------------------------
+// ---- other kernels -------------------------------------------------------------------------------------------------
 
+// RMSNorm or LayerNorm of rows.
 struct Norm {
     const void* x;
     const void* weight;
@@ -176,7 +182,7 @@ struct Norm {
     float eps;
 };
 
-// Rotary embedding of fused QKV, K and V to their slots in the KV.
+// Rotary embedding of fused QKV; K and V go to their slots in the KV.
 struct RotaryStore {
     const void* qkv;   // [tokens, heads + 2 kv_heads, head_dim]
     void* q_out;       // [tokens, heads, head_dim], scaled
@@ -186,7 +192,7 @@ struct RotaryStore {
     const int64_t* slots;      // [tokens], block * block_size + offset
     const void* q_norm;        // [head_dim] weights of an RMSNorm over each head, or null
     const void* k_norm;
-    const float* rotation;  // [head_dim, head_dim] that queries and keys are rotated with, or null
+    const float* rotation;  // [head_dim, head_dim], multiplied with queries and keys; or null
     int64_t qkv_stride;
     Type type;
     int heads;
@@ -196,37 +202,39 @@ struct RotaryStore {
     void* v_out;
 };
 
-// out[t] = the sum of shares[t][j] made[rows[t][j]], in the order of j.
+// out[t] = the sum over j of shares[t][j] made[rows[t][j]], in the order of j.
 struct WeightedSums {
     const void* made;     // [rows, columns]
     const int64_t* rows;  // [tokens, choices]
     const float* shares;  // [tokens, choices]
-    void* out;            // [tokens, columns], of made's type or in fp32
+    void* out;            // [tokens, columns], of the type of `made` or in fp32
     int64_t columns;
     int choices;
     Type type;
     bool in_fp32;
 };
 
+// Quantization in groups (quant/groups.h).
 struct Quant {
     const void* x;    // [rows, columns]
     uint8_t* packed;  // [rows, row_bytes]
     void* out;
     int64_t rows, columns, row_bytes;
     Type type;
-    int bits;  // of a code
+    int bits;  // of a value
 };
 
-// Rows of a GGUF's tensor to be unpacked.
+// Block-quantized rows to dequantize (quant/blocks.h).
 struct Blocks {
     const uint8_t* packed;  // [rows, row_bytes]
     void* out;              // [rows, columns]
     int64_t columns, row_bytes;
-    int64_t interleaved;  // so many rows at a time are those of two halves in turn, and are put apart; 0: none are
+    int64_t interleaved;  // so many rows at a time are those of two halves in turn, to be put in order; 0: none
     BlockType packing;
     Type type;
 };
 
+// The argmax of rows of logits.
 struct Argmax {
     const float* logits;
     int64_t stride, columns;
@@ -235,27 +243,28 @@ struct Argmax {
     float* lse;      // [rows] log of the sum of exponentials, or null
 };
 
+// The kernels of one instruction set.
 struct Kernels {
     const char* name;
     int width;       // floats of a vector
     bool fast_bf16;  // has products of bf16 pairs
-    int panel;       // columns of a packed panel
-    // Scratch that a call may use, in bytes, aligned to 64.
+    int panel;       // columns of a panel
+    // Bytes of scratch memory of a call, aligned to 64.
     int64_t (*attention_scratch)(const Attention&);
     int64_t (*linear_scratch)(const Linear&, int64_t rows, int64_t panels);
     void (*attend)(const Attention&, const AttentionItem* items, int64_t count, void* scratch);
     void (*merge)(const Attention&, const Merge&, const int64_t* rows);
     LinearCut (*linear_cut)(const Linear&);
-    int64_t (*panel_bytes)(const Linear&);  // of a packed panel of w
-    // Groups [group, stop) of rows of x, to where they are among all of them.
+    int64_t (*panel_bytes)(const Linear&);  // bytes of a panel as prepack_panels makes it
+    // Packs groups [group, stop) of rows of x, each to its place among all of them.
     void (*pack_rows)(const Linear&, int64_t group, int64_t stop, void* out);
-    // Rows [row, row_stop) of the panels [panel, panel_stop); next_panel is what the thread probably works on then.
+    // Rows [row, row_stop) times panels [panel, panel_stop); next_panel is what the thread probably works on then.
     void (*linear)(const Linear&, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, int64_t next_panel,
                    void* scratch);
     void (*prepack_panels)(const Linear&, int64_t panel, int64_t panel_stop, void* out);
-    // Panels of rows of a GGUF, `panel` times w_stride bytes each.
+    // Panels of block-quantized weights, `panel` times w_stride bytes each.
     void (*prepack_block_panels)(const Linear&, int64_t panel, int64_t panel_stop, void* out);
-    // Rows [first, stop) of those at `rows` of a packed w, as numbers: out [rows, depth].
+    // Writes rows rows[first], ..., rows[stop - 1] of a prepacked w to out [rows, K].
     void (*rows_of_panels)(const Linear&, const int64_t* rows, int64_t first, int64_t stop, void* out);
     void (*norm)(const Norm&, int64_t row, int64_t stop);
     void (*weighted_sums)(const WeightedSums&, int64_t token, int64_t stop);

@@ -1,4 +1,4 @@
-// The largest of a row of logits, the log of the sum of exponentials, and each one's softmax weight.
+// Reductions of rows of logits: argmax, the log of the sum of exponentials, and softmax weights.
 #pragma once
 
 #include <stdint.h>
@@ -10,9 +10,10 @@
 namespace batchgen {
 namespace {
 
+// The largest of n numbers.
 inline float largest_of(const float* x, int64_t n) {
     const vf none = set1(-__builtin_inff());
-    vf best[4] = {none, none, none, none};  // no comparison waits for the last one
+    vf best[4] = {none, none, none, none};  // four chains, so that no comparison waits for the last one
     int64_t at = 0;
     for (; at + 4 * W <= n; at += 4 * W)
         for (int c = 0; c < 4; c++) best[c] = max(load(x + at + c * W), best[c]);
@@ -22,13 +23,14 @@ inline float largest_of(const float* x, int64_t n) {
     return highest;
 }
 
+// The argmax of rows [row, stop), its value, and the log of the sum of exponentials.
 inline void argmax(const Argmax& args, int64_t row, int64_t stop) {
     const int64_t n = args.columns;
     for (; row < stop; row++) {
         const float* x = args.logits + row * args.stride;
         constexpr int64_t kBlock = 1024;
         float highest = -__builtin_inff();
-        int64_t index = 0;  // of the block where the largest is first, then its own
+        int64_t index = 0;  // of the first block with the largest, then of the largest itself
         for (int64_t i = 0; i < n; i += kBlock) {
             const float here = largest_of(x + i, smaller(kBlock, n - i));
             if (here > highest) highest = here, index = i;
@@ -38,7 +40,7 @@ inline void argmax(const Argmax& args, int64_t row, int64_t stop) {
         args.maximum[row] = highest;
         if (!args.lse) continue;
         double total = 0;
-        for (int64_t i = 0; i < n;) {  // some at a time: a long sum in fp32 would lose what is added last
+        for (int64_t i = 0; i < n;) {  // in pieces: a long sum in fp32 would lose what is added last
             vf all = zero();
             for (const int64_t stop = smaller(n / W * W, i + 64 * W); i < stop; i += W)
                 all = add(all, exp(sub(load(x + i), set1(highest))));
@@ -53,7 +55,7 @@ inline void argmax(const Argmax& args, int64_t row, int64_t stop) {
     }
 }
 
-// out[i] = exp((logits[i] - the largest) / temperature), 0 for no number, for a row of n.
+// out[i] = exp((logits[i] - the largest) / temperature) for a row of n; 0 for NaN.
 inline void softmax_weights(const float* logits, int64_t n, float temperature, float* out) {
     const vf from = set1(largest_of(logits, n)), by = set1(1 / temperature);
     for (int64_t i = 0; i < n; i += W) {

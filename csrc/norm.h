@@ -10,7 +10,7 @@
 namespace batchgen {
 namespace {
 
-// The first n lanes, zero beyond.
+// The first n lanes; the others become zero.
 inline vf first_lanes(vf a, int n) {
     float all[W], part[W] = {};
     store(all, a);
@@ -18,8 +18,7 @@ inline vf first_lanes(vf a, int n) {
     return load(part);
 }
 
-// The sum of what `add_to(sum, values)` adds, for `of(values)` of a row: in four chains, as an addition takes as long
-// as loading several vectors.
+// Sums add_to(sum, of(values)) over a row, in four chains: an addition takes as long as loading several vectors.
 template <class T, class F, class G>
 inline float sum_over(const T* x, int64_t n, F of, G add_to) {
     vf sums[4] = {zero(), zero(), zero(), zero()};
@@ -34,6 +33,7 @@ inline float sum_over(const T* x, int64_t n, F of, G add_to) {
     return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
+// Normalises one row; kLayer: LayerNorm, else RMSNorm.
 template <bool kLayer, class T>
 inline void norm_row(const T* x, const T* weight, const T* bias, int64_t n, float eps, T* out) {
     vf mean = zero();
@@ -52,6 +52,7 @@ inline void norm_row(const T* x, const T* weight, const T* bias, int64_t n, floa
     if (i < n) vector(i, int(n - i));
 }
 
+// Normalises rows [row, stop).
 inline void norm(const Norm& args, int64_t row, int64_t stop) {
     with_type(args.type, [&](auto* type) {
         using T = __typeof__(*type);

@@ -1,4 +1,4 @@
-// Rotary embedding of fused queries, keys and values, and K and V to their slots in the KV.
+// Rotary embedding of fused QKV; K and V go to their slots in the KV.
 #pragma once
 
 #include <stdint.h>
@@ -15,7 +15,8 @@ struct HeadBuffer {
     float x[kMaxHeadDim + W], y[kMaxHeadDim + W];
 };
 
-// A head's row rotated by its position and scaled, where there is nothing else to do and its halves are whole vectors.
+// Rotates a head's row by its position and scales it, where nothing else is to be done and its halves are whole
+// vectors.
 template <class T>
 inline void rotate_only(const T* head, int n, const float* cos, const float* sin, float scale, T* out) {
     const vf by = set1(scale);
@@ -27,7 +28,7 @@ inline void rotate_only(const T* head, int n, const float* cos, const float* sin
     }
 }
 
-// A head's row in floats at b.x: normed, rotated by its position, scaled.
+// Loads a head's row into b.x: normed, rotated by its position, scaled.
 template <class T>
 inline void rotate_head(const RotaryStore& args, const T* head, const T* weight, const float* cos, const float* sin,
                         float scale, HeadBuffer& b) {
@@ -57,7 +58,7 @@ inline void rotate_head(const RotaryStore& args, const T* head, const T* weight,
     }
 }
 
-// x = x rotation, for what rotated keys are compared with.
+// x = x rotation: keys of quantized KV are rotated, and so are the queries that meet them.
 inline void apply_rotation(const float* rotation, int n, HeadBuffer& b) {
     for (int j = 0; j < n; j += W) {
         const int count = int(smaller(W, n - j));
@@ -73,6 +74,7 @@ inline void write_head(const float* x, int n, T* out) {
     for (int i = 0; i < n; i += W) store_part(out + i, load_part(x + i, n - i), n - i);
 }
 
+// Tokens [token, stop).
 template <class T>
 inline void rotary_store_rows(const RotaryStore& args, int64_t token, int64_t stop) {
     const KV& kv = args.kv;

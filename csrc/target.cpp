@@ -1,6 +1,5 @@
-// All kernels for one instruction set: compiled once for each, with BATCHGEN_TARGET its name and flags to match. Only
-// C's headers are used here: an inline function of the standard library compiled with these flags could be the one that
-// the whole library is linked with, and then runs on machines that lack the instructions.
+// The table of kernels of one instruction set. This file is compiled once for each set, with BATCHGEN_TARGET its name
+// and flags to match (simd/target.h).
 #include "attention/attention.h"
 #include "experts.h"
 #include "kernels.h"

@@ -1,1 +1,1 @@
-"""What every package says: errors, units, requests, hardware, plans."""
+"""Values and errors that every package uses: requests, hardware, workloads, plans."""

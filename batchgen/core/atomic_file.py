@@ -24,15 +24,15 @@ _FIX = {
 
 @contextlib.contextmanager
 def staged(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A new file at `path`, on stable storage when the block ends, removed when the block raises.
+    """A new file that is on stable storage when the block ends, and is removed when the block raises.
 
     Removing it at once gives a full disk its space back. A killed process leaves it behind: callers give it a name
-    (`*.tmp`) that nothing but the next start's cleaning looks at, and rename it when it is whole. What is there under
-    that name is removed, not written to: in a folder that others may write to it may be a link.
+    (`*.tmp`) that only the next start's cleaning looks at, and rename it when it is whole. A file of that name is
+    removed first and not written to, since it may be a link where others may write to the folder.
 
     Args:
-        path: Its name.
-        mode: As of os.open: less what the umask takes.
+        path: The path of the new file.
+        mode: The permissions of the new file, less what the umask takes.
     """
     try:
         path.unlink(missing_ok=True)
@@ -48,7 +48,7 @@ def staged(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def replace_durably(source: Path, target: Path) -> None:
-    """Rename `source` over `target` (same filesystem), on stable storage on return."""
+    """Rename `source` over `target` on the same filesystem; the change is on stable storage on return."""
     os.replace(source, target)
     sync_directory(target.parent)
 
@@ -58,13 +58,13 @@ def written_atomically(path: Path, *, contended: bool = False, mode: int = 0o666
     """A file to write, which is at `path` when the block ends: readers see the old file or the new one, never a piece.
 
     Args:
-        path: the file, in a directory that is there.
-        contended: other processes, of any machine, may write the same file at the same time: each has a temporary file of its own, and the
-            last one's content stays.
-        mode: as of `staged`.
+        path: The file's path, in a directory that exists.
+        contended: True where other processes, of any machine, may write the same file at the same time: each has a
+            temporary file of its own, and the last one's content stays.
+        mode: The permissions of the file, less what the umask takes.
 
     Raises:
-        OSError: nothing is left of the new content then.
+        OSError: The file cannot be written; nothing is left of the new content.
     """
     temporary = path.with_name(path.name + (f".{socket.gethostname()}.{os.getpid()}.tmp" if contended else ".tmp"))
     with staged(temporary, mode) as file:
@@ -73,7 +73,17 @@ def written_atomically(path: Path, *, contended: bool = False, mode: int = 0o666
 
 
 def write_atomically(path: Path, content: bytes, *, contended: bool = False, mode: int = 0o666) -> None:
-    """Put `content` at `path`, as `written_atomically` does."""
+    """Put bytes into a file in one step: readers see the old file or the new one, never a piece.
+
+    Args:
+        path: The file's path, in a directory that exists.
+        content: All bytes of the file.
+        contended: True where other processes may write the same file at the same time.
+        mode: The permissions of the file, less what the umask takes.
+
+    Raises:
+        OSError: The file cannot be written; nothing is left of the new content.
+    """
     with written_atomically(path, contended=contended, mode=mode) as file:
         file.write(content)
 
@@ -91,7 +101,7 @@ def sync_directory(path: Path) -> None:
 
 
 def storage_error(error: OSError, action: str, rows_safe: int | None = None) -> BatchgenError:
-    """The line for a disk that failed in `action` ("write X"), with `rows_safe` rows on it where known."""
+    """The error for a disk that failed in `action` ("write X"); `rows_safe`: rows that are on it, where known."""
     what = error.strerror or " ".join(str(error).split())
     if error.filename is not None and str(error.filename) not in action:
         what += f" ({error.filename})"

@@ -1,4 +1,4 @@
-"""Cores that a process has for itself, among several on a machine that each take some; and those that a thread keeps to."""
+"""CPU cores that one process, or one thread, keeps to."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _held: list[int] = []  # descriptors whose locks end with the process, however i
 
 
 def take_cores(count: int, folder: Path | None = None) -> tuple[int, ...]:
-    """Keep this process, with all its threads, to cores that no other one has taken in this way, until it ends.
+    """Keep this process and all its threads, until it ends, to cores that no other process has taken in this way.
 
     Args:
-        count: How many.
-        folder: Of the locks, one for each core, on a disk of this machine. None: the one of this user.
+        count: The number of cores.
+        folder: The folder of the locks, one for each core, on a disk of this machine; None: this user's.
 
     Returns:
-        The cores, in order; none where so many are not free, or the system has no such thing: then the process may use the cores that it could before.
+        The cores, in order. Empty where so many are not free or the system has no affinity: then the process may use
+        the cores that it could before.
     """
     if not hasattr(os, "sched_getaffinity"):
         return ()
@@ -61,11 +62,16 @@ def _keep_process_to(cores: Iterable[int]) -> None:
 
 
 def dedicated_core() -> tuple[frozenset[int], frozenset[int]]:
-    """A core for an emulated accelerator, and those that are left to the CPU. Raises InputError where there are not two cores."""
+    """A core for an emulated accelerator, and the cores that are left to the CPU.
+
+    Raises:
+        InputError: This process has fewer than two cores.
+    """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < 2:
         raise InputError(
-            "an emulated accelerator with a slowdown needs a core of its own, and this process has one core at most that it can"
+            "an emulated accelerator with a slowdown needs a core of its own, and this process has one core at most"
+            " that it can"
             " keep to: leave out slowdown"
         )
     return frozenset(cores[-1:]), frozenset(cores[:-1])
@@ -73,7 +79,7 @@ def dedicated_core() -> tuple[frozenset[int], frozenset[int]]:
 
 @contextlib.contextmanager
 def on_cores(cores: Iterable[int]) -> Iterator[None]:
-    """Meanwhile the calling thread, and the threads and processes that it begins, run on these cores alone."""
+    """Within the block, the calling thread and the threads and processes that it begins run on these cores alone."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:

@@ -1,4 +1,4 @@
-"""What computes: the CPU, a CUDA GPU, or an accelerator that is emulated on the CPU with a memory and links of its own."""
+"""Devices that compute: the CPU, a CUDA GPU, or an accelerator emulated on the CPU with memory and links of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from batchgen.core.errors import InputError
 from batchgen.core.units import format_bytes, parse_bytes
 
 _EMULATED = "emulated"
-_KNOWN = "auto, cpu, cuda or emulated:gpu-memory=512MiB[,h2d=2GiB/s][,d2h=2GiB/s][,slowdown=2][,step-overhead=1ms][,cpu-slowdown=2]"
+_KNOWN = (
+    "auto, cpu, cuda or emulated:gpu-memory=512MiB[,h2d=2GiB/s][,d2h=2GiB/s][,slowdown=2][,step-overhead=1ms]"
+    "[,cpu-slowdown=2]"
+)
 _SIZES, _FACTORS = ("gpu-memory", "h2d", "d2h"), ("slowdown", "cpu-slowdown")
 _OF_OWN_CORE = ("cpu-slowdown", "step-overhead")
 
@@ -22,12 +25,13 @@ class Device:
 
     Attributes:
         kind: "cpu", "cuda" or "emulated".
-        gpu_memory_bytes: memory of an emulated one.
-        h2d_bytes_per_s, d2h_bytes_per_s: throttled rates of its links; None: as fast as they are.
-        slowdown: an emulated one has a core of its own, on which it takes this many times as long as the core by itself, 1 or more;
+        gpu_memory_bytes: Bytes of memory of an emulated device.
+        h2d_bytes_per_s: Rate to which the link from the host is throttled; None: not throttled.
+        d2h_bytes_per_s: Rate to which the link to the host is throttled; None: not throttled.
+        slowdown: Factor, 1 or more, by which an emulated device is slower than the dedicated core that it computes on;
             None: it takes turns with CPU attention, on all cores.
-        cpu_slowdown: the same of CPU attention, on the other cores, where the device has its own.
-        step_overhead_s: which one layer of one micro-batch takes beside, there.
+        cpu_slowdown: Factor by which CPU attention is slower than the other cores, where the device has a core.
+        step_overhead_s: Seconds that each layer of each micro-batch takes longer on a dedicated core.
     """
 
     kind: str
@@ -40,12 +44,12 @@ class Device:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether it computes on the cores that attend, so that they take turns."""
+        """True where the device computes on the cores that attend, so that they take turns."""
         return self.kind == _EMULATED and self.slowdown is None
 
     @property
     def accelerated(self) -> bool:
-        """Whether it has a memory of its own beside the host's."""
+        """True where the device has memory of its own beside the host's."""
         return self.kind != "cpu"
 
     def __str__(self) -> str:
@@ -63,7 +67,10 @@ class Device:
 
 @cache
 def has_cuda() -> bool:
-    """Whether torch can use a CUDA GPU. torch takes seconds to import: it is asked only where a driver has devices."""
+    """True where torch can use a CUDA GPU.
+
+    torch takes seconds to import, so it is asked only where a driver has devices.
+    """
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
         return False
     import torch
@@ -73,7 +80,7 @@ def has_cuda() -> bool:
 
 @cache
 def compute_capability() -> tuple[int, int]:
-    """Of the current CUDA device, (major, minor)."""
+    """The compute capability of the current CUDA device, (major, minor)."""
     import torch
 
     major, minor = torch.cuda.get_device_capability()
@@ -81,21 +88,23 @@ def compute_capability() -> tuple[int, int]:
 
 
 def sixteen_bits(capability: tuple[int, int]) -> str:
-    """The 16-bit dtype that a card of this compute capability multiplies fast.
-
-    Before Ampere (8.0) tensor cores know no bfloat16.
-    """
+    """The 16-bit dtype that a GPU of this compute capability multiplies fast: before 8.0 (Ampere) float16."""
     return "bfloat16" if capability >= (8, 0) else "float16"
 
 
 def parse_device(text: str) -> Device:
-    """The device of a `--device` flag; "auto" is the CPU, as long as "cuda" has not run on a GPU. Raises InputError."""
+    """The device that a value of `--device` names; "auto" is the CPU, as long as "cuda" has not run on a GPU.
+
+    Raises:
+        InputError: The value is not understood, or names a device that is not there.
+    """
     if text in ("auto", "cpu"):
         return Device("cpu")
     if text == "cuda":
         if not has_cuda():
             raise InputError(
-                "--device cuda: torch finds no CUDA device here; leave it out, or install a torch built for this GPU's driver"
+                "--device cuda: torch finds no CUDA device here; leave it out, or install a torch built for this"
+                " GPU's driver"
             )
         return Device("cuda")
     kind, _, options = text.partition(":")

@@ -1,4 +1,4 @@
-"""Digests of values, to tell jobs, rows and files apart by what they are made of."""
+"""Digests of values, which tell jobs, rows and files apart."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def json_sha256(value: Any, *, default: Callable[[Any], Any] | None = None) -> s
     Cache files and folders are named by it: the text must not change.
 
     Args:
-        value: what JSON has a form for.
-        default: turns anything else into such a value, as for `json.dumps`.
+        value: A value that JSON has a form for.
+        default: A function that turns anything else into such a value, as `json.dumps` takes it.
 
     Returns:
         The SHA-256, 64 hexadecimal digits.

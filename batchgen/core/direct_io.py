@@ -1,7 +1,7 @@
-"""Files read and written past the page cache, in large pieces.
+"""Files that are read and written past the page cache, in large pieces.
 
-So a memory limit is a limit, and rates are the disk's. Where a filesystem cannot do direct I/O (tmpfs), the cache is used and
-emptied of the file behind each transfer.
+So a memory limit is a limit, and rates are the disk's. Where a filesystem cannot do direct I/O (tmpfs), the cache is
+used, and emptied of the file after each transfer.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _IN_FLIGHT = 4
 
 
 def aligned(num_bytes: int) -> int:
-    """`num_bytes` rounded up to what direct I/O moves."""
+    """`num_bytes` rounded up to a multiple of what direct I/O moves."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_buffer(num_bytes: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mmap:
-    """Fresh memory that direct I/O can use, private to this process, its size rounded up.
+    """New memory that direct I/O can use, private to this process, its size rounded up.
 
     Pages are allocated on first use, huge ones where the kernel has them.
     """
@@ -41,17 +41,18 @@ def aligned_buffer(num_bytes: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mm
 
 
 class DirectFile:
-    """An open file. Offsets are multiples of ALIGNMENT, buffers begin on and have sizes of such multiples."""
+    """An open file for direct I/O: offsets and sizes are multiples of ALIGNMENT, and buffers begin at such ones."""
 
     def __init__(self, path: Path | str, *, size_bytes: int | None = None) -> None:
         """Open a file, or make one.
 
-        Raises OSError.
-
         Args:
-            path: of the file; or of the folder in which one without a name is made, of which nothing is left however
-                the process ends.
-            size_bytes: makes a file, of that size, to be written and read; None: opens one that is there, to read.
+            path: The path of the file; or with `size_bytes` the folder of a new file without a name, of which nothing
+                is left however the process ends.
+            size_bytes: Bytes of a new file that is to be written and read; None: an existing file is opened to be read.
+
+        Raises:
+            OSError: The file cannot be opened or made.
         """
         self.path = Path(path)
         try:
@@ -74,14 +75,23 @@ class DirectFile:
     def read(self, pieces: Iterable[tuple[int, memoryview]]) -> int:
         """Fill each buffer from its offset; only the end of the file may cut one short.
 
-        Returns bytes read.
+        Returns:
+            Bytes read.
 
-        Raises OSError.
+        Raises:
+            OSError: The file cannot be read.
         """
         return self._all(self._read_one, pieces)
 
     def write(self, pieces: Iterable[tuple[int, memoryview]]) -> int:
-        """Write each buffer at its offset. Returns bytes written. Raises OSError."""
+        """Write each buffer at its offset.
+
+        Returns:
+            Bytes written.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         return self._all(self._write_one, pieces)
 
     def version(self) -> FileVersion:
@@ -132,7 +142,7 @@ def _each(transfer: Callable[[int, memoryview], int], pieces: list[tuple[int, me
 
 @contextlib.contextmanager
 def offload_errors(directory: Path) -> Iterator[None]:
-    """An OSError within becomes an InputError that names the directory of --offload-dir."""
+    """Turn an OSError within the block into an InputError that names the directory of --offload-dir."""
     try:
         yield
     except OSError as error:
@@ -143,7 +153,7 @@ def offload_errors(directory: Path) -> Iterator[None]:
 
 
 def make_offload_dir(directory: Path) -> Path:
-    """The directory, resolved; made where it does not exist. Raises InputError."""
+    """The directory's resolved path; it is made where it does not exist. Raises InputError."""
     with offload_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         return directory.resolve()

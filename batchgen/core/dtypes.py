@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Codes of some bits, and a scale and a zero point of 16 bits for each group of 64 (FlexGen section 5): KV, and weights of int4.
+# Codes of some bits, and a scale and a zero point of 16 bits for each group of 64 (FlexGen section 5): KV, and
+# weights of int4.
 # Weights of int8 are codes of 8 bits, and a scale in fp32 for each row.
 INT4, INT5, INT8 = "int4", "int5", "int8"
 CODE_GROUP = 64
@@ -48,7 +49,8 @@ MIXED = "mixed"
 KEPT_FORMATS = (*BLOCK_FORMATS, *EXPERT_FORMATS, MIXED)
 # Formats in which matrices of layers are packed. All else is in the compute dtype, but for `ModelConfig.end_formats`.
 PACKED_FORMATS = (INT4, INT8, *KEPT_FORMATS)
-# Values of `--weights`. AUTO: NATIVE or DEQUANTIZED, whichever is faster. NATIVE: in the model's own format. DEQUANTIZED: in the
+# Values of `--weights`. AUTO: NATIVE or DEQUANTIZED, whichever is faster. NATIVE: in the model's own format.
+# DEQUANTIZED: in the
 # compute dtype.
 AUTO, NATIVE, DEQUANTIZED = "auto", "native", "dequantized"
 WEIGHTS = (AUTO, NATIVE, DEQUANTIZED, INT8, INT4)

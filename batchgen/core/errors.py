@@ -1,7 +1,6 @@
-"""What went wrong, in one line a person can act on.
+"""Errors whose message is one line that a person can act on.
 
-`BatchgenError` carries such a line; the command line prints it without a traceback.
-Anything else that escapes is a bug in batchgen.
+The command line prints a `BatchgenError` without a traceback. Anything else that escapes is a bug in batchgen.
 """
 
 import os
@@ -17,7 +16,8 @@ class BatchgenError(Exception):
 
     The message is one line and names the fix. Credentials of URLs in it are hidden.
 
-    `exit_code` is what the process ends with (see `batchgen run --help`).
+    Attributes:
+        exit_code: The exit code of the process (see `batchgen run --help`).
     """
 
     exit_code = 1
@@ -27,7 +27,7 @@ class BatchgenError(Exception):
 
 
 class InputError(BatchgenError):
-    """What the user handed in is wrong: a path, a column, a flag, a model, a budget."""
+    """Something that the user has given is wrong: a path, a column, a flag, a model, a budget."""
 
     exit_code = 2
 
@@ -44,7 +44,10 @@ class JobStopped(BatchgenError):
 class TooManyFailed(BatchgenError):
     """More rows failed than `--max-failed` allows, or all of them.
 
-    What was finished is saved, the errors in their rows. `report` is that of the job.
+    Finished rows are saved, with the errors of the others.
+
+    Attributes:
+        report: The report of the job.
     """
 
     exit_code = 4
@@ -55,7 +58,7 @@ class TooManyFailed(BatchgenError):
 
 
 class RowError(Exception):
-    """One row cannot be run (null, empty, too long). Recorded in that row; the job goes on."""
+    """One row cannot be run (null, empty, too long). The error is recorded in that row, and the job goes on."""
 
 
 def file_error(error: OSError, path: str) -> InputError:
@@ -68,11 +71,11 @@ def file_error(error: OSError, path: str) -> InputError:
 
 @contextmanager
 def naming_files(path: str | None = None, errors: type[OSError] = OSError) -> Iterator[None]:
-    """Turn an error of the system about a file, wherever a command or a job meets it, into an InputError that names it.
+    """Turn a system error about a file within the block into an InputError that names the file.
 
     Args:
         path: Name that the user gave; None: the name in the error. An error without a name passes.
-        errors: Kind of errors that are turned.
+        errors: Type of the errors that are turned.
     """
     try:
         yield
@@ -84,13 +87,13 @@ def naming_files(path: str | None = None, errors: type[OSError] = OSError) -> It
 
 
 def one_line(text: object) -> str:
-    """Text for such a line: blanks and line breaks become one blank, nothing in it acts on a terminal, no credentials, and an end."""
+    """A value as text of one line, without characters that act on a terminal, without credentials, and not too long."""
     line = " ".join(str(text).split())
     line = visible(without_credentials(line))  # before it is cut, or a piece of them would stay
     return line if len(line) <= 300 else line[:297] + "..."
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error's text, with the line behind it where it ends in a colon; the error's kind if it says nothing."""
+    """The first line of an error's text, and the next where it ends in a colon; the error's type if it has no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -11,7 +11,11 @@ from batchgen.core.private_files import is_ours_alone, open_regular
 
 
 class LockHeld(Exception):
-    """Another process has the lock. `holder` says which: "process 123 on host"."""
+    """Another process has the lock.
+
+    Attributes:
+        holder: The process that has it: "process 123 on host".
+    """
 
     def __init__(self, holder: str) -> None:
         super().__init__(holder)
@@ -19,21 +23,21 @@ class LockHeld(Exception):
 
 
 def lock_file(path: Path, *, shared: bool = False) -> int:
-    """Take the lock (flock) of a file, which is made where there is none, and note in it who has it.
+    """Take the lock (flock) of a file, which is made where it does not exist, and write into it who has it.
 
     A link is not followed, and nothing is written to a file that another user has put there, or that has another name
     elsewhere.
 
     Args:
-        path: The file.
-        shared: Take it together with others who do so, and note nothing.
+        path: The file's path.
+        shared: True for a lock that others may hold at the same time, where nothing is written.
 
     Returns:
         A file descriptor; closing it releases the lock.
 
     Raises:
-        LockHeld: another process has it.
-        OSError: the file cannot be made or locked.
+        LockHeld: Another process has it.
+        OSError: The file cannot be made or locked.
     """
     descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:

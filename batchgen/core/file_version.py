@@ -1,4 +1,4 @@
-"""A file's version: what tells that it was written to, or that another is in its place, without reading it."""
+"""The version of a file: it tells, without reading the file, that it was written to or that another is in its place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 class FileVersion(NamedTuple):
     """The properties of a file that change with its content.
 
-    Times of files are those of their system, mostly of a few milliseconds.
+    Times of files have the resolution of their system's clock, mostly a few milliseconds.
     """
 
     device: int
@@ -20,6 +20,6 @@ class FileVersion(NamedTuple):
 
 
 def version_of(file: int | Path) -> FileVersion:
-    """The version of an open file, by its descriptor, or of what is at a path now. Raises OSError."""
+    """The version of an open file, given by its descriptor, or of the file at a path. Raises OSError."""
     found = os.stat(file)
     return FileVersion(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)

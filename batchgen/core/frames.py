@@ -1,4 +1,4 @@
-"""Messages between two processes: eight bytes that say the length, and as many bytes."""
+"""Messages between two processes: eight bytes with the length, and then the message."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ NO_MEMORY = 3  # exit code of a process that has no memory for a message
 
 
 def framed(message: bytes) -> bytes:
-    """The message behind its length."""
+    """The message with its length before it."""
     return _LENGTH.pack(len(message)) + message
 
 
 def read_frame(file: Any) -> bytearray | None:
-    """The next message, however many reads an unbuffered file takes for it; None where the file ends before it is whole."""
+    """The next message, however many reads it takes; None where the file ends before the message is whole."""
     header = _read(file, _LENGTH.size)
     return None if header is None else _read(file, _LENGTH.unpack(header)[0])
 

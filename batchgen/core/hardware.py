@@ -1,4 +1,4 @@
-"""What a machine can do: measured rates and sizes, as a frozen value that travels as JSON."""
+"""The profile of a machine: measured rates and sizes, as a frozen value that is written as JSON."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"  # of the environment: names a profile t
 
 @dataclass(frozen=True)
 class Rates:
-    """A rate as a function of sizes, as measured at a grid of points.
+    """A rate as a function of sizes, measured at a grid of points.
 
     Attributes:
-        axes: names of the sizes, outermost first.
-        points: with no axes a number; else (size, points of the remaining axes) pairs in ascending order. Between
-            points the logarithm of the rate is linear in the logarithm of the size; beyond the ends it is what it is at
-            the end.
+        axes: Names of the sizes, outermost first.
+        points: A number where there are no axes; else pairs of size and points of the remaining axes, in ascending
+            order.
+            Between points the logarithm of the rate is linear in the logarithm of the size; beyond the ends it is
+                constant.
     """
 
     axes: tuple[str, ...]
@@ -46,7 +47,7 @@ class Rates:
         return _with_logarithms(self.points, len(self.axes))
 
     def scaled(self, factor: float) -> Rates:
-        """The same curve, `factor` times as fast."""
+        """Rates that are `factor` times these."""
         return Rates(self.axes, _map_points(self.points, len(self.axes), lambda rate: rate * factor))
 
     def to_json(self) -> Any:
@@ -56,8 +57,13 @@ class Rates:
     def from_json(cls, value: Any, name: str, known_axes: tuple[str, ...]) -> Rates:
         """Read what `to_json` gives.
 
-        Raises InputError, calling the field `name`, unless every rate and size is a positive number and every axis one
-        of those known.
+        Args:
+            value: The value in the form that JSON has.
+            name: Name of the field in messages.
+            known_axes: Axes that may occur.
+
+        Raises:
+            InputError: A rate or size is no positive number, or an axis is not known.
         """
         if not isinstance(value, Mapping):
             return cls((), _positive(value, name))
@@ -66,13 +72,14 @@ class Rates:
         axes = tuple(value["axes"])
         if any(axis not in known_axes for axis in axes) or len(set(axes)) < len(axes):
             raise InputError(
-                f"hardware profile: {name} has the axes {', '.join(map(str, axes))}; it may have {', '.join(known_axes)}"
+                f"hardware profile: {name} has the axes {', '.join(map(str, axes))}; it may have"
+                f" {', '.join(known_axes)}"
             )
         return cls(axes, _checked_points(value["points"], len(axes), name))
 
 
 def _with_logarithms(points: Any, depth: int) -> Any:
-    """Sizes, their logarithms, and what there is at each of them: the rate, or the same of the next axis."""
+    """Sizes, their logarithms, and the rate at each of them, or the same for the next axis."""
     if depth == 0:
         return points
     sizes = [x for x, _ in points]
@@ -80,7 +87,7 @@ def _with_logarithms(points: Any, depth: int) -> Any:
 
 
 def _interpolate(table: Any, sizes: list[float], axis: int) -> float:
-    """The rate, linear between points in the logarithms of both. A plan asks for some ten thousands of them."""
+    """The rate between points, linear in the logarithms of both. A plan asks for some ten thousand of them."""
     if axis == len(sizes):
         rate: float = table
         return rate
@@ -143,20 +150,24 @@ COMPUTE_RATES = (
 
 @dataclass(frozen=True)
 class ComputeRates:
-    """What one compute device does, per dtype ("bfloat16", "float32", ..., "int4" and "int8" for KV, "int8" for products with such weights too).
+    """The rates of one compute device, by dtype ("bfloat16", "float32", ...; formats of packed weights and KV too).
 
     Attributes:
-        gemm_flops_per_s: over `width` (the weights' inner dimension) and `tokens` (rows); by `dtypes.product_key`.
-        prefill_attention_flops_per_s: causal attention over `context` tokens; only FLOPs of visible keys count.
-        shared_attention_flops_per_s: attention of many sequences to one prefix of `context` tokens that they share;
-            where there is none, as fast as prefill attention.
-        decode_attention_bytes_per_s: stored KV bytes attended to, over `group` (query heads per KV head), `batch`
+        gemm_flops_per_s: FLOP/s of matrix products by `width` (the weights' inner dimension) and `tokens`; keys are
+            those
+            of `dtypes.product_key`.
+        prefill_attention_flops_per_s: FLOP/s of causal attention by `context` tokens; only visible keys count.
+        shared_attention_flops_per_s: FLOP/s of the attention of many sequences to one shared prefix of `context`
+            tokens;
+            where there is none, it is as fast as prefill attention.
+        decode_attention_bytes_per_s: Bytes/s of stored KV attended to, by `group` (query heads per KV head), `batch`
             (sequences) and `context` (tokens each).
-        elementwise_bytes_per_s: activations read and written by norms, rotary embedding, activation and adds.
-        expand_bytes_per_s: 4-bit weights or KV to the compute dtype, in dequantized bytes; None: not supported.
-        step_overhead_s: fixed cost of one layer of one micro-batch.
-        launch_overhead_s: what the host takes to launch one, ahead of a device that computes meanwhile.
-        waking_overhead_s: by which each computation takes longer where an emulated device sleeps before it, so as to be slow.
+        elementwise_bytes_per_s: Bytes/s of activations read and written by norms, rotary embedding, activation and
+            adds.
+        expand_bytes_per_s: Bytes/s of dequantized weights or KV made from 4 bits; None: not supported.
+        step_overhead_s: Fixed seconds of one layer of one micro-batch.
+        launch_overhead_s: Seconds of the host to launch one, ahead of a device that computes meanwhile.
+        waking_overhead_s: Seconds that each computation takes longer where an emulated device sleeps before it.
     """
 
     gemm_flops_per_s: dict[str, Rates] = field(default_factory=dict)
@@ -170,7 +181,7 @@ class ComputeRates:
     waking_overhead_s: float = 0.0
 
     def rates(self, kind: str, dtype: str) -> Rates:
-        """The table `kind` for a format; the two 16-bit formats stand in for each other. Raises InputError."""
+        """The rates of a kind for a format; the two 16-bit formats stand in for each other. Raises InputError."""
         table: dict[str, Rates] = getattr(self, kind)
         for name in _stand_ins(dtype):
             if name in table:
@@ -190,31 +201,40 @@ def _stand_ins(dtype: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """One machine.
-
-    Rates in bytes, FLOPs or items per second; sizes in bytes.
+    """The rates and sizes of one machine; rates in bytes, FLOPs or items per second, sizes in bytes.
 
     Attributes:
-        gpu: None on a CPU-only machine; h2d, d2h and gpu_memory_bytes are then None too.
-        gpu_memory_bytes, cpu_memory_bytes, disk_bytes: what a job may use at most.
-        dram_bytes_per_s: host memory traffic, all of it together.
-        sampling_logits_per_s: logits turned into tokens.
-        sweep_overhead_s: fixed cost of one sweep (scheduling, packing).
-        sequence_overhead_s: per sequence and sweep.
-        row_overhead_s: per row (prompt in, text out).
-        load_bytes_per_s: weights from safetensors to where they belong, in bytes of the compute format.
-        gguf_load_bytes_per_s: from a quantised GGUF that is in the page cache, in the same bytes; None: GGUFs load as
-            safetensors do.
-        first_touch_bytes_per_s: memory that is used for the first time, as KV pools are; None: as fast as any.
-        disk_read_overhead_s, disk_write_overhead_s: of one request beside its bytes, with several in flight.
-        disk_cpu_overhead_s: for which it takes a core.
-        link_overhead_s: of one copy to or from the GPU beside its bytes.
-        shared_cores: the "gpu" is emulated by the cores of the CPU: its compute and CPU attention take turns.
-        copy_bytes_per_s: copies between memories that take those cores; None: they take none.
-        all_reduce_bytes_per_s, all_reduce_overhead_s: of adding up a tensor over ranks that share every layer, of whose machine this is one rank's
-            part, and of each such sum beside its bytes; None: there is one rank.
-        kernels: what each shape runs on on the CPU, which its rates are those of; empty: nothing was chosen.
-        sources: where each figure comes from, by field name; empty for a measured profile.
+        name: Name of the machine.
+        cpu: Rates of the CPU.
+        gpu: Rates of the GPU; None on a machine without one, as are h2d, d2h and gpu_memory_bytes.
+        cpu_memory_bytes: Host memory that a job may use at most.
+        gpu_memory_bytes: GPU memory that a job may use at most.
+        disk_bytes: Disk space that a job may use at most.
+        dram_bytes_per_s: Traffic of host memory, all of it together.
+        disk_read_bytes_per_s: Rate of reading from disk.
+        disk_write_bytes_per_s: Rate of writing to disk.
+        load_bytes_per_s: Rate of loading weights from safetensors to where they belong, in bytes of the compute format.
+        gguf_load_bytes_per_s: Rate of loading a quantized GGUF that is in the page cache, in the same bytes; None: as
+            safetensors.
+        first_touch_bytes_per_s: Rate of memory that is used for the first time, as KV pools are; None: as any memory.
+        sampling_logits_per_s: Logits turned into tokens per second.
+        h2d_bytes_per_s: Rate of the link from host to GPU.
+        d2h_bytes_per_s: Rate of the link from GPU to host.
+        link_overhead_s: Seconds of one copy to or from the GPU beside its bytes.
+        sweep_overhead_s: Fixed seconds of one sweep (scheduling, packing).
+        sequence_overhead_s: Seconds per sequence and sweep.
+        row_overhead_s: Seconds per row (prompt in, text out).
+        disk_read_overhead_s: Seconds of one read beside its bytes, with several in flight.
+        disk_write_overhead_s: Seconds of one write beside its bytes, with several in flight.
+        disk_cpu_overhead_s: Seconds that one request takes a core.
+        shared_cores: True where the "gpu" is emulated by the CPU's cores: its compute and CPU attention take turns.
+        copy_bytes_per_s: Rate of copies between memories that take those cores; None: they take none.
+        all_reduce_bytes_per_s: Rate of adding up a tensor over ranks that share every layer, where the profile is of
+            one
+            rank's part; None: there is one rank.
+        all_reduce_overhead_s: Seconds of one such sum beside its bytes.
+        kernels: Kernel of each shape on the CPU, whose rates these are; empty: nothing was chosen.
+        sources: Origin of each figure by field name; empty for a measured profile.
     """
 
     name: str
@@ -259,14 +279,15 @@ class HardwareProfile:
 
     @property
     def compute(self) -> ComputeRates:
-        """The device that runs the matrix products: the GPU, or the CPU where there is none."""
+        """The rates of the device that runs the matrix products: the GPU, or the CPU where there is none."""
         return self.gpu or self.cpu
 
     def scaled(self, **factors: float) -> HardwareProfile:
-        """A machine with some rates or sizes multiplied.
+        """A machine with some rates or sizes multiplied: `profile.scaled(cpu_memory_bytes=2)` has twice the memory.
 
-        For example `profile.scaled(cpu_memory_bytes=2, cpu_decode_attention=1.1)`. Names: any number of this class; "gemm", "prefill_attention", "shared_attention", "decode_attention",
-        "elementwise" and "expand" of the compute device; "cpu_decode_attention".
+        Args:
+            factors: Factors by name: any number of this class; "gemm", "prefill_attention", "shared_attention",
+                "decode_attention", "elementwise" and "expand" for rates of the compute device; "cpu_decode_attention".
         """
         profile = self
         change: dict[str, Any]
@@ -342,7 +363,7 @@ def _scale_tables(rates: ComputeRates, name: str, factor: float) -> ComputeRates
 
 
 def known(rate: float | None) -> float:
-    """A rate that the machine in question has: of its GPU where there is one, of dequantizing where int4 is allowed."""
+    """A rate that the machine must have: a GPU's where there is a GPU, or of dequantizing where int4 is allowed."""
     assert rate is not None
     return rate
 

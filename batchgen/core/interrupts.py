@@ -1,11 +1,11 @@
-"""Ctrl-C, SIGTERM and the end of the terminal (SIGHUP), for a whole process: it ends within a second, with a line that says what is kept.
+"""Ctrl-C, SIGTERM and SIGHUP for a whole process: it ends within a second, with a line that says what is kept.
 
-The signal raises KeyboardInterrupt in the main thread, as it always does. But while that thread is in a long C call, or waits
-for another thread, nothing comes of it. So a thread that the signal wakes by itself (`signal.set_wakeup_fd`) ends the process
-where the main one does not. That harms nothing, as a job may be killed at any moment; what is to be done first is to save
-finished rows, which needs no main thread (`keep`). A second signal ends the process at once.
+The signal raises KeyboardInterrupt in the main thread, as it always does. While that thread is in a long C call, or
+waits for another thread, nothing comes of it. So a thread that the signal wakes by itself (`signal.set_wakeup_fd`) ends
+the process where the main one does not. That harms nothing, as a job may be killed at any moment; finished rows are
+saved first, which needs no main thread (`keep`). A second signal ends the process at once.
 
-Imports next to nothing, so that it is there before anything that takes long.
+This module imports next to nothing, so that signals are handled before anything that takes long is imported.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ _SAME_S = 0.1  # one Ctrl-C may come twice: from the terminal, and from a progra
 
 
 def keep(save: Callable[[], str]) -> None:
-    """From now on `save` saves what there is to save and returns what is true then, as the rest of a line; or "".
+    """Register a function that saves finished rows when the process is about to end.
 
-    It is called when the process is about to end, from any thread, whatever the others are at. Does nothing where no
-    process is `guarded`.
+    It is called from any thread, whatever the others are doing. Nothing is registered where no process is `guarded`.
+
+    Args:
+        save: Saves what there is to save, and returns the rest of a line that says what is kept; "" for nothing.
     """
     if _guard is not None:
         _guard.save = save
@@ -42,7 +44,7 @@ def keep(save: Callable[[], str]) -> None:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """The main thread's work: if it is interrupted the process ends with exit code 130, and does not return from here."""
+    """Run the main thread's work: where it is interrupted, the process ends here with exit code 130."""
     global _guard
     guard = _guard = _Guard()
     try:
@@ -58,7 +60,11 @@ def guarded() -> Iterator[None]:
 
 
 class _Guard:
-    """Handlers, and a thread that is woken by signals too. interrupted: the main thread has been told."""
+    """Signal handlers, and a thread that signals wake too.
+
+    Attributes:
+        interrupted: True once the main thread has been told.
+    """
 
     def __init__(self) -> None:
         self.interrupted = False
@@ -77,7 +83,7 @@ class _Guard:
                 self._handlers_before[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:
-        """Signals go where they went before."""
+        """Set the handlers that were there before."""
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
@@ -94,7 +100,7 @@ class _Guard:
         self._end(kept)
 
     def _end(self, kept: str) -> NoReturn:
-        """Ends the process; of several threads that want to, the first."""
+        """End the process; of several threads that call it, the first does."""
         self._ending.acquire()
         line = visible("batchgen: interrupted" + (f"; {kept}" if kept else "")) + "\n"
         with suppress(OSError, ValueError):
@@ -120,7 +126,7 @@ class _Guard:
         os.close(self._read)
 
     def _wait(self, timeout_s: float | None) -> bool:
-        """Whether a signal comes before the time is over. Raises EOFError where the guard is closed."""
+        """Tell whether a signal comes before the time is over. Raises EOFError where the guard is closed."""
         while select.select([self._read], [], [], timeout_s)[0]:
             numbers = os.read(self._read, 64)
             if not numbers:
@@ -143,7 +149,7 @@ def _after_fork() -> None:
 
 
 def _leave_to_parent() -> None:
-    """A forked process has none of the threads, and its signals are not its parent's: nor is one that is sent to it right away."""
+    """Forget the guard in a forked process, which has none of its threads and handles signals of its own."""
     global _guard
     if _guard is not None:
         with suppress(ValueError):  # forked by another thread than the main one

@@ -1,4 +1,4 @@
-"""Which kernels run which shape of a model: chosen by measurement, handed over frozen, recorded with a job's rows."""
+"""The choice of kernels for each shape of a model: measured, handed over frozen, and recorded with a job's rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TORCH = "torch"  # torch's own linear, a candidate beside the instruction sets
 
 @dataclass(frozen=True)
 class Measured:
-    """What runs one shape, and the rates it was chosen by.
+    """The kernel of one shape, and the rates by which it was chosen.
 
     Attributes:
-        isa: the instruction set, or TORCH.
-        rates: candidate -> what was timed ("128 tokens") -> FLOP/s; of decode attention bytes of KV a second. One that was
-            far slower than another is not timed further.
-        refused: candidate -> why it may not run this shape although it is faster.
+        isa: The instruction set, or TORCH.
+        rates: Rates by candidate and by what was timed ("128 tokens"): FLOP/s of products, bytes of KV a second of
+            decode attention. A candidate that was far slower than another is not timed further.
+        refused: Reasons by candidate why it may not run this shape although it is faster.
     """
 
     isa: str
@@ -31,15 +31,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What each shape runs on: one candidate for any number of tokens, so that a row never rounds as its batch has it.
+    """The kernel of each shape: one for any number of tokens, so that a row rounds alike in every batch.
 
     Attributes:
-        linear: by `linear_key`; of weights in rows of blocks by their format alone, as `product_key` names it.
-        attention: by `attention_key`; prefill and decode alike.
-        default: the instruction set of shapes that are not named; "": the process's (BATCHGEN_ISA, or the machine's first).
+        linear: Kernels of matrix products by `linear_key`; those of block-quantized weights by `product_key`.
+        attention: Kernels of attention by `attention_key`; prefill and decode alike.
+        default: The instruction set of all other shapes; "": the process's (BATCHGEN_ISA, or the machine's first).
 
     Raises:
-        ValueError: TORCH is to attend, to read rows of blocks, or is the default. It has linear layers of numbers alone.
+        ValueError: TORCH is named for attention, for block-quantized weights or as the default; it has none of these.
     """
 
     linear: Mapping[str, Measured] = field(default_factory=dict)
@@ -57,34 +57,40 @@ class KernelChoice:
             )
 
     def linear_isa(self, columns: int, depth: int, dtype: str) -> str:
-        """What multiplies weights [columns, depth] of this dtype; "": the process's instruction set."""
+        """The kernel for weights [columns, depth] of a dtype; "": the process's instruction set."""
         found = self.linear.get(linear_key(columns, depth, dtype))
         return found.isa if found else self.default
 
     def blocks_isa(self, weight_format: str, dtype: str) -> str:
-        """What multiplies weights that are rows of blocks, of any shape, and never TORCH; "": the process's instruction set.
+        """The instruction set, never TORCH, for block-quantized weights of any shape; "": the process's.
 
-        weight_format: of `BLOCK_FORMATS`. Apart from what runs weights of numbers: sets may multiply codes in another way.
+        It is chosen apart from that for weights of numbers, since instruction sets multiply quantized values in
+        different
+        ways.
+
+        Args:
+            weight_format: A key of `BLOCK_FORMATS`.
+            dtype: The dtype of the tokens.
         """
         found = self.linear.get(product_key(weight_format, dtype))
         return found.isa if found else self.default
 
     def attention_isa(self, heads: int, kv_heads: int, head_dim: int, dtype: str) -> str:
-        """What attends with queries of this dtype, and never TORCH; "": the process's instruction set."""
+        """The instruction set, never TORCH, for attention with queries of a dtype; "": the process's."""
         found = self.attention.get(attention_key(heads, kv_heads, head_dim, dtype))
         return found.isa if found else self.default
 
     def names(self) -> dict[str, str]:
-        """Each named shape -> what it runs on."""
+        """The kernel of each named shape."""
         return {key: measured.isa for table in (self.linear, self.attention) for key, measured in table.items()}
 
     def among(self, available: Collection[str], default: str) -> KernelChoice:
-        """As far as it names what is available; the rest is left to the default."""
+        """The choice as far as its kernels are available; other shapes are left to the default."""
         known = self.of([key for key, isa in self.names().items() if isa in available])
         return replace(known, default=self.default if self.default in available else default)
 
     def of(self, keys: Collection[str]) -> KernelChoice:
-        """Of these shapes alone."""
+        """The choice for these shapes alone."""
         linear, attention = ({k: m for k, m in t.items() if k in keys} for t in (self.linear, self.attention))
         return replace(self, linear=linear, attention=attention)
 
@@ -105,10 +111,10 @@ PROCESS_SET = KernelChoice()  # everything on the process's instruction set
 
 
 def linear_key(columns: int, depth: int, dtype: str) -> str:
-    """A weight's shape as files and people have it: "3072x576 bfloat16"."""
+    """The name of a weight's shape in files and messages: "3072x576 bfloat16"."""
     return f"{columns}x{depth} {dtype}"
 
 
 def attention_key(heads: int, kv_heads: int, head_dim: int, dtype: str) -> str:
-    """The shape of a model's heads: "9/3 heads of 64 bfloat16"."""
+    """The name of the shape of a model's heads: "9/3 heads of 64 bfloat16"."""
     return f"{heads}/{kv_heads} heads of {head_dim} {dtype}"

@@ -1,4 +1,4 @@
-"""Where the KV of a sequence lies, and where its attention runs: one vocabulary for plans, the scheduler and the sweep."""
+"""Placements of the KV of a sequence: one vocabulary for plans, the scheduler and the sweep."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from enum import Enum
 
 
 class KVPlacement(str, Enum):
-    """Where the KV of a sequence lies, and where its decode attention runs (docs/tiers.md), in order of preference.
+    """The place of a sequence's KV and of its decode attention (docs/tiers.md), in order of preference.
 
     A member equals, hashes and prints as its value, which is what plans and options have.
 
     Attributes:
         DEVICE: GPU memory; the GPU attends.
-        CPU: host memory; the CPU attends, and the sweep waits for it.
-        STREAMED: host memory; the KV passes through a staging buffer on the compute device in every sweep.
-        DISK: the disk; the KV passes through the staging buffer too.
-        DEFERRED: host memory; the CPU attends, and the sweep goes on without the sequence (APEX section 3.3).
+        CPU: Host memory; the CPU attends, and the sweep waits for it.
+        STREAMED: Host memory; the KV passes through a staging buffer on the compute device in every sweep.
+        DISK: The disk; the KV passes through the staging buffer too.
+        DEFERRED: Host memory; the CPU attends, and the sweep goes on without the sequence (APEX section 3.3).
     """
 
     DEVICE = "gpu"

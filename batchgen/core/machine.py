@@ -1,4 +1,4 @@
-"""What memory this process may use: the machine's, or its container's."""
+"""Memory and cores that this process may use: the machine's, or its container's."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _most_resident_bytes: int | None = None
 
 
 def keep_within(most_bytes: int) -> None:
-    """From now on `available_memory_bytes` leaves this process no more than so much resident memory."""
+    """Limit the resident memory that `available_memory_bytes` counts on for this process, from now on."""
     global _most_resident_bytes
     _most_resident_bytes = most_bytes
 
 
 def available_memory_bytes() -> int:
-    """Memory that can still be allocated: what the kernel calls available, or less where a cgroup limits us."""
+    """Bytes of memory that can still be allocated: the kernel's MemAvailable, or less where a cgroup has a limit."""
     available = _meminfo().get("MemAvailable")
     if available is None:  # not Linux
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -36,7 +36,7 @@ def available_memory_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """This process's resident memory now; 0 where the system does not say."""
+    """Bytes of this process's resident memory now; 0 where the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):
@@ -44,7 +44,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most resident memory this process has had."""
+    """The most bytes of resident memory that this process has had."""
     try:
         status = Path("/proc/self/status").read_text()
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
@@ -55,9 +55,9 @@ def peak_resident_bytes() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed blocks for the next sweep instead of giving them back to the kernel.
+    """Have glibc keep freed blocks for the next sweep instead of giving them back to the kernel.
 
-    That would cost a page fault for every page of every intermediate result. Does nothing where there is no glibc.
+    A block given back costs a page fault for every page when it is used again. Nothing is done where there is no glibc.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
@@ -67,13 +67,13 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Give freed blocks back to the kernel after all, once work of another kind is done."""
+    """Collect garbage and give freed blocks back to the kernel, once work of another kind is done."""
     gc.collect()
     trim_freed_memory()
 
 
 def trim_freed_memory() -> None:
-    """Give back memory that is freed already, without collecting what only waits for it, which may take a second."""
+    """Give freed blocks back to the kernel without collecting garbage first, which may take a second."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -87,9 +87,9 @@ def _meminfo() -> dict[str, int]:
 
 
 def _cgroup_headroom() -> list[int]:
-    """Limit less use, for every cgroup (version 1 or 2) this process is in and every one above those.
+    """Bytes of limit less use, for every cgroup (version 1 or 2) that this process is in and every one above those.
 
-    Page cache the kernel would give back first (inactive_file) does not count as used.
+    Page cache that the kernel would give back first (inactive_file) does not count as used.
     """
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
@@ -119,7 +119,7 @@ def _cgroup_headroom() -> list[int]:
 
 
 def available_cores() -> int:
-    """Cores this process may run on."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -128,9 +128,9 @@ class CpuTime:
     """Seconds of the cores that this process may run on, since they were started.
 
     Attributes:
-        total_s: of all these cores, idle or not.
-        others_s: in which they ran other processes than this one.
-        stolen_s: in which the host of this virtual machine had other uses for them.
+        total_s: Seconds of all these cores, idle or not.
+        others_s: Seconds in which they ran other processes than this one.
+        stolen_s: Seconds in which the host of this virtual machine used them otherwise.
     """
 
     total_s: float
@@ -139,7 +139,7 @@ class CpuTime:
 
     @classmethod
     def now(cls) -> CpuTime | None:
-        """As the kernel counts them; None where it does not."""
+        """The kernel's counters as they are now; None where it has none."""
         try:
             lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
             cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
@@ -157,7 +157,7 @@ class CpuTime:
 
 
 def cpu_name() -> str:
-    """The CPU as it calls itself, or its architecture."""
+    """The model name of the CPU, or its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Frozen values as bytes for another process, and back: JSON, with arrays behind it. Nothing that is read names code.
+"""Frozen values as bytes for another process, and back: JSON, with arrays after it. Nothing that is read names code.
 
-Only dataclasses and named tuples of a table are made, field by field. A value that occurs several times in a message is
+Only dataclasses, named tuples and enums of a table are made, field by field. A value that occurs several times in a message is
 one value again.
 """
 
@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ _FEWEST_OF_A_KIND = (
     3  # from so many on, values of one kind in a list are said field by field, which is some four times as fast
 )
 
-Table = Mapping[str, type]  # of dataclasses and named tuples, by name
+Table = Mapping[str, type]  # of dataclasses, named tuples and enums, by name
 
 
 def table_of(*kinds: type) -> Table:
-    """The kinds that a reader may make."""
+    """The table of types that a reader may make."""
     return {kind.__name__: kind for kind in kinds}
 
 
@@ -37,12 +38,11 @@ def encode(value: Any, table: Table) -> bytes:
     """Make a message of a value.
 
     Args:
-        value: None, bool, int, float, str, paths, arrays, lists, tuples, mappings, and the kinds of the table, of such
-            values.
-        table: The kinds.
+        value: None, bool, int, float, str, paths, arrays, lists, tuples, mappings, and instances of the table's types.
+        table: The types.
 
     Raises:
-        TypeError: Something else is in it.
+        TypeError: The value holds something else.
     """
     writer = _Writer(table)
     text = json.dumps(writer.plain(value)).encode()
@@ -50,14 +50,14 @@ def encode(value: Any, table: Table) -> bytes:
 
 
 def decode(message: bytes, table: Table) -> Any:
-    """Make the value of a message again.
+    """Make the value of a message.
 
     Args:
-        message: As `encode` makes it, with the same table.
-        table: The kinds.
+        message: Bytes that `encode` has made with the same table.
+        table: The types.
 
     Raises:
-        ValueError: It is no such message.
+        ValueError: The bytes are no such message.
     """
     try:
         (length,) = _LENGTH.unpack_from(message)
@@ -69,7 +69,9 @@ def decode(message: bytes, table: Table) -> Any:
 
 
 def _names(kind: Any) -> tuple[str, ...]:
-    """The fields of a kind that its constructor takes, in order."""
+    """The fields of a type that its constructor takes, in order."""
+    if issubclass(kind, Enum):
+        return ("value",)
     return tuple(f.name for f in fields(kind) if f.init) if is_dataclass(kind) else kind._fields
 
 
@@ -81,7 +83,7 @@ class _Writer:
         self._kept: list[Any] = []  # while their ids are used
 
     def plain(self, value: Any) -> Any:
-        """The value as JSON has it."""
+        """The value in the form that JSON has."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
@@ -96,12 +98,12 @@ class _Writer:
         return made
 
     def _note(self, value: Any) -> None:
-        """Give a value the number that the reader gives it: the values in it have theirs already."""
+        """Give a value the number that the reader gives it; the values in it have their numbers already."""
         self._known[id(value)] = len(self._kept)
         self._kept.append(value)
 
     def _items(self, values: Sequence[Any]) -> Iterable[Any]:
-        """The items of a list or a tuple as JSON has them, or all of them as one."""
+        """The items of a list or a tuple in the form that JSON has, or all of them as one."""
         kinds = set(map(type, values))
         if kinds <= _PLAIN:
             return values
@@ -116,10 +118,7 @@ class _Writer:
         return map(self.plain, values)
 
     def _columns(self, values: Sequence[Any], kind: type) -> list[Any]:
-        """Say values of one kind, each field of all of them together.
-
-        Said are those that were not said before; behind them stands which of them each is.
-        """
+        """Write values of one type by field: for each field the values not written before, and their numbers."""
         name, names = self._names[kind]
         new = {id(value): value for value in values if id(value) not in self._known}
         columns = [self.plain([getattr(value, field) for value in new.values()]) for field in names]
@@ -154,7 +153,7 @@ class _Reader:
         }
 
     def value(self, plain: Any) -> Any:
-        """The value that `_Writer.plain` was given."""
+        """The value from the form that `_Writer.plain` has made."""
         if type(plain) is not list:
             return plain
         tag, *parts = plain

@@ -1,4 +1,4 @@
-"""How a job is run: decided before it starts, handed over frozen."""
+"""Plans: a policy, what it is for, and the prediction; decided before a job starts, handed over frozen."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ TIERS = ("gpu", "cpu", "disk")
 VOCABULARY_CHUNKS = 8
 # Tokens of a KV block, unless somebody asks for others.
 DEFAULT_KV_BLOCK_SIZE = 16
-# Pinned memory of the host through which small arrays come to an accelerator and results come back, allocated with the engine.
+# Pinned memory of the host through which small arrays come to an accelerator and results come back, allocated with
+# the engine.
 PINNED_BYTES = 16 << 20
 # Memory of the accelerator beside a link, through which rows go that do not lie as they are copied.
 PASSING_BYTES = 4 << 20
 
 
 def passing_bytes(block_bytes: int, staging_blocks: int | None = None) -> int:
-    """Bytes of the accelerator's memory beside one link: those of two blocks of KV, as they are on disk, at least.
+    """Bytes of accelerator memory beside one link: at least those of two KV blocks as they are on disk.
 
     Args:
-        block_bytes: Of a block of one layer as it is on disk.
+        block_bytes: Bytes of one layer's KV block as it is on disk.
         staging_blocks: Blocks of a staging buffer, more than which never pass; None: as many as there can be.
     """
     most = max(PASSING_BYTES, 2 * block_bytes)
@@ -36,33 +37,41 @@ def passing_bytes(block_bytes: int, staging_blocks: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Policy:
-    """How a job is run: the part of a plan that the engine follows.
+    """The part of a plan that the engine follows.
 
     Attributes:
         admission: "continuous" or "static".
-        gpu_batch_size, num_gpu_batches: FlexGen's; their product, the block, is the most sequences in flight.
-        max_num_batched_tokens: most tokens in one sweep.
-        max_model_len: longest prompt plus output, in tokens.
-        kv_block_size: tokens per KV block.
-        kv_blocks: tier -> KV blocks in its pool, for all layers together.
-        share_prefixes: whether rows take over the KV of a prompt prefix that another row has computed.
-        weight_format, kv_format: stored dtypes.
-        weight_layers: for each weight matrix of a layer, in how many layers it lives on (GPU, CPU, disk).
-        head_tier: tier of the output matrix.
-        kv_seqs: sequences of the block in each KV placement.
-        activation_batches: micro-batches whose activations between layers stay on (GPU, CPU).
-        batch_order: "even": micro-batches of equal tokens; "mixed": the same, each with its part of every KV placement; "neo": of two, one has what the CPU attends to (NEO section
-            3).
-        embedding_tier: tier of the input embeddings, where these are not the output matrix too: "gpu" or "cpu".
-        deferred_rows: sequences that may enter placement "deferred" in one job, in which they stay much longer than in others; None:
-            as many as there is a place for.
-        kv_layers: layers in which KV of placement "streamed" stays in GPU memory; in the others it lives in host memory. Above 0 all
-            sequences are of this class.
-        on_demand_tokens: in sweeps of at most so many tokens, of a layer's experts on disk only those are read that a token is
-            routed to; where the host computes.
-        balance_tokens: with order "neo", the two micro-batches are of unequal size, and both have sequences that the CPU attends to,
-            as `first_batch_cpu_share` says: so many tokens are what products take that does not depend on their tokens. None: the second
-            has all of these sequences, and neither batch more than half of the block or of the tokens.
+        gpu_batch_size: Sequences of a micro-batch (FlexGen 4.2).
+        num_gpu_batches: Micro-batches of a block (FlexGen 4.2); times `gpu_batch_size` it is the most sequences in
+            flight.
+        max_num_batched_tokens: The most tokens of one sweep.
+        max_model_len: The longest prompt plus output, in tokens.
+        kv_block_size: Tokens of a KV block.
+        kv_blocks: KV blocks in the pool of each tier, for all layers together.
+        share_prefixes: True where rows take over the KV of a prompt prefix that another row has computed.
+        weight_format: Format of the layers' matrices.
+        kv_format: Format of KV.
+        weight_layers: Number of layers in which each weight matrix lies on (GPU, CPU, disk).
+        head_tier: Tier of the output matrix.
+        kv_seqs: Sequences of the block in each KV placement.
+        activation_batches: Micro-batches whose activations between layers stay on (GPU, CPU).
+        batch_order: Order of the micro-batches: "even", with equal tokens; "mixed", equal tokens and each its part of
+            every
+            KV placement; "neo", two of which one has the sequences that the CPU attends to (NEO section 3).
+        embedding_tier: Tier of the input embeddings, where they are not the output matrix too: "gpu" or "cpu".
+        deferred_rows: Sequences that may enter placement "deferred" in one job, where they stay much longer than in
+            others;
+            None: as many as there is capacity for.
+        kv_layers: Layers in which KV of placement "streamed" stays in GPU memory (Pie section 3.3). Above 0 all
+            sequences
+            have this placement.
+        on_demand_tokens: The most tokens of a sweep that reads of the experts on disk only those that a token is routed
+            to,
+            where the host computes.
+        balance_tokens: w of two unequal micro-batches with order "neo", both of which have sequences that the CPU
+            attends to
+            (`first_batch_cpu_share`): the constant time of products, in tokens. None: the second batch has all of these
+            sequences, and neither has more than half of the block or of the tokens.
     """
 
     admission: str
@@ -88,27 +97,27 @@ class Policy:
 
     @property
     def equal_parts(self) -> int:
-        """A micro-batch may have one of so many equal parts of a sweep, at most: all of it where their sizes are unequal."""
+        """The number of equal parts that a sweep is cut into; 1 where micro-batches have unequal sizes."""
         return 1 if self.balance_tokens is not None else self.num_gpu_batches
 
     @property
     def batch_seqs(self) -> int:
-        """Most sequences of one micro-batch."""
+        """The most sequences of one micro-batch."""
         return -(-self.max_num_seqs // self.equal_parts)
 
     @property
     def batch_tokens(self) -> int:
-        """Most tokens of one micro-batch."""
+        """The most tokens of one micro-batch."""
         return -(-max(self.max_num_batched_tokens, self.max_num_seqs) // self.equal_parts)
 
     @property
     def max_num_seqs(self) -> int:
-        """The block size: most sequences in flight."""
+        """The most sequences in flight."""
         return self.gpu_batch_size * self.num_gpu_batches
 
     @property
     def all_on_gpu(self) -> bool:
-        """Whether nothing moves between tiers in a sweep of one micro-batch."""
+        """True where nothing moves between tiers in a sweep of one micro-batch."""
         layers = all(not on_cpu and not on_disk for _, on_cpu, on_disk in self.weight_layers.values())
         kv = all(c == KVPlacement.DEVICE for c, count in self.kv_seqs.items() if count)
         return self.num_gpu_batches == 1 and self.head_tier == "gpu" and layers and kv
@@ -118,16 +127,18 @@ class Policy:
 
 
 def first_batch_cpu_share(tokens: float, delegated: float, balance_tokens: float) -> float:
-    """Of the sequences that the CPU attends to, the part that goes with the first of two micro-batches, from 0 to 1/2.
+    """The part, from 0 to 1/2, of the sequences that the CPU attends to that goes with the first of two micro-batches.
 
-    The first has all else of the sweep. The CPU attends for one batch while the products of the other run (NEO section 3.1), so
-    the parts of attention are as the products of the other batch are: T_ca0 : T_ca1 = T_l1 : T_l0. Products take a time of
-    their own and some for each token, so T_l0 : T_l1 = (n_0 + w) : (n_1 + w), which gives (c + w) / (n + c + 2 w).
+    The first batch has all else of the sweep. The CPU attends for one batch while the products of the other run (NEO
+    section
+    3.1), so the parts of attention are as the products of the other batch are: T_ca0 : T_ca1 = T_l1 : T_l0. Products
+    take a
+    constant time and some for each token, so T_l0 : T_l1 = (n_0 + w) : (n_1 + w), which gives (c + w) / (n + c + 2 w).
 
     Args:
-        tokens: Of the sweep, n, with those of the delegated sequences.
-        delegated: Sequences that the CPU attends to, c, each of one token.
-        balance_tokens: w, the time of its own, in tokens.
+        tokens: n, tokens of the sweep, those of the delegated sequences included.
+        delegated: c, sequences that the CPU attends to, each with one token.
+        balance_tokens: w, the constant time of products, in tokens.
     """
     both = tokens + delegated + 2 * balance_tokens
     return (delegated + balance_tokens) / both if both else 0.5
@@ -136,7 +147,7 @@ def first_batch_cpu_share(tokens: float, delegated: float, balance_tokens: float
 def spread_layers(counts: tuple[int, int, int]) -> Iterator[str]:
     """The tier of each layer, when `counts` layers are to be on (GPU, CPU, disk).
 
-    They are as evenly mixed as can be, so that every layer has about as much to load as the next.
+    Tiers are mixed as evenly as can be, so that every layer has about as much to load as the next.
     """
     total = sum(counts)
     placed = [0, 0, 0]
@@ -148,35 +159,39 @@ def spread_layers(counts: tuple[int, int, int]) -> Iterator[str]:
 
 
 def kv_on_device(num_layers: int, kv_layers: int) -> tuple[bool, ...]:
-    """In which layers KV of placement "streamed" stays on the compute device, when it does so in `kv_layers` of them.
+    """True for each layer where KV of placement "streamed" stays on the compute device: `kv_layers` of them.
 
-    The others lie as far apart as can be, each behind those whose computation hides its transfer (Pie section 3.3).
+    The other layers lie as far apart as can be, each after those whose computation hides its transfer (Pie section
+    3.3).
     """
     streamed = num_layers - kv_layers
     return tuple((j + 1) * streamed // num_layers == j * streamed // num_layers for j in range(num_layers))
 
 
 def window_blocks(window: int, kv_block_size: int) -> int:
-    """Most blocks that the last `window` tokens of a sequence, one of them new, lie in."""
+    """The most KV blocks in which the last `window` tokens of a sequence, one of them new, can lie."""
     return (window + kv_block_size - 2) // kv_block_size + 1
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where memory goes.
+    """The use of memory in each tier.
 
     Attributes:
-        budgets: bytes per tier.
-        parts: tier -> what for -> bytes; they add up to at most the budget.
-        kv_blocks: KV blocks of each tier's pool. With `Policy.kv_layers` the pool of "cpu" lies in GPU memory in some layers.
-        staging_blocks: of each buffer through which KV passes on its way to the compute device.
-        batch_tokens: the most tokens of one micro-batch.
-        logit_rows: rows of logits that are made together; None: all of a micro-batch.
-        window: tokens that layers with a sliding window see, where these give back blocks that no later token sees; None: all layers
-            keep all blocks.
-        window_blocks: blocks of such layers' own pools, by tier; `kv_blocks` are of the other layers. KV on disk has none.
-        stream_bytes: stream of an accelerator -> bytes that its work may hold at once, beside what is held from beginning to end;
-            empty where no part of a sweep waits for the host: there memory may be allocated at any time.
+        budgets: Bytes of each tier.
+        parts: Bytes by tier and by what they are for; they add up to at most the budget.
+        kv_blocks: KV blocks of each tier's pool. With `Policy.kv_layers` the pool of "cpu" lies in GPU memory in some
+            layers.
+        staging_blocks: Blocks of each buffer through which KV passes on its way to the compute device.
+        batch_tokens: The most tokens of one micro-batch.
+        logit_rows: Rows of logits that are made together; None: all of a micro-batch.
+        window: Tokens that layers with a sliding window see, where these free blocks that no later token sees; None:
+            all layers keep all blocks.
+        window_blocks: Blocks, by tier, of the pools of layers with a sliding window; `kv_blocks` are those of the other
+            layers. KV on disk has none.
+        stream_bytes: Bytes that the work of each accelerator stream may hold at once, beside what is held from
+            beginning to end; empty where no part of a sweep waits for the host: there memory may be allocated at any
+            time.
     """
 
     budgets: Mapping[str, int]
@@ -199,14 +214,14 @@ STAGES = ("prefill", "steady", "decode", "tail")
 
 @dataclass(frozen=True)
 class Stage:
-    """Sweeps of a job that are alike: prompts alone at first, prompts beside decoding, the last rows.
+    """Like sweeps of a job: prompts alone at first, prompts beside decoding, or the last rows.
 
     Attributes:
-        seconds: what they take.
-        tokens: those that go through the layers in them.
-        name: of `STAGES`; earlier versions wrote none.
-        sweeps: how many there are.
-        bottleneck: the lane that binds; "chain" where Steps that wait for one another take longer than any lane.
+        seconds: Seconds of these sweeps.
+        tokens: Tokens that go through the layers in them.
+        name: One of `STAGES`.
+        sweeps: Number of sweeps.
+        bottleneck: Lane that binds; "chain" where Steps that wait for one another take longer than any lane.
     """
 
     seconds: float
@@ -218,25 +233,30 @@ class Stage:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan is expected to do.
-
-    Times in seconds, sizes in bytes.
+    """The expected course of a job; times in seconds, sizes in bytes.
 
     Attributes:
-        total_s: the whole job, from start to finished output; low_s and high_s bracket it.
-        startup_s: until the first sweep.
-        bound_s: of the sweeps, what no placement at this block size can beat.
-        lane_s: busy time of each resource.
-        memory_bytes: tier -> part -> bytes.
-        block_latency_s: from a block's first prompt to its last token.
-        memory_price_s: seconds one more GiB of a tier would save.
-        lane_price_s: seconds 10 % more of a lane's rate would save; both to first order, at this block size.
-        stages: of the time after startup_s, in their order; earlier versions wrote none.
-        disk_written_bytes: what for -> bytes that the whole job writes to the disk beside its output.
-        search_gap: by how much the placement may take longer, by the cost model, than the fastest of these blocks, micro-batches, sweeps and KV placements: a fraction,
-            which is proven; earlier versions wrote none.
-        break_even_tokens: of a sweep, from which on products take as long as bringing the weights that are elsewhere; 0: always, or
-            never.
+        total_s: Seconds of the whole job, from its start to the finished output.
+        low_s: Lower end of the range of `total_s`.
+        high_s: Upper end of the range of `total_s`.
+        startup_s: Seconds until the first sweep.
+        sweeps: Number of sweeps.
+        bound_s: Seconds of all sweeps that no placement at this block size can beat.
+        generated_tokens_per_s: Generated tokens over `total_s`.
+        total_tokens_per_s: Prompt and generated tokens over `total_s`.
+        block_latency_s: Seconds from a block's first prompt to its last token.
+        lane_s: Busy seconds of each lane.
+        bottleneck: Lane that binds.
+        memory_bytes: Bytes by tier and part.
+        memory_price_s: Seconds that one more GiB of a tier would save, to first order, at this block size.
+        lane_price_s: Seconds that 10 % more of a lane's rate would save, to first order, at this block size.
+        stages: Stages of the time after `startup_s`, in their order.
+        disk_written_bytes: Bytes, by what they are for, that the whole job writes to disk beside its output.
+        search_gap: Fraction, which is proven, by which the placement may be slower by the cost model than the fastest
+            with
+            this block, these micro-batches, sweeps and KV placements.
+        break_even_tokens: Tokens of a sweep from which on products take as long as bringing the weights that lie
+            elsewhere; 0: always, or never.
     """
 
     total_s: float
@@ -267,10 +287,10 @@ class StrategyTime:
     """The time of a job under one strategy.
 
     Attributes:
-        name: name of the strategy, or "chosen".
-        description: what the strategy does.
-        seconds: seconds of the whole job; None where the strategy does not apply.
-        reason: why the strategy does not apply.
+        name: Name of the strategy, or "chosen".
+        description: Half a sentence about the strategy.
+        seconds: Seconds of the whole job; None where the strategy does not apply.
+        reason: Reason why the strategy does not apply.
     """
 
     name: str
@@ -284,10 +304,16 @@ class Plan:
     """A policy, what it is for, and what it is expected to do.
 
     Attributes:
-        budgets: bytes per tier it was made for.
-        placement_bytes: weights, KV and activations -> tier -> bytes.
-        kernels: what each shape of the model runs on on the CPU.
-        strategies: the job's time under each strategy that was compared, and under this plan.
+        model: Name of the model.
+        hardware: Name of the machine.
+        dtype: The dtype that is computed in.
+        workload: Sequences and tokens of the job.
+        budgets: Bytes of each tier that the plan was made for.
+        policy: The part that the engine follows.
+        placement_bytes: Bytes of weights, KV and activations in each tier.
+        prediction: The expected course of the job.
+        kernels: Kernel of each shape of the model on the CPU.
+        strategies: The job's time under each strategy that was compared, and under this plan.
         weights_reason: The sentence that says why the weights are in their format, where that was left to the plan.
     """
 

@@ -1,6 +1,6 @@
 """Files and folders where other users may write too.
 
-What they put there is neither followed, nor written to, nor believed.
+What other users put there is neither followed, nor written to, nor believed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _TRUSTED_BESIDE = (0,)  # users that everybody trusts: root, who may write every
 
 
 class NotPrivate(OSError):
-    """Another user has made a file or folder, or may write to it. `strerror` says which of these."""
+    """Another user has made a file or folder, or may write to it; `strerror` says which."""
 
     def __init__(self, reason: str, path: Path) -> None:
         super().__init__(errno.EPERM, reason, str(path))
 
 
 def why_not_private(status: os.stat_result) -> str | None:
-    """Say why what a stat describes may hold what another user put there.
+    """The reason why a file or folder may hold what another user has put there, from its stat; None: it cannot.
 
-    None: only this user, or root, can have written to it.
+    Only this user and root can have written to it then.
     """
     if status.st_uid not in (os.geteuid(), *_TRUSTED_BESIDE):
         return "it belongs to another user"
@@ -45,7 +45,7 @@ def why_not_private(status: os.stat_result) -> str | None:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Say whether a group has no member but this user, or root.
+    """Tell whether a group has no member but this user and root.
 
     Many systems give each user such a group, and a umask of 0002.
     """
@@ -58,7 +58,7 @@ def _is_own_group(gid: int) -> bool:
 
 
 def private_folder(path: Path) -> Path:
-    """A folder that only this user can write to, made with mode 0700 where there is none.
+    """A folder that only this user can write to, made with mode 0700 where it does not exist.
 
     Raises:
         NotPrivate: It is a link, or another user's, or others may write to it.
@@ -78,9 +78,10 @@ def private_folder(path: Path) -> Path:
 
 
 def runtime_folder() -> Path:
-    """This user's folder for what lives as long as a process, on this machine.
+    """This user's folder on this machine for files that live as long as a process.
 
-    Raises OSError, as `private_folder` does.
+    Raises:
+        OSError: It cannot be made, or is not this user's alone.
     """
     return private_folder(Path(tempfile.gettempdir(), f"batchgen-{os.geteuid()}"))
 
@@ -100,21 +101,16 @@ def open_regular(path: Path | str, flags: int, mode: int = 0o600) -> int:
 
 
 def is_ours_alone(status: os.stat_result) -> bool:
-    """Say whether an open file may be written to.
-
-    It is this user's then, and has no other name by which it may be somebody's file.
-    """
+    """Tell whether an open file is this user's and has no other name by which it may be somebody else's file."""
     return status.st_uid == os.geteuid() and status.st_nlink <= 1
 
 
 def why_untrusted(path: Path, root: Path) -> str | None:
-    """Say why what a folder keeps at a path may have been put there by another user.
-
-    None: only this user, or root, can have put it there.
+    """The reason why what a folder keeps at a path may have been put there by another user; None: it cannot.
 
     Args:
-        path: Of a file or folder in `root`, or `root` itself. What is not there is nobody's.
-        root: The folder. Whoever can change what lies above it, is trusted.
+        path: The path of a file or folder in `root`, or `root` itself. A path where nothing is, is nobody's.
+        root: The folder. Whoever can change what lies above it is trusted.
     """
     levels = [
         root.joinpath(*path.relative_to(root).parts[:count]) for count in range(len(path.relative_to(root).parts) + 1)
@@ -135,15 +131,15 @@ def why_untrusted(path: Path, root: Path) -> str | None:
 
 
 def open_unnamed(directory: Path, flags: int = 0) -> int:
-    """Make a file in a folder, to be read and written, that has no name.
+    """Open a new file without a name in a folder, to be read and written.
 
-    Nobody else opens it, and it ends with its descriptor.
-
-    Where the filesystem has no such files, it has a random name for an instant.
+    Nobody else can open it, and it ends with its descriptor. Where the filesystem has no such files, it has a random
+    name
+    for an instant.
 
     Args:
-        directory: Where there is space for it.
-        flags: Of os.open, beside these, such as O_DIRECT.
+        directory: The folder, which decides the filesystem.
+        flags: Further flags of os.open, such as O_DIRECT.
 
     Raises:
         OSError: It cannot be made.

@@ -1,4 +1,4 @@
-"""Another Python process that runs a function of this package."""
+"""A command that runs a function of this package in another Python process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import sys
 def python_command(module: str, *arguments: str) -> list[str]:
     """Make the command that calls `main` of a module with what this process can import.
 
-    Not -m, which would let files of the current directory stand for modules of Python's.
+    It is not `python -m`, which would let files of the current directory stand for modules of Python's.
 
     Args:
-        module: Its full name.
-        arguments: For `main`, which has them as `sys.argv[1:]`.
+        module: The full name of the module.
+        arguments: The arguments of `main`, which has them as `sys.argv[1:]`.
     """
-    program = f"import sys; count = {len(arguments) + 1}; sys.path[:], sys.argv[count:] = sys.argv[count:], []; from {module} import main; main()"
+    program = (
+        f"import sys; count = {len(arguments) + 1}; sys.path[:], sys.argv[count:] = sys.argv[count:], [];"
+        f" from {module} import main; main()"
+    )
     return [sys.executable, "-c", program, *arguments, *(path or os.getcwd() for path in sys.path)]

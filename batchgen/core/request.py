@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it: requests, sampling parameters, completions; texts to score, and scores."""
+"""Values that go into the engine and come out of it: requests, sampling parameters, completions, and scores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from batchgen.core.errors import InputError, one_line
 
-# Limits of what one row may ask for, as it would take all memory and time: samples of all its prompts (vLLM has the same
+# Limits of what one row may ask for, as it would take all memory and time: samples of all its prompts (vLLM has the
+# same
 # limit), stop strings and stop tokens, and the bytes of its results should every sample be as long as it may be.
 MOST_SAMPLES = 16384
 MOST_STOPS = 1024
@@ -28,33 +29,38 @@ _ADDED_LATER = ("presence_penalty", "frequency_penalty", "logit_bias", "compact_
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen.
-
-    Names and meanings are vLLM's; `temperature` defaults to 0 (greedy).
+    """Parameters by which tokens are chosen; names and meanings are vLLM's; `temperature` defaults to 0 (greedy).
 
     Attributes:
-        max_tokens: most tokens generated per sample, at least 1.
-        temperature: 0 is greedy, and so is what a 32-bit float does not hold (below 1.2e-38); otherwise logits are divided by it.
-        top_p, top_k, min_p: keep the smallest set of tokens with this probability mass (1 is off), the k most likely
-            tokens (0 is off), those at least `min_p` times as likely as the most likely one (0 is off). After temperature, and in
-            vLLM's order: min_p, then top_k, then top_p of the mass that these two leave.
-        repetition_penalty: logits of tokens seen in prompt or output are divided (if positive) or multiplied (if
-            negative) by it; 1 is off.
-        presence_penalty, frequency_penalty: taken off the logits of tokens that the output has, once, and once for each
-            time; -2 to 2, 0 is off.
-        logit_bias: added to the logits of these tokens, before any penalty, -100 to 100: a mapping of token ids to
-            numbers, or pairs of both.
-        n: samples per request, at most `MOST_SAMPLES`.
-        seed: with row id, sample and step it decides every draw.
-        stop: strings that end a sample, at most `MOST_STOPS`; the text ends before them.
-        stop_token_ids: tokens that end a sample, as many.
-        ignore_eos: go on past the model's end-of-text tokens.
-        logprobs: None, or how many of the most likely tokens to report beside each chosen one (0: the chosen only), as
+        max_tokens: The most tokens generated per sample, at least 1.
+        temperature: Divisor of the logits; 0 is greedy, and so is what a 32-bit float does not hold (below 1.2e-38).
+        top_p: Probability mass of the smallest set of tokens that is kept; 1 is off. It comes after `min_p` and
+            `top_k`,
+            and is of the mass that these leave.
+        top_k: Number of most likely tokens that are kept, after `min_p`; 0 is off.
+        min_p: Least probability of a kept token, as a part of the most likely token's; 0 is off. It comes after
+            temperature.
+        repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens in prompt or output; 1 is
+            off.
+        presence_penalty: Number taken off the logits of tokens that the output has, -2 to 2; 0 is off.
+        frequency_penalty: Number taken off the logits of tokens for each time that the output has them, -2 to 2; 0 is
+            off.
+        logit_bias: Numbers added to the logits of tokens before any penalty, -100 to 100: a mapping from token ids, or
+            pairs.
+        n: Samples per request, at most `MOST_SAMPLES`.
+        seed: Number that decides every draw, together with row id, sample and step.
+        stop: Strings that end a sample, at most `MOST_STOPS`; the text ends before them.
+        stop_token_ids: Tokens that end a sample, at most `MOST_STOPS`.
+        ignore_eos: True to go on past the model's end-of-text tokens.
+        logprobs: Number of the most likely tokens to report beside each chosen one (0: the chosen alone; None: none),
+            as
             log-probabilities of the model's own distribution, before temperature, penalties and grammars.
-        json_schema, regex: what the text must follow from its first character to its last, as text (a schema may be
-            given as a mapping). Of JSON on one line, unless the schema's "x-guidance" has another whitespace_pattern. A
-            sample ends where its grammar does; one that `max_tokens` or a stop string ends earlier is not whole.
-        compact_json: with a json_schema, no spaces between the parts of the JSON, instead of at most one.
+        json_schema: Schema that the text follows as a whole, as text or as a mapping; the JSON is on one line, unless
+            the
+            schema's "x-guidance" has another whitespace_pattern. A text that `max_tokens` or a stop string ends is not
+            whole.
+        regex: Regular expression that the text matches as a whole.
+        compact_json: True for no spaces between the parts of the JSON, instead of at most one.
     """
 
     max_tokens: int = 256
@@ -120,22 +126,22 @@ class SamplingParams:
 
     @property
     def constrained(self) -> bool:
-        """Whether the text must follow a grammar."""
+        """True where the text must follow a grammar."""
         return self.json_schema is not None or self.regex is not None
 
     @property
     def is_greedy(self) -> bool:
-        """Tell whether the most likely token is chosen, and nothing drawn."""
+        """True where the most likely token is chosen and nothing is drawn."""
         return self.temperature < LEAST_TEMPERATURE
 
     @property
     def penalizes_output(self) -> bool:
-        """Whether the next token depends on those that were generated before, beside the model."""
+        """True where the next token depends on those generated before in other ways than through the model."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def changes_logits(self) -> bool:
-        """Whether logits of some tokens are changed before one is chosen."""
+        """True where logits of some tokens are changed before one is chosen."""
         return self.penalizes_output or bool(self.logit_bias)
 
     def check_result_size(self, prompts: int = 1) -> None:
@@ -149,12 +155,12 @@ class SamplingParams:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Every field, as plain JSON values."""
+        """All fields as plain JSON values."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return values
 
     def identity(self) -> dict[str, Any]:
-        """What tells these parameters from others, as `to_json`: what earlier versions did not have only where it is given."""
+        """The fields, as JSON values, by which these parameters are told from others."""
         default = SamplingParams()
         unset = {name for name in _ADDED_LATER if getattr(self, name) == getattr(default, name)}
         return {name: value for name, value in self.to_json().items() if name not in unset}
@@ -177,7 +183,7 @@ def _check_float(name: str, value: Any) -> None:
 
 
 def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
-    """(token id, bias), by token id. Raises InputError."""
+    """Pairs of token id and bias, in the order of token ids. Raises InputError."""
     rule = f"logit_bias must map token ids to numbers between -100 and 100, not {one_line(repr(given))}"
     try:
         pairs = given.items() if isinstance(given, Mapping) else given
@@ -197,13 +203,15 @@ _TAKEN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_fina
 class ChatOptions:
     """Options that say how chat messages become a prompt.
 
-    Raises InputError.
-
     Attributes:
-        chat_template_kwargs: Variables for the model's chat template, such as {"enable_thinking": False}; also their JSON as
-            text. A request with one that the template does not use fails.
-        continue_final: Where the last message is the assistant's, the model goes on with it; else it begins a message of its
-            own behind it.
+        chat_template_kwargs: Variables for the model's chat template, such as {"enable_thinking": False}; also their
+            JSON
+            as text. A request with one that the template does not use fails.
+        continue_final: True where the model goes on with the last message, if it is the assistant's; else it begins a
+            message of its own after it.
+
+    Raises:
+        InputError: The variables cannot be read.
     """
 
     chat_template_kwargs: Mapping[str, Any] | str = field(default_factory=dict)
@@ -228,7 +236,7 @@ class ChatOptions:
 
     @property
     def variables(self) -> Mapping[str, Any]:
-        """`chat_template_kwargs`, read."""
+        """The variables for the chat template, read from text where they are given as text."""
         assert isinstance(self.chat_template_kwargs, dict)
         return self.chat_template_kwargs
 
@@ -245,15 +253,15 @@ class Request:
     """One row for the engine.
 
     Attributes:
-        prompt: text (tokenized with the model's special tokens), token ids (a list, or an array of integers of numpy or torch), or
-            chat messages (`[{"role": ..., "content": ...}]`, rendered with the model's chat template).
-        sampling: its parameters; None takes those the engine was given.
-        id: decides the row's random draws, with seed, sample and step; None takes the row's position.
-        error: the row could not be made into a prompt; it comes back as a failed Completion with this text.
-        row: the number of its row in a dataset, which comes back in the Completion and decides nothing.
-        more_prompts: further ones, whose samples come after those of `prompt`, `n` of each.
-        chat: how chat messages become a prompt.
-        reasoning_apart: whether what stands between `<think>` and `</think>` is taken out of the text.
+        prompt: Text (tokenized with the model's special tokens), token ids (a list, or an array of integers of numpy or
+            torch), or chat messages (`[{"role": ..., "content": ...}]`, rendered with the model's chat template).
+        sampling: The row's sampling parameters; None: those that the engine was given.
+        id: Value that decides the row's random draws, with seed, sample and step; None: the row's position.
+        error: Reason why the row could not be made into a prompt; it comes back as a failed Completion with this text.
+        row: Number of the row in a dataset, which comes back in the Completion and decides nothing.
+        more_prompts: Further prompts, whose samples come after those of `prompt`, `n` of each.
+        chat: Options that say how chat messages become a prompt.
+        reasoning_apart: True where the text between `<think>` and `</think>` is taken out of the sample's text.
     """
 
     prompt: str | Sequence[int] | Sequence[dict[str, Any]]
@@ -267,14 +275,14 @@ class Request:
 
     @property
     def each_prompt(self) -> tuple[Request, ...]:
-        """A request for each of the prompts."""
+        """One request for each of the prompts."""
         if not self.more_prompts:
             return (self,)
         return tuple(replace(self, prompt=p, more_prompts=()) for p in (self.prompt, *self.more_prompts))
 
 
 def cut_overlong(token_ids: list[int], max_tokens: int, context: int, on_overlong: str) -> list[int]:
-    """The prompt as `--on-overlong` wants it: cut so that max_tokens fit the context, or, for "error", as it is."""
+    """The prompt after `--on-overlong`: cut so that max_tokens fit the context, or, for "error", as it is."""
     if on_overlong == "error" or len(token_ids) + max_tokens <= context:
         return token_ids
     keep = max(1, context - max_tokens)
@@ -286,14 +294,15 @@ class ScoreRequest:
     """A context and what may follow it, for `Engine.score`.
 
     Attributes:
-        context: as `Request.prompt`. "" or (): the model's beginning-of-text token stands there, or else its
-            end-of-text token; continuations that are longer than the model's context are scored in windows then.
-        continuations: one or more, texts or token ids. A text is tokenized together with its context: spaces at the
-            context's end belong to the continuation, and its tokens are those that the whole has beyond the context's.
-        id: that of the `Scored`; None takes the request's position.
-        logprobs: None, or how many of the most likely tokens to report at each position as well, at most 100.
-        error: the row could not be made into a request; it comes back as a failed Scored with this text.
-        row, chat: as of `Request`.
+        context: Text, token ids or chat messages. "" or () stands for the model's beginning-of-text token, or else its
+            end-of-text token; continuations longer than the model's context are then scored in windows.
+        continuations: One or more texts or lists of token ids. A text is tokenized together with its context: spaces at
+            the context's end belong to the continuation, and its tokens are those beyond the context's own.
+        id: Value that comes back in the `Scored`; None: the request's position.
+        logprobs: Number of the most likely tokens to report at each position as well, at most 100; None: none.
+        error: Reason why the row could not be made into a request; it comes back as a failed Scored with this text.
+        row: Number of the row in a dataset, which comes back in the Scored and decides nothing.
+        chat: Options that say how chat messages become a context.
     """
 
     context: str | Sequence[int] | Sequence[dict[str, Any]]
@@ -323,7 +332,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class PositionLogprobs:
-    """The chosen token at one step, or the one that is scored, and the `logprobs` most likely ones, best first."""
+    """The token chosen or scored at one position, and the `logprobs` most likely ones, best first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
@@ -333,13 +342,14 @@ class PositionLogprobs:
 class Sample:
     """One generated text.
 
-    `stop` tells which stop string or stop token id ended it, None where it was the end of text.
-
     Attributes:
-        text: of gpt-oss the channel "final" alone; of others that think, what comes behind `</think>`.
-        finish_reason: "stop" (end of text or a stop string/token) or "length".
-        reasoning: the text of gpt-oss's other channels, or what stands between `<think>` and `</think>`; None where the model
-            did not think.
+        text: The text; of gpt-oss the channel "final" alone, of other models that think what follows `</think>`.
+        token_ids: The generated tokens.
+        finish_reason: "stop" (end of text, a stop string or a stop token) or "length".
+        logprobs: Log-probabilities at each position; None where they were not asked for.
+        stop: Stop string or stop token id that ended the text; None where it was the end of text.
+        reasoning: Text of gpt-oss's other channels, or between `<think>` and `</think>`; None where the model did not
+            think.
     """
 
     text: str
@@ -355,10 +365,15 @@ class Completion:
     """The result of one request: `samples` (`n` of each prompt), or `error` and no samples.
 
     Attributes:
-        index: the request's position in the iterable given to the engine, from 0. Completions come in the order in
-            which they finish.
-        cached_tokens: prompt tokens whose KV another row had already computed.
-        row: the request's.
+        index: Position of the request in the iterable given to the engine, from 0. Completions come in the order in
+            which
+            they finish.
+        id: Id of the request, or its position.
+        prompt_tokens: Tokens of all prompts.
+        samples: The generated texts.
+        error: Reason why the request failed; None where it did not.
+        cached_tokens: Prompt tokens whose KV another row had already computed.
+        row: Number of the request's row in a dataset.
     """
 
     index: int
@@ -377,12 +392,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """How likely a continuation is.
+    """The likelihood of a continuation.
 
     Attributes:
-        logprob: natural logarithm, summed over its tokens.
-        is_greedy: each of them is the argmax given what is before it (of equally likely ones the first).
-        tokens: one by one.
+        token_ids: The continuation's tokens.
+        logprob: Natural logarithm of its probability, summed over its tokens.
+        is_greedy: True where each token is the argmax given what is before it (of equally likely ones the first).
+        tokens: Log-probabilities at each position.
     """
 
     token_ids: tuple[int, ...]
@@ -393,7 +409,17 @@ class ContinuationScore:
 
 @dataclass(frozen=True)
 class Scored:
-    """The result of one ScoreRequest: `scores`, one per continuation, or `error` and none. For the rest see Completion."""
+    """The result of one ScoreRequest: `scores`, one per continuation, or `error` and none.
+
+    Attributes:
+        index: Position of the request in the iterable given to the engine, from 0.
+        id: Id of the request, or its position.
+        context_tokens: Tokens of the context.
+        scores: Scores of the continuations, in their order.
+        error: Reason why the request failed; None where it did not.
+        cached_tokens: Tokens whose KV another row had already computed.
+        row: Number of the request's row in a dataset.
+    """
 
     index: int
     id: str | int

@@ -1,4 +1,4 @@
-"""How a mixture's routers spread tokens over experts."""
+"""The way in which a mixture's routers spread tokens over experts."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from dataclasses import dataclass, field
 
 # Fewer sweeps of few tokens than this say little.
 _FEWEST_SWEEPS = 16
-# Calls in which tokens that draw by themselves would touch more than this part of the experts do not say how few others touch.
+# Calls in which tokens that draw by themselves would touch more than this part of the experts do not say how few
+# others touch.
 _NEARLY_ALL = 0.95
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How many experts tokens touch, and how unevenly. As it is: every token draws its experts by itself, and experts that are touched have equally many tokens.
+    """The number of experts that tokens touch, and how unevenly the tokens are spread.
+
+    With the defaults every token draws its experts independently, and touched experts have equally many tokens.
 
     Attributes:
-        exponent: N tokens touch as many experts as N^exponent tokens that draw by themselves; 1 or less, as alike tokens have
-            the same favourites.
-        imbalance: tokens of the expert that has the most, over the mean of those that have any; 1 or more.
+        exponent: x, where N tokens touch as many experts as N^x independent ones; at most 1, as alike tokens have the
+            same
+            favourites.
+        imbalance: Tokens of the busiest expert over the mean of the touched ones; 1 or more.
     """
 
     exponent: float = 1.0
@@ -31,7 +35,10 @@ class Routing:
             raise ValueError(f"imbalance must be 1 or more, not {self.imbalance}")
 
     def touched(self, num_experts: int, chosen: int, tokens: float) -> float:
-        """Experts of a layer that so many tokens go through: E (1 - (1 - k/E)^(N^x)), of E experts with k for each token."""
+        """Experts of a layer that a number of tokens goes through.
+
+        They are E (1 - (1 - k/E)^(N^x)) for N tokens, E experts and k experts of each token.
+        """
         draws = tokens**self.exponent if tokens > 1 else tokens
         touched: float = num_experts * (1 - (1 - chosen / num_experts) ** draws)
         return touched
@@ -42,22 +49,23 @@ INDEPENDENT = Routing()
 
 @dataclass
 class RoutingCounts:
-    """Experts that tokens were routed to, as counted in the layers of sweeps.
+    """Counts of the experts that tokens were routed to, in all layers of all sweeps.
 
     Attributes:
-        num_experts: Of a layer.
+        num_experts: Experts of a layer.
         chosen: Experts of each token.
-        layers: With experts; each is a call in every sweep.
+        layers: Layers with experts; each is one call in every sweep.
     """
 
     num_experts: int
     chosen: int
     layers: int = 1
-    # Tokens of a call -> calls, experts touched, tokens of the busiest expert, mean tokens of an expert touched; each added up.
+    # Tokens of a call -> calls, experts touched, tokens of the busiest expert, mean tokens of an expert touched; each
+    # added up.
     _totals: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, tokens_of_each: Sequence[int]) -> None:
-        """Count one call of a layer's experts: how many tokens each of them has."""
+        """Count one call of a layer's experts, given the number of tokens of each."""
         assigned = sum(tokens_of_each)
         if not assigned:
             return
@@ -70,7 +78,7 @@ class RoutingCounts:
         self._totals.clear()
 
     def fitted(self) -> Routing | None:
-        """The routing with which these calls are expected to touch as many experts as they did; None where they say too little."""
+        """The routing that is expected to touch as many experts as these calls did; None where they say too little."""
         told = {n: totals for n, totals in self._totals.items() if n > 1 and self._touched(1.0, n) < _NEARLY_ALL}
         if not told or sum(calls for calls, *_ in told.values()) < _FEWEST_SWEEPS * self.layers:
             return None

@@ -1,8 +1,8 @@
-"""Standard output and standard error: the one place where batchgen writes for people, and what becomes of a job whose screen is gone.
+"""Standard output and standard error: the one place where batchgen writes for people.
 
-A screen tells of the work and is no part of it. One that is closed, full, or a terminal that has vanished takes nothing more, and
-the job goes on to its end. Standard output is different where it is what a command was run for, such as a plan: that it cannot be
-written is an error then, but for a reader that wanted no more.
+A screen tells of the work and is no part of it. One that is closed, full, or a terminal that has vanished takes nothing
+more, and the job goes on to its end. Standard output is different where it is what a command was run for, such as a
+plan: there it is an error that it cannot be written, unless its reader wanted no more.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class Screen:
-    """A text stream that never fails: what it cannot write is let go. All else is the stream's that it stands for."""
+    """A text stream that never fails: what it cannot write is dropped. All else is that of the stream that it wraps."""
 
     def __init__(self, stream: Any) -> None:
-        """`stream`: a text stream; None, as Python has it where there is no standard error."""
+        """Wrap a text stream; None, as Python has it where there is no standard error, takes nothing."""
         self._stream = stream
 
     @classmethod
     def over(cls, stream: Any) -> Screen:
-        """The screen over a stream, which may be one already."""
+        """The screen over a stream, which may be a screen already."""
         return stream if isinstance(stream, cls) else cls(stream)
 
     def write(self, text: str) -> int:
@@ -45,7 +45,7 @@ class Screen:
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """Tell whether somebody looks at it."""
+        """Tell whether the stream is a terminal."""
         with suppress(OSError, ValueError, AttributeError):
             return bool(self._stream.isatty())
         return False
@@ -59,10 +59,10 @@ class ProductLost(OSError):
 
 
 class Product:
-    """Standard output for all of a process, click's help included: it fails with ProductLost. All else is the stream's that it stands for."""
+    """Standard output of a whole process, click's help included: it fails with ProductLost."""
 
     def __init__(self, stream: Any) -> None:
-        """`stream`: a text stream."""
+        """Wrap a text stream."""
         self._stream = stream
 
     def write(self, text: str) -> int:
@@ -94,7 +94,7 @@ def say(line: str, stream: TextIO | Screen | None = None) -> None:
 
     Args:
         line: One line, which may have words of rows, files and models in it.
-        stream: Where to; standard error by default.
+        stream: The stream; None: standard error.
     """
     screen = Screen.over(stream or sys.stderr)
     screen.write(visible(line) + "\n")
@@ -102,7 +102,7 @@ def say(line: str, stream: TextIO | Screen | None = None) -> None:
 
 
 def put(lines: Iterable[str]) -> None:
-    """Write what a command was run for to standard output; control characters are spelled out but for line breaks.
+    """Write the product of a command to standard output; control characters but for line breaks are spelled out.
 
     Raises:
         ProductLost: Nothing more can be written there.
@@ -116,7 +116,7 @@ def put(lines: Iterable[str]) -> None:
 
 
 def takes_product() -> bool:
-    """Tell whether standard output is there and may be written, as far as can be known beforehand."""
+    """Tell whether standard output exists and may be written, as far as can be known beforehand."""
     try:
         return fcntl.fcntl(sys.stdout.fileno(), fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
     except io.UnsupportedOperation:  # it is no file but a stream of Python's
@@ -126,7 +126,7 @@ def takes_product() -> bool:
 
 
 def leave_standard_output() -> None:
-    """Give up on standard output, or the interpreter would try again as it ends, and exit with code 120."""
+    """Close standard output, or the interpreter would try again as it ends, and exit with code 120."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
         return
@@ -137,10 +137,11 @@ def leave_standard_output() -> None:
 
 
 def claim_standard_streams() -> None:
-    """Have a process keep its first three file descriptors for what they are meant for, and know of its output that fails.
+    """Have a process keep its first three file descriptors for standard input, output and error.
 
-    One that was closed when the process began would be the number of the next file that is opened: what is written to a screen
-    would then be written into that file. A descriptor that can do nothing takes its place.
+    The number of one that was closed when the process began would go to the next file that is opened, and what is
+    written to
+    the screen into that file. A descriptor that takes nothing stands in its place.
     """
     for descriptor in (0, 1, 2):
         try:

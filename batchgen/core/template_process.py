@@ -1,11 +1,13 @@
 """The program of the process that renders templates, with limits that the kernel keeps.
 
-A template is code: one filter, one `*` or one long loop can fill the memory or run for hours before any of its own steps
+A template is code: one filter, one `*` or one long loop can fill the memory or run for hours before any of its own
+steps
 could be counted. So templates run in a process that has so much address space and no more, and that the kernel ends
-when a row takes more processor time than it may. `batchgen.core.templates` starts it and speaks with it.
+when
+a row takes more processor time than it may. `batchgen.core.templates` starts it and exchanges messages with it.
 
-Messages in both directions are frames. What comes in is pickled by the process that has started this one, so that rows
-may have values of any type; what goes out is text.
+Messages in both directions are frames. Incoming ones are pickled by the process that has started this one, so that rows
+may have values of any type; outgoing ones are text.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from batchgen.core.frames import NO_MEMORY, read_frame, write_frame
 
 
 class OverLimit(Exception):
-    """A row takes more than a template may take."""
+    """A row takes more time or memory than a template may take."""
 
 
 def environment_of(kind: str) -> ImmutableSandboxedEnvironment:
-    """The environment of one kind of template: "rows" for prompts of a row's columns, "chats" for those of messages."""
+    """The Jinja environment of one kind of template: "rows" for a row's columns, "chats" for messages."""
     return _chat_environment() if kind == "chats" else _row_environment()
 
 
@@ -48,7 +50,7 @@ def _row_environment() -> ImmutableSandboxedEnvironment:
 
 
 def _row_to_json(value: Any, indent: int | None = None) -> str:
-    """Plain JSON, not escaped for HTML as Jinja's own."""
+    """Plain JSON, which is not escaped for HTML as Jinja's own is."""
     return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
 
 
@@ -128,16 +130,17 @@ def _compiled(kind: str, text: str) -> jinja2.Template:
 
 
 def describe(kind: str, text: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """Find what a template uses.
+    """Find the variables that a template uses.
 
     Args:
-        kind: As of `environment_of`.
+        kind: "rows" or "chats".
         text: The template.
-        names: Variables that it will have, even where Jinja has something of that name.
+        names: Variables that the template will have, even where Jinja has something of that name.
 
     Returns:
-        {"variables": those that it uses, sorted, "includes": whether it names other templates}, or
-        {"line": of a syntax error, "error": what is wrong}.
+        {"variables": sorted names, "includes": True where it names other templates}, or {"line": line of a syntax
+            error,
+        "error": message}.
     """
     environment = environment_of(kind)
     for name in set(names) & set(environment.globals):
@@ -163,7 +166,7 @@ def _render(kind: str, text: str, variables: Mapping[str, Any], longest: int) ->
 
 
 class _Limits:
-    """Limits of this process that the kernel keeps, beside what it had as it began."""
+    """Limits of this process that the kernel keeps, beside the time and memory that it had taken before."""
 
     def __init__(self) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -176,7 +179,7 @@ class _Limits:
         self._hard = resource.getrlimit(resource.RLIMIT_AS)[1]
 
     def set(self, seconds: float, memory_bytes: int) -> None:
-        """Begin a row. Past the seconds of processor time SIGPROF ends the process, past the bytes Python has no memory."""
+        """Begin a row: SIGPROF ends the process past the seconds, and Python has no memory past the bytes."""
         limit = self._own_bytes + memory_bytes
         if self._hard != resource.RLIM_INFINITY:
             limit = min(limit, self._hard)
@@ -185,7 +188,7 @@ class _Limits:
 
 
 def main() -> None:
-    """Answers every request of standard input on standard output, until the former ends."""
+    """Answer every request of standard input on standard output, until the former ends."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for whatever libraries print
     limits = _Limits()
@@ -211,7 +214,7 @@ def _answer_all(requests: Any, replies: Any, limits: _Limits) -> None:
 
 
 def _reply(asked: Mapping[str, Any], row: bytearray) -> bytes:
-    """The row's text behind a "t", or what is wrong with it behind an "e": its kind and its message."""
+    """The row's text after a "t", or the kind and message of its error after an "e"."""
     try:
         text = _render(asked["kind"], asked["text"], pickle.loads(row), asked["length"])
         return b"t" + text.encode("utf-8", "surrogatepass")

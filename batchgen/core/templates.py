@@ -1,6 +1,7 @@
 """Templates, rendered in a process of their own (`batchgen.core.template_process`) that has limits of time and memory.
 
-There is one such process for all templates of this one. It starts with the first row, and anew where a row has ended it.
+There is one such process for all templates of this one. It starts with the first row, and again after a row that has
+ended it.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class TemplateLimits:
     """Limits of what a template may take for one row.
 
     Attributes:
-        seconds: Processor time.
-        memory_bytes: Bytes of all that is held while the row is rendered, the row itself among it.
-        length: Characters of the text that comes out.
+        seconds: Seconds of processor time.
+        memory_bytes: Bytes of all that is held while the row is rendered, the row itself included.
+        length: Characters of the rendered text.
     """
 
     seconds: float = 10.0
@@ -47,7 +48,11 @@ DEFAULT_LIMITS = TemplateLimits()
 
 
 class TemplateFailed(Exception):
-    """A template cannot be rendered for a row; the text is one line. kind: of Python's error, "" where a limit was met."""
+    """A template cannot be rendered for a row; the message is one line.
+
+    Attributes:
+        kind: Name of Python's error; "" where a limit was met.
+    """
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(one_line(text))
@@ -63,7 +68,11 @@ class TemplateUse:
 
 
 class TemplateSyntax(Exception):
-    """A template is none. line: where it is wrong, from 1."""
+    """A text is no valid template.
+
+    Attributes:
+        line: Line of the fault, from 1.
+    """
 
     def __init__(self, line: int, text: str) -> None:
         super().__init__(one_line(text))
@@ -75,9 +84,10 @@ class SafeTemplate:
     """A Jinja template that is rendered within limits.
 
     Attributes:
-        kind: "rows" for a template over the columns of a row, where anything undefined is an error and null is nothing;
+        kind: "rows" for a template over the columns of a row, where anything undefined is an error and null is empty;
             "chats" for a model's chat template, in an environment like that of transformers.
         text: The template.
+        limits: Limits for one row.
     """
 
     kind: str
@@ -85,13 +95,13 @@ class SafeTemplate:
     limits: TemplateLimits = DEFAULT_LIMITS
 
     def use(self, names: Iterable[str] = ()) -> TemplateUse:
-        """Find what the template uses.
+        """Find the variables that the template uses.
 
         Args:
             names: Variables that it will have, even where Jinja has a function of that name.
 
         Raises:
-            TemplateSyntax: It is no valid template.
+            TemplateSyntax: The text is no valid template.
             TemplateFailed: Reading it takes more than a row may take.
         """
         found = _renderer.describe(self, tuple(names))
@@ -100,10 +110,10 @@ class SafeTemplate:
         return TemplateUse(tuple(found["variables"]), found["includes"])
 
     def render(self, rows: Iterable[Row]) -> Iterator[str | Exception]:
-        """The text of each row, or `TemplateFailed`; a few rows are read ahead.
+        """Yield the text of each row, or a `TemplateFailed`; a few rows are read ahead.
 
         Args:
-            rows: The variables of each; an exception, of a row that has none, comes back in its place.
+            rows: The variables of each row; an exception stands for a row that has none, and is yielded in its place.
         """
         rows = iter(rows)
         while chunk := list(itertools.islice(rows, _ROWS)):
@@ -111,14 +121,14 @@ class SafeTemplate:
 
 
 class _Renderer:
-    """Speaks with the process that renders, from one thread at a time."""
+    """The exchange with the process that renders, from one thread at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
     def describe(self, template: SafeTemplate, names: tuple[str, ...]) -> dict[str, Any]:
-        """`template_process.describe`. Raises TemplateFailed."""
+        """The description of a template from the process. Raises TemplateFailed."""
         with self._lock, self._running() as process:
             process.ask(template, names=names)
             answer = process.answer()
@@ -128,14 +138,14 @@ class _Renderer:
         return found
 
     def render(self, template: SafeTemplate, rows: list[Row]) -> list[str | Exception]:
-        """A result for each row."""
+        """One result for each row."""
         results: list[str | Exception] = []
         while len(results) < len(rows):
             results += self._render_some(template, _packed(rows[len(results) :]))
         return results
 
     def _render_some(self, template: SafeTemplate, rows: list[bytes | Exception]) -> list[str | Exception]:
-        """The results of the first of these rows: up to one that ended the process."""
+        """The results of the first of these rows, up to one that ended the process."""
         results: list[str | Exception] = []
         with self._lock, self._running() as process:
             process.ask(template, rows=b"".join(framed(row) for row in rows if isinstance(row, bytes)))
@@ -155,7 +165,7 @@ class _Renderer:
         return self._process
 
     def renew(self) -> None:
-        """In a fork, have no part in the exchanges of the parent, whose process it is that renders."""
+        """Forget, in a forked process, the process that renders for the parent."""
         self._lock, self._process = threading.Lock(), None
 
     def close(self) -> None:
@@ -165,7 +175,7 @@ class _Renderer:
 
 
 class _Process:
-    """The process that renders. As a context it is ended by what is raised, perhaps between a question and its answer."""
+    """The process that renders; as a context manager it is ended by an exception between question and answer."""
 
     def __init__(self) -> None:
         self.has_ended = False
@@ -211,7 +221,7 @@ class _Process:
         return read_frame(self._process.stdout)
 
     def end(self, within_s: float = 0.0) -> int:
-        """End it; its exit code, or minus the signal that ended it before, as it may do within so many seconds."""
+        """End the process; gives its exit code, or minus the signal that ended it while it was waited for."""
         self.has_ended = True
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(within_s)
@@ -224,7 +234,7 @@ class _Process:
 
 
 def _packed(rows: list[Row]) -> list[bytes | Exception]:
-    """The first of these rows as they are sent, so many that they have about `_SENT_BYTES`."""
+    """The first of these rows in the form in which they are sent, as many as have about `_SENT_BYTES`."""
     packed: list[bytes | Exception] = []
     size_bytes = 0
     for row in rows:

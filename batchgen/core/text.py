@@ -1,4 +1,4 @@
-"""Text that UTF-8 can hold, and text that may be shown."""
+"""Text that UTF-8 can hold, and text that may be shown on a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Nest = TypeVar("Nest")
 
 
 class NotText(bytes):
-    """Bytes that are no UTF-8, where text should be. They may be had; to write them as text raises ValueError."""
+    """Bytes that are no UTF-8 where text should be; writing them as text raises ValueError."""
 
     def __str__(self) -> str:
         raise ValueError("a value is bytes that are not UTF-8 text")
@@ -30,11 +30,11 @@ _QUERY_VALUE = re.compile(r"([?&#;][^\s=&/'\"]+=)([^\s&#'\"(),;\]]+)")
 
 
 def without_credentials(text: str, *urls: str) -> str:
-    """Replace what URLs in a text hold of keys, passwords, signatures and tokens by ***.
+    """Replace keys, passwords, signatures and tokens of URLs in a text by ***.
 
     Args:
         text: Any text, such as a message of a library that quotes a URL.
-        urls: URLs whose credentials are replaced where they stand without the rest of it, too.
+        urls: URLs whose credentials are also replaced where they stand without the rest of the URL.
     """
     for url in urls:
         for secret in _secrets(url):
@@ -55,29 +55,31 @@ def _secrets(url: str) -> list[str]:
 
 
 def repair_surrogates(value: Nest) -> Nest:
-    """Replace lone surrogates by U+FFFD in a text, or in every text of nested lists, tuples and dicts.
+    r"""Replace lone surrogates by U+FFFD in a text, or in every text of nested lists, tuples and dicts.
 
-    Half of a surrogate pair, as texts that were cut in the middle have ("\\ud800" in JSON), is no character and has no
-    UTF-8 form. Two halves that follow each other become the one character they stand for.
+    Half of a surrogate pair, as texts that were cut in the middle have ("\ud800" in JSON), is no character and has no
+    UTF-8
+    form. Two halves that follow each other become the one character that they stand for.
 
     Args:
-        value: a text, or a nest of lists, tuples and dicts (keys included); anything else in it stays as it is.
+        value: A text, or nested lists, tuples and dicts (keys included); other values stay as they are.
 
     Returns:
-        The same nest; every text in it can be encoded.
+        A copy of the structure in which every text can be encoded.
     """
     return _repaired(value)  # type: ignore[return-value]  # a nest of the same types, which mypy cannot express
 
 
 def visible(text: str, *, lines: bool = False) -> str:
-    """Text as it may be shown on a terminal or a page, whoever has written it: what would act there is spelled out.
+    r"""A text in which everything that would act on a terminal or a page is spelled out.
 
-    Control characters (escape sequences begin with one), the marks that turn the direction of writing, separators of lines and
-    lone surrogates become `\\x1b` or `\\u202e`; a tab stays. In a text of JSON these are JSON's own escapes.
+    Control characters (escape sequences begin with one), the marks that turn the direction of writing, separators of
+    lines
+    and lone surrogates become `\x1b` or `\u202e`; a tab stays. In a text of JSON these are JSON's own escapes.
 
     Args:
         text: Any text.
-        lines: Whether line breaks stay; else they are spelled out too.
+        lines: True where line breaks stay; else they are spelled out too.
     """
     shown = text.translate(_SHOWN_IN_LINES if lines else _SHOWN)
     return shown.encode("utf-8", "backslashreplace").decode("utf-8")

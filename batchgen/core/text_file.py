@@ -11,7 +11,7 @@ _LARGEST_BYTES = 64 << 20
 
 
 def read_text(path: str | Path, encoding: str = "utf-8") -> str:
-    """The text of such a file.
+    """The text of a file that a person or a command has written.
 
     Raises:
         OSError: It cannot be read, or is larger than 64 MiB: a device may have no end.

@@ -1,4 +1,4 @@
-"""Frozen values out of JSON, with the types that their dataclasses declare: nothing of another kind comes further than here."""
+"""Frozen values from JSON, with the types that their dataclasses declare."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LARGEST = 2**53  # of integers: what JSON readers and floating point agree on
 
 
 def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON as `json.loads` does, but raise ValueError alone: also where values are nested too deeply for it."""
+    """Parse JSON as `json.loads` does, but raise ValueError alone, also where values are nested too deeply."""
     try:
         return json.loads(text, object_pairs_hook=object_pairs_hook)
     except RecursionError as error:
@@ -20,15 +20,16 @@ def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, A
 
 
 def read_typed(kind: Any, value: Any, where: str = "it") -> Any:
-    """A value as a type annotation has it, built from what `json.loads` gives.
+    """A value of a type annotation, built from what `json.loads` gives.
 
     Args:
-        kind: bool, int, float (finite), str, a literal of texts, a dataclass, `Mapping[K, V]`, `tuple[...]`, unions with None, or `Any`.
-        value: As JSON has it: dictionaries for dataclasses, lists for tuples.
-        where: What the value is, for the message.
+        kind: bool, int, float (finite), str, a literal of texts, a dataclass, `Mapping[K, V]`, `tuple[...]`, a union
+            with None, or `Any`.
+        value: The value in the form that JSON has: dictionaries for dataclasses, lists for tuples.
+        where: Name of the value, for the message.
 
     Raises:
-        ValueError: The value is of another kind; the message names the place.
+        ValueError: The value has another type; the message names the place.
     """
     if kind is Any:
         return value

@@ -9,6 +9,8 @@ from batchgen.core.errors import InputError
 _SIZE = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SIZE |= {f"{p}b": v for p, v in list(_SIZE.items()) if p not in ("", "b")}
 _SIZE |= {f"{p}{s}": 2**e for p, e in (("k", 10), ("m", 20), ("g", 30), ("t", 40)) for s in ("i", "ib")}
+# Bytes.
+GIB = 1 << 30
 _DURATION = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -26,7 +28,7 @@ def size_bytes(value: int | str) -> int:
 
 
 def parse_rate(text: str, flag: str) -> float:
-    """Bytes/s in "1.25GB/s" or "12GiB/s". flag: what messages call it. Raises InputError."""
+    """Bytes/s in "1.25GB/s" or "12GiB/s". flag: name of the option in messages. Raises InputError."""
     size, slash, second = text.partition("/")
     if (slash and second.strip() != "s") or "bit" in size:
         raise InputError(f"{flag} {text!r} is not a rate in bytes: write it as 1.25GB/s")
@@ -66,7 +68,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_at_least(count: float) -> str:
-    """As `format_bytes`, rounded up: who gives that much has given enough."""
+    """The size in the largest binary unit, rounded up, so that whoever gives as much gives enough."""
     text = format_bytes(count)
     number, unit = text.split()
     step = 1 if unit == "B" else 0.1

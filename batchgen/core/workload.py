@@ -1,4 +1,4 @@
-"""What a job asks for, as far as planning needs to know it."""
+"""The workload of a job: its sequences and tokens, as far as planning needs to know them."""
 
 from __future__ import annotations
 
@@ -58,16 +58,18 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a job asks for, in sequences and tokens.
+    """The sequences and tokens of a job.
 
     Attributes:
-        num_seqs: sequences to generate (rows times samples).
-        prompt_len, output_len: tokens per sequence.
-        max_output_len: the limit that KV is reserved for.
-        shared_prefix_len: prompt tokens, on average, whose KV an earlier row has computed already.
-        scored_len: positions of a sequence whose logits are computed, on average, where sequences are scored: they are
-            over when their prompts have run, as if their outputs were of 1 token; None: they generate.
-        routing: of the sequences' tokens, where the model is a mixture of experts.
+        num_seqs: Sequences (rows times samples).
+        prompt_len: Prompt tokens of a sequence.
+        output_len: Generated tokens of a sequence.
+        max_output_len: The most tokens that a sequence may generate, for which KV is reserved.
+        shared_prefix_len: Mean prompt tokens whose KV an earlier row has computed.
+        scored_len: Mean positions of a sequence whose logits are computed, where sequences are scored: they end when
+            their
+            prompts have run, as if their outputs were of 1 token. None: sequences generate.
+        routing: Spread of the tokens over experts, where the model is a mixture.
     """
 
     num_seqs: int
@@ -94,7 +96,7 @@ class Workload:
 
     @classmethod
     def uniform(cls, num_seqs: int, prompt_len: int, output_len: int, shared_prefix_len: float = 0.0) -> Workload:
-        """Every row alike, as in FlexGen's benchmarks."""
+        """A workload whose rows are all alike, as in FlexGen's benchmarks."""
         lengths = Lengths((prompt_len,)), Lengths((output_len,))
         return cls(num_seqs, *lengths, output_len, shared_prefix_len)
 
@@ -105,12 +107,12 @@ class Workload:
 
     @property
     def made_len(self) -> float:
-        """Tokens generated, or scored, per sequence."""
+        """Tokens generated or scored per sequence."""
         return self.output_len.mean if self.scored_len is None else self.scored_len
 
     @property
     def computed_prompt_len(self) -> float:
-        """Prompt tokens per row that have to be prefilled."""
+        """Prompt tokens per row that must be prefilled."""
         return self.prompt_len.mean - self.shared_prefix_len
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +120,7 @@ class Workload:
 
 
 def uniform_workload(num_prompts: int, input_len: int, output_len: int, samples: int, context: int) -> Workload:
-    """num_prompts rows of `samples` samples each, all of equal lengths in tokens. Raises InputError."""
+    """The workload of num_prompts rows with `samples` samples each, all of equal lengths. Raises InputError."""
     for name, value in (("num-prompts", num_prompts), ("input-len", input_len), ("output-len", output_len)):
         if value < 1:
             raise InputError(f"--{name} must be at least 1, not {value}: a workload of nothing needs no plan")

@@ -1,4 +1,4 @@
-"""Lines of the input that are no rows: kept as rows that fail, with what is wrong and the line itself.
+"""Lines of the input that are no rows: they are kept as rows that fail, with the fault and the line itself.
 
 The texts travel in the metadata of the record batch that has their rows, so that memory does not grow with them.
 """
@@ -17,7 +17,11 @@ _KEY = b"batchgen.bad_lines"
 
 
 class BadLine(dict[str, Any]):
-    """A row without columns, in the place of a line that is none. error: the line's number, what is wrong, and the line."""
+    """A row without columns, in the place of a line that is none.
+
+    Attributes:
+        error: The line's number, its fault, and the line.
+    """
 
     def __init__(self, error: str) -> None:
         super().__init__()
@@ -25,7 +29,7 @@ class BadLine(dict[str, Any]):
 
 
 def with_bad_lines(batch: pa.RecordBatch, errors: Mapping[int, str]) -> pa.RecordBatch:
-    """The batch, which knows what is wrong with some of its rows. errors: by the row's number in the input."""
+    """A batch with the errors of some of its rows. errors: by the row's number in the input."""
     if not errors:
         return batch
     metadata = {**(batch.schema.metadata or {}), _KEY: json.dumps(errors).encode()}
@@ -33,6 +37,6 @@ def with_bad_lines(batch: pa.RecordBatch, errors: Mapping[int, str]) -> pa.Recor
 
 
 def bad_lines(batch: pa.RecordBatch) -> dict[int, str]:
-    """What `with_bad_lines` was given. A slice of the batch has that of the whole batch."""
+    """The errors that `with_bad_lines` was given; a slice of a batch has those of the whole batch."""
     text = (batch.schema.metadata or {}).get(_KEY)
     return {} if text is None else {int(row): error for row, error in json.loads(text).items()}

@@ -1,4 +1,4 @@
-"""Bytes in text's place: Parquet and Arrow columns of binary type, whose values are UTF-8 or no text."""
+"""Columns of bytes in place of text, in Parquet and Arrow files; their values are UTF-8, or no text."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def has_binary(kind: pa.DataType) -> bool:
 
 
 def checked_text(value: Any, column: str) -> Any:
-    """A value as `decoded` gives it, unless it is no text. Raises RowError."""
+    """A value whose bytes are decoded. Raises RowError where they are no UTF-8."""
     if isinstance(value, NotText):
         raise RowError(f"column {column!r} has bytes that are not UTF-8 text")
     return value
 
 
 def decoded(value: Any) -> Any:
-    """A value whose bytes are texts, at any depth; those that are no UTF-8 become `NotText`."""
+    """A value whose bytes are decoded at any depth; those that are no UTF-8 become `NotText`."""
     if isinstance(value, bytes):
         try:
             return value.decode()

@@ -1,4 +1,4 @@
-"""What kinds of columns hold what: text, token ids, messages."""
+"""Types of columns and their contents: text, token ids, messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def closest(name: str, schema: pa.Schema) -> str:
 
 
 def listed(schema: pa.Schema) -> str:
-    """ " (columns: ...)", and what the input may be instead where they look like something else than columns."""
+    """The columns as " (columns: ...)", with a hint where they look like something else than columns."""
     text = f" (columns: {', '.join(schema.names)})"
     if len(schema) == 1 and any(delimiter in schema.names[0] for delimiter in DELIMITERS):
         return f"{text}; if its header was read as one column, give --csv-delimiter"

@@ -1,4 +1,4 @@
-"""What a job scores: a column of continuations, the same choices for every row, or the prompt itself."""
+"""Continuations that a job scores: those of a column, equal choices for every row, or the prompt itself."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ Continuations = tuple[str | list[int], ...]
 
 @dataclass(frozen=True)
 class ContinuationSpec:
-    """Where continuations come from.
+    """The source of continuations; with no field the prompt itself is scored.
 
-    `column` (a text, a list of texts, token ids, or a list of these), `choices` or `choices_column` (lists of texts).
-    With none of them the prompt itself is scored.
+    Attributes:
+        column: Column of a text, a list of texts, token ids, or a list of these.
+        choices: Continuations of every row.
+        choices_column: Column of lists of texts.
 
-    Raises InputError.
+    Raises:
+        InputError: More than one is given.
     """
 
     column: str | None = None
@@ -42,19 +45,22 @@ class ContinuationSpec:
 
     @property
     def whole(self) -> bool:
-        """Whether the prompt itself is scored."""
+        """True where the prompt itself is scored."""
         return not (self.column or self.choices or self.choices_column)
 
     def identity(self) -> dict[str, Any]:
-        """What decides the continuations, as JSON values."""
+        """The JSON values that decide the continuations."""
         return {"column": self.column, "choices": list(self.choices), "choices_column": self.choices_column}
 
 
 @dataclass(frozen=True)
 class CompiledContinuations:
-    """A checked spec: the columns it reads, and {column: value} -> continuations, which raises RowError.
+    """A checked spec.
 
-    None: the prompt itself is scored.
+    Attributes:
+        columns: Columns that it reads.
+        of_row: Function from {column: value} to continuations, which raises RowError; None: the prompt itself is
+            scored.
     """
 
     columns: tuple[str, ...] = ()
@@ -79,7 +85,8 @@ def compile_continuations(spec: ContinuationSpec, schema: pa.Schema) -> Compiled
     if is_list(kind) and (is_text(kind.value_type) or is_token_list(kind.value_type)):
         return CompiledContinuations((column,), lambda row: _several(row[column], column))
     raise InputError(
-        f"--continuations-column {column!r} holds {kind}: it must be text, a list of texts, token ids, or a list of those"
+        f"--continuations-column {column!r} holds {kind}: it must be text, a list of texts, token ids, or a list of"
+        " those"
     )
 
 

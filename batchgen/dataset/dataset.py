@@ -38,22 +38,22 @@ class Dataset:
 
     @property
     def schema(self) -> pa.Schema:
-        """All input columns."""
+        """The schema of all input columns."""
         return self._source.schema
 
     @property
     def duplicate_rows(self) -> frozenset[int]:
-        """OpenAI batches: indices of the rows whose custom_id an earlier row already has. Else empty."""
+        """Rows of OpenAI batches whose custom_id an earlier row already has; empty for other formats."""
         return self._source.duplicates
 
     @property
     def num_rows(self) -> int | None:
-        """Rows after limit and shard, or None where only `count_rows()` can tell."""
+        """Number of rows after limit and shard; None where only `count_rows()` can tell."""
         begin, stop = self._bounds()
         return None if self._total is None or stop is None else stop - begin
 
     def count_rows(self) -> int:
-        """`num_rows`, with a pass over the input where that is needed (once)."""
+        """Number of rows after limit and shard, with one pass over the input where that is needed."""
         if self._total is None:
             counts = (batch.num_rows for _, batch in self._clipped(0, self._limit, 1024, self.schema.names[:1]))
             self._total = sum(counts)
@@ -64,15 +64,15 @@ class Dataset:
     def batches(
         self, start_row: int = 0, batch_rows: int = 1024, columns: Collection[str] | None = None
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """(index of the first row, batch) in input order, from row `start_row` on.
+        """Yield (index of the first row, batch) in input order, from row `start_row` on.
 
         Args:
             start_row: The first row.
-            batch_rows: Batches hold 1 row to so many, few enough to be small, cut where the reader finds it cheapest.
-            columns: Those that are read, where the schema has them; None: all. The first one stands in for none.
+            batch_rows: The most rows of a batch; batches are cut where the reader finds it cheapest.
+            columns: Columns that are read, where the schema has them; None: all. The first column stands in for none.
 
         Raises:
-            InputError: A file turns out to be corrupt on the way, or to have changed since `identity` was called.
+            InputError: A file is corrupt, or has changed since `identity` was called.
         """
         names = [name for name in self.schema.names if columns is None or name in columns] or self.schema.names[:1]
         if self._shard is not None:
@@ -95,11 +95,11 @@ class Dataset:
 
     @property
     def may_grow(self) -> bool:
-        """Whether a later job may have these rows and then more."""
+        """True where a later job may have these rows and then more."""
         return self._shard is None and (self._limit is not None or self._source.begins_with is not None)
 
     def begins_with(self, was: dict[str, Any]) -> bool:
-        """Whether the input's first rows are all those of the input that had the identity `was`; columns may differ."""
+        """Tell whether the input's first rows are all those of the input with identity `was`; columns may differ."""
         now = self.identity()
         if {**now, "columns": None} == {**was, "columns": None}:
             return True
@@ -107,7 +107,7 @@ class Dataset:
         return was["format"] == self.format and begins_with is not None and begins_with(now, was)
 
     def _bounds(self) -> tuple[int, int | None]:
-        """First row and the one after the last; None: to the end."""
+        """The first row and the one after the last; None: to the end."""
         if self._total is None:
             return 0, self._limit
         index, shards = self._shard or (0, 1)

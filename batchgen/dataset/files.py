@@ -23,7 +23,7 @@ _QUERY = re.compile(r"\?[^/?=]+=[^/]*$")
 
 
 def find_files(name: str, input_format: str | None) -> tuple[list[str], Partitions]:
-    """The files that a path, URL, directory or glob stands for, by name, and the columns of a directory's partitions."""
+    """Files that a path, URL, directory or glob stands for, by name, and the columns of a directory's partitions."""
     with naming(name):
         if is_file(name):
             return [name], Partitions()

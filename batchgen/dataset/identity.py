@@ -1,4 +1,4 @@
-"""Whether files are the same as before, or the same with more after them, told by their names, sizes and contents."""
+"""The identity of files: whether they are as before, or have more after what they had, by names, sizes and contents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ _TRIES = 5
 class _File:
     """A file of an input.
 
-    stamp: as of `_stamp`, when its digest was found. next_s: when it may be compared again, of time.monotonic.
+    Attributes:
+        path: Its path or URL.
+        size_bytes: Its size.
+        stamp: The value of `_stamp` at the time of its digest.
+        digest: Digest of its bytes, by algorithm.
+        next_s: Time of time.monotonic at which it may be compared again.
     """
 
     path: str
@@ -41,14 +46,14 @@ class _File:
 
 
 class InputFiles:
-    """The files of one input: what tells them from others, and whether they have stayed as they were.
+    """The files of one input: their identity, and whether they have stayed as they were.
 
-    Their sizes are taken when this is made, so that what is appended later is taken for rows to come.
+    Their sizes are taken when this is made, so that what is appended later counts as rows to come.
 
     Args:
         paths: Local paths or URLs, in the order in which they are read.
-        partitions: The columns of their directories.
-        may_get_lines: Whether they are files of text, which may be appended to.
+        partitions: Columns of their directories.
+        may_get_lines: True for files of text, which may be appended to.
     """
 
     def __init__(self, paths: list[str], partitions: Partitions | None = None, *, may_get_lines: bool = False) -> None:
@@ -57,10 +62,10 @@ class InputFiles:
         self._may_get_lines = may_get_lines
 
     def identity(self) -> dict[str, Any]:
-        """Return what tells these files from others, wherever they lie: see `Dataset.identity`.
+        """JSON values that tell these files from others, wherever they lie: see `Dataset.identity`.
 
-        It is of all bytes that the files have. A file whose size, times and inode are what they were at the last call is
-        not read again.
+        All bytes of the files decide it. A file whose size, times and inode are what they were at the last call is not
+        read again.
         """
         identity: dict[str, Any] = {"files": [self._of_file(file) for file in self._files.values()]}
         if self._partitions.fields:
@@ -111,8 +116,8 @@ class InputFiles:
         That is so where more files come after those, in the order of names, and where the last of those has more lines.
 
         Args:
-            now: Their `identity`.
-            was: That of before.
+            now: Identity now.
+            was: Identity before.
         """
         old, new = was["files"], now["files"]
         if len(old) > len(new) or old[:-1] != new[: len(old) - 1]:
@@ -140,7 +145,7 @@ class InputFiles:
         raise InputError(f"{file.path} is written to while it is read: wait until it is whole, or read a copy of it")
 
     def _digest(self, file: _File) -> dict[str, str]:
-        """Return what the file system says of a file at a URL that is not appended to; else a digest of its bytes."""
+        """A tag of the file system for a file at a URL that is not appended to; else a digest of its bytes."""
         if is_url(file.path) and not self._may_get_lines and (tag := content_tag(file.path)) is not None:
             return {"version": tag}
         with open_raw(file.path) as opened:
@@ -149,7 +154,7 @@ class InputFiles:
 
 
 def _got_lines(path: str, was: dict[str, Any]) -> bool:
-    """Whether a file has what it had, and then whole lines; of a compressed file that cannot be told."""
+    """Tell whether a file has what it had and then whole lines; of a compressed file that cannot be told."""
     size_bytes = was["size_bytes"]
     algorithm = _algorithm(size_bytes)
     if algorithm not in was:  # by an earlier version, which did not read all of it
@@ -192,7 +197,7 @@ def _content_digest(file: BinaryIO, size_bytes: int, algorithm: str) -> dict[str
 
 
 def _stamp(path: str) -> Any:
-    """Return what differs once a file was written to, without reading it; None where there is no such thing."""
+    """A value that differs once a file was written to, found without reading it; None where there is none."""
     if is_url(path):
         found_version = version(path)
         return found_version if found_version.partition(" ")[2] else None

@@ -15,10 +15,10 @@ _BLANKS = " \t\r\n"
 
 
 def array_elements(text: TextIO, block_chars: int = _BLOCK_CHARS) -> Iterator[Any]:
-    """The elements of the one array that a text holds; of the text no more is held than the longest of them takes.
+    """Yield the elements of the one array in a text; no more of the text is held than its longest element takes.
 
     Raises:
-        ValueError: It is no array, its JSON is not valid, or something follows it.
+        ValueError: The text is no array, its JSON is not valid, or something follows it.
         RecursionError: An element is nested too deeply.
     """
     window = _Window(text, block_chars)
@@ -41,7 +41,11 @@ def array_elements(text: TextIO, block_chars: int = _BLOCK_CHARS) -> Iterator[An
 
 
 class _Window:
-    """The part of a text that is held. at: where its unread rest begins."""
+    """The part of a text that is held.
+
+    Attributes:
+        at: Position at which its unread rest begins.
+    """
 
     def __init__(self, text: TextIO, block_chars: int) -> None:
         self.at = 0
@@ -75,7 +79,7 @@ class _Window:
             return value
 
     def _read_on(self) -> bool:
-        """Hold more of the text, and nothing of what was read. Returns whether there was more."""
+        """Hold more of the text, and nothing of what was read; gives True where there was more."""
         rest = self._held[self.at :]
         more = self._text.read(max(self._block_chars, len(rest)))  # twice as much: long values are tried a few times
         self._held, self.at = rest + more, 0

@@ -94,7 +94,7 @@ def _scalar_kind(value: Any) -> Any:
 
 
 def _arrow_type(kind: Any) -> pa.DataType | None:
-    """None where no Arrow type does: mixed values inside, or objects without any key (Parquet has none)."""
+    """The Arrow type of a kind; None for mixed values inside, and for objects without keys (Parquet has none)."""
     if kind is None:
         return pa.null()
     if isinstance(kind, list):

@@ -18,11 +18,12 @@ _SHAREGPT_ROLES = {
 def normalize_messages(value: Any) -> list[dict[str, Any]]:
     """Chat messages as [{"role", "content"}], content a text.
 
-    Content in text parts is joined by newlines. ShareGPT's {"from", "value"} is read as well: human is the user, gpt the
-    assistant.
+    Content in text parts is joined by newlines. ShareGPT's {"from", "value"} is read as well: human is the user, gpt
+    the assistant.
 
-    Raises RowError: not a non-empty list of such messages, or they carry what a text model cannot take (images, tool
-    calls).
+    Raises:
+        RowError: The value is no non-empty list of such messages, or they carry what a text model cannot take (images,
+            tool calls).
     """
     if not isinstance(value, list) or not value:
         raise RowError("messages are not a list of {role, content} objects, or it is empty")

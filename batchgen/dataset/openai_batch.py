@@ -59,13 +59,15 @@ def rows_to_requests(
     duplicate_rows: frozenset[int] = frozenset(),
     chat: ChatOptions = PLAIN_CHAT,
 ) -> Iterator[Request]:
-    """One Request per row of a batch of `COLUMNS`, whose first row is row `first_row` of the input.
+    """Yield one Request per row of a batch of `COLUMNS`.
 
     Args:
-        sampling: its `max_tokens` and `seed` are those of bodies without their own; all else has OpenAI's defaults
-            (temperature 1).
-        duplicate_rows: rows that fail because an earlier one has their custom_id.
-        chat: variables for the chat template, beside which bodies may have their own.
+        batch: The rows.
+        first_row: Number of the batch's first row in the input.
+        sampling: Parameters whose `max_tokens` and `seed` are those of bodies without their own; all else has OpenAI's
+            defaults (temperature 1).
+        duplicate_rows: Rows that fail because an earlier one has their custom_id.
+        chat: Variables for the chat template, beside which bodies may have their own.
     """
     bad = bad_lines(batch)
     for index, row in enumerate(batch.select(list(COLUMNS)).to_pylist(), first_row):
@@ -165,12 +167,13 @@ _OF_CHAT = ("chat_template_kwargs", "reasoning_effort", "continue_final_message"
 
 
 def _chat_options(body: dict[str, Any], given: ChatOptions) -> ChatOptions:
-    """Read how the messages of a body become a prompt. given: variables that its own go before. Raises RowError."""
+    """The options of a body's messages. given: variables that the body's own override. Raises RowError."""
     fields = {name: body[name] for name in _OF_CHAT if body.get(name) is not None}
     continues = _take(fields, "continue_final_message", _is_bool, "true or false", False)
     if _take(fields, "add_generation_prompt", _is_bool, "true or false", not continues) is continues:
         raise RowError(
-            "add_generation_prompt must be the opposite of continue_final_message: a prompt ends in the assistant's last"
+            "add_generation_prompt must be the opposite of continue_final_message: a prompt ends in the assistant's"
+            " last"
             " message, or where the next one begins"
         )
     messages = body.get("messages")

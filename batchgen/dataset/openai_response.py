@@ -15,12 +15,16 @@ def format_response(
 ) -> dict[str, Any]:
     """A line of the success file.
 
-    Ids come from `custom_id` and `row_index`, and `created` is 0, so that the line is the same whenever it is written.
+    Ids come from `custom_id` and `row_index`, and `created` is 0, so that the line is equal whenever it is written.
 
     Args:
-        body: the request's, as in the column `body`; it tells a chat from a completion.
-        completion_row: {"samples": [{"text", "reasoning": None or a text, "finish_reason", "logprobs": None or [{"token", "token_id", "logprob",
-            "top": [{"token", "token_id", "logprob"}]}]}], "prompt_tokens": int, "generated_tokens": [int]}.
+        custom_id: The request's id.
+        body: The request's body, which tells a chat from a completion.
+        completion_row: {"samples": [{"text", "reasoning": None or a text, "finish_reason", "logprobs": None or
+            [{"token", "token_id", "logprob", "top": [{"token", "token_id", "logprob"}]}]}], "prompt_tokens": int,
+            "generated_tokens": [int]}.
+        model_name: Name of the model in the line.
+        row_index: Number of the request's row.
     """
     chat = "messages" in (json.loads(body) if isinstance(body, str) else body)
     digest = _digest(custom_id, row_index)

@@ -33,20 +33,20 @@ def open_dataset(
     An input may have no rows; where its format has the columns in its rows, it then has no columns either.
 
     Args:
-        source: a file, a glob or a directory of Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson, .json) or CSV
-            (.csv, .tsv) files, the last two also with .gz or .zst, here or at a URL of fsspec's (s3://, hf://, ...);
-            a JSON file may also be one array of objects; directories called `column=value` in a directory give their
+        source: A file, a glob or a directory of Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson, .json) or CSV
+            (.csv, .tsv) files, the last two also with .gz or .zst, here or at a URL of fsspec's (s3://, hf://, ...); a
+            JSON file may also be one array of objects; directories called `column=value` in a directory give their
             files such a column; a directory written by `datasets.save_to_disk`; a hub dataset id; or a `datasets`
-            object. The files of one input are read in the order of their names and must have the same columns.
-        input_format: one of `FORMATS`, where the name does not tell.
-        split: of a `datasets` dataset.
-        limit: only the first so many rows.
+            object. The files of one input are read in the order of their names and must have equal columns.
+        input_format: One of `FORMATS`, where the name does not tell.
+        split: Split of a `datasets` dataset.
+        limit: The most rows that are read.
         shard: (i, n), the i-th of n contiguous parts of what `limit` leaves.
         on_bad_line: "skip" makes rows that fail (`bad_lines`) of lines that are no JSON objects.
-        csv_delimiter: what stands between the fields of CSV files: see `csv_source`.
+        csv_delimiter: Character between the fields of CSV files.
 
     Raises:
-        InputError: nothing found, not readable, or not what its name says.
+        InputError: Nothing is found, it cannot be read, or it is not what its name says.
     """
     if input_format is not None and input_format not in FORMATS:
         raise InputError(f"--input-format {input_format!r} is not one of {', '.join(FORMATS)}")

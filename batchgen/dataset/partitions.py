@@ -1,4 +1,4 @@
-"""Hive's partitions: the columns that a file's directories stand for, as in `year=2024/month=05/rows.parquet`."""
+"""Hive's partitions: the columns that a file's directories stand for (`year=2024/month=05/rows.parquet`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Partitions:
 
     @classmethod
     def of(cls, paths: Sequence[str], root: str) -> Partitions:
-        """Of files in a directory. Raises InputError where they lie in directories of different columns."""
+        """The partitions of files in a directory. Raises InputError where they lie in directories of different columns."""
         pairs = {path: _pairs(path[len(root) :]) for path in paths}
         names = [name for name, _ in pairs[paths[0]]]
         for path, found in pairs.items():
@@ -74,7 +74,7 @@ class Partitions:
 
 
 def is_partition(folder: str) -> bool:
-    """Whether a directory's name is that of a partition."""
+    """Tell whether a directory's name is that of a partition."""
     return _FOLDER.fullmatch(folder) is not None
 
 
@@ -85,5 +85,5 @@ def _pairs(path: str) -> list[tuple[str, str | None]]:
 
 
 def _is_integer(text: str | None) -> bool:
-    """Whether a text is written as integers are: "05" is not, and stays as it is."""
+    """Tell whether a text is written as integers are: "05" is not, and stays as it is."""
     return text is None or re.fullmatch(r"0|-?[1-9]\d{0,17}", text) is not None

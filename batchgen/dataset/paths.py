@@ -1,4 +1,4 @@
-"""Where an input lies on disk, and whether a file that is written somewhere would be a part of it."""
+"""The place of an input on disk, to tell whether a file that is written somewhere would be a part of it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class InputPaths:
     """The files of an input, and the name that stands for them.
 
     Attributes:
-        files: those that are read.
-        folder, pattern: the name that was given, if it is one of these; what comes to lie there later is read by the
-            next run.
+        files: Files that are read.
+        folder: The name that was given, if it is a folder; what comes to lie there later is read by the next run.
+        pattern: The name that was given, if it is a glob.
     """
 
     files: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class InputPaths:
 
     @classmethod
     def of(cls, source: Any) -> InputPaths:
-        """Of an input as `open_dataset` takes it. An input that is not on disk, or not there, has none."""
+        """The paths of an input that `open_dataset` takes. One that is not on disk, or not there, has none."""
         if not isinstance(source, (str, os.PathLike)):
             return cls(tuple(files_behind(source)))
         name = os.path.expanduser(os.fspath(source)).removeprefix("file://")
@@ -45,7 +45,7 @@ class InputPaths:
         return cls()
 
     def includes(self, path: str | os.PathLike[str]) -> str | None:
-        """How a file at `path`, which need not be there, would be a part of the input, as the end of a sentence; else None."""
+        """The end of a sentence that says how a file at `path`, there or not, would be a part of the input; else None."""
         if any(same_file(path, file) for file in self.files):
             return "is a file of the input"
         if self.folder is not None and is_in(path, self.folder):
@@ -56,14 +56,14 @@ class InputPaths:
 
 
 def same_file(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> bool:
-    """Whether two paths lead to one file or folder: through links of either kind, and before it is there."""
+    """Tell whether two paths lead to one file or folder: through links of either kind, and before it is there."""
     if os.path.realpath(a) == os.path.realpath(b):
         return True
     return os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
 
 
 def is_in(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder or leads into it, at any depth."""
+    """Tell whether a path is a folder or leads into it, at any depth."""
     path = os.path.realpath(path)
     while True:
         if same_file(path, folder):
@@ -74,9 +74,9 @@ def is_in(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Whether `glob` would find a file at a real path if it were there.
+    """Tell whether `glob` would find a file at a real path if it were there.
 
-    Of the pattern's components some are tried on the disk, as there may be links among the folders, and the rest on the
+    Some components of the pattern are tried on the disk, as there may be links among the folders, and the rest on the
     names, as folders of the path may not be there yet.
     """
     parts = [part for part in os.path.join(os.getcwd(), pattern).split("/") if part not in ("", ".")]

@@ -41,20 +41,23 @@ _ROW_IS_WHOLE = '"row" in the prompt template is the whole row: the column of th
 
 @dataclass(frozen=True)
 class PromptSpec:
-    """Where prompts come from: one of `column`, `template` and `messages_column`.
+    """The source of prompts: one of `column`, `template` and `messages_column`.
 
-    With none of them, the column "prompt" is taken, or else "messages", or else "conversations" where it holds messages.
-
-    Raises InputError.
+    With none of them, the column "prompt" is taken, or else "messages", or else "conversations" where it holds
+    messages.
 
     Attributes:
-        column: of text, taken as it is, or of token ids.
+        column: Column of text, taken as it is, or of token ids.
         template: Jinja over the columns (see `compile_prompts`); "@file" is read at once and replaced by the file's
             text.
-        messages_column: lists of {role, content}, or those as JSON text.
-        system_prompt: goes in front of every row's messages that do not begin with their own.
-        chat: text is a user's message to the model's chat template, which `system_prompt` implies.
-        chat_template_kwargs, continue_final: as of `ChatOptions`.
+        messages_column: Column of lists of {role, content}, or of their JSON as text.
+        system_prompt: Message before every row's messages that do not begin with their own.
+        chat: True where text is a user's message to the model's chat template, which `system_prompt` implies.
+        chat_template_kwargs: Variables for the chat template.
+        continue_final: True where the model goes on with a last message of the assistant's.
+
+    Raises:
+        InputError: Values contradict each other, or a file cannot be read.
     """
 
     column: str | None = None
@@ -81,11 +84,11 @@ class PromptSpec:
 
     @property
     def makes_chat(self) -> bool:
-        """Whether text becomes a chat message."""
+        """True where text becomes a chat message."""
         return self.chat or self.system_prompt is not None
 
     def identity(self) -> dict[str, Any]:
-        """What decides the prompts, as JSON values; the template's text, not its file's name."""
+        """The JSON values that decide the prompts; the template's text, not its file's name."""
         return {
             "column": self.column,
             "template": self.template,
@@ -101,12 +104,12 @@ class CompiledPrompts:
     """A checked `PromptSpec`.
 
     Attributes:
-        columns: Those that prompts are made of.
-        render: Makes prompts of rows, each {column: value}; one that has none comes back as RowError, and a row that is an
-            exception as it is.
-        uses_chat: Whether prompts are messages, for which the model must have a chat template.
-        chat: How messages become a prompt.
-        notices: What a user should know of how the columns are read, in lines.
+        columns: Columns that prompts are made of.
+        render: Makes prompts of rows, each {column: value}; one that has none comes back as RowError, and a row that is
+            an exception as it is.
+        uses_chat: True where prompts are messages, for which the model must have a chat template.
+        chat: Options that say how messages become a prompt.
+        notices: Lines that a user should see on how the columns are read.
     """
 
     columns: tuple[str, ...]
@@ -128,10 +131,14 @@ def compile_prompts(
     the row, as is more time or text than `TemplateLimits` has.
 
     Args:
-        may_be_empty: of prompts, that is no error.
+        spec: The source of prompts.
+        schema: The input's columns.
+        id_column: Column of the rows' ids.
+        may_be_empty: True where an empty prompt is no error.
 
     Raises:
-        InputError: a column or variable that is not there, a wrong type, a syntax error (with its line).
+        InputError: A column or variable does not exist, a type is wrong, or a template has a syntax error (with its
+            line).
     """
     if id_column is not None:
         id_type = value_type(schema, id_column, "--id-column")
@@ -273,7 +280,8 @@ def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
         raise InputError(f"{flag} {column!r} holds only nulls: choose another column")
     if messages and not (is_text(column_type) or is_message_list(column_type)):
         raise InputError(
-            f"{flag} {column!r} holds {column_type}: it must be lists of {{role, content}} or of ShareGPT's {{from, value}}, or JSON of them"
+            f"{flag} {column!r} holds {column_type}: it must be lists of {{role, content}} or of ShareGPT's"
+            f" {{from, value}}, or JSON of them"
         )
     if not messages and not is_text(column_type) and not is_token_list(column_type):
         fix = "--messages-column" if is_list(column_type) else "--prompt-template '{{ row[\"" + column + "\"] }}'"

@@ -1,4 +1,4 @@
-"""Rows as Python values into Arrow batches of a known schema."""
+"""Arrow batches of a known schema from rows as Python values."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def row_reader(
 ) -> ReadRows:
     """A `Source.read` over rows as dicts; keys that a row does not have are null, and all of a `BadLine`.
 
-    It stops after `total_rows`: the rows beyond may be anything, they were not seen by the first pass.
+    It stops after `total_rows`: the first pass has not seen the rows beyond.
 
     Args:
-        rows_from: (first row) -> (file, row), for each row from that on.
+        rows_from: Function from the first row's number to (file, row) for each row from there on.
         schema: The columns.
-        total_rows: How many rows there are.
+        total_rows: Number of rows.
         check: Called with a file once rows of it have been read and before they are handed on.
     """
 
@@ -57,7 +57,7 @@ def row_reader(
 def _chunk(
     rows: Iterator[tuple[str, dict[str, Any]]], batch_rows: int, names: list[str]
 ) -> Iterator[tuple[str, list[Any], str | None]]:
-    """(file, values of the wanted columns, what is wrong) of the rows of one batch."""
+    """(file, values of the wanted columns, error) of the rows of one batch."""
     size_bytes = 0
     for path, row in itertools.islice(rows, batch_rows):
         values = [row.get(name) for name in names]
@@ -68,7 +68,7 @@ def _chunk(
 
 
 def _size_bytes(value: Any, depth: int = 0) -> int:
-    """Estimate what a value takes."""
+    """Estimated bytes of a value."""
     if isinstance(value, str | bytes):
         return _VALUE_BYTES + len(value)
     if isinstance(value, dict):
@@ -85,5 +85,5 @@ def _to_array(values: list[Any], column_type: pa.DataType) -> pa.Array:
 
 
 def to_json(value: Any) -> str:
-    """Any value as JSON text; what JSON does not have as `str` shows it."""
+    """Any value as JSON text; values that JSON has no form for as `str` shows them."""
     return json.dumps(value, ensure_ascii=False, default=str)

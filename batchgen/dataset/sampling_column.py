@@ -1,4 +1,4 @@
-"""A column of sampling parameters: what a row has of its own replaces the job's."""
+"""A column of sampling parameters: those that a row has replace the job's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def compile_sampling_column(name: str, schema: pa.Schema, job: SamplingParams) -
         unknown = [field.name for field in kind if field.name not in SamplingParams.names()]
         if unknown:
             raise InputError(
-                f"--sampling-column {name!r} has a field {unknown[0]!r}: it is none of {', '.join(SamplingParams.names())}"
+                f"--sampling-column {name!r} has a field {unknown[0]!r}: it is none of"
+                f" {', '.join(SamplingParams.names())}"
             )
     elif not is_text(kind):
         raise InputError(f"--sampling-column {name!r} holds {kind}: it must be structs, or JSON objects as text")

@@ -1,6 +1,6 @@
-"""What every reader makes: a `Source`, a schema and a function that reads from a given row.
+"""The `Source` that every reader makes: a schema, and a function that reads from a given row.
 
-And what the readers share: files opened and errors named in the same way, columns checked and put in order.
+Readers share these too: files opened and errors named in one way, columns checked and put in order.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ class Source:
     """One input of a known format, before limit and shard.
 
     Attributes:
-        total_rows: None where only a full pass can tell.
-        read: yields batches in order, of about `BATCH_BYTES` at most, with the columns that are asked for, one or more,
+        format: One of `FORMATS`.
+        schema: The input's columns.
+        total_rows: Number of rows; None where only a full pass can tell.
+        read: Yields batches in order, of about `BATCH_BYTES` at most, with the columns that are asked for, one or more,
             in the schema's order; others are not decoded where the format allows. It may begin with rows before
             `start_row` where that is cheaper than cutting, and batches may be larger than `batch_rows`.
-        begins_with: (identity now, identity before) -> whether its first rows are all those that it had before. None: it
-            gets no more rows.
-        check: raises InputError where the input is known not to be what it was when `identity` was called.
-        notices: how it was understood, where a person should know.
+        identity: Gives the JSON values that decide whether this is the same input.
+        duplicates: Rows whose id an earlier row has.
+        begins_with: Tells from (identity now, identity before) whether its first rows are all those that it had before.
+            None: it gets no more rows.
+        check: Raises InputError where the input is not what it was when `identity` was called.
+        notices: Lines on how it was understood, where a person should know.
     """
 
     format: str
@@ -98,7 +102,7 @@ def schema_of(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
 
 
 def rows_of_batch(size_bytes: int, rows: int, batch_rows: int) -> int:
-    """Return how many rows a batch has, at most `batch_rows`, where `rows` rows take `size_bytes`."""
+    """Number of rows of a batch, at most `batch_rows`, where `rows` rows take `size_bytes`."""
     return max(1, min(batch_rows, BATCH_BYTES * max(rows, 1) // max(size_bytes, 1)))
 
 

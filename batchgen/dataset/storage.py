@@ -1,4 +1,4 @@
-"""Files of an input, on this machine's disks or wherever fsspec reaches (`s3://`, `gs://`, `hf://`, ...), opened in one way."""
+"""Files of an input, on this machine's disks or wherever fsspec reaches (`s3://`, `gs://`, `hf://`, ...)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIME_TAGS = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
 def is_url(name: object) -> bool:
-    """Whether a name is a URL of fsspec's, rather than a path."""
+    """Tell whether a name is a URL of fsspec's, rather than a path."""
     return isinstance(name, str) and "://" in name
 
 
@@ -68,7 +68,7 @@ def open_bytes(path: str) -> BinaryIO:
 
 
 def is_compressed(file: BinaryIO) -> bool:
-    """Whether bytes are gzip or Zstandard."""
+    """Tell whether bytes are gzip or Zstandard."""
     magic = _magic(file)
     return magic.startswith(_GZIP) or magic == _ZSTD
 
@@ -82,7 +82,7 @@ def _magic(file: BinaryIO) -> bytes:
 
 
 def is_file(path: str) -> bool:
-    """Whether there is a file."""
+    """Tell whether there is a file."""
     if not is_url(path):
         return os.path.isfile(path)
     system, inner = file_system(path)
@@ -90,7 +90,7 @@ def is_file(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Whether there is a directory."""
+    """Tell whether there is a directory."""
     if not is_url(path):
         return os.path.isdir(path)
     system, inner = file_system(path)
@@ -130,12 +130,12 @@ def matches(pattern: str) -> list[str]:
 
 
 def content_tag(url: str) -> str | None:
-    """Return what a URL's file system tells of a file's contents, such as its ETag; None where it tells nothing."""
+    """The tag that a URL's file system has for a file's contents, such as its ETag; None where it has none."""
     return _tag(url, _CONTENT_TAGS)[1]
 
 
 def version(url: str) -> str:
-    """Return what differs once the file at a URL does; "" where there is none. Raises whatever a file system does."""
+    """A value that differs once the file at a URL does; "" where there is none. Raises whatever a file system does."""
     size_bytes, tag = _tag(url, _CONTENT_TAGS + _TIME_TAGS)
     return "" if size_bytes is None else f"{size_bytes} {'' if tag is None else tag}"
 

@@ -24,14 +24,14 @@ def compile_template(
     Args:
         text: The template.
         schema: The input's columns.
-        limits: What it may take for one row.
+        limits: Limits for one row.
 
     Returns:
-        The columns that it uses, and what makes texts of rows, each {column: value}: a row that is an exception comes back
-        as it is, and one that cannot be rendered as RowError.
+        The columns that it uses, and a function from rows, each {column: value}, to texts: an exception in place of a
+            row comes back as it is, and a row that cannot be rendered as RowError.
 
     Raises:
-        InputError: It is no valid template, or uses what is no column.
+        InputError: It is no valid template, or uses a name that is no column.
     """
     template = SafeTemplate("rows", text, limits)
     try:

@@ -1,4 +1,4 @@
-"""One type for a column whose files have several: the narrowest that holds all of their values as they are."""
+"""One type for a column whose files have several: the narrowest that holds all their values as they are."""
 
 from __future__ import annotations
 

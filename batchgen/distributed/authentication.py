@@ -1,4 +1,4 @@
-"""How two ranks prove to each other that they belong to one job, before either reads anything else that the other says.
+"""Mutual proof of two ranks that they belong to one job, before either reads anything else of the other.
 
 Both know a secret. Each sends a fresh random number, and each answers with an HMAC-SHA256 of both numbers, of who calls
 whom for what, and of the address that was called. So nothing that was recorded can be played again, no answer can be

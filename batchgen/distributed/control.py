@@ -1,7 +1,7 @@
-"""What keeps a group's processes together beside their tensors: a connection of every rank to rank 0.
+"""Connections of every rank to rank 0, which keep a group's processes together beside their tensors.
 
-Rank 0 says over it what is to be done, and either end learns from it, at once, that the other has ended: the kernel closes the
-connections of a process however it dies.
+Rank 0 broadcasts over them what is to be done, and either end learns from them, at once, that the other has ended: the
+kernel closes the connections of a process however it dies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Hub:
             threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()
 
     def _listen(self, rank: int) -> None:
-        """Notes what a rank says, until it ends; then all of them end, so that nobody waits for one that waits for it."""
+        """Record what a rank sends, until it ends; then all end, so that no rank waits for one that waits for it."""
         fate = "ended"
         with suppress(Exception):  # a rank that says what is no message is as good as one that has ended
             while True:
@@ -69,7 +69,7 @@ class Hub:
             on_lost()
 
     def when_lost(self, on_lost: Callable[[], None]) -> None:
-        """Has this called where another rank ends before all is done: in a thread then, or at once where one has ended."""
+        """Register a call, in a thread, for when another rank ends before all is done; at once where one has ended."""
         with self._changed:
             self._on_lost = on_lost
             lost = bool(self._ended) and not self._closing
@@ -82,9 +82,10 @@ class Hub:
             return dict(self._ended)
 
     def addresses(self, within_s: float) -> dict[int, Address]:
-        """Where other ranks listen to those above them, once all have said so.
+        """Addresses by rank at which ranks listen to those above them, once all have given theirs.
 
-        Raises BatchgenError where one has ended, or does not say so in time.
+        Raises:
+            BatchgenError: A rank has ended, or does not give its address in time.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ended or len(self._addresses) == len(self._connections), within_s)
@@ -105,7 +106,11 @@ class Hub:
     def wait_until_ready(self, fate_of: Callable[[int], str | None] = lambda rank: None) -> None:
         """Return when every other rank has said that it is ready, however long that takes.
 
-        Raises BatchgenError where one has ended. fate_of: as of `raise_ended`.
+        Args:
+            fate_of: Gives the reason why a rank has ended; None: it has not.
+
+        Raises:
+            BatchgenError: A rank has ended.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ended or len(self._ready) == len(self._connections))
@@ -127,7 +132,7 @@ class Hub:
         raise BatchgenError(f"{fate}; {_TOLD_AGAIN}")
 
     def close(self, *, done: bool) -> None:
-        """End the connections. done: the others go on to their end; otherwise they end at once, whatever they are at."""
+        """End the connections. done: True where the others go on to their end; otherwise they end at once."""
         if self._closing:
             return
         self._closing = True
@@ -173,7 +178,7 @@ class Line:
             self._on_lost()
 
     def receive_broadcast(self) -> bytes:
-        """What rank 0 says next. Raises EOFError where all is done."""
+        """The next message of rank 0. Raises EOFError where all is done."""
         frame = self._messages.get()
         if frame is None:
             self._messages.put(None)
@@ -189,7 +194,7 @@ class Line:
         self._send(_READY, "")
 
     def end(self, peaks: Mapping[str, int]) -> None:
-        """Tell rank 0, which waits for it, that this one has come to its end. peaks: the most bytes of each tier that it held."""
+        """Tell rank 0 that this rank has come to its end. peaks: the most bytes of each tier that it held."""
         self._send(_PEAKS, dict(peaks))
 
     def fail(self, error: BaseException) -> None:

@@ -1,8 +1,8 @@
-"""A group of processes that run one model together: rank 0, which leads, and others that do what it says.
+"""A group of processes that run one model together: rank 0, which leads, and others that follow it.
 
-Rank 0 has the job: it alone reads the input, schedules, samples and writes the output. The others know nothing but what they are
-told. Every two ranks have a connection, over which each has proved to the other that it belongs to the job; nobody
-listens once all have come. Tensors of host memory go over these connections, those of a CUDA device by
+Rank 0 has the job: it alone reads the input, schedules, samples and writes the output. The others know nothing but what
+they receive. Every two ranks have a connection, over which each has proved to the other that it belongs to the job;
+nobody listens once all have come. Tensors of host memory go over these connections, those of a CUDA device by
 torch.distributed's NCCL.
 """
 
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 START_TIMEOUT_S = 120.0  # for all ranks to come: importing torch from a cold disk takes half a minute
-# For the others to come to the same place of a sweep. That a process has ended is noticed at once; this is for one that hangs.
+# For the others to come to the same place of a sweep. That a process has ended is noticed at once; this is for one
+# that hangs.
 SWEEP_TIMEOUT_S = 900.0
 _TOLD_WITHIN_S = 5.0  # between a transfer that breaks and the news which rank has ended
 _REFUSED_S = 3.0  # for others to hear that rank 0 has refused the job, which may be starting
@@ -61,12 +62,13 @@ class RankZeroRefused(BatchgenError):
 
 
 class Group:
-    """This process's place among the ranks, and how it reaches them.
+    """This process's place among the ranks, and its connections to them.
 
-    Tensors are in host memory, or of a sum on the process's CUDA device.
+    Tensors are in host memory; those of an all-reduce may be on the process's CUDA device.
 
     Attributes:
-        rank, size: of this process, and of the group.
+        rank: Number of this process.
+        size: Number of ranks.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class Group:
         self._hub.broadcast(message)
 
     def receive_broadcast(self) -> bytes:
-        """What rank 0 says next, for the others. Raises EOFError where all is done."""
+        """The next message of rank 0, for the others. Raises EOFError where all is done."""
         assert self._line is not None
         return self._line.receive_broadcast()
 
@@ -199,7 +201,7 @@ class Group:
         self._line.end(peaks)
 
     def peaks(self) -> list[dict[str, int] | None]:
-        """Of the other ranks, in order, the most bytes of each tier that they held, for rank 0; None: it has not said so.
+        """The most bytes of each tier that the other ranks held, in order, for rank 0; None: a rank has not said so.
 
         They are there once the group is closed and all has come to its end.
         """
@@ -230,11 +232,11 @@ def lead(
 
     Args:
         size: Ranks, this one included.
-        shares: The cores of each, of which this process keeps to its own already; None: they are shared out here, until the
-            group is closed.
-        work: Of those that are started, as "module:function": called with their group. None: a launcher has started
-            them.
-        timeout_s: In which all must have come.
+        shares: Cores of each rank, of which this process keeps to its own already; None: they are shared out here,
+            until the group is closed.
+        work: Function of the started ranks, as "module:function", which is called with their group. None: a launcher
+            has started them.
+        timeout_s: Seconds in which all must have come.
 
     Raises:
         InputError: A launcher has started another number of ranks, or this is not rank 0 of them; or they have no
@@ -305,16 +307,18 @@ def _made(
 
 @contextlib.contextmanager
 def early_group(size: int, shares: list[set[int]]) -> Iterator[Group | None]:
-    """Under a launcher, the group that this process leads, before it knows whether it needs the others: they wait for it already.
+    """Lead the group of a launcher's ranks before this process knows whether it needs them: they wait for it already.
 
-    They end with the block, however it ends. None where there is one rank, or where this process starts the others itself, which
-    it does once there is work for them.
+    They end with the block, however it ends. The value is None where there is one rank, or where this process starts
+    the others itself, which it does once there is work for them.
 
     Args:
-        size, shares: As of `lead`.
+        size: Ranks, this one included.
+        shares: Cores of each rank.
 
     Raises:
-        BatchgenError: As `lead`.
+        InputError: A launcher has started another number of ranks, or they have no secret.
+        BatchgenError: A rank has not come in time, or has ended.
     """
     if size <= 1 or rank_of_environment() is None:
         yield None
@@ -331,7 +335,7 @@ def early_group(size: int, shares: list[set[int]]) -> Iterator[Group | None]:
 
 @contextlib.contextmanager
 def dismissing(size: int) -> Iterator[None]:
-    """What is refused inside ends the ranks that a launcher has started too, which wait for this one. size: of the group."""
+    """End the ranks that a launcher has started where the block raises, since they wait for this one. size: ranks."""
     try:
         yield
     except BatchgenError as error:

@@ -1,4 +1,4 @@
-"""Who is in a group: ranks that a launcher started, such as `torchrun`, or processes that rank 0 starts on its own host."""
+"""The ranks of a group: started by a launcher such as `torchrun`, or by rank 0 on its own host."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ class Rank:
     """A process's place in a group.
 
     Attributes:
-        rank, size: its number, and how many there are.
-        host, port: MASTER_ADDR and MASTER_PORT: where rank 0 is, or the launcher's store, which says where that is.
-        has_store: whether the launcher has such a store, as `torchrun` does.
-        of_host: its number among the ranks of its host, and how many these are.
-        on_one_host: whether all ranks are on this host.
-        run: the launcher's name for this launch.
+        rank: Its number.
+        size: Number of ranks.
+        host: MASTER_ADDR, the host of rank 0, or of the launcher's store, which knows that of rank 0.
+        port: MASTER_PORT, the port there.
+        has_store: True where the launcher has such a store, as `torchrun` does.
+        of_host: Its number among the ranks of its host, and how many these are.
+        on_one_host: True where all ranks are on this host.
+        run: The launcher's name for this launch.
     """
 
     rank: int
@@ -95,11 +97,12 @@ def is_loopback(host: str) -> bool:
 
 
 def own_device(index: int, environment: Mapping[str, str] | None = None) -> str:
-    """The one CUDA device of a process, as CUDA_VISIBLE_DEVICES has it.
+    """The one CUDA device of a process, in the form of CUDA_VISIBLE_DEVICES.
 
     Args:
         index: The process's number among the ranks of its host.
-        environment: Of the process that has started it. What a launcher has narrowed to a single device stays.
+        environment: Environment of the process that has started it. What a launcher has narrowed to a single device
+            stays.
     """
     environment = os.environ if environment is None else environment
     if not (visible := environment.get("CUDA_VISIBLE_DEVICES", "").strip()):
@@ -109,15 +112,15 @@ def own_device(index: int, environment: Mapping[str, str] | None = None) -> str:
 
 
 def core_shares(size: int, cores: set[int], nodes: list[set[int]]) -> list[set[int]]:
-    """The cores of each of `size` processes of a host: whole NUMA nodes where these can be shared out evenly, else as many each.
+    """The cores of each process of a host: whole NUMA nodes where these divide evenly, else equal numbers of cores.
 
     Args:
         size: Processes.
-        cores: Those there are.
+        cores: Cores that there are.
         nodes: Cores of each NUMA node.
 
     Returns:
-        A set for each process; all cores for each where there are fewer than processes.
+        A set for each process; all cores for each where there are fewer cores than processes.
     """
     if len(cores) < size:
         return [set(cores)] * size
@@ -150,16 +153,16 @@ def keep_to(cores: set[int]) -> set[int]:
 
 
 def ranks_of_host(size: int) -> int:
-    """How many of so many ranks are on this host: all, unless a launcher says otherwise. Raises InputError."""
+    """The number of ranks, of so many, on this host: all, unless a launcher says otherwise. Raises InputError."""
     place = rank_of_environment() if size > 1 else None
     return place.of_host[1] if place else size
 
 
 @contextlib.contextmanager
 def own_share(size: int) -> Iterator[list[set[int]]]:
-    """Meanwhile this thread, and those that it starts, keep to rank 0's share of the cores; gives those of all ranks of the host.
+    """Keep this thread, and those that it starts, to rank 0's share of the cores within the block.
 
-    Nothing happens where there is one rank.
+    The value is the shares of all ranks of the host. Nothing happens where there is one rank.
     """
     place = rank_of_environment() if size > 1 else None
     shares = shares_here(place.of_host[1] if place else max(1, size))
@@ -179,7 +182,7 @@ def _numa_nodes() -> list[set[int]]:
 
 
 def _cores_in(text: str) -> set[int]:
-    """Of "0-3,8": {0, 1, 2, 3, 8}."""
+    """The cores that a text such as "0-3,8" names: {0, 1, 2, 3, 8}."""
     cores: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -195,10 +198,10 @@ class Processes:
 
         Args:
             size: Ranks, this one included.
-            port: At which this one listens.
-            secret: Which they and this one share. Environments are their user's alone to read.
-            work: Of each: a function, as "module:name".
-            cores: Of each rank, this one included.
+            port: Port at which this one listens.
+            secret: Secret that the ranks share. Environments are their user's alone to read.
+            work: Function of each rank, as "module:name".
+            cores: Cores of each rank, this one included.
         """
         self._size = size
         self._running: dict[int, subprocess.Popen] = {}
@@ -220,12 +223,12 @@ class Processes:
             )
 
     def gone(self) -> dict[int, str]:
-        """What became of those that have ended."""
+        """The fates of the ranks that have ended, by rank."""
         fates = {rank: self.fate_of(rank, within_s=0.0) for rank in self._running}
         return {rank: fate for rank, fate in fates.items() if fate is not None}
 
     def fate_of(self, rank: int, within_s: float = _END_S) -> str | None:
-        """What became of a rank; None: it has not ended, nor does within so many seconds."""
+        """The way in which a rank has ended; None: it has not ended, nor does within so many seconds."""
         try:
             code = self._running[rank].wait(within_s)
         except subprocess.TimeoutExpired:

@@ -99,10 +99,10 @@ class Listener:
         """The connections of ranks, by rank, once all of them have come.
 
         Args:
-            channel: For which they call.
-            ranks: Those that are waited for.
-            timeout_s: For all of them.
-            gone: Gives what became of ranks that have ended already.
+            channel: Channel that they call for.
+            ranks: Ranks that are waited for.
+            timeout_s: Seconds for all of them.
+            gone: Gives the fates of ranks that have ended already.
 
         Raises:
             BatchgenError: A rank has ended, or has not come in time; it names them.

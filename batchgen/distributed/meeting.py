@@ -1,8 +1,8 @@
 """The place where a launcher's ranks find rank 0, and the secret that they share.
 
-What a launcher says is an address, no more: whoever answers there has to know the secret. Several hosts have it from
-their user, in BATCHGEN_SECRET or BATCHGEN_SECRET_FILE. On one host rank 0 leaves it, with its port, in a file that this
-user alone can read.
+A launcher gives an address, no more: whoever answers there has to know the secret. Several hosts have it from their
+user, in BATCHGEN_SECRET or BATCHGEN_SECRET_FILE. On one host rank 0 leaves it, with its port, in a file that this user
+alone can read.
 """
 
 from __future__ import annotations

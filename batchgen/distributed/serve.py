@@ -1,4 +1,4 @@
-"""What a process does that another one leads: it joins the group, and does what it is told."""
+"""The program of a rank that follows: it joins the group and carries out what rank 0 sends."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ _PARENT_S = 0.5  # how often a process looks whether the one that started it has
 
 
 def serve(place: Rank, work: str, *, cores: set[int] | None = None) -> int:
-    """Be a rank that is not 0 until rank 0 has ended; returns the process's exit code.
+    """Be a rank that is not 0 until rank 0 has ended; gives the process's exit code.
 
-    The process ends at once where rank 0 ends without having said so. It writes nothing but why it could not join, and under a launcher
-    that rank 0 has ended: what fails later rank 0 is told, and says.
+    The process ends at once where rank 0 ends without having said so. It writes nothing but why it could not join, and
+    under a launcher that rank 0 has ended; later failures it tells rank 0, which reports them.
 
     Args:
-        place: This process's.
-        work: What it does, as "module:function", which is called with the group and returns the most bytes of each tier
-            that the process held, if it knows. It is named by whoever starts the process, never by what comes over a
+        place: This process's place.
+        work: Function as "module:function", which is called with the group and returns the most bytes of each tier that
+            the process held, if it knows. It is named by whoever starts the process, never by what comes over a
             connection.
-        cores: Those that it keeps to, given by the rank 0 that has started it; None: a launcher has, and it takes its share.
+        cores: Cores that it keeps to, given by the rank 0 that has started it; None: a launcher has, and it takes its
+            share.
     """
     started_here = cores is not None
     keep_to(shares_here(place.of_host[1])[place.of_host[0]] if cores is None else cores)
@@ -70,7 +71,7 @@ def _lost(place: Rank, started_here: bool) -> None:
 
 
 def main() -> None:
-    """The program of a rank that rank 0 has started.
+    """Run a rank that rank 0 has started.
 
     Its arguments come from there, not from a connection: the work, as "module:function", a JSON list of cores, and the
     process of rank 0.

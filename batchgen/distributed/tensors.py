@@ -18,8 +18,8 @@ _BUFFER_BYTES = 4 << 20  # of the kernel's for each connection, as far as it gra
 class TensorLinks:
     """A rank's connections to all others.
 
-    One thread may send to a rank while another receives from it. All methods raise OSError where a connection breaks or
-    nothing moves for so long (TimeoutError), and EOFError where the other end has closed.
+    One thread may send to a rank while another receives from it. All methods raise OSError where a connection breaks,
+    TimeoutError where nothing moves for too long, and EOFError where the other end has closed.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float) -> None:

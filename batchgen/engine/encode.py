@@ -135,7 +135,7 @@ def encode_prompt(
         texts = texts or encode_texts(tokenizer, [request], limit)
         key = (texts.of_chat(request), False)
     else:
-        return [int(token_id) for token_id in prompt]
+        return [int(token_id) for token_id in prompt if not isinstance(token_id, dict)]
     if limit is not None and (texts is None or key not in texts.tokens):
         limit.check(tokenizer, key[0])
     return (texts or encode_texts(tokenizer, [request], limit)).tokens[key]
@@ -223,8 +223,8 @@ def encode_pairs(
     context, continuations = request.context, request.continuations
     if not continuations:
         raise RowError("there are no continuations")
-    are_texts = {isinstance(c, str) for c in continuations}
-    if len(are_texts) > 1:
+    written = [c for c in continuations if isinstance(c, str)]
+    if 0 < len(written) < len(continuations):
         raise RowError("continuations must be all texts or all token ids")
     special = True
     if is_chat(context):
@@ -232,17 +232,17 @@ def encode_pairs(
     if limit is not None:
         _check_to_score(tokenizer, context, continuations, limit)
     tokens = texts.tokens
-    if True not in are_texts:
-        own = tokens[context, special] if isinstance(context, str) and context else _ids(context)
-        return tuple(own), [_ids(c) for c in continuations]
+    if not written:
+        before = tokens[context, special] if isinstance(context, str) and context else _ids(context)
+        return tuple(before), [_ids(c) for c in continuations]
     if not isinstance(context, str):
-        return _ids(context), [tuple(tokens[c, False]) for c in continuations]
+        return _ids(context), [tuple(tokens[c, False]) for c in written]
     stripped = context.rstrip()
     spaces = context[len(stripped) :]
     if not stripped:
-        return (), [_beginning(tokens[spaces + c, False], tokenizer) for c in continuations]
-    own = tuple(tokens[stripped, special])
-    return own, [tuple(tokens[stripped + spaces + c, special][len(own) :]) for c in continuations]
+        return (), [_beginning(tokens[spaces + c, False], tokenizer) for c in written]
+    context_ids = tuple(tokens[stripped, special])
+    return context_ids, [tuple(tokens[stripped + spaces + c, special][len(context_ids) :]) for c in written]
 
 
 def _check_to_score(tokenizer: Tokenizer, context: str | Iterable, continuations: Iterable, limit: LengthLimit) -> None:

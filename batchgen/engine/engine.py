@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import parse_device
@@ -50,7 +50,10 @@ ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 
 
-class RequestHandler(Protocol):
+R = TypeVar("R", bound="SweepResult")
+
+
+class RequestHandler(Protocol[R]):
     """The handler of requests of one kind: `Generation`, `Scoring`.
 
     Attributes:
@@ -70,10 +73,10 @@ class RequestHandler(Protocol):
     def take_logits(self, rows, logits, start: int) -> Tensor | None:
         """Take logits of the sweep in flight; returns the sampled token ids, int64 [rows], if any."""
 
-    def end_sweep(self) -> SweepResult:
+    def end_sweep(self) -> R:
         """Return the result of the sweep in flight, all of whose logits have been taken."""
 
-    def advance(self, result: SweepResult, stats: EngineStats) -> list[Sequence]:
+    def advance(self, result: R, stats: EngineStats) -> list[Sequence]:
         """Apply a sweep's result once it has run, and count it; returns the sequences that have ended."""
 
     def finish(self, sequence: Sequence) -> Completion | Scored | None:
@@ -87,7 +90,8 @@ class SweepResult(Protocol):
         needs_host: Whether the host must see it before the next sweep can be launched.
     """
 
-    needs_host: bool
+    @property
+    def needs_host(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class _Call:
         drop: Function that makes the executor drop deferred batches.
     """
 
-    handler: RequestHandler
+    handler: RequestHandler[Any]
     scheduler: Scheduler
     source: Prefetch
     adaptation: Adaptation | None = None
@@ -413,7 +417,7 @@ class Engine:
 
     def _run_all(
         self,
-        handler: RequestHandler,
+        handler: RequestHandler[Any],
         requests: Any,
         scheduler: Scheduler,
         adaptation: Adaptation | None,

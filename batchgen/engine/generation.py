@@ -6,7 +6,7 @@ import itertools
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import (
@@ -33,7 +33,7 @@ from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.requests import each_request
 from batchgen.models.tokenizers.harmony import AnswerStops, Harmony
 from batchgen.models.tokenizers.thinking import Thinking, ThoughtStops
-from batchgen.runtime.grammar import Grammar
+from batchgen.runtime.grammar import Constraint, Grammar
 from batchgen.schedule.from_policy import longest_sequence
 from batchgen.schedule.sequence import NOT_FINITE, PENDING, Sequence
 
@@ -69,7 +69,7 @@ class _InFlight:
             self.index,
             self.row_id,
             self.prompt_tokens,
-            tuple(self.samples),
+            tuple(sample for sample in self.samples if sample is not None),
             cached_tokens=sum(self.cached_tokens),
             row=self.row,
         )
@@ -150,7 +150,7 @@ class Generation:
         self._parts, self._sampling, self._on_overlong = parts, sampling, on_overlong
         self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
-        self._detectors: dict[Sequence, object] = {}
+        self._detectors: dict[Sequence, AnswerStops | ThoughtStops | StopDetector] = {}
         self._finishes: dict[Sequence, _Finish] = {}
         self._harmony = Harmony.of(parts.tokenizer) if parts.config.has_channels else None
         self._thinking: dict[
@@ -176,6 +176,7 @@ class Generation:
                             )
                             encoded.append((array("i", token_ids), sampling))
                         if sampling.constrained:
+                            assert self._parts.grammars is not None
                             grammar = self._parts.grammars.compile(sampling)
                     except (RowError, InputError) as problem:
                         error = str(problem)
@@ -256,7 +257,8 @@ class Generation:
             sequence = Sequence(prepared.index, row_id, first + k, list(token_ids), sampling)
             if thinking is not None:
                 self._thinking[sequence] = thinking
-            sequence.constraint = prepared.grammar and prepared.grammar.start()
+            if prepared.grammar is not None:
+                sequence.constraint = prepared.grammar.start()
             if sampling.stop:
                 self._detectors[sequence] = self._stops(sampling.stop, thinking)
             if started:  # the first sequence computes the prompt for all
@@ -273,7 +275,7 @@ class Generation:
         thinking = Thinking.of(self._parts.tokenizer, sampling.regex)
         if thinking is None:
             return None
-        continued = request.prompt if request.chat.continue_final and is_chat(request.prompt) else ()
+        continued: Any = request.prompt if request.chat.continue_final and is_chat(request.prompt) else ()
         return thinking, thinking.begins(token_ids, sampling, continued)
 
     def _stops(
@@ -305,7 +307,8 @@ class Generation:
 
     def advance(self, chosen: _Chosen, stats: EngineStats) -> list[Sequence]:
         """Write the tokens of a sweep that has run into their sequences; returns the sequences that have ended."""
-        finished, constrained = [], []
+        finished: list[Sequence] = []
+        constrained: list[tuple[Constraint, int]] = []
         generated = 0
         stats.begins_twice |= self._begins_twice
         for sequence, token, known in chosen.tokens():
@@ -328,9 +331,9 @@ class Generation:
                 self._finishes[sequence] = finish
                 finished.append(sequence)
             elif sequence.constraint is not None:
-                constrained.append((sequence.constraint, token.token_id))
+                constrained.append((cast("Constraint", sequence.constraint), token.token_id))
         grammars = self._parts.grammars
-        if constrained:  # the next masks are made while the next sweep's layers compute
+        if constrained and grammars:  # the next masks are made while the next sweep's layers compute
             grammars.advance(constrained)
         if grammars:
             stats.busy_s |= {"masks": grammars.busy_s, "mask_wait": grammars.waited_s}

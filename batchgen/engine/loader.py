@@ -35,7 +35,7 @@ from batchgen.core.machine import (
     keep_freed_memory,
     resident_bytes,
 )
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, MemoryPlan, Policy, kv_on_device
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, MemoryPlan, Policy, kv_on_device
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
@@ -57,11 +57,12 @@ if TYPE_CHECKING:
     from batchgen.models.shard import Shard
     from batchgen.models.store.layout import WeightStore
     from batchgen.models.tokenizers.tokenizer import Tokenizer
-    from batchgen.runtime.executor import AdjacentRanks, Executor
+    from batchgen.runtime.executor import Executor
     from batchgen.runtime.lanes import OnStep
     from batchgen.runtime.memory.kv_cache import KVCache
     from batchgen.runtime.memory.tiers import Tiers
     from batchgen.runtime.memory.weights import Weights
+    from batchgen.runtime.sweep_options import AdjacentRanks
     from batchgen.schedule.packed_batch import PackedBatch
 
 ADMISSIONS = ("continuous", "static")
@@ -168,6 +169,7 @@ def resolve_budgets(
 
         budgets["gpu"] = usable_memory(None if gpu_memory is None else size_bytes(gpu_memory))
     elif device.accelerated:
+        assert device.gpu_memory_bytes is not None
         budgets["gpu"] = device.gpu_memory_bytes if gpu_memory is None else size_bytes(gpu_memory)
         if cpu_memory is None:  # an emulated memory is a part of the host's
             budgets["cpu"] = max(1, budgets["cpu"] - budgets["gpu"])
@@ -245,7 +247,7 @@ def in_memory_policy(
         if value < 1:
             raise InputError(f"{name} must be at least 1, not {value}")
     tier = "gpu" if device.accelerated else "cpu"
-    layers = tuple(config.num_layers if name == tier else 0 for name in TIERS)
+    layers = (config.num_layers, 0, 0) if tier == "gpu" else (0, config.num_layers, 0)  # of GPU, CPU and disk
     return Policy(
         admission=admission,
         gpu_batch_size=max_num_seqs,
@@ -468,7 +470,7 @@ def load_words(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Word
     started_s = time.perf_counter()
     loaded, config = tokenizer(), request.config
     eos_token_ids = frozenset(config.eos_token_ids) | frozenset(loaded.eos_token_ids)
-    grammars = Grammars(loaded.to_json, config.vocab_size, eos_token_ids)
+    grammars = Grammars(loaded.to_json, config.vocab_size, tuple(eos_token_ids))
     sampling = request.sampling or SamplingParams()
     grammar = grammars.compile_ahead(sampling) if sampling.constrained else None
     return Words(loaded, eos_token_ids, grammars, grammar, started_s)
@@ -546,7 +548,8 @@ def _make_executor(
 ) -> Executor:
     import torch
 
-    from batchgen.runtime.executor import Executor, SweepOptions
+    from batchgen.runtime.executor import Executor
+    from batchgen.runtime.sweep_options import SweepOptions
 
     config, policy, accelerated = request.config, request.policy, request.device.accelerated
     heads = config.num_heads, config.num_kv_heads, config.head_dim
@@ -581,7 +584,7 @@ def pack_for(request: LoadRequest, compute_tier: str) -> Callable[[list[Schedule
     return partial(
         pack,
         kv_block_size=request.policy.kv_block_size,
-        key_bytes=config.num_kv_heads * config.head_dim * int(FORMAT_BYTES[request.dtype]),
+        key_bytes=config.kv_size * int(FORMAT_BYTES[request.dtype]),
         windows=frozenset(config.windows),
         compute_tier=compute_tier,
         in_place=request.policy.kv_layers > 0,

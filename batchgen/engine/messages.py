@@ -15,6 +15,7 @@ from batchgen.core import messages
 from batchgen.core.device import Device
 from batchgen.core.errors import BatchgenError
 from batchgen.core.kernel_choice import KernelChoice, Measured
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.request import SamplingParams
 from batchgen.engine.loader import LoadRequest
@@ -100,7 +101,7 @@ class SentSequence:
             list(sequence.tokens) if sequence.sampling.changes_logits else [],
             sequence.targets,
             sequence.scored_from,
-            sequence.constraint and SentMask(sequence.constraint.mask()),
+            None if sequence.constraint is None else SentMask(sequence.constraint.mask()),
         )
 
     @property
@@ -113,7 +114,7 @@ _TABLE = messages.table_of(
     LoadRequest, MemoryPlan, Policy, ModelFiles, ModelConfig, RopeConfig, Device, SamplingParams, KernelChoice,
     Measured, Shard,
     WeightStore, StoreFile, Extent, StoredTensor,
-    PackedBatch, Segment, Staging, Run, AttentionPlan, DecodeGroup, PrefillItem, SharedItem, LogitsRow,
+    PackedBatch, Segment, KVPlacement, Staging, Run, AttentionPlan, DecodeGroup, PrefillItem, SharedItem, LogitsRow,
     SentSequence, SentMask, SampledToken, ScoredPosition,
 )  # fmt: skip
 

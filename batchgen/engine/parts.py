@@ -29,20 +29,27 @@ class SweepRunner(Protocol):
     be run before that, with PENDING for the tokens that this one samples.
 
     While deferred batches wait, `run` may be called without a batch. `drop` forgets them.
-
-    Attributes:
-        bytes_moved: Bytes moved by each lane.
-        busy_s: Seconds that each lane was busy.
-        stalled_s: Seconds that compute waited for each lane.
-        peak_bytes: Peak bytes of the tiers other than host memory.
-        routing: Counts of routed tokens in the layers of this process.
     """
 
-    bytes_moved: dict[str, int]
-    busy_s: dict[str, float]
-    stalled_s: dict[str, float]
-    peak_bytes: dict[str, int]
-    routing: RoutingCounts
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        """Bytes moved by each lane."""
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Seconds that each lane was busy."""
+
+    @property
+    def stalled_s(self) -> dict[str, float]:
+        """Seconds that compute waited for each lane."""
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Peak bytes of the tiers other than host memory."""
+
+    @property
+    def routing(self) -> RoutingCounts:
+        """Counts of routed tokens in the layers of this process."""
 
     def run(
         self, batches, on_logits, *, vocabulary_chunks: bool, deferred_batches: DeferredBatches

@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +24,10 @@ from batchgen.engine.loader import LoadRequest, load_executor, load_words, pack_
 from batchgen.engine.messages import Answers, SentSequence, StageLoads, SweepMessage, decode, encode
 from batchgen.engine.parts import EngineParts, process_peaks
 from batchgen.engine.ranks import RankGroup, RankZeroCounts
-from batchgen.runtime.executor import Executor, OnLogits
+from batchgen.runtime.executor import Executor
 from batchgen.runtime.sampler import SampledToken, sample
 from batchgen.runtime.scorer import Scorer
+from batchgen.runtime.sweep_options import OnLogits
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import splitter
 from batchgen.schedule.packed_batch import PackedBatch
@@ -34,6 +35,7 @@ from batchgen.schedule.sequence import LogitsRow, ScoredPosition
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizers.tokenizer import Tokenizer
+    from batchgen.schedule.sequence import Sequence as InFlight
 
 
 @dataclass(frozen=True)
@@ -226,13 +228,11 @@ def _plan_stages(request: LoadRequest, stages: Sequence[Stage]) -> list[tuple[Lo
         )
         loads.append((own, plan_load(own)))
     fewest = _fewest([memory.kv_blocks for _, memory in loads])
-    of_windows = [memory for _, memory in loads if memory.window is not None]
-    pools = {
-        "kv_blocks": fewest,
-        "window": max((memory.window for memory in of_windows), default=None),
-        "window_blocks": _fewest([memory.window_blocks for memory in of_windows]),
-    }
-    return [(own, replace(memory, **pools)) for own, memory in loads]
+    window = max((memory.window for _, memory in loads if memory.window is not None), default=None)
+    window_blocks = _fewest([memory.window_blocks for _, memory in loads if memory.window is not None])
+    return [
+        (own, replace(memory, kv_blocks=fewest, window=window, window_blocks=window_blocks)) for own, memory in loads
+    ]
 
 
 def _fewest(pools: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -335,7 +335,8 @@ def _receive(group: RankGroup, rank: int) -> Answers:
 def _sent(batch: PackedBatch) -> PackedBatch:
     """A batch for other processes, with the parts of its sequences that sampling and scoring need."""
     sent = {row.sequence: SentSequence.of(row.sequence) for row in batch.logits_rows}
-    return replace(batch, logits_rows=[LogitsRow(sent[row.sequence], row.position) for row in batch.logits_rows])
+    rows = [(cast("InFlight", sent[row.sequence]), row.position) for row in batch.logits_rows]
+    return replace(batch, logits_rows=[LogitsRow(*row) for row in rows])
 
 
 def _nothing(rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:

@@ -67,13 +67,15 @@ class _InFlight:
     """A request some of whose sequences are still running.
 
     Attributes:
-        prepared: The request.
+        row: Number of its row, if it has one.
+        tokens: Its token ids.
         sequences: Its sequences.
         nodes: Node of each token of each continuation.
         running: Number of sequences that are still running.
     """
 
-    prepared: _Prepared
+    row: int | None
+    tokens: Tokens
     sequences: list[Sequence]
     nodes: list[list[Node]]
     running: int
@@ -88,6 +90,8 @@ class Scoring:
         self._parts, self._on_overlong = parts, on_overlong
         self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
+        assert parts.scorer is not None
+        self._new_scorer = parts.scorer
         self._scorer = parts.scorer()  # for the sweep in flight
         self.non_finite = NonFiniteSequences()
 
@@ -125,7 +129,9 @@ class Scoring:
         """The sequences of a request, or its Scored if it failed before it ran."""
         if prepared.error is not None:
             return Scored(prepared.index, prepared.row_id, 0, error=prepared.error, row=prepared.row)
-        paths, nodes = paths_to_run(prepared.tokens, self._parts.policy.max_model_len)
+        tokens = prepared.tokens
+        assert tokens is not None
+        paths, nodes = paths_to_run(tokens, self._parts.policy.max_model_len)
         # The scheduler counts one generated token at the end, though there is none: KV is that of the sequence's own
         # tokens.
         sampling = SamplingParams(max_tokens=1, logprobs=prepared.logprobs)
@@ -133,10 +139,10 @@ class Scoring:
             Sequence(prepared.index, prepared.row_id, k, list(path.tokens), sampling, targets=path.targets)
             for k, path in enumerate(paths)
         ]
-        if not prepared.tokens.rolling:
+        if not tokens.rolling:
             for sequence in sequences[1:]:
-                sequence.prefix_source, sequence.num_source_tokens = sequences[0], len(prepared.tokens.context)
-        self._in_flight[prepared.index] = _InFlight(prepared, sequences, nodes, len(sequences))
+                sequence.prefix_source, sequence.num_source_tokens = sequences[0], len(tokens.context)
+        self._in_flight[prepared.index] = _InFlight(prepared.row, tokens, sequences, nodes, len(sequences))
         return sequences
 
     def take_logits(self, rows, logits, start: int) -> None:
@@ -144,7 +150,7 @@ class Scoring:
 
     def end_sweep(self) -> Scorer:
         """The scorer of the sweep in flight."""
-        scorer, self._scorer = self._scorer, self._parts.scorer()
+        scorer, self._scorer = self._scorer, self._new_scorer()
         return scorer
 
     def advance(self, scorer: Scorer, stats: EngineStats) -> list[Sequence]:
@@ -163,7 +169,7 @@ class Scoring:
                 finished.append(sequence)
         for sequence in finished:
             if sequence.sample_index == 0:  # a request counts once
-                tokens = self._in_flight[sequence.request_index].prepared.tokens
+                tokens = self._in_flight[sequence.request_index].tokens
                 scored = sum(map(len, tokens.continuations))
                 stats.scored_tokens += scored
                 stats.prompt_tokens += tokens.given + scored
@@ -177,7 +183,7 @@ class Scoring:
         if flight.running:
             return None
         del self._in_flight[sequence.request_index]
-        tokens, row = flight.prepared.tokens, flight.prepared.row
+        tokens, row = flight.tokens, flight.row
         if any(score.argmax == NOT_FINITE for one in flight.sequences for score in one.scores):
             error = self._parts.not_finite
             return Scored(sequence.request_index, sequence.row_id, tokens.given, error=error, row=row)
@@ -221,18 +227,22 @@ def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, context
     for number, tokens in enumerate(continuations, 1):
         if not tokens:
             raise RowError(f"continuation {number} has no tokens")
-    if context:
+    before = list(context)
+    if before:
         longest = max(map(len, continuations))
-        context = cut_overlong(list(context), longest - 1, context_len, on_overlong)
-        if len(context) + longest - 1 > context_len:
+        before = cut_overlong(before, longest - 1, context_len, on_overlong)
+        if len(before) + longest - 1 > context_len:
             raise RowError(
-                f"the context has {len(context)} tokens and the longest continuation {longest},"
+                f"the context has {len(before)} tokens and the longest continuation {longest},"
                 f" the model's context holds {context_len}"
             )
-    elif tokenizer.begin_token_id is None:
-        raise RowError("the context is empty, and the model has no token that begins a text: give a context")
-    before = array("i", context or [tokenizer.begin_token_id])
-    return Tokens(before, tuple(array("i", tokens) for tokens in continuations), len(context), rolling=not context)
+    given = len(before)
+    if not before:
+        if tokenizer.begin_token_id is None:
+            raise RowError("the context is empty, and the model has no token that begins a text: give a context")
+        before = [tokenizer.begin_token_id]
+    ids = tuple(array("i", tokens) for tokens in continuations)
+    return Tokens(array("i", before), ids, given, rolling=not given)
 
 
 def paths_to_run(tokens: Tokens, context_len: int) -> tuple[list[Path], list[list[Node]]]:

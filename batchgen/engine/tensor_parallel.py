@@ -190,6 +190,7 @@ def follow_sweeps(ranks: RankGroup, request: LoadRequest, memory: MemoryPlan) ->
     Raises:
         BatchgenError: The part cannot be loaded, or the others are lost.
     """
+    assert request.shard is not None
     shard = replace(request.shard, rank=ranks.rank)
     if request.store is not None:
         request = replace(request, store=rank_store(request, shard))
@@ -262,4 +263,4 @@ def _no_logits(rows: Sequence, logits: Tensor, start: int) -> None:
 
 def _for_others(batch: PackedBatch) -> PackedBatch:
     """A batch without its sequences, which rank 0 alone has; the number of rows with logits stays."""
-    return replace(batch, logits_rows=[None] * len(batch.logits_rows))
+    return replace(batch, logits_rows=[None] * len(batch.logits_rows))  # type: ignore[list-item]

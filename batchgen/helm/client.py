@@ -103,12 +103,13 @@ class BatchgenClient(CachingClient):
             return None
 
     def _look_up(self, want: Wanted) -> RequestResult:
-        results = self._jobs.results
+        assert self._jobs is not None
+        found, results = self._jobs.found, self._jobs.results
         timings = [timing for row in want.rows if (timing := results.timing(row.id))]
         timing = max(timings, key=lambda t: t.wall_s, default=None)
         return RequestResult(
             success=True,
-            cached=all(row.id in self._jobs.found for row in want.rows),
+            cached=all(row.id in found for row in want.rows),
             completions=_completions(answers(want, results)),
             embedding=[],
             request_time=timing and timing.wall_s / timing.rows,
@@ -126,8 +127,10 @@ class BatchgenClient(CachingClient):
                 )
             self._live = live_engine(self._options)
 
+        live = self._live
+
         def compute() -> dict[str, Any]:
-            return {"answers": [asdict(answer) for answer in answers(want, self._live.answer(want.rows))]}
+            return {"answers": [asdict(answer) for answer in answers(want, live.answer(want.rows))]}
 
         rows = [row.id for row in want.generated]
         key = {**self._options, "rows": rows, "echo": want.prompt_ids, "n": want.num_completions}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,7 @@ def _own_options(kind: str, rows: list[Row]) -> dict[str, Any]:
         return {**shared, "prompt_column": "context", "continuations_column": "continuations"}
     source = "prompt_column" if isinstance(rows[0].prompt, str) else "messages_column"
     columns = {source: "prompt", "id_column": ID_COLUMN[kind], "sampling_column": "sampling"}
-    return {**shared, **columns, "max_tokens": max(row.sampling["max_tokens"] for row in rows)}
+    return {**shared, **columns, "max_tokens": max(row.sampling["max_tokens"] for row in rows if row.sampling)}
 
 
 def _to_score(rows: list[Row]) -> Iterator[dict[str, Any]]:
@@ -161,7 +161,7 @@ def _to_score(rows: list[Row]) -> Iterator[dict[str, Any]]:
     yield _score_columns(together)
 
 
-def _alike(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+def _alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
     half = (max(len(a), len(b)) + 1) // 2
     return a[:half] == b[:half]
 

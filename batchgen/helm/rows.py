@@ -112,7 +112,7 @@ def wanted(request: Any, tokenizer: PromptTokenizer, chat: bool) -> Wanted:
     ids = scored = text = None
     first = ""
     if request.echo_prompt:
-        ids = tuple(tokenizer.encode(prompt) if messages is None else tokenizer.encode_chat(list(messages)))
+        ids = tuple(tokenizer.encode(request.prompt) if messages is None else tokenizer.encode_chat(list(messages)))
         if not ids:
             raise RowError("the prompt has no tokens")
         text, first = tokenizer.decode(ids), tokenizer.decode(ids[:1])

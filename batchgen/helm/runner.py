@@ -94,6 +94,8 @@ class BatchExecutor(Executor):
 class BatchgenRunner(Runner):
     """The runner for helm-run --runner-class-name; deployments of other clients run as with HELM's own runner."""
 
+    executor: BatchExecutor
+
     def __init__(self, execution_spec, output_path: str, *args, **kwargs) -> None:
         super().__init__(execution_spec, output_path, *args, **kwargs)
         if execution_spec.url:

@@ -46,7 +46,7 @@ from batchgen.models.files import ModelFiles, resolve_for_planning
 from batchgen.planner.explain import compare, explain, frontier_lines, headline, kernel_lines
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.problem import Problem
-from batchgen.planner.replanned import planned_anew_s
+from batchgen.planner.replanned import replanned_s
 from batchgen.planner.simulation import trace_plan
 from batchgen.planner.strategy_times import strategy_lines
 from batchgen.profiler.emulated import emulated_profile
@@ -106,8 +106,8 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
     plan = plan_job(job, problem, compare_strategies=True)
     anew = None
     if options.explain or options.html:
-        anew = planned_anew_s(problem, plan.prediction, lambda other: plan_job(job, other).prediction.total_s)
-    explained = explanation_of(plan, price_per_hour=options.price_per_hour, watts=options.watts, planned_anew_s=anew)
+        anew = replanned_s(problem, plan.prediction, lambda other: plan_job(job, other).prediction.total_s)
+    explained = explanation_of(plan, price_per_hour=options.price_per_hour, watts=options.watts, replanned_s=anew)
     on_devices = _compared(devices, problem_for, problem, asked)
     beside = {"explanation": asdict(explained)} | ({"devices": on_devices.to_json()} if on_devices else {})
     as_json = json.dumps(plan.to_json() | beside | _of_processes(job), indent=2)

@@ -110,7 +110,8 @@ class BatchgenLM(TemplateLM):
         self.tokenizer = self._tokens.hf
         self._tokenizer_name = f"{files.name.replace('/', '__')}-{self._tokens.identity()[:16]}"
         self._texts = Texts(self._tokens, add_bos_token, prefix_token_id)
-        self._special_ids = {self.tokenizer.convert_ids_to_tokens(i): i for i in sorted(self._tokens.special_ids)}
+        text_of = self.tokenizer.convert_ids_to_tokens
+        self._special_ids = {str(text_of(token_id)): token_id for token_id in sorted(self._tokens.special_ids)}
         self._template_args = dict(chat_template_args or {})
         if enable_thinking is not None:
             self._template_args["enable_thinking"] = enable_thinking
@@ -216,7 +217,8 @@ class BatchgenLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text generated after each request's context, up to the end that its keywords name."""
         rows: dict[tuple, int] = {}  # row by prompt, parameters and, where draws differ, the request
-        row_of, untils, limits, cut = [], [], [1], 0
+        row_of: list[int] = []
+        untils, limits, cut = [], [1], 0
         for request, prompt in zip(
             requests, self._texts.encode([request.args[0] for request in requests]), strict=True
         ):

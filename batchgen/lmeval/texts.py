@@ -30,9 +30,10 @@ class Texts:
         self._bos = tokenizer.hf.bos_token_id
         if add_bos_token and self._bos is None:
             raise InputError("add_bos_token: the model has no beginning-of-text token: leave it out")
-        self.prefix_token_id = tokenizer.begin_token_id if prefix_token_id is None else prefix_token_id
-        if self.prefix_token_id is None:
+        prefix = tokenizer.begin_token_id if prefix_token_id is None else prefix_token_id
+        if prefix is None:
             raise InputError("the model has no beginning-of-text or end-of-text token: give prefix_token_id")
+        self.prefix_token_id: int = prefix
         if not 0 <= self.prefix_token_id < tokenizer.vocab_size:
             raise InputError(f"prefix_token_id {prefix_token_id} is not in the vocabulary of {tokenizer.vocab_size}")
         self._prefix_text = tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)

@@ -60,10 +60,8 @@ class Checkpoint:
 
     config: ModelConfig
     load: _Load  # ("embeddings", "layer", "head" or "sinks", layer, dtype)
-    # Of one whose matrices are packed: the layers' format, and what `load` gives as it is stored.
     weight_format: str | None = None
     load_stored: _Load | None = None
-    # As `load_stored`, but that block-quantized rows are not read; of one that can say where in its files they are.
     load_unread: _LoadUnread | None = None
 
     def load_embeddings(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -275,7 +273,7 @@ class _StoreTensors:
         file = self._file(which, layer)
         groups = [load_extent(file, extent, dtype) for extent in file.extents.values()]
         stored = {name: tensor for group in groups for name, tensor in group.items()}
-        layout = self._layout("head" if which == "sinks" else which, layer)  # which are stored together
+        layout = self._layout("head" if which == "sinks" else which, layer)  # sinks are stored with the head
         config = self.store.config
         tensors = {name: stored[name] if name in stored else joined(config, layer, name, stored) for name in layout}
         return cut_tensors(self.shard, layout, tensors) if self.shard else tensors

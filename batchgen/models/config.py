@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import attention_key, linear_key
@@ -19,6 +19,8 @@ from batchgen.models.rope import RopeConfig
 from batchgen.models.stated_numbers import require_positive
 
 DTYPES = ("float32", "bfloat16", "float16")
+Norm = Literal["rms", "layer"]
+Activation = Literal["silu", "relu", "gelu", "gelu_tanh", "swiglu_oai"]
 # Activations of a gate, which linear layers compute together with the product that follows.
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
 # Fields of stages and of block formats, which are left out of JSON where they are empty.
@@ -87,9 +89,9 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     max_position: int
-    norm: str
+    norm: Norm
     norm_eps: float
-    activation: str
+    activation: Activation
     gated_mlp: bool
     qkv_bias: bool
     out_bias: bool
@@ -351,7 +353,7 @@ class ModelConfig:
         """
         shapes = {
             "qkv": (self.qkv_size, self.hidden_size),
-            "out": (self.hidden_size, self.num_heads * self.head_dim),
+            "out": (self.hidden_size, self.q_size),
         }
         widths = {"": self.intermediate_size, "shared_": self.shared_expert_size, "dense_": self.dense_size}
         for kind, width in widths.items():
@@ -424,14 +426,14 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values one token leaves in the cache, all layers together."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * dtype_bytes
+        return self.num_layers * 2 * self.kv_size * dtype_bytes
 
     def flops_per_token(self, context: int) -> int:
         """FLOPs of one token and its logits, attending to `context` positions, itself included."""
         weights = self._matmul_params
         weights += self.vocab_size * self.embed_size + 2 * self._projection_params
         seen = sum(context if window is None else min(context, window) for window in self.windows)
-        return 2 * weights + 4 * self.num_heads * self.head_dim * seen
+        return 2 * weights + 4 * self.q_size * seen
 
     def elementwise_bytes_per_token(self, dtype_bytes: int) -> int:
         """Activations that one token reads and writes in one layer outside of matrix products and attention.
@@ -441,7 +443,7 @@ class ModelConfig:
         the write of k and v to the cache (1, 1), the activation (gate and up, or up alone, in; one out) and two
         residual adds (2, 1). Weights of the norms and intermediate fp32 values do not count.
         """
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q, kv = self.q_size, self.kv_size
         norms = (4 if self.output_norms else 2) * 2 * self.hidden_size + self.qk_norm * 2 * (q + kv)
         rotary = 2 * (q + kv) if self.rope else 2 * q
         kv_write = 2 * 2 * kv

@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 
 _LOCK = "convert.lock"
 _OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head)\.safetensors|tokenizer")
-# What manifest, tokenizer and the file system's own records may take beside the weights.
+# Bytes that manifest, tokenizer and the file system's own records may take beside the weights.
 _SMALL_FILES_BYTES = 8 << 20
 _DIRTY_BYTES = 256 << 20  # written before it is pushed to the disk
 _LOCK_POLL_S = 1.0
 
 
-def _ignore(done: int, total: int) -> None:
-    pass
+def no_progress(done: int, total: int) -> None:
+    """Show nobody how many layers are done."""
 
 
 def convert(
@@ -66,7 +66,7 @@ def convert(
     weights: str = NATIVE,
     overwrite: bool = False,
     on_start: Callable[[], None] = lambda: None,
-    on_layer: Callable[[int, int], None] = _ignore,
+    on_layer: Callable[[int, int], None] = no_progress,
     shard: Shard | None = None,
 ) -> WeightStore:
     """Put the model's weights into a weight store.
@@ -197,7 +197,7 @@ class _Conversion:
 
     def __init__(self, target: Path, header: dict[str, Any], planned: list[_PlannedFile]) -> None:
         self.target = target
-        self.header = json.loads(json.dumps(header))  # as it will be read again
+        self.header = json.loads(json.dumps(header))  # JSON values, to compare with those of a manifest
         self.planned = planned
         self.finished: dict[str, StoreFile] = {}
 
@@ -225,7 +225,7 @@ class _Conversion:
             return
         for planned in self.planned:
             if entry := held["files"].get(planned.path.name):
-                with contextlib.suppress(ValueError):  # what is something else is written anew
+                with contextlib.suppress(ValueError):  # an entry of something else: its file is written again
                     file = file_from_json(planned.path, entry)
                     if _without_checksums(file) == planned.layout and planned.path.exists():
                         self.finished[planned.path.name] = file

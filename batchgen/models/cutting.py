@@ -28,7 +28,7 @@ def fill_share(cut: Cut, part: StoredPart, rows: int, out: Tensor) -> None:
     elif cut.zero:
         out.zero_()
     elif not part.fill_cut(out, cut):
-        # Of packed rows columns are bytes.
+        # Columns of packed rows are bytes.
         columns = [out.shape[1] * (cut.size if cut.by_columns else 1)] if out.ndim == 2 else []
         whole = torch.empty((rows, *columns), dtype=out.dtype)
         part.fill(whole)

@@ -66,7 +66,7 @@ def resolve_model(spec: str) -> ModelFiles:
     if spec == "demo":
         return ModelFiles(demo_file(), "gguf", "demo")
     with naming_files(spec):
-        path = Path(os.path.expanduser(spec))  # which leaves what it does not know as it is
+        path = Path(os.path.expanduser(spec))  # a user that it does not know stays as it is
         if path.is_dir():
             files = ModelFiles(path, "store" if is_store(path) else "hf", path.resolve().name)
             if files.kind == "hf":
@@ -104,7 +104,7 @@ def _config_without_weights(path: Path) -> ModelConfig:
     config = read_config_json(path)
     with _naming(path):
         parsed = config_of_hf(config)
-    # What is published today is 16 bits wide unless it says otherwise.
+    # Weights that are published today have 16 bits unless their config says otherwise.
     return parsed if stated_dtype(config) else replace(parsed, dtype="bfloat16")
 
 

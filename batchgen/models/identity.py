@@ -18,7 +18,7 @@ from batchgen.models.store.manifest import STORE_MANIFEST, read_store_manifest
 from batchgen.models.tensor_files.headers import TensorInfo
 
 _READ_WHOLE_BYTES = 64 << 20
-_MOST_SAMPLES = 1024  # of tensors, of all files together: a disk with heads takes ten seconds for them
+_MOST_SAMPLES = 1024  # tensors of all files together: a disk with heads takes ten seconds for them
 # Keys of config.json that say nothing about the model's output.
 _VOLATILE_KEYS = {"_name_or_path", "transformers_version", "use_cache"}
 

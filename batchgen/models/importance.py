@@ -16,7 +16,7 @@ from batchgen.models.layers import embed, post_attention, pre_attention, rope_ta
 from batchgen.ops import dispatch as ops
 
 _SEQS, _TOKENS, _SEED = 8, 64, 20231
-# Of the mean: no channel is given up, as other text may use it.
+# Least importance as a fraction of the mean: no channel is given up, as other text may use it.
 _LEAST_FRAC = 1e-3
 
 

@@ -15,7 +15,7 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import INT4, NATIVE, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.core.private_files import why_untrusted
-from batchgen.models.convert import AnotherConverts, convert, source_identity
+from batchgen.models.convert import AnotherConverts, convert, no_progress, source_identity
 from batchgen.models.files import ModelFiles
 from batchgen.models.shard import Shard
 from batchgen.models.store.layout import WeightStore
@@ -24,10 +24,6 @@ from batchgen.models.store.manifest import STORE_MANIFEST, STORE_VERSION
 logger = logging.getLogger(__name__)
 
 _LOCK_POLL_S = 1.0
-
-
-def _ignore(done: int, total: int) -> None:
-    pass
 
 
 def store_path(offload_dir: Path, files: ModelFiles, dtype: str, weights: str, shard: Shard | None = None) -> Path:
@@ -63,7 +59,7 @@ def find_or_convert(
     dtype: str,
     weights: str = NATIVE,
     *,
-    on_layer: Callable[[int, int], None] = _ignore,
+    on_layer: Callable[[int, int], None] = no_progress,
     shard: Shard | None = None,
 ) -> WeightStore:
     """A store of the model: the model itself where it is one of that kind, one that was made before, or a new one.
@@ -112,7 +108,7 @@ def made_before(target: Path) -> WeightStore | None:
     from batchgen.models.store.weight_store import open_store
 
     if (target / STORE_MANIFEST).exists():
-        with contextlib.suppress(InputError):  # what is missing is made anew
+        with contextlib.suppress(InputError):  # a store that lacks something is made again
             return open_store(target)
     return None
 
@@ -128,7 +124,7 @@ def _make_store(
 ) -> WeightStore:
     """Converts the model, or a rank's part of it; a part in int4 from a store of the whole."""
     source = files
-    if shard is not None and weights == INT4:  # which columns count is measured on the whole model
+    if shard is not None and weights == INT4:  # the importance of columns is measured on the whole model
         whole = find_or_convert(files, offload_dir, dtype, weights, on_layer=on_layer)
         source = replace(files, path=whole.path, kind="store")
     part = f"rank {shard.rank} of {shard.size} of " if shard else ""

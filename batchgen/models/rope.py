@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
 from batchgen.core.errors import InputError
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class RopeConfig:
     """
 
     theta: float
-    kind: str = "default"
+    kind: RopeKind = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0

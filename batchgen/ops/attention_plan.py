@@ -17,8 +17,8 @@ import numpy as np
 # A decode group's gathered K or V: enough work for an efficient product, little enough to stay in cache.
 _GROUP_BYTES = 2 << 20
 # A shared prefix is worth an item of its own from this many tokens and sequences on.
-_MIN_SHARED_TOKENS = 64
-_MIN_SHARED_SEQUENCES = 4
+MIN_SHARED_TOKENS = 64
+MIN_SHARED_SEQUENCES = 4
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def find_shared_groups(
     ends = {
         (n, int(s.blocks[n - 1]))
         for s, n in zip(slices, matched_blocks, strict=True)
-        if n * kv_block_size >= _MIN_SHARED_TOKENS
+        if n * kv_block_size >= MIN_SHARED_TOKENS
     }
     if not ends:
         return []
@@ -119,7 +119,7 @@ def find_shared_groups(
     while queue:
         promised, depth, block = heapq.heappop(queue)
         found = members[depth, block] = [i for i in members[depth, block] if i in left]
-        if len(found) < _MIN_SHARED_SEQUENCES:
+        if len(found) < MIN_SHARED_SEQUENCES:
             continue
         saved = -(len(found) - 1) * depth
         if saved > promised:

@@ -71,13 +71,13 @@ ONE_SAMPLE = SampleColumns()
 
 @dataclass(frozen=True)
 class ScoreColumns:
-    """Of scored texts: lists with an entry a continuation, null in rows that failed.
+    """Output columns of scored texts: lists with an entry a continuation, null in rows that failed.
 
     Attributes:
-        whole: there is one continuation, the prompt itself: numbers instead of lists, and its perplexity.
-        choices: the continuations, where they are the same for every row.
-        choices_column: the column that has them; with either, the most likely one is a column of its own.
-        token_logprobs: each token's.
+        whole: True where the prompt itself is scored: numbers instead of lists, and its perplexity.
+        choices: The continuations, where they are the same for every row.
+        choices_column: The input column of the continuations; with it or `choices`, the most likely one is a column.
+        token_logprobs: True where each token's log-probability is kept.
     """
 
     whole: bool = False

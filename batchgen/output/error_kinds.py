@@ -1,4 +1,4 @@
-"""What rows failed of: their errors by kind, the commonest first."""
+"""Kinds of errors of failed rows, the commonest first."""
 
 from __future__ import annotations
 

@@ -90,7 +90,10 @@ def _write_jsonl(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordB
 
 
 def _write_csv(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
-    """Nested columns become JSON text, times what they are in JSON lines, binary ones base64; null is an empty field, an empty text is ""."""
+    """Write rows as CSV: nested columns as JSON text, times as in JSON lines, bytes in base64, null as an empty field.
+
+    An empty text is "".
+    """
     plain = [_is_plain(f.type) for f in schema]
     kept = [f if p else pa.field(f.name, pa.string()) for f, p in zip(schema, plain, strict=True)]
     csv_schema = pa.schema(kept)
@@ -133,7 +136,7 @@ def _finite(value: Any) -> Any:
 
 
 def _jsonable(value: Any) -> Any:
-    """What JSON has no form for, as text: bytes in base64, dates and times in ISO 8601."""
+    """A value that JSON has no form for as text: bytes in base64, dates and times in ISO 8601."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, datetime.date | datetime.time):

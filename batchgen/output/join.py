@@ -25,7 +25,7 @@ FormatRow = Callable[[dict[str, Any], dict[str, Any]], tuple[str, Any]]
 
 
 class Dataset(Protocol):
-    """What is read of the input: batches of rows in order, each with the index of its first row."""
+    """The part of an input that joining needs: batches of rows in order, each with the index of its first row."""
 
     @property
     def schema(self) -> pa.Schema: ...
@@ -37,10 +37,10 @@ def output_prefix(input_schema: pa.Schema, columns: Columns, prefix: str = "") -
     """The text before the name of each output column.
 
     Args:
-        input_schema: The columns that are kept.
-        columns: Those that are added.
-        prefix: What the job asks for. Where that is nothing and the input has one of the names, all output columns get
-            `gen_`, or the first of `gen2_`, `gen3_` and so on that makes no name twice.
+        input_schema: The input's columns that are kept.
+        columns: The output columns.
+        prefix: The prefix that the job asks for. Where it is empty and the input has one of the names, all output
+            columns get `gen_`, or the first of `gen2_`, `gen3_` and so on that makes no name twice.
 
     Raises:
         InputError: A name with the prefix that was asked for is taken.
@@ -58,7 +58,7 @@ def output_prefix(input_schema: pa.Schema, columns: Columns, prefix: str = "") -
 
 
 def output_schema(input_schema: pa.Schema, columns: Columns = ONE_SAMPLE, prefix: str = "") -> pa.Schema:
-    """The input's columns, then the output columns, named as of `output_prefix`. Raises InputError."""
+    """The input's columns, then the output columns with their prefix. Raises InputError where a name is taken."""
     prefix = output_prefix(input_schema, columns, prefix)
     fields = [pa.field(prefix + name, kind) for name, kind in columns.types().items()]
     return pa.schema([*input_schema, *fields], metadata=input_schema.metadata)
@@ -76,8 +76,20 @@ def join(
 ) -> dict[str, int]:
     """Write the final file of format `suffix` and return its totals.
 
-    `note` goes into a Parquet file's metadata under "batchgen". Raises BatchgenError where results are missing, OSError
-    where the disk fails. Holds a few row groups in memory, whatever the row count.
+    A few row groups are held in memory, whatever the number of rows.
+
+    Args:
+        dataset: The input.
+        parts_dir: The directory of the parts.
+        file: The file that is written.
+        suffix: The format, such as ".parquet".
+        columns: The output columns.
+        prefix: The text before the name of each output column.
+        note: Text for a Parquet file's metadata under "batchgen".
+
+    Raises:
+        BatchgenError: Results are missing.
+        OSError: The disk fails.
     """
     schema = output_schema(dataset.schema, columns, prefix)
     totals = _no_totals()

@@ -27,17 +27,19 @@ class DamagedManifest(InputError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a run directory says of its job.
+    """The record of a job in its run directory.
 
     Attributes:
-        fingerprint: what decides the output, nested dicts of JSON values.
+        fingerprint: Nested dicts of JSON values that decide the output.
         state: "running" or "complete".
-        may_replace: an output that is there may be replaced without asking, since the user said so or this job wrote
-            it. totals and files (name: bytes) of the output: once it is complete.
-        kernels: what rows are made with; None: no row has been started.
-        weight_format: the layers' weights that they are made with, likewise.
-        parts: how many parts there were when a run last ended in order; there may be more.
-        first: of a job that goes on from the rows of smaller ones, the hash of the first one's fingerprint.
+        may_replace: True where an existing output may be replaced without asking, since the user said so or this job
+            wrote it.
+        totals: Counts of the output, once it is complete.
+        files: Bytes of the output's files by name, once it is complete.
+        kernels: Kernels that rows are made with; None: no row has been started.
+        weight_format: Format of the layers' weights that rows are made with; None: no row has been started.
+        parts: Number of parts when a run last ended in order; there may be more.
+        first: Hash of the first job's fingerprint, where a job goes on from the rows of smaller ones.
     """
 
     fingerprint: dict[str, Any]
@@ -80,7 +82,7 @@ class Manifest:
 
 
 def read_kernels(values: Any) -> KernelChoice | None:
-    """What a manifest or a part says of kernels, which may be nothing. Raises InputError."""
+    """The kernels that a manifest or a part records; None where it records none. Raises InputError."""
     return None if values is None else read_typed(KernelChoice, values, "kernels")
 
 

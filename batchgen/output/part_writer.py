@@ -30,12 +30,13 @@ class _Barrier(NamedTuple):
 class PartWriter:
     """A thread that takes finished rows and flushes them as parts.
 
-    A part, which tells of the job what `origin` says, is flushed after `flush_interval_s`, `flush_rows` or `flush_bytes`, whichever comes first.
+    A part is flushed after `flush_interval_s`, `flush_rows` or `flush_bytes`, whichever comes first; it records
+    `origin`.
 
-    add(), flush() and close() belong to one thread, stop() to any. What goes wrong in the writing (a full disk) is
-    raised there, at the next call, as a BatchgenError; rows flushed before stay. Rows are marked in `done_rows` once
-    they are on stable storage. The calling thread holds no lock, so that after a KeyboardInterrupt anywhere close() can
-    still write what was added.
+    add(), flush() and close() belong to one thread, stop() to any. An error in writing (a full disk) is raised there,
+    at the next call, as a BatchgenError; rows flushed before stay. Rows are marked in `done_rows` once they are on
+    stable storage. The calling thread holds no lock, so that after a KeyboardInterrupt anywhere close() can still write
+    what was added.
     """
 
     def __init__(

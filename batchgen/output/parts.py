@@ -43,7 +43,7 @@ def part_paths(parts_dir: Path) -> list[Path]:
 
 
 def part_number(path: Path) -> int:
-    """Of a part file: parts are counted in the order in which they were written."""
+    """The number of a part file; parts are counted in the order in which they were written."""
     found = _PART_NAME.fullmatch(path.name)
     if found is None:
         raise ValueError(f"{path} is no part")
@@ -66,9 +66,16 @@ def missing_parts(parts_dir: Path, written: int) -> list[str]:
 def write_part(
     parts_dir: Path, number: int, results: Mapping[int, Result], origin: dict[str, Any] | None = None
 ) -> pa.RecordBatch:
-    """Write one part of results of one kind atomically and return what it holds. Raises OSError, leaving nothing behind.
+    """Write one part of results of one kind atomically and return what it holds.
 
-    `origin`: what `part_origin` is to tell of the job.
+    Args:
+        parts_dir: The directory of the parts.
+        number: The number of the part.
+        results: Results by row.
+        origin: JSON values about the job that `part_origin` gives back.
+
+    Raises:
+        OSError: The disk fails; nothing is left behind.
     """
     kind: Any = type(next(iter(results.values())))  # of all of them
     batch = kind.to_batch(results)
@@ -83,7 +90,7 @@ def write_part(
 
 
 def part_origin(path: Path) -> dict[str, Any]:
-    """What `write_part` was told of the job; nothing of earlier versions' parts. Raises DamagedPart."""
+    """The values about the job that `write_part` was given. Raises DamagedPart."""
     with _open_part(path) as file:
         text = (file.schema_arrow.metadata or {}).get(_ORIGIN)
     try:
@@ -108,7 +115,7 @@ class PartGroup:
 
 
 def scan_part(path: Path) -> Iterator[PartGroup]:
-    """Which rows a part holds, reading only those columns, and what is read before the job goes on. Raises DamagedPart."""
+    """The rows that a part holds, read from those columns alone. Raises DamagedPart."""
     file = _open_part(path)
     with file:
         columns = [name for name in ("row", "error", "generated_tokens") if name in file.schema_arrow.names]
@@ -159,7 +166,7 @@ def _damaged(path: Path, error: Exception) -> Exception:
 
 
 class PartIndex:
-    """Where the newest result of each row lies, four bytes a row, and the rows themselves on demand."""
+    """The part with the newest result of each row, in four bytes a row, and the rows themselves on demand."""
 
     def __init__(self, parts_dir: Path) -> None:
         self._paths = part_paths(parts_dir)
@@ -212,7 +219,7 @@ def _read_groups(path: Path, numbers: list[int]) -> Iterator[pa.Table]:
 
 
 def _reporting_damage(path: Path, items: Iterator[Any]) -> Iterator[Any]:
-    """The same items; a damaged part is quarantined and becomes the one line that says what to do."""
+    """The items of an iterator; a damaged part is quarantined and becomes an error that says what to do."""
     try:
         yield from items
     except DamagedPart as error:

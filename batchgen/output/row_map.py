@@ -76,7 +76,7 @@ class DoneRows:
         self._state = RowMap(np.uint8)
 
     def mark(self, rows: np.ndarray[Any, Any], failed: np.ndarray[Any, Any]) -> None:
-        """Mark rows (int64 [n]) as done, and as failed where `failed` (bool [n]) says so; a later mark of a row wins."""
+        """Mark rows (int64 [n]) as done, and as failed where `failed` (bool [n]) is true; the last mark counts."""
         self._state.put(rows, np.where(failed, self._FAILED, self._OK).astype(np.uint8))
 
     def forget_failed(self) -> None:

@@ -38,10 +38,13 @@ class RowResult:
     """One finished row: either `error`, or one entry per sample in each tuple.
 
     Attributes:
-        finish_reason: "stop" or "length".
-        generated_tokens: token counts.
-        logprobs: [samples][positions].
-        reasoning: as of `Sample`; None where no sample has any.
+        text: The generated texts.
+        finish_reason: "stop" or "length" of each sample.
+        prompt_tokens: Tokens of the prompt.
+        generated_tokens: Number of generated tokens of each sample.
+        error: Reason why the row failed; None where it did not.
+        logprobs: Log-probabilities [samples][positions].
+        reasoning: Reasoning of each sample; None where no sample has any.
     """
 
     text: tuple[str, ...]

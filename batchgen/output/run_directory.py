@@ -1,11 +1,11 @@
-"""The run directory beside an output: who holds it, what it holds, and what is left to do.
+"""The run directory beside an output: its holder, its finished rows, and the rows that are left.
 
-`out.parquet.batchgen/` has `lock` (an flock, which the kernel releases however the process ends),
-`manifest.json` and `parts/` (finished rows). States, and what leads on:
+`out.parquet.batchgen/` has `lock` (an flock, which the kernel releases however the process ends), `manifest.json` and
+`parts/` (finished rows). States, and transitions:
 
     (nothing) --open--> running --finish--> complete --open with retry_failed, more rows, or output gone--> running
 
-An output that is there is replaced only with `overwrite`, or where the manifest says that this job may.
+An existing output is replaced only with `overwrite`, or where the manifest says that this job may.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ SHARE_FOLDER = "share"
 
 
 def errors_path(output_path: Path) -> Path:
-    """Where a job in OpenAI batch format puts its failed rows: `out.errors.jsonl` for `out.jsonl`."""
+    """The file of the failed rows of a job in OpenAI batch format: `out.errors.jsonl` for `out.jsonl`."""
     return output_path.with_name(f"{output_path.stem}.errors.jsonl")
 
 
 def run_directory(output_path: Path) -> Path:
-    """Where a job keeps what it has done."""
+    """The directory beside an output in which a job keeps its finished rows."""
     return output_path.with_name(output_path.name + ".batchgen")
 
 
@@ -89,21 +89,22 @@ def open_run(
     extends: Extends | None = None,
     keep_parts: bool = False,
 ) -> Run:
-    """Lock the run directory of `output_path`, made where there is none, and find out what is left to do.
+    """Lock the run directory of an output, made where there is none, and find the rows that are left.
 
     Args:
-        fingerprint: nested dicts of JSON values; two runs with equal ones would give the same output.
-        resume: go on from finished rows; otherwise refuse to start while there are any.
-        overwrite: drop old progress; an old output stays until the new one is whole.
-        retry_failed: count failed rows as not done, so that they are run again.
-        errors_file: the output is JSON lines, and comes with a second file at `errors_path(output_path)`.
-        shared: the caller is one of several workers, who has the lease for this; no lock is taken.
-        extends: tells from which other jobs' rows this one goes on; None: from none.
-        keep_parts: another job may go on from this one's rows, once the output is complete.
+        output_path: The output.
+        fingerprint: Nested dicts of JSON values; two runs with equal ones would give the same output.
+        resume: True to go on from finished rows; otherwise the run refuses to start while there are any.
+        overwrite: True to drop old progress; an old output stays until the new one is whole.
+        retry_failed: True to count failed rows as not done, so that they are run again.
+        errors_file: True where the output is JSON lines and comes with a second file at `errors_path(output_path)`.
+        shared: True where the caller is one of several workers, who has the lease for this; no lock is taken.
+        extends: Tells from which other jobs' rows this one goes on; None: from none.
+        keep_parts: True where another job may go on from this one's rows, once the output is complete.
 
     Raises:
-        InputError: where the output cannot be written or is something else's.
-        BatchgenError: where another process holds it.
+        InputError: The output cannot be written or is something else's.
+        BatchgenError: Another process holds it.
     """
     output_path = target_path(Path(output_path))
     if output_format(output_path) != ".jsonl" and errors_file:
@@ -133,11 +134,11 @@ def open_run(
 
 
 def check_output(output_path: str | os.PathLike[str], *, overwrite: bool = False, shared: bool = False) -> None:
-    """What `open_run` refuses whatever the job is, told without making anything.
+    """Refuse what `open_run` refuses whatever the job is, without making anything.
 
     Raises:
-        InputError: where the output cannot be written or is something else's.
-        BatchgenError: where another process holds it.
+        InputError: The output cannot be written or is something else's.
+        BatchgenError: Another process holds it.
     """
     target = target_path(Path(output_path))
     output_format(target)
@@ -170,12 +171,12 @@ class Run:
     """One process's hold on an output, from open_run() to close().
 
     Attributes:
-        complete: the output is there and nothing is to be done.
-        totals: its counts then (`rows`, `rows_ok`, `rows_failed`, `prompt_tokens`, `generated_tokens`).
-        done_rows: rows that need no work, growing as the writer flushes.
-        rows_resumed: how many they were at the start.
-        rows_of_others: how many other workers have added since.
-        notices: lines that a person should see.
+        complete: True where the output is there and nothing is to be done.
+        totals: Counts of a complete output (`rows`, `rows_ok`, `rows_failed`, `prompt_tokens`, `generated_tokens`).
+        done_rows: Rows that need no work, growing as the writer flushes.
+        rows_resumed: Number of done rows at the start.
+        rows_of_others: Number of rows that other workers have added since.
+        notices: Lines that a person should see.
     """
 
     rows_of_others = 0
@@ -208,22 +209,22 @@ class Run:
         return self._manifest.state == "complete"
 
     def is_done(self, total_rows: int | None) -> bool:
-        """Whether all rows of a job of so many are saved."""
+        """Tell whether all rows of a job of so many are saved."""
         return len(self.done_rows) == total_rows
 
     @property
     def kernels(self) -> KernelChoice | None:
-        """What its rows have been made with; None: nothing was recorded."""
+        """The kernels that its rows have been made with; None: nothing was recorded."""
         return self._manifest.kernels
 
     @property
     def weight_format(self) -> str | None:
-        """Of the layers' weights that its rows have been made with; None: nothing was recorded."""
+        """The format of the layers' weights that its rows have been made with; None: nothing was recorded."""
         return self._manifest.weight_format
 
     @property
     def first(self) -> str | None:
-        """Of the smallest job whose rows these go on from, the fingerprint's sha256; None: there is none."""
+        """The fingerprint's sha256 of the smallest job whose rows this one goes on from; None: there is none."""
         return self._manifest.first
 
     def record_kernels(self, kernels: KernelChoice) -> None:
@@ -265,13 +266,16 @@ class Run:
         """Join the parts into the output, put it in place atomically, and return its totals.
 
         Args:
-            columns, prefix: as for output_schema().
-            format_row: write JSON lines of its making instead, into the output and the errors file.
-            before_replacing: called when all is written and nothing is in place yet; what it raises is raised.
+            dataset: The input.
+            columns: The output columns.
+            prefix: The text before the name of each output column.
+            format_row: Function that makes the JSON lines of the output and the errors file; None: the output has
+                columns.
+            before_replacing: Called when all is written and nothing is in place yet; what it raises is raised.
 
         Raises:
-            BatchgenError: where rows are missing or the disk fails; all finished rows are kept then, and the next run
-                goes on from them.
+            BatchgenError: Rows are missing or the disk fails; all finished rows are kept, and the next run goes on from
+                them.
         """
         joined = [self.directory / f"joined-{i}.tmp" for i in range(len(self._targets))]
         try:
@@ -314,7 +318,7 @@ class Run:
         return lengths
 
     def error_kinds(self) -> list[ErrorKind]:
-        """What rows failed of, the three commonest kinds; none that a damaged part has."""
+        """The three commonest kinds of errors of failed rows; those of damaged parts are not counted."""
         with contextlib.suppress(DamagedPart):
             return error_kinds(self.parts_dir)
         return []
@@ -360,7 +364,8 @@ class Run:
         totals = held.totals or {}  # which an intact output has
         if grows and is_intact and len(self.done_rows) < totals["rows"]:
             raise InputError(
-                f"{self.output_path} has {totals['rows']:,} rows of a smaller job, but only {len(self.done_rows):,} of them are left in"
+                f"{self.output_path} has {totals['rows']:,} rows of a smaller job, but only {len(self.done_rows):,}"
+                " of them are left in"
                 f" {self.parts_dir}: move the output away to run the others again, or give --overwrite"
             )
         if grows:
@@ -389,16 +394,16 @@ class Run:
         self._write_manifest(replace(held, state="running", may_replace=held.may_replace or is_complete))
 
     def _grows(self, held: Manifest) -> bool:
-        """Whether what is there is of a job whose rows are the first ones of this one's."""
+        """Tell whether the directory is of a job whose rows are the first ones of this one's."""
         now = self._manifest.fingerprint
         return self._extends is not None and held.fingerprint != now and self._extends(held.fingerprint, now)
 
     def _needs_parts(self, totals: dict[str, int]) -> bool:
-        """Whether a later run may go on from the parts of a complete output."""
+        """Tell whether a later run may go on from the parts of a complete output."""
         return self._keep_parts or totals["rows_failed"] > 0
 
     def _is_intact(self, held: Manifest) -> bool:
-        """Whether the output is complete and there. Raises InputError where somebody worked on it since."""
+        """Tell whether the output is complete and there. Raises InputError where it was changed since."""
         if held.state != "complete":
             return False
         expected = {target: (held.files or {}).get(target.name) for target in self._targets}
@@ -411,9 +416,10 @@ class Run:
         return all(_size_bytes(target) == size_bytes for target, size_bytes in expected.items())
 
     def _belongs_here(self, held: Manifest, is_intact: bool, resume: bool) -> bool:
-        """Whether what is there is of this job; False where it is of another one that has no rows yet.
+        """Tell whether the directory is of this job; False where it is of another one that has no rows yet.
 
-        Raises InputError where it has rows that this run may not go on from.
+        Raises:
+            InputError: It has rows that this run may not go on from.
         """
         rows = held.totals["rows"] if held.totals and is_intact else len(self.done_rows)
         changes = describe_changes(held.fingerprint, self._manifest.fingerprint)
@@ -547,7 +553,8 @@ def _lock(path: Path, output_path: Path, *, shared: bool = False) -> int:
         return lock_file(path, shared=shared)
     except LockHeld as error:
         raise BatchgenError(
-            f"another batchgen is writing {output_path} ({error.holder}): wait for it, stop it, or give another --output"
+            f"another batchgen is writing {output_path} ({error.holder}): wait for it, stop it, or give another"
+            " --output"
         ) from None
     except NotPrivate as error:
         raise InputError(f"{path} is no lock ({error.strerror}): remove it, or give another --output") from error

@@ -11,7 +11,8 @@ import pyarrow as pa
 from batchgen.core.request import PositionLogprobs, Scored
 from batchgen.output.row_result import SAMPLE_LOGPROBS_TYPE, make_batch, position_tuples, positions_bytes
 
-# One row a result. Lists have an entry a continuation, none for a failed row; token_logprobs is null where not asked for.
+# One row a result. Lists have an entry a continuation, none for a failed row; token_logprobs is null where not asked
+# for.
 SCORE_SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
@@ -30,10 +31,12 @@ class ScoreResult:
     """One finished row: either `error`, or one entry per continuation in each tuple.
 
     Attributes:
-        logprobs: of each continuation, the sum over its tokens (natural logarithm).
-        is_greedy: whether each of its tokens is the argmax.
-        num_tokens: of each continuation.
-        token_logprobs: those of its tokens; None where they are not asked for.
+        logprobs: Natural logarithm of each continuation's probability, summed over its tokens.
+        is_greedy: True where each of a continuation's tokens is the argmax.
+        num_tokens: Number of tokens of each continuation.
+        prompt_tokens: Tokens of the context.
+        error: Reason why the row failed; None where it did not.
+        token_logprobs: Log-probabilities of each continuation's tokens; None where they are not asked for.
     """
 
     logprobs: tuple[float, ...]
@@ -49,11 +52,12 @@ class ScoreResult:
 
     @classmethod
     def from_scored(cls, scored: Scored, *, whole: bool, token_logprobs: bool) -> ScoreResult:
-        """Keep a row's scores.
+        """The result of a scored row.
 
         Args:
-            whole: the row's prompt is what was scored.
-            token_logprobs: whether those of each token are kept.
+            scored: The scores.
+            whole: True where the row's prompt is what was scored.
+            token_logprobs: True where the log-probabilities of each token are kept.
         """
         scores = scored.scores if scored.error is None else ()
         num_tokens = tuple(len(score.token_ids) for score in scores)

@@ -20,7 +20,7 @@ from batchgen.planner.memory import peak_bytes
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import CostInputs
-from batchgen.planner.step_seconds import dequantize_s, experts_frac
+from batchgen.planner.step_seconds import dequantize_s, experts_frac, transfer_s
 
 _NOTHING = Placement(
     w_gpu=0, w_cpu=0, w_disk=0, kv_gpu=0, kv_cpu=0, kv_streamed=0, kv_disk=0, act_gpu=0, act_cpu=0,
@@ -103,12 +103,12 @@ def _disk_s(s: CostInputs, phase: Phase, on_disk: float, skipped: float) -> floa
         return 0.0
     layers, hardware = s.model.num_layers, s.hardware
     moved = moved_bytes(s, phase, _KV_ON_DISK)
-    read_s = number(moved["disk_read"]) / hardware.disk_read_bytes_per_s
-    written_s = number(moved["disk_write"]) / hardware.disk_write_bytes_per_s
+    read_s = transfer_s(number(moved["disk_read"]), hardware.disk_read_bytes_per_s)
+    written_s = transfer_s(number(moved["disk_write"]), hardware.disk_write_bytes_per_s)
     kv_s = max(read_s, written_s) if "disk_read" in s.runtime.serial else read_s + written_s
     # Each: bytes, and the seconds that all of them would take.
     weights = ((s.layer_bytes - s.all_expert_bytes, 1.0), (s.all_expert_bytes, 1 - skipped))
-    items = [(size * layers, read * size / hardware.disk_read_bytes_per_s) for size, read in weights]
+    items = [(size * layers, transfer_s(read * size, hardware.disk_read_bytes_per_s)) for size, read in weights]
     items.append((s.max_num_seqs * s.seq_kv_bytes, kv_s))
     seconds = 0.0
     for size, whole_s in sorted((item for item in items if item[0]), key=lambda item: item[1] / item[0]):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from batchgen.core.dtypes import INT8, KEPT_FORMATS
 from batchgen.core.hardware import ComputeRates, known
 from batchgen.core.plan import first_batch_cpu_share
+from batchgen.ops.attention_plan import MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS
 from batchgen.planner.linear import Linear, number
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
@@ -41,9 +42,6 @@ from batchgen.planner.step_seconds import (
     seen_tokens,
     transfer_s,
 )
-
-# With fewer tokens or sequences, sequences read a shared prefix one by one (ops/attention_plan.py).
-_MIN_SHARED_TOKENS, _MIN_SHARED_SEQS = 64, 4
 
 
 def _attended_on_cpu(s: CostInputs, at: Placement) -> Linear:
@@ -132,7 +130,7 @@ def phase_prefix_attention_s(s: CostInputs, phase: Phase) -> float:
 def _shared_tokens(s: CostInputs, phase: Phase) -> float:
     """Prefix tokens that the block attends to once for all, on a compute device that holds them."""
     shared = s.workload.shared_prefix_len
-    pays = shared >= _MIN_SHARED_TOKENS and phase.decode_seqs >= _MIN_SHARED_SEQS and not any(s.model.windows)
+    pays = shared >= MIN_SHARED_TOKENS and phase.decode_seqs >= MIN_SHARED_SEQUENCES and not any(s.model.windows)
     return shared if pays else 0.0
 
 
@@ -375,7 +373,7 @@ def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, 
     touched_frac = 1 - experts_skipped_frac(s, phase)
     mixtures = s.model.expert_layers / s.model.num_layers
     tensors = mixtures * s.model.num_experts * touched_frac * len(s.expert_bytes)
-    read_s = s.all_expert_bytes * touched_frac / s.hardware.disk_read_bytes_per_s
+    read_s = transfer_s(s.all_expert_bytes * touched_frac, s.hardware.disk_read_bytes_per_s)
     requests_s = tensors * s.hardware.disk_read_overhead_s
     dequantize_all_s = dequantize_experts_s(s)
     if not dequantizes_after_router(s):

@@ -1,4 +1,4 @@
-"""When to read only those experts of a layer that a sweep touches, and from how many tokens on reading all of its weights pays."""
+"""Numbers of tokens up to which sweeps read only the experts that they touch, and from which on they hide all reads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MOST_TOKENS = 1 << 20  # of a sweep that is looked at
 
 
 def on_demand_tokens(s: CostInputs, at: Placement) -> int:
-    """The most tokens of a decoding sweep that is done sooner where of experts on disk only those touched are read, after the router.
+    """The most tokens of a decoding sweep for which it is faster to read only the experts on disk that it touches.
 
-    Reading all of them goes on beside the products of the layers before. Reading some waits for the layer's router, and its
-    products wait for that; what all tokens need is still read ahead (`costs.layer_lanes`).
+    Reading all of them goes on beside the matmuls of the layers before. Reading some waits for the layer's router, and
+    its products wait for that; what all tokens need is still read ahead (`costs.layer_lanes`).
     """
     if s.on_gpu or not at.experts_disk:
         return 0
@@ -34,11 +34,11 @@ def on_demand_tokens(s: CostInputs, at: Placement) -> int:
 
 
 def break_even_tokens(s: CostInputs, moved_s: float, streamed_frac: float = 1.0) -> int:
-    """Tokens of a sweep from which on a layer's products take as long as bringing its weights; 0: whatever they are, or never.
+    """Tokens of a sweep from which on a layer's matmuls take as long as bringing its weights; 0: always, or never.
 
     Args:
-        moved_s: of the weights of one layer that are brought to the compute device in every sweep.
-        streamed_frac: what part of the layer these are.
+        moved_s: seconds in which those weights of one layer come that are brought to the compute device in every sweep.
+        streamed_frac: fraction of the layer's weights that they are.
     """
 
     def products_s(tokens: int) -> float:
@@ -51,7 +51,7 @@ def break_even_tokens(s: CostInputs, moved_s: float, streamed_frac: float = 1.0)
 
 
 def _first(holds: Callable[[int], bool]) -> int:
-    """The smallest number of tokens for which it holds, as it does for all larger ones; `_MOST_TOKENS`: if that is too few."""
+    """The smallest number of tokens for which the predicate holds, as for all larger ones; at most `_MOST_TOKENS`."""
     low, high = 1, _MOST_TOKENS
     while low < high:
         middle = (low + high) // 2

@@ -10,7 +10,7 @@ from batchgen.core.hardware import known
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import Plan, Policy, Prediction, Stage
-from batchgen.core.units import format_bytes, format_seconds
+from batchgen.core.units import GIB, format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.costs import head_lanes, job_seconds, layer_lanes, moved_bytes, sweep_overhead_s
 from batchgen.planner.experts import break_even_tokens
@@ -29,7 +29,6 @@ from batchgen.planner.placement import Counts, Placement
 from batchgen.planner.problem import CostInputs, Problem
 from batchgen.planner.search import TIE, Candidate, block_latency_s, frontier
 
-GIB = 1 << 30
 TIER_NAMES = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
 # How far measured rates move from one day to the next on a shared machine.
 _RATE_SPREAD = 0.15
@@ -49,8 +48,8 @@ def make_plan(
 
     Args:
         startup_s: time before the first sweep.
-        simulated_s: of all sweeps, where these were simulated; None: as the cost model has them.
-        store_written_bytes: what the job writes of a weight store before it begins.
+        simulated_s: simulated seconds of all sweeps; None: the cost model's are taken.
+        store_written_bytes: bytes of a weight store that the job writes before it begins.
     """
     s, counts = candidate.inputs, candidate.counts
     at = counts.placement(s)
@@ -103,7 +102,7 @@ def _kernel_keys(s: CostInputs) -> list[str]:
 
 
 def _batch_order(s: CostInputs, counts: Counts) -> str:
-    """NEO's two batches where they were costed and the CPU attends to any sequence; mixed ones where there are two kinds of sequences."""
+    """NEO's two batches, if costed and the CPU attends to any sequence; mixed ones for two kinds of sequences."""
     if s.balance is not None:
         return "neo" if counts.kv_seqs.get("cpu") else "even"
     return s.batch_order if sum(count > 0 for count in counts.kv_seqs.values()) > 1 else "even"
@@ -197,7 +196,7 @@ def _shorter(candidate: Candidate, at: Placement) -> float:
 
 
 def lane_seconds(candidate: Candidate, at: Placement) -> dict[str, float]:
-    """Busy seconds of every lane over the whole job, without bounds that are none's; fixed overheads count as compute."""
+    """Busy seconds of every lane over the whole job, without bounds of no lane; fixed overheads count as compute."""
     s = candidate.inputs
     busy: dict[str, float] = {}
     for phase in candidate.phases:
@@ -214,7 +213,8 @@ def headline(plan: Plan) -> list[str]:
     between = f"{format_seconds(predicted.low_s)} to {format_seconds(predicted.high_s)}"
     return [
         f"plan: {workload.num_seqs:,} sequences of {_lengths(workload)} tokens,"
-        f" {min(policy.max_num_seqs, workload.num_seqs):,} in flight, up to {policy.max_num_batched_tokens:,} tokens a sweep",
+        f" {min(policy.max_num_seqs, workload.num_seqs):,} in flight,"
+        f" up to {policy.max_num_batched_tokens:,} tokens a sweep",
         f"predicted: {format_seconds(predicted.total_s)} ({between}), bound by {LANE_NAMES[predicted.bottleneck]}",
     ]
 
@@ -307,7 +307,7 @@ def _memory_lines(plan: Plan) -> list[str]:
 
 
 def kernel_headline(kernels: KernelChoice) -> str:
-    """What a job's shapes run on, in a line."""
+    """The instruction sets that a job's shapes run on, in a line."""
     names = kernels.names()
     if not names:
         return f"kernels: {kernels.default}"
@@ -318,7 +318,7 @@ def kernel_headline(kernels: KernelChoice) -> str:
 
 
 def kernel_lines(kernels: KernelChoice) -> list[str]:
-    """What each shape runs on, at which rates, and what is faster and not used."""
+    """The kernel of each shape, its rates, and kernels that are faster and not used."""
     chosen = {**kernels.linear, **kernels.attention}
     if not chosen:
         return [f"kernels: {kernels.default or 'what the machine that runs it takes first, as none were measured'}"]
@@ -340,7 +340,7 @@ def compare_rows(plans: list[tuple[str, Plan]]) -> list[list[str]]:
     base = plans[0][1].prediction.total_s
 
     def speedup(plan: Plan) -> str:
-        """A tie, where the planner would take the times for equal: of such plans it chooses by other things, as when first rows are finished."""
+        """The speed-up, called a tie where the planner takes the times for equal and chooses by other criteria."""
         ratio = base / plan.prediction.total_s
         tie = plan is not plans[0][1] and 1 / TIE <= ratio <= TIE
         return f"{ratio:.2f}x" + " (a tie)" * tie

@@ -1,4 +1,4 @@
-"""What a plan comes to, for people: its stages, tokens, rates, cost, and in sentences what lies where. Text, JSON and pages show this."""
+"""A plan explained for text, JSON and pages: stages, tokens, rates, cost, and sentences that say what lies where."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ class Rate:
 
 @dataclass(frozen=True)
 class Price:
-    """What more of a resource would save.
+    """Time that more of a resource would save.
 
     Attributes:
         what: the resource, and how much more of it.
         saved_s: to first order, at the same block size.
-        planned_anew_s: where all is planned anew, the block size too; None where that was not looked for.
+        replanned_s: seconds saved if the job is re-planned, the block size too; None where that was not looked for.
     """
 
     what: str
     saved_s: float
-    planned_anew_s: float | None = None
+    replanned_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,17 @@ class Explanation:
     """A plan in figures and sentences.
 
     Attributes:
-        total_s: of the whole job.
-        stages: of the whole job, in the order of plan.STAGES, the start-up first; a stage that the job has not is left out.
-        prompt_tokens, generated_tokens: of the whole job; with a shared prefix, as often as it is in a prompt.
-        all_rate: of prompt and generated tokens. generated_rate: of generated tokens.
-        disk_written_bytes: what for -> bytes.
-        sentences: what lies where, one for each kind.
-        prices: the highest first.
-        search_gap: as of the prediction.
-        cost: of the whole job, in the currency of the price that was given. energy_kwh: the same, of the power that was given.
+        total_s: seconds of the whole job.
+        stages: stages that the whole job has, the start-up first, then in the order of plan.STAGES.
+        prompt_tokens, generated_tokens: tokens of the whole job; a shared prefix counts as often as it is in a prompt.
+        all_rate: rate of prompt and generated tokens.
+        generated_rate: rate of generated tokens.
+        disk_written_bytes: purpose -> bytes.
+        sentences: descriptions of the places of weights, KV and activations, one for each kind.
+        prices: prices of resources, the highest first.
+        search_gap: `Prediction.search_gap`.
+        cost: cost of the whole job, in the currency of the price that was given.
+        energy_kwh: energy of the whole job, with the power that was given.
     """
 
     total_s: float
@@ -106,15 +108,15 @@ def explanation_of(
     *,
     price_per_hour: float | None = None,
     watts: float | None = None,
-    planned_anew_s: Mapping[str, float] | None = None,
+    replanned_s: Mapping[str, float] | None = None,
 ) -> Explanation:
     """Explain a plan.
 
     Args:
         plan: The plan.
-        price_per_hour: Of the machine, in any currency.
-        watts: That the machine takes.
-        planned_anew_s: lane or tier -> seconds that more of it saves where all is planned anew.
+        price_per_hour: The machine's price, in any currency.
+        watts: Power that the machine takes.
+        replanned_s: lane or tier -> seconds that more of it saves if the job is re-planned.
 
     Raises:
         InputError: A price or a power is not above 0.
@@ -145,7 +147,7 @@ def explanation_of(
             *_batch_sentences(plan),
             *_activation_sentences(plan),
         ),
-        prices=_prices(plan, planned_anew_s or {}),
+        prices=_prices(plan, replanned_s or {}),
         search_gap=predicted.search_gap,
         cost=None if price_per_hour is None else price_per_hour * hours,
         energy_kwh=None if watts is None else watts / 1000 * hours,
@@ -153,7 +155,7 @@ def explanation_of(
 
 
 def _stages(plan: Plan) -> tuple[Stage, ...]:
-    """Those of the same name as one, bound by what binds the longest of them."""
+    """The plan's stages, those of one name as one, bound by what binds the longest of them."""
     found = [Stage(plan.prediction.startup_s, 0.0, "start-up")]
     for name in STAGES:
         own = [stage for stage in plan.prediction.stages if stage.name == name]
@@ -192,7 +194,7 @@ def _kv_sentences(plan: Plan) -> list[str]:
 
 
 def _batch_sentences(plan: Plan) -> list[str]:
-    """Of unequal micro-batches: what each has while most of the job's tokens are decoded."""
+    """A sentence on unequal micro-batches: what each has while most of the job's tokens are decoded."""
     policy, delegated = plan.policy, plan.policy.kv_seqs.get("cpu", 0)
     stages = [stage for stage in plan.prediction.stages if stage.sweeps]
     if policy.balance_tokens is None or not delegated or not stages:
@@ -201,33 +203,33 @@ def _batch_sentences(plan: Plan) -> list[str]:
     tokens = longest.tokens / longest.sweeps
     share = first_batch_cpu_share(tokens, min(delegated, tokens), policy.balance_tokens)
     return [
-        f"The micro-batches are of unequal size: about {share:.0%} of the sequences that the CPU attends to go with all else, and the"
-        " others by themselves."
+        f"The micro-batches are of unequal size: about {share:.0%} of the sequences that the CPU attends to go with all"
+        " else, and the others by themselves."
     ]
 
 
 def _activation_sentences(plan: Plan) -> list[str]:
-    """Where nothing is said they stay where they are computed."""
+    """A sentence on activations that wait in host memory; none where they stay where they are computed."""
     on_gpu, on_host = plan.policy.activation_batches
     if "gpu" not in plan.budgets or not on_host:
         return []
     return [f"Activations of {on_host} of {on_gpu + on_host} micro-batches wait in host memory between layers."]
 
 
-def _prices(plan: Plan, planned_anew_s: Mapping[str, float]) -> tuple[Price, ...]:
-    """Those worth a thousandth of the time, at first order or where all is planned anew."""
+def _prices(plan: Plan, replanned_s: Mapping[str, float]) -> tuple[Price, ...]:
+    """Prices worth a thousandth of the time, to first order or re-planned."""
     predicted = plan.prediction
     saved = {**predicted.memory_price_s, **predicted.lane_price_s}
     # Of first order: a whole GiB where there is little may promise more than all there is.
     most = predicted.total_s - predicted.startup_s
-    found = [Price(price_name(name), min(s, most), planned_anew_s.get(name)) for name, s in saved.items()]
+    found = [Price(price_name(name), min(s, most), replanned_s.get(name)) for name, s in saved.items()]
     worth = 0.001 * predicted.total_s
-    useful = [price for price in found if max(price.saved_s, price.planned_anew_s or 0.0) > worth]
+    useful = [price for price in found if max(price.saved_s, price.replanned_s or 0.0) > worth]
     return tuple(sorted(useful, key=lambda price: (-price.saved_s, price.what)))
 
 
 def price_name(lane_or_tier: str) -> str:
-    """How much more of what a price is for."""
+    """The resource that a price is for, and how much more of it."""
     tiers = {"gpu": "1 GiB more GPU memory", "cpu": "1 GiB more CPU memory", "disk": "1 GiB more disk"}
     return tiers.get(lane_or_tier) or f"10 % more {LANE_NAMES[lane_or_tier]}"
 
@@ -243,7 +245,7 @@ def stage_rows(explained: Explanation) -> list[list[str]]:
 
 
 def total_lines(explained: Explanation) -> list[str]:
-    """Tokens, rates, what is written to the disk, cost, energy and what the search leaves open: a line for each that there is."""
+    """Lines with tokens, rates, bytes written to the disk, cost, energy and the search's gap, as far as there are any."""
     prompts, generated = explained.prompt_tokens, explained.generated_tokens
     made = f" and {generated:,.0f} generated ones" if generated else ""
     every, own = explained.all_rate, explained.generated_rate
@@ -269,14 +271,14 @@ def total_lines(explained: Explanation) -> list[str]:
 
 
 def price_lines(explained: Explanation) -> list[str]:
-    """What more of each resource would save."""
+    """Lines that say how much time more of each resource would save."""
     if not explained.prices:
         return ["at this block size, no single resource would save a thousandth of the time"]
-    anew = any(price.planned_anew_s is not None for price in explained.prices)
-    also = "; and where all is planned anew" if anew else ""
+    anew = any(price.replanned_s is not None for price in explained.prices)
+    also = "; and re-planned" if anew else ""
     return [f"would save (first order, same block size{also}):"] + [
         f"  {price.what}: {_saved(price.saved_s, explained)}"
-        + ("" if price.planned_anew_s is None else f", planned anew {_saved(price.planned_anew_s, explained)}")
+        + ("" if price.replanned_s is None else f", re-planned {_saved(price.replanned_s, explained)}")
         for price in explained.prices
     ]
 

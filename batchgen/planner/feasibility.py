@@ -1,4 +1,4 @@
-"""What of the search space fits into memory at all, without a programme for each entry."""
+"""Feasibility pruning: entries of the search space that do not fit are left out, without a programme for each."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import TypeVar
 from batchgen.planner.problem import CostInputs
 
 T = TypeVar("T")
-# Block size, and tokens of a sweep.
+# Sequences in flight, and tokens of a sweep.
 Size = tuple[int, int]
 
 
-def fitting(entries: Iterable[tuple[CostInputs, T]], fits: Callable[[CostInputs], bool]) -> list[tuple[CostInputs, T]]:
-    """Those that fit, in their order.
+def feasible(entries: Iterable[tuple[CostInputs, T]], fits: Callable[[CostInputs], bool]) -> list[tuple[CostInputs, T]]:
+    """Entries that fit, in their order.
 
-    More sequences and more tokens take more memory in every tier, all else being equal. So of the sizes that differ in nothing else,
-    those are asked about that halve what is not known yet.
+    More sequences and more tokens take more memory in every tier, all else being equal. So among sizes that differ in
+    nothing else, a bisection finds which of them fit.
 
     Args:
-        entries: inputs, and what goes with them.
-        fits: whether the budgets allow any placement; a programme.
+        entries: inputs of the cost model, each with a value that goes with them.
+        fits: predicate, true if the budgets allow any placement of the inputs; it solves a programme.
     """
-    found = list(entries)
+    listed = list(entries)
     of_kind: defaultdict[Hashable, dict[Size, CostInputs]] = defaultdict(dict)
-    for s, _ in found:
+    for s, _ in listed:
         of_kind[_kind(s)][_size(s)] = s
     known = {kind: _known(sizes, fits) for kind, sizes in of_kind.items()}
-    return [(s, rest) for s, rest in found if known[_kind(s)][_size(s)]]
+    return [(s, rest) for s, rest in listed if known[_kind(s)][_size(s)]]
 
 
 def _kind(s: CostInputs) -> Hashable:
-    """What else memory depends on."""
+    """Everything but the size that memory depends on."""
     return s.weight_format, s.kv_format, s.num_gpu_batches, s.deferral
 
 
@@ -41,7 +41,7 @@ def _size(s: CostInputs) -> Size:
 
 
 def _known(sizes: dict[Size, CostInputs], fits: Callable[[CostInputs], bool]) -> dict[Size, bool]:
-    """Whether each fits."""
+    """Size -> true if it fits."""
     known: dict[Size, bool] = {}
     largest_fitting: list[Size] = []
     smallest_failing: list[Size] = []
@@ -61,7 +61,7 @@ def _within(size: Size, other: Size) -> bool:
 
 
 def halving(items: Sequence[T]) -> Iterator[T]:
-    """All of them: the last, the middle one, the middle ones of both halves, and so on."""
+    """All items in an order of bisection: the last, the middle one, the middle ones of both halves, and so on."""
     if not items:
         return
     yield items[-1]

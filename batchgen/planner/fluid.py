@@ -1,7 +1,7 @@
 """A fluid model of the scheduler, for many block sizes and token budgets at once.
 
-Time goes in steps of so many sweeps that a row's output takes about 32 of them. All settings go through a step together: columns
-of arrays with a row for each step.
+Time goes in steps of so many sweeps that a row's output takes about 32 of them. All settings go through a step
+together: columns of arrays with a row for each step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ Array = Any  # numpy's, of floats or truth values
 
 
 class Setting(NamedTuple):
-    """admission: "continuous" or "static". max_num_seqs: at most as many as there are rows. budget: tokens of a sweep."""
+    """Settings of the scheduler.
+
+    Attributes:
+        admission: "continuous" or "static".
+        max_num_seqs: sequences in flight, at most as many as there are rows.
+        budget: tokens of a sweep.
+    """
 
     admission: str
     max_num_seqs: int
@@ -52,7 +58,7 @@ def flow_through(workload: Workload, settings: Sequence[Setting]) -> list[list[M
 
 @dataclass(frozen=True)
 class _Steps:
-    """Arrays of (steps, settings). there: whether the job lasts that long. The rest is as in `Mean`."""
+    """Arrays of (steps, settings): the fields of `Mean`, and `there`, which is true where the job lasts that long."""
 
     there: Array
     sweeps: Array

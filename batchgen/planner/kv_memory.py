@@ -1,4 +1,4 @@
-"""How large the pools of KV are: what the budgets leave, shared out between layers that keep all KV and those with a sliding window."""
+"""Sizes of the KV pools: the rest of the budgets, divided between layers with and without a sliding window."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from batchgen.core.plan import Policy, window_blocks
 from batchgen.core.units import format_at_least, format_bytes
 from batchgen.models.config import ModelConfig
 
-_FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
+# Options that set the budgets of the tiers.
+TIER_FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What rows ask of the memory.
+    """Memory requirements of a job's rows.
 
     Attributes:
-        min_tokens: of the smallest row that must fit, prompt and output.
-        longest_tokens: of the longest row that staging buffers must hold.
-        most_kv_tokens: KV that the job is expected to use at most; None: nothing is known of it.
-        task: as for `sizes.planned_logit_rows`.
+        min_tokens: tokens of the smallest row that must fit, prompt and output.
+        longest_tokens: tokens of the longest row that staging buffers must hold.
+        most_kv_tokens: tokens of KV that the job is expected to use at most; None: nothing is known of them.
+        task: "generate", "score", or None for either.
     """
 
     min_tokens: int
@@ -35,7 +36,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class KVPools:
-    """Blocks of each pool, as of `MemoryPlan`, and the bytes that all of them take of each tier."""
+    """Blocks of each pool, under the names of `MemoryPlan`, and the bytes that all pools take of each tier."""
 
     blocks: dict[str, int]
     window: int | None
@@ -49,7 +50,7 @@ def kv_block_bytes(config: ModelConfig, kv_block_size: int, kv_format: str) -> i
 
 
 def giving_window(config: ModelConfig, kv_block_size: int, longest_tokens: int) -> int | None:
-    """Tokens that layers with a sliding window see, where these give blocks back; None where no sequence gets longer than that."""
+    """Tokens that layers with a sliding window see, if they free blocks; None: no sequence gets longer."""
     windows = [window for window in config.windows if window is not None]
     if not windows or window_blocks(max(windows), kv_block_size) >= -(-longest_tokens // kv_block_size):
         return None
@@ -115,9 +116,13 @@ def chunk_blocks(tokens: int, kv_block_size: int) -> int:
 
 @dataclass(frozen=True)
 class _Split:
-    """Of one pool: bytes of a block of all layers that keep all KV, and of all with a sliding window.
+    """One pool's division between layers that keep all KV and layers with a sliding window.
 
-    of_window: blocks of a sequence that decodes, in the latter. most: blocks of them that are of use to all sequences.
+    Attributes:
+        block_bytes: bytes of a block of all layers of the former kind.
+        window_block_bytes: bytes of a block of all layers with a sliding window.
+        of_window: blocks that a decoding sequence holds in the latter.
+        most: blocks of the latter that are of use to all sequences.
     """
 
     block_bytes: int
@@ -143,8 +148,9 @@ class _Split:
     def shared_out(self, left: int, least: int, useful: int) -> tuple[int, int]:
         """Blocks of both kinds in so many bytes.
 
-        As many window blocks as sequences hold at once, but never more than blocks of the other layers: rows within the window need
-        as many of both. least: blocks of a row that must fit. useful: blocks of the other layers that are of use.
+        As many window blocks as sequences hold at once, but never more than blocks of the other layers: rows within the
+        window need as many of both. least: blocks of a row that must fit. useful: blocks of the other layers that are
+        of use.
         """
         each, window_each = self.block_bytes, self.window_block_bytes
         of_windows = min(self.most, useful, left // (each + window_each), (left - least * each) // window_each)
@@ -167,6 +173,7 @@ def _too_small(
     tier, missing = max(short.items(), key=lambda item: item[1])
     own = ", ".join(f"{what} {format_bytes(size)}" for what, size in parts[tier].items())
     return (
-        f"{_FLAGS[tier]} {format_bytes(budgets[tier])} is too small for one row of {min_tokens} tokens beside {own};"
+        f"{TIER_FLAGS[tier]} {format_bytes(budgets[tier])} is too small for one row of {min_tokens} tokens"
+        f" beside {own};"
         f" give at least {format_at_least((budgets[tier] + missing) * 1.01)}"
     )

@@ -1,15 +1,16 @@
-"""What goes into each tier's memory: one statement for each item, of a placement that is planned or of a policy that is run.
+"""Memory of each tier: one statement for each item, of a placement that is planned or of a policy that is run.
 
-The MIP's rows (`peak_bytes`), what a plan shows (`placement_bytes`, `memory_parts`) and what the runtime allocates (`plan_memory`)
-all follow from `fixed_items`. They differ in what they put in: an average layer or each layer as it is (`Held`), and in KV,
-of which a plan reserves what its sequences need (`kv_bytes`), while pools take what is left of the budgets (kv_memory.py).
+The MIP's rows (`peak_bytes`), what a plan shows (`placement_bytes`, `memory_parts`) and what the runtime allocates
+(`plan_memory`) all follow from `fixed_items`. They differ in what they put in: an average layer or each layer as it is
+(`Held`), and in KV, of which a plan reserves what its sequences need (`kv_bytes`), while pools take what is left of the
+budgets (kv_memory.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import INT4
@@ -26,11 +27,12 @@ from batchgen.core.plan import (
 from batchgen.models.config import ModelConfig
 from batchgen.planner.kv_memory import Demand, kv_pools
 from batchgen.planner.linear import Linear, number, total
-from batchgen.planner.placement import Placement
+from batchgen.planner.placement import WHOLE_NUMBERS, Placement, staging_blocks
 from batchgen.planner.problem import CostInputs
 from batchgen.planner.sizes import (
     DEVICE_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
+    Batches,
     Sizes,
     activation_bytes,
     coded_bytes,
@@ -56,37 +58,13 @@ class Item(NamedTuple):
     stream: str | None = None
 
 
-class Batches(Protocol):
-    """Numbers of sequences and tokens in flight: a `Policy`, or the inputs of the cost model."""
-
-    @property
-    def num_gpu_batches(self) -> int:
-        """Micro-batches of a sweep."""
-
-    @property
-    def gpu_batch_size(self) -> int:
-        """Sequences of a micro-batch, if all are of equal size."""
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Most sequences in flight."""
-
-    @property
-    def batch_seqs(self) -> int:
-        """Most sequences of one micro-batch."""
-
-    @property
-    def batch_tokens(self) -> int:
-        """Most tokens of one micro-batch."""
-
-
 @dataclass(frozen=True)
 class Held:
-    """What is where, beside KV: numbers, or linear expressions of unknowns.
+    """Everything but KV, by the place where it is: numbers, or linear expressions of unknowns.
 
     Attributes:
-        on_gpu: whether there is an accelerator.
-        task: as for `planned_logit_rows`.
+        on_gpu: true if there is an accelerator.
+        task: "generate", "score", or None for either.
         process_bytes: host memory that the process takes before any of the model's.
         weights: tier -> stored bytes of layers.
         stream_buffer: bytes of one accelerator buffer for a layer's weights that live elsewhere.
@@ -124,10 +102,10 @@ class Held:
 
 
 def fixed_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
-    """All that takes memory beside KV: FlexGen's gpu_peak and cpu_peak of both prefill and decode, as one sweep may have both.
+    """All that takes memory beside KV: FlexGen's gpu_peak and cpu_peak, where one sweep may both prefill and decode.
 
-    Changed from FlexGen: weights in transit are double-buffered in parts of a layer's streamed weights; KV in transit is
-    that of two micro-batches; activations are those of the tokens of one sweep; logits count.
+    Changed from FlexGen: weights in transit are double-buffered in parts of a layer's streamed weights; KV in transit
+    is that of two micro-batches; activations are those of the tokens of one sweep; logits count.
     """
     yield Item("cpu", "process", held.process_bytes)
     yield from _weight_items(s, batches, held)
@@ -204,9 +182,10 @@ def kv_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
 
 
 def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
-    """Most bytes held in each tier in the whole job, with the KV that a plan reserves: FlexGen's gpu_peak, cpu_peak, nvme_peak.
+    """Most bytes held in each tier in the whole job: FlexGen's gpu_peak, cpu_peak and nvme_peak.
 
-    They are what `plan_memory` gives the runtime for the same placement, or a little more.
+    KV counts as the plan reserves it. The sums are what `plan_memory` gives the runtime for the same placement, or a
+    little more.
     """
     sizes: dict[str, list[Linear]] = {tier: [kv] for tier, kv in kv_bytes(s, at).items() if tier != "gpu" or s.on_gpu}
     for item in fixed_items(s, s, _held_by_placement(s, at)):
@@ -215,7 +194,7 @@ def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
 
 
 def _held_by_placement(s: CostInputs, at: Placement) -> Held:
-    """What a placement has where, with layers of average size, and links as wide as they may be."""
+    """Contents of a placement, with layers of average size, and buffers beside the links as large as they may be."""
     weights = s.layer_bytes * s.model.num_layers
     return Held(
         on_gpu=s.on_gpu,
@@ -279,11 +258,11 @@ def plan_memory(
 
     Args:
         config: the model.
-        policy: where weights, KV and activations are, and how many sequences and tokens there are in a sweep.
-        demand: what must fit beside them.
+        policy: places of weights, KV and activations, and numbers of sequences and tokens of a sweep.
+        demand: requirements of the rows that must fit beside them.
         dtype: the compute dtype.
         budgets: tier -> bytes; with one for "gpu" there is an accelerator.
-        process_bytes: what the process holds before weights are loaded.
+        process_bytes: bytes that the process holds before weights are loaded.
 
     Raises:
         InputError: a budget is too small; the message names the smallest that would do.
@@ -319,7 +298,7 @@ def plan_memory(
 
 
 def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, process_bytes: int) -> Held:
-    """What a policy has where, with each layer as large as it is."""
+    """Contents of a policy, with each layer as large as it is."""
     layers, slots = group_bytes_of_layers(s.model, s.compute_format, s.weight_format), s.slot_group_bytes
     weights, stream_buffer, read_buffer = dict.fromkeys(TIERS, 0), 0, 0
     for group, counts in policy.weight_layers.items():
@@ -329,7 +308,11 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
         read_buffer += max((aligned(size) for tier, size in groups if tier == "disk"), default=0)
         stream_buffer += slots[group] if any(counts[1:]) else 0
     seqs = policy.kv_seqs
-    staged_blocks = _staging_blocks(policy, "gpu" if on_gpu else "cpu", demand.longest_tokens)
+    longest_blocks = s.kv_blocks(demand.longest_tokens)
+    in_sweep = [(KVPlacement(name).in_sweep("gpu" if on_gpu else "cpu", True), count) for name, count in seqs.items()]
+    passing = [count for placement, count in in_sweep if placement is KVPlacement.STREAMED]
+    attended = any(count for placement, count in in_sweep if placement in (KVPlacement.CPU, KVPlacement.DEFERRED))
+    staged_blocks = int(number(staging_blocks(s, policy, longest_blocks, passing, int(attended), WHOLE_NUMBERS)))
     links = 2 if seqs.get("disk") and s.kv_block_bytes % ALIGNMENT else 1
     return Held(
         on_gpu=on_gpu,
@@ -350,17 +333,3 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
         passing_bytes=links * passing_bytes(s.disk_block_bytes, staged_blocks) if staged_blocks else 0,
         disk_blocks=staged_blocks if seqs.get("disk") else 0,
     )
-
-
-def _staging_blocks(policy: Policy, device: str, longest_tokens: int) -> int:
-    """Blocks of one buffer: a micro-batch's part of what does not live on the compute device, at its longest."""
-    away = {name: count for name, count in policy.kv_seqs.items() if count and KVPlacement(name).tier != device}
-    if not away:
-        return 0
-    longest = -(-longest_tokens // policy.kv_block_size)
-    attended = {"cpu", "deferred"} & away.keys()  # on the CPU
-    passing = -(-sum(count for name, count in away.items() if name not in attended) // policy.equal_parts)
-    blocks = max(1, passing) * longest
-    if attended:  # their prompts pass through once
-        blocks += -(-policy.batch_tokens // policy.kv_block_size) + min(policy.batch_seqs, policy.batch_tokens)
-    return blocks

@@ -1,4 +1,4 @@
-"""What a plan's job asks of memory: the longest sequence, tokens of KV, and the process itself."""
+"""Memory requirements of a plan's job: the longest sequence, tokens of KV, and the process itself."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def longest_tokens(plan: Plan) -> int:
 def most_kv_tokens(plan: Plan) -> int:
     """Tokens of KV a job makes use of.
 
-    They are those of every sequence in flight at the longest length seen, and some for prefixes that later rows may share.
-    Memory beyond that would only be touched for the first time, which is slow.
+    They are those of every sequence in flight at the longest length seen, and some for prefixes that later rows may
+    share. Memory beyond that would only be touched for the first time, which is slow.
     """
     return kv_tokens_used(plan.workload, plan.policy.max_num_seqs)
 
 
 def kv_tokens_used(workload: Workload, max_num_seqs: int) -> int:
-    """The same for a workload with so many sequences in flight."""
+    """Tokens of KV that a workload makes use of with so many sequences in flight."""
     blocks = -(-(workload.prompt_len.max + workload.max_output_len) // DEFAULT_KV_BLOCK_SIZE)
     return int(_KV_HEADROOM * max_num_seqs * blocks * DEFAULT_KV_BLOCK_SIZE)
 

@@ -1,7 +1,7 @@
 """The fastest placement as a mixed-integer programme (MIP): FlexGen's equation (1), over the lanes of costs.py.
 
-The unknowns are counts: layers per weight tensor and tier, sequences per KV placement, micro-batches whose activations stay
-on the GPU. As real numbers they make the LP, a bound no placement can beat; as integers the placement that can be
+The unknowns are counts: layers per weight tensor and tier, sequences per KV placement, micro-batches whose activations
+stay on the GPU. As real numbers they make the LP, a bound no placement can beat; as integers the placement that can be
 carried out. Both come from the same rows.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import TIERS
+from batchgen.core.units import GIB
 from batchgen.planner.costs import bounds, can_delegate, head_lanes, job_seconds, layer_lanes, sweep_overhead_s
 from batchgen.planner.linear import Expression, Linear, number, total
 from batchgen.planner.memory import peak_bytes
@@ -20,7 +21,6 @@ from batchgen.planner.placement import Amounts, Counts, Placement, placement_of
 from batchgen.planner.problem import Allowed, CostInputs
 from batchgen.planner.solver import MIP
 
-GIB = 1 << 30
 # Integer placements are proven this close to the fastest one, and to the one that moves least.
 GAP = 1e-4
 _MOVING_GAP = 0.01
@@ -34,12 +34,12 @@ class Solution:
     """A placement that the solver found.
 
     Attributes:
-        seconds: of all sweeps.
-        placement, counts: the same, as fractions and in whole things.
+        seconds: time of all sweeps.
+        placement, counts: the placement, as fractions and as counts of layers, sequences and micro-batches.
         memory_price_s: seconds that one more GiB of a tier would save.
         lane_price_s: seconds that a 10 % faster lane would save, both at this block size and to first order (from the
             duals; empty for integer placements).
-        columns: what the solver found, for it to start from again.
+        columns: values of the MIP's columns, for the solver to start from again.
     """
 
     seconds: float
@@ -76,7 +76,8 @@ def solve(
     """The fastest placement, or None where the budgets allow none.
 
     Args:
-        within_s: of the placements that take no longer than this, the one that keeps buses and disk least busy.
+        within_s: seconds within which the placement is sought that keeps buses and disk least busy; None: the fastest
+            placement is sought.
         start: a solution of the same inputs and phases, which the solver begins with.
     """
     mip = _PlacementMIP(s, phases, allowed, integer)
@@ -94,12 +95,12 @@ def solve(
 
 
 def fits(s: CostInputs, allowed: Allowed) -> bool:
-    """Whether the budgets allow any placement, in parts of whole things."""
+    """Return true if the budgets allow any placement of the LP relaxation."""
     return _PlacementMIP(s, (), allowed, False).solve(GAP)
 
 
 def shortfall_bytes(s: CostInputs, phases: Sequence[Phase], allowed: Allowed, tier: str) -> float | None:
-    """The least extra memory of one tier with which some placement of whole things fits; None if it alone cannot help."""
+    """The least extra memory of one tier with which some integer placement fits; None if it alone cannot help."""
     mip = _PlacementMIP(s, phases, allowed, True, elastic=tier)
     return mip.value(mip.slack) * GIB if mip.solve(GAP) else None
 
@@ -228,7 +229,7 @@ class _PlacementMIP(MIP):
 
 
 def _class_exists(s: CostInputs, kv_placement: str) -> bool:
-    """Whether sequences can be placed there: how many are deferred is fixed before."""
+    """Return true if sequences can have the KV placement; the number of deferred ones is fixed before."""
     if kv_placement == "deferred":
         return False
     if not s.on_gpu:

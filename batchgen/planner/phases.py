@@ -1,4 +1,4 @@
-"""How a job flows through the sweeps: how many rows are prefilled and how many decode, from first to last.
+"""Phases of a job: groups of like sweeps, with the rows that are prefilled and that decode in each.
 
 A fluid model of the scheduler: rows enter as soon as the block and a sweep's token budget allow, stay for as many
 sweeps as their outputs have tokens, and the last ones leave a block half empty. Lengths are a distribution, not
@@ -69,8 +69,8 @@ class Deferral:
 def deferral_of(workload: Workload, swept_seqs: int, most_seqs: int, sweeps_per_token: int) -> Deferral | None:
     """The deferral with at most `most_seqs` in flight that a job is long enough for.
 
-    Its last sequences end when `swept_seqs` others, a token in every sweep, have run the rest of the job. None where that is over
-    before any deferred sequence ends.
+    Its last sequences end when `swept_seqs` others, a token in every sweep, have run the rest of the job. None where
+    that is over before any deferred sequence ends.
     """
     mean, longest = workload.output_len.mean, workload.output_len.max
     if most_seqs < 1 or mean <= 1:
@@ -107,7 +107,7 @@ def phases_of(
 
 @lru_cache(maxsize=16)
 def phases_of_each(workload: Workload, settings: tuple[tuple[str, int, float], ...]) -> tuple[tuple[Phase, ...], ...]:
-    """The phases of a whole job for each setting: admission, block size and token budget, as in `phases_of`."""
+    """The phases of a whole job for each setting of admission, sequences in flight and token budget."""
     within = [Setting(admission, min(size, workload.num_seqs), budget) for admission, size, budget in settings]
     logits_rows = workload.scored_len or 1.0
     return tuple(

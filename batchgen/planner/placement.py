@@ -1,4 +1,4 @@
-"""Where weights, KV and activations are: as whole layers, sequences and micro-batches, and as fractions.
+"""Placements of weights, KV and activations: as counts of layers, sequences and micro-batches, and as fractions.
 
 Both a placement of numbers and the unknowns of the MIP (mip.py) become fractions and buffers by `placement_of`.
 """
@@ -13,17 +13,18 @@ from typing import Generic, Protocol, TypeVar
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.planner.linear import Linear, number, total
 from batchgen.planner.problem import CostInputs
+from batchgen.planner.sizes import Batches, Sizes
 
 Value = TypeVar("Value", bound=Linear)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where things live, as fractions: each group adds up to 1.
+    """A placement as fractions: each group adds up to 1.
 
-    FlexGen's wg wc wd, cg cc cd, hg hc (section 4.2) with the KV placements of docs/packages/runtime.md, of the sequences that
-    are not deferred, whose number is fixed (`CostInputs.deferral`). Members are numbers, or linear expressions. Those
-    below are no fractions: they size buffers.
+    FlexGen's wg wc wd, cg cc cd, hg hc (section 4.2) with the KV placements of docs/packages/runtime.md, of the
+    sequences that are not deferred, whose number is fixed (`CostInputs.deferral`). Members are numbers, or linear
+    expressions. Those below are no fractions: they size buffers.
 
     Attributes:
         streamed_peak, disk_peak: the largest fraction of any one layer that is not on the GPU, or is on disk.
@@ -65,7 +66,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Amounts(Generic[Value]):
-    """Where whole things are, as numbers or as unknowns.
+    """A placement as counts of layers, sequences and micro-batches, which are numbers or unknowns.
 
     Attributes:
         weight_layers: group of tensors -> layers on (GPU, CPU, disk).
@@ -86,13 +87,13 @@ class Amounts(Generic[Value]):
 
 @dataclass(frozen=True)
 class Counts(Amounts[float]):
-    """Where whole things are, in numbers: the fields of `core.plan.Policy`."""
+    """A placement as numbers of layers, sequences and micro-batches, which become fields of `core.plan.Policy`."""
 
     kv_layers: float = 0
 
     def placement(self, s: CostInputs) -> Placement:
-        """The same as fractions, and the buffers that it needs."""
-        return placement_of(s, self, _Numbers())
+        """The placement as fractions, and the buffers that it needs."""
+        return placement_of(s, self, WHOLE_NUMBERS)
 
 
 class Rounding(Protocol):
@@ -102,13 +103,13 @@ class Rounding(Protocol):
         """1 if any of the amounts, which add up to at most `most`, is above 0; else 0."""
 
     def least(self, most: int, *shares: tuple[Linear, float]) -> Linear:
-        """The least whole number that is no smaller than any of the shares, each an amount over a number; at most `most`."""
+        """The least whole number, at most `most`, that no share exceeds; a share is an amount over a number."""
 
     def if_any(self, amounts: Sequence[Linear], most: int, value: Linear, highest: float, lowest: Linear) -> Linear:
-        """The value, which is no higher than `highest`, if any of the amounts is above 0, else 0; never below `lowest`."""
+        """The value if any of the amounts is above 0, else 0; it lies between `lowest` and `highest`."""
 
 
-class _Numbers:
+class _WholeNumbers:
     """Sizes of buffers of a placement that is known."""
 
     def any(self, amounts: Sequence[Linear], most: int) -> int:
@@ -119,6 +120,9 @@ class _Numbers:
 
     def if_any(self, amounts: Sequence[Linear], most: int, value: Linear, highest: float, lowest: Linear) -> Linear:
         return value if self.any(amounts, most) else 0
+
+
+WHOLE_NUMBERS = _WholeNumbers()
 
 
 def placement_of(s: CostInputs, amounts: Amounts[Value], rounding: Rounding) -> Placement:
@@ -158,19 +162,18 @@ def placement_of(s: CostInputs, amounts: Amounts[Value], rounding: Rounding) -> 
 
 def _buffers(s: CostInputs, kv: Mapping[str, Linear], batches_on_host: Linear, rounding: Rounding) -> dict[str, Linear]:
     """Members of `Placement` that size buffers of KV and activations."""
-    parts, staged_seqs = s.equal_parts, [kv[name] for name in staged_classes(s)]
+    staged_seqs = [kv[name] for name in _staged_placements(s)]
     delegates = rounding.any([kv["cpu"]], s.max_num_seqs) if s.on_gpu else 0
-    attends = 1 if s.deferred_seqs else delegates  # the CPU
-    passing = rounding.least(s.batch_seqs, (total(staged_seqs), parts), (attends, 1))
-    staged = passing * s.longest_blocks + attends * s.delegated_prompt_blocks
+    attended = 1 if s.deferred_seqs else delegates
+    staged = staging_blocks(s, s, s.longest_blocks, staged_seqs, attended, rounding)
     if not s.on_gpu:
         disk = staged
     elif s.runtime.attends_disk_kv_on_cpu:
-        disk = rounding.least(s.batch_seqs, (kv["disk"], parts)) * s.longest_blocks
+        disk = rounding.least(s.batch_seqs, (kv["disk"], s.equal_parts)) * s.longest_blocks
     else:
-        most = s.batch_seqs * s.longest_blocks + s.delegated_prompt_blocks
-        least = kv["disk"] * (s.longest_blocks / parts)
-        disk = rounding.if_any([kv["disk"]], s.max_num_seqs, staged, most, least)
+        highest = s.batch_seqs * s.longest_blocks + _prompt_blocks(s, s)
+        lowest = kv["disk"] * (s.longest_blocks / s.equal_parts)
+        disk = rounding.if_any([kv["disk"]], s.max_num_seqs, staged, highest, lowest)
     return {
         "staged_blocks": staged,
         "disk_blocks": disk,
@@ -180,8 +183,35 @@ def _buffers(s: CostInputs, kv: Mapping[str, Linear], batches_on_host: Linear, r
     }
 
 
-def staged_classes(s: CostInputs) -> tuple[str, ...]:
+def _staged_placements(s: CostInputs) -> tuple[str, ...]:
     """KV placements of which all KV passes through a staging buffer of the compute device in every sweep."""
     if not s.on_gpu:
         return ("disk",)
     return ("streamed",) if s.runtime.attends_disk_kv_on_cpu else ("streamed", "disk")
+
+
+def staging_blocks(
+    s: Sizes,
+    batches: Batches,
+    longest_blocks: int,
+    staged_seqs: Sequence[Linear],
+    attended: Linear,
+    rounding: Rounding,
+) -> Linear:
+    """KV blocks of one staging buffer: a micro-batch's part of what passes through it, at its longest.
+
+    Args:
+        s: sizes of the model.
+        batches: numbers of sequences and tokens in flight.
+        longest_blocks: KV blocks of the longest sequence.
+        staged_seqs: sequences in flight, by KV placement, whose KV passes through in every sweep.
+        attended: 1 if the CPU attends to any sequence for the GPU: its prompt passes through once.
+        rounding: operations of numbers or of unknowns.
+    """
+    passing = rounding.least(batches.batch_seqs, (total(staged_seqs), batches.equal_parts), (attended, 1))
+    return passing * longest_blocks + attended * _prompt_blocks(s, batches)
+
+
+def _prompt_blocks(s: Sizes, batches: Batches) -> int:
+    """KV blocks of a staging buffer for the prompts of sequences that the CPU attends to."""
+    return s.kv_blocks(batches.batch_tokens) + min(batches.batch_seqs, batches.batch_tokens)

@@ -30,7 +30,7 @@ LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "d
 
 @dataclass(frozen=True)
 class RuntimeModel:
-    """What tells one runtime from another.
+    """Differences between runtimes, as far as the cost model knows them.
 
     Lanes named in `serial` run by themselves, before the others.
 
@@ -60,8 +60,9 @@ class Balance:
     """Two micro-batches of unequal size, in NEO's order.
 
     Attributes:
-        tokens: `balance_tokens` of policy.Policy.
-        cpu_frac: of the sequences that decode, those that the CPU attends to: how tokens are shared out is fixed before the placement.
+        tokens: `Policy.balance_tokens`.
+        cpu_frac: fraction of the decoding sequences that the CPU attends to, by which tokens are divided before the
+            placement is known.
     """
 
     tokens: int
@@ -73,13 +74,13 @@ class CostInputs(Sizes):
     """All that is fixed while placement is decided.
 
     Attributes:
-        admission, batch_order, on_demand_tokens: as in `core.plan.Policy`.
+        admission, batch_order, on_demand_tokens: fields of `core.plan.Policy`.
         max_num_seqs: sequences in flight.
         budgets: tier -> bytes; without "gpu" where there is none.
         process_bytes: host memory the process takes before any of the model's.
         longest_tokens: tokens of a sequence that staging buffers must hold; None: those of the workload's longest.
         deferral: sequences in flight whose attention is deferred; None: there are none.
-        balance: how unequal micro-batches are made; None: they are equal.
+        balance: division of sweeps into unequal micro-batches; None: they are equal.
     """
 
     hardware: HardwareProfile
@@ -104,29 +105,32 @@ class CostInputs(Sizes):
 
     @property
     def swept_seqs(self) -> int:
-        """The others, which gain one in every sweep."""
+        """Sequences in flight that gain a token in every sweep: all but the deferred ones."""
         return self.max_num_seqs - self.deferred_seqs
 
     @property
     def on_gpu(self) -> bool:
+        """True if a GPU computes."""
         return self.hardware.gpu is not None
 
     @property
     def shares_cores(self) -> bool:
-        """Whether the host's cores are the compute device."""
+        """True if the host's cores are the compute device."""
         return not self.on_gpu or self.hardware.shared_cores
 
     @property
     def rates(self) -> ComputeRates:
+        """Rates of the compute device."""
         return self.hardware.compute
 
     @property
     def gpu_batch_size(self) -> int:
+        """Sequences of a micro-batch, if all are of equal size."""
         return -(-self.max_num_seqs // self.num_gpu_batches)
 
     @property
     def equal_parts(self) -> int:
-        """As of policy.Policy."""
+        """Number of equal parts of a sweep of which a micro-batch has at most one: 1 where their sizes are unequal."""
         return 1 if self.balance else self.num_gpu_batches
 
     @property
@@ -141,52 +145,53 @@ class CostInputs(Sizes):
 
     @cached_property
     def one_batch(self) -> CostInputs:
-        """The same for what a single micro-batch computes."""
+        """Inputs of a sweep with a single micro-batch."""
         return replace(self, num_gpu_batches=1, batch_order="even", balance=None)
 
     @property
     def dequantizes_kv(self) -> bool:
-        """Whether packed KV is dequantized before attention reads it."""
+        """True if packed KV is dequantized before attention reads it."""
         return self.runtime.dequantizes_kv and self.kv_format == INT4
 
     @cached_property
     def seq_blocks(self) -> int:
-        """Reserved for one sequence: its own part of the prompt and as much output as it may have."""
+        """KV blocks reserved for one sequence: its own part of the prompt and as much output as it may have."""
         return self.kv_blocks(self.workload.computed_prompt_len + self.workload.max_output_len)
 
     @cached_property
     def disk_seq_blocks(self) -> int:
-        """The same on disk, where no prefix is shared."""
+        """KV blocks reserved for one sequence on disk, where no prefix is shared."""
         return self.kv_blocks(self.workload.prompt_len.mean + self.workload.max_output_len)
 
     # Layers with a sliding window give back what no later token sees (schedule/window_pool.py), but on disk.
 
     @cached_property
     def window_layers(self) -> int:
-        """How many there are, in pools of their own."""
+        """Number of layers with a sliding window, whose KV is in pools of their own."""
         return self.model.num_layers - self.model.window_layers.get(None, 0) if self.window else 0
 
     @cached_property
     def window(self) -> int | None:
-        """Tokens that they see; None: no sequence gets longer than that."""
+        """Tokens that layers with a sliding window see; None: no sequence gets longer than that."""
         return giving_window(self.model, self.kv_block_size, self.longest_blocks * self.kv_block_size)
 
     def held_blocks(self, blocks: int) -> int:
-        """Of a table of so many blocks, those that a decoding sequence holds in layers with a sliding window."""
+        """Blocks that a decoding sequence with a table of so many holds in layers with a sliding window."""
         return min(blocks, window_blocks(self.window, self.kv_block_size)) if self.window else blocks
 
     def kv_bytes_of(self, blocks: int) -> int:
-        """KV of a sequence with so many blocks, in all layers."""
+        """Bytes of KV of a sequence with so many blocks, in all layers."""
         keeping = self.model.num_layers - self.window_layers
         return (keeping * blocks + self.window_layers * self.held_blocks(blocks)) * self.kv_block_bytes
 
     @property
     def seq_kv_bytes(self) -> float:
+        """Bytes of KV reserved for one sequence in memory."""
         return self.kv_bytes_of(self.seq_blocks)
 
     @property
     def shared_kv_bytes(self) -> float:
-        """Of the prefix that sequences share."""
+        """Bytes of KV of the prefix that sequences share."""
         shared = self.workload.shared_prefix_len
         in_window = min(shared, self.held_blocks(self.kv_blocks(shared)) * self.kv_block_size)
         tokens = (self.model.num_layers - self.window_layers) * shared + self.window_layers * in_window
@@ -194,28 +199,24 @@ class CostInputs(Sizes):
 
     @property
     def chunk_kv_bytes(self) -> int:
-        """Of prompts beyond their windows, in the sweep that computes them."""
+        """Bytes of KV of prompts beyond their windows, in the sweep that computes them."""
         blocks = chunk_blocks(self.max_num_batched_tokens, self.kv_block_size) + 1
         return self.window_layers * blocks * self.kv_block_bytes
 
     @property
     def disk_seq_kv_bytes(self) -> float:
+        """Bytes of KV reserved for one sequence on disk."""
         return self.disk_seq_blocks * self.disk_block_bytes * self.model.num_layers
 
     @cached_property
     def longest_blocks(self) -> int:
-        """Of the longest sequence that staging buffers must hold."""
+        """KV blocks of the longest sequence that staging buffers must hold."""
         return self.kv_blocks(self.longest_tokens or self.workload.prompt_len.max + self.workload.max_output_len)
-
-    @property
-    def delegated_prompt_blocks(self) -> int:
-        """Of a staging buffer, for the prompts of sequences that the CPU attends to, which pass through it once."""
-        return self.kv_blocks(self.batch_tokens) + min(self.batch_seqs, self.batch_tokens)
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a plan may use.
+    """Tiers and KV placements that a plan may use.
 
     Attributes:
         weight_tiers, kv_placements: subsets of `TIERS` and of `KVPlacement`.
@@ -258,7 +259,8 @@ class Problem:
         output_len_known: True where the workload's output lengths are more than an upper bound.
         startup_s: Seconds from the start of the command to where weights are loaded.
         loading_s: Seconds to read all weights.
-        store_bytes: Bytes of the weight store that must be written before weights can be streamed; 0 where there is one.
+        store_bytes: Bytes of the weight store that must be written before weights can be streamed; 0 where there is
+            one.
         has_int4_store: True where there is a weight store in 4 bits.
     """
 

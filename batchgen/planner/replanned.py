@@ -1,4 +1,4 @@
-"""Prices that are true after planning anew: what the plan takes that is made with a little more of a resource.
+"""Prices after re-planning: the time of the plan that is made for a little more of a resource.
 
 A dual holds at one block size and placement. With more memory another block size may be the best.
 """
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from batchgen.core.plan import TIERS, Prediction
+from batchgen.core.units import GIB
 from batchgen.planner.problem import Problem
 
-GIB = 1 << 30
 # Names of `HardwareProfile.scaled` that make a lane faster.
 _RATES = {
     "compute": ("gemm", "prefill_attention", "shared_attention", "decode_attention", "elementwise", "expand"),
@@ -28,15 +28,13 @@ _MEMORY = {"gpu": "gpu_memory_bytes", "cpu": "cpu_memory_bytes", "disk": "disk_b
 _MOST, _WORTH = 2, 0.01
 
 
-def planned_anew_s(
-    problem: Problem, prediction: Prediction, planned_s: Callable[[Problem], float]
-) -> Mapping[str, float]:
-    """Seconds that the job saves with 10 % more of a lane, or 1 GiB more of a tier, if all is planned anew.
+def replanned_s(problem: Problem, prediction: Prediction, planned_s: Callable[[Problem], float]) -> Mapping[str, float]:
+    """Seconds that the job saves with 10 % more of a lane, or 1 GiB more of a tier, if the job is re-planned.
 
     Of the two with the highest prices, as far as these are a hundredth of the time.
 
     Args:
-        problem: What was planned.
+        problem: The problem that was planned.
         prediction: The plan's, with its prices.
         planned_s: Plans a problem, and gives the job's seconds.
     """

@@ -1,9 +1,9 @@
-"""From hardware, model and workload to the fastest policy: enumerate what is discrete, solve the LP inside.
+"""The search for the fastest policy: discrete settings are enumerated, and a MIP places weights, KV and activations.
 
-FlexGen 4.3, two levels: block size, micro-batches, token budget, dtypes and admission are enumerated, placement is an LP.
-Here the search is exact on its ladder: inputs are visited in the order of a lower bound that needs no solver, each LP is a
-bound on what its integer placement can reach, and the search ends when no bound beats the best integer placement found. So more
-memory or a faster rate can never lead to a slower plan.
+FlexGen 4.3, two levels: block size, micro-batches, token budget, dtypes and admission are enumerated, placement is an
+LP. Here the search is exact on its ladder: inputs are visited in the order of a lower bound that needs no solver, each
+LP is a bound on what its integer placement can reach, and the search ends when no bound beats the best integer
+placement found. So more memory or a faster rate can never lead to a slower plan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from batchgen.planner.balance import with_unequal_batches
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.costs import job_seconds
 from batchgen.planner.experts import on_demand_tokens
-from batchgen.planner.feasibility import fitting
+from batchgen.planner.feasibility import feasible
+from batchgen.planner.kv_memory import TIER_FLAGS
 from batchgen.planner.mip import Solution, fits, shortfall_bytes, solve, with_embeddings
 from batchgen.planner.phases import Phase, phases_of_each
 from batchgen.planner.placement import Counts
@@ -36,7 +37,7 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _EQUALLY_FAST = 1e-4
 # What is slower than the fastest by more than this factor is not looked at again: the cost model is not that far off.
 _SIMULATED_WITHIN = 1.25
-# A candidate that would be pruned if it were slower by this factor has nothing to gain from another order of its micro-batches.
+# A candidate that would be pruned if it were slower by this factor gains nothing from another order of micro-batches.
 _AS_GOOD = 1.05
 # Fewer tokens than this leave matrix products far from their best rate.
 _LEAST_BATCHED_TOKENS = 1024
@@ -49,32 +50,32 @@ class Candidate:
     """Inputs and the best placement found for them.
 
     Attributes:
-        inputs: what was fixed.
-        phases: how the job flows through it.
+        inputs: settings of the search space.
+        phases: the job's sweeps under them.
         relaxed: the LP's optimum, a bound that no placement of these inputs beats.
-        realised: the placement in whole things.
+        incumbent: the fastest integer placement that was found.
     """
 
     inputs: CostInputs
     phases: tuple[Phase, ...]
     relaxed: Solution
-    realised: Solution
+    incumbent: Solution
 
     @property
     def seconds(self) -> float:
-        return self.realised.seconds
+        return self.incumbent.seconds
 
     @property
     def counts(self) -> Counts:
-        return self.realised.counts
+        return self.incumbent.counts
 
 
-# A kind is known well enough by the LPs of so many entries, those of the least bounds that can be used: its other sizes are about as fast.
+# So many LPs, those of the least bounds that can be used, are solved for a kind: its other sizes are about as fast.
 _MOST_OF_KIND = 6
 
 _ORDERS = ("even", "neo", "mixed")
-# Prune predicates: whether a candidate, or one with these inputs in this order of micro-batches, cannot be the plan where the cost model
-# gives it no fewer than so many seconds.
+# Prune predicates: true if a candidate, or one with these inputs in this order of micro-batches, cannot be the plan
+# with so many seconds or more by the cost model.
 Prune = Callable[[float], bool]
 PruneOrder = Callable[[CostInputs, str, float], bool]
 
@@ -89,12 +90,12 @@ _Relaxed = tuple[Solution, CostInputs, tuple[Phase, ...]]
 
 
 def search(problem: Problem) -> Candidate:
-    """The fastest plan whose realised peak fits every budget. Raises InputError, saying what is short, if none does."""
+    """The fastest plan whose peak fits every budget. Raises InputError, saying what is short, if none does."""
     return next(candidates(problem, most=1))
 
 
 def search_unless_pruned(problem: Problem, prune: Prune) -> Candidate | None:
-    """The fastest plan, or None as soon as all that may still be found are pruned. Raises InputError if no plan fits."""
+    """The fastest plan; None once all that may still be found are pruned. Raises InputError if no plan fits."""
     fastest = _BestFirst(problem).fastest(prune)
     return _least_movement(fastest, problem.allowed) if fastest else None
 
@@ -107,8 +108,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """The fastest plan by the cost model, and then plans of other kinds that are not much slower by it.
 
-    A kind is a number of micro-batches and a length of sweeps. Those with more than one micro-batch come in each order that may be
-    the best one (`_in_orders`); a single one that is asked for comes as it is.
+    A kind is a number of micro-batches and a length of sweeps. Those with more than one micro-batch come in each order
+    that may be the best one (`_in_orders`); a single one that is asked for comes as it is.
 
     Args:
         most: kinds that are looked at, the fastest of each number of micro-batches before any others.
@@ -137,11 +138,11 @@ def candidates(
 
 
 class _BestFirst:
-    """What the search enumerates, the most promising first.
+    """Entries of the search space, the most promising first.
 
-    An entry is known by a bound that needs no solver, then by the LP, which is a bound on what whole things can reach, and then by
-    its placement of whole things. Whatever has the least of these seconds is worked out next. So no LP and no integer programme
-    is solved that the answer does not depend on.
+    An entry is known by a bound that needs no solver, then by the LP, which is a bound on integer placements, and then
+    by its integer placement. Whatever has the least of these seconds is worked out next. So no LP and no integer
+    programme is solved that the answer does not depend on.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -150,7 +151,7 @@ class _BestFirst:
         self._problem = problem
         self._too_slow = False
         self._kinds: dict[tuple[int, int], _Relaxed] = {}
-        space = fitting(search_space(problem), lambda s: fits(s, problem.allowed))
+        space = feasible(search_space(problem), lambda s: fits(s, problem.allowed))
         entries = [_Entry(lower_bound_s(s, phases), i, s, phases) for i, (s, phases) in enumerate(space)]
         self._heap = [entry for entry in entries if entry.seconds < math.inf]
         heapq.heapify(self._heap)
@@ -163,16 +164,16 @@ class _BestFirst:
             entry = heapq.heappop(self._heap)
             if entry.relaxed is not None:
                 self._kinds.setdefault(_kind(entry.inputs), (entry.relaxed, entry.inputs, entry.phases))
-                if entry.realised is not None:
-                    return Candidate(entry.inputs, entry.phases, entry.relaxed, entry.realised)
+                if entry.incumbent is not None:
+                    return Candidate(entry.inputs, entry.phases, entry.relaxed, entry.incumbent)
             self._work_out(entry)
         raise InputError(_too_slow(self._problem) if self._too_slow else explain_infeasible(self._problem))
 
     def kinds(self, limit_s: float, most: int, prune: Prune) -> Mapping[tuple[int, int], _Relaxed]:
-        """Of the kinds that `_other_kinds` takes, about the fastest by the LP, where that is below a limit and not pruned.
+        """The kinds that `_other_kinds` takes: about the fastest by the LP, where that is below a limit and not pruned.
 
-        The first kind of each number of micro-batches is among them, others only until there are `most`: they come in the order of
-        their seconds.
+        The first kind of each number of micro-batches is among them, others only until there are `most`: they come in
+        the order of their seconds.
         """
         worked_out = Counter[tuple[int, int]]()
         while self._heap and self._heap[0].seconds < limit_s and not prune(self._heap[0].seconds):
@@ -187,7 +188,7 @@ class _BestFirst:
         return self._kinds
 
     def _work_out(self, entry: _Entry) -> bool:
-        """Put the entry back with what the solver says of it, unless nothing fits, or its blocks take too long; returns whether it is back."""
+        """Solve the entry; return true if it is back in the heap, as something fits and its blocks are fast enough."""
         found = solve(entry.inputs, entry.phases, self._problem.allowed, integer=entry.relaxed is not None)
         if found is None:
             return False
@@ -200,7 +201,7 @@ class _BestFirst:
         if entry.relaxed is None:
             better = replace(entry, seconds=found.seconds, inputs=inputs, relaxed=found)
         else:
-            better = replace(entry, seconds=found.seconds, realised=found)
+            better = replace(entry, seconds=found.seconds, incumbent=found)
         heapq.heappush(self._heap, better)
         return True
 
@@ -214,13 +215,13 @@ class _Entry:
     inputs: CostInputs = field(compare=False)
     phases: tuple[Phase, ...] = field(compare=False)
     relaxed: Solution | None = field(default=None, compare=False)
-    realised: Solution | None = field(default=None, compare=False)
+    incumbent: Solution | None = field(default=None, compare=False)
 
 
 def _with_experts_on_demand(
     s: CostInputs, phases: tuple[Phase, ...], allowed: Allowed, found: Solution
 ) -> tuple[CostInputs, Solution]:
-    """Inputs whose sweeps read experts on demand where that is sooner with the placement found, and the best placement for them."""
+    """Inputs that read experts on demand, where that is faster with this placement, and the best placement for them."""
     tokens = on_demand_tokens(s, found.placement)
     if not tokens:
         return s, found
@@ -238,7 +239,8 @@ def _kind(s: CostInputs) -> tuple[int, int]:
 def _other_kinds(best: Candidate, kinds: Mapping[tuple[int, int], _Relaxed]) -> list[_Relaxed]:
     """Other kinds than the best one's: the fastest of each number of micro-batches, then the rest.
 
-    Of the former the one with a single micro-batch, of which the cost model knows best how long it takes, and then the fastest first.
+    Among the former the one with a single micro-batch comes first, as the cost model knows its time best, then the
+    fastest.
     """
     ranked = sorted((entry for kind, entry in kinds.items() if kind != _kind(best.inputs)), key=lambda e: e[0].seconds)
     seen = {best.inputs.num_gpu_batches}
@@ -256,17 +258,17 @@ def integer_candidate(
     """The candidate with an integer placement; None where there is none, or it is pruned."""
     if prune(relaxed.seconds):
         return None
-    realised = solve(inputs, phases, problem.allowed, integer=True)
-    if realised is None or _exceeds_latency(problem, inputs, phases, realised):
+    incumbent = solve(inputs, phases, problem.allowed, integer=True)
+    if incumbent is None or _exceeds_latency(problem, inputs, phases, incumbent):
         return None
-    return _least_movement(Candidate(inputs, phases, relaxed, realised), problem.allowed)
+    return _least_movement(Candidate(inputs, phases, relaxed, incumbent), problem.allowed)
 
 
 def _in_orders(problem: Problem, candidate: Candidate, prune: Prune, prune_order: PruneOrder) -> Iterator[Candidate]:
     """The candidate in each order that may be the best.
 
-    Where the CPU attends to some of its sequences, micro-batches with one class after the other leave it nothing to do beside the first
-    of them: they are as they are only where no other order is tried.
+    Where the CPU attends to some of its sequences, micro-batches with one class after the other leave it nothing to do
+    beside the first of them: they are as they are only where no other order is tried.
     """
     others = _in_other_orders(problem, candidate, prune, prune_order)
     if (
@@ -295,7 +297,7 @@ def _in_other_orders(
 
 
 def _attended(candidate: Candidate) -> set[KVPlacement]:
-    """The placements that decode attention sees in a sweep; micro-batches of sequences of one of them are mixed anyway."""
+    """KV placements that decode attention sees in a sweep; micro-batches of only one of them are mixed anyway."""
     counts = candidate.counts.kv_seqs
     return {KVPlacement(name).in_sweep("gpu", decodes=True) for name, count in counts.items() if count}
 
@@ -321,14 +323,14 @@ def _least_movement(best: Candidate, allowed: Allowed) -> Candidate:
     Where one resource binds, many placements are equally fast; this one leaves the disk alone if it is not needed.
     """
     within_s = best.seconds * (1 + _EQUALLY_FAST)
-    found = solve(best.inputs, best.phases, allowed, integer=True, within_s=within_s, start=best.realised)
-    realised = with_embeddings(best.inputs, found or best.realised)
-    tokens = on_demand_tokens(best.inputs, realised.placement)
+    found = solve(best.inputs, best.phases, allowed, integer=True, within_s=within_s, start=best.incumbent)
+    incumbent = with_embeddings(best.inputs, found or best.incumbent)
+    tokens = on_demand_tokens(best.inputs, incumbent.placement)
     if tokens == best.inputs.on_demand_tokens:
-        return replace(best, realised=realised)
+        return replace(best, incumbent=incumbent)
     inputs = replace(best.inputs, on_demand_tokens=tokens)
-    seconds = job_seconds(inputs, best.phases, realised.placement)
-    return replace(best, inputs=inputs, realised=replace(realised, seconds=seconds))
+    seconds = job_seconds(inputs, best.phases, incumbent.placement)
+    return replace(best, inputs=inputs, incumbent=replace(incumbent, seconds=seconds))
 
 
 def block_latency_s(candidate: Candidate) -> float:
@@ -418,7 +420,7 @@ def _no_rates(problem: Problem) -> str:
 
 
 def _supported(s: CostInputs) -> bool:
-    """Whether the machine has rates for these formats."""
+    """Return true if the machine has rates for the formats of the inputs."""
     if s.weight_format == "int4" and not s.rates.expand_bytes_per_s:
         return False
     if s.dequantizes_kv:
@@ -427,7 +429,7 @@ def _supported(s: CostInputs) -> bool:
 
 
 def max_num_seqs_choices(problem: Problem) -> list[int]:
-    """Every size up to 16, then eight per doubling: where KV limits the block, a step of the ladder is lost throughput."""
+    """Numbers of sequences in flight: all up to 16, then eight a doubling, as larger steps lose throughput."""
     most = min(problem.most_seqs, problem.workload.num_seqs)
     if problem.max_num_seqs is not None:
         return [min(problem.max_num_seqs, problem.workload.num_seqs)]
@@ -436,7 +438,7 @@ def max_num_seqs_choices(problem: Problem) -> list[int]:
 
 
 def _token_budgets(problem: Problem, max_num_seqs: int) -> list[int]:
-    """Sweeps that just keep up with finishing rows; with four times their tokens; of 4,096 tokens; the whole block at once."""
+    """Token budgets: enough to keep up with finishing rows; four times that; 4,096; the whole block at once."""
     if problem.max_num_batched_tokens is not None:
         return [problem.max_num_batched_tokens]
     workload = problem.workload
@@ -459,7 +461,6 @@ def _micro_batches(problem: Problem, max_num_seqs: int) -> list[int]:
     return [k for k in _MICRO_BATCHES if k <= max_num_seqs and (whole_job or max_num_seqs % k == 0)]
 
 
-_TIER_FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
 _TIER_WORDS = {"gpu": "GPU memory", "cpu": "memory", "disk": "free disk"}
 
 
@@ -476,18 +477,18 @@ def check_budgets(problem: Problem) -> None:
     for tier, budget in problem.budgets.items():
         size = sizes.get(tier)
         if size is None:
-            raise InputError(f"{_TIER_FLAGS[tier]} is given, but {hardware.name} has no GPU: leave it out")
+            raise InputError(f"{TIER_FLAGS[tier]} is given, but {hardware.name} has no GPU: leave it out")
         if budget > size:
             raise InputError(
-                f"{_TIER_FLAGS[tier]} {format_bytes(budget)} is more than {hardware.name} has"
+                f"{TIER_FLAGS[tier]} {format_bytes(budget)} is more than {hardware.name} has"
                 f" ({format_bytes(size)}): give at most that"
             )
         if budget <= 0 and tier != "disk":
-            raise InputError(f"{_TIER_FLAGS[tier]} must be above 0")
+            raise InputError(f"{TIER_FLAGS[tier]} must be above 0")
 
 
 def explain_infeasible(problem: Problem) -> str:
-    """Which budget is short, and the smallest changes, each by itself, that would make one row fit."""
+    """A message with the budget that is short, and the smallest changes, each by itself, with which one row fits."""
     smallest = replace(problem, max_num_seqs=1, num_gpu_batches=1, max_num_batched_tokens=_LEAST_BATCHED_TOKENS)
     if problem.max_num_seqs is not None or problem.max_num_batched_tokens is not None:
         smallest = replace(
@@ -518,7 +519,7 @@ def explain_infeasible(problem: Problem) -> str:
     sizes = machine_bytes(problem.hardware)
     by_shortfall = sorted(least, key=lambda tier: least[tier])
     changes = [
-        f"{_TIER_FLAGS[tier]} {format_at_least(needed[tier])} ({format_bytes(least[tier])} more)"
+        f"{TIER_FLAGS[tier]} {format_at_least(needed[tier])} ({format_bytes(least[tier])} more)"
         for tier in by_shortfall
         if needed[tier] <= sizes[tier]
     ]

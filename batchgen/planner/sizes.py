@@ -1,4 +1,4 @@
-"""Bytes of single things: a layer's weights, its activations, logits, a block of KV. Arithmetic of shapes and formats only."""
+"""Bytes of single things, from shapes and formats: a layer's weights, its activations, logits, a block of KV."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Protocol
 
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED, weight_format_of
@@ -18,8 +19,8 @@ from batchgen.planner.kv_memory import kv_block_bytes
 WORKSPACE_BYTES = 192 << 20
 # The same on an accelerator, which has no tokenizer.
 DEVICE_WORKSPACE_BYTES = 32 << 20
-# GEMMs with 8-bit weights need, beside results, quantized rows on the CPU (csrc/bindings.cpp, most_packed_bytes), and what
-# torch accumulates in on an accelerator (ops/int8.py).
+# GEMMs with 8-bit weights need, beside results, quantized rows on the CPU (csrc/bindings.cpp, most_packed_bytes), and
+# torch's accumulators on an accelerator (ops/int8.py).
 _CODED_ROWS_BYTES, _DEVICE_CODED_BYTES = 16 << 20, 128 << 20
 _CHUNK_BYTES, _FEWEST_CHUNK_TOKENS = 16 << 20, 256
 _GPU_CHUNK_TOKENS = 4096
@@ -48,7 +49,7 @@ class Sizes:
 
     @cached_property
     def group_bytes(self) -> Mapping[str, int]:
-        """Stored bytes of each group of one layer's tensors that can be placed on its own (`ModelConfig.layer_tensors`)."""
+        """Stored bytes of each group of a layer's tensors that is placed on its own (`ModelConfig.layer_tensors`)."""
         return group_bytes(self.model, self.compute_format, self.weight_format)
 
     @cached_property
@@ -148,6 +149,34 @@ class Sizes:
         return -(-math.ceil(tokens) // self.kv_block_size)
 
 
+class Batches(Protocol):
+    """Numbers of sequences and tokens in flight: a `Policy`, or the inputs of the cost model."""
+
+    @property
+    def num_gpu_batches(self) -> int:
+        """Micro-batches of a sweep."""
+
+    @property
+    def gpu_batch_size(self) -> int:
+        """Sequences of a micro-batch, if all are of equal size."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences in flight."""
+
+    @property
+    def equal_parts(self) -> int:
+        """Number of equal parts of a sweep of which a micro-batch has at most one."""
+
+    @property
+    def batch_seqs(self) -> int:
+        """Most sequences of one micro-batch."""
+
+    @property
+    def batch_tokens(self) -> int:
+        """Most tokens of one micro-batch."""
+
+
 def activation_bytes(
     config: ModelConfig,
     dtype_bytes: int,
@@ -159,9 +188,9 @@ def activation_bytes(
 ) -> int:
     """Peak bytes of a sweep beside weights and KV: one layer's activations and `logit_rows` rows of logits.
 
-    All tokens have the residual before and after, queries, keys, values, and attention's result, perhaps in two parts; those
-    of a chunk (`chunk_tokens`) also the norm and what projections make, where rotary embedding works in fp32. Logits are
-    held in the weights' dtype and in fp32, with one row of workspace each.
+    All tokens have the residual before and after, queries, keys, values, and attention's result, perhaps in two parts;
+    those of a chunk (`chunk_tokens`) also the norm and what projections make, where rotary embedding works in fp32.
+    Logits are held in the weights' dtype and in fp32, with one row of workspace each.
 
     Args:
         captured_tokens: tokens of the largest decode sweep that may be captured on a GPU, which has memory of its own.
@@ -247,16 +276,16 @@ def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> Mapping[
 
 @lru_cache(maxsize=64)
 def disk_bytes(config: ModelConfig, dtype: str, weight_format: str) -> Mapping[str, int]:
-    """Bytes of a host buffer that any layer's groups of tensors are read into from disk: each starts on a page of its own."""
+    """Bytes of a host buffer that any layer is read into from disk; each group starts on a page of its own."""
     layers = group_bytes_of_layers(config, dtype, weight_format)
     return {group: aligned(max(layer[group] for layer in layers)) for group in layers[0]}
 
 
 @lru_cache(maxsize=64)
 def expert_bytes(config: ModelConfig, dtype: str, weight_format: str) -> Mapping[str, int]:
-    """Stored bytes of the matrices of one expert, by the group that they are in; the mean where formats of layers differ.
+    """Stored bytes of the matrices of one expert, by the group that they are in.
 
-    It is empty where there are no experts.
+    They are the mean where formats of layers differ. The mapping is empty where there are no experts.
     """
     if not config.expert_layers:
         return {}
@@ -293,7 +322,7 @@ def coded_bytes(weight_format: str, *, on_gpu: bool) -> int:
 
 
 def sent_bytes(config: ModelConfig, dtype_bytes: int, batch_seqs: int) -> int:
-    """Bytes of an accelerator with which queries, keys and values are prepared for CPU attention, beside other computation.
+    """Bytes of an accelerator with which queries, keys and values are prepared for attention on the CPU.
 
     There are they themselves, perhaps packed too, and in fp32 for the rotary embedding.
     """

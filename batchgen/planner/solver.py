@@ -141,7 +141,7 @@ def _solver() -> highspy.Highs:
 
 @cache
 def silence_banner() -> None:
-    """Have HiGHS 1.16 print its banner where nobody reads it: it comes with a process's first solver, before any option."""
+    """Have HiGHS 1.16 print its banner where nobody reads it: with a process's first solver, before any option."""
     with contextlib.suppress(OSError):  # there is no standard output
         sys.stdout.flush()
         shown, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from batchgen.core.direct_io import aligned
-from batchgen.core.hardware import ComputeRates, HardwareProfile, known
+from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_layers
 from batchgen.models.config import ModelConfig
@@ -28,11 +28,13 @@ from batchgen.planner.step_seconds import (
     logits_s,
     matmul_as_stored_s,
     matmul_s,
+    pre_overhead_s,
     prefill_attention_s,
     prefix_attention_s,
     query_bytes,
     sampling_s,
     schedule_s,
+    transfer_s,
 )
 from batchgen.schedule.residency import WeightResidency
 from batchgen.schedule.step_graph import Step, Streams
@@ -274,9 +276,8 @@ class _Computing:
         waking_s = s.rates.waking_overhead_s
         layer = costs.layer_s(load.tokens)
         last = costs.layer_s(load.logits_rows) if config.has_head else layer  # with the tokens that go on from it
-        overhead_s = s.rates.step_overhead_s
         return cls(
-            pre_s=tuple(layer.before_attention(placed) + overhead_s + waking_s for placed in costs.layers),
+            pre_s=tuple(layer.before_attention(placed) + pre_overhead_s(s.rates) for placed in costs.layers),
             post_s=(
                 *(layer.after_attention(placed) + waking_s for placed in costs.layers[:-1]),
                 last.after_attention(costs.layers[-1]) + waking_s,
@@ -310,7 +311,7 @@ class _SweepCosts:
         if step.kind == "join_deferred":
             self._joined[step.batch] += load.deferred
         moved, h2d = _BYTES[step.kind](self._costs, step, load), self._costs.hardware.h2d_bytes_per_s
-        return moved / h2d + self._costs.hardware.link_overhead_s if h2d and moved else 0.0
+        return transfer_s(moved, h2d, 1, self._costs.hardware.link_overhead_s) if h2d and moved else 0.0
 
     def computed(self, step: Step, load: BatchLoad) -> float:
         """Seconds of a computation, and what the copies before it took of its cores."""
@@ -339,7 +340,7 @@ class _SweepCosts:
             return 0.0
         layer, placed = costs.layer_s(rows + joined), costs.layers[step.layer]
         if step.kind == "pre":
-            return layer.before_attention(placed) + rates.step_overhead_s + rates.waking_overhead_s
+            return layer.before_attention(placed) + pre_overhead_s(rates)
         return layer.after_attention(placed) + rates.waking_overhead_s
 
     def _undeferred(self, step: Step) -> float:
@@ -402,34 +403,35 @@ class _SweepCosts:
             copies = self._costs.layers[step.layer].loaded_tensors
         elif kind in ("send_qkv", "send_deferred"):
             copies = COPIES_SENT
-        rate = known(hardware.h2d_bytes_per_s if step.lane == "h2d" else hardware.d2h_bytes_per_s)
-        return moved / rate + copies * hardware.link_overhead_s
+        rate = hardware.h2d_bytes_per_s if step.lane == "h2d" else hardware.d2h_bytes_per_s
+        return transfer_s(moved, rate, copies, hardware.link_overhead_s)
 
     def read_weights(self, step: Step, load: BatchLoad) -> float:
         """Seconds of reading weights from disk: a layer's, those that all tokens need, or a micro-batch's experts."""
         costs, hardware, layer = self._costs, self._costs.hardware, self._costs.layers[step.layer]
         if step.kind == "read_experts":
-            request_s = len(layer.expert_bytes) * hardware.disk_read_overhead_s
-            return self._added_experts(step) * (sum(layer.expert_bytes) / hardware.disk_read_bytes_per_s + request_s)
+            size, requests = sum(layer.expert_bytes), len(layer.expert_bytes)
+            expert_s = transfer_s(size, hardware.disk_read_bytes_per_s, requests, hardware.disk_read_overhead_s)
+            return self._added_experts(step) * expert_s
         at, experts = (step.layer, step.weight_slot), 0
         if step.kind == "read_dense":
             costs.without_experts.add(at)
             experts = costs.config.num_experts * sum(layer.expert_bytes)
         else:
             costs.without_experts.discard(at)
-        return (layer.read_bytes - experts) / hardware.disk_read_bytes_per_s
+        return transfer_s(layer.read_bytes - experts, hardware.disk_read_bytes_per_s)
 
     def read_kv(self, step: Step, load: BatchLoad) -> float:
         """Seconds of reading a micro-batch's KV from disk."""
         (blocks, runs), hardware = load.disk_reads, self._costs.hardware
         size = blocks * self._costs.inputs.disk_block_bytes
-        return size / hardware.disk_read_bytes_per_s + runs * hardware.disk_read_overhead_s
+        return transfer_s(size, hardware.disk_read_bytes_per_s, runs, hardware.disk_read_overhead_s)
 
     def written_kv(self, step: Step, load: BatchLoad) -> float:
         """Seconds of writing a micro-batch's KV to disk."""
         (blocks, runs), hardware = load.disk_writes, self._costs.hardware
         size = blocks * self._costs.inputs.disk_block_bytes
-        return size / hardware.disk_write_bytes_per_s + runs * hardware.disk_write_overhead_s
+        return transfer_s(size, hardware.disk_write_bytes_per_s, runs, hardware.disk_write_overhead_s)
 
 
 # The seconds of each kind of Step. Those between stages of a pipeline are the pipeline's (sweep_sampling.py).

@@ -11,7 +11,7 @@ attention on CPU and GPU is bound by bytes, not FLOPs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS, product_key
 from batchgen.core.hardware import ComputeRates, Rates, known
@@ -138,9 +138,14 @@ def all_reduce_s(s: CostInputs, tokens: float, batches: int = 1) -> float:
     return 2 * (batches * s.hardware.all_reduce_overhead_s + tokens * s.hidden_bytes / rate)
 
 
+def pre_overhead_s(rates: ComputeRates) -> float:
+    """Fixed seconds of one micro-batch in one layer before attention; those of any later Step are a waking."""
+    return rates.step_overhead_s + rates.waking_overhead_s
+
+
 def layer_overhead_s(rates: ComputeRates) -> float:
-    """Fixed seconds of one micro-batch in one layer beside its attention: before it and after it."""
-    return rates.step_overhead_s + 2 * rates.waking_overhead_s
+    """Fixed seconds of one micro-batch in one layer before and after attention."""
+    return pre_overhead_s(rates) + rates.waking_overhead_s
 
 
 def dequantize_s(s: CostInputs) -> float:
@@ -247,6 +252,18 @@ def query_bytes(s: CostInputs) -> float:
 def attention_input_bytes(s: CostInputs) -> float:
     """Bytes of one token's queries, keys and values, which are sent to the CPU for its attention."""
     return query_bytes(s) + s.kv_token_bytes
+
+
+@overload
+def transfer_s(
+    size: float, bytes_per_s: float | None, requests: float = 0.0, request_overhead_s: float = 0.0
+) -> float: ...
+
+
+@overload
+def transfer_s(
+    size: Linear, bytes_per_s: float | None, requests: Linear = 0.0, request_overhead_s: float = 0.0
+) -> Linear: ...
 
 
 def transfer_s(

@@ -53,11 +53,12 @@ class Simulator:
         """
         self._shared_cores, self._on_step = shared_cores, on_step
         self._now_s = 0.0  # of the compute lane, which issues all Steps
-        self._free_s = dict.fromkeys(LANES, 0.0)
+        self._free_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self._open: set[int] = set()
         self._queues: dict[str, deque[tuple[Step, float, float]]] = {lane: deque() for lane in LANES}
         self._ended: dict[int, tuple[float, str]] = {}  # of Steps that others may have to wait for: end and lane
-        self._busy_s, self._stalled_s = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
+        self._busy_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
+        self._stalled_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self._between_s = self._total_s = 0.0
 
     def run(self, steps: Iterable[Step], seconds: Seconds) -> None:

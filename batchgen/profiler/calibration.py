@@ -110,7 +110,7 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str, until_s
     layer_bytes = int(model.params_per_layer * itemsize)
     layers = min(model.num_layers, max(2, -(-2 * last_level_cache_bytes() // layer_bytes)))
     memory_bytes = int(available_memory_bytes() * _MEMORY_FRAC)
-    token_bytes = int(2 * model.num_kv_heads * model.head_dim * itemsize)
+    token_bytes = int(2 * model.kv_size * itemsize)
     sweeps = [s for s in _SWEEPS if max(s.new, s.cached) + 1 < model.max_position]
     layers, sweeps = affordable_sweeps(sweeps, layers, layer_bytes, token_bytes, memory_bytes)
     part = replace(model.first_layers(layers), vocab_size=_VOCAB)
@@ -193,7 +193,7 @@ def _probe_s(dtype: str) -> float:
     weights = torch.ones(8, 1024, 1024, dtype=getattr(torch, dtype))
     x = torch.ones(512, 1024, dtype=weights.dtype)
     source, target = torch.ones(2, 1 << 27, dtype=torch.uint8)
-    times = []
+    times: list[float] = []
     deadline = time.perf_counter() + _PROBE_S
     while len(times) < 4 or time.perf_counter() < deadline:
         started = time.perf_counter()
@@ -331,7 +331,7 @@ def _runner(
     executor = in_memory(
         part, dummy_checkpoint(part), torch_dtype, blocks, DEFAULT_KV_BLOCK_SIZE, kernels=kernels, on_step=on_step
     )
-    key_bytes = model.num_kv_heads * model.head_dim * torch_dtype.itemsize
+    key_bytes = model.kv_size * torch_dtype.itemsize
 
     def run(sweep: _Sweep) -> float:
         batch = pack(

@@ -25,6 +25,7 @@ from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops import int8
 from batchgen.ops.attention_plan import SequenceSlice, plan_attention
+from batchgen.ops.cpp import BlockWeight
 from batchgen.profiler.timing import Device, Effort, Trial, pieces
 
 # Function that runs a measurement under a name for people, and returns its result.
@@ -223,7 +224,7 @@ def gemm_rates(
     stored_in = weight_format or _name(pool.dtype)
 
     def rates(model: ModelConfig) -> tuple:
-        width, attention, inner = model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size
+        width, attention, inner = model.hidden_size, model.q_size, model.intermediate_size
         up = (2 if model.gated_mlp else 1) * inner
         shapes = [(model.qkv_size, width), (width, attention), (up, width), (width, inner)]  # rows, columns
         sizes = [rows * columns for rows, columns in shapes]
@@ -265,18 +266,18 @@ def _weight(
     numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated: bool, in_rows: bool = False
 ) -> ops.Weight:
     """A matrix prepacked for GEMMs; with other numbers where quantizing takes long, as the timing is the same."""
+    rows, columns = numbers.shape
     if weight_format in BLOCK_FORMATS:
-        rows, columns = numbers.shape
         data = torch.full(
             (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
         )  # scales are numbers
-        found = ops.BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, _name(numbers.dtype)))
+        found = BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, _name(numbers.dtype)))
         return found if in_rows else ops.pack_blocks(found, numbers.dtype, gated=gated)
     stored = numbers
     if weight_format == INT8:
         some = int8.quantize(numbers[:_QUANTIZED_ROWS])
         stored = some.repeat(-(-len(numbers) // len(some)), 1)[: len(numbers)]
-    isa = kernels.linear_isa(*numbers.shape, weight_format)
+    isa = kernels.linear_isa(rows, columns, weight_format)
     return ops.bind_weight(stored, isa) if in_rows else ops.pack_weight(stored, gated=gated, isa=isa)
 
 
@@ -333,7 +334,7 @@ def prefill_rates(
     kv = paged_kv(pool, model, stored_as)
 
     def trial(context: int) -> Trial:
-        flops = 4 * model.num_heads * model.head_dim * (context * (context + 1) // 2)
+        flops = 4 * model.q_size * (context * (context + 1) // 2)
         return Trial(flops, paged_attention(kv, stored_as, model, [(context, 0)], pool.dtype, isa))
 
     return Rates(("context",), device.rising_rates(effort.prefill_contexts, trial, effort))

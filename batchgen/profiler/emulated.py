@@ -36,6 +36,7 @@ def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile
         device: The emulated accelerator.
         core: Profile of the device's dedicated core; None: it has none.
     """
+    assert device.gpu_memory_bytes is not None
     h2d_s, d2h_s, free_s = (piece_times(rate) for rate in (device.h2d_bytes_per_s, device.d2h_bytes_per_s, None))
     emulated = replace(
         cpu,
@@ -99,12 +100,11 @@ def piece_times(bytes_per_s: float | None) -> list[float]:
     sources.fill_(1), targets.fill_(1)
     times: list[float] = []
     deadline = time.perf_counter() + _LINK_S
-    for i in itertools.count():
+    while len(times) < 3 or time.perf_counter() <= deadline:
         started = time.perf_counter()
-        link.copy(targets[i % 2], sources[i % 8])
+        link.copy(targets[len(times) % 2], sources[len(times) % 8])
         times.append((time.perf_counter() - started) / size)
-        if len(times) >= 3 and time.perf_counter() > deadline:
-            return times
+    return times
 
 
 def copy_overhead_s(device: Device) -> float:
@@ -139,8 +139,8 @@ def copy_overhead_s(device: Device) -> float:
         step
         for i in range(0, 2 * _HANDOVERS, 2)
         for step in (
-            Step(i, "use", "compute", 0, 0, 0, None, None, (i - 3,) if i > 3 else ()),
-            Step(i + 1, "copy", "d2h", 0, 0, 0, None, None, (i,)),
+            Step(i, "post", "compute", 0, 0, 0, None, None, (i - 3,) if i > 3 else ()),
+            Step(i + 1, "store_hidden", "d2h", 0, 0, 0, None, None, (i,)),
         )
     ]
     cores = None if device.slowdown is None else DedicatedCore(device.slowdown)
@@ -198,8 +198,8 @@ def handover_s() -> float:
         step
         for i in range(0, 2 * _HANDOVERS, 2)
         for step in (
-            Step(i, "copy", "h2d", 0, 0, 0, None, None, (i - 1,) if i else ()),
-            Step(i + 1, "use", "compute", 0, 0, 0, None, None, (i,)),
+            Step(i, "load_hidden", "h2d", 0, 0, 0, None, None, (i - 1,) if i else ()),
+            Step(i + 1, "post", "compute", 0, 0, 0, None, None, (i,)),
         )
     ]
     try:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -257,7 +258,7 @@ def _blocks_shape(model: ModelConfig, weight_format: str, dtype_name: str) -> _S
         count = max(1, _SPREAD_BYTES // (some * row_bytes))
         spread = torch.full((count, some, row_bytes), 0x2A, dtype=torch.uint8)  # scales are numbers
         return lambda candidate: [
-            dispatch.pack_blocks(dispatch.BlockWeight(data, weight_format, candidate), dtype) for data in spread
+            dispatch.pack_blocks(cpp.BlockWeight(data, weight_format, candidate), dtype) for data in spread
         ]
 
     points = _points((columns, depth), dtype, row_bytes, weights, {})
@@ -303,7 +304,7 @@ def _points(
 
         return trial
 
-    return {f"{tokens} tokens": lambda tokens=tokens: prepare(tokens) for tokens in _TOKENS}
+    return {f"{tokens} tokens": partial(prepare, tokens) for tokens in _TOKENS}
 
 
 def rows_depend(weight: Tensor, linear: Callable[[Tensor, Tensor], Tensor] = F.linear) -> bool:
@@ -328,8 +329,8 @@ def _attention_shape(model: ModelConfig, dtype_name: str) -> _Shape:
         return lambda candidate: Trial(work, paged_attention(kv, kv_format, model, sequences, dtype, candidate))
 
     n = _PREFILL_TOKENS
-    flops = 4 * model.num_heads * model.head_dim * (n * (n + 1) // 2)
-    token_bytes = 2 * model.num_kv_heads * model.head_dim * FORMAT_BYTES[dtype_name]
+    flops = 4 * model.q_size * (n * (n + 1) // 2)
+    token_bytes = 2 * model.kv_size * FORMAT_BYTES[dtype_name]
     points = {
         f"prefill of {n} tokens": lambda: prepare([(n, 0)], flops),
         f"decode of {_DECODE_SEQS} rows of {_DECODE_CONTEXT} tokens": lambda: prepare(

@@ -111,7 +111,7 @@ def measure(
     moves = _moving(device, offload_dir, effort, watch) if like is None else {n: getattr(like, n) for n in _MOVING}
     cpu, gpu = _compute_rates(device, dtypes, subjects_of(device, effort, model, kernels), effort, watch)
     # A GPU runs what was launched ahead of it, so the overhead is the launch's.
-    step = {"launch_overhead_s" if gpu else "step_overhead_s": overheads.step_overhead_s}
+    step: dict[str, Any] = {"launch_overhead_s" if gpu else "step_overhead_s": overheads.step_overhead_s}
     return HardwareProfile(
         name=_machine_name(device),
         cpu=cpu if gpu else replace(cpu, **step),
@@ -173,7 +173,7 @@ def add_dtypes(
     return replace(
         profile,
         cpu=merged(profile.cpu, cpu),
-        gpu=profile.gpu and merged(profile.gpu, gpu),
+        gpu=merged(profile.gpu, gpu) if profile.gpu and gpu else profile.gpu,
         measured=profile.measured | {"seconds": seconds},
     )
 
@@ -198,7 +198,7 @@ def add_packed_kv(
         profile = replace(profile, cpu=merged(profile.cpu, rates))
     else:
         beside = measure_decode_attention(Device("cpu"), dtype, subjects, effort, watch, kv_format)
-        profile = replace(profile, gpu=merged(profile.gpu, rates), cpu=merged(profile.cpu, beside))
+        profile = replace(profile, gpu=merged(profile.compute, rates), cpu=merged(profile.cpu, beside))
     seconds = profile.measured.get("seconds", {}) | watch.parts_s
     return replace(profile, measured=profile.measured | {"seconds": seconds})
 
@@ -256,13 +256,9 @@ def add_products(
 
 def _with_rates(profile: HardwareProfile, rates: ComputeRates, watch: _Stopwatch) -> HardwareProfile:
     """The profile with further rates of its compute device, and what measuring them took."""
-    device = "gpu" if profile.gpu else "cpu"
+    changes: dict[str, Any] = {"gpu" if profile.gpu else "cpu": merged(profile.compute, rates)}
     seconds = profile.measured.get("seconds", {}) | watch.parts_s
-    return replace(
-        profile,
-        **{device: merged(profile.compute, rates)},
-        measured=profile.measured | {"seconds": seconds},
-    )
+    return replace(profile, measured=profile.measured | {"seconds": seconds}, **changes)
 
 
 def merged(a: ComputeRates, b: ComputeRates) -> ComputeRates:
@@ -271,7 +267,7 @@ def merged(a: ComputeRates, b: ComputeRates) -> ComputeRates:
     return replace(a, expand_bytes_per_s=b.expand_bytes_per_s or a.expand_bytes_per_s, **tables)
 
 
-def sizes(device: str, offload_dir: Path) -> dict[str, int | None]:
+def sizes(device: str, offload_dir: Path) -> dict[str, Any]:
     """The profile's size fields as they are now: the bytes that a job of this process could use. Raises InputError."""
     import shutil
 

@@ -80,7 +80,7 @@ def _engine(device: str, layers: int) -> Engine:
     )
     parts = EngineParts(
         config=config,
-        tokenizer=NoText(),
+        tokenizer=NoText(),  # type: ignore[arg-type]  # prompts are token ids, and nothing is decoded
         executor=in_memory(
             config, dummy_checkpoint(config), torch.float32, blocks, DEFAULT_KV_BLOCK_SIZE, torch.device(device)
         ),
@@ -162,7 +162,10 @@ def _load_bytes_per_s() -> float:
     import torch
     from safetensors.torch import save_file
 
-    shapes = {"model.embed_tokens.weight": (_ROWS, _WIDTH), "lm_head.weight": (_ROWS, _WIDTH)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (_ROWS, _WIDTH),
+        "lm_head.weight": (_ROWS, _WIDTH),
+    }
     shapes |= {f"model.layers.0.self_attn.{name}_proj.weight": (_WIDTH, _WIDTH) for name in "qkvo"}
     shapes |= {f"model.layers.0.mlp.{name}_proj.weight": (_WIDTH, _WIDTH) for name in ("gate", "up", "down")}
     norms = ("model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm")

@@ -113,7 +113,8 @@ class Device:
         if effort.late:
             return trial.work / max(once, 1e-7)
         count = max(1, math.ceil(effort.sample_s / max(once, 1e-7)))
-        samples, done = [], 2
+        samples: list[float] = []
+        done = 2
         deadline = time.perf_counter() + effort.point_s
         while len(samples) < 3 or time.perf_counter() < deadline:
             samples.append(self.seconds(trial.run, done, count) / count)

@@ -87,12 +87,12 @@ def disk_rates(directory: Path, effort: Effort) -> DiskRates:
     with offload_errors(directory), _open_file(directory) as file, ThreadPoolExecutor(_IN_FLIGHT) as workers:
 
         def seconds(transfer: Callable[[int, int], None], offsets: Sequence[int]) -> float:
+            def transfer_all(worker: int) -> None:
+                for offset in offsets[worker::_IN_FLIGHT]:
+                    transfer(worker, offset)
+
             started = time.perf_counter()
-            parts = [
-                workers.submit(lambda w=w: [transfer(w, offset) for offset in offsets[w::_IN_FLIGHT]])
-                for w in range(_IN_FLIGHT)
-            ]
-            for part in parts:
+            for part in [workers.submit(transfer_all, worker) for worker in range(_IN_FLIGHT)]:
                 part.result()
             return time.perf_counter() - started
 
@@ -126,7 +126,8 @@ def disk_rates(directory: Path, effort: Effort) -> DiskRates:
             requests += len(small_rates) * _SMALL_REQUESTS
             overheads.append(max(0.0, _SMALL_BYTES / statistics.median(small_rates) - _SMALL_BYTES / rate))
         cpu_overhead_s = (time.process_time() - cpu_s) / requests
-    return DiskRates(*rates, *overheads, cpu_overhead_s)
+    (read_rate, write_rate), (read_overhead_s, write_overhead_s) = rates, overheads
+    return DiskRates(read_rate, write_rate, read_overhead_s, write_overhead_s, cpu_overhead_s)
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.core.request import SamplingParams
 from batchgen.engine.engine import Engine
+from batchgen.job.given_plan import runnable
 from batchgen.job.job import resolve_job
 from batchgen.job.kernels import kernels_here
 from batchgen.job.loading import load_engine
-from batchgen.job.planning import runnable
 from batchgen.job.progress import Progress
 from batchgen.models.files import resolve_model
 from batchgen.models.tokenizers.loading import load_tokenizer

@@ -1,4 +1,4 @@
-"""What a micro-batch has come to on its way through the layers."""
+"""A micro-batch on its way through the layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ A, B = TypeVar("A"), TypeVar("B")
 
 
 def for_each(by_window: Mapping[int | None, A], make: Callable[[A], B]) -> dict[int | None, B]:
-    """The same of each value; once where several windows have the same one."""
+    """Make something of the value of each sliding window; once where several windows have the same value."""
     made: dict[int, B] = {}
     for value in by_window.values():
         if id(value) not in made:
@@ -31,23 +31,45 @@ def for_each(by_window: Mapping[int | None, A], make: Callable[[A], B]) -> dict[
 
 @dataclass(frozen=True)
 class BatchPart:
-    """A segment of a batch, ready for attention: by sliding window, as of `batch.Segment`."""
+    """A segment of a batch, ready for attention.
+
+    Attributes:
+        tokens: its tokens in the batch.
+        slots: slots of new KV by sliding window, int64 [tokens], on the compute device.
+        rows: rows of the host's pool that K and V go to by themselves, by sliding window; None: they go to slots.
+        plans: attention plans by sliding window.
+    """
 
     tokens: slice
     slots: Mapping[int | None, Tensor]
-    rows: Mapping[int | None, tuple[Tensor, Tensor]] | None  # of K and of V, where they go to host memory by themselves
+    rows: Mapping[int | None, tuple[Tensor, Tensor]] | None
     plans: Plans
 
 
 @dataclass
 class BatchState:
-    """What a micro-batch has come to on its way through the layers.
+    """A micro-batch on its way through the layers.
 
-    hidden: on the compute device, or between layers in host memory. for_cpu, from_cpu: by layer, in host memory,
-    queries of delegated sequences and memory for what comes of them; used up by CPU attention, which may be layers
-    behind, and by what is launched after it. logits_indices: None: all of them. buffers: of a sweep that is a CUDA graph.
-    begins: its last tokens, which leave it in the first layer. joined: deferred batches that are with it. in_place: its staged part, in
-    layers in which that is not staged. moves: by sliding window. routes: of a layer whose experts are read on demand, where its tokens go, by chunk.
+    Attributes:
+        packed: its packed input.
+        host_positions: positions of its tokens in host memory, int64 [tokens].
+        positions: positions on the compute device.
+        logits_indices: tokens whose logits are asked for, int64; None: all of them, in their order.
+        parts: its segments by placement, but for the deferred one.
+        moves: KV that passes through the staging buffer, by sliding window.
+        on_host: Whether its activations wait in host memory between layers.
+        hidden: activations, [tokens, hidden], on the compute device, or between layers in host memory.
+        qkv: queries, keys and values of the layer.
+        for_cpu: by layer, queries for CPU attention and memory for its results, in host memory; used up by CPU
+            attention, which may be layers behind.
+        from_cpu: by layer, results of CPU attention, in host memory.
+        attended: results of attention by placement, on the compute device.
+        logits: logits of its rows, while they come in vocabulary chunks.
+        buffers: static buffers of a sweep that is a CUDA graph.
+        begins: deferred batch that begins a token with it, and leaves it in the first layer.
+        joined: deferred batches that are with it.
+        in_place: streamed part in layers in which its KV lies on the device.
+        routes: experts of each token, by chunk, in a layer whose experts are read on demand.
     """
 
     packed: PackedBatch | None
@@ -71,7 +93,7 @@ class BatchState:
 
     @property
     def experts(self) -> list[int]:
-        """Those that any of its tokens goes through."""
+        """The experts that any of its tokens is routed to."""
         return sorted({expert for _, chosen in self.routes for expert in chosen.flatten().tolist()})
 
     def positions_of(self, tokens: slice) -> Tensor:

@@ -1,4 +1,4 @@
-"""A CUDA GPU under `streams`: its streams and events, memory on it and pinned memory of the host, and copies between them."""
+"""A CUDA GPU under `streams`: its streams and events, its memory, pinned host memory, and copies between them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class CudaDriver:
         self._semaphores = PinnedMemory().zeros((len(_HOST_LANES),), torch.int32)
         self._wait_value = _stream_wait_value()
         self._num_copies = 0
-        # All small arrays go with the stream that computes. It does not refer to the driver, whose end is that of the memory.
+        # All small arrays go with the stream that computes. It does not refer to the driver, whose end is that of the
+        # memory.
         self._passage = Passage(
             PinnedMemory().zeros((PINNED_BYTES,), torch.uint8),
             partial(_recorded, self.streams["compute"]),
@@ -143,7 +144,7 @@ _MARGIN_FRAC = 0.03
 
 
 def usable_memory(card_bytes: int | None) -> int:
-    """What tensors may take of a card of this size; None: of the current device as it is. Raises InputError."""
+    """Bytes that tensors may take of a card of this size; None: of the current device as it is. Raises InputError."""
     gc.collect()  # an engine that nobody has any more is still in the card's memory
     free, total = torch.cuda.mem_get_info()
     usable = free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -176,7 +177,8 @@ class GpuMemory:
 class _PinnedPages(mmap.mmap):
     """Pages that own their registration with CUDA: it ends before they are unmapped, whoever held them last.
 
-    Otherwise memory that is mapped at the same address later could not be registered, or would be taken for these pages.
+    Otherwise memory that is mapped at the same address later could not be registered, or would be taken for these
+    pages.
     """
 
     address: int | None = None  # where they are registered; None: they are not
@@ -229,9 +231,10 @@ class PinnedMemory:
             pages.unpin()
 
 
-# A copy is cut into pieces: a copy engine takes turns between streams, but finishes what it has begun, and a few KB that compute
-# waits for would wait for a whole matrix, up to 50 ms of it. A piece takes 0.6 ms at 25 GB/s, and launching it some 4
-# microseconds; the largest layers there are (3.6 GB) make two hundred, of the thousand that a stream's queue takes.
+# A copy is cut into pieces: a copy engine takes turns between streams, but finishes what it has begun, and a few KB
+# that compute waits for would wait for a whole matrix, up to 50 ms of it. A piece takes 0.6 ms at 25 GB/s, and
+# launching it some 4 microseconds; the largest layers there are (3.6 GB) make two hundred, of the thousand that a
+# stream's queue takes.
 COPY_BYTES = 16 << 20
 
 
@@ -258,7 +261,7 @@ class CudaLink:
         return target
 
     def copy_rows(self, target: Tensor, source: Tensor, passing: Tensor) -> None:
-        """As `Link.copy_rows`, with the gaps between the rows, by way of `passing`.
+        """Copy rows with the gaps between them, by way of `passing`.
 
         torch would first copy all of the host's side back and forth, and one copy a row would fill the stream's queue.
         """
@@ -282,12 +285,12 @@ class CudaLink:
         self._driver.note_copy()
 
     def bring(self, source: Tensor) -> Tensor:
-        """As `Link.bring`; on the stream that computes."""
+        """Copy what the host has, which may change at once, on the stream that computes."""
         self._count(source)
         return self._driver.upload(source)
 
     def borrow(self, tensor: Tensor) -> None:
-        """Work on the current stream reads a tensor that belongs to another: its memory is not given out again before."""
+        """Keep the memory of a tensor of another stream until work on the current stream, which reads it, is done."""
         self._driver.borrow(tensor)
 
     def gather(self, target: Tensor, source: Tensor, index: Tensor) -> None:

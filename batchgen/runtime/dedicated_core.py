@@ -1,9 +1,9 @@
-"""An emulated accelerator with a core of its own: where its lanes and the CPU's run, and how long their work is made to take.
+"""An emulated accelerator with a dedicated core: the cores that lanes run on, and the throttle of their work.
 
-Computation runs on the accelerator's core, its links' copies in the time that this core sleeps, CPU attention and the disk's lanes
-on the others. A Step takes a given number of times as long as a core is busy with it: the rest is slept. So a device that is
-slower than a core, or than the CPU beside it, needs no more of the machine than it would have. Steps are still carried out by
-their lanes, one after the other, and nothing has its result before its time.
+Computation runs on the accelerator's core, its links' copies in the time that this core sleeps, CPU attention and the
+disk's lanes on the others. A Step takes a given number of times as long as a core is busy with it: the rest is slept.
+So a device that is slower than a core, or than the CPU beside it, needs no more of the machine than it would have.
+Steps are still carried out by their lanes, one after the other, and nothing has its result before its time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from batchgen.schedule.step_graph import Step
 # Of compute's Steps, those that are copies, which the links slow down.
 _COPIES = ("embed", "load_attention", "join_deferred")
 _LINKS = ("h2d", "d2h")
-# A thread this nice gives up its core at once to one that wants to compute, and has a tenth of it where that one never sleeps.
+# A thread this nice gives up its core at once to one that wants to compute, and has a tenth of it where that one never
+# sleeps.
 _LINKS_NICE = 10
 
 
@@ -37,7 +38,7 @@ class Throttle:
 
     @contextlib.contextmanager
     def held(self, overhead_s: float = 0.0) -> Iterator[None]:
-        """Ends no sooner than the work inside is to take, and so much more; what it waits for counts as a part of that, not as work."""
+        """End no sooner than the work inside is to take, and `overhead_s` more. Its waits are a part of that, not work."""
         started, busy = time.perf_counter(), time.thread_time()
         self._hosts_s = 0.0
         yield
@@ -61,9 +62,9 @@ class DedicatedCore:
         """Take the last of the cores for the accelerator.
 
         Args:
-            slowdown: Of what the accelerator computes.
-            cpu_slowdown: Of CPU attention.
-            step_overhead_s: Of one layer of one micro-batch.
+            slowdown: Slowdown of what the accelerator computes.
+            cpu_slowdown: Slowdown of CPU attention.
+            step_overhead_s: Seconds that one layer of one micro-batch takes besides.
 
         Raises:
             InputError: There are not two cores.
@@ -96,7 +97,7 @@ class DedicatedCore:
         )  # each micro-batch has one of these in each layer
 
     def hosts(self) -> contextlib.AbstractContextManager[None]:
-        """Within a Step of compute's: what it does for the host, as handing over logits, from which tokens are sampled."""
+        """Within a Step of `compute`: work that is the host's, as sampling from the logits that are handed over."""
         return self._throttles["compute"].hosts()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the Steps of placement `deferred` do: queries to the CPU, its attention, and what comes of it back to the compute device.
+"""A deferred batch on its way through the layers: queries to the CPU, its attention, and the results back.
 
 Queries and results lie in two tables in host memory, [slots, heads * head_dim], with a row for each sequence in flight.
 """
@@ -20,9 +20,16 @@ from batchgen.schedule.sequence import LogitsRow
 class DeferredBatchState:
     """Sequences at the same layer of a token (`schedule.deferred_batches`).
 
-    rows: whose logits they will have. positions: int64, on the compute device. slots: int64, of each in the tables. kv_rows: where
-    new K and V go in the host's pool, flat. plans: by sliding window. hidden: [rows, hidden] on the compute device, as sending,
-    (q, k, v) on their way to the CPU, and attended, what came back.
+    Attributes:
+        rows: rows of logits that they will have.
+        positions: positions of their tokens on the compute device, int64 [rows].
+        slots: place of each in the tables, in host memory, int64 [rows].
+        slots_on_device: these places on the compute device.
+        kv_rows: rows of the host's pool, flat, that new K and V go to, by sliding window.
+        plans: attention plans by sliding window.
+        hidden: activations on the compute device, [rows, hidden].
+        sending: (q, k, v) on their way to the CPU.
+        attended: results of attention, [rows, heads * head_dim].
     """
 
     rows: list[LogitsRow]
@@ -53,7 +60,7 @@ class DeferredBatchState:
     def attend(
         self, pool: Tensor, window: int | None, tables: tuple[Tensor, Tensor], num_heads: int, **softmax
     ) -> None:
-        """Attention on the CPU, from the table of queries to that of results. softmax: options of `ops.paged_attention`."""
+        """Attend on the CPU, from one table to the other. softmax: options of `ops.paged_attention`."""
         queries, attended = tables
         q = queries[self.slots].view(len(self.slots), num_heads, -1)
         attended[self.slots] = ops.paged_attention(q, pool, self.plans[window], **softmax)

@@ -14,7 +14,7 @@ def open_tiers(device: Device, gpu_bytes: int | None = None) -> Tiers:
     """Open the tiers of a device.
 
     Args:
-        device: What computes.
+        device: Device that computes.
         gpu_bytes: The budget of its own memory; None: all there is.
 
     Raises:

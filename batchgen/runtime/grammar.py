@@ -1,7 +1,8 @@
 """Structured output: which tokens may come next, so that a sample's text follows a JSON schema or a regular expression.
 
-llguidance does the work; it is an optional extra, imported where a grammar is first needed. A sample's mask for its next token
-is made in a thread of its own, from the moment its last token is known: while the next sweep's layers compute.
+llguidance does the work; it is an optional extra, imported where a grammar is first needed. A sample's mask for its
+next token is made in a thread of its own, from the moment its last token is known: while the next sweep's layers
+compute.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from batchgen.core.machine import available_cores
 from batchgen.core.request import SamplingParams
 from batchgen.runtime.json_schema import read_schema, rewritten, with_exclusive_branches
 
-# Between two parts of a JSON text at most one space: it stays one line, and its length is bounded where the schema bounds it. A
-# schema's own "x-guidance" goes before these.
+# Between two parts of a JSON text at most one space: it stays one line, and its length is bounded where the schema
+# bounds it. A schema's own "x-guidance" goes before these.
 _JSON_DEFAULTS: dict[str, Any] = {"whitespace_pattern": " ?"}
 _COMPACT_JSON_DEFAULTS: dict[str, Any] = {"whitespace_flexible": False}
-# llguidance makes masks once for tokens that fit into a string with so much left, which is where masks take longest. With more
-# lengths than its own (10 and 30) a JSON record with bounded strings takes two thirds of the time.
+# llguidance makes masks once for tokens that fit into a string with so much left, which is where masks take longest.
+# With more lengths than its own (10 and 30) a JSON record with bounded strings takes two thirds of the time.
 _STRING_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [
     r"[\x20\x0A\x0D\x09]+",
@@ -37,7 +38,7 @@ _KEPT_GRAMMARS = 256  # compiled ones, some tens of kilobytes each
 
 
 def check_grammar(sampling: SamplingParams) -> None:
-    """Raises InputError where there is a schema or regular expression that cannot be followed, or llguidance is missing.
+    """Raise InputError for a schema or regular expression that cannot be followed, or where llguidance is missing.
 
     Takes a millisecond or less, and no tokenizer.
     """
@@ -46,9 +47,10 @@ def check_grammar(sampling: SamplingParams) -> None:
 
 
 class Constraint:
-    """How far one sample is in its grammar.
+    """The state of one sample in its grammar.
 
-    Invariant: the matcher has taken every token of the sample but the end-of-text, each once, or is taking the last one.
+    Invariant: the matcher has taken every token of the sample but the end-of-text, each once, or is taking the last
+    one.
     """
 
     def __init__(self, matcher: Any, mask: np.ndarray) -> None:
@@ -75,7 +77,7 @@ class Grammar:
         self._matcher, self._first_mask = matcher, first_mask
 
     def start(self) -> Constraint:
-        """Of a new sample."""
+        """The state of a new sample."""
         return Constraint(self._matcher.deep_copy(), self._first_mask)
 
 
@@ -189,7 +191,7 @@ def _llguidance() -> ModuleType:
 
 @lru_cache(_KEPT_GRAMMARS)
 def _grammar(json_schema: str | None, regex: str | None, compact_json: bool) -> str:
-    """As llguidance writes grammars. Raises InputError."""
+    """The grammar in the form that llguidance reads. Raises InputError."""
     if json_schema is None:
         grammar = _llguidance().LLMatcher.grammar_from_regex(regex)
         problem = _problem(grammar)
@@ -232,15 +234,15 @@ def _knows_format(name: str) -> bool:
 def _refused(json_schema: str | None, reason: str) -> str:
     if json_schema is not None and "oneOf" in reason:
         return (
-            "json_schema cannot be followed: a text may be valid for two schemas of a oneOf; write anyOf, or give the schema"
-            ' "x-guidance": {"coerce_one_of": true} where that is right as well'
+            "json_schema cannot be followed: a text may be valid for two schemas of a oneOf; write anyOf, or give the"
+            ' schema "x-guidance": {"coerce_one_of": true} where that is right as well'
         )
     where = "" if json_schema is None or "look" not in reason else "in a pattern, "
     return f"{'regex' if json_schema is None else 'json_schema'} cannot be followed: {where}{_first_line(reason)}"
 
 
 def _first_line(reason: str) -> str:
-    """What counts of llguidance's messages, which show the position in several lines, and its own state after those."""
+    """The first line of llguidance's messages, whose others show the position, and its own state."""
     lines = reason.strip().splitlines()
     told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     return "no text is like that" if told == "NoExtensionBias" else one_line(told)

@@ -1,9 +1,11 @@
 """Decode sweeps captured once as CUDA graphs and replayed.
 
-Where weights and KV are in the device's memory, launching the layers' kernels one by one takes longer than running them.
+Where weights and KV are in the device's memory, launching the layers' kernels one by one takes longer than running
+them.
 
-A CUDA graph reads fixed memory, its static buffers, into which later sweeps of about its size are written: tokens up to a
-round number, and attention plans up to a capacity. What a sweep does not fill of that capacity is computed and not stored.
+A CUDA graph reads fixed memory, its static buffers, into which later sweeps of about its size are written: tokens up to
+a round number, and attention plans up to a capacity. What a sweep does not fill of that capacity is computed and not
+stored.
 """
 
 from __future__ import annotations
@@ -142,7 +144,7 @@ class DecodeGraphs:
 
 
 def is_decode(packed: PackedBatch) -> bool:
-    """Whether every sequence has a single token, whose logits are asked for, and its KV in the device's own pool."""
+    """Tell whether each sequence has one token, whose logits are asked for, and its KV in the device's own pool."""
     segments = packed.segments
     if (
         len(segments) != 1

@@ -12,12 +12,14 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import SamplingParams
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
+from batchgen.ops.dispatch import CPU
 from batchgen.runtime.devices import open_tiers
-from batchgen.runtime.executor import CPU, Executor, SweepOptions
+from batchgen.runtime.executor import Executor
 from batchgen.runtime.lanes import OnStep
 from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sampler import sample
+from batchgen.runtime.sweep_options import SweepOptions
 from batchgen.runtime.warm_up import dummy_sweeps
 from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.packed_batch import pack
@@ -39,7 +41,7 @@ def in_memory(
     """An executor with all weights and `num_blocks` blocks of KV in the memory of the device that computes.
 
     device: the CPU, or a CUDA GPU. captured_tokens: as of SweepOptions. kernels: what each shape runs on. on_step: see
-    `steps.threads.Lanes`.
+    `lanes.Lanes`.
     """
     tiers = open_tiers(Device(device.type))
     name, tier = str(dtype).removeprefix("torch."), tiers.compute_tier
@@ -56,7 +58,7 @@ def in_memory(
     if tiers.driver:
         rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * kv_block_size
         limits = SchedulerLimits(rows, tokens, kv_seqs={KVPlacement(tier): rows}, compute_tier=tier)
-        key_bytes = config.num_kv_heads * config.head_dim * dtype.itemsize
+        key_bytes = config.kv_size * dtype.itemsize
         shape = {"kv_block_size": kv_block_size, "key_bytes": key_bytes, "windows": frozenset(config.windows)}
         sweeps = dummy_sweeps(
             Scheduler({tier: BlockManager(num_blocks, kv_block_size)}, limits),

@@ -1,6 +1,7 @@
 """JSON schemas as people have them, rewritten to what llguidance takes.
 
-What is rewritten may allow fewer texts than the schema, never others: a text that follows it is valid against the schema as it was given.
+What is rewritten may allow fewer texts than the schema, never others: a text that follows it is valid against the
+schema as it was given.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "re
 
 
 def read_schema(text: str) -> Schema:
-    """The schema in a text: by itself, or in OpenAI's `{"name": ..., "schema": ...}` and what that is in. Raises InputError."""
+    """The schema in a text: by itself, or in OpenAI's `{"name": ..., "schema": ...}`. Raises InputError."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -43,7 +44,7 @@ def read_schema(text: str) -> Schema:
 
 
 def rewritten(schema: Schema, knows_format: Callable[[str], bool]) -> Schema:
-    """Formats that nobody knows are annotations, as the standard has it; look-ahead in patterns becomes patterns without it.
+    """Take unknown formats for annotations, as the standard has it; turn look-ahead in patterns into patterns without it.
 
     knows_format: whether llguidance knows one.
     """
@@ -64,10 +65,10 @@ def rewritten(schema: Schema, knows_format: Callable[[str], bool]) -> Schema:
 
 
 def with_exclusive_branches(schema: Schema) -> Schema:
-    """Turn each oneOf into an anyOf, where no text of a branch can be valid for another one once it is narrowed a little.
+    """Turn each oneOf into an anyOf, where no text of a branch, once narrowed a little, can be valid for another.
 
-    A branch may lose a property that another one requires, and may have to have one that tells it from another. A oneOf where that does not
-    suffice stays.
+    A branch may lose a property that another one requires, and may have to have one that tells it from another. A oneOf
+    where that does not suffice stays.
     """
 
     def rewrite(part: dict[str, Any]) -> dict[str, Any]:
@@ -242,7 +243,7 @@ _MOST_DIGITS = 64
 
 
 def without_look_ahead(pattern: str) -> list[str] | None:
-    """Patterns that together say what one with look-ahead does, or less; None where there is none, or it cannot be told."""
+    """Patterns that together say what one with look-ahead does, or less; None: there are none that are known to."""
     if "(?=" not in pattern and "(?!" not in pattern:
         return None
     anchor, rest = ("^", pattern[1:]) if pattern.startswith("^") else ("", pattern)
@@ -277,7 +278,7 @@ def _inverse(characters: str) -> str:
 
 
 def _closing(text: str) -> int | None:
-    """Where the parenthesis that begins a text is closed."""
+    """The index at which the parenthesis that begins a text is closed."""
     depth, i, in_class = 0, 0, False
     while i < len(text):
         if text[i] == "\\":

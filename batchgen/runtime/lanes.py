@@ -1,8 +1,8 @@
 """Carries out Steps: one thread for each lane that moves data or attends on the CPU, the caller's for `compute`.
 
 Each lane takes its Steps in order and starts one when all it waits for have ended. As every Step waits for earlier ones
-only, the earliest that has not ended can always run: there is no deadlock. `serial` runs the Steps one after the other in
-the caller's thread, and is the specification.
+only, the earliest that has not ended can always run: there is no deadlock. `serial` runs the Steps one after the other
+in the caller's thread, and is the specification.
 """
 
 from __future__ import annotations
@@ -32,14 +32,23 @@ class Lanes:
         on_step: OnStep | None = None,
         on_thread: Callable[[str], None] = lambda lane: None,
     ) -> None:
-        """on_thread: called with the lane in each thread that is started. perform: does a Step's work. shared_cores: compute and CPU attention have the same cores, and take turns."""
-        self.busy_s = dict.fromkeys(LANES, 0.0)
+        """Start no thread before its lane has work.
+
+        Args:
+            perform: Does a Step's work.
+            serial: Whether all Steps run in the caller's thread.
+            shared_cores: Whether compute and CPU attention have the same cores, and take turns.
+            on_step: Called after each Step, with its times.
+            on_thread: Called with the lane in each thread that is started.
+        """
+        self.busy_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
         # Seconds in which compute stood still, by the lane it waited for; CPU attention also where it had the cores.
-        self.stalled_s = dict.fromkeys(LANES, 0.0)
+        self.stalled_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self._perform, self._serial, self._on_step, self._on_thread = perform, serial, on_step, on_thread
         self._cores = threading.Lock() if shared_cores and not serial else None
         self._lock = threading.Lock()
-        # A lane is woken only by what it waits for: every thread that wakes takes the interpreter from the computing one.
+        # A lane is woken only by what it waits for: every thread that wakes takes the interpreter from the computing
+        # one.
         self._wakes = {lane: threading.Condition(self._lock) for lane in LANES}
         self._waits_for: dict[str, int] = {}  # lane -> id of the Step it waits for
         self._drained = threading.Condition(self._lock)
@@ -74,7 +83,7 @@ class Lanes:
 
     @contextlib.contextmanager
     def one_by_one(self) -> Iterator[None]:
-        """Meanwhile each Step is done before the next one begins, so that nothing waits; and none is timed or reported."""
+        """Meanwhile do each Step before the next one begins, so that nothing waits; none is timed or reported."""
         before = self._serial, self._on_step
         self._serial, self._on_step = True, None
         try:
@@ -93,7 +102,7 @@ class Lanes:
         work()
 
     def has_ended(self, step_id: int) -> bool:
-        """Whether a Step that was issued has ended."""
+        """Tell whether a Step that was issued has ended."""
         with self._lock:
             return step_id not in self._pending
 
@@ -111,7 +120,8 @@ class Lanes:
                 queue.clear()
             self._wake_all()
         for thread in self._threads.values():
-            # Not alive where an interrupt came while it was being started. Itself where it was the last to have the engine.
+            # Not alive where an interrupt came while it was being started. Itself where it was the last to have the
+            # engine.
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join()
         self._threads.clear()

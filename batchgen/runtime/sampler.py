@@ -44,8 +44,8 @@ def uniform(seed: int, row_id: str | int, sample: int, step: int) -> float:
 class Sampled:
     """The next token of each of some sequences. Nothing has waited for the device.
 
-    token_ids: int64 [sequences], on the device, each a token of the vocabulary; on_host: the same, or NOT_FINITE, in the host's
-    memory once the device has come so far. logprobs:
+    token_ids: int64 [sequences], on the device, each a token of the vocabulary; on_host: the same, or NOT_FINITE, in
+    the host's memory once the device has come so far. logprobs:
     fp64 [wanted, 1 + 2 n]: of each sequence in `wanted`, in order, the token's
     log-probability, then the top n log-probabilities and their tokens. counts: how many of these n it asked for.
     """
@@ -57,7 +57,7 @@ class Sampled:
     logprobs: Tensor | None = None
 
     def tokens(self) -> list[SampledToken]:
-        """What has been sampled; only once the device has come so far."""
+        """The sampled tokens; only once the device has come so far."""
         sampled = [SampledToken(token) for token in self.on_host.tolist()]
         if self.logprobs is not None:
             for i, count, (logprob, *top) in zip(self.wanted, self.counts, self.logprobs.tolist(), strict=True):
@@ -107,7 +107,7 @@ class _Logprobs:
         self._values = values - self._lse.unsqueeze(1)
 
     def of(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """As `Sampled.logprobs`. logits: as they were at first, where tokens were chosen."""
+        """The log-probabilities of chosen tokens and of the top-k. logits: those that tokens were chosen from."""
         own = logits.gather(1, chosen.unsqueeze(1)).index_select(0, self._rows).double() - self._lse.double().unsqueeze(
             1
         )
@@ -115,10 +115,10 @@ class _Logprobs:
 
 
 class _Penalties:
-    """What changes the logits of some tokens, in place, in vLLM's order.
+    """Changes to the logits of some tokens, in place, in vLLM's order.
 
-    Biases are added; repetition penalties (CTRL, Keskar et al. 2019) scale those of the tokens of prompt and output; frequency and
-    presence penalties (OpenAI) are taken off those of the output's.
+    Biases are added; repetition penalties (CTRL, Keskar et al. 2019) scale those of the tokens of prompt and output;
+    frequency and presence penalties (OpenAI) are taken off those of the output's.
     """
 
     def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
@@ -143,7 +143,7 @@ class _Penalties:
 
 
 def _changes(sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [tokens] whose logits change, each once; fp32 [3, tokens]: what is added, then scales, then is taken off."""
+    """int64 [tokens] whose logits change, each once; fp32 [3, tokens] that is added, then scales, then is taken off."""
     sampling = sequence.sampling
     biases = dict(sampling.logit_bias)
     counts = Counter(sequence.generated) if sampling.presence_penalty or sampling.frequency_penalty else Counter()

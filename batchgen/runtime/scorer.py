@@ -1,7 +1,7 @@
 """From logits to scores: the log-probabilities of given tokens, whether each is the argmax, and the top-k.
 
-The vocabulary may come in chunks, so that logits of thousands of tokens never have to be held: of each row a maximum and its
-position, the log of the sum of exponentials and the logits asked for are kept.
+The vocabulary may come in chunks, so that logits of thousands of tokens never have to be held: of each row a maximum
+and its position, the log of the sum of exponentials and the logits asked for are kept.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class _Group:
             self._top = values, tokens
 
     def results(self) -> Iterator[tuple[LogitsRow, ScoredPosition]]:
-        # On the host: allocating memory of the device, outside of a sweep's streams, might wait for all that it has to do.
+        # On the host: allocating memory of the device, outside of a sweep's streams, might wait for all that it has to
+        # do.
         lse = self._best[2].cpu()
         chosen = (self._chosen.cpu() - lse[self._rows.cpu()]).tolist()
         argmax = self._best[0].cpu().where(self._finite.cpu(), NOT_FINITE).tolist()

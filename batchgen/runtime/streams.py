@@ -1,10 +1,10 @@
-"""Carries out Steps on a device with streams: what it computes and copies is launched ahead, on a stream for each of its lanes.
+"""Carries out Steps on a device with streams: work is launched ahead, on a stream for each of the device's lanes.
 
-A launch returns long before its work is done. The caller's thread launches all Steps of `compute`, `h2d` and `d2h` in their
-order. The device itself waits, stream for stream; for the host's lanes it waits at host semaphores: counters in host memory of
-how many Steps a lane has ended. Disk and CPU attention have threads of their own, as in `threads`, which wait for the device by
-its events. So the launching thread waits only where it is too far ahead: a few layers at most, as what is launched holds memory,
-and a few Steps, as streams hold a limited number of operations.
+A launch returns long before its work is done. The caller's thread launches all Steps of `compute`, `h2d` and `d2h` in
+their order. The device itself waits, stream for stream; for the host's lanes it waits at host semaphores: counters in
+host memory of how many Steps a lane has ended. Disk and CPU attention have threads of their own (`lanes`), which wait
+for the device by its events. So the launching thread waits only where it is too far ahead: a few layers at most, as
+what is launched holds memory, and a few Steps, as streams hold a limited number of operations.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 STREAMS = ("compute", "h2d", "d2h")
 # Layers before the one that is being launched whose computation may not be done.
 LAYERS_AHEAD = 2
-# Operations that a stream may hold when a Step is launched. A CUDA stream takes about 1,024; a launch beyond these blocks, perhaps
-# with the interpreter's lock, so that no host lane signals the semaphore that the stream waits at. This leaves a Step as many again.
+# Operations that a stream may hold when a Step is launched. A CUDA stream takes about 1,024; a launch beyond these
+# blocks, perhaps with the interpreter's lock, so that no host lane signals the semaphore that the stream waits at. This
+# leaves a Step as many again.
 MOST_QUEUED = 512
-# Kernels and events of a Step, at most, as far as nobody has counted them: attention of three kinds of sequences has the most.
+# Kernels and events of a Step, at most, as far as nobody has counted them: attention of three kinds of sequences has
+# the most.
 STEP_OPERATIONS = 36
 LAUNCH = "launch"  # what compute waits for where the host is late
 
@@ -45,15 +47,15 @@ class Driver(Protocol):
         ...
 
     def record(self, lane: str) -> Event:
-        """What has been launched there so far."""
+        """Mark what has been launched there so far."""
         ...
 
     def wait(self, lane: str, event: Event) -> None:
-        """What is launched there from now on waits for the event."""
+        """Have what is launched there from now on wait for the event."""
         ...
 
     def wait_for_host(self, lane: str, host_lane: str, count: int) -> None:
-        """What is launched there from now on waits until the host lane's semaphore has reached `count`."""
+        """Have what is launched there from now on wait until the host lane's semaphore has reached `count`."""
         ...
 
     def signal(self, host_lane: str, count: int) -> None:
@@ -63,9 +65,9 @@ class Driver(Protocol):
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record what work() launches, instead of running it, as a CUDA graph.
 
-        The result replays it on the current stream as often as it is called, always on the same memory. The streams may be
-        at work meanwhile, but none of them waits at a semaphore: sweeps that are captured move nothing, so no Step of
-        theirs is a host lane's.
+        The result replays it on the current stream as often as it is called, always on the same memory. The streams may
+        be at work meanwhile, but none of them waits at a semaphore: sweeps that are captured move nothing, so no Step
+        of theirs is a host lane's.
         """
         ...
 
@@ -125,8 +127,8 @@ class _Timed(NamedTuple):
 class StreamLanes(Lanes):
     """Invariant: a Step's work starts on the device, or in its lane's thread, after all that it waits for has ended.
 
-    busy_s is what passes on the device from where a Step has nothing more to wait for until it has ended. stalled_s has LAUNCH
-    too: compute had ended one Step, and the host had not launched the next one of the sweep.
+    busy_s is what passes on the device from where a Step has nothing more to wait for until it has ended. stalled_s has
+    LAUNCH too: compute had ended one Step, and the host had not launched the next one of the sweep.
     """
 
     def __init__(
@@ -223,7 +225,7 @@ class StreamLanes(Lanes):
             self._layers[-1] = self._layers[-1][0], ended
 
     def _waits(self, lane: str, earlier: int) -> Iterator[tuple[str, Callable[[], None]]]:
-        """For a Step: the lane of one that it follows, and what has the stream wait for it; nothing, where that is needless."""
+        """The lane of a Step that a Step follows, and what has the stream wait for it; nothing where it need not."""
         with self._lock:
             number = self._numbers.get(earlier)
         if number is not None:
@@ -235,8 +237,8 @@ class StreamLanes(Lanes):
     def _await_headroom(self, step: Step) -> None:
         """Wait until the Step may be queued.
 
-        That is, until no more than LAYERS_AHEAD layers before its own are to be done, and until no more than MOST_QUEUED
-        operations are in the stream's queue.
+        That is, until no more than LAYERS_AHEAD layers before its own are to be done, and until no more than
+        MOST_QUEUED operations are in the stream's queue.
         """
         queued = self._queued[step.lane]
         while sum(operations for _, operations in queued) > MOST_QUEUED:
@@ -279,8 +281,8 @@ class StreamLanes(Lanes):
     def _signal(self, lane: str, count: int) -> None:
         """Raise a host lane's semaphore, never lower it; with the lock held.
 
-        A Step may end when its lane's semaphore has been raised for later Steps, which will not come. A stream that waits
-        for them would wait forever if the count went down again.
+        A Step may end when its lane's semaphore has been raised for later Steps, which will not come. A stream that
+        waits for them would wait forever if the count went down again.
         """
         if count > self._semaphores.get(lane, 0):
             self._semaphores[lane] = count

@@ -1,4 +1,4 @@
-"""Sampled tokens on the device that computes: the next sweep takes them from there, before they have reached the host."""
+"""Sampled tokens on the device that computes: the next sweep takes them from there, before the host has them."""
 
 from __future__ import annotations
 

@@ -37,13 +37,14 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
 ) -> Iterator[list[PackedBatch]]:
     """Yield the micro-batches of some sweeps, each to be run before the next is asked for.
 
-    First the largest that prefill and that decode, with sequences of all KV placements as far as they are admitted. Then sweeps of
-    a quarter as many tokens, a sixteenth, and so on: libraries have other matrix products for few rows than for many. Then one
-    that does both. Last a single long row, for which attention is cut into parts.
+    First the largest that prefill and that decode, with sequences of all KV placements as far as they are admitted.
+    Then sweeps of a quarter as many tokens, a sixteenth, and so on: libraries have other matrix products for few rows
+    than for many. Then one that does both. Last a single long row, for which attention is cut into parts.
 
     Args:
-        scheduler: of empty pools, used for nothing else.
-        longest, sampling: tokens of one sequence; of most rows.
+        scheduler: scheduler with empty pools, used for nothing else.
+        longest: most tokens of one sequence.
+        sampling: sampling parameters of most rows.
         sampled_token: stands for sampled tokens in the next sweep; but the host knows those that it penalises.
     """
     if sampling.penalizes_output:

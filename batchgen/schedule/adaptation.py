@@ -1,9 +1,9 @@
 """Between sweeps: the block and the streamed fraction follow what is measured, within the memory that was planned.
 
-Output lengths decide how much KV a sequence is given at admission and how many sequences KV has capacity for. Lane times
-decide which of the sequences whose KV lives in host memory are attended to by the CPU and which are streamed to the
-accelerator (Pie section 3.4): the streamed fraction grows while (1) the link is not saturated, (2) copies stay hidden
-behind compute and (3) throughput does not fall; it shrinks when compute waits for copies. No tensors.
+Output lengths decide how much KV a sequence is given at admission and how many sequences KV has capacity for. Lane
+times decide which of the sequences whose KV lives in host memory are attended to by the CPU and which are streamed to
+the accelerator (Pie section 3.4): the streamed fraction grows while (1) the link is not saturated, (2) copies stay
+hidden behind compute and (3) throughput does not fall; it shrinks when compute waits for copies. No tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ _LENGTH_QUANTILE = 0.95
 
 @dataclass(frozen=True)
 class Change:
-    """What adaptation has changed. what: "expected_output_len", "block" or "streamed". sweep: after which it was made."""
+    """A change that adaptation has made.
+
+    Attributes:
+        sweep: number of the sweep after which it was made.
+        what: "expected_output_len", "block" or "streamed".
+        before: value before the change.
+        after: value after it.
+        why: reason, for people.
+    """
 
     sweep: int
     what: str
@@ -42,7 +50,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Measured:
-    """One sweep. busy_s, stalled_s: by lane, as `Lanes` has them; the second, of compute, by the lane it waited for."""
+    """The measured times of one sweep.
+
+    Attributes:
+        seconds: wall time.
+        tokens: tokens that went through the layers.
+        busy_s: seconds in which each lane was busy.
+        stalled_s: seconds in which compute stood still, by the lane it waited for.
+    """
 
     seconds: float
     tokens: int
@@ -51,7 +66,7 @@ class Measured:
 
 
 class Adaptation:
-    """Changes a scheduler's limits and placements. Invariant: blocks in use stay within the pools, which never change."""
+    """Changes a scheduler's limits and placements, within pools that never change."""
 
     def __init__(self, scheduler: Scheduler, *, planned_output_len: float, expected_output_len: int | None) -> None:
         """planned_output_len: mean that the plan counted on. expected_output_len: the user's, which stands."""
@@ -82,7 +97,7 @@ class Adaptation:
         self._footprints.append(num_tokens)
 
     def after_sweep(self, measured: Measured) -> None:
-        """To be told of every sweep; acts at the end of each window."""
+        """Take the times of a sweep, and act at the end of each window of sweeps."""
         self._sweep += 1
         self._window.append(measured)
         if len(self._window) < _WINDOW_SWEEPS:
@@ -124,10 +139,10 @@ class Adaptation:
             self._expected = expected
 
     def _fit_block(self, rate: float) -> None:
-        """As large a quota as KV has capacity for, at the size that sequences turn out to have.
+        """Set the quotas to what KV has capacity for, at the size that sequences turn out to have.
 
-        More where outputs are shorter than planned and all of it is used, less where they are longer and sequences had to be
-        preempted.
+        They grow where outputs are shorter than planned and the whole quota is used, and shrink where outputs are
+        longer and sequences had to be preempted.
         """
         scheduler, limits = self._scheduler, self._scheduler.limits
         if "block" in self._settled or len(self._lengths) < min(self._enough, _MOST_LENGTHS):
@@ -174,7 +189,8 @@ class Adaptation:
             moved, why = -min(step, streamed), f"compute waited for copies {waited['h2d']:.0%} of the time"
         elif waited["cpu_attention"] > _WAITING and link < _SATURATED and waited["h2d"] <= _WAITING and on_cpu:
             moved = min(step, on_cpu)
-            why = f"compute waited for CPU attention {waited['cpu_attention']:.0%} of the time, the link is {link:.0%} busy"
+            waited_frac = f"{waited['cpu_attention']:.0%}"
+            why = f"compute waited for CPU attention {waited_frac} of the time, the link is {link:.0%} busy"
         else:
             return
         what = "streamed up" if moved > 0 else "streamed down"

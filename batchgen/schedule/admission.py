@@ -1,6 +1,6 @@
-"""How much KV the sequences in flight will hold from now on: admission on the projected peak. No tensors.
+"""Projection of the KV that sequences in flight will hold: admission on its peak. No tensors.
 
-A decoding sequence gains a token in every sweep and gives its blocks back when it ends, so what is held at any later
+A decoding sequence gains a token in every sweep and frees its blocks when it ends, so what is held at any later
 sweep can be summed up; a new sequence fits if with its own curve added the sum never exceeds the pool. With lengths
 that are known this packs a pool as the diagonal block schedule does (FlexGen appendix A.2), where reserving every
 sequence's last block from the start would leave half of what the outputs take empty.
@@ -19,12 +19,15 @@ _ENDLESS = 1 << 40  # blocks
 
 
 class Growth(NamedTuple):  # one for each sequence in flight, in every sweep
-    """How one sequence grows in a pool.
+    """The growth of one sequence in a pool: one token with each sweep.
 
-    It has `num_tokens` of KV after this sweep and one more with each further one, for `num_sweeps` sweeps in all. Its table has `num_held`
-    blocks now, `num_sole` of them it holds alone: those it gives back when it ends.
-
-    delayed: its prompt takes more than this sweep, nobody knows how many; it counts at its longest, for good.
+    Attributes:
+        num_tokens: tokens of KV after this sweep.
+        num_sweeps: sweeps that it stays for, this one included.
+        num_held: blocks in its table now.
+        num_sole: blocks that it holds alone, which are free when it ends.
+        delayed: Whether its prompt takes more than this sweep, nobody knows how many; it counts at its longest, for
+            good.
     """
 
     num_tokens: int
@@ -39,7 +42,7 @@ class Growth(NamedTuple):  # one for each sequence in flight, in every sweep
 
 
 class Projection:
-    """Blocks that sequences will take beyond what they hold now, less what those that end give back, by sweep."""
+    """Blocks that sequences will take beyond what they hold now, less what those that end free, by sweep."""
 
     def __init__(
         self,
@@ -49,9 +52,15 @@ class Projection:
         longest_sweeps: int,
         most_sole: int | None = None,
     ) -> None:
-        """num_available: blocks the pool can hand out now. longest_sweeps: of any sequence that is going to be added.
+        """Sum up the growth of the sequences in flight.
 
-        most_sole: blocks that a sequence ever holds alone, as it gives back those before a sliding window; None: all it has.
+        Args:
+            growths: Growth of each of them.
+            num_available: Blocks that the pool can hand out now.
+            kv_block_size: Tokens of a KV block.
+            longest_sweeps: Most sweeps that a sequence stays for which is added later.
+            most_sole: Blocks that a sequence ever holds alone, as those before a sliding window are freed; None: all it
+                has.
         """
         self._num_available = num_available
         self._most_sole = most_sole
@@ -69,12 +78,12 @@ class Projection:
         self._net += sum(self._grown(-(-g.most_tokens // kv_block_size), g) for g in growths if g.delayed)
 
     def fits(self, growth: Growth) -> bool:
-        """Whether the pool lasts with one sequence more."""
+        """Tell whether the pool lasts with one sequence more."""
         last = self._last(growth)
         return bool((self._net[:last] + self._allocated(growth, last)).max() <= self._num_available)
 
     def add(self, growth: Growth) -> None:
-        """A sequence that has been admitted."""
+        """Count a sequence that has been admitted."""
         last = self._last(growth)
         self._net[:last] += self._allocated(growth, last)
 
@@ -95,7 +104,7 @@ class Projection:
         return np.minimum(blocks, self._most_in_table(growth)) - growth.num_held
 
     def _most_in_table(self, growth: Growth) -> int:
-        """With a longer table it gives back as many blocks as it gains."""
+        """The most blocks of its table that count: with a longer one it frees as many as it gains."""
         return _ENDLESS if self._most_sole is None else growth.num_held - growth.num_sole + self._most_sole
 
     def _summed(self, growths: Sequence[Growth]) -> np.ndarray:

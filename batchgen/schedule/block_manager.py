@@ -1,6 +1,6 @@
-"""Who owns which KV block: allocation, reference counts, and prompt prefixes found and shared. No tensors.
+"""The KV blocks of a tier: allocation, reference counts, and a cache of prompt prefixes. No tensors.
 
-A block holds the KV of `kv_block_size` consecutive tokens. Full prompt blocks are entered in a trie keyed by
+A block holds the KV of `kv_block_size` consecutive tokens. Full prompt blocks are inserted in a trie keyed by
 their tokens, so that a later sequence whose prompt starts the same takes the same blocks: the prefix is
 prefilled once. A block nobody uses any more stays in the trie until the space is needed; the
 longest unused goes first.
@@ -19,9 +19,12 @@ _ROOT = 0
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a sequence starts with in a pool: `blocks`, the first `num_matched` of which hold KV that it takes over.
+    """The blocks that a sequence starts with in a pool.
 
-    window_table: the same for layers whose blocks are in a `WindowPool`.
+    Attributes:
+        blocks: its block table.
+        num_matched: leading blocks that hold KV which it takes over.
+        window_table: block table of layers whose blocks are in a `WindowPool`; None: there are none.
     """
 
     blocks: list[int]
@@ -30,11 +33,12 @@ class Allocation:
 
 
 class BlockManager(BlockPool):
-    """The blocks of one tier. Those with full prompt blocks are in the trie, and are found there.
+    """The blocks of one tier. Full prompt blocks are in the trie, and are found there.
 
     Attributes:
-        windowed: the blocks of layers with a sliding window, where these give blocks back; None: all layers share one table. Where all
-            layers have a window, the blocks here hold nothing: they are the trie's.
+        share_prefixes: Whether sequences take over prompt prefixes that others have computed.
+        windowed: the blocks of layers with a sliding window, where these free blocks; None: all layers share one table.
+            Where all layers have a window, the blocks here hold nothing: they are the trie's.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class BlockManager(BlockPool):
 
     @property
     def longest_tokens(self) -> int:
-        """Of a sequence that has the pool to itself."""
+        """Most tokens of a sequence that has the pool to itself."""
         longest = self.num_blocks * self.kv_block_size
         of_window = self.windowed.longest_tokens if self.windowed else None
         return longest if of_window is None else min(longest, of_window)
@@ -79,9 +83,13 @@ class BlockManager(BlockPool):
         fits: Callable[[int], bool],
         window_fits: Callable[[Sequence[int]], bool] = lambda table: True,
     ) -> Allocation | None:
-        """The same, where the caller decides: fits(blocks of a known prefix that several sequences have already).
+        """The blocks of a sequence, or None where the caller decides that there are not enough.
 
-        Those that only one has, or none, count as new: they would have been given back.
+        Args:
+            tokens: Tokens of its prompt.
+            fits: Function of the number of blocks of a known prefix that several sequences have already. Blocks that
+                only one has, or none, count as new: they would have been freed.
+            window_fits: Function of the table of the known prefix in layers with a sliding window.
         """
         matched = self.match(tokens)
         if not fits(sum(self._users[block] > 1 for block in matched)):
@@ -99,7 +107,7 @@ class BlockManager(BlockPool):
         return Allocation(matched, len(matched), table)
 
     def num_sole(self, blocks: Sequence[int]) -> int:
-        """How many blocks of a sequence have no other user: the end of its table, as only prefixes are shared."""
+        """The number of a sequence's blocks without another user: the end of its table, as only prefixes are shared."""
         if not self.share_prefixes:
             return len(blocks)
         low, high = 0, len(blocks)
@@ -131,7 +139,7 @@ class BlockManager(BlockPool):
         return blocks
 
     def insert(self, parent: int, tokens: Sequence[int], block: int) -> int:
-        """Makes a full block, whose KV is or is about to be written this sweep, findable. Returns its trie node.
+        """Make a full block, whose KV is or is about to be written this sweep, findable. Returns its trie node.
 
         parent: the node of the block before it, 0 for the first. If an equal block is there already, that one stays.
         """

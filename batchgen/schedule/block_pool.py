@@ -29,11 +29,11 @@ class BlockPool:
         return self._users[block]
 
     def num_evictable_in(self, blocks: Sequence[int]) -> int:
-        """How many of these blocks `num_available` counts as well."""
+        """The number of these blocks that `num_available` counts as well."""
         return sum(block in self._evictable for block in blocks)
 
     def take(self, blocks: Sequence[int]) -> None:
-        """One more user for each of these blocks, which have been found."""
+        """Count one more user for each of these blocks, which have been found."""
         for block in blocks:
             self._evictable.pop(block, None)
             self._users[block] += 1
@@ -52,7 +52,7 @@ class BlockPool:
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One user less for each. The table's tail goes first, so that prefixes outlive what hangs on them."""
+        """Count one user less for each block. The tail goes first, so that prefixes outlive what hangs on them."""
         for block in reversed(blocks):
             self._users[block] -= 1
             assert self._users[block] >= 0, f"KV block {block} released twice"
@@ -63,7 +63,7 @@ class BlockPool:
                     self._free.append(block)
 
     def invalidate(self, blocks: Sequence[int]) -> None:
-        """Blocks that are in use are not found any more: their KV was never written, as the sweep failed."""
+        """Have blocks in use found no more: their KV was never written, as the sweep failed."""
         for block in blocks:
             if self._may_be_found(block):  # an equal block may have been there before
                 self._evict(block)
@@ -72,5 +72,5 @@ class BlockPool:
         raise NotImplementedError
 
     def _evict(self, block: int) -> None:
-        """The block is found no more."""
+        """Have a block found no more."""
         raise NotImplementedError

@@ -1,9 +1,9 @@
-"""Sequences of placement `deferred` on their way through the layers: a layer in a sweep, while the CPU attends beside it (APEX section 3.3).
+"""Deferred batches: sequences that go through a layer in a sweep, while the CPU attends beside it (APEX section 3.3).
 
-A deferred batch begins a token together, in one micro-batch: embedding, norm and QKV of the first layer. Then the CPU attends, and the
-sweep goes on without it. In a later sweep it joins the first micro-batch where that comes to the same layer: output projection,
-MLP, norm and QKV of the next layer, with the batch's own rows in one product. Then the CPU attends again. After the last layer it
-has its logits with the batch. No torch.
+A deferred batch begins a token together, in one micro-batch: embedding, norm and QKV of the first layer. Then the CPU
+attends, and the sweep goes on without it. In a later sweep it joins the first micro-batch where that comes to the same
+layer: output projection, MLP, norm and QKV of the next layer, with the batch's own rows in one product. Then the CPU
+attends again. After the last layer it has its logits with the batch. No torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ MOST_PASSED_BY = 8
 class DeferredBatch:
     """Sequences that are at the same layer of a token.
 
-    number: of the deferred batch. batch: the micro-batch in which it began. layer, attention, sweep: the CPU attends for this layer, in
-    this Step, since this sweep.
+    Attributes:
+        number: its number.
+        batch: micro-batch in which it began.
+        layer: layer that the CPU attends for.
+        attention: id of the Step in which it does.
+        sweep: sweep in which it began to.
     """
 
     number: int
@@ -32,10 +36,12 @@ class DeferredBatch:
 
 @dataclass
 class DeferredBatches:
-    """Those of one job.
+    """The deferred batches of one job.
 
-    waiting: for the CPU, or for a sweep to come to their layer; in the order in which they were sent. ended: those that had
-    their logits in the latest sweep.
+    Attributes:
+        waiting: deferred batches that wait for the CPU, or for a sweep to come to their layer, in the order in which
+            they were sent.
+        ended: deferred batches that had their logits in the latest sweep.
     """
 
     waiting: list[DeferredBatch] = field(default_factory=list)
@@ -51,12 +57,12 @@ class DeferredBatches:
         self.waiting = [*(replace(c, layer=c.layer + 1) for c in self.waiting if c.layer < last), *begun]
 
     def take_due(self, layer: int, sweep: int, can_join: Callable[[DeferredBatch], bool]) -> list[DeferredBatch]:
-        """Those that join at this layer, which wait no more.
+        """Take the deferred batches that join at a layer, which wait no more.
 
         Args:
-            layer: At which the sweep is.
-            sweep: Its number; who was sent in the same one is not due.
-            can_join: Whether the CPU is done; where a deferred batch was passed by too often, nobody asks.
+            layer: Layer that the sweep is at.
+            sweep: Number of the sweep; a deferred batch that was sent in the same one is not due.
+            can_join: Tells whether the CPU is done; where a deferred batch was passed by too often, nobody asks.
         """
         due = [
             c

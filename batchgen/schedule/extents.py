@@ -1,4 +1,4 @@
-"""Who owns which blocks of the KV file: runs of neighbouring blocks, so that reading a sequence's KV is one long read.
+"""The blocks of the KV file: runs of neighbouring blocks, so that reading a sequence's KV is one long read.
 
 No tensors, no files. Prefixes are not shared here: a read that is long matters more than one that is saved.
 """
@@ -31,7 +31,7 @@ class ExtentManager:
 
     @property
     def longest_tokens(self) -> int:
-        """Of a sequence that has the pool to itself."""
+        """Most tokens of a sequence that has the pool to itself."""
         return self.num_blocks * self.kv_block_size
 
     def admit(self, tokens: Sequence[int], num_blocks: int, num_reserved: int) -> Allocation | None:
@@ -58,7 +58,7 @@ class ExtentManager:
         return self._take(run, 1)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Gives blocks back, in any number of runs; they join the free runs that they touch."""
+        """Free blocks, in any number of runs; they join the free runs that they touch."""
         for start, length in runs_of(blocks):
             self._give(start, length)
 

@@ -42,21 +42,27 @@ def split_batches(
     placement_of: Callable[[ScheduledSequence], KVPlacement],
     balance_tokens: int | None = None,
 ) -> list[list[ScheduledSequence]]:
-    """The micro-batches of a sweep, none of them empty.
+    """Cut a sweep into micro-batches, none of them empty.
 
-    order: "even": `num_gpu_batches` parts of about equal tokens, fewer where there are fewer sequences, in the order of the sweep, in
-        which one class comes after the other. "mixed": the same, each with its part of every class. "neo": with
-        two batches, the second has what is delegated and the first all else; where one of them would be empty, and
-        with any other number of batches, as "even".
-    balance_tokens: as of Policy, for two batches in order "neo": the first has a part of what is delegated too, and all of a sweep in which
-        nothing is.
-    max_tokens, max_seqs, max_staged_blocks: the most of each in a batch. What exceeds them is cut further, so there may be more
-        than `num_gpu_batches`. A sequence with more tokens than that is a batch of its own; with more staged blocks
-        it cannot be run, and the caller must not let it in.
-    placement_of: the placement that the sweep's attention sees, for the compute device at hand.
+    Within a placement the sweep's order is kept, so a sequence that takes over KV which another one of the sweep writes
+    comes in the same batch or a later one.
 
-    Within a placement the sweep's order is kept, so a sequence that takes over KV which another one of the sweep
-    writes comes in the same batch or a later one.
+    Args:
+        sweep: Scheduled sequences.
+        num_gpu_batches: Number of micro-batches; what exceeds the limits is cut further, so there may be more.
+        order: "even": parts of about equal tokens, fewer where there are fewer sequences, in the order of the sweep, in
+            which one placement comes after the other. "mixed": parts of about equal tokens, each with its part of every
+            placement. "neo": with two batches, the second has the sequences that the CPU attends to and the first all
+            others; where one of them would be empty, and with any other number of batches, parts as with "even".
+        max_tokens: Most tokens of a batch; a sequence with more is a batch of its own.
+        max_seqs: Most sequences of a batch.
+        max_staged_blocks: Most blocks that a batch stages; the caller must not let in a sequence with more.
+        kv_block_size: Tokens of a KV block.
+        placement_of: Placement that the sweep's attention sees, for the compute device at hand.
+        balance_tokens: Tokens that matmuls take regardless of their number, for two batches in order "neo": the first
+            then has a part of what the CPU attends to, and all of a sweep in which it attends to nothing
+            (`first_batch_cpu_share`);
+            None: the second has all of these.
     """
     assert order in ORDERS, order
     parts = []
@@ -105,7 +111,7 @@ def _mixed(parts: list[_Part]) -> list[_Part]:
 
 
 def _balanced(others: list[_Part], delegated: list[_Part], balance_tokens: int) -> list[list[_Part]]:
-    """One batch or two, with attention of the CPU in each as long as the products of the other, by keys (NEO section 3.2).
+    """One batch or two, the CPU's attention in each as long as the matmuls of the other, by keys (NEO section 3.2).
 
     Of what is delegated the first sequences go to the first batch.
     """

@@ -35,9 +35,13 @@ SEGMENTS = (KVPlacement.DEVICE, KVPlacement.STREAMED, KVPlacement.CPU, KVPlaceme
 class Segment:
     """Tokens [start, stop) of the batch, of sequences whose KV attention finds in the same memory.
 
-    placement: the placement that attention sees (`KVPlacement.in_sweep`). For each sliding window in the model (None: full attention)
-    slots: int64 [tokens], where each token's new KV goes there; a slot is block * kv_block_size + offset.
-    plans: the attention plan, tokens counted from `start`.
+    Attributes:
+        placement: placement that attention sees (`KVPlacement.in_sweep`).
+        start: its first token.
+        stop: token after its last one.
+        slots: slots of each token's new KV by sliding window (None: full attention), int64 [tokens]; a slot is
+            block * kv_block_size + offset.
+        plans: attention plan by sliding window, its tokens counted from `start`.
     """
 
     placement: KVPlacement
@@ -58,12 +62,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Staging:
-    """What passes through the staging buffer in a layer. Its first blocks are those that come from the host's pool.
+    """The KV that passes through the staging buffer in a layer. First blocks are those that come from the host's pool.
 
-    host_blocks: int64, blocks of the host's pool to bring to staging blocks 0, 1, ...
-    new_slots, host_slots: int64, of new tokens whose KV goes to the host's pool: slot in staging, and there.
-    reads: history on disk. writes: blocks with new tokens that go to disk. disk_start, disk_stop: staging blocks of
-    sequences whose tier is the disk.
+    Attributes:
+        num_blocks: staging blocks in use.
+        host_blocks: blocks of the host's pool to bring to staging blocks 0, 1, ..., int64.
+        new_slots: slots in staging of new tokens whose KV goes to the host's pool, int64.
+        host_slots: their slots there, int64.
+        reads: runs of blocks on disk that hold KV of earlier sweeps.
+        writes: runs of blocks with new tokens that go to disk.
+        disk_start: first staging block of sequences whose KV is on disk.
+        disk_stop: staging block after their last one.
     """
 
     num_blocks: int
@@ -80,13 +89,18 @@ class Staging:
 class PackedBatch:
     """Tokens of all scheduled sequences, one after the other, without padding, by segment.
 
-    token_ids, positions: int64 [tokens].
-    staging: for each sliding window in the model; None: nothing passes.
-    logits_rows: whose logits are made; logits_indices: int64, the row of each.
-    deferred_rows: of the last segment, where it is deferred, which logits its tokens are for; not made in this sweep.
-    exchange_slots: int64, of each of these, in the tables in which queries and attention are exchanged with the CPU.
-    in_place: the staged segment as attention finds it in layers whose KV of it lies on the device: slots and plans of its pool.
-    pending_rows: int64, rows whose token only the device knows; pending_slots: int64, where each is in its table of tokens.
+    Attributes:
+        token_ids: int64 [tokens].
+        positions: int64 [tokens].
+        segments: its tokens by placement, in the order of `SEGMENTS`.
+        staging: KV that passes, by sliding window; None: nothing passes.
+        logits_rows: rows of logits that are made.
+        logits_indices: token of each of them, int64.
+        pending_rows: tokens that only the device knows, int64.
+        pending_slots: place of each in the device's table of tokens, int64.
+        deferred_rows: rows of logits that the tokens of the deferred segment are for; not made in this sweep.
+        exchange_slots: place of each in the tables in which queries and attention are exchanged with the CPU, int64.
+        in_place: streamed segment in layers whose KV of it lies on the device: slots and plans of its pool.
     """
 
     token_ids: np.ndarray
@@ -106,7 +120,7 @@ class PackedBatch:
         return len(self.token_ids)
 
     def flow(self, hidden_on_host: bool = False) -> BatchFlow:
-        """What the batch moves."""
+        """The kinds of data that the batch moves."""
         staging = list((self.staging or {}).values())
         return BatchFlow(
             placements=frozenset(s.placement for s in self.segments),
@@ -130,8 +144,8 @@ def pack(
 ) -> PackedBatch:
     """Packs one micro-batch.
 
-    key_bytes: bytes of one token's K in one layer. compute_tier: the tier that is the compute device's own memory. in_place:
-    whether in some layers KV of staged sequences lies on the compute device.
+    key_bytes: bytes of one token's K in one layer. compute_tier: the tier that is the compute device's own memory.
+    in_place: whether in some layers KV of staged sequences lies on the compute device.
     """
     by_placement: dict[KVPlacement, list[ScheduledSequence]] = {}
     for scheduled in batch:
@@ -190,12 +204,12 @@ def _by_window(
 
 
 def _gives_back(members: List[ScheduledSequence]) -> bool:
-    """Whether layers with a sliding window have blocks of their own."""
+    """Tell whether layers with a sliding window have blocks of their own."""
     return any(s.sequence.window_table is not None for s in members)
 
 
 def _slots(by_window: ByWindow, kv_block_size: int) -> dict[int | None, np.ndarray]:
-    """Where new KV goes."""
+    """Slots that new KV goes to, by sliding window."""
     made = {id(slices): _slots_of(slices, kv_block_size) for slices in by_window.values()}
     return {window: made[id(slices)] for window, slices in by_window.items()}
 
@@ -299,8 +313,8 @@ def _stage(
 ) -> tuple[dict[Sequence, np.ndarray], Staging]:
     """Gives each sequence's blocks a part of the staging buffer: block tables there, and what moves.
 
-    A prefix block that several sequences share comes over once. What has been given back does not come. windowed: in layers with a
-    sliding window.
+    A prefix block that several sequences share comes over once. What has been given back does not come. windowed: in
+    layers with a sliding window.
     """
     on_host = [s for s in members if s.sequence.kv_placement is not KVPlacement.DISK]
     on_disk = [s for s in members if s.sequence.kv_placement is KVPlacement.DISK]

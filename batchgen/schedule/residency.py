@@ -1,4 +1,4 @@
-"""Where weights reside: the tier of each group of tensors of each layer, and what a sweep has to bring over for it. No torch."""
+"""The tier of each group of tensors of each layer, and what a sweep has to bring over for it. No torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from batchgen.schedule.step_graph import Streams
 class WeightResidency:
     """The tier of every tensor of a model.
 
-    layers: for each layer, group -> tier. head: tier of the output matrix. weight_format: a dtype's name, or one of `PACKED_FORMATS`.
-    embeddings: tier of the input embeddings, where these are not the output matrix too. expert_layers: for each layer whether it has a
-    mixture of experts. on_demand_tokens: as of `Policy`.
+    Attributes:
+        layers: for each layer, group -> tier.
+        head: tier of the output matrix.
+        weight_format: name of a dtype, or one of `PACKED_FORMATS`.
+        embeddings: tier of the input embeddings, where these are not the output matrix too.
+        expert_layers: for each layer, whether it has a mixture of experts.
+        on_demand_tokens: most tokens of a sweep in which experts on disk are read on demand, where the host computes.
     """
 
     layers: tuple[Mapping[str, str], ...]
@@ -35,7 +39,7 @@ class WeightResidency:
 
     @classmethod
     def of_policy(cls, policy: Policy, config: ModelConfig) -> WeightResidency:
-        """As a policy has it: each group of tensors spread evenly over the layers."""
+        """The residency of a policy: each group of tensors spread evenly over the layers."""
         spread = [spread_layers(counts) for counts in policy.weight_layers.values()]
         layers = tuple(dict(zip(policy.weight_layers, tiers, strict=True)) for tiers in zip(*spread, strict=True))
         with_experts = tuple(map(config.has_experts, range(config.num_layers)))
@@ -43,24 +47,24 @@ class WeightResidency:
         return cls(layers, *ends, with_experts, policy.on_demand_tokens)
 
     def tier_of_embeddings(self, config: ModelConfig) -> str:
-        """Where the input embeddings are."""
+        """The tier of the input embeddings."""
         return self.head if config.tied_embeddings else self.embeddings
 
     def of_layers(self, layers: Sequence[int]) -> WeightResidency:
-        """Of a model that has only these layers."""
+        """The residency of a model that has only these layers."""
         experts = tuple(self.expert_layers[j] for j in layers) if self.expert_layers else ()
         return replace(self, layers=tuple(self.layers[j] for j in layers), expert_layers=experts)
 
     def streams(
         self, compute_tier: str, kv_on_device: Sequence[bool] = (), *, embeds: bool = True, has_head: bool = True
     ) -> Streams:
-        """What is brought to the compute device in every sweep.
+        """The data that is brought to the compute device in every sweep.
 
         Args:
-            compute_tier: The device's own memory.
-            kv_on_device: As of `Streams`.
-            embeds: As of `ModelConfig`: whether this is the first stage of a pipeline.
-            has_head: Whether it is the last.
+            compute_tier: Tier of the device's own memory.
+            kv_on_device: For each layer, whether KV that is streamed in others is on the device; empty: in none.
+            embeds: Whether this is the first stage of a pipeline.
+            has_head: Whether this is its last stage.
         """
         away = [{tier for tier in groups.values() if tier != compute_tier} for groups in self.layers]
         accelerated = compute_tier == "gpu"

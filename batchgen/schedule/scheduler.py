@@ -1,4 +1,4 @@
-"""What runs in the next sweep: admission, chunked prefill, KV accounting. No tensors, no torch.
+"""The next sweep: admission, chunked prefill, KV accounting. No tensors, no torch.
 
 `continuous` admission lets finished sequences leave and new ones in at every sweep; `static` fills a block and
 runs it to its end before the next (FlexGen's zig-zag block schedule). Admission is on projected peak KV: a
@@ -9,8 +9,8 @@ now. Where outputs grow beyond what was expected, the youngest sequence is preem
 A sweep may be scheduled before the results of the one before it have reached the host (`commit` comes when a sweep is
 launched): sequences that have nothing left to run leave when their last sweep is launched.
 
-A token of a sequence of placement `deferred` takes several sweeps. It is in the sweep that begins it, and in none until its successor
-has been chosen; meanwhile the sequence is not preempted, as the CPU may be at its KV.
+A token of a sequence of placement `deferred` takes several sweeps. It is in the sweep that begins it, and in none until
+its successor has been chosen; meanwhile the sequence is not preempted, as the CPU may be at its KV.
 
 KV lives in one pool per tier. A sequence is admitted into a KV placement, which says its pool; it stays there until
 it leaves, and is preempted only for sequences of the same pool.
@@ -36,15 +36,19 @@ from batchgen.schedule.window_pool import NULL_BLOCK
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What may be in flight; may be replaced between sweeps.
+    """Limits of what is in flight; they may be replaced between sweeps.
 
-    max_num_seqs: sequences in flight. max_num_batched_tokens: tokens in one sweep; longer prompts are chunked.
-    admission: "continuous" or "static".
-    kv_seqs: the most sequences of each KV placement in flight, none where it is missing; None: no limit per placement.
-    max_chunk_tokens: the most tokens of one prompt in one sweep. compute_tier: the compute device's own tier.
-    deferred_rows: sequences that may enter placement "deferred" in all; None: no limit. Those that enter it near the end of a job would
-    be in flight long after all others. sweeps_in_flight: sweeps that may be under way at once, each in another stage of a pipeline;
-    each has its part of the sequences.
+    Attributes:
+        max_num_seqs: most sequences in flight.
+        max_num_batched_tokens: most tokens of one sweep; longer prompts are chunked.
+        admission: "continuous" or "static".
+        kv_seqs: most sequences of each KV placement in flight, none where it is missing; None: no limit per placement.
+        max_chunk_tokens: most tokens of one prompt in one sweep; None: no limit.
+        compute_tier: tier of the compute device's own memory.
+        deferred_rows: most sequences that enter placement DEFERRED in all; None: no limit. Those that enter it near the
+            end of a job would be in flight long after all others.
+        sweeps_in_flight: most sweeps under way at once, each in another stage of a pipeline; each has its part of the
+            sequences.
     """
 
     max_num_seqs: int
@@ -84,7 +88,7 @@ class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in ever
 
     @property
     def defers(self) -> bool:
-        """Whether the token only begins in this sweep: the last one there is, since those after it need its KV."""
+        """Tell whether the token only begins in this sweep: the last one there is, since those after it need its KV."""
         return (
             self.sequence.kv_placement is KVPlacement.DEFERRED
             and self.decodes
@@ -103,7 +107,7 @@ class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in ever
 
     @property
     def num_logits(self) -> int:
-        """How many these are."""
+        """The number of `logits_positions`."""
         sequence = self.sequence
         if sequence.targets or sequence.kv_placement is KVPlacement.DEFERRED:
             return len(self.logits_positions)
@@ -111,7 +115,7 @@ class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in ever
 
 
 class TokenSlots:
-    """Slots of a table of an engine: those in flight are distinct, whichever call of the engine they are of."""
+    """Slots of an engine's table: those in flight are distinct, whichever call of the engine they are of."""
 
     def __init__(self, most: int | None = None) -> None:
         """most: slots that there are; None: as many as are asked for."""
@@ -153,7 +157,8 @@ class Scheduler:
         self.pools = pools
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
-        # By prefix source, which comes to this scheduler first and has the same sampling: they queue when they can take over its blocks.
+        # By prefix source, which comes to this scheduler first and has the same sampling. Followers queue when they can
+        # take over its blocks.
         self._followers: dict[Sequence, list[Sequence]] = {}
         self.running: list[Sequence] = []  # in order of admission
         self.num_preempted = 0
@@ -163,8 +168,8 @@ class Scheduler:
         self._windowed = any(pool.windowed is not None for pool in pools.values())
         self._filling = True  # static admission: the current block still takes sequences
         self._token_slots = token_slots or TokenSlots()
-        # Only where the first limits have a quota for them: their pool is then one where blocks are reserved beforehand, as nobody
-        # knows how long a token takes.
+        # Only where the first limits have a quota for them: their pool is then one where blocks are reserved
+        # beforehand, as nobody knows how long a token takes.
         num_deferred = (limits.kv_seqs or {}).get(KVPlacement.DEFERRED, 0)
         self._reserving = {KVPlacement.DEFERRED.tier} if num_deferred else set()
         self._exchange_slots = (num_deferred and exchange_slots) or TokenSlots(num_deferred)
@@ -196,7 +201,7 @@ class Scheduler:
         return max(lengths, default=0)
 
     def schedule(self) -> list[ScheduledSequence]:
-        """The next sweep. Allocates its blocks; empty only if there is no work, or all are on their way (`_on_its_way`)."""
+        """The next sweep, its blocks allocated. Empty only if there is no work, or all of it is on its way."""
         sweep: list[ScheduledSequence] = []
         for sequence in self.running if self._windowed else ():
             # What is launched later comes after all that reads these blocks, but for tokens that take several sweeps.
@@ -250,7 +255,7 @@ class Scheduler:
                 self._insert_prompt_blocks(sequence, sequence.num_computed)
 
     def advance(self, num_tokens: int) -> int:
-        """Let all that run gain tokens as if they had been scheduled and sampled, for simulations; 0 where there are no blocks for that."""
+        """Let all sequences gain tokens as if they had been scheduled and sampled; 0: there are no blocks."""
         needed = Counter[str]()
         of_windows = Counter[str]()
         for sequence in self.running:
@@ -371,7 +376,7 @@ class Scheduler:
                 self._queue_followers(sequence)
 
     def _may_enter(self) -> Iterator[Sequence]:
-        """The first of those that wait: as many as may be admitted. Followers are expected to be no longer than their source."""
+        """The first waiting sequences, as many as may be admitted. Followers count as no longer than their source."""
         return islice(self.waiting, max(1, self.limits.max_num_seqs - len(self.running)))
 
     def _waits_for_prefix(self, sequence: Sequence) -> bool:
@@ -413,7 +418,8 @@ class Scheduler:
                 [] if self.running else [KVPlacement.STREAMED]
             )
         if not self.running:
-            # A row let in under earlier limits may fit only a placement that has no quota any more: it runs all the same.
+            # A row let in under earlier limits may fit only a placement that has no quota any more: it runs all the
+            # same.
             placements += [c for c in self._placements() if c not in placements and c is not KVPlacement.DEFERRED]
         for kv_placement in placements:
             tier = kv_placement.tier
@@ -516,7 +522,7 @@ class Scheduler:
             sequence.num_inserted_blocks = b + 1
 
     def _preempt_youngest(self, tier: str) -> Sequence:
-        """Of those whose token is on its way, the CPU may be reading the KV. A sequence that grows is none of them."""
+        """Preempt the youngest sequence of a tier whose token is not on its way: the CPU may be reading its KV."""
         youngest = next(s for s in reversed(self.running) if s.kv_placement.tier == tier and s.num_remaining > 0)
         self._preempt(youngest)
         return youngest
@@ -549,10 +555,11 @@ class Scheduler:
 
 
 def _on_its_way(sequence: Sequence) -> bool:
-    """Whether its last token goes through the layers, or is one that the host does not know yet.
+    """Tell whether a sequence's last token goes through the layers, or is one that the host does not know yet.
 
-    The first: of placement "deferred", and in a pipeline. The second: of placement "deferred" only, whose tokens last for sweeps anyway; none
-    is begun for a sequence that may have ended.
+    Its last token may be under way with placement DEFERRED, and in a pipeline. A token that the host does not know
+    counts with placement DEFERRED only, whose tokens last for sweeps anyway; none is begun for a sequence that may have
+    ended.
     """
     return sequence.num_remaining == 0 or (
         sequence.kv_placement is KVPlacement.DEFERRED and sequence.tokens[-1] == PENDING

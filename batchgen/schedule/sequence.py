@@ -35,8 +35,9 @@ class Constraint(Protocol):
 class ScoredPosition:
     """A position that is scored: what follows one token.
 
-    The log-probabilities of the tokens asked for, the argmax (the first of equal ones), and the top-k (token, log-probability),
-    best first. Where the logits hold NaN or infinity the argmax is NOT_FINITE, and the rest means nothing.
+    The log-probabilities of the tokens asked for, the argmax (the first of equal ones), and the top-k (token,
+    log-probability), best first. Where the logits hold NaN or infinity the argmax is NOT_FINITE, and the rest means
+    nothing.
     """
 
     logprobs: tuple[float, ...]
@@ -48,14 +49,14 @@ class ScoredPosition:
 class Sequence:
     """Tokens so far, and how far their KV has been computed.
 
-    Logits are asked for of the last token; of one that is scored, of every token from `scored_from` on: there `targets` are
-    the tokens whose log-probabilities are wanted, and `scores` what has been found so far, in order.
+    Logits are asked for of the last token; of one that is scored, of every token from `scored_from` on: there `targets`
+    are the tokens whose log-probabilities are wanted, and `scores` what has been found so far, in order.
 
     The last token may be PENDING: the device has it, at `token_slot` of its table of tokens.
 
-    Invariant: num_computed < len(tokens) while it is scheduled; the tokens from num_computed on are what the next sweeps run.
-    While exactly one is left the sequence decodes, while more are left it prefills. None is left while it is on its way
-    through the layers, of placement "deferred", for more than one sweep.
+    Invariant: num_computed < len(tokens) while it is scheduled; the tokens from num_computed on are what the next
+    sweeps run. While exactly one is left the sequence decodes, while more are left it prefills. None is left while it
+    is on its way through the layers, of placement "deferred", for more than one sweep.
     """
 
     request_index: int
@@ -102,7 +103,7 @@ class Sequence:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is nothing left to run: all its results are there, or on their way."""
+        """Tell whether there is nothing left to run: all its results are there, or on their way."""
         return self.num_remaining == 0 if self.targets else self.num_generated >= self.sampling.max_tokens
 
     @property
@@ -117,7 +118,7 @@ class Sequence:
 
     @property
     def shareable(self) -> list[int]:
-        """Tokens that a prefix computed before may stand for, but for the last of them: what is asked for has to be run."""
+        """Tokens whose KV may be taken over, and the one after them, which has to be run for what is asked for."""
         if not self.takes_prefix:
             return []
         return self.tokens[: self.next_logits_position + 1] if self.targets else self.tokens

@@ -1,10 +1,10 @@
-"""The sweep as data: every transfer and computation of it is a Step with a lane and the Steps it must wait for. No torch.
+"""The sweep as data: each transfer and computation is a Step with a lane and the Steps it must wait for. No torch.
 
-FlexGen's Algorithm 1 with its loops over layers j and micro-batches k: weights of the layers ahead load, the KV of the next
-batch loads and that of the last one stores, while a batch computes. Weights go on loading across the end of a sweep.
-Nothing but what a Step waits for, and the order in its lane, holds back the Steps of a sweep until those of the one before have ended.
-The order of `Sweeps.steps` is a valid serial order (every Step waits for earlier ones only), and is the specification:
-an executor may overlap lanes, each of which keeps this order within itself.
+FlexGen's Algorithm 1 with its loops over layers j and micro-batches k: weights of the layers ahead load, the KV of the
+next batch loads and that of the last one stores, while a batch computes. Weights go on loading across the end of a
+sweep. Nothing but what a Step waits for, and the order in its lane, holds back the Steps of a sweep until those of the
+one before have ended. The order of `Sweeps.steps` is a valid serial order (every Step waits for earlier ones only), and
+is the specification: an executor may overlap lanes, each of which keeps this order within itself.
 """
 
 from __future__ import annotations
@@ -12,22 +12,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.deferred_batches import DeferredBatch, DeferredBatches
 
-LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "receive", "send")
-# Every kind of Step, and its lane.
-KINDS = {
-    "embed": "compute", "read_weight": "disk_read", "load_weight": "h2d", "expand_weight": "compute", "load_hidden": "h2d",
-    "pre": "compute", "send_qkv": "d2h", "cpu_attention": "cpu_attention", "load_attention": "compute",
-    "read_cache": "disk_read", "load_cache": "h2d", "attention": "compute", "store_cache": "d2h", "write_cache": "disk_write",
-    "send_deferred": "d2h", "attend_deferred": "cpu_attention", "join_deferred": "compute",
-    "read_dense": "disk_read", "route": "compute", "read_experts": "disk_read",
-    "post": "compute", "store_hidden": "d2h", "load_head": "h2d", "head": "compute",
+Lane = Literal["compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "receive", "send"]
+LANES: tuple[Lane, ...] = get_args(Lane)
+StepKind = Literal[
+    "read_weight", "read_dense", "read_experts", "load_weight", "expand_weight", "load_head",
+    "read_cache", "load_cache", "store_cache", "write_cache",
+    "embed", "receive", "load_hidden", "store_hidden", "send",
+    "pre", "attention", "route", "post", "head", "layers",
+    "send_qkv", "cpu_attention", "load_attention",
+    "send_deferred", "attend_deferred", "join_deferred",
+]  # fmt: skip
+# The lane of each kind of Step; `batchgen.runtime.steps.handlers` has its work.
+KINDS: dict[StepKind, Lane] = {
+    "read_weight": "disk_read", "read_dense": "disk_read", "read_experts": "disk_read",
+    "load_weight": "h2d", "expand_weight": "compute", "load_head": "h2d",
+    "read_cache": "disk_read", "load_cache": "h2d", "store_cache": "d2h", "write_cache": "disk_write",
+    "embed": "compute", "load_hidden": "h2d", "store_hidden": "d2h",
     "receive": "receive", "send": "send",  # activations, between the stages of a pipeline
+    "pre": "compute", "attention": "compute", "route": "compute", "post": "compute", "head": "compute",
     "layers": "compute",  # all of them, as one CUDA graph
+    "send_qkv": "d2h", "cpu_attention": "cpu_attention", "load_attention": "compute",
+    "send_deferred": "d2h", "attend_deferred": "cpu_attention", "join_deferred": "compute",
 }  # fmt: skip
 # Buffers for what is on its way: one in use, one being filled.
 WEIGHT_SLOTS = KV_SLOTS = HIDDEN_SLOTS = HEAD_SLOTS = 2
@@ -41,16 +51,24 @@ LayerBatch = tuple[int, int]  # layer, micro-batch
 
 
 class Step(NamedTuple):  # thousands are made in a second
-    """One task of a sweep. after: ids of Steps that must have ended, all smaller than `id`.
+    """One task of a sweep.
 
-    weight_slot: the buffer in which the weights are that the Step fills or reads; None where they are resident, or it reads none.
-    kv_slot: the same of staged KV. layer: for Steps of the head, the vocabulary chunk. deferred_batch: whose Step it is, where it is
-    one of sequences whose attention is deferred.
+    Attributes:
+        id: number of the Step, counting up over all sweeps.
+        kind: kind of work.
+        lane: lane that does it.
+        sweep: number of the sweep.
+        layer: number of the layer; of Steps of the head, the vocabulary chunk.
+        batch: number of the micro-batch.
+        weight_slot: buffer of the weights that the Step fills or reads; None: they are resident, or it reads none.
+        kv_slot: buffer of the streamed KV that the Step fills or reads; None: it does neither.
+        after: ids of Steps that must have ended, all smaller than `id`.
+        deferred_batch: number of the deferred batch that the Step works for; None: it works for the micro-batch.
     """
 
     id: int
-    kind: str
-    lane: str
+    kind: StepKind
+    lane: Lane
     sweep: int
     layer: int
     batch: int
@@ -62,17 +80,21 @@ class Step(NamedTuple):  # thousands are made in a second
 
 @dataclass(frozen=True)
 class Streams:
-    """Which layers need something brought to the compute device in every sweep, and how.
+    """The layers that need something brought to the compute device in every sweep.
 
-    accelerated: the compute device has a memory of its own, next to the host's. weights: for each layer whether any of
-    its weights are to be loaded. disk_weights: whether any of them are on disk. dequantized: weights are stored in 4 bits, and
-    dequantized into as many buffers as layers can be in use at once (two, with sequences that the CPU attends to).
-    vocabulary_chunks: in how many the output matrix comes over; 0 if it stays on the device. kv_on_device: for each layer whether
-    KV that is staged in the others is on the device; empty: in none.
-    on_demand: for each layer whether it has experts on disk that can be read once it is known which ones the tokens are routed to;
-    empty: none has. on_demand_tokens: they are, in sweeps of at most so many tokens.
-    receives, sends: of a stage of a pipeline, activations come from the stage before instead of being embedded, or go to the one
-    behind instead of to the head.
+    Attributes:
+        accelerated: Whether the compute device has a memory of its own, next to the host's.
+        weights: for each layer, whether any of its weights are to be loaded.
+        disk_weights: for each layer, whether any of its weights are on disk.
+        dequantized: Whether weights are stored in 4 bits, and dequantized into as many buffers as layers can be in use
+            at once (two, with sequences that the CPU attends to).
+        vocabulary_chunks: chunks in which the output matrix comes over; 0: it stays on the device.
+        kv_on_device: for each layer, whether KV that is streamed in others is on the device; empty: in none.
+        on_demand: for each layer, whether it has experts on disk that can be read once it is known which ones the
+            tokens are routed to; empty: none has.
+        on_demand_tokens: most tokens of a sweep in which they are.
+        receives: Whether activations come from the previous stage of a pipeline, instead of being embedded.
+        sends: Whether activations go to the next stage of a pipeline, instead of to the head.
     """
 
     accelerated: bool
@@ -91,23 +113,23 @@ class Streams:
         return len(self.weights)
 
     def stages_kv(self, layer: int) -> bool:
-        """Whether KV of staged sequences passes through a staging buffer in this layer."""
+        """Tell whether streamed KV passes through a staging buffer in this layer."""
         return not self.kv_on_device or not self.kv_on_device[layer]
 
 
 @dataclass(frozen=True)
 class BatchFlow:
-    """What one micro-batch of a sweep moves.
+    """The data that one micro-batch of a sweep moves.
 
     Attributes:
-        placements: placements of its sequences that attention sees (`KVPlacement.in_sweep`). Those of DEFERRED begin a token, and
-            leave the batch after QKV of the first layer (`deferred_batches`).
-        history: whether STREAMED sequences have KV to bring in.
-        stored: whether new KV goes back to host memory.
-        disk_read: whether some KV comes from disk.
-        disk_write: whether some KV goes to disk.
-        hidden_on_host: whether activations wait in host memory between layers.
-        samples: whether there are rows for the head.
+        placements: placements of its sequences that attention sees (`KVPlacement.in_sweep`). Those of DEFERRED begin a
+            token, and leave the batch after QKV of the first layer (`deferred_batches`).
+        history: Whether STREAMED sequences have KV to bring in.
+        stored: Whether new KV goes back to host memory.
+        disk_read: Whether some KV comes from disk.
+        disk_write: Whether some KV goes to disk.
+        hidden_on_host: Whether activations wait in host memory between layers.
+        samples: Whether there are rows for the head.
     """
 
     placements: frozenset[KVPlacement] = frozenset({KVPlacement.DEVICE})
@@ -120,12 +142,12 @@ class BatchFlow:
 
     @property
     def moves(self) -> bool:
-        """Whether anything of the batch is moved, or attended to elsewhere."""
+        """Tell whether anything of the batch is moved, or attended to elsewhere."""
         return self.hidden_on_host or not self.placements <= {KVPlacement.DEVICE}
 
     @property
     def stays(self) -> bool:
-        """Whether any of its sequences goes through all layers in the sweep."""
+        """Tell whether any of its sequences goes through all layers in the sweep."""
         return not self.placements <= {KVPlacement.DEFERRED}
 
 
@@ -154,9 +176,9 @@ class Sweeps:
         self._staging_users: dict[int, tuple[int, ...]] = {}
         self._read_users: dict[int, tuple[int, ...]] = {}
         self._write_users: dict[int, tuple[int, ...]] = {}
-        # Per layer, the last Step of each lane that stored KV in an earlier sweep; those before it in its lane have ended
-        # too. Kept over sweeps in which nothing is stored.
-        self._stored: list[dict[str, int]] = [{} for _ in range(streams.num_layers)]
+        # Per layer, the last Step of each lane that stored KV in an earlier sweep; those before it in its lane have
+        # ended too. Kept over sweeps in which nothing is stored.
+        self._stored: list[dict[Lane, int]] = [{} for _ in range(streams.num_layers)]
         self._posted: dict[int, tuple[int, ...]] = {}  # per batch, the last `post` of the sweep before
         self._num_deferred_batches = 0
         self._alike: dict[BatchFlow, list[Step]] = {}  # of sweeps in which nothing moves, numbered from 0
@@ -171,10 +193,10 @@ class Sweeps:
         """The Steps of the next sweep over these micro-batches.
 
         Args:
-            batches: What each moves.
+            batches: The data that each micro-batch moves.
             deferred_batches: Sequences whose attention is deferred, of the same job; None: there are none.
-            has_ended: Whether a Step of CPU attention has; asked while Steps are taken from the iterator.
-            num_tokens: Of all micro-batches; None: many.
+            has_ended: Tells whether a Step of CPU attention has ended; asked while Steps are taken from the iterator.
+            num_tokens: Tokens of all micro-batches; None: many.
         """
         self._sweep += 1
         self._few_tokens = num_tokens is not None and num_tokens <= self.streams.on_demand_tokens
@@ -186,7 +208,7 @@ class Sweeps:
         return self._repeat_steps(batches[0])
 
     def _repeat_steps(self, batch: BatchFlow) -> Iterator[Step]:
-        """As `_make_steps`, of one batch in a sweep in which nothing moves: only the numbers differ from sweep to sweep."""
+        """The Steps of a sweep over one batch in which nothing moves: only the numbers differ from sweep to sweep."""
         if batch not in self._alike:
             self._alike[batch] = list(Sweeps(self.streams)._make_steps([batch], _Deferral(DeferredBatches())))
         first, sweep = self._next_id, self._sweep
@@ -238,14 +260,15 @@ class Sweeps:
         """The Steps of the next sweep over one micro-batch that moves nothing, with all layers in one."""
         self._sweep += 1
         after: tuple[int, ...] = ()
-        for kind in ("embed", "layers", "head"):
+        kinds: tuple[StepKind, ...] = ("embed", "layers", "head")
+        for kind in kinds:
             step = self._step(kind, 0, 0, after=after)
             after = (step.id,)
             yield step
 
     def _step(
         self,
-        kind: str,
+        kind: StepKind,
         layer: int,
         batch: int,
         *,
@@ -293,7 +316,7 @@ class Sweeps:
         yield from self._defer(leaving, pre, flow)
 
     def _defer(self, leaving: Sequence[DeferredBatch], pre: Step, flow: _Flow) -> Iterator[Step]:
-        """The CPU begins to attend for deferred batches that have come to their next attention; the sweep goes on without them."""
+        """Have the CPU attend for deferred batches at their next attention; the sweep goes on without them."""
         j, k = pre.layer, pre.batch
         for deferred_batch in leaving:
             send = self._step("send_deferred", j, k, after=(pre.id,), deferred_batch=deferred_batch.number)
@@ -406,11 +429,11 @@ class Sweeps:
                 del table[old]
         self._without_experts = {n for n in self._without_experts if n >= self._num_loaded - 2 * WEIGHT_SLOTS}
 
-    def _read_kind(self, n: int) -> str:
+    def _read_kind(self, n: int) -> StepKind:
         """Without its experts, where these are read on demand.
 
-        A layer is read as a whole the first time, when it is checked. What is read ahead for the next sweep is read as if that had
-        as many tokens as this one.
+        A layer is read as a whole the first time, when it is checked. What is read ahead for the next sweep is read as
+        if that had as many tokens as this one.
         """
         layer = self._streamed[n % len(self._streamed)]
         if self._few_tokens and self.streams.on_demand[layer] and n >= len(self._streamed):
@@ -427,7 +450,7 @@ class Sweeps:
                 yield self._weight_step("read_weight", n, self._reads, after)
             self._num_read += 1
 
-    def _weight_step(self, kind: str, n: int, table: dict[int, int], after: Iterable[int]) -> Step:
+    def _weight_step(self, kind: StepKind, n: int, table: dict[int, int], after: Iterable[int]) -> Step:
         layer = self._streamed[n % len(self._streamed)]
         step = self._step(kind, layer, 0, weight_slot=n % WEIGHT_SLOTS, after=after)
         table[n] = step.id
@@ -450,7 +473,7 @@ class Sweeps:
             self._users[self._count(layer)] = step_id
 
     def _load_caches(self, most: int, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
-        """Loads of KV, in the order of its use, until so many staging buffers are in use: as far ahead as these allow."""
+        """Load KV, in the order of its use, until so many staging buffers are in use: as far ahead as these allow."""
         while flow.to_stage and len(flow.staged) < most:
             yield from self._load_cache(flow.to_stage.popleft(), batches, flow)
 
@@ -497,7 +520,13 @@ class Sweeps:
 
 @dataclass(frozen=True)
 class _Deferral:
-    """Deferred batches of the sweep. alone: nobody else goes through its layers, so that passing them by would compute nothing."""
+    """The deferred batches of a sweep.
+
+    Attributes:
+        deferred_batches: deferred batches of the job.
+        has_ended: tells whether a Step of CPU attention has ended.
+        alone: Whether nobody else goes through the layers, so that passing them by would compute nothing.
+    """
 
     deferred_batches: DeferredBatches
     has_ended: Callable[[int], bool] = lambda step_id: False
@@ -509,7 +538,7 @@ class _Deferral:
 
 @dataclass
 class _Flow:
-    """What the Steps of one sweep have come to."""
+    """The state of one sweep while its Steps are made."""
 
     hidden: list[int]  # per batch, the Step after which its latest activations are where they wait
     deferral: _Deferral
@@ -519,7 +548,7 @@ class _Flow:
     before_attention: dict[LayerBatch, tuple[int, ...]] = field(default_factory=dict)
     attended: dict[LayerBatch, int] = field(default_factory=dict)  # CPU attention
     staged: dict[LayerBatch, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # slot, and what fills it
-    stored: dict[int, dict[str, int]] = field(default_factory=dict)  # per layer and lane, the last Step that stores KV
+    stored: dict[int, dict[Lane, int]] = field(default_factory=dict)  # per layer and lane, the last Step that stores KV
     num_fetched: int = 0  # activations brought from host memory, and the Steps after which their slots were free
     left: list[int] = field(default_factory=list)
     head_loads: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What the pools of one tier let in, in one sweep: the blocks of all layers, and of those with a sliding window. No tensors."""
+"""Admission to the pools of one tier: blocks of all layers, and of those with a sliding window. No tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class TierAdmission:
     """Tells who may enter a tier.
 
     Attributes:
-        reserves: whether a sequence's last block is reserved when it enters: in static blocks, on disk, beside placement "deferred".
+        reserves: Whether a sequence's last block is reserved when it enters: in static blocks, on disk, beside
+            placement DEFERRED.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class TierAdmission:
         """The blocks of a sequence that enters, or None where there are not enough, now or at a later sweep.
 
         Args:
-            entering: how long the sequence is expected to stay; whether it is delayed is found here.
+            entering: sequence, and the sweeps it is expected to stay for; whether it is delayed is found here.
             chunk: tokens of it that the sweep may have.
             num_blocks: that it is to have in all.
             num_reserved: blocks that are promised to others.
@@ -82,7 +83,7 @@ class TierAdmission:
             found = [block for block in table if block != NULL_BLOCK]
             if windowed.num_available <= windowed.num_evictable_in(found):
                 return False  # its first token has no block
-            # Those that only one has, or none, count as new: they would have been given back.
+            # Those that only one has, or none, count as new: they would have been freed.
             new = sum(windowed.num_users(block) <= 1 for block in found)
             own = growth(len(table))._replace(num_held=len(table) - new)
             added.append((self._windows, own._replace(delayed=own.delayed or self.reserves)))

@@ -1,8 +1,9 @@
-"""Who owns which KV block of the layers with a sliding window, which give back what no later token sees. No tensors.
+"""The KV blocks of layers with a sliding window, which are freed once no later token sees them. No tensors.
 
-A sequence's table of these blocks is as long as its other one. Of what it has given back it has null blocks. A block of a prompt is found
-under the trie node of the block of the other layers with the same tokens (`block_manager`), also after it has been given back, until
-its memory is needed. So a prefix can be taken over as far as the last window before its end is there.
+A sequence's table of these blocks is as long as its other one, with null blocks in place of freed ones. A block of a
+prompt is found under the trie node of the block of the other layers with the same tokens (`block_manager`), also after
+it has been freed, until its memory is needed. So a prefix can be taken over as far as the last window before its end is
+there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from batchgen.core.plan import window_blocks
 from batchgen.schedule.block_pool import BlockPool
 
-# In a block table: a block that was given back.
+# In a block table: a block that was freed.
 NULL_BLOCK = -1
 _NOT_FOUND = 0  # the root, which has no block
 
@@ -29,7 +30,7 @@ class WindowPool(BlockPool):
 
     @property
     def longest_tokens(self) -> int | None:
-        """Of a sequence that has the pool to itself; None: of any length."""
+        """Most tokens of a sequence that has the pool to itself; None: it may have any length."""
         return None if self.num_blocks >= self.blocks_of_window else self.num_blocks * self.kv_block_size
 
     def first_block(self, position: int) -> int:
@@ -37,11 +38,11 @@ class WindowPool(BlockPool):
         return max(0, position - self.window + 1) // self.kv_block_size
 
     def num_sole(self, blocks: Sequence[int]) -> int:
-        """How many of these have one user."""
+        """The number of these blocks that have one user."""
         return sum(self._users[block] == 1 for block in blocks)
 
     def longest_prefix(self, nodes: Sequence[int]) -> int:
-        """How many of a prefix's blocks can be taken over: those behind which the last window is there."""
+        """The number of a prefix's blocks that can be taken over: up to where the last window is there."""
         longest = found = 0  # found: neighbouring blocks that are there, up to here
         for count, node in enumerate(nodes, 1):
             found = found + 1 if node in self._block_of else 0
@@ -50,17 +51,17 @@ class WindowPool(BlockPool):
         return longest
 
     def prefix_table(self, nodes: Sequence[int]) -> list[int]:
-        """The table of a sequence that takes over these blocks, as many as `longest_prefix` says. Takes no reference."""
+        """The table of a sequence that takes over these blocks, as many as `longest_prefix` says."""
         first = self.first_block(len(nodes) * self.kv_block_size)
         return [NULL_BLOCK] * first + [self._block_of[node] for node in nodes[first:]]
 
     def insert(self, node: int, block: int) -> None:
-        """Makes a block findable, whose KV is or is about to be written. If there is one for the node, that one stays."""
+        """Make a block findable, whose KV is or is about to be written. If the node has one, that one stays."""
         if node != _NOT_FOUND and node not in self._block_of:
             self._block_of[node], self._node_of[block] = block, node
 
     def evict_node(self, node: int) -> None:
-        """The node is no more, so its block is found no more."""
+        """Have the block of a node that is no more found no more."""
         block = self._block_of.get(node)
         if block is None:
             return

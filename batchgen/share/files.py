@@ -1,6 +1,7 @@
-"""The few operations that sharing asks of a file system, and a directory that has them.
+"""The few operations that sharing needs of a file system, and a directory that has them.
 
-No file locks and no clocks: names that only one of several creators gets are all that is needed. NFS, Lustre and Ceph have them.
+No file locks and no clocks are used: names that only one of several creators gets are enough. NFS, Lustre and Ceph have
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 
 class Files(Protocol):
-    """Small files under names such as "leases/000003.0000". What one worker lists or reads may be older than what others wrote."""
+    """Small files under names such as "leases/000003.0000"; a worker may see an older state than others have written."""
 
     def create(self, name: str, content: bytes) -> bool:
         """Make a file that is there with all of its content, or not at all; False where the name is taken."""
@@ -57,7 +58,10 @@ def damaged(name: str) -> BatchgenError:
 
 
 class DirectoryFiles:
-    """`Files` in a directory, which may be on a network file system. All methods may raise OSError, as once it was removed."""
+    """`Files` in a directory, which may be on a network file system.
+
+    All methods may raise OSError, as when the directory has been removed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +72,11 @@ class DirectoryFiles:
             (self.path / folder).mkdir(parents=True, exist_ok=True)
 
     def create(self, name: str, content: bytes) -> bool:
-        """As `Files.create`, by a hard link. Raises InputError where the file system has none."""
+        """Create a file by a hard link, unless the name is taken; gives False where it is.
+
+        Raises:
+            InputError: The file system has no hard links.
+        """
         temporary = self._written(name, content, lasting=True)
         try:
             os.link(temporary, self.path / name)
@@ -77,7 +85,8 @@ class DirectoryFiles:
         except OSError as error:
             if error.errno in _NO_LINKS:
                 raise InputError(
-                    f"--share needs hard links, which the file system of {self.path} does not have: give an --output elsewhere"
+                    f"--share needs hard links, which the file system of {self.path} does not have: give an --output"
+                    " elsewhere"
                 ) from error
             raise
         finally:
@@ -86,26 +95,26 @@ class DirectoryFiles:
         return True
 
     def replace(self, name: str, content: bytes) -> None:
-        """As `Files.replace`."""
+        """Put content under a name, in place of what is there."""
         os.replace(self._written(name, content), self.path / name)
 
     def read(self, name: str) -> bytes | None:
-        """As `Files.read`."""
+        """The content under a name; None where there is none."""
         try:
             return (self.path / name).read_bytes()
         except FileNotFoundError:
             return None
 
     def names(self, folder: str) -> list[str]:
-        """As `Files.names`."""
+        """The names in a folder."""
         return sorted(name for name in os.listdir(self.path / folder) if not name.startswith("."))
 
     def remove(self, name: str) -> None:
-        """As `Files.remove`."""
+        """Remove a name, if it is there."""
         (self.path / name).unlink(missing_ok=True)
 
     def _written(self, name: str, content: bytes, *, lasting: bool = False) -> Path:
-        """A file of a name of its own beside `name`. lasting: its content is on stable storage, so that no power cut leaves a name without it."""
+        """A new file beside `name`. lasting: True where the content is on stable storage on return."""
         target = self.path / name
         temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
         try:

@@ -4,12 +4,12 @@
     workers/WORKER           a counter that its worker raises; one that does not change for the lease time is dead
     done/NAME                all rows of NAME are in parts, and in these; never changed, and the first one counts
 
-NAME is a range ("000017") or a phase ("open", "join"). The worker of the highest generation has the lease. It is taken over by
-creating the next generation, which only one worker can. Clocks of machines are never compared: each worker sees by its own monotonic
-clock how long a counter has stood still.
+NAME is a range ("000017") or a phase ("open", "join"). The worker of the highest generation has the lease. It is taken
+over by creating the next generation, which only one worker can. Clocks of machines are never compared: each worker sees
+by its own monotonic clock how long a counter has stood still.
 
-Fencing: parts belong to a generation. A worker that was taken for dead and lives may write parts that nobody goes on from, and never
-another result: `done` names the parts that count.
+Fencing: parts belong to a generation. A worker that was taken for dead and lives may write parts that nobody goes on
+from, and never another result: `done` names the parts that count.
 """
 
 from __future__ import annotations
@@ -37,13 +37,19 @@ class Lease:
 
     @property
     def file(self) -> str:
-        """Of this generation."""
+        """The name of this generation's file."""
         return f"leases/{self.name}.{self.generation:04d}"
 
 
 @dataclass(frozen=True)
 class Done:
-    """A range that is finished. parts: which ones have its rows, a row in several being that of the highest generation."""
+    """A range that is finished.
+
+    Attributes:
+        parts: Parts that have its rows; a row in several is that of the highest generation.
+        ok: Rows without errors.
+        failed: Rows that failed.
+    """
 
     parts: Parts
     ok: int
@@ -52,15 +58,15 @@ class Done:
 
 @dataclass(frozen=True)
 class WorkerRecord:
-    """What a worker says of itself, every few seconds.
+    """The record that a worker writes every few seconds.
 
     Attributes:
-        counter: Raised each time.
-        process: Where it runs, "process 12 on node3".
-        ended: It will do nothing more: its leases are free.
-        phase: What it is at: "loading", "running", "waiting", "joining".
-        seconds: Since it began to run rows.
-        rows: It has saved in that time.
+        counter: Number raised each time.
+        process: The worker's process, "process 12 on node3".
+        ended: True where it will do nothing more: its leases are free.
+        phase: "loading", "running", "waiting" or "joining".
+        seconds: Seconds since it began to run rows.
+        rows: Rows saved in that time.
         ranges: (ok, failed) rows in parts of the ranges that it has, by name.
     """
 
@@ -96,13 +102,13 @@ def write_worker(files: Files, worker: str, record: WorkerRecord) -> None:
 
 
 class Table:
-    """What a worker has seen of the common directory; leases and ends never change, so each is read once.
+    """A worker's view of the common directory; leases and ends never change, so each is read once.
 
     Attributes:
         leases: The highest generation seen of each name.
-        done: By name.
-        workers: What each said last.
-        lease_s: A worker that gives no sign for so long is dead.
+        done: Finished ranges by name.
+        workers: The last record of each worker.
+        lease_s: Seconds without a sign of life after which a worker counts as dead.
     """
 
     def __init__(self, files: Files, lease_s: float, now: Callable[[], float]) -> None:
@@ -137,7 +143,7 @@ class Table:
                 self._seen[worker] = counter, self._now()
 
     def is_dead(self, worker: str) -> bool:
-        """Whether it said that it ended, or its counter has not changed for the lease time."""
+        """Tell whether a worker has written that it ended, or its counter has not changed for the lease time."""
         record = self.workers.get(worker)
         if record is not None and record.ended:
             return True
@@ -150,7 +156,7 @@ class Table:
         return [worker for worker in self.workers if not self.is_dead(worker)]
 
     def is_free(self, name: str, me: str) -> bool:
-        """Whether `me`, who does not have it, may claim it."""
+        """Tell whether `me`, who does not have a name, may claim it."""
         if name in self.done:
             return False
         lease = self.leases.get(name)
@@ -161,8 +167,11 @@ def claim(files: Files, table: Table, name: str, me: str, count_parts: Callable[
     """Try to get a name that is free.
 
     Args:
-        table: Has just been refreshed.
-        count_parts: Of a generation, the parts that are there, from the first one on without a gap.
+        files: The common directory.
+        table: The worker's view, which has just been refreshed.
+        name: The name.
+        me: The worker.
+        count_parts: Gives the number of a generation's parts, from the first one on without a gap.
 
     Returns:
         The lease; None where another worker was faster.
@@ -183,18 +192,18 @@ def claim(files: Files, table: Table, name: str, me: str, count_parts: Callable[
 
 
 def is_held(files: Files, lease: Lease) -> bool:
-    """Whether nobody has taken it over, as far as this worker sees."""
+    """Tell whether nobody has taken a lease over, as far as this worker sees."""
     return files.read(Lease(lease.name, lease.generation + 1, "").file) is None
 
 
 def finish(files: Files, lease: Lease, parts: int, ok: int, failed: int) -> bool:
-    """Say that all rows of a range are in parts, `parts` of them of this generation. False where it had been said before."""
+    """Record that a range is done, with `parts` parts of this generation; False where that was recorded before."""
     done = Done({**lease.adopted, **({lease.generation: parts} if parts else {})}, ok, failed)
     return files.create(f"done/{lease.name}", json.dumps(asdict(done)).encode())
 
 
 def read_done(files: Files, name: str) -> Done | None:
-    """Which parts of a range count; None where it is not finished. Raises BatchgenError where that is damaged."""
+    """The parts of a range that count; None where it is not finished. Raises BatchgenError for a damaged record."""
     record = read_json(files, f"done/{name}")
     if record is None:
         return None

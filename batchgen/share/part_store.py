@@ -1,4 +1,4 @@
-"""Parts of a shared job: `parts/RANGE-GENERATION/part-NUMBER.parquet`, and how those that count become a plain run's."""
+"""Parts of a shared job, `parts/RANGE-GENERATION/part-NUMBER.parquet`, and their way into a plain run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from batchgen.share.lease import Parts
 class PartStore:
     """Part files in a folder for each generation of a range. All methods may raise OSError.
 
-    origin: of the job, as of `write_part`.
+    Attributes:
+        origin: JSON values about the job that every part records.
     """
 
     def __init__(self, path: Path, origin: dict[str, Any]) -> None:
@@ -52,7 +53,7 @@ class PartStore:
         return part_paths(self._folder(name, generation))
 
     def damaged(self, name: str, parts: Parts) -> bool:
-        """Whether a part that counts is damaged or gone; a damaged one is quarantined."""
+        """Tell whether a part that counts is damaged or gone; a damaged one is quarantined."""
         for generation, count in parts.items():
             paths = self.paths(name, generation)[:count]
             if len(paths) < count:
@@ -71,9 +72,9 @@ class PartStore:
 
 
 def link_parts(store: PartStore, done: Mapping[str, Parts], parts_dir: Path, first_number: int) -> None:
-    """Give the parts that count their numbers in `parts_dir`, from `first_number` on: of two with the same row the later one counts.
+    """Give the parts that count their numbers in `parts_dir`, from `first_number` on. Raises OSError.
 
-    Raises OSError.
+    Of two parts with the same row the later one counts.
     """
     number = first_number
     for name, parts in sorted(done.items()):

@@ -1,4 +1,4 @@
-"""How rows are divided: ranges that are claimed one by one, large ones first and small ones at the end."""
+"""The division of rows into ranges that are claimed one by one, large ones first and small ones at the end."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ _OF_THE_REST = 32  # a range is this part of the rows that are left
 
 
 def row_ranges(rows: int) -> list[range]:
-    """The ranges of `rows` rows, in order, the same for every worker.
+    """The ranges of `rows` rows, in order, equal for every worker.
 
-    Sizes fall with what is left, as in guided self-scheduling (Polychronopoulos and Kuck, 1987), with a fixed number in place of
-    that of the workers, which nobody knows beforehand.
+    Sizes fall with what is left, as in guided self-scheduling (Polychronopoulos and Kuck, 1987), with a fixed number in
+    place of that of the workers, which nobody knows beforehand.
     """
     ranges, first = [], 0
     while first < rows:
@@ -21,13 +21,13 @@ def row_ranges(rows: int) -> list[range]:
 
 
 def may_claim(*, outstanding: int, unclaimed: int, workers: int, ahead: int) -> bool:
-    """Whether a worker takes one more range now.
+    """Tell whether a worker takes one more range now.
 
     Args:
         outstanding: Rows that it has claimed and not finished.
         unclaimed: Rows that nobody has.
-        workers: Those that are alive, itself among them.
-        ahead: Rows that it wants to have to keep its engine busy.
+        workers: Workers that are alive, itself included.
+        ahead: Rows that it needs to keep its engine busy.
     """
     fair = (unclaimed + outstanding) / workers
     return outstanding == 0 or outstanding < min(ahead, fair)

@@ -1,13 +1,13 @@
-"""One worker's hold on a shared output, with what a `Run` has: opening, parts, the join.
+"""One worker's hold on a shared output, with the methods of a `Run`: opening, parts, the join.
 
 Beside the files of a plain run, `out.parquet.batchgen/` has `share/` until the output is complete:
 
     job.json        fingerprint, number of rows, lease time; made by the worker that opened the output, never changed
-    kernels.json    what rows are made with: what the first worker that runs rows has chosen
-    weights.json    the format of the layers' weights, likewise
+    kernels.json    kernels that rows are made with: the choice of the first worker that runs rows
+    weights.json    format of the layers' weights: the choice of the first worker that runs rows
     leases/ workers/ done/ (see `lease.py`)    parts/ (see `part_store.py`)
 
-The worker that joins gives the parts that count to a plain run, which makes the output, and `share/` goes.
+The worker that joins gives the parts that count to a plain run, which makes the output, and `share/` is removed.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class _LeaseLost(BatchgenError):
 
 @dataclass(frozen=True)
 class SharedJob:
-    """What all workers of a job agree on.
+    """Values that all workers of a job agree on.
 
     Attributes:
         fingerprint: All that decides the output.
-        rows: Of the job.
-        lease_s: A worker that gives no sign for so long is dead to the others.
-        first_part: Parts of smaller numbers are those of plain runs before.
-        first: As of `Run.first`.
+        rows: Rows of the job.
+        lease_s: Seconds without a sign of life after which a worker is dead to the others.
+        first_part: Number of the first part that is not of plain runs before.
+        first: Hash of the first job's fingerprint, where the job goes on from the rows of smaller ones.
     """
 
     fingerprint: dict[str, Any]
@@ -72,12 +72,18 @@ class SharedJob:
     first: str | None = None
 
     def to_json(self) -> bytes:
-        """As the file has it."""
+        """The content of the job's file."""
         return (json.dumps({"version": _VERSION, **vars(self)}, indent=1, sort_keys=True) + "\n").encode()
 
     @classmethod
     def read(cls, files: Files) -> SharedJob | None:
-        """The job of a directory; None: nobody has opened it. Raises InputError where another version wrote it, BatchgenError, OSError."""
+        """The job of a directory; None: nobody has opened it.
+
+        Raises:
+            InputError: Another version wrote it.
+            BatchgenError: It is damaged.
+            OSError: It cannot be read.
+        """
         record = read_json(files, "job.json")
         if record is None:
             return None
@@ -94,7 +100,7 @@ class SharedJob:
 
 
 class Tally:
-    """How many rows of a job are done, by all workers: `ok`, `failed`, `len()`."""
+    """The number of rows of a job that are done, by all workers: `ok`, `failed`, `len()`."""
 
     def __init__(self) -> None:
         self.ok = self.failed = 0
@@ -106,7 +112,8 @@ class Tally:
 class SharedRun:
     """One worker's hold on an output that it shares, from `open_shared_run` to `close`.
 
-    Attributes are those of `Run`; done_rows: counts of the rows that are done, by all workers, as far as this one has seen.
+    It has the attributes of a `Run`. Its `done_rows` counts the rows that are done by all workers, as far as this one
+    has seen.
     """
 
     def __init__(self, output_path: Path, lease_s: float, open_plain: Callable[[], Run], fingerprint: dict) -> None:
@@ -130,16 +137,16 @@ class SharedRun:
 
     @property
     def complete(self) -> bool:
-        """Whether the output is there and nothing is to be done."""
+        """True where the output is there and nothing is to be done."""
         return self.totals is not None
 
     @property
     def parts_dir(self) -> Path:
-        """Where a plain run has its parts: those of workers are there once they are joined."""
+        """The directory of a plain run's parts, to which those of workers are linked when they are joined."""
         return self.directory / "parts"
 
     def is_done(self, total_rows: int | None) -> bool:
-        """Whether all rows are saved, by whomever."""
+        """Tell whether all rows are saved, by whomever."""
         return self.complete or self.worker.all_done
 
     @property
@@ -154,7 +161,7 @@ class SharedRun:
 
     @property
     def kernels(self) -> KernelChoice | None:
-        """What all workers make rows with; None: nobody has begun."""
+        """The kernels that all workers make rows with; None: nobody has begun."""
         record = read_json(self._files, "kernels.json")
         return None if record is None else KernelChoice.from_json(record)
 
@@ -164,7 +171,7 @@ class SharedRun:
 
     @property
     def weight_format(self) -> str | None:
-        """Of the layers' weights that all workers make rows with; None: nobody has begun."""
+        """The format of the layers' weights that all workers make rows with; None: nobody has begun."""
         record = read_json(self._files, "weights.json")
         try:
             return None if record is None else read_typed(Mapping[str, str], record)["weight_format"]
@@ -188,7 +195,7 @@ class SharedRun:
         return self._writer
 
     def save(self) -> int:
-        """Put all rows that the writer was given on stable storage, and leave; returns how many rows are done, by all workers."""
+        """Put the writer's rows on stable storage and leave; gives the number of rows done by all workers."""
         if self._writer is not None:
             self._writer.stop()
         self.close()
@@ -235,9 +242,14 @@ class SharedRun:
                 raise storage_error(error, f"work in {self._files.path}", len(self.done_rows)) from error
 
     def finish(self, dataset: Dataset, **how: Any) -> dict[str, int]:
-        """Wait until all rows are done, and join them, or wait until another worker has; returns the output's totals.
+        """Wait until all rows are done and join them, or wait until another worker has; gives the output's totals.
 
-        `how` and errors as of `Run.finish`.
+        Args:
+            dataset: The input.
+            **how: Further arguments of `Run.finish`.
+
+        Raises:
+            BatchgenError: Rows are missing or the disk fails.
         """
         self.worker.phase = "waiting"
         while not self.complete:
@@ -264,11 +276,11 @@ class SharedRun:
         return self.totals
 
     def output_lens(self) -> list[int]:
-        """Of rows that are done; a worker does not look into the parts of others."""
+        """An empty list: a worker does not look into the parts of others for the lengths of finished rows."""
         return []
 
     def error_kinds(self) -> list[ErrorKind]:
-        """As of `Run`."""
+        """The three commonest kinds of errors of failed rows."""
         with contextlib.suppress(DamagedPart, OSError):
             return error_kinds(self.parts_dir)
         return []
@@ -331,7 +343,7 @@ class SharedRun:
                 self._remove()
 
     def _open_first(self, rows: int) -> None:
-        """As the first worker: what a plain run looks at and refuses, and then the file for the others."""
+        """Open the output as the first worker: check it as a plain run does, then write the file for the others."""
         with self._open_plain() as plain:
             self.notices += plain.notices
             if plain.complete:
@@ -413,7 +425,7 @@ class SharedRun:
             shutil.rmtree(gone)
 
     def complete_elsewhere(self) -> bool:
-        """Whether another worker has made the output."""
+        """True where another worker has made the output."""
         held = Manifest.read(self.directory / "manifest.json")
         if held is None or held.state != "complete" or describe_changes(held.fingerprint, self._fingerprint):
             return False
@@ -440,7 +452,7 @@ class SharedPartWriter(PartWriter):
         super().__init__(parts_dir, before, flush_interval_s=flush_interval_s)
 
     def add(self, row: int, result: Result) -> None:
-        """As `PartWriter.add`."""
+        """Take the result of a row."""
         super().add(row, result)
         self._run_shared.changed()
 
@@ -472,11 +484,14 @@ def open_shared_run(
     """Become one of the workers on an output.
 
     Args:
-        output_path: Of all workers.
+        output_path: The output of all workers.
         fingerprint: All that decides the output; that of the worker who opened it must be the same.
-        rows: Of the input.
-        lease_s: See `SharedJob`; that of the worker who opened it counts.
-        errors_file, extends, keep_parts: As of `open_run`.
+        rows: Rows of the input.
+        lease_s: Seconds without a sign of life after which a worker is dead; the value of the worker who opened it
+            counts.
+        errors_file: True where the output comes with a second file for failed rows.
+        extends: Tells from which other jobs' rows this one goes on; None: from none.
+        keep_parts: True where another job may go on from this one's rows, once the output is complete.
 
     Raises:
         BatchgenError: The output cannot be written, is something else's, or of workers with another fingerprint.

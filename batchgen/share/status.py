@@ -1,4 +1,4 @@
-"""How far the job of an output is, and who works on it: `batchgen status`."""
+"""The state of an output's job and of its workers: `batchgen status`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from batchgen.share.worker import TICKS_PER_LEASE, saved_rows
 def output_status(
     output: str | Path, sleep: Callable[[float], None] = time.sleep, name: str | None = None
 ) -> dict[str, Any]:
-    """Look how far a job is, without disturbing it.
+    """Look at the state of a job without disturbing it.
 
     Args:
-        output: A file as `batchgen run --output` has it.
-        name: What the output is called, if not so.
+        output: The file of `batchgen run --output`.
         sleep: Waits for the workers' next signs of life.
+        name: Name of the output in messages, if another.
 
     Returns:
-        JSON values: state ("complete", "shared", "running" or "stopped"), rows_ok, rows_failed; of a shared job rows_left, seconds_left
-        (None: nobody knows) and workers, each with name, process, state ("loading", "running", "waiting", "joining", "silent" or "left"), rows and
-        rows_per_s.
+        JSON values: state ("complete", "shared", "running" or "stopped"), rows_ok, rows_failed; of a shared job
+            rows_left, seconds_left (None: not known) and workers, each with name, process, state ("loading", "running",
+            "waiting", "joining", "silent" or "left"), rows and rows_per_s.
 
     Raises:
         InputError: There is no job, or this user may not read it.
@@ -65,7 +65,7 @@ def _status(output: Path, sleep: Callable[[float], None], name: str) -> dict[str
 
 
 def describe_status(status: dict[str, Any]) -> list[str]:
-    """The same for a person."""
+    """Lines that show a status to a person."""
     rows = f"{status['rows_ok']:,} rows ok, {status['rows_failed']:,} failed"
     if status["state"] != "shared":
         process = f" by {status['process']}" if status.get("process") else ""

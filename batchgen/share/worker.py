@@ -1,4 +1,4 @@
-"""What one worker has of a shared job: ranges that it claims, saves and finishes, and what it tells the others."""
+"""One worker of a shared job: ranges that it claims, saves and finishes, and its record for the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Parts(Protocol):
         """Intact parts, from the first one on without a gap."""
 
     def rows(self, name: str, generation: int, count: int) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-        """Of the first `count` parts, which rows they hold, and which of these failed."""
+        """Pairs of the rows that each of the first `count` parts holds and whether each of them failed."""
 
     def write(self, name: str, generation: int, number: int, results: Mapping[int, Any]) -> int:
         """Write a part; returns how many of its rows failed."""
@@ -32,7 +32,15 @@ class Parts(Protocol):
 
 @dataclass
 class Held:
-    """A range that this worker has. left: its rows that are not saved; parts: of this generation; ok, failed: rows saved."""
+    """A range that this worker has.
+
+    Attributes:
+        lease: Its lease.
+        left: Rows that are not saved.
+        parts: Parts of this generation.
+        ok: Rows saved without errors.
+        failed: Failed rows saved.
+    """
 
     lease: Lease
     left: set[int]
@@ -42,7 +50,7 @@ class Held:
 
 
 def range_name(index: int) -> str:
-    """Of the files of a range."""
+    """The name of a range in file names."""
     return f"{index:06d}"
 
 
@@ -50,9 +58,9 @@ class Worker:
     """One worker of a shared job. `tick`, `claim_range` and `save` may each be called by a thread of its own.
 
     Attributes:
-        name: Its own, which no other worker has.
-        table: What it has seen of the others.
-        phase: What it is at, for people.
+        name: Name that no other worker has.
+        table: The worker's view of the others.
+        phase: "loading", "running", "waiting" or "joining".
         saved: Rows that it has saved.
     """
 
@@ -136,10 +144,7 @@ class Worker:
         self._finished += 1
 
     def save(self, results: Mapping[int, Any]) -> None:
-        """Save finished rows, and finish the ranges that are whole with them. Rows of ranges that were lost are dropped.
-
-        Raises OSError.
-        """
+        """Save finished rows, and finish the ranges that they complete; rows of ranges that were lost are dropped."""
         by_range: dict[str, dict[int, Any]] = defaultdict(dict)
         for row, result in results.items():
             by_range[range_name(bisect_right(self._starts, row) - 1)][row] = result
@@ -163,17 +168,17 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the engine has finished all rows that were claimed."""
+        """True where the engine has finished all rows that were claimed."""
         return self._claimed == self._finished
 
     @property
     def all_claimed(self) -> bool:
-        """Whether no range is free, as far as was seen."""
+        """True where no range is free, as far as was seen."""
         return not any(self._is_free(i) for i in range(len(self._ranges)))
 
     @property
     def all_done(self) -> bool:
-        """Whether all rows are saved, by whomever."""
+        """True where all rows are saved, by whomever."""
         return all(range_name(i) in self.table.done for i in range(len(self._ranges)))
 
     def counts(self) -> tuple[int, int]:

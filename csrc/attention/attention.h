@@ -1,8 +1,10 @@
-// Attention of some query rows over paged KV, a tile of keys at a time, with a running softmax (online: the maximum and
-// the sum are carried along). Prefill, decode and shared prefixes are the same work with more or fewer rows: the
-// queries of all heads that share a KV head are rows of one product, so that K and V are read once for all of them.
+// Attention over paged KV, a tile of keys at a time, with an online softmax: the maximum and the sum of weights are
+// carried along.
 //
-// Of packed KV the codes themselves are multiplied. With k = scale * code + minimum for each key,
+// Prefill, decode and shared prefixes are the same work with more or fewer rows: the queries of all heads that share a
+// KV head are rows of one product, so K and V are read once for all of them.
+//
+// Of quantized KV the quantized values are multiplied. With k = scale * code + minimum for each key,
 //   q.k = scale * (q.code) + minimum * sum(q),   sum p v = sum (p scale) code + sum (p minimum).
 #pragma once
 
@@ -25,7 +27,7 @@
 namespace batchgen {
 namespace {
 
-// What a head's sink adds to the sum of softmax weights, once all keys have been seen.
+// What a head's sink adds to the sum of softmax weights, whose largest score is `highest`.
 inline float sink_weight(const Attention& args, int64_t head, float highest) {
     if (!args.sinks) return 0;
     float weight[W];
@@ -33,12 +35,12 @@ inline float sink_weight(const Attention& args, int64_t head, float highest) {
     return weight[0];
 }
 
-// exp(score - highest), to the precision of the products it goes into; 0 for a score of kLowest.
+// exp(score - highest), as precise as the products it goes into; 0 for a score of kLowest.
 template <class Mma>
 struct SoftmaxWeight {
-    static constexpr bool kRough = Mma::kPair == 2;
+    static constexpr bool kRough = Mma::kPerWord == 2;
     vf highest;
-    // A row that has seen nothing yet has no score above kLowest.
+    // A row that has seen no key has no score above kLowest.
     explicit SoftmaxWeight(float most) : highest(set1(most > kLowest ? (kRough ? most * -kLog2E : most) : 0)) {}
     vf operator()(vf score) const {
 #ifdef BATCHGEN_FAST_BF16
@@ -48,21 +50,22 @@ struct SoftmaxWeight {
     }
 };
 
+// The attention of items, one after the other. Mma: the kind of products. T: the type of K and V.
 template <class Mma, class T>
 struct Attend {
     static constexpr bool kCodes = kBits<T> != 0;
-    using Tile = typename InTiles<T>::Type;  // of K's and V's rows
+    using Tile = typename InTiles<T>::Type;  // the type of rows in a tile of K or V
     const Attention& args;
     AttentionScratch<Mma> s;
     const int n, group, groups;
     AttentionItem item;
-    AttentionSpan span;  // that is under way
-    // Of each head, rows [start, start + count) of the item see the span, row r being head r % group of token r /
+    AttentionSpan span;  // the current one
+    // The span's rows of each head are [start, start + count) of the item's; row r is head r % group of token r /
     // group. What is carried along is kept for all heads, one after the other.
     int start, count;
-    int at, rows_now;         // of the span's rows the ones whose scores there are
+    int at, rows_now;         // the rows of the span whose scores are in s.s: [at, at + rows_now)
     bool packs;               // whether the item has spans with too many rows for the small-M paths
-    bool one_run[kKeys / W];  // of each W keys of a tile, whether their rows lie one after the other
+    bool one_run[kKeys / W];  // whether the rows of each W keys of a tile lie one after the other
     typename Mma::Tiles tiles;
     Ahead ahead;
 
@@ -73,8 +76,10 @@ struct Attend {
           group(args.heads / args.kv.kv_heads),
           groups((args.kv.head_dim + kGroup - 1) / kGroup) {}
 
+    // Query rows of a head.
     int rows() const { return item.num_tokens * group; }
 
+    // Attends to all spans of an item and writes its results. next: the item that comes after it, or null.
     void run(const AttentionItem& given, const AttentionItem* next) {
         item = given;
         const int held = item.num_heads * rows();
@@ -97,9 +102,9 @@ struct Attend {
         }
     }
 
-    // Attends to a span; next: what comes then, of next_item.
+    // Attends to the current span. next: the span that comes after it, of next_item, or null.
     void see(const AttentionSpan* next, const AttentionItem& next_item) {
-        // What the last row sees last, and the first row first.
+        // The last key that the last row sees, and the first that the first row sees.
         const int64_t last = smaller(span.last_key, int64_t(span.causal) + span.num_tokens);
         int64_t first = int64_t(span.causal) - span.window + 1;
         first = first > span.first_key ? first : span.first_key;
@@ -146,7 +151,7 @@ struct Attend {
                         continue;
                     }
                 }
-                const int transposes = int(whole / W * (s.depth / W)), steps = whole / Mma::kPair;
+                const int transposes = int(whole / W * (s.depth / W)), steps = whole / Mma::kPerWord;
                 ahead.spread(left * transposes);
                 if (kCodes) {
                     read_tables<kBits<T>>(keys, whole, n, s.k_scale, s.k_minimum);
@@ -157,7 +162,7 @@ struct Attend {
                 ahead.spread((left - 1) * steps);
                 in_bytes(values, whole);
                 pack_values<Tile>(Mma(), values, whole, n, s, ahead);
-                // Some rows at a time, so that their scores and weights stay in the nearest cache beside K and V.
+                // Some rows at a time, so that their scores and weights stay in the first-level cache beside K and V.
                 for (at = 0; at < count; at += kRowsAtOnce<Mma>) {
                     rows_now = int(smaller(kRowsAtOnce<Mma>, count - at));
                     const int64_t seen = int64_t(span.causal) + (at + rows_now - 1) / group + 1 - key;
@@ -174,7 +179,7 @@ struct Attend {
         }
     }
 
-    // Whether W rows lie one after the other.
+    // Whether W rows lie one after the other in memory.
     bool in_one_run(const uint8_t* const* rows) const {
         bool all = true;
         for (int i = 1; i < W; i++) all &= rows[i] - rows[i - 1] == args.kv.row_bytes;
@@ -187,7 +192,7 @@ struct Attend {
         else (void)rows, (void)count;
     }
 
-    // Whether so many rows go to tile registers with the rows of K as they lie.
+    // Whether so many rows go to tile registers, which load K as it lies.
     bool uses_small_m_tiles(int count) const {
         return uses_tiles<Mma>() && !kCodes && count >= kMinSmallMInTiles && count <= kMaxSmallMInTiles &&
                n % (2 * W) == 0;
@@ -196,7 +201,7 @@ struct Attend {
     // Whether so many rows take the path of bf16 pairs, or of quantized values, that packs no K and V.
     bool uses_small_m(int count) const {
 #ifdef BATCHGEN_FAST_BF16
-        return Mma::kPair == 2 && !uses_small_m_tiles(count) && count <= kMaxSmallM &&
+        return Mma::kPerWord == 2 && !uses_small_m_tiles(count) && count <= kMaxSmallM &&
                n % (kCodes ? kGroup : 2 * W) == 0;
 #else
         (void)count;
@@ -206,13 +211,13 @@ struct Attend {
 
     // Whether so many rows take the path in floats that packs no K and V.
     bool uses_small_m_floats(int count) const {
-        return Mma::kPair == 1 && !kCodes && count <= kMaxSmallM && n * int(sizeof(T)) % (4 * W) == 0;
+        return Mma::kPerWord == 1 && !kCodes && count <= kMaxSmallM && n * int(sizeof(T)) % (4 * W) == 0;
     }
 
-    // A tile of one head with such rows, as many at a time as have their sums in registers.
+    // A tile of one head on the path in floats, as many rows at a time as have their sums in registers.
     void small_m_floats(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys,
                         const uint8_t* const* values, int left) {
-        if constexpr (Mma::kPair == 1 && !kCodes) {
+        if constexpr (Mma::kPerWord == 1 && !kCodes) {
             const int words = n / kInWord<T>, passes = (count + kSmallMAtOnce - 1) / kSmallMAtOnce;
             at = 0, rows_now = count;
             ahead.spread(left * (whole / W) * (words / W));
@@ -237,7 +242,7 @@ struct Attend {
         }
     }
 
-    // What such rows are multiplied as, of all heads.
+    // Transposes the queries of all heads for the path in tile registers.
     void transpose_all_queries() {
 #ifdef BATCHGEN_TILES
         if constexpr (uses_tiles<Mma>())
@@ -247,7 +252,7 @@ struct Attend {
 #endif
     }
 
-    // A tile of one head with such rows.
+    // A tile of one head on the path in tile registers.
     void small_m_tiles(int held_row, int key, int count_keys, int whole, int h, const uint8_t* const* keys,
                        const uint8_t* const* values, int left) {
 #ifdef BATCHGEN_TILES
@@ -261,7 +266,7 @@ struct Attend {
             }
             mask(key, count_keys, whole);
             softmax(held_row, whole);
-            ahead.spread((left - 1) * (whole / Mma::kPair));
+            ahead.spread((left - 1) * (whole / Mma::kPerWord));
             pack_values<T>(Mma(), values, whole, n, s, ahead);
             add_values(held_row, whole);
         }
@@ -270,11 +275,11 @@ struct Attend {
 #endif
     }
 
-    // A tile of one head of small M. rows: those of K of the item's first head; left: what is to come of this tile,
-    // halves of heads.
+    // A tile of one head on the path of bf16 pairs. rows: the rows of K of the item's first head. left: what is left of
+    // this tile, in halves of heads.
     void small_m_pairs(int held_row, int key, int count_keys, int whole, int h, const uint8_t* const* rows, int left) {
 #ifdef BATCHGEN_FAST_BF16
-        if constexpr (Mma::kPair == 2 && !kCodes) {
+        if constexpr (Mma::kPerWord == 2 && !kCodes) {
             const int64_t head = h * args.kv.head_bytes, value = head + args.kv.value_offset;
             const int64_t next = left > 2 ? args.kv.head_bytes : 0;
             ahead.spread(left * (whole / (count == 1 ? kFetchOfOne : kFetchOfMany)) * count);
@@ -293,7 +298,7 @@ struct Attend {
             softmax(held_row, whole);
             float* acc = s.acc + held_row * s.columns;
             with_count<kMaxSmallM>(count, [&]<int Rows>() {
-                constexpr int kVectors = Rows > 4 ? 2 : 4;  // as many sums as there are registers for
+                constexpr int kVectors = Rows > 4 ? 2 : 4;  // as many sums as fit in registers
                 ahead.spread((left - 1) * (whole / values_fetch(Rows)) * ((n + kVectors * W - 1) / (kVectors * W)));
                 int column = 0;
                 for (; column + kVectors * W <= n; column += kVectors * W)
@@ -309,13 +314,12 @@ struct Attend {
 #endif
     }
 
-    // The same of packed KV, at these rows of K and V.
+    // A tile of one head on the path over quantized KV, at these rows of K and V.
     void small_m_codes(int held_row, int key, int count_keys, int whole, const uint8_t** keys, const uint8_t** values,
                        int left) {
 #ifdef BATCHGEN_FAST_BF16
-        if constexpr (Mma::kPair == 2) {
-            // Lines are asked for beside the products, too: many at once would take the places of those that are waited
-            // for.
+        if constexpr (Mma::kPerWord == 2) {
+            // Prefetches are spread over the products, too: many at once would evict lines that are about to be read.
             constexpr int kRowsOfValues = kMaxSmallM / 2;
             const int turns = (whole + 2 * W - 1) / (2 * W), passes = (count + kRowsOfValues - 1) / kRowsOfValues;
             ahead.spread(left * (1 + passes) * turns);
@@ -341,7 +345,7 @@ struct Attend {
                           s.least + held_row * kGroups, s.change);
             for (int r = 0; r < count; r += kRowsOfValues) {
                 with_count<kRowsOfValues>(int(smaller(kRowsOfValues, count - r)), [&]<int Rows>() {
-                    constexpr int kVectors = Rows > 3 ? 2 : 4;  // as many sums as there are registers for
+                    constexpr int kVectors = Rows > 3 ? 2 : 4;  // as many sums as fit in registers
                     for (int column = 0; column < n; column += kVectors * W) {
                         const int g = column / kGroup;
                         if (column % kGroup == 0) ahead.fetch();
@@ -357,8 +361,8 @@ struct Attend {
 #endif
     }
 
-    // The lines of a tile in the order in which they lie in memory: rows of a block are next to each other, and so are
-    // heads.
+    // Adds the memory of a tile to what is prefetched, in the order of addresses: rows of a block are next to each
+    // other, and so are heads.
     void look_ahead(const uint8_t* const* rows, int count, int num_heads) {
         for (int i = 0, stop; i < count; i = stop) {
             for (stop = i + 1; stop < count && rows[stop] == rows[stop - 1] + args.kv.row_bytes;) stop++;
@@ -372,6 +376,7 @@ struct Attend {
         }
     }
 
+    // Loads the queries of the item, all heads.
     void load_queries() {
         with_type(args.type, [&](auto* type) {
             for (int h = 0; h < item.num_heads; h++)
@@ -380,12 +385,14 @@ struct Attend {
                                h * rows() + r);
         });
     }
+    // The query head of row r of the item's head h.
     int64_t head(int h, int r) const { return int64_t(item.first_head + h) * group + r % group; }
 
+    // Loads one query as row r of A; for quantized KV also its sums.
     template <class Q>
     void load_query(const Q* q, int r) {
         uint32_t* a = s.a + r * s.depth;
-        if constexpr (Mma::kPair == 2) {
+        if constexpr (Mma::kPerWord == 2) {
             memset(a, 0, s.depth * 4);
             if constexpr (sizeof(Q) == sizeof(bf16)) {
                 if (!kCodes) memcpy(a, q, n * sizeof(Q));
@@ -396,7 +403,7 @@ struct Attend {
             for (int i = 0; i < n; i += W) store_part((float*)a + i, load_part(q + i, n - i), n - i);
         }
 #ifdef BATCHGEN_FAST_BF16
-        if constexpr (Mma::kPair == 2 && kCodes)
+        if constexpr (Mma::kPerWord == 2 && kCodes)
             if (uses_small_m(group)) s.q_step[r] = fixed_query(q, n, s.fixed_q + r * kFixedRow);
 #endif
         for (int g = 0; kCodes && g < groups; g++) {
@@ -407,14 +414,15 @@ struct Attend {
         }
     }
 
-    // Of one head's rows, held from held_row on.
+    // Scores of one head's rows, which are kept from held_row on.
     void scores(int held_row, int keys) {
         const uint32_t* a = s.a + held_row * s.depth;
         if constexpr (!kCodes) {
             product<Mma>(tiles, a, s.depth, rows_now, s.k, s.tile, keys, s.depth, s.s, s.tile, nullptr);
         } else {
             for (int g = 0; g < groups; g++) {
-                const int from = g * kGroup / Mma::kPair, depth = int(smaller(kGroup, n - g * kGroup)) / Mma::kPair;
+                const int from = g * kGroup / Mma::kPerWord,
+                          depth = int(smaller(kGroup, n - g * kGroup)) / Mma::kPerWord;
                 product<Mma>(tiles, a + from, s.depth, rows_now, s.k + from * s.tile, s.tile, keys, depth, s.t, s.tile,
                              nullptr);
                 for (int r = 0; r < rows_now; r++) {
@@ -430,7 +438,7 @@ struct Attend {
         }
     }
 
-    // Scores within +-softcap (Gemma 2), before keys are left out.
+    // Caps scores to +-softcap (Gemma 2), before keys are masked.
     void cap(int keys) {
         const vf by = set1(1 / args.softcap), most = set1(args.softcap);
         for (int r = 0; r < rows_now; r++) {
@@ -439,7 +447,7 @@ struct Attend {
         }
     }
 
-    // Keys that a row does not see.
+    // Masks the keys that a row does not see.
     void mask(int key, int count_keys, int keys) {
         if (args.softcap > 0) cap(keys);
         const int last = at + rows_now - 1;
@@ -455,6 +463,7 @@ struct Attend {
         }
     }
 
+    // Turns scores into softmax weights, and updates the maximum and the sum of each row.
     void softmax(int held_row, int keys) {
         float *highest = s.highest + held_row, *totals = s.total + held_row * W;
         for (int first = 0; first < rows_now; first += W) {
@@ -484,8 +493,9 @@ struct Attend {
         }
     }
 
+    // Adds the weighted values of a tile to the results.
     void add_values(int held_row, int keys) {
-        const int64_t stride = s.tile / Mma::kPair, depth = keys / Mma::kPair;
+        const int64_t stride = s.tile / Mma::kPerWord, depth = keys / Mma::kPerWord;
         float* acc = s.acc + held_row * s.columns;
         if constexpr (!kCodes) {
             product<Mma>(tiles, s.p, stride, rows_now, s.v, s.columns, s.columns, depth, acc, s.columns, s.change);
@@ -509,18 +519,20 @@ struct Attend {
         }
     }
 
+    // The result of a row before it is normalised, W columns from `column` on.
     vf result(int held_row, int column) const {
         vf x = load(s.acc + held_row * s.columns + column);
         return kCodes ? add(x, set1(s.least[held_row * kGroups + column / kGroup])) : x;
     }
 
+    // Writes the normalised results of a head.
     void write(int h) {
         with_type(args.type, [&](auto* type) {
             for (int r = 0; r < rows(); r++) {
                 auto* out =
                     (decltype(type))args.out + (item.first_token + r / group) * args.out_stride + head(h, r) * n;
                 const int held_row = h * rows() + r;
-                // A row that sees nothing is zero, not 0 / 0.
+                // A row that sees no key is zero, not 0 / 0.
                 const float total =
                     sum(load(s.total + held_row * W)) + sink_weight(args, head(h, r), s.highest[held_row]);
                 const vf scale = set1(total > 0 ? 1 / total : 0);
@@ -529,6 +541,7 @@ struct Attend {
         });
     }
 
+    // Writes the results of a head that `merge` puts together with others.
     void write_partial(int h) {
         for (int r = 0; r < rows(); r++) {
             const int held_row = h * rows() + r;
@@ -539,7 +552,7 @@ struct Attend {
     }
 };
 
-// Calls f<Mma, T>() for products and KV of these arguments.
+// Calls f<Mma, T>() with the Mma of the queries and the type of the KV.
 template <class F>
 inline auto with_attention(const Attention& args, F f) {
 #ifdef BATCHGEN_FAST_BF16
@@ -558,6 +571,7 @@ inline auto with_attention(const Attention& args, F f) {
     }
 }
 
+// Bytes of scratch memory of a call.
 inline int64_t attention_scratch(const Attention& args) {
     return with_attention(args, [&]<class Mma, class T>() {
         Carve carve{nullptr};
@@ -566,7 +580,7 @@ inline int64_t attention_scratch(const Attention& args) {
     });
 }
 
-// Items one after the other: while one ends, the next one's KV comes in.
+// Attends to items one after the other: while one ends, the KV of the next is prefetched.
 inline void attend(const Attention& args, const AttentionItem* items, int64_t count, void* scratch) {
     with_attention(args, [&]<class Mma, class T>() {
         Attend<Mma, T> attend(args, Carve{(uint8_t*)scratch});
@@ -574,7 +588,7 @@ inline void attend(const Attention& args, const AttentionItem* items, int64_t co
     });
 }
 
-// Puts the parts of one row together, in their order.
+// Merges the parts of one row, in their order.
 inline void merge(const Attention& args, const Merge& m, const int64_t* rows) {
     const int n = args.kv.head_dim;
     auto part = [&](int i) { return args.partial + rows[m.first + i] * (n + 2); };

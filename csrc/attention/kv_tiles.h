@@ -1,4 +1,4 @@
-// Tiles of keys for attention: from the rows of paged KV into the order in which products read them.
+// Tiles of K and V, packed from the rows of paged KV into the layout that products read.
 #pragma once
 
 #include <stdint.h>
@@ -14,7 +14,7 @@
 namespace batchgen {
 namespace {
 
-// What packed rows are taken as: codes of so many bits.
+// The type of quantized rows whose values have so many bits, and the bits of a type; 0: its rows are numbers.
 template <int Bits>
 struct Codes {
     uint8_t byte;
@@ -34,7 +34,7 @@ struct InTiles<Codes<Bits>> {
     using Type = Codes<8>;
 };
 
-// A row as floats, its codes where it is packed.
+// A row as floats; of a quantized row its quantized values.
 template <class T>
 inline void expand_row(const T* row, int n, float* out) {
     for (int i = 0; i < n; i += W) store(out + i, load_part(row + i, n - i));
@@ -52,7 +52,7 @@ __attribute__((noinline)) void expand_tile(const uint8_t** rows, int count, int 
     }
 }
 
-// W keys as columns of K's tile at `out` [depth, kKeys].
+// Packs W keys into columns of the tile of K at `out` [depth, kKeys].
 template <class T>
 inline void pack_keys(FloatMma, const uint8_t* const* rows, int n, AttentionScratch<FloatMma>& s, uint32_t* out,
                       Ahead& ahead) {
@@ -71,27 +71,26 @@ inline void pack_keys(FloatMma, const uint8_t* const* rows, int n, AttentionScra
     }
 }
 
-// All keys of V's tile: a row for each, values in their order.
+// Packs all keys into the tile of V: a row for each, values in their order.
 template <class T>
 inline void pack_values(FloatMma, const uint8_t* const* rows, int keys, int n, AttentionScratch<FloatMma>& s,
                         Ahead& ahead) {
     for (int i = 0; i < keys; i++) ahead.fetch(), expand_row((const T*)rows[i], n, (float*)s.v + i * s.columns);
 }
 
-// Which values of a row are the pair at each depth of a packed K tile: those of each four codes, as `store_codes` puts
-// them.
+// Reorders a query's values as `store_quants_as_pairs` orders those of K: 0, 2, 1, 3 of each four.
 inline void code_order(const bf16* q, int n, bf16* out) {
     for (int i = 0; i < n; i += 4, out += 4) out[0] = q[i], out[1] = q[i + 2], out[2] = q[i + 1], out[3] = q[i + 3];
 }
 
 #ifdef BATCHGEN_FAST_BF16
-// The integers in the low eight bits of each 16, as bf16, exactly.
+// The integers in the low eight bits of each 16 as bf16, exactly.
 inline vi bytes_to_bf16(vi a) {
     const vi low = as_int(to_float(and_bits(a, set1_int(0xff)))), high = as_int(to_float(shift_right<16>(a)));
     return add_int(shift_right<16>(low), and_bits(high, set1_int(0xffff0000)));
 }
-// Four codes of W keys as pairs, in the order of `code_order`.
-inline void store_codes(vi words, uint32_t* out, int64_t stride) {
+// Stores four quantized values of W keys as pairs, in the order of `code_order`.
+inline void store_quants_as_pairs(vi words, uint32_t* out, int64_t stride) {
     const vi bytes = set1_int(0x00ff00ff);
     store_int(out, bytes_to_bf16(and_bits(words, bytes)));
     store_int(out + stride, bytes_to_bf16(and_bits(shift_right<8>(words), bytes)));
@@ -101,8 +100,8 @@ template <class T>
 inline void pack_keys(Bf16Mma, const uint8_t* const* rows, int n, AttentionScratch<Bf16Mma>& s, uint32_t* out,
                       Ahead& ahead) {
     constexpr bool codes = kBits<T> != 0;
-    const int words = codes ? n / 4 : n / 2;       // of 32 bits, of a row
-    if constexpr (codes && uses_tiles<Bf16Mma>())  // the last step of tile registers goes beyond the row
+    const int words = codes ? n / 4 : n / 2;       // words of a row
+    if constexpr (codes && uses_tiles<Bf16Mma>())  // zeros up to the last whole step of tile registers
         for (int64_t d = n / 2; d < s.depth; d++) store_int(out + d * s.tile, set1_int(0));
     for (int d = 0; d < words; d += W) {
         const int count = int(smaller(W, words - d));
@@ -119,7 +118,7 @@ inline void pack_keys(Bf16Mma, const uint8_t* const* rows, int n, AttentionScrat
         if constexpr (codes) {
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++)
-                if (i < count) store_codes(r[i], out + 2 * i * s.tile, s.tile);
+                if (i < count) store_quants_as_pairs(r[i], out + 2 * i * s.tile, s.tile);
             out += 2 * count * s.tile;
         } else {
 #pragma GCC unroll 16
@@ -153,7 +152,7 @@ inline void pack_values(Bf16Mma, const uint8_t* const* rows, int keys, int n, At
 }
 #endif
 
-// Scales and minimums of `keys` packed rows (a multiple of W) as floats [groups, kKeys].
+// Loads the scales and minimums of `keys` quantized rows, a multiple of W, as floats [groups, kKeys].
 template <int Bits>
 __attribute__((noinline)) void read_tables(const uint8_t* const* rows, int keys, int n, float* scale, float* minimum) {
     const int start = code_bytes(n, Bits), groups = (n + kGroup - 1) / kGroup;
@@ -169,7 +168,7 @@ __attribute__((noinline)) void read_tables(const uint8_t* const* rows, int keys,
     }
 }
 
-// Addresses of a head's rows of K for keys [key, key + kKeys); from last_key on that of the last one.
+// The addresses of a head's rows of K for keys [key, key + kKeys); from last_key on that of the last one.
 inline void key_rows(const KV& kv, const AttentionSpan& span, int head, int key, const uint8_t** rows) {
     const uint8_t* row = nullptr;
     for (int i = 0; i < kKeys;) {

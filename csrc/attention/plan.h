@@ -1,4 +1,4 @@
-// How the attention of a batch is cut into items, made once and used by every layer.
+// The plan of a batch's attention: items for threads, made once a sweep and used by every layer.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -9,30 +9,31 @@
 
 namespace batchgen {
 
-// What an item takes, in some unit.
+// The relative cost of an item.
 int64_t cost(const AttentionItem& item);
 
-// Tokens of prompts are cut so that their rows fill a tile of the kernel; keys of a single query into parts of equal
-// size. With shared keys, tokens of several prompts fill a tile together, and each goes on to its own keys. A row's
-// result depends on its own keys and where they are shared, not on what else is in the batch or on the number of
-// threads.
+// Cuts attention into items: tokens of prompts so that their rows fill a tile of the kernel, keys of a single query
+// into parts of equal size. With shared keys, tokens of several prompts fill a tile together, and each goes on to its
+// own keys. A row's result depends on its own keys and on where they are shared, not on the rest of the batch or on the
+// number of threads.
 class AttentionPlan {
   public:
-    // row_bytes: of K of one token and KV head.
+    // row_bytes: bytes of K of one token and KV head.
     AttentionPlan(int kv_heads, int group, int block_size, int row_bytes);
 
-    // Sequences of one query each: token start + i sees keys [first_key[i], num_keys[i]) of blocks[i * stride ...].
+    // Adds sequences of one query each: token start + i sees keys [first_key[i], num_keys[i]) of blocks[i * stride
+    // ...].
     void add_decode(int start, int sequences, const int32_t* blocks, int stride, const int64_t* num_keys,
                     const int64_t* first_key);
-    // Queries [start, stop) of one sequence, the first at key `offset`; window: keys that each sees, or 0: all before
-    // it.
+    // Adds queries [start, stop) of one sequence, the first at key `offset`. window: keys that each query sees; 0: all
+    // before it.
     void add_prefill(int start, int stop, const int32_t* blocks, int num_blocks, int offset, int window);
-    // Queries [start, stop) of several sequences that see every key of the blocks, beside the rest of their own.
+    // Adds queries [start, stop) of several sequences that see every key of the blocks, beside their own keys.
     void add_shared(int start, int stop, const int32_t* blocks, int num_blocks);
     // The instruction set that attends; "": the active one.
     std::string isa;
 
-    // Puts items in order; call once, after the last of them.
+    // Sorts the items; to be called once, after the last of them.
     void finish();
 
     int kv_heads() const { return kv_heads_; }
@@ -46,8 +47,7 @@ class AttentionPlan {
     const std::vector<int64_t>& merge_rows() const { return merge_rows_; }
 
   private:
-    // Queries [start, stop) of a sequence at keys `offset`.. of `blocks`, its own ones, or what several sequences
-    // share.
+    // Queries [start, stop) of a sequence at keys `offset` and on of `blocks`; and queries that share keys.
     struct Prompt {
         int start, stop;
         const int32_t* blocks;
@@ -69,7 +69,7 @@ class AttentionPlan {
     int64_t partial_rows_ = 0, cost_ = 0;
     std::vector<std::unique_ptr<int32_t[]>> blocks_;
     std::vector<std::unique_ptr<AttentionSpan[]>> spans_;
-    std::vector<Prompt> prompts_;  // by their tokens
+    std::vector<Prompt> prompts_;  // sorted by their tokens
     std::vector<Shared> shared_;
     std::vector<AttentionItem> items_;
     std::vector<Merge> merges_;

@@ -9,24 +9,24 @@
 namespace batchgen {
 namespace {
 
-// Lines of memory that the next tile will need, asked for a few at a time: all at once they would stop the work that
-// they are to overlap with.
+// The memory of the next tile, prefetched a few lines at a time: all at once they would stall the work that they
+// overlap with.
 struct Ahead {
     struct Run {
         const uint8_t *start, *stop;
     };
-    static constexpr int kPiece = 256;  // bytes, four lines: what is asked for at once
-    static constexpr int kParts = 256;  // of a piece, in which shares of calls are counted
+    static constexpr int kPiece = 256;  // bytes of a prefetch, four lines
+    static constexpr int kParts = 256;  // parts of a piece, in which the share of a call is counted
     Run runs[2 * kKeys * kMostHeads];
     int count, at;
-    int64_t pieces, each, due;  // left in all runs; of a call, and due by now, in parts
+    int64_t pieces, each, due;  // pieces left; parts of a call, and parts that are due
 
     void clear() { count = at = 0, pieces = each = due = 0; }
     void add(const uint8_t* start, int64_t bytes) {
         runs[count++] = {start, start + bytes};
         pieces += (bytes + kPiece - 1) / kPiece;
     }
-    // In so many calls to come, the part of all that is left.
+    // Spreads all that is left over so many calls of `fetch`.
     void spread(int64_t calls) { each = (pieces * kParts + calls - 1) / calls; }
     void fetch() {
         due += each;

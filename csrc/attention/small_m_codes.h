@@ -1,4 +1,9 @@
-// Attention of few query rows over quantized KV, where there are products of bytes.
+// Attention of small M over quantized KV with products of bytes.
+//
+// Quantized values are bytes here, and an instruction adds up four products of bytes. The other factor, a query or a
+// softmax weight, is split into a high and a low byte, x ~ step (256 hi + lo), which is closer than bf16. Head sizes
+// are multiples of kGroup. The larger functions are not inlined: in one function for all, vectors do not keep their
+// registers.
 #pragma once
 
 #include <stdint.h>
@@ -12,23 +17,19 @@ namespace batchgen {
 namespace {
 
 #ifdef BATCHGEN_FAST_BF16
-// Packed KV. Its codes, the quantized values, are bytes here, and there is an instruction that adds up four products of
-// bytes. The other factor, a query or a weight, is split for it into two bytes, x ~ step (256 high + low): closer than
-// bf16 is. Head sizes are multiples of kGroup. The larger functions are not inlined: in one function for all, vectors
-// do not keep their registers.
 
-constexpr float kFixedMost = 127 * 256;  // the largest number in fixed point
+constexpr float kFixedMost = 127 * 256;  // the largest integer that is split
 
-// Integers of W numbers. Those of what is no number, as of 0 / 0, are 0; where that is to be seen, the step is no
-// number either.
+// Splits W numbers into the high and low bytes of their integers. Those of NaN, as of 0 / 0, are 0; where that matters
+// the step is NaN too.
 inline void store_fixed(vf x, int8_t* high, int8_t* low) {
     const vi whole = to_int(x);
-    store_low_bytes(low, whole);  // as a number of -128 .. 127, so that the high part may be one more
+    store_low_bytes(low, whole);  // in [-128, 127], so the high byte may be one more
     store_low_bytes(high, shift_right<8>(add_int(whole, set1_int(128))));
 }
 inline vi join_fixed(vi high, vi low) { return add_int(shift_left<8>(high), low); }
 
-// A query of n values: out [kFixedRow]. Returns the step.
+// Splits a query of n values: out [kFixedRow]. Returns the step.
 template <class Q>
 inline float fixed_query(const Q* q, int n, int8_t* out) {
     vf most = zero();
@@ -39,7 +40,7 @@ inline float fixed_query(const Q* q, int n, int8_t* out) {
     return highest / kFixedMost;
 }
 
-// The codes of 2 W keys, a row of words for each four of K: out [n / 4, kSmallMKeys].
+// Transposes the values of 2 W keys into words of four values of K: out [n / 4, kSmallMKeys].
 __attribute__((noinline)) void transpose_codes(const uint8_t* const* keys, int n, uint32_t* out, Ahead& ahead) {
     ahead.fetch();
     for (int d = 0; d < n / 4; d += W, out += W * kSmallMKeys) {
@@ -54,7 +55,7 @@ __attribute__((noinline)) void transpose_codes(const uint8_t* const* keys, int n
     }
 }
 
-// Scores of Vectors * W keys for each of Rows queries.
+// Scores of Rows split queries and Vectors * W keys.
 template <int Rows, int Vectors>
 __attribute__((noinline)) void code_scores(const int8_t* q, const float* steps, const float* query_sum, int groups,
                                            const uint32_t* words, const float* scale, const float* minimum,
@@ -94,7 +95,7 @@ __attribute__((noinline)) void code_scores(const int8_t* q, const float* steps, 
     }
 }
 
-// Bytes of four rows of V together, in their order: out [keys / 4, bytes] of 32 bits.
+// Interleaves the bytes of four rows of V: out [keys / 4, bytes] words.
 __attribute__((noinline)) void interleave_codes(const uint8_t* const* values, int keys, int bytes, uint32_t* out,
                                                 Ahead& ahead) {
     for (int i = 0; i < keys; i += 4) {
@@ -107,12 +108,12 @@ __attribute__((noinline)) void interleave_codes(const uint8_t* const* values, in
     }
 }
 
-// Softmax weights of `keys` keys of some rows times V's scales, in fixed point: out [rows, kGroups, kFixedWeights],
-// with a step for each row and group [rows, kGroups]. least [rows, kGroups] * change + weights times minimums.
+// Splits the softmax weights of `keys` keys and some rows, times V's scales: out [rows, kGroups, kFixedWeights], with a
+// step for each row and group [rows, kGroups]. least [rows, kGroups] = least * change + weights times minimums.
 __attribute__((noinline)) void fixed_weights(const float* weights, int rows, int groups, const float* scale,
                                              const float* minimum, int keys, int8_t* out, float* step, float* least,
                                              const float* change) {
-    constexpr int kAtOnce = W / kGroups;  // rows: a vector of numbers for a row and group
+    constexpr int kAtOnce = W / kGroups;  // rows: each row and group has a lane
     for (int first = 0; first < rows; first += kAtOnce) {
         const int count = int(smaller(kAtOnce, rows - first));
         vf most[W], all[W];
@@ -148,8 +149,8 @@ __attribute__((noinline)) void fixed_weights(const float* weights, int rows, int
     }
 }
 
-// acc [Rows, stride] * change + weights of keys, four at a time, times codes of V, for Vectors * W of one group's
-// columns.
+// acc [Rows, stride] = acc * change + weights of keys, four at a time, times values of V, for Vectors * W columns of
+// one group.
 template <int Rows, int Vectors>
 __attribute__((noinline)) void code_values(const int8_t* weights, const float* steps, const uint32_t* codes,
                                            int64_t codes_stride, int keys, float* acc, int64_t stride,

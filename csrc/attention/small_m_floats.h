@@ -1,4 +1,7 @@
-// Attention of few query rows in floats, straight from the rows of K and V: packing them would be most of the work.
+// Attention of small M in floats, straight from the rows of K and V: packing these would be most of the work.
+//
+// Rows are whole vectors of words here. Sums are made in the order of `product` over packed tiles, so results are the
+// same, bit for bit.
 #pragma once
 
 #include <stdint.h>
@@ -11,10 +14,7 @@
 namespace batchgen {
 namespace {
 
-// Products in floats from the rows of K and V. Rows are whole vectors of 32 bits here. Sums are made in the order of
-// `product` over packed tiles: results are the same, bit for bit.
-
-// W keys as columns of 32-bit words: out [words, stride].
+// Transposes the rows of W keys into columns of words: out [words, stride].
 __attribute__((noinline)) void transpose_keys(const uint8_t* const* keys, int words, uint32_t* out, int64_t stride,
                                               Ahead& ahead) {
     for (int d = 0; d < words; d += W) {
@@ -28,7 +28,7 @@ __attribute__((noinline)) void transpose_keys(const uint8_t* const* keys, int wo
     }
 }
 
-// The values in each 32-bit word.
+// The number of values in a word, and value i of each word of a vector.
 template <class T>
 constexpr int kInWord = 4 / sizeof(T);
 inline vf value_in_word(const float*, vi words, int) { return as_float(words); }
@@ -43,14 +43,15 @@ inline vf value_in_word(const f16*, vi words, int i) {
     return i ? high : low;
 }
 
-// Rows at once, and vectors of each whose sums are in registers: enough under way to hide a sum's latency.
+// Rows that are multiplied together, and vectors of each whose sums are in registers: enough under way to hide the
+// latency of a sum.
 constexpr int kSmallMAtOnce = kTileM == 12 ? kMaxSmallM : 6;
 constexpr int small_m_vectors(int rows) {
     const int fit = 2 * kTileM / rows;
     return fit > 8 ? 8 : fit > 4 ? 4 : 2;
 }
 
-// Calls f<Rows>(r) for rows r.. of [0, count), as many each time but for one.
+// Calls f<Rows>(r) for pieces of [0, count) that begin at r and differ by at most one row.
 template <class F>
 inline void for_small_m(int count, F f) {
     const int pieces = (count + kSmallMAtOnce - 1) / kSmallMAtOnce;
@@ -60,7 +61,7 @@ inline void for_small_m(int count, F f) {
     }
 }
 
-// Calls f<Step>(i) over [0, count), and f<1>(i) for what is left.
+// Calls f<Step>(i) over [0, count), and f<1>(i) for the rest.
 template <int Step, class F>
 inline void in_steps(int count, F f) {
     int i = 0;
@@ -68,7 +69,7 @@ inline void in_steps(int count, F f) {
     for (; i < count; i++) f.template operator()<1>(i);
 }
 
-// Scores of Vectors * W keys for Rows queries [Rows, a_stride] of `words` words: out [Rows, out_stride].
+// Scores of Rows queries [Rows, a_stride] and Vectors * W transposed keys of `words` words: out [Rows, out_stride].
 template <class T, int Rows, int Vectors>
 __attribute__((noinline)) void transposed_scores(const float* a, int64_t a_stride, const uint32_t* keys, int64_t stride,
                                                  int words, float* out, int64_t out_stride) {
@@ -99,10 +100,11 @@ __attribute__((noinline)) void transposed_scores(const float* a, int64_t a_strid
     }
 }
 
-constexpr int kFetchKeys = 4;  // rows of V between two fetches
+constexpr int kFetchKeys = 4;  // rows of V between two prefetches
 static_assert(W % kFetchKeys == 0);
 
-// acc [Rows, stride] * change + softmax weights [Rows, p_stride] of `keys` rows of V, for Vectors vectors of columns.
+// acc [Rows, stride] = acc * change + softmax weights [Rows, p_stride] times `keys` rows of V, for Vectors vectors of
+// columns.
 template <class T, int Rows, int Vectors>
 __attribute__((noinline)) void row_values(const float* p, int64_t p_stride, const uint8_t* const* values, int keys,
                                           int column, float* acc, int64_t stride, const float* change, Ahead& ahead) {

@@ -1,4 +1,5 @@
-// Attention of few query rows over bf16 KV, where there are products of bf16 pairs.
+// Attention of small M over bf16 KV with products of bf16 pairs, straight from the rows of K and V. Head sizes are
+// multiples of 32.
 #pragma once
 
 #include <stdint.h>
@@ -12,16 +13,15 @@ namespace batchgen {
 namespace {
 
 #ifdef BATCHGEN_FAST_BF16
-// Products of pairs straight from the rows of K and V. Head sizes are multiples of 32 here.
 
-// Keys between two fetches: the less there is to do for each, the more often, as what is asked for at once may be too
-// much. Scores are made a row at a time, so that many rows fetch more often anyway.
+// Keys between two prefetches: the less there is to do for each, the more often, as memory drops requests that come all
+// at once. Scores are made a row at a time, so many rows prefetch more often anyway.
 constexpr int kFetchOfOne = 2, kFetchOfMany = 8;
 constexpr int values_fetch(int rows) { return rows > 4 ? kFetchOfMany : rows > 2 ? 4 : kFetchOfOne; }
 
-// Scores of W keys, rows one after the other, for each row of a [rows, a_stride]: out [rows, out_stride]. next: how far
-// behind them the rows lie that are read next, which are asked for once more: what memory is too busy for is not
-// fetched the first time.
+// Scores of the rows of a [rows, a_stride] and of W keys whose rows lie one after the other: out [rows, out_stride].
+// next: the distance to the rows that are read next, which are prefetched once more, because memory may have dropped
+// the first request.
 template <int Chunks>
 __attribute__((noinline)) void small_m_scores(const uint32_t* a, int64_t a_stride, int rows, const uint8_t* keys,
                                               int64_t next, float* out, int64_t out_stride, Ahead& ahead) {
@@ -48,8 +48,8 @@ __attribute__((noinline)) void small_m_scores(const uint32_t* a, int64_t a_strid
     for (int r = 1; r < rows; r++) row.template operator()<false, kFetchOfMany>(r);
 }
 
-// acc [Rows, stride] * change + softmax weights of `keys` rows of V, `offset` bytes after `values`, for Vectors vectors
-// of columns from `column` on. next: as in `small_m_scores`.
+// acc [Rows, stride] = acc * change + softmax weights times `keys` rows of V, `offset` bytes after `values`, for
+// Vectors vectors of columns from `column` on. next: as for `small_m_scores`.
 template <int Rows, int Vectors>
 __attribute__((noinline)) void small_m_values(const uint32_t* p, int64_t p_stride, const uint8_t* const* values,
                                               int64_t offset, int64_t next, int keys, int column, float* acc,

@@ -1,4 +1,5 @@
-// Attention of few query rows over bf16 KV in tile registers.
+// Attention of small M over bf16 KV in tile registers: keys, straight from K, are the rows of a product, and queries
+// its columns.
 #pragma once
 
 #include <stdint.h>
@@ -11,9 +12,8 @@ namespace batchgen {
 namespace {
 
 #ifdef BATCHGEN_TILES
-// Few rows over bf16 KV: keys are the rows of a product in tile registers, straight from K, and queries its columns.
 
-// Queries [rows, stride] as columns: out [depth, 16].
+// Transposes queries [rows, stride]: out [depth, 16].
 inline void transpose_queries(const uint32_t* q, int64_t stride, int rows, int64_t depth, uint32_t* out) {
     for (int64_t d = 0; d < depth; d += W) {
         vi r[W];
@@ -24,7 +24,7 @@ inline void transpose_queries(const uint32_t* q, int64_t stride, int rows, int64
 }
 
 // Scores of 16 keys for the rows that registers are configured for: out [rows, out_stride]. Keys that do not lie one
-// after the other are brought together in `space`.
+// after the other are copied into `space`.
 inline void tile_scores(Tiles& tiles, const uint8_t* const* keys, int64_t row_bytes, int rows, const uint32_t* queries,
                         int64_t steps, uint8_t* space, float* out, int64_t out_stride) {
     const uint8_t* k = keys[0];

@@ -1,12 +1,12 @@
-// Rows of a GGUF put in the order in which products read them: panels of kPanelN columns, in as many bytes.
+// Prepacked panels of block-quantized weights: kPanelN columns, in as many bytes as the rows have.
 //
-// A panel has its columns' blocks, one depth of them after the other. Of a block there are first the scales and
-// minimums of all columns, those of a run beside each other, and then codes, in words of 32 bits, a vector of words for
-// each four depths. A word has eight slots of four bits: slot i is the code of number i of these depths in the order of
-// an operand, in that lane. Codes of more than four bits have their upper bits in a second plane of words; words of
-// which fewer bits are used share one, shifted. Where codes are multiplied as bytes (matmul/split_bytes.h) slots 2 i
-// and 2 i + 1 are byte i of both vectors of columns, and a plane of codes of eight bits is the bytes of one of them; of
-// FP8 (matmul/fp8.h) planes are the bytes of two depths.
+// A panel is [blocks of a row], each with the blocks of all columns: first their scales and minimums, those of a run
+// side by side, then their quantized values in words of 32 bits, a vector of words for each four values of K. A word
+// has eight slots of four bits: slot i is value i of these four in the order of an operand, in that lane. Values of
+// more than four bits have their upper bits in a second plane of words; where a plane has fewer bits, several groups of
+// four share its words, shifted. Where values are multiplied as bytes (matmul/split_bytes.h), slots 2 i and 2 i + 1 are
+// byte i of the two vectors of columns, and a plane of values of eight bits is the bytes of one vector. Planes of FP8
+// (matmul/fp8.h) are the bytes of two values of K.
 #pragma once
 
 #include <stdint.h>
@@ -21,34 +21,39 @@
 namespace batchgen {
 namespace {
 
+// W words of 32 bits, with the operators of the compiler's vector types.
 typedef uint32_t Lanes __attribute__((vector_size(4 * W)));
 
-enum class QuantsAre { Integers, InTable, Float8 };  // in a table: what they stand for is looked up; quant/fp8.h
+// What quantized values are: integers, indexes into a table of values, or FP8 numbers (quant/fp8.h).
+enum class QuantsAre { Integers, InTable, Float8 };
 
-// How a code's bits lie: so many in the first plane, and in the second.
+// A kind of quantized values: what they are, and their bits in the first and in the second plane.
 template <int Low, int High, QuantsAre Are = QuantsAre::Integers>
 struct QuantKind {
     static constexpr int kLow = Low, kHigh = High;
     static constexpr bool kInTable = Are == QuantsAre::InTable, kFloat8 = Are == QuantsAre::Float8;
 };
 
-// What a panel's block has before its codes, for W columns from `c` on: `get` gives scale and minimum of a run, `put`
-// takes those of one column of a block as it lies in the file. `at`: where the panel's block begins, zeros before the
-// first `put`.
+// Layouts of the scales of a panel's block, which begins at `at`. `get` loads the scales and minimums of a run for W
+// columns from `c` on; `put` stores those of column `c`, from its block in the file, into memory that was zeros. kBytes
+// counts the bytes of a column.
+//
 
 inline vf halves_at(const uint8_t* at, int c) { return load((const f16*)at + c); }
 inline void put_half(const uint8_t* block, int c, uint8_t* at) { memcpy(at + 2 * c, block, 2); }
 
+// An fp16 scale of each block; quantized values are larger by Offset than what they stand for.
 template <int Offset>
 struct HalfScale {
     static constexpr int kBytes = 2;
-    static constexpr bool kMinimums = false;  // but for what offsets make of scales
+    static constexpr bool kMinimums = false;  // other than the offset times the scale
     static void get(const uint8_t* at, int, int c, vf& scale, vf& minimum) {
         scale = halves_at(at, c), minimum = mul(scale, set1(-Offset));
     }
     static void put(const uint8_t* block, int c, uint8_t* at) { put_half(block, c, at); }
 };
 
+// An fp16 scale and an fp16 minimum of each block.
 struct HalfScaleAndMinimum {
     static constexpr int kBytes = 4;
     static constexpr bool kMinimums = true;
@@ -60,20 +65,21 @@ struct HalfScaleAndMinimum {
     }
 };
 
+// A scale of each block that is a power of two, one byte (MXFP4).
 struct ExponentScale {
     static constexpr int kBytes = 1;
     static constexpr bool kMinimums = false;
     static void get(const uint8_t* at, int, int c, vf& scale, vf& minimum) {
         const Lanes e = (Lanes)load_bytes(at + c);
-        // 2^(e - 128) is of the lowest exponents a number without a leading one.
+        // 2^(e - 128) is subnormal for the lowest exponents.
         const Lanes tiny = (Lanes)(e < 2);
         scale = as_float((vi)(((e - 1) << 23 & ~tiny) | ((0x200000 + 0x200000 * e) & tiny))), minimum = set1(-0.0f);
     }
     static void put(const uint8_t* block, int c, uint8_t* at) { at[c] = block[0]; }
 };
 
-// Two floats, and of each run a scale and a minimum of 6 bits: the low four of both in a byte, the others of two
-// columns in one.
+// An fp16 scale and an fp16 minimum of each block, and of each run integers of 6 bits that they are multiplied with
+// (Q4_K, Q5_K). A byte has the low four bits of both integers; another one the upper bits of two columns.
 struct SixBitPairs {
     static constexpr int kBytes = 16, kRunBytes = kPanelN + W;
     static constexpr bool kMinimums = true;
@@ -96,8 +102,8 @@ struct SixBitPairs {
     }
 };
 
-// A float, and of each run a scale of 6 bits less 32: the low four of two columns in a byte, the others of two runs as
-// well.
+// An fp16 scale of each block, and of each run an integer of 6 bits less 32 that it is multiplied with (Q3_K, IQ4_XS).
+// A byte has the low four bits of two columns; another one the upper bits of two columns and two runs.
 template <class Block, int At, int Offset>
 struct SixBitScales {
     static constexpr int kRuns = Block::kValues / Block::kRun, kBytes = 2 + kRuns * 3 / 4;
@@ -122,7 +128,9 @@ struct SixBitScales {
     }
 };
 
-struct NibblePairs {  // Q2_K
+// An fp16 scale and an fp16 minimum of each block, and of each run integers of 4 bits that they are multiplied with
+// (Q2_K).
+struct NibblePairs {
     static constexpr int kBytes = 20;
     static constexpr bool kMinimums = true;
     static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
@@ -136,7 +144,8 @@ struct NibblePairs {  // Q2_K
     }
 };
 
-struct ByteScales {  // Q6_K
+// An fp16 scale of each block, and of each run an integer of 8 bits that it is multiplied with (Q6_K).
+struct ByteScales {
     static constexpr int kBytes = 18;
     static constexpr bool kMinimums = false;
     static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
@@ -149,7 +158,7 @@ struct ByteScales {  // Q6_K
     }
 };
 
-// Four bytes of a block: a zero point and the upper bytes of a scale (quant/int4_groups.h), or a scale.
+// Four bytes of each block: a zero point and the upper bytes of a scale (quant/int4_groups.h), or an fp32 scale.
 struct WordScale {
     static constexpr int kBytes = 4;
     static vi words_at(const uint8_t* at, int c) { return load_int((const uint32_t*)at + c); }
@@ -169,7 +178,7 @@ struct FloatScale : WordScale {
     }
 };
 
-// A packed format in panels. Offset: what is added to the codes of `take_apart` to have none below zero.
+// A block format in panels. Offset is added to the values of `unpack`, so that none is below zero.
 template <class Format, class ScalesOf, class KindOf, int Offset>
 struct InPanels {
     using Block = Format;
@@ -183,7 +192,7 @@ struct InPanels {
     static_assert(kScaleBytes + kPanelN * Block::kValues * (Kind::kLow + Kind::kHigh) / 8 == kBlockBytes);
 };
 
-// Calls f with the format, one of InPanels, and its table or null.
+// Calls f<InPanels<...>>(table) for a block format; table is null where values are not looked up.
 template <class F>
 inline void with_panels(BlockType type, F f) {
     using Four = QuantKind<4, 0>;
@@ -216,11 +225,12 @@ inline void with_panels(BlockType type, F f) {
     }
 }
 
-// Whether w lies as products read it, numbers or codes of bytes; else panels are unpacked.
+// Whether w is prepacked as numbers or int8 values, which the micro-kernel reads directly; other panels are unpacked.
 inline bool is_operand(const Linear& args) { return args.packed && args.packing == BlockType::F32; }
 
-// Whether codes themselves are multiplied with bf16, and scales applied to their sums: integers as digits
-// (matmul/split_bytes.h), FP8 as pairs (matmul/fp8.h). Tile registers cannot apply a scale between two steps.
+// Whether quantized values themselves are multiplied with x in bf16, and scales applied to sums: integers, with x split
+// into high and low bytes (matmul/split_bytes.h), and FP8 (matmul/fp8.h). Tile registers cannot apply a scale between
+// two steps.
 #if (defined(BATCHGEN_VNNI) || defined(BATCHGEN_FAST_BF16)) && !defined(BATCHGEN_TILES)
 #define BATCHGEN_SPLIT_BYTES
 constexpr bool kHasSplitBytes = true;
@@ -233,28 +243,30 @@ constexpr bool kHasFp8 = false;
 template <>
 constexpr bool kHasFp8<Bf16Mma> = !kTiles;
 #endif
+// Whether a layer multiplies integers with x split into bytes.
 inline bool splits_bytes(const Linear& args) {
     return kHasSplitBytes && args.type == Type::BF16 && !args.int8 && args.packing != BlockType::F32 &&
            !is_fp8(args.packing);
 }
+// Whether a layer multiplies FP8 numbers as bf16.
 template <class Mma>
 inline bool multiplies_fp8(const Linear& args) {
     return kHasFp8<Mma> && is_fp8(args.packing);
 }
 
-// A panel of rows of a GGUF.
+// Bytes of a panel of block-quantized weights, and the address of one.
 inline int64_t block_panel_bytes(const Linear& args) { return kPanelN * args.w_stride; }
 
 inline const uint8_t* block_panel(const Linear& args, int64_t panel) {
     return (const uint8_t*)args.w + panel * block_panel_bytes(args);
 }
 
-constexpr int kQuad = 16;  // depths that have one scale and minimum in every format: four groups of four depths
+constexpr int kQuad = 16;  // values of K with one scale and minimum in every format: four groups of four
 
-// The eight slots of four depths: of W columns each the bytes of those depths, less than 16.
+// The eight slots of a group, from the bytes of its four values in W columns each, which are less than 16.
 template <class Mma, bool InBytes>
 inline Lanes slots_of(const Lanes (&columns)[2]) {
-    if constexpr (InBytes || Mma::kPair == 1) {
+    if constexpr (InBytes || Mma::kPerWord == 1) {
         return columns[0] | columns[1] << 4;
     } else {
         Lanes even, slots = {};
@@ -262,7 +274,7 @@ inline Lanes slots_of(const Lanes (&columns)[2]) {
         for (int part = 0; part < 2; part++) {
             vf halves[2];
             Mma::twice(as_float((vi)columns[part]), halves[0], halves[1]);
-            for (int half = 0; half < 2; half++) {  // two neighbouring depths are two lanes
+            for (int half = 0; half < 2; half++) {  // two neighbouring values of K are two lanes
                 const Lanes bytes = (Lanes)as_int(halves[half]), own = (bytes & even) | (bytes >> 8 & ~even);
                 slots |= (own & 0x00ff00ff) << (8 * part + 4 * half);
             }
@@ -271,13 +283,13 @@ inline Lanes slots_of(const Lanes (&columns)[2]) {
     }
 }
 
-// Of columns of four depths the bytes of two of them, the first ones or the others: pairs in bytes i and i + 2.
+// The bytes of two values of a group, the first or the last two, in two vectors of columns: pairs in bytes i and i + 2.
 inline Lanes byte_pairs(const Lanes (&columns)[2], int which) {
     const Lanes first = columns[0] >> (16 * which), second = columns[1] >> (16 * which);
     return (first & 0xff) | (first & 0xff00) << 8 | (second & 0xff) << 8 | (second & 0xff00) << 16;
 }
 
-// What four depths of a panel have in both planes, of their codes in bytes.
+// The words of a group in both planes, from its values in bytes.
 template <class Mma, class T, class Kind>
 inline void planes_of(const Lanes (&quants)[2], Lanes (&planes)[2]) {
     constexpr bool kSplit = kHasSplitBytes && __is_same(T, bf16) && !Kind::kFloat8;
@@ -296,7 +308,52 @@ inline void planes_of(const Lanes (&quants)[2], Lanes (&planes)[2]) {
     }
 }
 
-// Where a code lies in its half of a word, of four slots: codes of at most four bits in their slots, others in bytes.
+// The layout of a format's panels, so that functions are compiled for a kind of quantized values and not for a format.
+struct PanelLayout {
+    const int8_t* table;
+    int64_t block_bytes, scale_bytes, low_bytes;
+    int log2_quads_of_block, log2_quads_of_run;
+};
+
+template <class Format>
+constexpr PanelLayout panel_layout(const int8_t* table) {
+    using Block = typename Format::Block;
+    return {table,
+            Format::kBlockBytes,
+            Format::kScaleBytes,
+            Format::kLowBytes,
+            __builtin_ctz(Block::kValues / kQuad),
+            __builtin_ctz(Block::kRun / kQuad)};
+}
+
+// The blocks of up to kChunkK values of K of a panel, from `at` on. next: the memory that is read after the panel.
+struct PanelChunk {
+    struct Planes {
+        const uint8_t *low, *high;
+    };
+    const uint8_t *blocks, *ahead;  // ahead: the memory that is read after the chunk
+    int64_t k_count, num_blocks, ahead_of_quad;
+
+    void seek(const PanelLayout& layout, const uint8_t* panel, int64_t k, int64_t at, const uint8_t* next) {
+        k_count = smaller(kChunkK, k - at);
+        num_blocks = k_count / kQuad >> layout.log2_quads_of_block;
+        blocks = panel + (at / kQuad >> layout.log2_quads_of_block) * layout.block_bytes;
+        ahead = at + kChunkK < k ? blocks + num_blocks * layout.block_bytes : next;
+        ahead_of_quad = layout.block_bytes >> layout.log2_quads_of_block;
+    }
+    // The quantized values of quad i. As many bytes of what comes after the chunk are prefetched.
+    template <class Kind>
+    __attribute__((always_inline)) Planes quad(const PanelLayout& layout, int64_t i) const {
+        constexpr int64_t kLowBytes = kPanelN * kQuad * Kind::kLow / 8, kHighBytes = kPanelN * kQuad * Kind::kHigh / 8;
+        const int64_t block = i >> layout.log2_quads_of_block, within = i - (block << layout.log2_quads_of_block);
+        for (int64_t line = 0; line < ahead_of_quad; line += 64) __builtin_prefetch(ahead + i * ahead_of_quad + line);
+        const uint8_t* low = blocks + block * layout.block_bytes + layout.scale_bytes;
+        return {low + within * kLowBytes, low + layout.low_bytes + within * kHighBytes};
+    }
+};
+
+// Whether a value lies in a slot of four bits, or else in a byte; and the bits below it in its half of a word, at the
+// place of one of four slots.
 template <class Kind>
 constexpr bool kInSlots = Kind::kLow + Kind::kHigh <= 4;
 template <class Kind>
@@ -304,18 +361,21 @@ constexpr int bits_below(int place) {
     return kInSlots<Kind> ? 4 * place : 8 * (place / 2);
 }
 
+// The slots of a group in a plane with so many bits a value.
 template <int Bits>
 __attribute__((always_inline)) inline Lanes slots_at(const uint8_t* plane, int group) {
     const Lanes words = (Lanes)load_int((const uint32_t*)plane + group * Bits / 4 * W) >> (group % (4 / Bits) * Bits);
     return Bits == 4 ? words : words & ((1u << Bits) - 1) * 0x11111111u;
 }
 
+// Stores the slots of a group into a plane, which was zeros.
 inline void add_to_plane(uint8_t* plane, int bits, int64_t group, Lanes slots) {
     uint32_t* at = (uint32_t*)plane + group * bits / 4 * W;
     store_int(at, (vi)((Lanes)load_int(at) | slots << (group % (4 / bits) * bits)));
 }
 
-// Blocks of a row: their codes, those of a table as indexes, and the scale and minimum of each run.
+// Unpacks blocks of a row: their quantized values, indexes where there is a table, and the scale and minimum of each
+// run.
 template <class Format>
 inline void unpack_runs(const uint8_t* packed, int64_t k_count, int8_t* quants, float* scales, float* minimums) {
     using Block = typename Format::Block;
@@ -326,8 +386,9 @@ inline void unpack_runs(const uint8_t* packed, int64_t k_count, int8_t* quants, 
     }
 }
 
-typedef uint8_t Quads __attribute__((vector_size(4 * W)));  // codes of four depths of W columns
+typedef uint8_t Quads __attribute__((vector_size(4 * W)));  // the bytes of a group in W columns
 
+// Packs the rows of one panel.
 template <class Mma, class T, class Format>
 inline void prepack_block_panel(const Linear& args, int64_t panel, uint8_t* out) {
     using Block = typename Format::Block;

@@ -1,9 +1,7 @@
-// Products with rows of a GGUF that are in panels (matmul/block_panels.h), where codes become numbers of the compute
-// dtype.
+// Products with prepacked block-quantized weights whose values become numbers of x's type in registers.
 //
-// In registers a code becomes its number by one multiplication and one addition, rounded once, as in
-// `dequantize_blocks`; a number may only be +0 where it is -0 there, which changes no sum. So sums are those of the
-// unpacked weights, bit for bit.
+// A number is one multiplication and one addition, rounded once, as in `dequantize_blocks`; it may be +0 where that has
+// -0, which changes no sum. So sums are those of the dequantized weights, bit for bit.
 #pragma once
 
 #include <stdint.h>
@@ -17,20 +15,22 @@
 namespace batchgen {
 namespace {
 
-// Scales and minimums of 256 depths of a panel, as lanes of an operand take them. Scales are those of the four places
-// in half a word: a code is not shifted down, its scale is smaller by as much.
+// Scales and minimums of a chunk of a panel, in the lanes of an operand. There is a scale for each of the four places
+// in half a word: a value is not shifted down, its scale is smaller instead.
 template <class Mma>
 struct PanelScales {
-    static constexpr int kVectors = 2 * Mma::kPair;  // of an operand's columns at one depth
+    static constexpr int kVectors = 2 * Mma::kPerWord;  // vectors of an operand's columns at one word of K
     vf scales[kChunkRuns][4], minimums[kChunkRuns][kVectors];
 };
 
+// Stores one vector of columns' scales as an operand has them.
 template <class Mma>
 inline void spread_columns(vf own, int part, vf* out) {
-    if constexpr (Mma::kPair == 1) out[part] = own;
+    if constexpr (Mma::kPerWord == 1) out[part] = own;
     else Mma::twice(own, out[2 * part], out[2 * part + 1]);
 }
 
+// Loads the scales of `count` blocks of a panel.
 template <class Mma, class Format>
 __attribute__((noinline)) void panel_scales(const uint8_t* blocks, int64_t count, PanelScales<Mma>& out) {
     using Kind = typename Format::Kind;
@@ -55,25 +55,16 @@ __attribute__((noinline)) void panel_scales(const uint8_t* blocks, int64_t count
     }
 }
 
-// What a kind of codes is read with, whatever the format. `scales`: of some blocks.
+// A format's layout, and what makes the scales of some blocks.
 template <class Mma>
 struct PanelFormat {
+    PanelLayout layout;
     void (*scales)(const uint8_t* blocks, int64_t count, PanelScales<Mma>& out);
-    const int8_t* table;
-    int64_t block_bytes, scale_bytes, low_bytes;
-    int quads_of_block, quads_of_run;  // powers of two, by their exponents
 };
 
 template <class Mma, class Format>
 constexpr PanelFormat<Mma> panel_format(const int8_t* table) {
-    using Block = typename Format::Block;
-    return {panel_scales<Mma, Format>,
-            table,
-            Format::kBlockBytes,
-            Format::kScaleBytes,
-            Format::kLowBytes,
-            __builtin_ctz(Block::kValues / kQuad),
-            __builtin_ctz(Block::kRun / kQuad)};
+    return {panel_layout<Format>(table), panel_scales<Mma, Format>};
 }
 
 struct NoTable {
@@ -88,7 +79,7 @@ struct TableOf<QuantKind<Low, High, QuantsAre::InTable>> {
     using Of = Table;
 };
 
-// Numbers of a quad: sink(word of the quad's depth, vector of columns, operand).
+// Dequantizes a quad: sink(word of K in the quad, vector of columns, operand).
 template <class Mma, class T, class Kind, class Sink>
 __attribute__((always_inline)) inline void quad_numbers(const uint8_t* low, const uint8_t* high, const vf* scales,
                                                         const vf* minimums, const typename TableOf<Kind>::Of& table,
@@ -123,12 +114,12 @@ __attribute__((always_inline)) inline void quad_numbers(const uint8_t* low, cons
             return fma(quant, scale[place], minimum[slot % kVectors]);
         };
 #pragma GCC unroll 4
-        for (int word = 0; word < 4 / Mma::kPair; word++) {
+        for (int word = 0; word < 4 / Mma::kPerWord; word++) {
 #pragma GCC unroll 2
             for (int part = 0; part < 2; part++) {
-                const int slot = (2 * word + part) * Mma::kPair;
+                const int slot = (2 * word + part) * Mma::kPerWord;
                 vi operand;
-                if constexpr (Mma::kPair == 2) {
+                if constexpr (Mma::kPerWord == 2) {
                     operand = Mma::to_operand(number(slot), number(slot + 1));
                 } else if constexpr (__is_same(T, float)) {
                     operand = as_int(number(slot));
@@ -137,88 +128,82 @@ __attribute__((always_inline)) inline void quad_numbers(const uint8_t* low, cons
                     store(rounded, number(slot));
                     operand = as_int(load(rounded));
                 }
-                sink(group * 4 / Mma::kPair + word, part, operand);
+                sink(group * 4 / Mma::kPerWord + word, part, operand);
             }
         }
     }
 }
 
-// Of 256 depths of a panel, or those that are left.
+// A chunk of a panel with its scales.
 template <class Mma>
-struct Chunk {
-    const uint8_t *blocks, *ahead;  // ahead: what is read after them
-    int64_t ahead_of_quad;          // bytes
+struct Chunk : PanelChunk {
     PanelScales<Mma> scales;
 
     void load(const PanelFormat<Mma>& format, const uint8_t* panel, int64_t k, int64_t at, const uint8_t* next) {
-        const int64_t count = smaller(kChunkK, k - at) / kQuad >> format.quads_of_block;
-        blocks = panel + (at / kQuad >> format.quads_of_block) * format.block_bytes;
-        ahead = at + kChunkK < k ? blocks + count * format.block_bytes : next;
-        ahead_of_quad = format.block_bytes >> format.quads_of_block;
-        format.scales(blocks, count, scales);
+        seek(format.layout, panel, k, at, next);
+        format.scales(blocks, num_blocks, scales);
     }
+    // The numbers of quad i, as `quad_numbers` hands them to the sink.
     template <class T, class Kind, class Sink>
-    __attribute__((always_inline)) void quad(const PanelFormat<Mma>& format, int64_t i,
-                                             const typename TableOf<Kind>::Of& table, Sink sink) const {
-        for (int64_t line = 0; line < ahead_of_quad; line += 64) __builtin_prefetch(ahead + i * ahead_of_quad + line);
-        constexpr int64_t kLowBytes = kPanelN * kQuad * Kind::kLow / 8, kHighBytes = kPanelN * kQuad * Kind::kHigh / 8;
-        const int64_t block = i >> format.quads_of_block, within = i - (block << format.quads_of_block);
-        const int64_t run = i >> format.quads_of_run;
-        const uint8_t* low = blocks + block * format.block_bytes + format.scale_bytes;
-        const uint8_t* high = low + format.low_bytes + within * kHighBytes;
-        quad_numbers<Mma, T, Kind>(low + within * kLowBytes, high, scales.scales[run], scales.minimums[run], table,
-                                   sink);
+    __attribute__((always_inline)) void numbers(const PanelFormat<Mma>& format, int64_t i,
+                                                const typename TableOf<Kind>::Of& table, Sink sink) const {
+        const Planes planes = quad<Kind>(format.layout, i);
+        const int64_t run = i >> format.layout.log2_quads_of_run;
+        quad_numbers<Mma, T, Kind>(planes.low, planes.high, scales.scales[run], scales.minimums[run], table, sink);
     }
 };
 
+// Dequantizes the values [first, end) of K of a panel.
 template <class Mma, class T, class Kind>
 __attribute__((noinline)) void numbers_of_kind(const PanelFormat<Mma>& format, const uint8_t* panel,
                                                const uint8_t* next, int64_t k, int64_t first, int64_t end,
                                                typename Mma::Operand* out) {
-    const typename TableOf<Kind>::Of table(format.table);
+    const typename TableOf<Kind>::Of table(format.layout.table);
     Chunk<Mma> chunk;
     for (int64_t at = first / kChunkK * kChunkK; at < end; at += kChunkK) {
         chunk.load(format, panel, k, at, next);
         const int64_t from = at < first ? first - at : 0, stop = smaller(kChunkK, end - at);
         for (int64_t kk = from; kk < stop; kk += kQuad) {
-            typename Mma::Operand* to = out + (at + kk - first) / Mma::kPair * kPanelN;
-            chunk.template quad<T, Kind>(format, kk / kQuad, table,
-                                         [&](int word, int part, vi operand) __attribute__((always_inline)) {
-                                             store_int(to + word * kPanelN + part * W, operand);
-                                         });
+            typename Mma::Operand* to = out + (at + kk - first) / Mma::kPerWord * kPanelN;
+            chunk.template numbers<T, Kind>(format, kk / kQuad, table,
+                                            [&](int word, int part, vi operand) __attribute__((always_inline)) {
+                                                store_int(to + word * kPanelN + part * W, operand);
+                                            });
         }
     }
 }
 
-// Depths [start, stop), in units of 32 bits and whole quads, of a panel: out [stop - start, kPanelN]. next: the panel
-// after it.
+// Dequantizes the words [start, stop) of K of a panel, whole quads: out [stop - start, kPanelN]. next: the panel that
+// is read after it.
 template <class Mma, class T>
 inline void numbers_of_panel(const Linear& args, int64_t panel, int64_t next, int64_t start, int64_t stop,
                              typename Mma::Operand* out) {
     with_panels(args.packing, [&]<class Format>(const int8_t* table) {
         numbers_of_kind<Mma, T, typename Format::Kind>(panel_format<Mma, Format>(table), block_panel(args, panel),
-                                                       block_panel(args, next), args.k, start * Mma::kPair,
-                                                       smaller(stop * Mma::kPair, args.k), out);
+                                                       block_panel(args, next), args.k, start * Mma::kPerWord,
+                                                       smaller(stop * Mma::kPerWord, args.k), out);
     });
 }
 
+// Rows of x, at most, that are multiplied with values as they are dequantized, in registers.
 constexpr int kSmallM = W == 16 ? 4 : 2;
-// Panels at a time: as many sums as stay in registers, and enough of them not to wait for one another.
+// Panels that are multiplied together: as many sums as stay in registers, and enough of them that none waits for
+// itself.
 constexpr int panels_at_once(int64_t rows) { return W == 16 && rows <= 2 ? 2 : 1; }
 
-// Rows whose value at depth d, in units of 32 bits, is at[row * row_stride + d * depth_stride].
+// Rows of x: word k of a row is at[row * row_stride + k * k_stride].
 struct SmallMRows {
     const uint32_t* at;
-    int64_t row_stride, depth_stride;
+    int64_t row_stride, k_stride;
 };
 
-// c [panels, MR, kPanelN] = rows of x times panels, each number used as soon as it is there. next: what is read after
-// each panel.
+// c [panels, MR, kPanelN] = x times panels; each operand is used as soon as it is dequantized. next: the panels that
+// are read after these.
 template <class Mma, class T, class Kind, int MR>
 __attribute__((noinline)) void product_of_kind(const PanelFormat<Mma>& format, const uint8_t* const* panels,
                                                const uint8_t* const* next, int64_t k, SmallMRows x, float* c) {
     constexpr int kPanels = panels_at_once(MR);
-    const typename TableOf<Kind>::Of table(format.table);
+    const typename TableOf<Kind>::Of table(format.layout.table);
     Chunk<Mma> chunk[kPanels];
     vf acc[kPanels][MR][2];
 #pragma GCC unroll 2
@@ -229,17 +214,17 @@ __attribute__((noinline)) void product_of_kind(const PanelFormat<Mma>& format, c
         for (int p = 0; p < kPanels; p++) chunk[p].load(format, panels[p], k, at, next[p]);
         const int64_t quads = smaller(kChunkK, k - at) / kQuad;
         for (int64_t i = 0; i < quads; i++) {
-            const uint32_t* from = x.at + (at + i * kQuad) / Mma::kPair * x.depth_stride;
+            const uint32_t* from = x.at + (at + i * kQuad) / Mma::kPerWord * x.k_stride;
 #pragma GCC unroll 2
             for (int p = 0; p < kPanels; p++) {
                 const auto use = [&](int word, int part, vi operand) __attribute__((always_inline)) {
 #pragma GCC unroll 4
                     for (int r = 0; r < MR; r++) {
-                        const vi value = set1_int(from[r * x.row_stride + word * x.depth_stride]);
+                        const vi value = set1_int(from[r * x.row_stride + word * x.k_stride]);
                         acc[p][r][part] = Mma::dot(value, operand, acc[p][r][part]);
                     }
                 };
-                chunk[p].template quad<T, Kind>(format, i, table, use);
+                chunk[p].template numbers<T, Kind>(format, i, table, use);
             }
         }
     }
@@ -251,7 +236,7 @@ __attribute__((noinline)) void product_of_kind(const PanelFormat<Mma>& format, c
             for (int part = 0; part < 2; part++) store(c + ((p * MR + r) * 2 + part) * W, acc[p][r][part]);
 }
 
-// Of `panels_at_once` panels; next: those after them.
+// x times `panels_at_once` panels; next: those that are read after them.
 template <class Mma, class T>
 inline void small_m_product(const Linear& args, int rows, const int64_t (&panels)[2], const int64_t (&next)[2],
                             SmallMRows x, float* c) {

@@ -1,4 +1,4 @@
-// The end of a linear layer: from sums of products to what is stored, through bias, activation and residual.
+// The epilogue of a linear layer: bias, activation, residual, and stores of the output.
 #pragma once
 
 #include <stdint.h>
@@ -11,19 +11,21 @@
 namespace batchgen {
 namespace {
 
+// Sums that are numbers already.
 struct PlainSums {
     const float* c;
     PlainSums(const Linear&, int64_t, int64_t, const float* c) : c(c) {}
     vf operator()(int64_t r, int part) const { return load(c + r * kPanelN + part); }
 };
 
+// The sums of a panel as floats.
 template <class Mma>
 inline auto sums_of(const Linear& args, int64_t row, int64_t panel, const void* c) {
     if constexpr (kIsInt8<Mma>) return ScaledSums(args, row, panel, c);
     else return PlainSums(args, row, panel, (const float*)c);
 }
 
-// Rows of sums of one panel to where they go.
+// Finishes rows [row, row + rows) of one panel, whose sums are in c [rows, kPanelN].
 template <class Mma, class T, class O>
 inline void finish(const Linear& args, int64_t row, int64_t panel, int64_t rows, const void* c) {
     using A = typename Mma::Arithmetic;

@@ -1,10 +1,9 @@
-// Products of bf16 with rows of FP8, where there are instructions for pairs of bf16.
+// Products of x in bf16 with FP8 weights, where there are products of bf16 pairs.
 //
-// A number of FP8 is one of bf16 too. So a run of 32 depths is multiplied as it is, and its scale is applied to its
-// sum, in fp32:
-//     sum += scale * (numbers . x)
-// No weight is rounded. Each element is summed up in the order of runs, wherever numbers come from, and however many
-// rows there are.
+// An FP8 number is a bf16 number too. So a run of 32 numbers is multiplied as it is, and its scale is applied to its
+// sum in fp32:
+//     sum += scale * (w . x)
+// No weight is rounded. Each element is summed in the order of runs, however many rows there are.
 #pragma once
 
 #include <stdint.h>
@@ -21,23 +20,23 @@ namespace {
 
 #ifdef BATCHGEN_FAST_BF16
 typedef uint16_t Halves __attribute__((vector_size(4 * W)));
-constexpr int kFp8Run = 32, kRunWords = 8;  // words of x at 16 depths
+constexpr int kFp8Run = 32, kRunWords = 8;  // values of K in a run; words of x in a quad
 
-// The numbers that have no leading one, as bf16.
+// The subnormal numbers of FP8 as bf16.
 inline PairTable small_fp8() {
     alignas(64) bf16 numbers[32];
     for (int i = 0; i < 32; i++) numbers[i].bits = uint16_t(float_bits(float(i % 8) * 0x1p-9f) >> 16);
     return PairTable(numbers);
 }
 
-// Each half of `codes` has one, in its low byte. Exponents count from 7 there, from 127 in bf16.
+// Two FP8 numbers in the low bytes of each half of a lane as bf16. The exponent bias is 7 in FP8 and 127 in bf16.
 __attribute__((always_inline)) inline vi pairs_of_fp8(Lanes quants, const PairTable& small) {
     const Halves quant = (Halves)quants, normal = ((quant & 0x7f) << 4) + 0x3c00;
     const Halves number = (quant & 0x78) == 0 ? (Halves)small.of_32((vi)quants) : normal;
     return (vi)(number | (quant & 0x80) << 8);
 }
 
-// Of kQuad depths of a panel: sink(word of the depth, vector of columns, operand).
+// Calls sink(word of K in the quad, vector of columns, operand) for a quad of a panel.
 template <class Sink>
 __attribute__((always_inline)) inline void fp8_quad(QuantChunk::Planes planes, const PairTable& small, Sink sink) {
 #pragma GCC unroll 4
@@ -50,7 +49,8 @@ __attribute__((always_inline)) inline void fp8_quad(QuantChunk::Planes planes, c
     }
 }
 
-// c [MR, kPanelN] = a tile of rows times a panel, each code used as soon as it is there. next: the panel after it.
+// c [MR, kPanelN] = a tile of rows times a panel, each operand used as soon as it is unpacked. next: the panel that is
+// read after it.
 template <class Kind, int MR>
 __attribute__((noinline)) void small_m_fp8_product(const QuantFormat& format, const uint8_t* panel, const uint8_t* next,
                                                    int64_t k, const uint32_t* x, float* c) {
@@ -70,7 +70,7 @@ __attribute__((noinline)) void small_m_fp8_product(const QuantFormat& format, co
                     for (int r = 0; r < MR; r++)
                         acc[r][part] = dot_pairs(set1_int(x[word * MR + r]), operand, acc[r][part]);
                 };
-                fp8_quad(chunk.template quad<Kind>(format, run * (kFp8Run / kQuad) + quad), small, use);
+                fp8_quad(chunk.template quad<Kind>(format.layout, run * (kFp8Run / kQuad) + quad), small, use);
                 x += kRunWords * MR;
             }
 #pragma GCC unroll 12
@@ -84,19 +84,19 @@ __attribute__((noinline)) void small_m_fp8_product(const QuantFormat& format, co
     }
 }
 
-// Depths [at, at + kChunkK) of a panel, or those that are left: out [depths / 2, kPanelN], and their scales.
+// Unpacks a chunk of a prepacked panel: out [values / 2, kPanelN], and its scales.
 template <class Kind>
 __attribute__((noinline)) void fp8_operand(const QuantFormat& format, const uint8_t* panel, const uint8_t* next,
                                            int64_t k, int64_t at, uint32_t* out, RunScales& scales) {
     const PairTable small = small_fp8();
     const QuantChunk chunk(format, panel, k, at, next, scales);
     for (int64_t i = 0; i < chunk.k_count / kQuad; i++, out += kRunWords * kPanelN)
-        fp8_quad(chunk.template quad<Kind>(format, i), small,
+        fp8_quad(chunk.template quad<Kind>(format.layout, i), small,
                  [&](int word, int part, vi operand)
                      __attribute__((always_inline)) { store_int(out + word * kPanelN + part * W, operand); });
 }
 
-// The same of rows as they lie.
+// Unpacks a chunk of the rows of a panel as they lie in a file, likewise.
 template <class Format>
 __attribute__((noinline)) void fp8_operand_of_rows(const Linear& args, int64_t panel, int64_t next, int64_t at,
                                                    uint32_t* out, RunScales& scales) {
@@ -105,7 +105,7 @@ __attribute__((noinline)) void fp8_operand_of_rows(const Linear& args, int64_t p
     uint8_t heads[kChunkK / Block::kValues * Format::kScaleBytes] = {};
     for (int part = 0; part < 2; part++)
         words_of_rows<Format>(
-            args, panel, next, part * W, at, heads, [&](int64_t k, Lanes quants) {  // two pairs of depths
+            args, panel, next, part * W, at, heads, [&](int64_t k, Lanes quants) {  // two pairs of values of K
                 uint32_t* to = out + k / 2 * kPanelN + part * W;
                 store_int(to, pairs_of_fp8((quants & 0xff) | (quants << 8 & 0x00ff0000), small));
                 store_int(to + kPanelN, pairs_of_fp8((quants >> 16 & 0xff) | (quants >> 8 & 0x00ff0000), small));
@@ -113,7 +113,7 @@ __attribute__((noinline)) void fp8_operand_of_rows(const Linear& args, int64_t p
     scales_of_runs<Format>(heads, Format::kScaleBytes, smaller(kChunkK, args.k - at) / Block::kValues, scales);
 }
 
-// c [MR, kPanelN] += rows of a tile of `count` times some runs of an operand.
+// c [MR, kPanelN] += rows of a tile of `count` times `runs` runs of an operand.
 template <int MR>
 __attribute__((noinline)) void fp8_product(const uint32_t* x, int64_t count, const uint32_t* b, int64_t runs,
                                            const RunScales& scales, float* c) {
@@ -144,6 +144,7 @@ __attribute__((noinline)) void fp8_product(const uint32_t* x, int64_t count, con
     for (int r = 0; r < MR; r++) store(c + r * kPanelN, sum[r][0]), store(c + r * kPanelN + W, sum[r][1]);
 }
 
+// The products of a format (matmul/quant_panels.h) for the tiles of x from `row` on.
 template <class Format>
 struct Fp8Products {
     using Kind = typename Format::Kind;
@@ -177,7 +178,7 @@ inline void with_fp8_products(const Linear& args, int64_t row, F f) {
         if constexpr (Format::Kind::kFloat8) f(Fp8Products<Format>(args, row));
     });
 }
-#else  // named, but never called
+#else  // never called
 template <class F>
 void with_fp8_products(const Linear&, int64_t, F) {}
 #endif

@@ -1,8 +1,8 @@
-// Linear layers of weights of 8 bits: sums of integers, with a scale for each column and one for each row of x.
+// int8 weights: quantization of x, panels of w, and the scales of sums.
 //
-// batchgen/ops/int8.py says how rows of numbers become codes, and in which order sums become results; it does the same
-// in torch, bit for bit. Rows of x are made codes once for all threads. A packed panel has its columns' scales after
-// its codes.
+// Sums are exact integers; each column of w has a scale, and so has each row of x. batchgen/ops/int8.py says how rows
+// are quantized and in which order sums become results, and does the same in torch, bit for bit. x is quantized once
+// for all threads. A prepacked panel has its columns' scales behind its values.
 #pragma once
 
 #include <stdint.h>
@@ -15,19 +15,20 @@
 namespace batchgen {
 namespace {
 
+// What prepacked values of w are larger by than the weights.
 #ifdef BATCHGEN_TILES
 constexpr int kWeightOffset = 0;
 #else
-constexpr int kWeightOffset = kCodeOffset;  // which the sums are rid of by the sum of a row's codes
+constexpr int kWeightOffset = kInt8Bias;  // taken off again by the sum of the row's values
 #endif
 
-// Where w's scale is in a row.
+// The byte of a row of w at which its scale is.
 inline int64_t scale_at(const Linear& args) { return round_up(args.k, 4); }
 
-// Rows of x as codes, and what is kept of each beside them; at `packed_x`.
+// The quantized rows of x at `packed_x`: their scales, the excess of their sums, and their values.
 struct QuantizedX {
     float* scales;
-    int32_t* excess;  // of sums, for the offset of w's codes
+    int32_t* excess;  // of each sum, through kWeightOffset
     uint8_t* quants;
     static int64_t bytes_beside(const Linear& args) { return 8 * round_up(args.m, 16); }
     QuantizedX(const Linear& args, const void* at) {
@@ -36,11 +37,11 @@ struct QuantizedX {
     }
 };
 
-constexpr int kRotated = 64;  // values that are rotated together
+constexpr int kRotated = 64;  // values that one Hadamard matrix rotates
 
 constexpr int kRotatedVectors = kRotated / W;
 
-// Signs of the second of two numbers that are added: less where the lane's number has the bit Apart.
+// The signs of the second of two numbers that are added: -1 in lanes whose index has the bit Apart.
 template <int Apart>
 struct Signs {
     float of[W];
@@ -51,7 +52,7 @@ struct Signs {
 template <int Apart>
 constexpr Signs<Apart> kSigns;
 
-// A stage of Hadamard's matrix: of two numbers that are Apart from each other their sum and their difference.
+// One stage of the Walsh-Hadamard transform: the sum and the difference of numbers that are Apart from each other.
 template <int Apart>
 __attribute__((always_inline)) inline void hadamard_stage(vf (&block)[kRotatedVectors]) {
     constexpr int kVectors = Apart / W;
@@ -66,15 +67,16 @@ __attribute__((always_inline)) inline void hadamard_stage(vf (&block)[kRotatedVe
     }
 }
 
-// Numbers of a row as codes are made of them: as they are, zeros beyond its end, or with whole blocks of 64 rotated by
-// Hadamard's matrix.
+// A row of x before quantization: zeros beyond its end, and rotated by a Hadamard matrix in whole blocks of 64 if
+// `rotated`.
 template <class T>
 struct RowValues {
     const T* x;
     int64_t n;
     bool rotated;
 
-    // The 64 numbers from `from` on, a multiple of 64. Loops over them are unrolled so that they stay in registers.
+    // Loads the 64 numbers from `from` on, a multiple of 64. Loops over them are unrolled so that they stay in
+    // registers.
     __attribute__((always_inline)) void block(int64_t from, vf (&out)[kRotatedVectors]) const {
         T part[kRotated];
         const bool whole = from + kRotated <= n;
@@ -94,12 +96,12 @@ struct RowValues {
     }
 };
 
-// A row's scale, and what its numbers are multiplied with to be codes.
+// The scale of a row of x, and the factor that quantizes its numbers.
 struct RowScale {
     float scale, steps;
     template <class T>
     explicit RowScale(const RowValues<T>& x) {
-        constexpr float kLeast = 0x1p-100f;  // what is smaller counts as zero
+        constexpr float kLeast = 0x1p-100f;  // a row whose largest number is smaller is zeros
         vf largest = zero(), block[kRotatedVectors];
         for (int64_t i = 0; i < x.n; i += kRotated) {
             x.block(i, block);
@@ -117,16 +119,16 @@ struct RowScale {
     }
 };
 
-// Codes of the 64 numbers from `from` on, a multiple of 64.
+// Quantizes the 64 numbers from `from` on, a multiple of 64.
 template <class T>
-inline void store_quantized(const RowValues<T>& x, int64_t from, float steps, Code* out) {
+inline void store_quantized(const RowValues<T>& x, int64_t from, float steps, XInt8* out) {
     vf block[kRotatedVectors];
     x.block(from, block);
 #pragma GCC unroll 16
-    for (int i = 0; i < kRotatedVectors; i++) store_codes(out + i * W, round_even(mul(block[i], set1(steps))));
+    for (int i = 0; i < kRotatedVectors; i++) store_int8(out + i * W, round_even(mul(block[i], set1(steps))));
 }
 
-// Whether w's rows were rotated before they became codes: their scales are negative then.
+// Whether the rows of w were rotated before they were quantized: their scales are negative then.
 inline bool is_rotated(const Linear& args) {
     float first;
     if (args.packed) memcpy(&first, packed_panel<Int8Mma>(args, 0) + packed_k<Int8Mma>(args) * kPanelN, 4);
@@ -134,12 +136,11 @@ inline bool is_rotated(const Linear& args) {
     return __builtin_signbit(first);
 }
 
-// Tiles [tile, stop) of rows as codes, laid out as `pack_row_tiles` does: the rows of a tile together, some depths at a
-// time.
+// Quantizes the tiles [tile, stop) of x into the layout of `pack_row_tiles`.
 template <class T>
 inline void pack_quantized_x(const Linear& args, int64_t tile, int64_t stop, void* out) {
-    constexpr int kWords = kRotated / Int8Mma::kPair, kLanes = int(kTileM + W - 1) / W * W;
-    constexpr uint32_t kOnes = sizeof(Code) == 1 ? 0x01010101 : 0x00010001;
+    constexpr int kWords = kRotated / Int8Mma::kPerWord, kLanes = int(kTileM + W - 1) / W * W;
+    constexpr uint32_t kOnes = sizeof(XInt8) == 1 ? 0x01010101 : 0x00010001;
     const QuantizedX coded(args, out);
     const int64_t k = packed_k<Int8Mma>(args);
     const bool rotated = is_rotated(args);
@@ -154,12 +155,12 @@ inline void pack_quantized_x(const Linear& args, int64_t tile, int64_t stop, voi
             const RowScale scale(row(r));
             steps[r] = scale.steps, coded.scales[first + r] = scale.scale;
         }
-        vi sums[kLanes / W];  // of each row's codes
+        vi sums[kLanes / W];  // of each row's values
         for (vi& some : sums) some = set1_int(0);
         alignas(64) uint32_t quants[kLanes][kWords] = {};
         for (int64_t kk = 0; kk < k; kk += kWords) {
             for (int64_t r = 0; r < count; r++)
-                store_quantized(row(r), kk * Int8Mma::kPair, steps[r], (Code*)quants[r]);
+                store_quantized(row(r), kk * Int8Mma::kPerWord, steps[r], (XInt8*)quants[r]);
             for (int64_t c = 0; c < count; c += W) {
                 for (int64_t at = kk; at < smaller(k, kk + kWords); at += W) {
                     vi r[W];
@@ -168,7 +169,7 @@ inline void pack_quantized_x(const Linear& args, int64_t tile, int64_t stop, voi
                     transpose(r);
                     if (kWeightOffset) {
 #pragma GCC unroll 16
-                        for (int i = 0; i < W; i++) sums[c / W] = dot_codes(r[i], set1_int(kOnes), sums[c / W]);
+                        for (int i = 0; i < W; i++) sums[c / W] = dot_int8(r[i], set1_int(kOnes), sums[c / W]);
                     }
                     store_row_tile(r, to, at, k, c, count);
                 }
@@ -180,10 +181,10 @@ inline void pack_quantized_x(const Linear& args, int64_t tile, int64_t stop, voi
     }
 }
 
-// Depths [start, stop), in units of 32 bits of x, of a panel.
+// Packs the words [start, stop) of K of a panel of int8 weights.
 inline void pack_int8_panel(const Linear& args, int64_t panel, int64_t start, int64_t stop, Int8Mma::Operand* out) {
     constexpr int kParts =
-        sizeof(uint32_t) / sizeof(Int8Mma::Operand);  // of the four codes of a column that are read at once
+        sizeof(uint32_t) / sizeof(Int8Mma::Operand);  // operands of the four values of a column that are read at once
     constexpr uint32_t kFlip = kWeightOffset ? 0x80808080 : 0;
     for (int c = 0; c < kPanelN; c += W) {
         const uint32_t* rows[W];
@@ -213,7 +214,7 @@ inline void pack_int8_panel(const Linear& args, int64_t panel, int64_t start, in
     }
 }
 
-// The scales of a panel's columns as they lie in rows of w.
+// The scales of a panel's columns, from rows of w.
 inline void gather_scales(const Linear& args, int64_t panel, float* out) {
     for (int c = 0; c < kPanelN; c++) {
         const int64_t row = weight_row(args, panel, c);
@@ -222,7 +223,7 @@ inline void gather_scales(const Linear& args, int64_t panel, float* out) {
     }
 }
 
-// Sums of a panel's integers as numbers.
+// The integer sums of a panel as floats, with both scales applied.
 struct ScaledSums {
     const uint32_t* c;
     const float* row_scales;

@@ -1,8 +1,8 @@
-// Linear layers: out = activation(x wᵀ + bias) + residual.
+// Linear layers: out [M, N] = activation(x [M, K] w^T + bias) + residual.
 //
-// w is worked on a panel of kPanelN columns at a time, packed so that a vector of columns lies together at each depth:
-// once beforehand, or, where weights pass through memory, when a panel is needed. An element's sum is taken in the
-// order of depth, whatever rows are beside it: a row's result does not depend on its batch.
+// w [N, K] is worked on a panel of kPanelN rows of w at a time, packed so that at each word of K its columns lie side
+// by side: once beforehand, or when the panel is needed. The sum of an element is taken in the order of K whatever rows
+// are beside it, so a row's result does not depend on its batch.
 #pragma once
 
 #include <stdint.h>
@@ -16,11 +16,11 @@
 namespace batchgen {
 namespace {
 
+// The best cut of a layer into calls.
 inline LinearCut linear_cut(const Linear& args) {
     return with_mma(args, [&]<class Mma, class T>() {
         if constexpr (uses_tiles<Mma>()) return tile_cut<Mma>(args);
-        // As many rows at once as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth
-        // fetching.
+        // As many rows as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth loading.
         const int64_t k = packed_k<Mma>(args), rows = 96 * 1024 / k / kTileM * kTileM;
         const int64_t tiled = round_up(args.m, kTileM) * k * 4;
         int64_t packed = args.m >= kMinPackedM ? tiled : 0;
@@ -32,7 +32,7 @@ inline LinearCut linear_cut(const Linear& args) {
     });
 }
 
-// Groups [group, stop) of rows of x, to where they are among all of them.
+// Packs groups [group, stop) of rows of x, each to its place among all of them.
 inline void pack_rows(const Linear& args, int64_t group, int64_t stop, void* out) {
     with_mma(args, [&]<class Mma, class T>() {
         if constexpr (uses_tiles<Mma>()) pack_tile_rows<Mma, T>(args, group, stop, out);
@@ -42,6 +42,7 @@ inline void pack_rows(const Linear& args, int64_t group, int64_t stop, void* out
     });
 }
 
+// Bytes of scratch memory of a call.
 inline int64_t linear_scratch(const Linear& args, int64_t rows, int64_t panels) {
     return with_mma(args, [&]<class Mma, class T>() {
         Carve carve{nullptr};
@@ -59,6 +60,7 @@ inline void linear_of(const Linear& args, int64_t row, int64_t row_stop, int64_t
     else linear_block<Mma, T, O>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
 }
 
+// Rows [row, row_stop) times panels [panel, panel_stop); next_panel is what the thread probably works on then.
 inline void linear(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop,
                    int64_t next_panel, void* scratch) {
     with_mma(args, [&]<class Mma, class T>() {

@@ -1,8 +1,8 @@
-// A small matrix product held in registers: what both linear layers and attention are made of.
+// The micro-kernel: a small matrix product whose sums stay in vector registers. Linear layers and attention are made of
+// it.
 //
-// One operand, A, has its rows one after the other; of the other, B, a vector of columns lies together at each depth.
-// Both are arrays of 32 bits: a float, or a pair of bf16 from neighbouring depths where there are instructions for
-// them.
+// It reads A by rows, or in tiles in which the rows lie side by side, and of B at each word of K one or more vectors of
+// columns (matmul/operands.h).
 #pragma once
 
 #include <stdint.h>
@@ -14,13 +14,13 @@
 namespace batchgen {
 namespace {
 
-// kBeside: the rows of A lie beside each other, all of them at each depth; otherwise one after the other, `a_stride`
-// apart.
+// acc += a b over K words. kBeside: the rows of A lie side by side, all of them at each word of K; else one after the
+// other, `a_stride` words apart.
 template <class Mma, int MR, int NR, bool kBeside>
 __attribute__((always_inline)) inline void accumulate(typename Mma::Sum (&acc)[MR][NR], const uint32_t* a,
                                                       int64_t a_stride, const typename Mma::Operand* b,
                                                       int64_t b_stride, int64_t k, const uint8_t* ahead) {
-    // A pointer for every three rows: the others are within reach of an address's scaled index.
+    // One pointer for three rows: scaled-index addressing reaches the other two.
     constexpr int kPointers = (MR + 2) / 3;
     const uint32_t* row[kPointers];
 #pragma GCC unroll 4
@@ -29,7 +29,7 @@ __attribute__((always_inline)) inline void accumulate(typename Mma::Sum (&acc)[M
     for (int64_t kk = 0; kk < k; kk++) {
         vi columns[NR];
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) columns[n] = Mma::columns(b + n * W);
+        for (int n = 0; n < NR; n++) columns[n] = Mma::load_b(b + n * W);
 #pragma GCC unroll 12
         for (int r = 0; r < MR; r++) {
             vi value = set1_int(kBeside ? row[0][r] : row[r / 3][(r % 3) * a_stride]);
@@ -43,8 +43,8 @@ __attribute__((always_inline)) inline void accumulate(typename Mma::Sum (&acc)[M
     }
 }
 
-// c = a b, or c = c * scale + a b with a number for each row. For rows x columns, columns a multiple of W. ahead: what
-// will be read soon, 64 bytes for each depth, or null.
+// c [MR, NR * W] = a b, or c * scale + a b with a scale for each row. ahead: memory to prefetch, 64 bytes for each word
+// of K; or null.
 template <class Mma, int MR, int NR, bool kBeside = false>
 inline void product_tile(const uint32_t* a, int64_t a_stride, const typename Mma::Operand* b, int64_t b_stride,
                          int64_t k, typename Mma::Number* c, int64_t c_stride, const float* scale,
@@ -53,13 +53,14 @@ inline void product_tile(const uint32_t* a, int64_t a_stride, const typename Mma
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) acc[r][n] = scale ? Mma::scaled(c + r * c_stride + n * W, scale[r]) : Mma::none();
+        for (int n = 0; n < NR; n++)
+            acc[r][n] = scale ? Mma::load_scaled(c + r * c_stride + n * W, scale[r]) : Mma::zero_sum();
     }
     accumulate<Mma, MR, NR, kBeside>(acc, a, a_stride, b, b_stride, k, ahead);
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) Mma::put(c + r * c_stride + n * W, acc[r][n]);
+        for (int n = 0; n < NR; n++) Mma::store_sum(c + r * c_stride + n * W, acc[r][n]);
     }
 }
 
@@ -72,10 +73,12 @@ inline void with_count(int n, F f) {
     f.template operator()<Largest>();
 }
 
+// c [rows, columns] = a b, or c * scale + a b with a scale for each row; columns is a multiple of W, and k counts
+// words of K.
 template <class Mma>
 inline void product(NoTiles, const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t b_stride,
                     int64_t columns, int64_t k, float* c, int64_t c_stride, const float* scale) {
-    // Few rows go with more columns, so that there are enough sums under way.
+    // With small M more columns are under way at once, so that no sum waits for itself.
     constexpr int kHalfTileM = kTileM / 2;
     for (int64_t n = 0; n < columns;) {
         int64_t left = columns - n;

@@ -1,5 +1,4 @@
-// Rows of a weight that is packed in panels, as numbers again: an output matrix that is the embeddings too is in memory
-// once.
+// Rows of a prepacked weight as numbers: an output matrix that is the embedding too is in memory once.
 #pragma once
 
 #include <stdint.h>
@@ -15,16 +14,16 @@
 namespace batchgen {
 namespace {
 
-// Where the two parts of a code lie among the words of its four depths: the bits of the first plane, and those above.
+// The place of a part of a quantized value among the words of its group: the plane, the lane, and the bits below it.
 struct BitPlace {
     int plane, lane, shift;
 };
 
-// Of a column of a panel. Nothing is known here of how a word's bits are laid out: of each part of a code, all ones, it
-// is seen where `planes_of` puts it.
+// The places of the values of one column of a panel. They follow from `planes_of`: it is given a part of all ones, and
+// the place is where they come out.
 template <class Mma, class T, class Kind>
 struct ColumnPlaces {
-    BitPlace of[4][2];  // by depth and part
+    BitPlace of[4][2];  // by value of the group and part
 
     explicit ColumnPlaces(int c) {
         for (int k = 0; k < 4; k++) {
@@ -43,15 +42,14 @@ struct ColumnPlaces {
     }
 };
 
-// A part of a code of four depths, `bits` long; plane_bits: those that its plane has of a code.
+// A part of the value of a group, `bits` bits; plane_bits: the bits of a value in its plane.
 inline uint32_t bits_at(const uint8_t* plane, int plane_bits, int64_t group, BitPlace place, int bits) {
     uint32_t word;
     memcpy(&word, (const uint32_t*)plane + group * plane_bits / 4 * W + place.lane, sizeof word);
     return word >> (group % (4 / plane_bits) * plane_bits + place.shift) & ((1u << bits) - 1);
 }
 
-// A row of blocks, of the codes, scales and minimums that were put in order: numbers are those of `dequantize_blocks`,
-// bit for bit.
+// A row of block-quantized weights as numbers: those of `dequantize_blocks`, bit for bit.
 template <class Mma, class Format, class T>
 __attribute__((noinline)) void row_of_blocks(const Linear& args, int64_t row, const int8_t* table, T* out) {
     using Block = typename Format::Block;
@@ -76,18 +74,18 @@ __attribute__((noinline)) void row_of_blocks(const Linear& args, int64_t row, co
             float scales[W], minimums[W];
             Format::Scales::get(block, run, c / W * W, scale, minimum);
             store(scales, scale), store(minimums, minimum);
-            // What an offset makes of a scale is in the codes here.
+            // The offset is in the values here, not in a minimum.
             const float own_minimum = Format::kMinimums ? minimums[c % W] : -0.0f;
             store_run<Block>(quants + run * Block::kRun, set1(scales[c % W]), set1(own_minimum), out);
         }
     }
 }
 
-// A row of numbers.
+// A row of a weight that is prepacked as numbers.
 template <class Mma, class T>
 inline void row_of_numbers(const Linear& args, int64_t row, T* out) {
     const auto* column = packed_panel<Mma>(args, row / kPanelN) + row % kPanelN;
-    if constexpr (Mma::kPair == 2) {
+    if constexpr (Mma::kPerWord == 2) {
         for (int64_t kk = 0; kk < args.k; kk++) out[kk].bits = uint16_t(column[kk / 2 * kPanelN] >> (kk % 2 * 16));
     } else {
         for (int64_t kk = 0; kk < args.k; kk += W) {
@@ -99,7 +97,7 @@ inline void row_of_numbers(const Linear& args, int64_t row, T* out) {
     }
 }
 
-// Rows rows[first .. stop) of a packed weight, to where they are among all of them: out [rows, depth], of args.type.
+// Writes rows rows[first], ..., rows[stop - 1] of a prepacked weight to out [rows, K], of args.type.
 inline void rows_of_panels(const Linear& args, const int64_t* rows, int64_t first, int64_t stop, void* out) {
     with_mma(args, [&]<class Mma, class T>() {
         if constexpr (!kIsInt8<Mma>) {

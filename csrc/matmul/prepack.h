@@ -1,4 +1,4 @@
-// Both operands of a linear layer put into the layouts that products read: w into panels, x into tiles.
+// Prepacking of both operands of a linear layer: w into panels, x into tiles.
 #pragma once
 
 #include <stdint.h>
@@ -18,15 +18,15 @@
 namespace batchgen {
 namespace {
 
-// Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanelN]. next: the panel after it, if it
-// has been put in order, as rows of a GGUF are.
+// Packs the words [start, stop) of K of a panel: out [stop - start, kPanelN]. next: the panel that is read after it,
+// where w is prepacked blocks.
 template <class Mma, class T>
 inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t start, int64_t stop,
                        typename Mma::Operand* out) {
     if constexpr (kIsInt8<Mma>) {
         return pack_int8_panel(args, panel, start, stop, out);
     } else {
-        if constexpr (!kHasFp8<Mma>) {  // where blocks are multiplied as codes
+        if constexpr (!kHasFp8<Mma>) {  // with kHasFp8, blocks are multiplied as they are
             if (args.packing != BlockType::F32) {
                 if (args.packed) return numbers_of_panel<Mma, T>(args, panel, next, start, stop, out);
                 return unpack_panel<Mma, T>(args, panel, start, stop, out);
@@ -41,7 +41,7 @@ inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t 
             for (int64_t kk = start; kk < stop; kk += W) {
                 const int64_t count = smaller(W, stop - kk);
                 vi r[W];
-                gather_k<Mma>(rows, kk, smaller(count * Mma::kPair, args.k - kk * Mma::kPair), r);
+                gather_k<Mma>(rows, kk, smaller(count * Mma::kPerWord, args.k - kk * Mma::kPerWord), r);
 #pragma GCC unroll 16
                 for (int i = 0; i < W; i++)
                     if (i < count) store_int(out + (kk - start + i) * kPanelN + c, r[i]);
@@ -50,8 +50,8 @@ inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t 
     }
 }
 
-// Tiles [tile, stop) of kTileM rows of x, the rows of a tile beside each other at each depth: [tiles, depth, rows of
-// the tile]. Rows as they lie, far apart, take each other's places in the nearest cache.
+// Packs the tiles [tile, stop) of x, [tiles, K in words, rows of the tile]. Rows as they lie, far apart, would evict
+// each other from the first-level cache.
 template <class Mma, class T>
 inline void pack_row_tiles(const Linear& args, int64_t tile, int64_t stop, void* out) {
     const int64_t k = packed_k<Mma>(args);
@@ -66,13 +66,14 @@ inline void pack_row_tiles(const Linear& args, int64_t tile, int64_t stop, void*
             for (int64_t kk = 0; kk < k; kk += W) {
                 const int64_t k_count = smaller(W, k - kk);
                 vi r[W];
-                gather_k<Mma>(rows, kk, smaller(k_count * Mma::kPair, args.k - kk * Mma::kPair), r);
+                gather_k<Mma>(rows, kk, smaller(k_count * Mma::kPerWord, args.k - kk * Mma::kPerWord), r);
                 store_row_tile(r, to, kk, k, c, count);
             }
         }
     }
 }
 
+// Bytes of a panel as `prepack_panels` makes it.
 template <class Mma>
 inline int64_t panel_bytes_of(const Linear& args) {
     if (splits_bytes(args)) return unpacked_panel_bytes(args, 4);
@@ -80,6 +81,7 @@ inline int64_t panel_bytes_of(const Linear& args) {
     return operand_panel_bytes<Mma>(args);
 }
 
+// Prepacks the panels [panel, stop) of w; block-quantized ones are unpacked.
 inline void prepack_panels(const Linear& args, int64_t panel, int64_t stop, void* out) {
     with_mma(args, [&]<class Mma, class T>() {
         const int64_t k = packed_k<Mma>(args);
@@ -99,7 +101,7 @@ inline void prepack_panels(const Linear& args, int64_t panel, int64_t stop, void
     });
 }
 
-// Rows of a GGUF to panels of as many bytes.
+// Prepacks the panels [panel, stop) of block-quantized w into as many bytes.
 inline void prepack_block_panels(const Linear& args, int64_t panel, int64_t stop, void* out) {
     with_mma(args, [&]<class Mma, class T>() {
         if constexpr (!kIsInt8<Mma>)

@@ -1,5 +1,5 @@
-// What products share in which codes are multiplied and scales applied to their sums: of integers
-// (matmul/split_bytes.h) and of FP8 (matmul/fp8.h).
+// Products of quantized values themselves, with scales applied to their sums: what integers (matmul/split_bytes.h) and
+// FP8 (matmul/fp8.h) share.
 #pragma once
 
 #include <stdint.h>
@@ -14,11 +14,12 @@
 namespace batchgen {
 namespace {
 
-// Scales and minimums of the runs of kChunkK depths of a panel.
+// Scales and minimums of the runs of a chunk of a panel.
 struct RunScales {
     vf scales[kChunkRuns][2], minimums[kChunkRuns][2];
 };
 
+// Loads the scales of `count` blocks that are `stride` bytes apart.
 template <class Format>
 __attribute__((noinline)) void scales_of_runs(const uint8_t* blocks, int64_t stride, int64_t count, RunScales& out) {
     for (int64_t b = 0; b < count; b++, blocks += stride)
@@ -29,51 +30,28 @@ __attribute__((noinline)) void scales_of_runs(const uint8_t* blocks, int64_t str
                                     out.minimums[b * Format::kRuns + run][part]);
 }
 
-// Where a format's panels have what.
+// A format's layout, and what makes the scales of some blocks, `stride` bytes apart.
 struct QuantFormat {
+    PanelLayout layout;
     void (*scales)(const uint8_t* blocks, int64_t stride, int64_t count, RunScales& out);
-    const int8_t* table;
-    int64_t block_bytes, scale_bytes, low_bytes;
-    int quads_of_block;  // a power of two, by its exponent
 };
 
 template <class Format>
 constexpr QuantFormat quant_format(const int8_t* table) {
-    return {scales_of_runs<Format>, table,
-            Format::kBlockBytes,    Format::kScaleBytes,
-            Format::kLowBytes,      __builtin_ctz(Format::Block::kValues / kQuad)};
+    return {panel_layout<Format>(table), scales_of_runs<Format>};
 }
 
-// Up to kChunkK depths of a panel from `at` on, and their scales.
-struct QuantChunk {
-    struct Planes {
-        const uint8_t *low, *high;
-    };
-    const uint8_t *blocks, *ahead;  // ahead: what is read after them
-    int64_t k_count, ahead_of_quad;
-
+// A chunk of a panel, whose scales are written to `scales`.
+struct QuantChunk : PanelChunk {
     QuantChunk(const QuantFormat& format, const uint8_t* panel, int64_t k, int64_t at, const uint8_t* next,
                RunScales& scales) {
-        k_count = smaller(kChunkK, k - at);
-        const int64_t count = k_count / kQuad >> format.quads_of_block;
-        blocks = panel + (at / kQuad >> format.quads_of_block) * format.block_bytes;
-        ahead = at + kChunkK < k ? blocks + count * format.block_bytes : next;
-        ahead_of_quad = format.block_bytes >> format.quads_of_block;
-        format.scales(blocks, format.block_bytes, count, scales);
-    }
-    // The codes of quad i. As much of what comes after the stretch is fetched.
-    template <class Kind>
-    __attribute__((always_inline)) Planes quad(const QuantFormat& format, int64_t i) const {
-        constexpr int64_t kLowBytes = kPanelN * kQuad * Kind::kLow / 8, kHighBytes = kPanelN * kQuad * Kind::kHigh / 8;
-        const int64_t block = i >> format.quads_of_block, within = i - (block << format.quads_of_block);
-        for (int64_t line = 0; line < ahead_of_quad; line += 64) __builtin_prefetch(ahead + i * ahead_of_quad + line);
-        const uint8_t* low = blocks + block * format.block_bytes + format.scale_bytes;
-        return {low + within * kLowBytes, low + format.low_bytes + within * kHighBytes};
+        seek(format.layout, panel, k, at, next);
+        format.scales(blocks, format.layout.block_bytes, num_blocks, scales);
     }
 };
 
-// Int8Mma [start, start + count) of the row of column c; null: there is none. The same of panel `next` are fetched into
-// the second cache: as many rows as a panel has are too many for the hardware to follow.
+// The bytes [start, start + count) of the row of column c, or null where there is none. Those of panel `next` are
+// prefetched into the second-level cache: hardware cannot follow as many rows as a panel has.
 inline const uint8_t* row_at(const Linear& args, int64_t panel, int64_t next, int c, int64_t start, int64_t count) {
     const auto* w = (const uint8_t*)args.w;
     const int64_t row = weight_row(args, panel, c), ahead = weight_row(args, next, c);
@@ -86,17 +64,17 @@ inline const uint8_t* row_at(const Linear& args, int64_t panel, int64_t next, in
     return w + row * args.w_stride + start;
 }
 
-#ifdef BATCHGEN_QUARTERS
-// Where in a row the code of a byte is, in its lower nibble where there are two.
+#ifdef BATCHGEN_LOAD_QUARTERS
+// The index in a row of the value in a byte; of the one in its lower nibble where it has two.
 template <class Block>
 constexpr int64_t k_of_byte(int64_t byte) {
     if constexpr (Block::kNibbles == 0) return byte;
     else return byte / Block::kNibbles * 2 * Block::kNibbles + byte % Block::kNibbles;
 }
 
-// Rows of W columns from `c` on whose codes are bytes or nibbles where they lie, kChunkK depths of them or those that
-// are left: sink(depth, words) takes 4 bytes of codes of each column, four times in a row. What a panel has before its
-// codes goes to `heads` [blocks, Format::kScaleBytes]; it is zeros where no row is.
+// Hands a chunk of the rows of W columns, from `c` on, to sink(k, words): 4 bytes of values of each column, four times
+// in a row. The values of the format are bytes or nibbles as they lie. The scales go to `heads` [blocks,
+// Format::kScaleBytes], zeros where there is no row.
 template <class Format, class Sink>
 __attribute__((always_inline)) inline void words_of_rows(const Linear& args, int64_t panel, int64_t next, int c,
                                                          int64_t at, uint8_t* heads, Sink sink) {
@@ -126,23 +104,23 @@ __attribute__((always_inline)) inline void words_of_rows(const Linear& args, int
 }
 #endif
 
-// A panel that has been unpacked for many rows: an operand, words of so many depths, and then the scales of each
-// stretch.
-inline RunScales* unpacked_scales(const Linear& args, int k_count, uint32_t* panel) {
-    return (RunScales*)(panel + args.k / k_count * kPanelN);
+// A panel that is unpacked for many rows: operand words of `k_per_word` values, then the scales of each chunk.
+inline RunScales* unpacked_scales(const Linear& args, int k_per_word, uint32_t* panel) {
+    return (RunScales*)(panel + args.k / k_per_word * kPanelN);
 }
-inline int64_t unpacked_panel_bytes(const Linear& args, int k_count) {
-    return args.k / k_count * kPanelN * 4 + (args.k + kChunkK - 1) / kChunkK * int64_t(sizeof(RunScales));
+inline int64_t unpacked_panel_bytes(const Linear& args, int k_per_word) {
+    return args.k / k_per_word * kPanelN * 4 + (args.k + kChunkK - 1) / kChunkK * int64_t(sizeof(RunScales));
 }
 
-// Products are made by a struct with
-//     kKPerWord: depths of a word of an operand; kSmallM: rows that are multiplied with codes in registers, at most
-//     operand(panel, next, at, out, scales): kChunkK depths of a panel, or those that are left
-//     few<MR>(panel, next, c): c [MR, kPanelN] = all rows times a panel
-//     some<MR>(r, i, count, at, depths, b, scales, c): c += rows r + i and on, of a tile of `count` rows from r on,
-//     times an operand
-constexpr int kScaledTileM = kTileM / 2;  // so that sums of a run stay in registers
+// A kind of products is a struct with
+//     kKPerWord: values of K in a word of an operand; kSmallM: the most rows that are multiplied in registers
+//     operand(panel, next, at, out, scales): the operand of a chunk of a panel
+//     small_m<MR>(panel, next, c): c [MR, kPanelN] = all rows times a panel
+//     tile<MR>(r, i, count, at, k_count, b, scales, c): c += the rows from r + i on, of a tile of `count` rows from r
+//     on, times an operand
+constexpr int kScaledTileM = kTileM / 2;  // rows whose sums of a run stay in registers
 
+// Unpacks a panel into the operands and scales of all its chunks.
 template <class Products>
 inline void unpack_quant_panel(const Linear& args, const Products& products, int64_t panel, int64_t next,
                                uint32_t* out) {
@@ -151,7 +129,8 @@ inline void unpack_quant_panel(const Linear& args, const Products& products, int
         products.operand(panel, next, at, out + at / Products::kKPerWord * kPanelN, scales[at / kChunkK]);
 }
 
-// `rows` rows times some panels: finish(panel) takes the sums in c [rows, kPanelN] of each.
+// Multiplies `rows` rows with the panels [panel, panel_stop): finish(panel) takes the sums in c [rows, kPanelN] of
+// each.
 template <class Products, class Finish>
 inline void products_of_panels(const Linear& args, const Products& products, int64_t rows, int64_t panel,
                                int64_t panel_stop, int64_t next_panel, uint32_t* space, float* c, Finish finish) {
@@ -177,7 +156,7 @@ inline void products_of_panels(const Linear& args, const Products& products, int
             const int64_t k_count = smaller(kChunkK, args.k - at);
             for (int64_t r = 0; r < rows; r += kTileM) {
                 const int64_t count = smaller(kTileM, rows - r);
-                // In two halves of about as many rows: one or two would wait for their own sums.
+                // Two halves of about as many rows: one or two rows would wait for their own sums.
                 const int64_t half = count > kScaledTileM ? (count + 1) / 2 : count;
                 for (int64_t i = 0; i < count; i += half)
                     with_count<kScaledTileM>(int(smaller(half, count - i)), [&]<int MR>() {

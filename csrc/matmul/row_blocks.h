@@ -1,7 +1,8 @@
-// Panels of weights that are rows of a GGUF as they lie in the file, on their way through memory: some values of a
-// vector's width of rows at a time are taken apart into codes and scales (quant/blocks.h), codes are put in the order
-// of columns four in a word, and become numbers of x's type there. These are what `unpack_blocks` makes, so sums are
-// those of the unpacked weights, bit for bit; or they stay codes, with their scales beside them (matmul/split_bytes.h).
+// Panels of numbers from block-quantized rows as they lie in a file.
+//
+// Chunks of W rows at a time are unpacked into quantized values and scales (quant/blocks.h) and transposed into words
+// of four values a column, which become numbers of x's type. The numbers are those of `unpack_blocks`, so sums are
+// those of the dequantized weights, bit for bit.
 #pragma once
 
 #include <stdint.h>
@@ -16,16 +17,16 @@
 namespace batchgen {
 namespace {
 
-// 32-bit words with a sign.
+// Signed words.
 typedef int32_t Words __attribute__((vector_size(4 * W)));
 
-// Stretches of W rows.
+// A chunk of W rows: quantized values, and the scales and minimums of their runs.
 struct UnpackedRows {
     alignas(64) int8_t quants[W][kChunkK];
     alignas(64) float scales[W][kChunkRuns], minimums[W][kChunkRuns];
 };
 
-// out[i] = value i of each of W rows.
+// Transposes W rows: out[i] has value i of each.
 template <int kCount>
 inline void transpose_floats(const float (&rows)[W][kCount], vf* out) {
     static_assert(kCount % W == 0);
@@ -37,7 +38,7 @@ inline void transpose_floats(const float (&rows)[W][kCount], vf* out) {
     }
 }
 
-// Two neighbouring depths of W columns, rounded to T, to where an operand has them.
+// Stores two neighbouring values of K of W columns, rounded to T, as an operand has them.
 template <class Mma, class T>
 inline void store_two_k(vf first, vf second, typename Mma::Operand* out) {
     if constexpr (__is_same(T, float)) {
@@ -46,17 +47,17 @@ inline void store_two_k(vf first, vf second, typename Mma::Operand* out) {
         T rounded[2][W];
         store(rounded[0], first), store(rounded[1], second);
         const vi a = as_int(load(rounded[0])), b = as_int(load(rounded[1]));
-        if constexpr (Mma::kPair == 1) store_int(out, a), store_int(out + kPanelN, b);
+        if constexpr (Mma::kPerWord == 1) store_int(out, a), store_int(out + kPanelN, b);
         else store_int(out, (vi)(((Words)a >> 16 & 0xffff) | (Words)b));
     }
 }
 
-// Depths [from, stop) of the stretch, multiples of kLeastRun, to `out`, where the first of them goes. FloatMma: codes
-// are FP8's. number(code, depth) is what goes there.
+// Stores the values [from, stop) of the chunk, multiples of kLeastRun, to `out`, where the first of them goes. IsFp8:
+// quantized values are FP8 numbers. number(value, run) makes the number that is stored.
 template <class Mma, class T, bool IsFp8, class Number>
 inline void store_numbers(const UnpackedRows& unpacked, int64_t from, int64_t stop, typename Mma::Operand* out,
                           Number number) {
-    constexpr int kEach = W * 4;  // codes of a row that are put in order together
+    constexpr int kEach = W * 4;  // values of a row that are transposed together
     for (int64_t kk = from / kEach * kEach; kk < stop; kk += kEach) {
         vi r[W];
         for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)(unpacked.quants[i] + kk));
@@ -68,13 +69,14 @@ inline void store_numbers(const UnpackedRows& unpacked, int64_t from, int64_t st
             const auto made = [&](Words quant) {
                 return number(IsFp8 ? from_e4m3((vi)quant) : to_float((vi)quant), k / kLeastRun);
             };
-            typename Mma::Operand* to = out + (k - from) / Mma::kPair * kPanelN;
+            typename Mma::Operand* to = out + (k - from) / Mma::kPerWord * kPanelN;
             store_two_k<Mma, T>(made(quants << 24 >> 24), made(quants << 16 >> 24), to);
-            store_two_k<Mma, T>(made(quants << 8 >> 24), made(quants >> 24), to + 2 / Mma::kPair * kPanelN);
+            store_two_k<Mma, T>(made(quants << 8 >> 24), made(quants >> 24), to + 2 / Mma::kPerWord * kPanelN);
         }
     }
 }
 
+// Dequantizes and stores the values [from, stop) of the chunk.
 template <class Mma, class T, bool IsFp8>
 inline void store_unpacked(const UnpackedRows& unpacked, int64_t from, int64_t stop, typename Mma::Operand* out) {
     vf scales[kChunkRuns], minimums[kChunkRuns];
@@ -83,10 +85,10 @@ inline void store_unpacked(const UnpackedRows& unpacked, int64_t from, int64_t s
                                  [&](vf quant, int64_t run) { return fma(quant, scales[run], minimums[run]); });
 }
 
-// kChunkK depths from `at` on, or those that are left, of W columns of a panel.
+// Unpacks a chunk, the values of K from `at` on, of the rows of W columns of a panel.
 inline void unpack_rows(const Linear& args, int64_t panel, int c, int64_t at, UnpackedRows& unpacked) {
     const int64_t here = smaller(kChunkK, args.k - at);
-    const uint8_t* packed = (const uint8_t*)args.w + at * args.w_stride / args.k;  // a row is blocks of one size
+    const uint8_t* packed = (const uint8_t*)args.w + at * args.w_stride / args.k;  // all blocks of a row have one size
     for (int i = 0; i < W; i++) {
         const int64_t row = weight_row(args, panel, c + i);
         if (row < args.n) {
@@ -100,17 +102,17 @@ inline void unpack_rows(const Linear& args, int64_t panel, int c, int64_t at, Un
     }
 }
 
-// Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanelN].
+// Dequantizes the words [start, stop) of K of a panel: out [stop - start, kPanelN].
 template <class Mma, class T>
 inline void unpack_panel(const Linear& args, int64_t panel, int64_t start, int64_t stop, typename Mma::Operand* out) {
-    const int64_t first = start * Mma::kPair, end = smaller(stop * Mma::kPair, args.k);
+    const int64_t first = start * Mma::kPerWord, end = smaller(stop * Mma::kPerWord, args.k);
     UnpackedRows unpacked;
     for (int c = 0; c < kPanelN; c += W) {
         for (int64_t at = first / kChunkK * kChunkK; at < end; at += kChunkK) {
             const int64_t here = smaller(kChunkK, args.k - at), from = at < first ? first - at : 0;
             unpack_rows(args, panel, c, at, unpacked);
             const int64_t stop_here = smaller(here, end - at);
-            typename Mma::Operand* to = out + ((at + from) / Mma::kPair - start) * kPanelN + c;
+            typename Mma::Operand* to = out + ((at + from) / Mma::kPerWord - start) * kPanelN + c;
             if (is_fp8(args.packing)) store_unpacked<Mma, T, true>(unpacked, from, stop_here, to);
             else store_unpacked<Mma, T, false>(unpacked, from, stop_here, to);
         }

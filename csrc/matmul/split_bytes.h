@@ -1,11 +1,12 @@
-// Products of bf16 with rows of blocks whose codes are integers, where there are products of bytes (BATCHGEN_VNNI).
+// Products of x in bf16 with quantized integers, where there are products of bytes (BATCHGEN_VNNI): x is split into
+// high and low bytes.
 //
-// The numbers that a row of x has in a run are integers of 16 bits times a power of two, so that a code times such a
-// number is two products of bytes: of its upper and of its lower digit.
-//     sum += scale * 2^e * (256 (codes . upper) + (codes . lower)) + minimum * 2^e * (1 . x)
-// Sums of a run are exact. A number of x is rounded to a multiple of 2^-14 to 2^-15 of the run's largest: bf16 has 8
-// bits, so all that are more than 2^-7 of that one stay as they are. No weight is rounded, and no code becomes a float.
-// Each element is summed up in the order of runs, wherever codes come from and however many rows there are.
+// The numbers of a row of x in a run are integers of 16 bits times a power of two, so an integer weight times such a
+// number is two products of bytes, with its high and with its low byte:
+//     sum += scale * 2^e * (256 (w . hi) + (w . lo)) + minimum * 2^e * (1 . x)
+// Sums of a run are exact. A number of x is rounded to a multiple of 2^-14 to 2^-15 of the largest in its run; bf16 has
+// 8 bits, so numbers above 2^-7 of the largest keep all of theirs. No weight is rounded. Each element is summed in the
+// order of runs, however many rows there are.
 #pragma once
 
 #include <stdint.h>
@@ -25,17 +26,17 @@ namespace {
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
 typedef int8_t SmallInts __attribute__((vector_size(W)));
 
-// Codes are multiplied without a sign. Where there is no minimum, each is larger by this than what it stands for.
+// What a quantized value without a sign is larger by than the value it stands for; 0 where there is a minimum.
 template <class Format>
 constexpr int kQuantBias = Format::Kind::kInTable ? 128 : Format::kOffset;
 
-// ---- x in digits ---------------------------------------------------------------------------------------------------
+// ---- x in high and low bytes ---------------------------------------------------------------------------------------
 
-// What a format's runs are: depths, whether they have a minimum, and how much larger its codes are.
+// The runs of a format: values of K, whether they have a minimum, and what values are larger by.
 struct RunLayout {
     int k_count;
     bool minimums;
-    int above;
+    int bias;
 };
 inline RunLayout run_layout(BlockType type) {
     RunLayout runs{};
@@ -45,20 +46,21 @@ inline RunLayout run_layout(BlockType type) {
     return runs;
 }
 
-// Tiles of x are [depth / 4, rows of the tile, 2], words of the upper digits of four depths and of the lower ones, and
-// take depth / 2 words a row. Behind all of them are, of each tile, [runs, 2, rows of the tile]: the power of two of a
-// run, and the sum of its numbers; or where there is no minimum what the sum of products is too large by, as an
-// integer.
+// A tile of x is [K / 4, rows of the tile, 2]: words of the high bytes of four numbers, and of the low bytes. Behind
+// all tiles are the factors of each, [runs, 2, rows of the tile]: the power of two of a run, and the sum of its
+// numbers; or where there is no minimum what the sum of products is too large by, as an integer.
 inline int64_t num_run_factors(const Linear& args) { return 2 * args.m * (args.k / run_layout(args.packing).k_count); }
+// The factors of the tile whose first row is `row`.
 inline uint32_t* factors_of_tile(const Linear& args, const void* packed_x, int64_t row) {
     return (uint32_t*)packed_x + args.m * args.k / 2 + 2 * row * (args.k / run_layout(args.packing).k_count);
 }
 
-// One of the tile's `count` rows. If it has a NaN or an infinity, all its results are NaN.
+// Splits one of the `count` rows of a tile. A row with a NaN or an infinity gets a factor of NaN, and so do all its
+// results.
 inline void split_row(const bf16* x, int64_t k, const RunLayout& runs, int64_t count, uint32_t* words,
                       uint32_t* factors) {
-    constexpr uint32_t kBias = 127, kBits = 15, kLeast = 28;  // of what is below 2^-98 digits are of 2^-113
-    constexpr float kMagic = 12582912;  // added to a small number, its integer is in the lowest bits
+    constexpr uint32_t kBias = 127, kBits = 15, kLeast = 28;  // numbers below 2^-98 are multiples of 2^-113
+    constexpr float kMagic = 12582912;  // added to a small number it leaves its integer in the lowest bits
     const int vectors = runs.k_count / W;
     Ints largest_of_all = {};
     for (int64_t kk = 0, run = 0; kk < k; kk += runs.k_count, run++) {
@@ -70,27 +72,27 @@ inline void split_row(const bf16* x, int64_t k, const RunLayout& runs, int64_t c
             most = magnitude > most ? magnitude : most;
         }
         largest_of_all = most > largest_of_all ? most : largest_of_all;
-        // All are below 2^(exponent - 126), and by more than a bit of bf16: digits have a sign, so the upper one ends
+        // All numbers are below 2^(exponent - 126) by more than a bit of bf16: bytes have a sign, so the high one ends
         // at 127.
         uint32_t exponent = (float_bits(largest(as_float((vi)most))) + 0x10000) >> 23;
         if (exponent < kLeast) exponent = kLeast;
         const vf factor = set1(float_with((2 * kBias - 1 + kBits - exponent) << 23));
         Ints sums = {};
-        alignas(32) int8_t upper[32], lower[32];
+        alignas(32) int8_t hi[32], lo[32];
         for (int v = 0; v < vectors; v++) {
             const Ints whole = (Ints)as_int(add(mul(values[v], factor), set1(kMagic))) - int32_t(0x4b400000);
             const Ints high = (whole + 128) >> 8, low = whole - (high << 8);
             const SmallInts high_bytes = __builtin_convertvector(high, SmallInts);
             const SmallInts low_bytes = __builtin_convertvector(low, SmallInts);
-            memcpy(upper + v * W, &high_bytes, W), memcpy(lower + v * W, &low_bytes, W);
+            memcpy(hi + v * W, &high_bytes, W), memcpy(lo + v * W, &low_bytes, W);
             sums += whole;
         }
         const float sum_of_all = sum(to_float((vi)sums)), power = float_with((exponent + 1 - kBits) << 23);
         factors[2 * run * count] = float_bits(power);
-        const uint32_t too_large = uint32_t(-runs.above) * uint32_t(int64_t(sum_of_all));
+        const uint32_t too_large = uint32_t(-runs.bias) * uint32_t(int64_t(sum_of_all));
         factors[(2 * run + 1) * count] = runs.minimums ? float_bits(sum_of_all * power) : too_large;
         for (int i = 0; i < runs.k_count; i += 4, words += 2 * count)
-            memcpy(words, upper + i, 4), memcpy(words + 1, lower + i, 4);
+            memcpy(words, hi + i, 4), memcpy(words + 1, lo + i, 4);
     }
     const vf in_order = as_float((vi)largest_of_all);
     float each[W];
@@ -99,6 +101,7 @@ inline void split_row(const bf16* x, int64_t k, const RunLayout& runs, int64_t c
         if (float_bits(number) >= 0x7f800000) factors[0] = 0x7fc00000;
 }
 
+// Splits the tiles [tile, stop) of x.
 inline void pack_split_tiles(const Linear& args, int64_t tile, int64_t stop, void* out) {
     const RunLayout runs = run_layout(args.packing);
     for (; tile < stop; tile++) {
@@ -109,9 +112,20 @@ inline void pack_split_tiles(const Linear& args, int64_t tile, int64_t stop, voi
     }
 }
 
-// ---- codes as an operand -------------------------------------------------------------------------------------------
+// ---- quantized values as an operand --------------------------------------------------------------------------------
 
-// Int8Mma without a sign for codes that a table tells what they stand for.
+// Sixteen numbers, each `bias` larger than in `values`, by the indexes in the bytes of a vector.
+struct ByteTable {
+    vi numbers;
+    ByteTable(const int8_t* values, int bias) {
+        uint8_t bytes[sizeof numbers];
+        for (int i = 0; i < int(sizeof bytes); i++) bytes[i] = uint8_t(values[i % 16] + bias);
+        memcpy(&numbers, bytes, sizeof numbers);
+    }
+    vi operator()(vi index) const { return shuffle_bytes(numbers, index); }
+};
+
+// Quantized values as bytes without a sign: as they are, or looked up in the format's table.
 template <class Kind>
 struct QuantBytes {
     explicit QuantBytes(const int8_t*) {}
@@ -124,7 +138,7 @@ struct QuantBytes<QuantKind<Low, High, QuantsAre::InTable>> {
     vi operator()(Lanes quants) const { return table((vi)quants); }
 };
 
-// Four depths of a panel: the operand of each vector of columns.
+// The operands of a group of four values of K, of both vectors of columns.
 template <class Kind>
 __attribute__((always_inline)) inline void group_quants(const uint8_t* low, const uint8_t* high, int group,
                                                         const QuantBytes<Kind>& bytes, vi& first, vi& second) {
@@ -141,11 +155,11 @@ __attribute__((always_inline)) inline void group_quants(const uint8_t* low, cons
     }
 }
 
-// sink(group of four depths, first operand, second) of quad i of a stretch.
+// Calls sink(group, first operand, second operand) for the groups of quad i of a chunk.
 template <class Kind, class Sink>
 __attribute__((always_inline)) inline void quant_quad(const QuantFormat& format, const QuantChunk& chunk, int64_t i,
                                                       const QuantBytes<Kind>& bytes, Sink sink) {
-    const auto [low, high] = chunk.quad<Kind>(format, i);
+    const auto [low, high] = chunk.quad<Kind>(format.layout, i);
 #pragma GCC unroll 4
     for (int group = 0; group < 4; group++) {
         vi first, second;
@@ -156,12 +170,12 @@ __attribute__((always_inline)) inline void quant_quad(const QuantFormat& format,
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// Sums of products of a run with MR rows.
+// Sums of a run for MR rows.
 template <int MR>
 struct SplitSums {
-    vi of[MR][2][2];  // upper and lower digits, of each vector of columns
-    // factors: [2, count]. Where there is no minimum, what the sum will be too large by is taken off before anything is
-    // added.
+    vi of[MR][2][2];  // [row][high or low byte][vector of columns]
+    // Starts the sums. factors: [2, count]; where there is no minimum, what the sum will be too large by is taken off
+    // first.
     template <bool Minimums>
     __attribute__((always_inline)) void begin(const uint32_t* factors, int64_t count) {
 #pragma GCC unroll 6
@@ -170,16 +184,16 @@ struct SplitSums {
             of[r][1][0] = of[r][1][1] = set1_int(Minimums ? 0 : factors[count + r]);
         }
     }
-    // Four depths. x: [rows of the tile, 2].
+    // Adds the products of four values of K. x: [rows of the tile, 2].
     __attribute__((always_inline)) void add_products(const uint32_t* x, vi first, vi second) {
 #pragma GCC unroll 6
         for (int r = 0; r < MR; r++) {
-            const vi upper = set1_int(x[2 * r]), lower = set1_int(x[2 * r + 1]);
-            of[r][0][0] = dot_codes(upper, first, of[r][0][0]), of[r][0][1] = dot_codes(upper, second, of[r][0][1]);
-            of[r][1][0] = dot_codes(lower, first, of[r][1][0]), of[r][1][1] = dot_codes(lower, second, of[r][1][1]);
+            const vi hi = set1_int(x[2 * r]), lo = set1_int(x[2 * r + 1]);
+            of[r][0][0] = dot_int8(hi, first, of[r][0][0]), of[r][0][1] = dot_int8(hi, second, of[r][0][1]);
+            of[r][1][0] = dot_int8(lo, first, of[r][1][0]), of[r][1][1] = dot_int8(lo, second, of[r][1][1]);
         }
     }
-    // c [MR, kPanelN] += the run's products. factors: [2, count].
+    // c [MR, kPanelN] += the sums, scaled. factors: [2, count].
     template <bool Minimums>
     __attribute__((always_inline)) void put(const uint32_t* factors, int64_t count, const vf* scale, const vf* minimum,
                                             float* c) const {
@@ -198,13 +212,13 @@ struct SplitSums {
     }
 };
 
-// c [MR, kPanelN] = rows of a tile of `count` times a panel, each code used as soon as it is there. next: the panel
-// after it.
+// c [MR, kPanelN] = rows of a tile of `count` times a panel, each operand used as soon as it is unpacked. next: the
+// panel that is read after it.
 template <class Kind, int Run, bool Minimums, int MR>
 __attribute__((noinline)) void small_m_split_product(const QuantFormat& format, const uint8_t* panel,
                                                      const uint8_t* next, int64_t k, const uint32_t* x,
                                                      const uint32_t* factors, int64_t count, float* c) {
-    const QuantBytes<Kind> bytes(format.table);
+    const QuantBytes<Kind> bytes(format.layout.table);
     RunScales scales;
     memset(c, 0, MR * kPanelN * sizeof *c);
     for (int64_t at = 0; at < k; at += kChunkK) {
@@ -225,7 +239,7 @@ __attribute__((noinline)) void small_m_split_product(const QuantFormat& format, 
     }
 }
 
-// c [MR, kPanelN] += rows of a tile of `count` times some runs of an operand.
+// c [MR, kPanelN] += rows of a tile of `count` times `runs` runs of an operand.
 template <int Run, bool Minimums, int MR>
 __attribute__((noinline)) void split_product(const uint32_t* x, int64_t count, const uint32_t* b, int64_t runs,
                                              const RunScales& scales, const uint32_t* factors, float* c) {
@@ -242,13 +256,13 @@ __attribute__((noinline)) void split_product(const uint32_t* x, int64_t count, c
     }
 }
 
-// ---- operands of some depths ---------------------------------------------------------------------------------------
+// ---- operands of a chunk -----------------------------------------------------------------------------------------
 
-// Depths [at, at + kChunkK) of a panel, or those that are left: out [depths / 4, kPanelN], and their scales.
+// Unpacks a chunk of a prepacked panel: out [values / 4, kPanelN], and its scales.
 template <class Kind>
 __attribute__((noinline)) void quant_operand(const QuantFormat& format, const uint8_t* panel, const uint8_t* next,
                                              int64_t k, int64_t at, uint32_t* out, RunScales& scales) {
-    const QuantBytes<Kind> bytes(format.table);
+    const QuantBytes<Kind> bytes(format.layout.table);
     const QuantChunk chunk(format, panel, k, at, next, scales);
     for (int64_t i = 0; i < chunk.k_count / kQuad; i++, out += 4 * kPanelN)
         quant_quad<Kind>(format, chunk, i, bytes, [&](int group, vi first, vi second) __attribute__((always_inline)) {
@@ -256,14 +270,14 @@ __attribute__((noinline)) void quant_operand(const QuantFormat& format, const ui
         });
 }
 
-// As `quant_operand`, of rows as they lie.
+// Unpacks a chunk of the rows of a panel as they lie in a file, likewise.
 template <class Format>
 __attribute__((noinline)) void quant_operand_of_rows(const Linear& args, const int8_t* table, int64_t panel,
                                                      int64_t next, int64_t at, uint32_t* out, RunScales& scales) {
     using Block = typename Format::Block;
     const int64_t here = smaller(kChunkK, args.k - at), blocks = here / Block::kValues, runs = here / Block::kRun;
     const int64_t here_bytes = blocks * Block::kBytes;
-#ifdef BATCHGEN_QUARTERS
+#ifdef BATCHGEN_LOAD_QUARTERS
     if constexpr (Block::kQuantsAt > 0) {
         using Kind = typename Format::Kind;
         const QuantBytes<Kind> bytes(table);
@@ -316,6 +330,7 @@ __attribute__((noinline)) void quant_operand_of_rows(const Linear& args, const i
     }
 }
 
+// The products of a format (matmul/quant_panels.h) for the tiles of x from `row` on.
 template <class Format>
 struct SplitProducts {
     using Kind = typename Format::Kind;
@@ -329,7 +344,7 @@ struct SplitProducts {
         x = (const uint32_t*)args.packed_x + row * args.k / 2, factors = factors_of_tile(args, args.packed_x, row);
     }
     void operand(int64_t panel, int64_t next, int64_t at, uint32_t* out, RunScales& scales) const {
-        if (!args.packed) return quant_operand_of_rows<Format>(args, format.table, panel, next, at, out, scales);
+        if (!args.packed) return quant_operand_of_rows<Format>(args, format.layout.table, panel, next, at, out, scales);
         quant_operand<Kind>(format, block_panel(args, panel), block_panel(args, next), args.k, at, out, scales);
     }
     template <int MR>
@@ -352,7 +367,7 @@ inline void with_split_products(const Linear& args, int64_t row, F f) {
         if constexpr (!Format::Kind::kFloat8) f(SplitProducts<Format>(args, table, row));
     });
 }
-#else  // named, but never called
+#else  // never called
 inline int64_t num_run_factors(const Linear&) { return 0; }
 inline void pack_split_tiles(const Linear&, int64_t, int64_t, void*) {}
 template <class F>

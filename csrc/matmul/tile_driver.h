@@ -1,9 +1,9 @@
-// Linear layers of bf16, and of codes of 8 bits, in tile registers, over the panels of matmul/linear.h as they are.
+// The loop over rows and panels of a linear layer in tile registers, of bf16 or int8, over the panels of
+// matmul/layout.h.
 //
-// Depths are worked on in blocks whose rows stay in the second-level cache for some panels; of a block's rows a part of
-// the depth at a time, so that the panel's part stays in the nearest cache while rows pass by. Sums wait in memory
-// between parts, which changes nothing about them: each is a sum of steps in the order of depth, whatever the rows and
-// the parts.
+// K is cut into blocks whose rows of x stay in the second-level cache while several panels pass. A block is cut into
+// parts, so that a panel's part stays in the first-level cache while rows pass. Sums wait in memory between parts,
+// which does not change them: each is a sum of steps in the order of K.
 #pragma once
 
 #include <stdint.h>
@@ -19,35 +19,38 @@ namespace batchgen {
 namespace {
 
 #ifdef BATCHGEN_TILES
-constexpr int64_t kBlockSteps = 32;  // of a block of depths, at most: 1,024 values of bf16
-constexpr int64_t kNearSteps = 12;   // of a part of it: 24 KiB of a panel
-constexpr int64_t kBlockPanels = 8;  // that share a block's rows, where there are several blocks
-constexpr int64_t kMostRows = 512;   // of a block: 1 MiB of x, and half as much of sums
+constexpr int64_t kBlockSteps = 32;  // steps of a block, at most: 1,024 numbers of bf16
+constexpr int64_t kNearSteps = 12;   // steps of a part: 24 KiB of a panel
+constexpr int64_t kBlockPanels = 8;  // panels that share a block's rows, where there are several blocks
+constexpr int64_t kMostRows = 512;   // rows of a block: 1 MiB of x, and half as much of sums
 constexpr int64_t kRegisterBytes = 1024;
 
 // Values of x in a step.
 template <class Mma>
-constexpr int64_t kStepValues = Mma::kPair * kStep;
+constexpr int64_t kStepValues = Mma::kPerWord * kStep;
 
+// The blocks of K.
 template <class Mma>
 struct KBlocking {
-    int64_t steps, block;  // all steps, and those of a block
+    int64_t steps, block;  // steps of K, and of a block
     explicit KBlocking(const Linear& args) : steps((args.k + kStepValues<Mma> - 1) / kStepValues<Mma>) {
         const int64_t blocks = (steps + kBlockSteps - 1) / kBlockSteps;
         block = (steps + blocks - 1) / blocks;
     }
 };
 
-// Whether x is put in order first: to be made codes, to fill up the last step with zeros, and where rows as they lie
-// would take each other's places in the caches, being far apart, or by multiples of a page.
+// Whether x is packed: to be quantized, to pad K to whole steps, and where rows as they lie would evict each other from
+// the caches, being far apart or multiples of a page apart.
 template <class Mma>
 inline bool packs_rows(const Linear& args) {
     return kIsInt8<Mma> || args.k % kStepValues<Mma> != 0 ||
            (args.m > kStep && (args.k > kStepValues<Mma> * kBlockSteps || args.x_stride * 2 % 4096 == 0));
 }
 
+// Groups of 16 rows of x.
 inline int64_t row_groups(const Linear& args) { return (args.m + kStep - 1) / kStep; }
 
+// The cut of a layer into calls.
 template <class Mma>
 inline LinearCut tile_cut(const Linear& args) {
     const KBlocking<Mma> cut(args);
@@ -63,13 +66,13 @@ inline LinearCut tile_cut(const Linear& args) {
             false};
 }
 
-// Where registers of x that is put in order lie.
+// The packed registers of x at `at`.
 template <class Mma>
 inline uint8_t* packed_registers(const Linear& args, const void* at) {
     return kIsInt8<Mma> ? QuantizedX(args, at).quants : (uint8_t*)at;
 }
 
-// Groups [group, stop) of 16 rows of x, as registers take them: [blocks, groups, steps of the block] of them.
+// Packs groups [group, stop) of 16 rows of x, as registers load them: [blocks, groups, steps of the block].
 template <class Mma, class T>
 inline void pack_tile_rows(const Linear& args, int64_t group, int64_t stop, void* out) {
     const KBlocking<Mma> cut(args);
@@ -90,7 +93,7 @@ inline void pack_tile_rows(const Linear& args, int64_t group, int64_t stop, void
                 registers + (from * groups + r / kStep * each + step - from) * kRegisterBytes + r % kStep * 64;
             const int64_t first = step * kStepValues<Mma>;
             if constexpr (kIsInt8<Mma>) {
-                store_quantized(values, first, steps_of_row, (Code*)to);
+                store_quantized(values, first, steps_of_row, (XInt8*)to);
             } else {
                 const int64_t bytes = smaller(64, (args.k - first) * 2);
                 if (bytes < 64) memset(to, 0, 64);
@@ -100,7 +103,7 @@ inline void pack_tile_rows(const Linear& args, int64_t group, int64_t stop, void
     }
 }
 
-// Steps [from, stop), a block, of the rows from `row` on, a multiple of 16.
+// The operand of the steps [from, stop), one block, of the rows from `row` on, a multiple of 16.
 template <class Mma>
 inline TileOperand rows_of(const Linear& args, int64_t row, int64_t from, int64_t stop) {
     if (args.packed_x) {
@@ -115,12 +118,12 @@ inline TileOperand rows_of(const Linear& args, int64_t row, int64_t from, int64_
 template <class Mma>
 constexpr TileProduct kTileProduct = kIsInt8<Mma> ? TileProduct::I8 : TileProduct::BF16;
 
-// c [rows, kPanelN] = a b, or with `add` + a b. ahead: another panel's steps, to be fetched meanwhile, or null.
+// c [rows, kPanelN] = a b, or c + a b with `add`. ahead: steps of another panel to prefetch, or null.
 template <class Mma>
 inline void tile_panel(Tiles& tiles, int64_t rows, TileOperand a, TileOperand b, int64_t steps, float* c, bool add,
                        const uint8_t* ahead) {
     const int64_t at_once = 2 * kStep, whole = rows / at_once * at_once, turns = (rows + at_once - 1) / at_once;
-    const int64_t lines = (kStepLines + turns - 1) / turns;  // of a step, fetched by each 32 rows until all are
+    const int64_t lines = (kStepLines + turns - 1) / turns;  // of a step that every 32 rows prefetch, until all are
     auto block = [&](int64_t row, int64_t count, int64_t from, int64_t stop) {
         TileAhead fetched = kNothingAhead;
         const int64_t line = row / at_once * lines;
@@ -138,6 +141,7 @@ inline void tile_panel(Tiles& tiles, int64_t rows, TileOperand a, TileOperand b,
     if (whole < rows) block(whole, rows - whole, 0, steps);
 }
 
+// The scratch memory of a call: a block of a panel, and sums.
 template <class Mma>
 struct TileScratch {
     uint32_t* b;
@@ -149,6 +153,7 @@ struct TileScratch {
     }
 };
 
+// Rows [row, row_stop) times panels [panel, panel_stop).
 template <class Mma, class T, class O>
 inline void linear_tiles(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop,
                          int64_t next_panel, void* scratch) {
@@ -166,15 +171,15 @@ inline void linear_tiles(const Linear& args, int64_t row, int64_t row_stop, int6
         const TileOperand a = rows_of<Mma>(args, row, from, stop);
         for (int64_t p = panel; p < panel_stop; p++) {
             float* c = s.c + (cut.block == cut.steps ? 0 : (p - panel) * rows * kPanelN);
-            // Steps of the panel as it lies; those after them are in s.b, with zeros where the depth ends within a
-            // step.
+            // `whole` steps are read from the panel; those after them are in s.b, padded with zeros where K ends within
+            // a step.
             const int64_t whole = is_operand(args) ? end / kStep - from : 0, begin = (from + whole) * kStep;
             const int64_t next = p + 1 < panel_stop ? p + 1 : next_panel;
             if (!is_operand(args)) pack_panel<Mma, T>(args, p, next, begin, end, s.b);
             else if (begin < end) memcpy(s.b, packed(p, from + whole), (end - begin) * kPanelN * 4);
             memset(s.b + (end - begin) * kPanelN, 0, (stop * kStep - end) * kPanelN * 4);
             const uint8_t* ahead = nullptr;
-            if (args.packing != BlockType::F32) ahead = nullptr;  // the panel after it lies nowhere
+            if (args.packing != BlockType::F32) ahead = nullptr;  // the next panel is not unpacked yet
             else if (p + 1 < panel_stop) ahead = (const uint8_t*)packed(p + 1, from);
             else ahead = (const uint8_t*)(stop < cut.steps ? packed(panel, stop) : packed(next_panel, 0));
             if (whole) tile_panel<Mma>(tiles, rows, a, operand(packed(p, from)), whole, c, from, ahead);
@@ -186,7 +191,7 @@ inline void linear_tiles(const Linear& args, int64_t row, int64_t row_stop, int6
         }
     }
 }
-#else  // named, but never called
+#else  // never called
 template <class Mma>
 inline LinearCut tile_cut(const Linear&) {
     return {};

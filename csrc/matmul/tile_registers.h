@@ -1,7 +1,7 @@
-// The product of matmul/micro_kernel.h, of bf16 pairs, made in tile registers: 32 rows by 32 columns of C at once.
+// The micro-kernel in tile registers: up to 32 rows by 32 columns of C at once, of bf16 pairs or bytes.
 //
-// A step is 16 depths of 32 bits. B is matmul/micro_kernel.h's operand as it is: 16 rows of it by 16 columns are what a
-// register holds. What C's elements are sums of, and in which order, depends on the depth alone.
+// A step is 16 words of K. B is read from panels as they are: 16 words of K by 16 columns fill a register. The order of
+// each sum depends on K alone.
 #pragma once
 
 #include <stdint.h>
@@ -13,27 +13,29 @@ namespace batchgen {
 namespace {
 
 #ifdef BATCHGEN_TILES
-constexpr int kStep = 16;  // of depth, and columns and rows of a register
+constexpr int kStep = 16;  // words of K in a step; columns and rows of a register
 
-// Where the registers of an operand are filled from, in bytes: `half` to the second register's part, `step` from step
-// to step, `stride` from row to row.
+// An operand in memory, strides in bytes: `half` to what the second register loads, `step` from step to step, `stride`
+// from row to row.
 struct TileOperand {
     const uint8_t* at;
     int64_t half, step, stride;
 };
 
-// What will be read soon: in each step `lines` lines of memory, kStepLines from one step's to the next one's.
+// Memory to prefetch: `lines` cache lines in each step, which begin kStepLines apart from step to step.
 struct TileAhead {
     const uint8_t* at;
     int lines;
 };
-constexpr int kStepLines = 2 * kStep;  // of a panel
+constexpr int kStepLines = 2 * kStep;  // cache lines of a panel in a step
 constexpr TileAhead kNothingAhead{nullptr, 0};
 
+// Prefetches the lines of one step.
 inline void fetch(TileAhead ahead, int64_t step) {
     for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.at + (step * kStepLines + i) * 64, 0, 2);
 }
 
+// Register C += registers A and B, for one kind of product.
 template <TileProduct Kind, int C, int A, int B>
 inline void dot(Tiles& tiles) {
     if constexpr (Kind == TileProduct::BF16) tiles.dot_bf16<C, A, B>();
@@ -41,7 +43,7 @@ inline void dot(Tiles& tiles) {
     else tiles.dot_u8<C, A, B>();
 }
 
-// C of Rows x Columns registers, [rows, c_stride] at c: a b, or with `add` what is there and a b.
+// c [16 Rows, 16 Columns] = a b, or c + a b with `add`, in Rows x Columns registers.
 template <int Rows, int Columns, TileProduct Kind>
 inline void tile_block(Tiles& tiles, TileOperand a, TileOperand b, int64_t steps, float* c, int64_t c_stride, bool add,
                        TileAhead ahead) {
@@ -63,7 +65,7 @@ inline void tile_block(Tiles& tiles, TileOperand a, TileOperand b, int64_t steps
         fetch(ahead, step++);
         a.at += a.step, b.at += b.step;
     };
-    // Two rows of registers share B's; with one, every other step has B in registers of its own, so that loads run
+    // Two rows of registers share B. With one row, every other step loads B into other registers, so that loads run
     // ahead.
     for (; step < steps; advance()) {
         tiles.load<4>(a.at, a.stride);
@@ -87,7 +89,7 @@ inline void tile_block(Tiles& tiles, TileOperand a, TileOperand b, int64_t steps
     if constexpr (Rows == 2 && Columns == 2) tiles.store<3>(lower + kStep, stride);
 }
 
-// The same of up to 32 rows, for which the registers are configured, and 16 or 32 columns.
+// c = a b, or c + a b with `add`, for up to 32 rows, for which the registers are configured, and 16 or 32 columns.
 template <TileProduct Kind = TileProduct::BF16>
 inline void tile_block(Tiles& tiles, int64_t rows, int64_t columns, TileOperand a, TileOperand b, int64_t steps,
                        float* c, int64_t c_stride, bool add, TileAhead ahead = kNothingAhead) {
@@ -98,8 +100,7 @@ inline void tile_block(Tiles& tiles, int64_t rows, int64_t columns, TileOperand 
     else tile_block<1, 1, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
 }
 
-// `product` of matmul/micro_kernel.h for up to 32 rows. Both operands go on with zeros, or A with zeros and B with
-// numbers, to whole steps.
+// `product` of matmul/micro_kernel.h for up to 32 rows. K is padded to whole steps in both operands, in A with zeros.
 template <class Mma>
 inline void product(Tiles& tiles, const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b,
                     int64_t b_stride, int64_t columns, int64_t k, float* c, int64_t c_stride, const float* scale) {
@@ -116,7 +117,7 @@ inline void product(Tiles& tiles, const uint32_t* a, int64_t a_stride, int64_t r
     }
 }
 
-// One register's product, for tests and the check at start: c [rows, 16] += a [rows, 64 bytes] b [16, 64 bytes].
+// c [rows, 16] += a [rows, 64 bytes] b [16, 64 bytes], in one register each; for tests and for the check at start.
 inline void tile_dot(TileProduct kind, int rows, const void* a, const void* b, void* c) {
     Tiles tiles;
     tiles.configure(rows);

@@ -1,4 +1,4 @@
-// Linear layers in vectors: some rows of x times some panels of w.
+// The loop over rows and panels of a linear layer in vectors.
 #pragma once
 
 #include <stdint.h>
@@ -14,11 +14,13 @@
 namespace batchgen {
 namespace {
 
+// Whether rows of x are operands as they lie.
 template <class Mma, class T>
 inline constexpr bool direct() {
-    return sizeof(typename Mma::Value) == sizeof(T) && (Mma::kPair == 2 || sizeof(T) == 4);
+    return sizeof(typename Mma::Value) == sizeof(T) && (Mma::kPerWord == 2 || sizeof(T) == 4);
 }
 
+// The scratch memory of a call: rows of x, a block of a panel, and sums.
 template <class Mma>
 struct LinearScratch {
     uint32_t* a;
@@ -31,13 +33,14 @@ struct LinearScratch {
     }
 };
 
-// Rows of A, from `row` on: one after the other, or in tiles whose rows lie beside each other (`pack_row_tiles`).
+// Rows of A: one after the other, or side by side in tiles (`pack_row_tiles`).
 struct Rows {
     const uint32_t* at;
     int64_t stride;
     bool uses_tiles;
 };
 
+// The rows of x from `row` on as an operand; they are converted into `space` where they have to be.
 template <class Mma, class T>
 inline Rows rows_as_operand(const Linear& args, int64_t row, int64_t rows, uint32_t* space) {
     const int64_t k = packed_k<Mma>(args);
@@ -45,13 +48,13 @@ inline Rows rows_as_operand(const Linear& args, int64_t row, int64_t rows, uint3
         return {(const uint32_t*)QuantizedX(args, args.packed_x).quants + row * k, k, true};
     } else {
         if (args.packed_x) return {(const uint32_t*)args.packed_x + row * k, k, true};
-        if (direct<Mma, T>() && args.k % Mma::kPair == 0 && args.x_stride % Mma::kPair == 0 &&
+        if (direct<Mma, T>() && args.k % Mma::kPerWord == 0 && args.x_stride % Mma::kPerWord == 0 &&
             uintptr_t(args.x) % 4 == 0)
-            return {(const uint32_t*)((const T*)args.x + row * args.x_stride), args.x_stride / Mma::kPair, false};
+            return {(const uint32_t*)((const T*)args.x + row * args.x_stride), args.x_stride / Mma::kPerWord, false};
         for (int64_t r = 0; r < rows; r++) {
             const T* x = (const T*)args.x + (row + r) * args.x_stride;
             typename Mma::Value* out = (typename Mma::Value*)(space + r * k);
-            if (args.k % Mma::kPair) out[args.k] = typename Mma::Value{};
+            if (args.k % Mma::kPerWord) out[args.k] = typename Mma::Value{};
             for (int64_t i = 0; i < args.k; i += W) {
                 const int n = int(smaller(W, args.k - i));
                 store_part(out + i, load_part(x + i, n), n);
@@ -61,14 +64,14 @@ inline Rows rows_as_operand(const Linear& args, int64_t row, int64_t rows, uint3
     }
 }
 
-// Rows of x, at most kSmallM, times weights that are rows of a GGUF in panels.
+// Multiplies at most kSmallM rows of x with prepacked block-quantized panels.
 template <class Mma, class T, class O>
 inline void small_m_block(const Linear& args, int64_t row, int64_t rows, Rows a, int64_t panel, int64_t panel_stop,
                           int64_t next_panel, float* c) {
     const SmallMRows x{a.at, a.uses_tiles ? 1 : a.stride, a.uses_tiles ? rows : 1};
     const int64_t step = panels_at_once(rows);
     for (; panel < panel_stop; panel += step) {
-        // The last one goes twice where two go at once and none is beside it.
+        // An odd last panel is multiplied twice where two go at once.
         const int64_t last = smaller(panel + step, panel_stop) - 1;
         const auto after = [&](int64_t p) { return p + step < panel_stop ? p + step : next_panel; };
         small_m_product<Mma, T>(args, int(rows), {panel, last}, {after(panel), after(last)}, x, c);
@@ -76,6 +79,7 @@ inline void small_m_block(const Linear& args, int64_t row, int64_t rows, Rows a,
     }
 }
 
+// Rows [row, row_stop) times panels [panel, panel_stop).
 template <class Mma, class T, class O>
 inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop,
                          int64_t next_panel, void* scratch) {
@@ -95,8 +99,8 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
         if (args.packed && args.packing != BlockType::F32 && rows <= kSmallM)
             return small_m_block<Mma, T, O>(args, row, rows, a, panel, panel_stop, next_panel, s.c);
     }
-    // Numbers of packed ones stay in the nearest cache.
-    const int64_t block = args.packed && args.packing != BlockType::F32 ? kChunkK / Mma::kPair : kBlockK;
+    // Dequantized blocks of K are short, so that they stay in the first-level cache.
+    const int64_t block = args.packed && args.packing != BlockType::F32 ? kChunkK / Mma::kPerWord : kBlockK;
     for (; panel < panel_stop; panel++) {
         const int64_t next = panel + 1 < panel_stop ? panel + 1 : next_panel;
         for (int64_t kk = 0; kk < k; kk += block) {
@@ -106,7 +110,7 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
                 pack_panel<Mma, T>(args, panel, next, kk, stop, s.b);
                 b = s.b;
             }
-            // The same depths of the panel after this one, a part with each tile of rows.
+            // The same words of K of the next panel are prefetched, a part with each tile of rows.
             const uint8_t* ahead = nullptr;
             if (is_operand(args)) {
                 ahead = (const uint8_t*)(packed_panel<Mma>(args, next) + kk * kPanelN);

@@ -1,4 +1,4 @@
-// Rows of blocks to rows of floats, or to codes and their scales, whatever the format (quant/block_shape.h).
+// Block-quantized rows of any format: dequantized, or unpacked into quantized values and scales.
 #pragma once
 
 #include <stdint.h>
@@ -14,7 +14,7 @@
 namespace batchgen {
 namespace {
 
-// Numbers of a run of codes.
+// Stores the numbers of a run.
 template <class Block, class T>
 inline void store_run(const int8_t* quants, vf scale, vf minimum, T* out) {
     for (int i = 0; i < Block::kRun; i += W) {
@@ -23,11 +23,12 @@ inline void store_run(const int8_t* quants, vf scale, vf minimum, T* out) {
     }
 }
 
+// A row of n numbers of one format.
 template <class Block, class T>
 inline void dequantize_blocks(const uint8_t* packed, int64_t n, T* out) {
     constexpr int kRuns = Block::kValues / Block::kRun;
     float scales[kRuns], minimums[kRuns];
-    for (float& minimum : minimums) minimum = -0.0f;  // of formats that have none
+    for (float& minimum : minimums) minimum = -0.0f;  // for formats without minimums
     for (int64_t done = 0; done < n; done += Block::kValues, packed += Block::kBytes) {
         alignas(64) int8_t quants[Block::kValues];
         Block::unpack(packed, quants, scales, minimums);
@@ -36,12 +37,12 @@ inline void dequantize_blocks(const uint8_t* packed, int64_t n, T* out) {
     }
 }
 
-// Codes of n values of a row, and the scale and minimum of each kLeastRun of them.
+// Unpacks n values of a row of one format, with the scale and the minimum of each kLeastRun of them.
 template <class Block>
 inline void unpack_quants(const uint8_t* packed, int64_t n, int8_t* quants, float* scales, float* minimums) {
     constexpr int kRuns = Block::kValues / Block::kRun, kEach = Block::kRun / kLeastRun;
     float own_scales[kRuns], own_minimums[kRuns];
-    for (float& minimum : own_minimums) minimum = -0.0f;  // of formats that have none
+    for (float& minimum : own_minimums) minimum = -0.0f;  // for formats without minimums
     for (; n > 0; n -= Block::kValues, packed += Block::kBytes, quants += Block::kValues) {
         Block::unpack(packed, quants, own_scales, own_minimums);
         for (int i = 0; i < kRuns * kEach; i++)
@@ -49,7 +50,7 @@ inline void unpack_quants(const uint8_t* packed, int64_t n, int8_t* quants, floa
     }
 }
 
-// Of a packed format.
+// Unpacks n values of a row of any quantized format, likewise.
 inline void unpack_quants(BlockType type, const uint8_t* packed, int64_t n, int8_t* quants, float* scales,
                           float* minimums) {
     switch (type) {
@@ -75,6 +76,7 @@ inline void unpack_quants(BlockType type, const uint8_t* packed, int64_t n, int8
     }
 }
 
+// A row of n numbers of another type.
 template <class From, class T>
 inline void convert_row(const uint8_t* packed, int64_t n, T* out) {
     const From* from = (const From*)packed;
@@ -86,6 +88,7 @@ inline void convert_row(const uint8_t* packed, int64_t n, T* out) {
         }
 }
 
+// A row of n numbers of any format.
 template <class T>
 inline void dequantize_blocks(BlockType type, const uint8_t* packed, int64_t n, T* out) {
     switch (type) {
@@ -113,6 +116,7 @@ inline void dequantize_blocks(BlockType type, const uint8_t* packed, int64_t n, 
     }
 }
 
+// Dequantizes rows [row, stop); interleaved ones are put into order.
 inline void unpack_blocks(const Blocks& args, int64_t row, int64_t stop) {
     with_type(args.type, [&](auto* type) {
         using T = __typeof__(*type);

@@ -1,5 +1,5 @@
-// Weights in FP8 (E4M3) as batchgen/models/formats/fp8.py makes blocks of them: a scale, an fp32, and so many bytes,
-// each a number of a sign, four bits of exponent and three of mantissa. What is no number (127 and 255) is in no block.
+// FP8 weights (E4M3) in the blocks of batchgen/models/formats/fp8.py: an fp32 scale, then a byte a number, with a sign,
+// four bits of exponent and three of mantissa. No block has a NaN (127, 255).
 #pragma once
 
 #include <stdint.h>
@@ -14,8 +14,8 @@ namespace {
 
 typedef uint32_t Fp8Bits __attribute__((vector_size(4 * W)));
 
-// The number in the lowest byte of each word; other bits do not count. Exponents count from 7 there, and from 127 in a
-// float. Those of exponent 0 have no leading one; it is subtracted, as floats without one are slow on some CPUs.
+// The FP8 number in the lowest byte of each word. The exponent bias is 7 in FP8 and 127 in floats. Subnormal numbers
+// come from a subtraction: subnormal floats are slow on some CPUs.
 inline vf from_e4m3(vi code) {
     const Fp8Bits sign = ((Fp8Bits)code & 0x80) << 24, rest = (Fp8Bits)code & 0x7f;
     const Fp8Bits normal = (rest << 20) + (120u << 23);
@@ -24,6 +24,7 @@ inline vf from_e4m3(vi code) {
     return as_float((vi)((is_small & small) | (~is_small & normal) | sign));
 }
 
+// Blocks of so many FP8 numbers.
 template <int Values>
 struct Fp8 : PlainShape<Values, 4 + Values, 32, 4, 0> {
     static constexpr bool kFloats = true;
@@ -36,6 +37,7 @@ struct Fp8 : PlainShape<Values, 4 + Values, 32, 4, 0> {
     }
 };
 
+// Whether a format's values are FP8 numbers.
 inline bool is_fp8(BlockType type) { return type == BlockType::FP8_G32 || type == BlockType::FP8_G128; }
 
 }  // namespace

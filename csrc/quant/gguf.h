@@ -1,4 +1,7 @@
-// The blocks of quantized GGUFs, as files have them.
+// The block formats of GGUF files, one struct each (llama.cpp's names).
+//
+// `unpack` takes a block apart into quantized values and the scale and minimum of each run; formats without minimums
+// leave those alone.
 #pragma once
 
 #include <stdint.h>
@@ -61,7 +64,7 @@ struct IQ4_NL : PlainShape<32, 18, 32, 2, 16> {
 
 struct MXFP4 : PlainShape<32, 17, 32, 1, 16> {
     static void run_scales(const uint8_t* block, float* scales, float*) {
-        // 2^(e - 127), halved as the table is doubled.
+        // 2^(e - 127), halved because the values of the table are doubled.
         const uint32_t e = block[0], bits = e < 2 ? 0x200000u << e : (e - 1) << 23;
         memcpy(scales, &bits, 4);
     }
@@ -72,56 +75,55 @@ struct MXFP4 : PlainShape<32, 17, 32, 1, 16> {
     }
 };
 
-// Blocks of 256 values. Q2_K to Q6_K: scales of runs are integers, and there is one float that they are multiplied
-// with.
+// Blocks of 256 values. In Q2_K to Q6_K the scales of runs are integers, which a float of the block multiplies.
 
-// Two bits of each of 32 bytes for every 32 values: 128 values of 32 bytes, twice.
+// Unpacks 256 values of two bits: four times 32 from 32 bytes, twice.
 inline void two_bits(const uint8_t* p, int8_t* quants) {
     for (int half = 0; half < 2; half++)
-        for (int i = 0; i < 32; i += kSome) {
-            Some bytes, own;
-            memcpy(&bytes, p + 32 * half + i, kSome);
+        for (int i = 0; i < 32; i += kVectorBytes) {
+            VectorOfBytes bytes, own;
+            memcpy(&bytes, p + 32 * half + i, kVectorBytes);
 #pragma GCC unroll 4
             for (int part = 0; part < 4; part++) {
                 bits_of<2>(bytes, 2 * part, own);
-                memcpy(quants + 128 * half + 32 * part + i, &own, kSome);
+                memcpy(quants + 128 * half + 32 * part + i, &own, kVectorBytes);
             }
         }
 }
 
-// Bit `part` of 32 bytes, times 1 << Place, added to the codes 32 * part and on, and `offset` to all.
+// Adds bit i of 32 bytes, shifted left by Place, to the values [32 i, 32 i + 32), and `offset` to all values.
 template <int Place>
 inline void add_bits_by_32(const uint8_t* p, int8_t* quants, int8_t offset = 0) {
-    for (int i = 0; i < 32; i += kSome) {
-        Some bytes, bit, own;
-        memcpy(&bytes, p + i, kSome);
+    for (int i = 0; i < 32; i += kVectorBytes) {
+        VectorOfBytes bytes, bit, own;
+        memcpy(&bytes, p + i, kVectorBytes);
 #pragma GCC unroll 8
         for (int part = 0; part < 8; part++) {
             int8_t* at = quants + 32 * part + i;
             bits_of<1>(bytes, part, bit);
-            memcpy(&own, at, kSome);
-            own += (Some)((SomeWords)bit << Place) + uint8_t(offset);
-            memcpy(at, &own, kSome);
+            memcpy(&own, at, kVectorBytes);
+            own += (VectorOfBytes)((VectorWords)bit << Place) + uint8_t(offset);
+            memcpy(at, &own, kVectorBytes);
         }
     }
 }
 
-// The low nibbles of each 32 bytes, then the high ones.
+// Unpacks 256 nibbles: of each 32 bytes the low ones, then the high ones.
 inline void nibbles_by_32(const uint8_t* p, int8_t* quants) {
-    for (int i = 0; i < 128; i += kSome) {
-        Some bytes, own;
-        memcpy(&bytes, p + i, kSome);
+    for (int i = 0; i < 128; i += kVectorBytes) {
+        VectorOfBytes bytes, own;
+        memcpy(&bytes, p + i, kVectorBytes);
         int8_t* to = quants + i / 32 * 64 + i % 32;
         bits_of<4>(bytes, 0, own);
-        memcpy(to, &own, kSome);
+        memcpy(to, &own, kVectorBytes);
         bits_of<4>(bytes, 4, own);
-        memcpy(to + 32, &own, kSome);
+        memcpy(to + 32, &own, kVectorBytes);
     }
 }
 
-// Eight scales and eight minimums of 6 bits each in 12 bytes, of Q4_K and Q5_K.
+// Unpacks eight scales and eight minimums of 6 bits each from 12 bytes (Q4_K, Q5_K).
 inline void six_bit_quants(const uint8_t* p, uint8_t* scales, uint8_t* minimums) {
-    uint32_t first[2], last;  // four codes in each, the upper two bits of four others above them
+    uint32_t first[2], last;  // four integers each, and above them the upper two bits of four others
     memcpy(first, p, 8), memcpy(&last, p + 8, 4);
     uint8_t* const out[2] = {scales, minimums};
     for (int i = 0; i < 2; i++) {
@@ -130,6 +132,7 @@ inline void six_bit_quants(const uint8_t* p, uint8_t* scales, uint8_t* minimums)
     }
 }
 
+// The scales and minimums of the runs of a Q4_K or Q5_K block.
 inline void six_bit_scales(const uint8_t* block, float* scales, float* minimums) {
     const float scale = half_at(block), minimum = half_at(block + 2);
     uint8_t scale_quants[8], minimum_codes[8];
@@ -150,7 +153,7 @@ struct Q2_K : BlockShape<256, 84, 16> {
 };
 
 struct Q3_K : BlockShape<256, 110, 16> {
-    // The scales of runs, 32 larger.
+    // The integer scales of runs, larger by 32.
     static void scale_quants(const uint8_t* block, uint8_t* quants) {
         uint32_t low[2], high;
         memcpy(low, block + 96, 8), memcpy(&high, block + 104, 4);
@@ -193,23 +196,23 @@ struct Q6_K : BlockShape<256, 210, 16> {
         const vf scale = set1(half_at(block + 208));
         for (int i = 0; i < 16; i += W) store(scales + i, mul(scale, load((const int8_t*)block + 192 + i)));
         two_bits(block + 128, quants);
-        for (int i = 0; i < 128; i += kSome) {
-            Some bytes, nibbles, own;
-            memcpy(&bytes, block + i, kSome);
+        for (int i = 0; i < 128; i += kVectorBytes) {
+            VectorOfBytes bytes, nibbles, own;
+            memcpy(&bytes, block + i, kVectorBytes);
 #pragma GCC unroll 2
-            for (int part = 0; part < 2; part++) {  // 64 values of the low nibbles of 64 bytes, then of the high ones
+            for (int part = 0; part < 2; part++) {  // 64 values from low nibbles, then 64 from high ones
                 int8_t* at = quants + i / 64 * 128 + part * 64 + i % 64;
                 bits_of<4>(bytes, 4 * part, nibbles);
-                memcpy(&own, at, kSome);
-                own = (nibbles | (Some)((SomeWords)own << 4)) - 32;
-                memcpy(at, &own, kSome);
+                memcpy(&own, at, kVectorBytes);
+                own = (nibbles | (VectorOfBytes)((VectorWords)own << 4)) - 32;
+                memcpy(at, &own, kVectorBytes);
             }
         }
     }
 };
 
 struct IQ4_XS : PlainShape<256, 136, 32, 8, 16> {
-    // The scales of runs, 32 larger.
+    // The integer scales of runs, larger by 32.
     static void scale_quants(const uint8_t* block, uint8_t* quants) {
         for (int run = 0; run < 8; run++)
             quants[run] =

@@ -1,4 +1,5 @@
-// Rows in groups of 4, 5 or 8 bits a value, as batchgen/ops/quant.py has them.
+// Rows quantized in groups of 64 values to 4, 5 or 8 bits a value, with a scale and a minimum for each group, as
+// batchgen/ops/quant.py describes them.
 #pragma once
 
 #include <stdint.h>
@@ -20,7 +21,7 @@ inline f16 to_f16_value(float x) {
     return all[0];
 }
 
-// One row of floats, changed (brought within fp16's range). x has space for W values more.
+// Quantizes a row of floats, which it clamps to the range of fp16. x has space for W values more.
 template <int Bits>
 inline void quantize_row(float* x, int64_t n, uint8_t* packed) {
     constexpr int kMost = (1 << Bits) - 1;
@@ -42,7 +43,8 @@ inline void quantize_row(float* x, int64_t n, uint8_t* packed) {
         const float least = f16_value(minimum);
         f16 scale = to_f16_value(number && high > least ? (high - least) / kMost : number ? 0.0f : __builtin_nanf(""));
         float step = f16_value(scale);
-        // Rounded up at the very end of the range, a scale would take the maximum beyond it: one step down then.
+        // At the very end of the range a scale that was rounded up takes the maximum beyond fp16: it goes one step
+        // down.
         if (least + kMost * step > kMaxF16) scale.bits--, step = f16_value(scale);
         memcpy(table, &scale, 2);
         memcpy(table + 2, &minimum, 2);
@@ -75,7 +77,7 @@ inline void quantize_row(float* x, int64_t n, uint8_t* packed) {
     }
 }
 
-// Eight bits as the fifth ones of eight bytes.
+// Eight bits as the fifth bits of eight bytes.
 inline uint64_t fifth_bits(uint8_t bits) {
     const uint64_t apart = (bits * 0x0101010101010101u) & 0x8040201008040201u;
     return ((apart + 0x7f7f7f7f7f7f7f7fu) & 0x8080808080808080u) >> 3;
@@ -86,7 +88,7 @@ template <int Bits>
 inline void expand_group(const uint8_t* group, int size, uint8_t* out) {
     const int half = size / 2, bytes = (half + 7) / 8;
     const uint8_t* bits = group + half;
-    for (int part = 0; part < 2; part++)  // what the first half writes too many the second one writes again
+    for (int part = 0; part < 2; part++)  // the second half overwrites what the first writes too many
         for (int i = 0; i < half; i += 8) {
             uint64_t nibbles;
             memcpy(&nibbles, group + i, 8);
@@ -145,11 +147,11 @@ inline void stream_group(const uint8_t* packed, vf scale, vf minimum, T* out) {
         stream(out + kHalf + i, fma(high_nibbles(load_bytes(packed + i)), scale, minimum));
 }
 
-// Streamed: past the caches, for results that are larger than they are. Written through them, every line would be read
-// first.
+// Dequantizes a row of 4 bits. Streamed: results go past the caches, which they are larger than; stores through a cache
+// would read every line first.
 template <bool Streamed, class T>
 inline void dequantize_row(const uint8_t* packed, int64_t n, T* out) {
-    constexpr int kAhead = 6144;  // bytes: memory's latency takes this much reading
+    constexpr int kAhead = 6144;  // bytes that are read in the time of memory's latency
     const uint8_t* table = packed + code_bytes(int(n), 4);
     const int64_t groups = (n + kGroup - 1) / kGroup;
     for (int64_t first = 0; first < groups; first += W, table += 4 * W) {
@@ -179,7 +181,7 @@ inline void quantize_rows(const Quant& args, int64_t row, int64_t stop) {
     for (; row < stop; row++) {
         uint8_t* packed = args.packed + row * args.row_bytes;
         for (int64_t start = 0; start < args.columns; start += kGroup) {
-            // A group at a time: its offset among the codes, and in the table.
+            // One group at a time, with its offset in the values and in the table.
             float values[kGroup + W];
             const int size = int(smaller(kGroup, args.columns - start)), bytes = code_bytes(size, Bits);
             for (int i = 0; i < size; i += W)
@@ -192,6 +194,7 @@ inline void quantize_rows(const Quant& args, int64_t row, int64_t stop) {
     }
 }
 
+// Quantizes rows [row, stop).
 inline void quantize(const Quant& args, int64_t row, int64_t stop) {
     with_type(args.type, [&](auto* type) {
         using T = __typeof__(*type);
@@ -201,8 +204,9 @@ inline void quantize(const Quant& args, int64_t row, int64_t stop) {
     });
 }
 
+// Dequantizes rows [row, stop) of 4 bits.
 inline void dequantize(const Quant& args, int64_t row, int64_t stop) {
-    constexpr int64_t kLarge = 16 << 20;  // bytes: beyond what is read again from a cache
+    constexpr int64_t kLarge = 16 << 20;  // bytes: no cache holds as many until they are read
     with_type(args.type, [&](auto* type) {
         using T = __typeof__(*type);
         const bool streamed = args.rows * args.columns * int64_t(sizeof(T)) >= kLarge && args.columns % kGroup == 0 &&

@@ -1,7 +1,7 @@
-// Weights of 4 bits in groups, as GPTQ, AWQ and compressed-tensors have them, in the blocks that
-// batchgen/models/formats/group_matrix.py makes: four bytes, of which the first is the zero point and the others are
-// the upper ones of the scale, an fp32; then the codes, nibbles as in Q4_0, 32 values after the other. A value is (code
-// - zero point) * scale, and so is code * scale - zero point * scale: a scale has 16 bits, so that nothing is rounded.
+// 4-bit weights in groups (GPTQ, AWQ, compressed-tensors), in the blocks of batchgen/models/formats/group_matrix.py:
+// four bytes, the first the zero point and the others the upper three of an fp32 scale; then nibbles as in Q4_0, 32
+// values after the other. A number is (value - zero point) * scale = value * scale - zero point * scale. The scale has
+// 16 bits, so nothing is rounded.
 #pragma once
 
 #include <stdint.h>
@@ -12,6 +12,7 @@
 namespace batchgen {
 namespace {
 
+// Blocks of so many values.
 template <int Values>
 struct Int4Group : PlainShape<Values, 4 + Values / 2, 32, 4, 16> {
     static void run_scales(const uint8_t* block, float* scales, float* minimums) {

@@ -1,4 +1,6 @@
-// AVX2 with FMA and F16C, and with BATCHGEN_VNNI products of bytes (AVX-VNNI).
+// Vectors of 8 floats: AVX2 with FMA and F16C; with BATCHGEN_VNNI also the products of bytes of AVX-VNNI.
+//
+// simd/scalar.h says what each operation means.
 #pragma once
 
 #include <immintrin.h>
@@ -6,6 +8,7 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "simd/x86.h"
 
 namespace batchgen {
 namespace {
@@ -48,7 +51,6 @@ inline vf load(const bf16* p) {
 }
 inline vf load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 inline vf load(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
-inline float to_float(f16 a) { return _cvtsh_ss(a.bits); }
 inline void store(float* p, vf a) { _mm256_storeu_ps(p, a); }
 inline void store(f16* p, vf a) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
 // The low 16 bits of each lane.
@@ -61,14 +63,13 @@ inline __m128i to_bf16(vf a) {
     return narrow(_mm256_srli_epi32(rounded, 16));
 }
 inline void store(bf16* p, vf a) { _mm_storeu_si128((__m128i*)p, to_bf16(a)); }
-// Past the caches, to a multiple of a vector's size.
+// Stores past the caches, to addresses aligned to what is stored.
 inline void stream(float* p, vf a) { _mm256_stream_ps(p, a); }
 inline void stream(f16* p, vf a) { _mm_stream_si128((__m128i*)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
 inline void stream(bf16* p, vf a) { _mm_stream_si128((__m128i*)p, to_bf16(a)); }
-inline void end_streams() { _mm_sfence(); }
 
 inline vi load_int(const uint32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
-// The first n, 0 < n <= W; zero beyond.
+// The first n words at p, 0 < n <= W; the other lanes are zero.
 inline vi load_int_part(const uint32_t* p, int n) {
     uint32_t part[W] = {};
     memcpy(part, p, n * sizeof *p);
@@ -79,7 +80,7 @@ inline vi as_int(vf a) { return _mm256_castps_si256(a); }
 inline vf as_float(vi a) { return _mm256_castsi256_ps(a); }
 inline vi load_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
-// What the low four bits of each lane stand for, of 16 numbers.
+// A table of 16 numbers, looked up by the low four bits of each lane.
 struct Table {
     vf low, high;
     explicit Table(const int8_t* values) : low(load(values)), high(load(values + 8)) {}
@@ -88,20 +89,8 @@ struct Table {
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, a), _mm256_permutevar8x32_ps(high, a), fourth_bit);
     }
 };
-// The same of each byte, of numbers that are `above` more than these.
-struct ByteTable {
-    vi numbers;
-    ByteTable(const int8_t* values, int above)
-        : numbers(_mm256_add_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)values)),
-                                  _mm256_set1_epi8(char(above)))) {}
-    vi operator()(vi index) const { return _mm256_shuffle_epi8(numbers, index); }
-};
-// out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
-inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
-    const __m128i found =
-        _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), _mm_loadu_si128((const __m128i*)index));
-    _mm_storeu_si128((__m128i*)out, found);
-}
+// In each 16 bytes, the bytes of the table that the low four bits of the indexes name.
+inline vi shuffle_bytes(vi table, vi index) { return _mm256_shuffle_epi8(table, index); }
 inline vf low_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_and_si256(a, _mm256_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_srli_epi32(a, 4)); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {
@@ -110,7 +99,7 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
     _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(words, words));
 }
 
-// The halves of each 32 bits: bf16, and floats of 16 bits.
+// The low and the high 16 bits of each word as floats: pairs of bf16, and of fp16.
 inline void split_bf16(vi words, vf& low, vf& high) {
     low = as_float(_mm256_slli_epi32(words, 16));
     high = as_float(_mm256_and_si256(words, _mm256_set1_epi32(int(0xffff0000))));
@@ -141,42 +130,42 @@ __attribute__((always_inline)) inline void transpose(vi* r) {
     }
 }
 
-// A number as it is: the compiler must not make one rounding of this product and a sum.
+// The number itself. It keeps the compiler from contracting a product and a sum into one rounding.
 inline vf rounded(vf a) {
     asm("" : "+x"(a));
     return a;
 }
 inline vi sub_int(vi a, vi b) { return _mm256_sub_epi32(a, b); }
-// Of |a| and |b|; no number where one is none: compared as integers it is above all numbers.
+// The larger of |a| and |b|; NaN where either is NaN, which as an integer is above all numbers.
 inline vf max_or_nan(vf a, vf b) {
     const vi magnitude = _mm256_set1_epi32(0x7fffffff);
     return as_float(_mm256_max_epi32(_mm256_and_si256(as_int(a), magnitude), _mm256_and_si256(as_int(b), magnitude)));
 }
 
-// Products of codes, which are integers of 8 bits with a sign. Code: what those of x are kept in, so many in 32 bits.
-// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut
-// off.
+// Products of int8 values. XInt8 is the type that those of x are stored in; a word of 32 bits has as many as fit.
+// load_int8 loads the values of w that meet a word of x, of W columns. dot_int8 adds to each lane of c the products of
+// its words, exactly.
 #ifdef BATCHGEN_VNNI
-using Code = int8_t;
-constexpr int kCodeOffset = 128;  // codes of w are without a sign, and so much larger
-inline vi load_codes(const uint32_t* p) { return load_int(p); }
-inline vi dot_codes(vi x, vi w, vi c) {
+using XInt8 = int8_t;
+constexpr int kInt8Bias = 128;  // values of w are stored without a sign, and larger by this
+inline vi load_int8(const uint32_t* p) { return load_int(p); }
+inline vi dot_int8(vi x, vi w, vi c) {
     asm("%{vex%} vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+x"(c) : "x"(w), "x"(x));
     return c;
 }
-// FloatMma that are such integers.
-inline void store_codes(Code* p, vf a) {
+// Stores floats that are such integers.
+inline void store_int8(XInt8* p, vf a) {
     const __m256i words = _mm256_cvtps_epi32(a);
     const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(pairs, pairs));
 }
 #else
-using Code = int16_t;
-constexpr int kCodeOffset = 0;
-inline vi load_codes(const uint16_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
-inline vi dot_codes(vi x, vi w, vi c) { return _mm256_add_epi32(c, _mm256_madd_epi16(x, w)); }
-// FloatMma that are such integers.
-inline void store_codes(Code* p, vf a) {
+using XInt8 = int16_t;
+constexpr int kInt8Bias = 0;
+inline vi load_int8(const uint16_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline vi dot_int8(vi x, vi w, vi c) { return _mm256_add_epi32(c, _mm256_madd_epi16(x, w)); }
+// Stores floats that are such integers.
+inline void store_int8(XInt8* p, vf a) {
     const __m256i words = _mm256_cvtps_epi32(a);
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }

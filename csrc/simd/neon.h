@@ -1,4 +1,7 @@
-// Advanced SIMD of 64-bit Arm, with products of bytes where the target has them (armv8.2-a+dotprod).
+// Vectors of 4 floats: Advanced SIMD of 64-bit Arm, with products of bytes where the target has them
+// (armv8.2-a+dotprod).
+//
+// simd/scalar.h says what each operation means.
 #pragma once
 
 #include <arm_neon.h>
@@ -45,7 +48,7 @@ inline void store(bf16* p, vf a) {
     vst1_u16(&p->bits, vshrn_n_u32(rounded, 16));
 }
 
-// There is no writing past the caches.
+// Stores through the caches: Arm has no stores past them.
 template <class T>
 inline void stream(T* p, vf a) {
     store(p, a);
@@ -53,7 +56,7 @@ inline void stream(T* p, vf a) {
 inline void end_streams() {}
 
 inline vi load_int(const uint32_t* p) { return vld1q_u32(p); }
-// The first n, 0 < n <= W; zero beyond.
+// The first n words at p, 0 < n <= W; the other lanes are zero.
 inline vi load_int_part(const uint32_t* p, int n) {
     uint32_t part[W] = {};
     memcpy(part, p, n * sizeof *p);
@@ -64,7 +67,7 @@ inline vi as_int(vf a) { return vreinterpretq_u32_f32(a); }
 inline vf as_float(vi a) { return vreinterpretq_f32_u32(a); }
 inline vi load_bytes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
 inline vf to_float(vi a) { return vcvtq_f32_s32(vreinterpretq_s32_u32(a)); }
-// What the low four bits of each lane stand for, of 16 numbers.
+// A table of 16 numbers, looked up by the low four bits of each lane.
 using Table = IndexedTable<vf, vi>;
 // out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
 inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
@@ -78,7 +81,7 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
     p[2] = uint8_t(vgetq_lane_u32(both, 2)), p[3] = uint8_t(vgetq_lane_u32(both, 3));
 }
 
-// The halves of each 32 bits: bf16, and floats of 16 bits.
+// The low and the high 16 bits of each word as floats: pairs of bf16, and of fp16.
 inline void split_bf16(vi words, vf& low, vf& high) {
     low = as_float(vshlq_n_u32(words, 16));
     high = as_float(vandq_u32(words, vdupq_n_u32(0xffff0000)));
@@ -96,36 +99,36 @@ inline void transpose(vi* r) {
     r[3] = vcombine_u32(vget_high_u32(a.val[1]), vget_high_u32(b.val[1]));
 }
 
-// A number as it is: the compiler must not make one rounding of this product and a sum.
+// The number itself. It keeps the compiler from contracting a product and a sum into one rounding.
 inline vf rounded(vf a) {
     asm("" : "+w"(a));
     return a;
 }
 inline vi sub_int(vi a, vi b) { return vsubq_u32(a, b); }
-// Of |a| and |b|; no number where one is none: compared as integers it is above all numbers.
+// The larger of |a| and |b|; NaN where either is NaN, which as an integer is above all numbers.
 inline vf max_or_nan(vf a, vf b) {
     return vreinterpretq_f32_u32(vmaxq_u32(vreinterpretq_u32_f32(vabsq_f32(a)), vreinterpretq_u32_f32(vabsq_f32(b))));
 }
 
-// Products of codes, which are integers of 8 bits with a sign. Code: what those of x are kept in, so many in 32 bits.
-// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut
-// off.
-using Code = int8_t;
-constexpr int kCodeOffset = 0;
-inline vi load_codes(const uint32_t* p) { return load_int(p); }
-inline vi dot_codes(vi x, vi w, vi c) {
+// Products of int8 values. XInt8 is the type that those of x are stored in; a word of 32 bits has as many as fit.
+// load_int8 loads the values of w that meet a word of x, of W columns. dot_int8 adds to each lane of c the products of
+// its words, exactly.
+using XInt8 = int8_t;
+constexpr int kInt8Bias = 0;
+inline vi load_int8(const uint32_t* p) { return load_int(p); }
+inline vi dot_int8(vi x, vi w, vi c) {
     const int8x16_t a = vreinterpretq_s8_u32(x), b = vreinterpretq_s8_u32(w);
     const int32x4_t sums = vreinterpretq_s32_u32(c);
 #ifdef __ARM_FEATURE_DOTPROD
     return vreinterpretq_u32_s32(vdotq_s32(sums, a, b));
 #else
-    // Two products of codes of x, which are never -128, fit 16 bits.
+    // Two products fit 16 bits: values of x are never -128.
     const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
     return vreinterpretq_u32_s32(vpadalq_s16(sums, vpaddq_s16(low, high)));
 #endif
 }
-// FloatMma that are such integers.
-inline void store_codes(Code* p, vf a) {
+// Stores floats that are such integers.
+inline void store_int8(XInt8* p, vf a) {
     const int16x4_t words = vmovn_s32(vcvtnq_s32_f32(a));
     const int8x8_t bytes = vmovn_s16(vcombine_s16(words, words));
     memcpy(p, &bytes, 4);

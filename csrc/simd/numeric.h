@@ -1,4 +1,4 @@
-// Numbers: rows of any type as vectors, and the functions that activations and softmax need.
+// Partial vectors of any type, dispatch on types, and the functions of activations and softmax: exp, tanh, erf.
 #pragma once
 
 #include <stdint.h>
@@ -11,6 +11,7 @@
 namespace batchgen {
 namespace {
 
+// The bits of a number, and the number that has these bits.
 inline uint32_t float_bits(float number) {
     uint32_t bits;
     memcpy(&bits, &number, 4);
@@ -22,6 +23,7 @@ inline float float_with(uint32_t bits) {
     return number;
 }
 
+// The first n numbers at p as floats, 0 < n; the other lanes are zero.
 template <class T>
 inline vf load_part(const T* p, int n) {
     if (n >= W) return load(p);
@@ -30,6 +32,7 @@ inline vf load_part(const T* p, int n) {
     return load(part);
 }
 
+// Stores the first n lanes.
 template <class T>
 inline void store_part(T* p, vf a, int n) {
     if (n >= W) return store(p, a);
@@ -38,6 +41,7 @@ inline void store_part(T* p, vf a, int n) {
     memcpy(p, part, n * sizeof(T));
 }
 
+// The first n bytes at p as integers; the other lanes are zero.
 inline vi load_bytes_part(const uint8_t* p, int n) {
     if (n >= W) return load_bytes(p);
     uint8_t part[W] = {};
@@ -45,7 +49,7 @@ inline vi load_bytes_part(const uint8_t* p, int n) {
     return load_bytes(part);
 }
 
-// Lanes whose numbers differ in the bit X, below W, change places. The width is a parameter, so that the others are not
+// Lane i becomes lane i ^ X, for a power of two X below W. The width is a parameter so that only its branch is
 // compiled.
 template <int X, class V = vf, int kWidth = W>
 inline V swap_lanes(V a) {
@@ -65,6 +69,7 @@ inline V swap_lanes(V a) {
 #endif
 }
 
+// One number as a float.
 template <class T>
 inline float value_of(const T* p) {
     float all[W];
@@ -72,7 +77,7 @@ inline float value_of(const T* p) {
     return all[0];
 }
 
-// Lane i: the largest lane of r[i], for the first `count`.
+// Lane i is the largest lane of r[i], for i < count.
 inline vf largest_of(const vf* r, int count) {
 #ifdef BATCHGEN_FAST_BF16
     if (count > 3) return across(r, [](vf a, vf b) { return max(a, b); });
@@ -82,7 +87,7 @@ inline vf largest_of(const vf* r, int count) {
     return load(all);
 }
 
-// Calls f with a null pointer of the type.
+// Calls f with a null pointer whose type is that of the numbers.
 template <class F>
 inline auto with_type(Type type, F f) {
     switch (type) {
@@ -95,7 +100,7 @@ inline auto with_type(Type type, F f) {
 constexpr float kLog2E = 1.44269504f;
 
 #ifdef BATCHGEN_SCALES_BY_POW2
-// Of at least -104, where nothing is left of exp(x).
+// x, or -104 where it is less: exp(-104) is 0.
 inline vf exp_argument(vf x) { return max(set1(-104), x); }
 inline vf times_pow2(vf x, vf p, vf n) {
     (void)x;
@@ -108,7 +113,8 @@ inline vf times_pow2(vf x, vf p, vf n) {
 }
 #endif
 
-// How products are added up: in one rounding where the machine can; or in two, which gives the same on every machine.
+// The rounding of a product and a sum: in one step where the machine can (Fused), or in two, which gives the same bits
+// on every machine (Apart).
 struct Fused {
     static constexpr bool kSame = false;
     static vf kept(vf a) { return a; }
@@ -120,8 +126,8 @@ struct Apart {
     static vf fma(vf a, vf b, vf c) { return add(rounded(mul(a, b)), c); }
 };
 
-// Within 2 units in the last place; 0 where it would be below 2^-126 or so, of -inf too. Apart: of at least -87, at
-// most 87.
+// e^x within 2 units in the last place; 0 where that would be below 2^-126 or so, also for -inf. With Apart, x is
+// clamped to [-87, 87].
 template <class A = Fused>
 inline vf exp(vf x) {
     const vf bounded = A::kSame ? max(set1(-87), min(set1(87), x)) : exp_argument(x);
@@ -141,7 +147,7 @@ inline vf exp(vf x) {
 }
 
 #ifdef BATCHGEN_SCALES_BY_POW2
-// 2^x within 8e-5 of itself: enough for what is rounded to bf16. x is finite.
+// 2^x with a relative error of at most 8e-5, enough for what is rounded to bf16; x is finite.
 inline vf exp2_rough(vf x) {
     const vf n = round_even(x), r = sub(x, n);
     vf p = set1(0.055171682f);  // minimax in relative error, |r| <= 1 / 2
@@ -176,6 +182,7 @@ inline vf erf(vf x) {
     return mul(y, negative);
 }
 
+// An activation that is not gated.
 template <class A = Fused>
 inline vf activate(Activation activation, vf x) {
     switch (activation) {
@@ -194,16 +201,16 @@ inline vf silu(vf x) {
     return mul(x, sigmoid<A>(x));
 }
 
-// What a gated activation multiplies with.
+// The factor that a gated activation makes of the gate x.
 template <class A = Fused>
 inline vf gate(Activation activation, vf x) {
     return activation == Activation::GeluTanhMul ? activate<A>(Activation::GeluTanh, x) : silu<A>(x);
 }
 
-// A gate and what it is multiplied with.
+// A gated activation of the gate x and of `up`.
 template <class A = Fused>
 inline vf gated(Activation activation, vf x, vf up) {
-    if (activation == Activation::SwigluOaiMul) {  // both are bounded, and 1 is added (gpt-oss)
+    if (activation == Activation::SwigluOaiMul) {  // gpt-oss clamps both, and adds 1 to `up`
         const vf bounded = min(set1(7), x);
         const vf weight = mul(bounded, sigmoid<A>(A::kept(mul(set1(1.702f), bounded))));
         return mul(weight, add(max(set1(-7), min(set1(7), up)), set1(1)));

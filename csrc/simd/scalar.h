@@ -1,6 +1,10 @@
-// No instruction set in particular: BATCHGEN_WIDTH floats at a time, by default four, in the compiler's own vectors,
-// whatever it makes of them. With 16 and BATCHGEN_FAST_BF16 it does what avx512.h does with its products, so that the
-// code above those runs on any machine, sanitizers included; it is not fast then.
+// Vectors of BATCHGEN_WIDTH floats, by default four, in the compiler's own vector types: for every machine, and the
+// reference of what the operations in the other headers of simd/ mean.
+//
+// With a width of 16 and BATCHGEN_FAST_BF16 it has the operations of avx512.h, so that the code on them runs on any
+// machine and under sanitizers; slowly.
+//
+// vf is a vector of W floats, vi one of W words of 32 bits.
 #pragma once
 
 #include <stdint.h>
@@ -23,7 +27,7 @@ typedef uint16_t halves __attribute__((vector_size(2 * W)));
 typedef uint8_t quarters __attribute__((vector_size(W)));
 typedef int8_t signed_quarters __attribute__((vector_size(W)));
 
-inline vf set1(float x) { return x - vf{}; }  // of -0 too
+inline vf set1(float x) { return x - vf{}; }  // x - 0 keeps the sign of -0
 inline vf zero() { return set1(0); }
 inline vi set1_int(uint32_t x) { return x | vi{}; }
 inline vf add(vf a, vf b) { return a + b; }
@@ -39,13 +43,13 @@ inline vf select(vs mask, vf then, vf otherwise) {
 inline vf select_less(vf a, vf b, vf then, vf otherwise) { return select(a < b, then, otherwise); }
 inline vf max(vf a, vf b) { return select(a > b, a, b); }
 inline vf min(vf a, vf b) { return select(a < b, a, b); }
-// Right for |a| < 2^22: adding and taking off 1.5 * 2^23 leaves no bits for fractions.
+// Rounds to the nearest integer, ties to even, for |a| < 2^22: beside 1.5 * 2^23 there are no bits for fractions.
 inline vf round_even(vf a) {
     vf magic = set1(12582912.0f);
     return (a + magic) - magic;
 }
 inline vf pow2(vf n) { return as_float((vi)(__builtin_convertvector(n, vs) + 127) << 23); }
-// Neighbours first.
+// All lanes joined two by two, neighbours first.
 template <class F>
 inline float joined(vf a, F join) {
     float all[W];
@@ -64,7 +68,7 @@ inline float largest(vf a) {
 inline float to_float(f16 h) {
     uint32_t sign = uint32_t(h.bits & 0x8000) << 16, magnitude = uint32_t(h.bits & 0x7fff) << 13, bits;
     float f;
-    if (magnitude >= 0x0f800000) {  // infinities and no numbers
+    if (magnitude >= 0x0f800000) {  // infinities and NaN
         bits = sign | magnitude | 0x7f800000;
         memcpy(&f, &bits, 4);
         return f;
@@ -127,7 +131,7 @@ inline void store(bf16* p, vf a) {
     for (int i = 0; i < W; i++) p[i] = to_bf16(a[i]);
 }
 
-// There is no writing past the caches.
+// Stores past the caches, where a set can; `end_streams` ends a run of them.
 template <class T>
 inline void stream(T* p, vf a) {
     store(p, a);
@@ -139,7 +143,7 @@ inline vi load_int(const uint32_t* p) {
     memcpy(&a, p, sizeof a);
     return a;
 }
-// The first n, 0 < n <= W; zero beyond.
+// The first n words at p, 0 < n <= W; the other lanes are zero.
 inline vi load_int_part(const uint32_t* p, int n) {
     vi a = set1_int(0);
     memcpy(&a, p, n * sizeof *p);
@@ -152,22 +156,17 @@ inline vi load_bytes(const uint8_t* p) {
     return __builtin_convertvector(a, vi);
 }
 inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
-// What the low four bits of each lane stand for, of 16 numbers.
+// A table of 16 numbers, looked up by the low four bits of each lane.
 using Table = IndexedTable<vf, vi>;
-// The same of each byte, of numbers that are `above` more than these.
-struct ByteTable {
-    uint8_t numbers[16];
-    ByteTable(const int8_t* values, int above) {
-        for (int i = 0; i < 16; i++) numbers[i] = uint8_t(values[i] + above);
-    }
-    vi operator()(vi index) const {
-        uint8_t bytes[sizeof index];
-        memcpy(bytes, &index, sizeof index);
-        for (uint8_t& byte : bytes) byte = numbers[byte % 16];
-        memcpy(&index, bytes, sizeof index);
-        return index;
-    }
-};
+// In each 16 bytes, the bytes of the table that the low four bits of the indexes name.
+inline vi shuffle_bytes(vi table, vi index) {
+    uint8_t numbers[sizeof table], bytes[sizeof index];
+    memcpy(numbers, &table, sizeof table);
+    memcpy(bytes, &index, sizeof index);
+    for (int i = 0; i < int(sizeof bytes); i++) bytes[i] = numbers[i / 16 * 16 + bytes[i] % 16];
+    memcpy(&index, bytes, sizeof index);
+    return index;
+}
 // out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
 inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
     for (int i = 0; i < 16; i++) out[i] = table[index[i]];
@@ -178,7 +177,7 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
     for (int i = 0; i < W; i++) p[i] = uint8_t(int(low[i]) | int(high[i]) << 4);
 }
 
-// The halves of each 32 bits: bf16, and floats of 16 bits.
+// The low and the high 16 bits of each word as floats: pairs of bf16, and of fp16.
 inline void split_bf16(vi words, vf& low, vf& high) {
     low = as_float(words << 16), high = as_float(words & 0xffff0000u);
 }
@@ -198,34 +197,34 @@ inline void transpose(vi* r) {
 }
 
 inline vi sub_int(vi a, vi b) { return a - b; }
-// Of |a| and |b|; no number where one is none: compared as integers it is above all numbers.
+// The larger of |a| and |b|; NaN where either is NaN, which as an integer is above all numbers.
 inline vf max_or_nan(vf a, vf b) {
     const vs x = (vs)(as_int(a) & 0x7fffffffu), y = (vs)(as_int(b) & 0x7fffffffu);
     return select(x > y, (vf)x, (vf)y);
 }
-// In each 32 bits c + the products of the four bytes of a, without a sign, and of b, with one.
+// Adds to each lane of c the products of four bytes of a, unsigned, and of b, signed.
 inline vi dot_bytes(vi a, vi b, vi c) {
     for (int n = 0; n < 32; n += 8) c += (a >> n & 0xff) * (vi)((vs)(b << (24 - n)) >> 24);
     return c;
 }
 
-// A number as it is. Products and sums are never made in one rounding here: CMakeLists.txt says so to the compiler.
+// The number itself. CMakeLists.txt forbids the compiler to contract products and sums in this set.
 inline vf rounded(vf a) { return a; }
 
-// Products of codes, which are integers of 8 bits with a sign. Code: what those of x are kept in, so many in 32 bits.
-// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut
-// off.
-using Code = int8_t;
-constexpr int kCodeOffset = 128;  // codes of w are without a sign, and so much larger
-inline vi load_codes(const uint32_t* p) { return load_int(p); }
-inline vi dot_codes(vi x, vi w, vi c) { return dot_bytes(w, x, c); }
-// FloatMma that are such integers.
-inline void store_codes(Code* p, vf a) {
-    for (int i = 0; i < W; i++) p[i] = a[i] == a[i] ? Code(a[i]) : 0;
+// Products of int8 values. XInt8 is the type that those of x are stored in; a word of 32 bits has as many as fit.
+// load_int8 loads the values of w that meet a word of x, of W columns. dot_int8 adds to each lane of c the products of
+// its words, exactly.
+using XInt8 = int8_t;
+constexpr int kInt8Bias = 128;  // values of w are stored without a sign, and larger by this
+inline vi load_int8(const uint32_t* p) { return load_int(p); }
+inline vi dot_int8(vi x, vi w, vi c) { return dot_bytes(w, x, c); }
+// Stores floats that are such integers.
+inline void store_int8(XInt8* p, vf a) {
+    for (int i = 0; i < W; i++) p[i] = a[i] == a[i] ? XInt8(a[i]) : 0;
 }
 
 #ifdef BATCHGEN_FAST_BF16
-// As avx512.h has them.
+// The operations of avx512.h on bf16 pairs and bytes; comments are there.
 
 template <class F>
 inline vf across(const vf* r, F join) {
@@ -250,8 +249,8 @@ inline vf scale_by_pow2(vf p, vf n) {
 }
 #define BATCHGEN_SCALES_BY_POW2
 
-// The second of the pairs first, each product rounded on its own, as documented for the instruction; which treats
-// numbers below 2^-126 as zero, and this does not.
+// Adds the products of pairs of bf16 to c: the high half first, each with a rounding of its own, as VDPBF16PS does. The
+// instruction takes numbers below 2^-126 for zero; here they are numbers.
 inline vf dot_pairs(vi a, vi b, vf c) {
     c = fma(as_float(a & 0xffff0000u), as_float(b & 0xffff0000u), c);
     return fma(as_float(a << 16), as_float(b << 16), c);
@@ -267,7 +266,7 @@ struct PairTable {
         return index;
     }
 };
-#define BATCHGEN_QUARTERS
+#define BATCHGEN_LOAD_QUARTERS
 inline vi load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
     const uint8_t* const from[] = {a, b, c, d};
     vi all;
@@ -309,8 +308,7 @@ inline vi shift_right(vi a) {
     return a >> N;
 }
 inline vi to_int(vf a) {
-    const vf whole =
-        select((a < 4e6f) & (a > -4e6f), round_even(a), a);  // beyond them there are no fractions to speak of
+    const vf whole = select((a < 4e6f) & (a > -4e6f), round_even(a), a);  // larger floats have no fractions to speak of
     const vs fits = (a < 0x1p31f) & (a >= -0x1p31f);
     return as_int(select(fits, as_float((vi) __builtin_convertvector(select(fits, whole, vf{}), vs)),
                          as_float(set1_int(0x80000000))));

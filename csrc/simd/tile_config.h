@@ -1,5 +1,4 @@
-// Shapes of the eight tile registers, as LDTILECFG reads them, for one block of a product: up to 32 rows of C by 32
-// columns.
+// The shapes of the eight tile registers, as LDTILECFG reads them, for a block of up to 32 rows of C by 32 columns.
 //
 //   0 1 | C, rows 0..15: two tiles beside each other      4 | A, rows 0..15      6 7 | B, two tiles beside each other
 //   2 3 | C, rows 16..31                                  5 | A, rows 16..31

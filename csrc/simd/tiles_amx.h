@@ -1,8 +1,7 @@
-// Tile registers and their products: AMX. What each operation means is in tiles_plain.h, which does the same in C++.
+// Tile registers of AMX and their products. simd/tiles_plain.h does the same in C++ and says what each operation means.
 //
-// Written as instructions, because the compilers' intrinsics take registers as literals only, not as parameters of
-// templates, and GCC's do not say that they read and write memory: stores before a load, or reads after a store, might
-// change places.
+// The instructions are written as assembly: intrinsics take register numbers as literals only, not from template
+// parameters, and GCC's do not tell the compiler that they read and write memory, so it might reorder them.
 #pragma once
 
 #include <stdint.h>

@@ -1,16 +1,13 @@
-// Tile registers and their products in plain C++, for machines without them. Shapes that the hardware would refuse trap
-// here.
+// Tile registers and their products in plain C++, for machines without AMX. Shapes that the hardware refuses trap here.
 //
-// In all of them row d of B has the values of four bytes that go with the d-th four bytes of a row of A.
-//   dot_bf16: TDPBF16PS. The even and the odd values of a row of A are summed up on their own, from zero on, in order
-//   of depth,
-//     each product added in one rounding to nearest even; then the two sums are added up, and that to C. So a tile's
-//     product is a sum by itself, of 32 depths, and which tiles a sum is made of matters; rows beside it do not.
-//     Numbers below 2^-126, operands or sums, are zero to the hardware whatever the thread's MXCSR says; here they are
-//     not. Products of two bf16 are exact in fp32, so that a product and a sum are rounded as the hardware's one step
-//     is.
-//   dot_i8, dot_u8: TDPBSSD, TDPBUSD. Bytes of A with a sign, or without one, times bytes of B with one; sums modulo
-//   2^32.
+// In every product, row i of B has the values of four bytes that meet the i-th four bytes of a row of A.
+//   dot_bf16 (TDPBF16PS): the even and the odd values of a row of A have a sum each, which starts at zero and takes
+//     products in the order of K, with one rounding to nearest even a step; the two sums are added, and the result is
+//     added to C. So the product of a tile is a sum by itself, of 32 values of K: which tiles a sum is made of changes
+//     its bits; the rows beside it do not. The hardware takes operands and sums below 2^-126 for zero whatever MXCSR
+//     says; here they are numbers. A product of two bf16 is exact in fp32, so a product and a sum round as the
+//     hardware's one step does.
+//   dot_i8, dot_u8 (TDPBSSD, TDPBUSD): signed or unsigned bytes of A times signed bytes of B; sums are modulo 2^32.
 #pragma once
 
 #include <stdint.h>
@@ -28,7 +25,7 @@ struct Tiles {
     Tiles() = default;
     Tiles(const Tiles&) = delete;
 
-    // For up to 32 rows of C. Registers are zero after it where it changes anything.
+    // Sets the shapes for up to 32 rows of C. Registers become zero where shapes change.
     void configure(int rows) {
         if (config == &kTileConfigs.of[rows]) return;
         config = &kTileConfigs.of[rows];
@@ -42,7 +39,7 @@ struct Tiles {
     void zero() {
         memset(tile[N], 0, rows(N) * 64);
     }
-    // Rows of 64 bytes, `stride` bytes from one to the next.
+    // Loads rows of 64 bytes, `stride` bytes from one to the next.
     template <int N>
     void load(const void* p, int64_t stride) {
         for (int r = 0; r < rows(N); r++) memcpy(tile[N][r], (const uint8_t*)p + r * stride, 64);

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -74,3 +74,10 @@ def test_what_is_of_another_kind_is_named_with_its_place(change, message):
     with pytest.raises(ValueError) as caught:
         read_typed(Outer, VALUES | change, "job")
     assert str(caught.value).startswith(message) and len(str(caught.value)) < 120
+
+
+def test_a_literal_is_one_of_its_texts():
+    kind = Literal["rms", "layer"]
+    assert read_typed(kind, "rms") == "rms"
+    with pytest.raises(ValueError, match="norm must be one of rms, layer, not 'batch'"):
+        read_typed(kind, "batch", "norm")

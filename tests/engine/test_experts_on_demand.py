@@ -117,7 +117,7 @@ def test_experts_without_a_token_are_not_read(favourite, tiny_models, stores, mo
     def read_experts(weights, layer, slot, chosen):
         seen.append(chosen)
         for name in ("gate_up.weight", "down.weight"):  # the others hold nothing that could be multiplied
-            weights._disk_views(layer, slot)[name].fill_(float("nan"))
+            weights.disk.views(layer, slot)[name].fill_(float("nan"))
         read(weights, layer, slot, chosen)
 
     expected = generate(make_parts(path, CPU, policy_of(path), stores), PROMPTS, [5, 5, 5])
@@ -133,7 +133,7 @@ def test_a_file_that_has_become_shorter_is_noticed(tiny_models, tmp_path):
     read = parts.executor.weights.read_experts
 
     def after_truncation(layer, slot, experts):
-        file = parts.executor.weights._store.layers[layer].path
+        file = parts.executor.weights.source.store.layers[layer].path
         file.write_bytes(file.read_bytes()[:ALIGNMENT])
         read(layer, slot, experts)
 
@@ -149,7 +149,7 @@ def test_a_file_that_has_changed_is_noticed_and_one_that_was_touched_is_read_on(
     expected = generate(make_parts(path, CPU, policy_of(path), tmp_path), PROMPTS, [5, 5, 5])
     parts = make_parts(path, CPU, policy_of(path, on_demand_tokens=3), tmp_path)
     weights, read = parts.executor.weights, parts.executor.weights.read_experts
-    file = weights._store.layers[1]
+    file = weights.source.store.layers[1]
     whole = file.path.read_bytes()
 
     def after_change(layer, slot, experts):
@@ -179,7 +179,7 @@ def test_of_4_bit_experts_those_touched_are_dequantized(tier, tiny_models, store
 
     def dequantize_experts(weights, layer, slot, chosen):
         for name in ("gate_up.weight", "down.weight"):  # what is left of layers before must not be multiplied
-            weights._dequantized_views(layer)[name].fill_(float("nan"))
+            weights.dequantized.views(layer)[name].fill_(float("nan"))
         seen.append(len(chosen))
         dequantize(weights, layer, slot, chosen)
 

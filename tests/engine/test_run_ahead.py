@@ -55,7 +55,7 @@ class Ahead:
     def __init__(self, parts):
         self.events, self._waited, self._numbers = [], set(), itertools.count()
         executor, real_run, self._sample = parts.executor, parts.executor.run, parts.sample
-        executor._tokens = TokenTable(executor._device)
+        executor.context.tokens = TokenTable(executor.context.device)
         self.number = 0
 
         def run(batches, on_logits, **options):

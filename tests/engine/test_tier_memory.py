@@ -101,7 +101,7 @@ def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monke
     with Engine.from_parts(parts) as engine:
         peak = peak_of_tensors(lambda: list(engine.generate(rows)))
         assert engine.stats.generated_tokens == sum(r.sampling.max_tokens for r in rows)
-        peak += parts.executor.activations.num_bytes
+        peak += parts.executor.context.activations.num_bytes
     reserved = parts.memory.parts["gpu"]["activations"] - DEVICE_WORKSPACE_BYTES
     reserved += parts.memory.parts["cpu"]["activations"] - WORKSPACE_BYTES - PINNED_BYTES
     if policy.head_tier == "cpu":
@@ -130,7 +130,7 @@ def test_what_is_reserved_bounds_what_scoring_makes(tiny_models, tmp_path, monke
     with Engine.from_parts(parts) as engine:
         peak = peak_of_tensors(lambda: list(engine.score(rows)))
         assert engine.stats.scored_tokens == 120 * len(rows)
-        peak += parts.executor.activations.num_bytes
+        peak += parts.executor.context.activations.num_bytes
     reserved = parts.memory.parts["gpu"]["activations"] - DEVICE_WORKSPACE_BYTES
     reserved += parts.memory.parts["cpu"]["activations"] - WORKSPACE_BYTES - PINNED_BYTES
     assert "logits" not in parts.memory.parts["gpu"] and parts.memory.logit_rows == 200

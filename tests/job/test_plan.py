@@ -132,7 +132,7 @@ class TestElsewhere:
         assert 48 * 32 / predicted["generated_tokens_per_s"] == pytest.approx(predicted["total_s"])
         bought = text[text.index("would save") :]
         assert re.search(r"^  (10 % more|1 GiB more) [\w ]+: [\d.]+ (s|min).* \([\d.]+%\)$", bought, re.M)
-        assert ", planned anew " in bought
+        assert ", re-planned " in bought
 
     def test_stands_beside_this_machine(self, explained):
         text, _ = explained
@@ -310,10 +310,10 @@ class TestHere:
         limited = planned_json("-m", model, "-i", table, "--limit", 10, "--shard", "1/2", "--expected-output-len", 2)
         assert limited["workload"]["num_seqs"] == 5 and limited["workload"]["output_len"]["values"] == [2] * 5
 
-    def test_two_lines_and_the_ways_unless_asked_for_more(self, model, table):
+    def test_a_plan_is_shown_in_two_lines_and_a_table_of_strategies(self, model, table):
         lines = planned("-m", model, "-i", table).splitlines()
         assert [line.split("  ")[0] for line in lines[2:]] == [
-            "", "way", "quantised", "streamed", "in memory", "chosen",
+            "", "strategy", "quantised", "streamed", "in memory", "chosen",
         ]  # fmt: skip
         assert lines[0].startswith("plan: 40 sequences of ") and re.match(
             r"predicted: .* \(.* to .*\), bound by", lines[1]

@@ -500,7 +500,7 @@ def test_two_batches_are_in_another_order_where_they_were_costed_so_and_it_has_s
     best = search(problem)
     share, rest = divmod(16, len(kv_placements))
     seqs = {name: share + (i < rest) for i, name in enumerate(kv_placements)}
-    placed = replace(best, realised=replace(best.realised, counts=replace(best.counts, kv_seqs=seqs)))
+    placed = replace(best, incumbent=replace(best.incumbent, counts=replace(best.counts, kv_seqs=seqs)))
     if costed == "neo":
         placed = replace(placed, inputs=with_unequal_batches(placed.inputs, seqs.get("cpu", 0)))
     else:

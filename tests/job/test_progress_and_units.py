@@ -1,6 +1,7 @@
 """Sizes, durations, rates and the time left."""
 
 import io
+import logging
 
 import pytest
 
@@ -100,3 +101,44 @@ def test_a_bar_on_a_terminal():
     shown = stream.getvalue()
     assert "38/100 rows" in shown and "1,000 prompt + 10 output tokens/s, 4 failed, 10 resumed" in shown
     assert "a line of its own\n" in shown
+
+
+class TestLogRecords:
+    """Records of the package's loggers while a job's progress is shown."""
+
+    logger = logging.getLogger("batchgen.somewhere")
+
+    def shown(self, style, monkeypatch, level=None):
+        if level is not None:
+            monkeypatch.setenv("BATCHGEN_LOG", level)
+        stream = io.StringIO()
+        with Progress(style, stream):
+            for name in ("debug", "info", "warning"):
+                getattr(self.logger, name)("%s of it", name)
+        return stream.getvalue().splitlines()
+
+    def test_info_and_above_are_lines_of_the_progress(self, monkeypatch):
+        assert self.shown("plain", monkeypatch) == ["info of it", "warning of it"]
+
+    def test_the_environment_sets_another_level(self, monkeypatch):
+        assert self.shown("plain", monkeypatch, "debug")[0] == "debug of it"
+        assert self.shown("plain", monkeypatch, "WARNING") == ["warning of it"]
+        with pytest.raises(InputError, match="BATCHGEN_LOG must be DEBUG, INFO, WARNING or ERROR, not 'loud'"):
+            self.shown("plain", monkeypatch, "loud")
+
+    def test_nothing_is_shown_without_progress(self, monkeypatch, capfd):
+        assert self.shown("none", monkeypatch) == []
+        assert capfd.readouterr().err == ""
+
+    def test_the_innermost_of_nested_progresses_shows_a_record_once(self):
+        outer, inner = io.StringIO(), io.StringIO()
+        with Progress("plain", outer), Progress("plain", inner):
+            self.logger.info("once")
+        assert (outer.getvalue(), inner.getvalue()) == ("", "once\n")
+
+    def test_other_loggers_and_settings_are_as_before_afterwards(self):
+        package = logging.getLogger("batchgen")
+        before = package.handlers, package.level, package.propagate
+        with Progress("plain", io.StringIO()):
+            assert not package.propagate
+        assert (package.handlers, package.level, package.propagate) == before

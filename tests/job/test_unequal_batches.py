@@ -33,7 +33,7 @@ def simulated_s(candidate, plan, **policy):
     return simulate_sampled(replace(plan, policy=replace(plan.policy, **policy)), candidate).seconds
 
 
-def test_they_are_faster_than_equal_ones_and_than_all_cpu_attention_in_one(case):
+def test_unequal_batches_are_faster_than_equal_ones_and_than_all_cpu_attention_in_one(case):
     problem, plan_of = case
     own = NEO.restrict(problem)
     even = search(own)
@@ -46,7 +46,7 @@ def test_they_are_faster_than_equal_ones_and_than_all_cpu_attention_in_one(case)
     assert wrong_s > 1.02 * found_s, "with half of what the CPU attends to in each"
 
 
-def test_the_plan_has_them_and_says_so(case):
+def test_the_plan_has_unequal_batches_and_says_so(case):
     problem, _ = case
     plan = plan_problem(problem)
     policy = plan.policy

@@ -19,8 +19,9 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops import triton as triton_kernels
 from batchgen.runtime import graphs
 from batchgen.runtime.in_memory import in_memory
-from batchgen.runtime.memory.weights import Weights
+from batchgen.runtime.memory.weight_packing import WeightPacker
 from batchgen.runtime.sampler import sample
+from batchgen.runtime.steps.captured import decode_graphs
 from batchgen.schedule.packed_batch import pack
 
 BLOCKS, BLOCK_SIZE, SEQS = 160, 16, 20
@@ -51,7 +52,7 @@ def engine(config, monkeypatch, *, captured):
     if DEVICE.type == "cpu":  # weights as on a card
         monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)
         monkeypatch.setattr(ops, "bind_weight", lambda weight, isa: weight)
-        monkeypatch.setattr(Weights, "_splits_experts", False)
+        monkeypatch.setattr(WeightPacker, "splits_experts", False)
     executor = in_memory(config, dummy_checkpoint(config), torch.float32, BLOCKS, BLOCK_SIZE, DEVICE)
     if DEVICE.type == "cpu":  # the same paths as on a card
         monkeypatch.setattr(ops, "_has_kernels", lambda *a: False)
@@ -63,7 +64,7 @@ def engine(config, monkeypatch, *, captured):
         )
     if captured:
         driver = executor.lanes._driver if DEVICE.type == "cuda" else _Again()
-        executor._graphs = executor._make_graphs(driver, SEQS)
+        executor.context.graphs = decode_graphs(executor.context, driver, SEQS)
     tier = "cpu" if DEVICE.type == "cpu" else "gpu"
     policy = Policy(
         admission="static", gpu_batch_size=SEQS, num_gpu_batches=1, max_num_batched_tokens=512,
@@ -106,7 +107,7 @@ def test_captured_sweeps_give_the_same_tokens(config, monkeypatch):
     config = config_of_hf(config)
     expected = tokens(engine(config, monkeypatch, captured=False))
     made = engine(config, monkeypatch, captured=True)
-    made_graphs, replayed = made.parts.executor._graphs, 0
+    made_graphs, replayed = made.parts.executor.context.graphs, 0
     run = made_graphs.run
 
     def counted(buffers, hidden):
@@ -126,8 +127,8 @@ def test_captured_sweeps_give_the_same_tokens(config, monkeypatch):
 def test_sweeps_with_prompts_are_not_captured(monkeypatch):
     made = engine(config_of_hf(LLAMA), monkeypatch, captured=True)
     seen = []
-    buffers = made.parts.executor._graphs.buffers
-    made.parts.executor._graphs.buffers = lambda packed: (
+    buffers = made.parts.executor.context.graphs.buffers
+    made.parts.executor.context.graphs.buffers = lambda packed: (
         seen.append((packed.num_tokens, buffers(packed))) or seen[-1][1]
     )
     tokens(made)
@@ -139,7 +140,7 @@ def test_few_graphs_are_kept(monkeypatch):
     monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
     made = engine(config_of_hf(LLAMA), monkeypatch, captured=True)
     assert len(tokens(made)) == len(PROMPTS)
-    assert len(made.parts.executor._graphs._buffers) <= 2
+    assert len(made.parts.executor.context.graphs._buffers) <= 2
 
 
 @pytest.mark.parametrize("most", [1, 8, 20, 100, 512])

@@ -1,7 +1,7 @@
 """Products with rows of blocks, of a GGUF or not, on every instruction set, of rows as they lie and of panels.
 
 They are those of the unpacked weights, bit for bit; or, of bf16 on the sets that multiply codes (csrc/matmul/quant_panels.h), those of the
-weights before these are rounded to bf16, but for the rounding of sums in fp32 and of x to digits (csrc/matmul/split_bytes.h).
+weights before these are rounded to bf16, but for the rounding of sums in fp32 and of x (csrc/matmul/split_bytes.h).
 """
 
 import itertools
@@ -16,7 +16,7 @@ from batchgen.ops import dispatch as ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = ("avx512_bf16", "avx512_bf16_plain")  # sets that multiply codes of FP8 with bf16
-DIGITS = (*PAIRS, "avx512_vnni", "avx_vnni")  # those that multiply codes that are integers
+SPLIT_BYTES = (*PAIRS, "avx512_vnni", "avx_vnni")  # those that multiply codes that are integers
 RUNS_OF_16 = ("q2_k", "q3_k", "q6_k")
 _LOST = 2.0**-15  # of a number of x, at most, by the largest of its run
 _FEW_ROUNDINGS = 2.0**-18  # of the sum of all terms' sizes; a minimum and its codes' part may cancel
@@ -24,7 +24,7 @@ ALL_SETS = [*kernels.instruction_sets(), *kernels.plain_twins()]
 
 
 def multiplies_codes(isa, weight_format):
-    return isa in (PAIRS if weight_format.startswith("fp8") else DIGITS)
+    return isa in (PAIRS if weight_format.startswith("fp8") else SPLIT_BYTES)
 
 
 def both_ways(weight, dtype, gated):
@@ -103,7 +103,7 @@ def test_products_of_codes_are_those_of_the_weights_in_fp32(weight_format, isa):
             assert (whole - expected).abs().sum() <= (rounded - expected).abs().sum() or torch.equal(rounded, expected)
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ALL_SETS if isa in DIGITS])
+@pytest.mark.parametrize("isa", [isa for isa in ALL_SETS if isa in SPLIT_BYTES])
 @pytest.mark.parametrize("weight_format", ["q4_0", "q4_1", "q6_k"])
 def test_products_of_unusual_rows(weight_format, isa):
     """Zeros, the least and the largest numbers, one beside which others are small; what is no finite number makes its row NaN."""
@@ -168,7 +168,7 @@ def test_products_in_parts_are_those_of_the_whole(activation, dtype):
     packed = [torch.from_numpy(random_rows(kind.upper(), rows, depth, seed=i)) for i, kind in enumerate(kinds)]
     parts = [kernels.BlockWeight(data, kind) for data, kind in zip(packed, kinds, strict=True)]
     # Where codes are multiplied, weights are not rounded.
-    exact = torch.float32 if kernels.instruction_set() in DIGITS else dtype
+    exact = torch.float32 if kernels.instruction_set() in SPLIT_BYTES else dtype
     numbers = torch.cat(
         [
             kernels.unpack_blocks(k.upper(), p, torch.empty(rows, depth, dtype=exact))

@@ -39,7 +39,7 @@ def placed(s, on_gpu, on_cpu):
     return Counts(layers, {"gpu": on_gpu, "cpu": on_cpu}, (2, 0), 1).placement(s)
 
 
-def test_the_time_of_their_own_that_products_take_is_in_the_plan():
+def test_the_fixed_time_of_matmuls_is_in_the_plan_as_balance_tokens():
     s = with_unequal_batches(inputs_of(box()), 40)
     assert s.balance.tokens == pytest.approx(FIXED_S / TOKEN_S, rel=0.02)
     assert s.balance.cpu_frac == 40 / 64

@@ -21,7 +21,8 @@ LONG = Workload(12, Lengths((4000,)), Lengths((64, 128)), 128)
 def problem_with(gpu_memory, **changes):
     fields = {"admissions": ("continuous",), "longest_tokens": 4128} | changes
     return Problem(
-        gpu_box(), MODEL, LONG, {"gpu": gpu_memory, "cpu": 8 * GIB, "disk": 0}, "float16", ("float16",), ("float16",), **fields
+        gpu_box(), MODEL, LONG, {"gpu": gpu_memory, "cpu": 8 * GIB, "disk": 0}, "float16", ("float16",), ("float16",),
+        **fields,
     )  # fmt: skip
 
 
@@ -30,7 +31,7 @@ def candidates_by_layer(problem):
 
 
 @pytest.mark.parametrize("gpu_memory", [GIB, 3 * GIB // 2, 2 * GIB])
-def test_what_is_counted_holds_what_is_allocated(gpu_memory):
+def test_memory_counted_for_kv_by_layer_holds_what_is_allocated(gpu_memory):
     problem = problem_with(gpu_memory)
     found = search(PIE.restrict(problem))
     s, counts = found.inputs, found.counts
@@ -57,7 +58,7 @@ def test_each_token_goes_to_the_host_once_in_the_layers_that_stream():
         assert out == pytest.approx(streamed * (phase.prefill_tokens + phase.decode_seqs) * s.kv_token_bytes)
 
 
-def test_whole_things_are_no_faster_than_the_bound_and_more_memory_no_slower():
+def test_plans_by_layer_are_no_faster_than_their_bound_and_no_slower_with_more_memory():
     found = [search(PIE.restrict(problem_with(size))) for size in (GIB, 3 * GIB // 2, 2 * GIB)]
     for candidate in found:
         assert candidate.seconds >= candidate.relaxed.seconds * (1 - 1e-6)

@@ -11,7 +11,7 @@ from batchgen.core.workload import Workload
 from batchgen.planner.explain import compare_rows, explain, make_plan
 from batchgen.planner.explanation import explanation_of, price_lines, total_lines
 from batchgen.planner.problem import Problem
-from batchgen.planner.replanned import planned_anew_s, with_more
+from batchgen.planner.replanned import replanned_s, with_more
 from batchgen.planner.search import search
 
 UNIFORM = Workload.uniform(400, 256, 32)
@@ -30,15 +30,9 @@ CASES = {
 def planned(*, max_num_seqs, hardware=None, model=None, workload=UNIFORM, **options):
     hardware, model = hardware or gpu_box(), model or opt(5120, 40, 40)
     formats = {"compute_format": "float16", "weight_formats": ("float16",), "kv_formats": ("float16",)}
-    problem = Problem(hardware, model, workload, budgets(hardware), **formats, max_num_seqs=max_num_seqs)
-    values = {
-        "model_name": "m",
-        "max_model_len": 2048,
-        "share_prefixes": True,
-        "startup_s": 5.0,
-        "output_len_known": True,
-    }
-    return problem, make_plan(problem, search(problem), **(values | options))
+    known = {"model_name": "m", "max_model_len": 2048}
+    problem = Problem(hardware, model, workload, budgets(hardware), **formats, **known, max_num_seqs=max_num_seqs)
+    return problem, make_plan(problem, search(problem), **({"startup_s": 5.0} | options))
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -120,12 +114,12 @@ def test_prices_are_those_of_plans_made_anew():
         asked.append(changed)
         return plan.prediction.total_s - 10.0
 
-    anew = planned_anew_s(problem, plan.prediction, planned_s)
+    anew = replanned_s(problem, plan.prediction, planned_s)
     assert asked == [with_more(problem, name) for name in anew] and 1 <= len(anew) <= 2
     assert all(seconds == pytest.approx(10.0) for seconds in anew.values())
-    prices = explanation_of(plan, planned_anew_s=anew).prices
-    assert sum(price.planned_anew_s is not None for price in prices) == len(anew)
-    assert any("planned anew 10 s" in line for line in price_lines(explanation_of(plan, planned_anew_s=anew)))
+    prices = explanation_of(plan, replanned_s=anew).prices
+    assert sum(price.replanned_s is not None for price in prices) == len(anew)
+    assert any("re-planned 10 s" in line for line in price_lines(explanation_of(plan, replanned_s=anew)))
 
 
 @pytest.mark.parametrize("name", ["gpu", "cpu", "disk", "compute", "cpu_attention", "h2d", "d2h", "disk_read", "dram"])

@@ -1,4 +1,4 @@
-"""What processes of one model have of a host, the links between them, and what sums over ranks take."""
+"""Shares of a host, links between processes, and all-reduces of ranks that run one model together."""
 
 from dataclasses import replace
 
@@ -15,9 +15,9 @@ from batchgen.planner.step_seconds import all_reduce_s
 
 MODEL = config_of_hf(
     {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
-        "bos_token_id": 1, "eos_token_id": 2,
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "vocab_size": 32000, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2,
     }
 )  # fmt: skip
 
@@ -26,8 +26,8 @@ def found(hardware, model):
     """The plan of a block whose size is fixed, in more memory than it needs."""
     problem = Problem(
         hardware=hardware, model=model, workload=Workload.uniform(256, 512, 64), budgets={"cpu": 256 * GIB, "disk": 0},
-        compute_format="float16", weight_formats=("float16",), kv_formats=("float16",), admissions=("static",), max_num_seqs=64,
-        num_gpu_batches=1, max_num_batched_tokens=512,
+        compute_format="float16", weight_formats=("float16",), kv_formats=("float16",), admissions=("static",),
+        max_num_seqs=64, num_gpu_batches=1, max_num_batched_tokens=512,
     )  # fmt: skip
     return search(problem)
 
@@ -40,7 +40,7 @@ def search_inputs(hardware):
     return found(hardware, MODEL).inputs
 
 
-def test_two_ranks_of_a_machine_take_as_long_as_one_and_their_sums():
+def test_two_ranks_of_a_machine_take_as_long_as_one_and_their_all_reduces():
     box = cpu_box(cpu_memory_bytes=256 * GIB)
     without, half = part_of_host(box, 2, whole=True), shard_of(MODEL, 0, 2).config
     rank = with_all_reduce(without, 2, PROCESSES)
@@ -68,7 +68,7 @@ def test_processes_share_what_is_the_hosts():
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_sums_take_what_a_ring_takes(size):
+def test_an_all_reduce_takes_as_long_as_a_ring(size):
     """2 (N - 1) messages one after the other, each of the N-th part of the activations; two sums a layer."""
     link, tokens = Link(5e8, 1e-4), 96
     s = search_inputs(with_all_reduce(cpu_box(cpu_memory_bytes=256 * GIB), size, link))
@@ -77,7 +77,7 @@ def test_sums_take_what_a_ring_takes(size):
     assert all_reduce_s(search_inputs(cpu_box(cpu_memory_bytes=256 * GIB)), tokens) == 0
 
 
-def test_links():
+def test_gpus_of_a_host_are_linked_by_their_bus_and_other_processes_by_a_fixed_rate():
     """GPUs of a host reach one another through its memory; all else is that between processes."""
     box, gpus = cpu_box(), gpu_box(d2h_bytes_per_s=5e9)
     assert link_of(gpus, None, gpus_of_a_host=True).bytes_per_s == 5e9

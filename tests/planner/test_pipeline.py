@@ -128,8 +128,8 @@ JOBS = {
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_part_of_the_steps_tells_the_time_of_all(job, monkeypatch):
-    """Prompts and decoding differ in what a token takes: a part that has more of one than the job must not count as the job."""
+def test_a_part_of_the_steps_of_a_pipeline_tells_the_time_of_all(job, monkeypatch):
+    """A token of a prompt and a decoded one take different times: a part with more of one must not count as the job."""
     hardware, config = gpu_box(gpu_memory_bytes=1 << 30, h2d_bytes_per_s=1e9), opt(2048, 12, 32)
     plan = planned_stage(hardware, config, JOBS[job], 2, max_num_seqs=64)
     plan = replace(

@@ -72,8 +72,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", some_of(CASES, 3, "realised"))
-def test_realised_plans_fit_and_come_close_to_the_bound(name):
+@pytest.mark.parametrize("name", some_of(CASES, 3, "integer plans"))
+def test_integer_plans_fit_and_come_close_to_the_bound(name):
     best = search(CASES[name])
     check_placement(best)
     assert best.relaxed.seconds * (1 - 1e-6) <= best.seconds <= 1.1 * best.relaxed.seconds

@@ -36,7 +36,8 @@ def llama_70b() -> ModelConfig:
     return config_of_hf(values | sizes)
 
 
-# The same of jobs of which only a part is simulated for a plan; before sweeps were jumped over, these were 28 and 13 % too short.
+# The same of jobs of which only a part is simulated for a plan; before sweeps were jumped over, these were 28 and 13 %
+# too short.
 PARTS = {"128 + 128": Workload.uniform(1024, 128, 128), "256 + 32": Workload.uniform(1024, 256, 32)}
 
 # machine, model, job, --weights: as the cost model alone would have it, 14 to 51 % slower than predicted.
@@ -98,7 +99,7 @@ def test_a_plan_is_within_10_percent_of_its_whole_job(name):
     [("OPT-6.7B in 4 bits", 1), ("OPT-6.7B in 4 bits", 2), ("Llama-70B", 4), ("Llama-8B", 1), ("Llama-8B", 4)],
 )
 def test_the_cost_model_knows_what_waits_for_what(name, num_batches):
-    """Before it knew of activations that cross the bus, and of Steps behind a layer's weights, it was off by 14 to 46 %."""
+    """Without activations that cross the bus and Steps behind a layer's weights it would be off by 14 to 46 %."""
     machine, model, workload, weights = CASES[name]
     options = {"weights": weights, "num_gpu_batches": num_batches}
     problem, plan_of = problem_and_plans(shipped_profile(machine), model, workload, **options)
@@ -107,14 +108,14 @@ def test_the_cost_model_knows_what_waits_for_what(name, num_batches):
     assert run.total_s == pytest.approx(best.seconds, rel=0.06)
 
 
-def test_an_order_that_takes_much_longer_than_modelled_is_given_up(monkeypatch):
-    """With several micro-batches only, and of the same order only; of the same sweeps in more parts it is no nearer to the model."""
+def test_an_order_that_takes_much_longer_than_modelled_is_pruned(monkeypatch):
+    """With several micro-batches and of one order; in more parts, sweeps are no nearer to the cost model."""
     problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
     best = next(candidates(problem, 1))
 
     def modelled(seconds, num_batches, order="even", tokens=4096):
         inputs = replace(best.inputs, num_gpu_batches=num_batches, batch_order=order, max_num_batched_tokens=tokens)
-        return replace(best, inputs=inputs, realised=replace(best.realised, seconds=seconds))
+        return replace(best, inputs=inputs, incumbent=replace(best.incumbent, seconds=seconds))
 
     offered = [
         modelled(100, 2), modelled(100, 2, "mixed"), modelled(140, 1), modelled(105, 4, tokens=8192),
@@ -132,7 +133,8 @@ def test_an_order_that_takes_much_longer_than_modelled_is_given_up(monkeypatch):
 
     monkeypatch.setattr(choice, "simulate_sampled", Run)
     found = [s.candidate for s in simulate_candidates(problem, lambda candidate: None)]
-    # 105 times 2 less a fifth is 175; 105 times 1.5 less a fifth is 131, below the 145 that are known; 105 times 1.5 is 158.
+    # 105 times 2 less a fifth is 175; 105 times 1.5 less a fifth is 131, below the 145 that are known; 105 times 1.5 is
+    # 158.
     assert found == [offered[i] for i in (0, 1, 2, 4, 5)]
 
 
@@ -158,7 +160,7 @@ def test_where_all_is_in_memory_sweeps_are_short():
     assert plan.policy.max_num_batched_tokens <= 8192 < 48 * 1100
 
 
-def test_of_equals_the_one_whose_first_rows_are_done_first():
+def test_of_equal_candidates_the_one_whose_first_rows_are_done_first_is_chosen():
     problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 1100, 2), disk_memory=0)
     short, long = (next(candidates(replace(problem, max_num_batched_tokens=tokens), 1)) for tokens in (2048, 48 * 1100))
     assert first_rows_s(short) < first_rows_s(long)
@@ -175,7 +177,7 @@ def test_a_latency_holds_for_simulated_blocks():
 
 
 @pytest.mark.parametrize("hardware", [cpu_box(), gpu_box(gpu_memory_bytes=2 << 30)], ids=lambda h: h.name)
-def test_a_sampled_job_tells_of_the_whole(hardware):
+def test_a_sampled_simulation_is_near_the_whole_job(hardware):
     workload = Workload.uniform(600, 100, 40)
     problem, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=64)
     best = next(candidates(problem, 1))
@@ -186,7 +188,7 @@ def test_a_sampled_job_tells_of_the_whole(hardware):
 
 @pytest.mark.parametrize("hardware", [cpu_box(), gpu_box(gpu_memory_bytes=2 << 30)], ids=lambda h: h.name)
 def test_decoding_may_be_jumped_over(monkeypatch, hardware):
-    """Sweeps that are alike but for their contexts: each is costed with the mean of theirs, in which attention is linear."""
+    """Sweeps that differ in their contexts alone are costed with the mean of these, in which attention is linear."""
     workload = Workload.uniform(40, 100, 64)
     problem, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=40)
     best = next(candidates(problem, 1))
@@ -202,7 +204,7 @@ def test_decoding_may_be_jumped_over(monkeypatch, hardware):
 def test_only_what_may_be_the_fastest_is_simulated_for_longer(monkeypatch, longer):
     problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
     best = next(candidates(problem, 1))
-    offered = [replace(best, realised=replace(best.realised, seconds=seconds)) for seconds in (90.0, 99.0, 101.0)]
+    offered = [replace(best, incumbent=replace(best.incumbent, seconds=seconds)) for seconds in (90.0, 99.0, 101.0)]
     asked = []
 
     def run(plan, candidate, **options):
@@ -220,7 +222,7 @@ def test_only_what_may_be_the_fastest_is_simulated_for_longer(monkeypatch, longe
     assert choose(found).candidate is offered[0 if longer == 100 else 1]
 
 
-def test_what_no_memory_plan_holds_stands_with_its_modelled_time(monkeypatch):
+def test_a_candidate_that_no_memory_plan_holds_stands_with_its_modelled_time(monkeypatch):
     def refuse(plan, candidate):
         raise InputError("too small")
 

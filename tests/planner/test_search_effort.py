@@ -12,10 +12,10 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.workload import Workload
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.store.layout import layer_groups
-from batchgen.planner import memory
 from batchgen.planner import search as searching
+from batchgen.planner import sizes
 from batchgen.planner.bound import lower_bound_s
-from batchgen.planner.feasibility import fitting, halving
+from batchgen.planner.feasibility import feasible, halving
 from batchgen.planner.mip import fits, solve
 from batchgen.planner.problem import Allowed, Problem
 from batchgen.planner.search import block_latency_s, candidates, search, search_space, search_unless_pruned
@@ -74,7 +74,7 @@ def test_layers_are_measured_once_for_all_that_is_enumerated(monkeypatch):
         asked.append(tensors)
         return layer_groups(tensors)
 
-    monkeypatch.setattr(memory, "layer_groups", counting)
+    monkeypatch.setattr(sizes, "layer_groups", counting)
     hardware = gpu_box()
     # Of a vocabulary that no other test has, so that nothing of it is known yet.
     model = replace(opt(1024, 48, 16), vocab_size=1237)
@@ -95,7 +95,7 @@ def test_a_search_ends_when_all_that_is_left_is_pruned():
 def test_blocks_that_take_too_long_leave_their_kind_to_smaller_ones(monkeypatch):
     """The most promising of a kind are its largest blocks."""
     hardware = gpu_box()
-    problem = Problem(hardware, opt(1024, 12, 16), Workload.uniform(4096, 100, 20), budgets(hardware), **FORMATS)
+    problem = Problem(hardware, opt(1024, 6, 16), Workload.uniform(1024, 100, 20), budgets(hardware), **FORMATS)
     bounded = replace(problem, max_block_latency_s=block_latency_s(search(problem)) / 4)
 
     def kinds():
@@ -121,7 +121,7 @@ def test_what_is_left_out_fits_nowhere(name):
         asked.append(s)
         return fits(s, IN_SWEEPS)
 
-    kept = fitting(space, asking)
+    kept = feasible(space, asking)
     assert [id(s) for s, _ in kept] == [id(s) for s, _ in space if fits(s, IN_SWEEPS)]
     assert len(asked) <= 40, "a few of some hundreds"
 
@@ -139,7 +139,7 @@ def test_no_programme_beats_the_bound(name):
     hardware = shipped_profile("t4")
     formats = FORMATS | {"weight_formats": (weights,)}
     problem = Problem(hardware, config, Workload.uniform(*job), budgets(hardware), **formats)
-    kept = fitting(search_space(problem), lambda s: fits(s, IN_SWEEPS))
+    kept = feasible(search_space(problem), lambda s: fits(s, IN_SWEEPS))
     for s, phases in kept[:: max(1, len(kept) // 40)]:
         found = solve(s, phases, IN_SWEEPS, integer=False)
         assert lower_bound_s(s, phases) <= found.seconds * (1 + 1e-6), (s.num_gpu_batches, s.max_num_seqs)

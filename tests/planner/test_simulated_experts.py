@@ -27,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NOTHING = Prediction(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, "compute", {"cpu": {"process": 1 << 29}}, {}, {})
 MODEL = config_of_hf(
     {
-        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "vocab_size": 8000, "num_experts": 128,
-        "num_experts_per_tok": 8, "intermediate_size": 6144,
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768,
+        "vocab_size": 8000, "num_experts": 128, "num_experts_per_tok": 8, "intermediate_size": 6144,
     }
 )  # fmt: skip
 
@@ -55,7 +55,8 @@ def in_float32(hardware):
 
 
 def planned(rows):
-    problem = problem_of(cpu_box(), MODEL, Workload.uniform(rows, 1, 12), dtype="float16", process_bytes=1 << 29)
+    given = {"dtype": "float16", "max_model_len": 64, "process_bytes": 1 << 29}
+    problem = problem_of(cpu_box(), MODEL, Workload.uniform(rows, 1, 12), **given)
     problem = replace(problem, budgets={"cpu": 4 * GIB, "disk": 0}, longest_tokens=32)
     return plan_problem(problem)
 
@@ -116,7 +117,7 @@ def slower_in_rows(hardware, factor):
 
 @pytest.mark.parametrize("rows", [4, 200])
 @pytest.mark.parametrize("on_disk", [("qkv", "out", "up", "down"), ("up", "down"), ("qkv",), ("up",)])
-def test_products_of_what_streams_have_rates_of_their_own_in_the_cost_model_and_in_the_simulator(rows, on_disk):
+def test_matmuls_of_streamed_weights_have_rates_of_their_own_in_the_cost_model_and_in_the_simulator(rows, on_disk):
     plan = plan_with(rows, 0)
     layers = {group: (0, 0, 6) if group in on_disk else (0, 6, 0) for group in MODEL.layer_tensors}
     plan = replace(plan, policy=replace(plan.policy, weight_layers=layers))

@@ -1,5 +1,4 @@
-"""The simulator against hand-made cases, against the lanes' rules tried out tick by tick, and against the lanes themselves;
-a plan's job, simulated, against the planner's terms, and against what the engine packs and moves."""
+"""The simulator against hand-made cases, its rules tried out tick by tick, the lanes, the cost model and the engine."""
 
 import json
 import random
@@ -56,7 +55,7 @@ def run(steps, seconds, **options):
     return timeline, times
 
 
-def test_what_is_needed_is_waited_for_and_nothing_else():
+def test_a_step_waits_for_what_it_needs_and_nothing_else():
     steps = [step(0, "h2d"), step(1, "h2d"), step(2, "compute", 0), step(3, "compute", 1), step(4, "d2h", 2)]
     timeline, times = run(steps, [3.0, 2.0, 1.0, 1.0, 4.0])
     assert times == {0: (0, 3), 1: (3, 5), 2: (3, 4), 3: (5, 6), 4: (6, 10)}, "a Step is issued behind a computation"
@@ -73,8 +72,8 @@ def test_standing_still_counts_for_each_lane_in_turn():
 
 def test_shared_cores_are_taken_in_turns():
     steps = [
-        step(0, "compute"), step(1, "d2h", 0), step(2, "cpu_attention", 1), step(3, "compute", 0), step(4, "compute", 0),
-        step(5, "h2d", 2), step(6, "compute", 5),
+        step(0, "compute"), step(1, "d2h", 0), step(2, "cpu_attention", 1), step(3, "compute", 0),
+        step(4, "compute", 0), step(5, "h2d", 2), step(6, "compute", 5),
     ]  # fmt: skip
     seconds = [1.0, 1.0, 4.0, 3.0, 2.0, 1.0, 1.0]
     timeline, times = run(steps, seconds)
@@ -162,7 +161,8 @@ def tick_by_tick(steps, seconds, between_s, shared_cores):
             }  # fmt: skip
             if shared_cores:
                 both = ("cpu_attention", "compute")
-                # What ends as it begins comes first: CPU attention that waits for it asks for the cores in the same second.
+                # What ends as it begins comes first: CPU attention that waits for it asks for the cores in the same
+                # second.
                 heads = {lane: s for lane, s in heads.items() if lane not in both} or heads
                 asking = {lane: asking.get(lane, now) for lane in both if lane in heads}
                 first = None if any(lane in running for lane in both) else min(asking, key=asking.get, default=None)
@@ -180,7 +180,7 @@ def tick_by_tick(steps, seconds, between_s, shared_cores):
 
 @settings(max_examples=some_draws(600), deadline=None)
 @given(timed_steps(), st.booleans())
-def test_the_same_as_tick_by_tick(job, shared_cores):
+def test_the_simulator_gives_the_times_of_the_rules_tried_out_tick_by_tick(job, shared_cores):
     steps, seconds, between_s = job
     times = {}
     simulator = Simulator(shared_cores=shared_cores, on_step=lambda s, a, b: times.update({s.id: (a, b)}))
@@ -212,7 +212,7 @@ BATCHES = [
 ]
 
 
-def test_many_sweeps_leave_nothing_behind():
+def test_many_simulated_sweeps_leave_no_state_behind():
     simulator, sweeps = Simulator(), Sweeps(STREAMS)
     rng = random.Random(0)
     for _ in range(300):
@@ -225,7 +225,7 @@ def test_many_sweeps_leave_nothing_behind():
 
 @pytest.mark.parametrize("shared_cores", [False, True])
 @undisturbed
-def test_the_lanes_take_as_long(shared_cores):
+def test_the_runtimes_lanes_take_as_long_as_simulated(shared_cores):
     """Real threads whose Steps sleep."""
     rng = random.Random(1)
     sweeps = Sweeps(STREAMS)
@@ -300,7 +300,7 @@ def spent(plan: Plan, model: ModelConfig, hardware, batch: list[ScheduledSequenc
 
 
 def slept_box():
-    """An accelerator that sleeps so as to be slow, and multiplies streamed weights as they are stored, at half the rate; so does the CPU."""
+    """An accelerator that sleeps so as to be slow, and as the CPU multiplies streamed weights at half the rate."""
     box = gpu_box(shared_cores=False)
     products = box.gpu.gemm_flops_per_s
     streamed = {product_key("float16", "float16", in_rows=True): products["float16"].scaled(0.5)}
@@ -333,7 +333,7 @@ def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_placement, b
 
 @pytest.mark.parametrize(("kv_placement", "sent", "brought"), [("gpu", 0, 0), ("cpu", 3, 1), ("streamed", 1, 1)])
 def test_each_copy_over_a_link_takes_longer_than_its_bytes(kv_placement, sent, brought):
-    """Queries, keys and values are sent one by one, results brought by compute; streamed KV comes and goes in one copy each."""
+    """Queries, keys and values are sent one by one, results brought by compute; streamed KV moves in one copy each."""
     model, overhead_s = opt(2048, 24, 32), 0.25
     policy = gpu_policy(weight_layers=GPU_COUNTS, kv_seqs={kv_placement: 32})
     batch = decoding(kv_placement, 32, 401)
@@ -346,7 +346,7 @@ def test_each_copy_over_a_link_takes_longer_than_its_bytes(kv_placement, sent, b
     assert slower["h2d"] - plain["h2d"] == pytest.approx(brought * overhead_s)
 
 
-def test_products_with_streamed_weights_take_as_long_as_with_weights_as_they_are_stored():
+def test_matmuls_with_streamed_weights_take_as_long_as_with_weights_as_they_are_stored():
     """On a CPU those of the layers on disk; where the profile does not say how long, as long as all others.
 
     The output matrix is in memory, in the order of products, though it is the embeddings too.
@@ -486,8 +486,10 @@ def test_a_job_over_the_tiers_is_no_faster_than_perfect_overlap():
 
 @pytest.mark.parametrize("hardware", [cpu_box(), *(gpu_box(gpu_memory_bytes=gib << 30) for gib in (12, 2, 1))])
 def test_planner_and_simulator_give_the_same_time(hardware):
-    """With one micro-batch, as nothing waits for its turn. With several, a lane serves its Steps in order, which the planner
-    leaves out: it may call a job up to 1.8 times as fast as the lanes can be."""
+    """With one micro-batch nothing waits for its turn.
+
+    With several, a lane serves its Steps in order, which the cost model leaves out: it may be up to 1.8 times as fast.
+    """
     model, workload = opt(2048, 24, 32), Workload.uniform(64, 100, 32)
     for num_batches in (1, 2, 4, 8) if hardware.gpu else (1,):
         plan = planned(

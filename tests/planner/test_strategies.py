@@ -1,4 +1,4 @@
-"""GPU-only, FlexGen, NEO, APEX and Pie beside the plan: which one it takes as the machine changes, and what the others would take."""
+"""GPU-only, FlexGen, NEO, APEX and Pie beside the plan: which one it uses as the machine changes."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ DECODING = Workload(2000, Lengths((16,)), Lengths(tuple(range(64, 128, 4))), 128
 
 
 def slow_cpu(ratio, **changes):
-    """A GPU whose attention is `ratio` times as fast as the CPU's, with products that take as long for 1 token as for 256."""
+    """A GPU whose attention is `ratio` times as fast as the CPU's, with matmuls as long for 1 token as for 256."""
     gpu = replace(
         gpu_box().gpu,
         gemm_flops_per_s={"float16": Rates(("tokens",), ((1, 2e11), (256, 5.12e13), (1024, 6e13)))},
@@ -57,7 +57,7 @@ def planned(hardware, workload=DECODING, **options):
 
 @pytest.mark.parametrize(("ratio", "deferred"), [(1.5, False), (10, True)])
 def test_two_batches_give_way_to_deferred_attention_as_the_cpu_gets_slower(ratio, deferred):
-    """NEO's pipelining against APEX's overlap: inequality (6) of APEX, with what memory and the length of the job allow."""
+    """NEO's pipelining against APEX's overlap: inequality (6) of APEX, as far as memory and the job's length allow."""
     problem = planning(slow_cpu(ratio))
     two = search(replace(problem, num_gpu_batches=2, allowed=Allowed(kv_placements=("gpu", "cpu"))))
     alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(kv_placements=("gpu",))))
@@ -69,7 +69,7 @@ def test_two_batches_give_way_to_deferred_attention_as_the_cpu_gets_slower(ratio
 
 
 def test_deferred_sequences_take_no_weights_off_the_gpu():
-    """What they need of its memory is fewer other sequences': before, layers' weights left it and came over in every sweep."""
+    """Deferred sequences take the GPU's memory from other sequences, not from weights that would stream then."""
     problem = planning(slow_cpu(10, gpu_memory_bytes=int(0.36 * GIB), h2d_bytes_per_s=1e10))
     alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(("gpu",), ("gpu",))))
     beside = with_deferred_attention(problem, alone)
@@ -104,7 +104,7 @@ def test_the_choice_flips_in_simulated_whole_jobs_too(ratio, num_batches):
 
 
 @pytest.mark.thorough
-def test_a_shortened_job_with_deferred_attention_tells_of_the_whole():
+def test_a_sampled_simulation_with_deferred_attention_is_near_the_whole_job():
     hardware = slow_cpu(10)
     problem = planning(hardware)
     found = simulate_candidates(problem, lambda candidate: plan_of(problem, candidate))
@@ -116,7 +116,7 @@ def test_a_shortened_job_with_deferred_attention_tells_of_the_whole():
 
 
 def fast_link():
-    """A GPU whose link to the host is fast beside its products (GH200), with memory for one long sequence and most of another."""
+    """A GPU with a fast link to the host (GH200), and memory for one long sequence and most of another."""
     gpu = ComputeRates(
         gemm_flops_per_s={"float16": Rates(("tokens",), ((1, 1e12), (256, 2.5e14), (1024, 5e14)))},
         decode_attention_bytes_per_s={"float16": constant(2.5e12)},
@@ -138,7 +138,7 @@ def few_long_rows():
 
 
 def test_kv_streams_by_layer_where_it_is_a_little_larger_than_the_gpu():
-    """Few long sequences: to stream a whole one takes longer than the link hides, to stream a few layers of two does not."""
+    """Few long sequences: the link does not hide the streaming of a whole one, but that of a few layers of two."""
     problem = few_long_rows()
     whole = replace(FLEXGEN, kv_placements=("gpu", "streamed", "disk")), replace(GPU_ONLY, gpu_batches=None)
     found = [search(strategy.restrict(problem)) for strategy in (PIE, *whole)]

@@ -5,10 +5,9 @@ import errno
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import resource
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -31,7 +30,7 @@ from batchgen.profiler import kernel_choice
 from batchgen.profiler import measure as profile_module
 from batchgen.profiler import timing as profile_timing
 from batchgen.profiler import transfer as profile_transfer
-from batchgen.profiler.cache import Wanted, load_or_measure, profile_path, recall
+from batchgen.profiler.cache import Wanted, _keep, load_or_measure, profile_path, recall
 from batchgen.profiler.measure import Overheads, add_dequantizing, add_dtypes, add_packed_kv, add_products, measure
 from batchgen.profiler.timing import Device, Effort, Trial, last_level_cache_bytes, pieces
 from batchgen.profiler.transfer import copy_rates, disk_rates
@@ -721,22 +720,22 @@ class TestCache:
 
     def test_several_processes_at_once_leave_a_whole_file(self, measured, tmp_path):
         """Readers never see a piece of a profile while four processes write it over and over."""
-        source = tmp_path / "source.json"
-        source.write_text(json.dumps(measured.to_json()))
         target = tmp_path / "cache" / "profiles" / "cpu.json"
-        writer = (
-            "import sys; from pathlib import Path; from batchgen.core.hardware import read_profile;"
-            "from batchgen.profiler.cache import _keep;"
-            f"profile = read_profile({str(source)!r});"
-            f"[_keep(profile, Path({str(target)!r})) for _ in range(200)]"
-        )
-        writers = [subprocess.Popen([sys.executable, "-c", writer]) for _ in range(4)]
+
+        def write_over_and_over():
+            for _ in range(100):
+                _keep(measured, target)
+
+        fork = multiprocessing.get_context("fork")  # which imports nothing
+        writers = [fork.Process(target=write_over_and_over) for _ in range(4)]
+        for process in writers:
+            process.start()
         reads = 0
-        while any(process.poll() is None for process in writers):
+        while any(process.is_alive() for process in writers):
             if target.exists():
                 assert read_profile(target) == measured
                 reads += 1
-        assert [process.wait() for process in writers] == [0] * 4
+        assert [process.exitcode for process in writers] == [0] * 4
         assert reads > 0
         assert list(target.parent.iterdir()) == [target]
 

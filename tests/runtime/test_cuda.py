@@ -1,4 +1,4 @@
-"""All that an engine does on a CUDA card, without one: every tensor is where it must be, host memory is pinned as long as it is
+"""An engine on a CUDA card, without one: every tensor is where it must be, host memory is pinned as long as it is
 there and no longer."""
 
 import gc
@@ -30,7 +30,8 @@ LENGTHS = [2, 2, 2, 2]
 
 _COMPUTED = {"embed", "pre", "attention", "post", "head"}
 _MOVED = {
-    "read_weight", "load_weight", "read_cache", "load_cache", "store_cache", "write_cache", "load_hidden", "store_hidden",
+    "read_weight", "load_weight", "read_cache", "load_cache", "store_cache", "write_cache",
+    "load_hidden", "store_hidden",
     "send_qkv", "cpu_attention", "load_attention",
 }  # fmt: skip
 STEPS = {
@@ -75,7 +76,8 @@ def run(engine):
     assert [c.error for c in done] == [None] * len(PROMPTS)
 
 
-# Each family with its embeddings tied and not, and the other models; each with all on the card, and in another kind of policy.
+# Each family with its embeddings tied and not, and the other models; each with all on the card, and in another kind of
+# policy.
 VARIANTS = [(family, {"tie_word_embeddings": tied}) for family in FAMILIES for tied in (False, True)]
 VARIANTS += [variant for variant in MODELS.values() if variant[1] and "tie_word_embeddings" not in variant[1]]
 CASES = [
@@ -188,7 +190,7 @@ def test_large_copies_are_made_in_pieces(tiny_models, tmp_path, card, cold, monk
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_after_warming_up_nothing_is_new(tiny_models, tmp_path, card, monkeypatch, family):
-    """Every kind of Step has been run and every variant of a kernel launched, and nothing has waited for the host meanwhile."""
+    """Every kind of Step has run, every variant of a kernel was launched, and nothing has waited for the host."""
     path = tiny_models(family, **LAYERS)[0]
     steps, seen, waited = [], set(), []
     real = cuda.CudaDriver.wait_for_host

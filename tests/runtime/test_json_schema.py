@@ -1,4 +1,4 @@
-"""Schemas as pydantic and OpenAI's clients write them: texts that follow them are valid against the schema as it was given."""
+"""Schemas of pydantic and OpenAI's clients: texts that follow them are valid against the schema as it was given."""
 
 import datetime
 import enum
@@ -51,7 +51,9 @@ SCHEMAS = {
     "decimal as text": {"type": "string", "pattern": decimal_pattern()},
     "decimal, digits and places": {"type": "string", "pattern": decimal_pattern(6, 2), "maxLength": 9},
     "decimal, more places than digits": {"type": "string", "pattern": decimal_pattern(2, 4), "maxLength": 9},
-    "path and password": record(["p", "q"], p=TEXT | {"format": "path"}, q=TEXT | {"format": "password", "writeOnly": True}),
+    "path and password": record(
+        ["p", "q"], p=TEXT | {"format": "path"}, q=TEXT | {"format": "password", "writeOnly": True}
+    ),
     "a property that is called format": record(["format"], format=TEXT | {"format": "binary"}),
     "a default that looks like a schema": record(["a"], a=INTEGER | {"default": {"format": "path"}}),
     "discriminated union": {
@@ -73,11 +75,14 @@ SCHEMAS = {
     "oneOf, values": {"oneOf": [{"enum": ["a", "b", 1]}, {"enum": ["b", "c", 1.0, True]}]},
     "oneOf, types": {"oneOf": [INTEGER, TEXT, {"type": "array", "items": INTEGER, "maxItems": 2}]},
     "a pattern over a named property": {
-        "type": "object", "properties": {"ab": INTEGER}, "patternProperties": {"^a[a-c]$": {"type": "number", "maximum": 50}},
+        "type": "object", "properties": {"ab": INTEGER},
+        "patternProperties": {"^a[a-c]$": {"type": "number", "maximum": 50}},
         "required": ["ab"], "additionalProperties": False,
     },
     "OpenAI's": {"name": "pet", "strict": True, "schema": record(["lives"], lives=INTEGER)},
-    "OpenAI's response format": {"type": "json_schema", "json_schema": {"name": "n", "schema": record(["a"], a=INTEGER)}},
+    "OpenAI's response format": {
+        "type": "json_schema", "json_schema": {"name": "n", "schema": record(["a"], a=INTEGER)},
+    },
     "OpenAI's text format": {"type": "json_schema", "name": "n", "schema": record(["a"], a=INTEGER)},
 }  # fmt: skip
 
@@ -164,7 +169,10 @@ def test_look_ahead_at_the_beginning_becomes_further_patterns(pattern, wanted):
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, 'two schemas of a oneOf; write anyOf, or .*"coerce_one_of": true'),
+        (
+            {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+            'two schemas of a oneOf; write anyOf, or .*"coerce_one_of": true',
+        ),
         ({"oneOf": [record(a=INTEGER), record(a=INTEGER, b=TEXT)]}, "two schemas of a oneOf"),
         ({"type": "string", "pattern": "a(?=b)b"}, "in a pattern, look-around"),
         ([1], "it must be a JSON object"),

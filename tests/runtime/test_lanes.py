@@ -182,7 +182,8 @@ def test_overlapped_is_the_same_as_serial(seed, shared_cores):
 @pytest.mark.parametrize(
     ("kind", "slow"),
     [
-        ("load_weight", "read_weight"), ("load_cache", "read_cache"), ("pre", "load_hidden"), ("load_attention", "cpu_attention"),
+        ("load_weight", "read_weight"), ("load_cache", "read_cache"), ("pre", "load_hidden"),
+        ("load_attention", "cpu_attention"),
         ("write_cache", "store_cache"), ("head", "load_head"),
     ],
 )  # fmt: skip

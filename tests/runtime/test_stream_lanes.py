@@ -35,7 +35,7 @@ class Broken(Exception):
 
 
 class HeldUp:
-    """Host Steps of these ids end when they are let go, or the device's semaphores are raised for all that were issued."""
+    """Host Steps of these ids end when they are let go, or the semaphores are raised for all that were issued."""
 
     def __init__(self, *ids):
         self.device, self.ids, self.begun, self.let_go = FakeDevice(eager=3), ids, threading.Event(), threading.Event()
@@ -110,8 +110,10 @@ def test_many_gpu_batches_do_not_fill_the_streams(eager, late):
 
 
 class Clock:
-    """A device on which Steps take their layer's ticks, besides one for each entry of a stream; and `stall`, with which the
-    launching thread is late."""
+    """A device on which Steps take their layer's ticks, besides one for each entry of a stream.
+
+    With `stall` the launching thread is late.
+    """
 
     def __init__(self, steps):
         self.device = FakeDevice(eager=3)

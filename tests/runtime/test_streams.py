@@ -1,4 +1,4 @@
-"""The executor on a device with streams: the same tokens whatever runs when, and a dependency that is missing is noticed."""
+"""The executor on a device with streams: the same tokens whatever runs when, and a missing dependency is noticed."""
 
 import itertools
 import random
@@ -65,8 +65,8 @@ def test_the_order_of_what_is_launched_changes_no_token(make, monkeypatch, name,
             assert generate(parts, PROMPTS, SHORTER) == expected, (order, eager)
 
 
-# (kind of Step, kind that it waits for); only such that no other wait stands in for, where activations stay on the device or
-# where they move too.
+# (kind of Step, kind that it waits for); only such that no other wait stands in for, where activations stay on the
+# device or where they move too.
 NEEDED = {
     "everything but activations": [
         ("load_weight", "post"),
@@ -143,7 +143,7 @@ def test_a_missing_dependency_is_noticed(make, monkeypatch, name, kind, earlier)
 
 
 class Loans:
-    """Memory that is kept for another stream than its own: (kind of Step, which of its blocks). left_out: this one is not."""
+    """Memory kept for another stream than its own: (kind of Step, which of its blocks). left_out: this one is not."""
 
     def __init__(self, parts, device, left_out=None):
         self.found, self._left_out = set(), left_out
@@ -173,8 +173,8 @@ LOANS = {
     ("store_cache", 0): "new_rows",
     ("store_cache", 1): "host_rows",
 }
-# Kept too, though something else does so: compute waits for these copies before it gives up what they read; and the Step that
-# writes to disk holds the numbers of the blocks that it waits for.
+# Kept too, though something else does so: compute waits for these copies before it gives up what they read; and the
+# Step that writes to disk holds the numbers of the blocks that it waits for.
 NEEDLESS = {
     ("load_cache", 0), ("send_qkv", 0), ("send_qkv", 1), ("send_qkv", 2), ("store_cache", 2),
     *(("send_deferred", i) for i in range(6)),

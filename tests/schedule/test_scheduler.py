@@ -32,9 +32,15 @@ def make(index, prompt, max_tokens):
 
 @dataclass(frozen=True)
 class Load:
-    """prompts: (tokens, max_tokens, tokens until it ends). pools: home -> blocks. window, windowed: of layers with a sliding window, and
-    home -> their blocks; 0: they have none of their own. limits: the first one, and what they
-    change to between sweeps, where the seed says so."""
+    """Sequences, and what they run in.
+
+    Attributes:
+        prompts: (tokens, max_tokens, tokens until it ends) of each.
+        pools: tier -> blocks.
+        window: sliding window of some layers.
+        windowed: tier -> blocks of these layers; 0: they have none of their own.
+        limits: the first limits, and those that they change to between sweeps, where the seed says so.
+    """
 
     prompts: list
     pools: dict
@@ -151,7 +157,8 @@ class FakeExecutor:
 
     def __init__(self, compute_tier, window):
         self.compute_tier, self.window = compute_tier, window
-        self.content = {}  # (home, whether of layers with a window, block, offset) -> the tokens that this slot's KV was computed from
+        # (home, whether of layers with a window, block, offset) -> the tokens that this slot's KV was computed from
+        self.content = {}
 
     def run(self, sweep):
         written, behind = set(), {}

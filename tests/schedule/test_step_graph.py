@@ -1,8 +1,8 @@
 """The Steps of a sweep: everything computed once and in order, and no buffer touched before or after its time.
 
 `hazards` knows what each kind of Step reads and writes, and nothing of how the schedule comes to what a Step waits for.
-What happens before what follows from two things only: a lane runs its Steps in order, and a Step waits for those it names. A
-sweep may be launched before the one before it has run.
+What happens before what follows from two things only: a lane runs its Steps in order, and a Step waits for those it
+names. A sweep may be launched before the one before it has run.
 """
 
 import itertools
@@ -163,8 +163,8 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
     for home, touches in homes.items():
         for i, (step, writes) in enumerate(touches):
             for earlier, wrote in touches[:i]:
-                # Sequences of a sweep have places of their own; those of another sweep may have had the same, but for those
-                # that have been in flight since.
+                # Sequences of a sweep have places of their own; those of another sweep may have had the same, but for
+                # those that have been in flight since.
                 apart = _together(earlier, step, lives) and _sequences(earlier) != _sequences(step)
                 if (writes or wrote) and not apart and not ended[step.id] >> earlier.id & 1:
                     found.append(f"{step.kind} may touch KV on {home} before {earlier.kind} is done with it")
@@ -172,7 +172,7 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
 
 
 def _sequences(step):
-    """Whose KV a Step touches: those that the CPU attends to, or those that pass through staging buffers, of a batch."""
+    """The sequences whose KV a Step touches: those that the CPU attends to, or whose KV is streamed, of a batch."""
     return step.deferred_batch, step.batch, step.kind in ("send_qkv", "cpu_attention")
 
 
@@ -272,7 +272,7 @@ def check_computation(steps, streams, sweeps):
 
 
 def check_deferred_batches(steps, streams, sweeps):
-    """A deferred batch goes through the layers in order, one in a sweep at most, and is passed by a bounded number of times."""
+    """A deferred batch goes through the layers in order, one in a sweep at most, and is passed by not for ever."""
     own = defaultdict(list)
     for step in steps:
         if step.deferred_batch is not None:
@@ -291,7 +291,7 @@ def check_deferred_batches(steps, streams, sweeps):
 
 @st.composite
 def batch_flows(draw, accelerated, by_layer):
-    """Sequences by where they live: none, only new ones, or some that have KV already. by_layer: all in host memory, in some layers."""
+    """Sequences by where they live: none, new ones, or some with KV. by_layer: all in host memory, in some layers."""
     host = draw(st.sampled_from(["none", "new", "old"])) if accelerated else "none"
     disk = "none" if by_layer else draw(st.sampled_from(["none", "new", "old"]))
     delegated = accelerated and not by_layer and draw(st.booleans())
@@ -385,8 +385,8 @@ JOBS = [
         [[BatchFlow()], [BatchFlow(samples=False)], [OLD_ON_DISK], [BatchFlow()], [BatchFlow(samples=False)]],
     ),
 ]
-# Waits that are there for simplicity, and which buffers could do without: the expansion of weights needs no activations,
-# a read need not wait for the load of a layer of which nothing came from disk.
+# Waits that are there for simplicity, and which buffers could do without: the expansion of weights needs no
+# activations, a read need not wait for the load of a layer of which nothing came from disk.
 NOT_ALWAYS_NEEDED = {("read_weight", "load_weight")}
 
 
@@ -478,7 +478,8 @@ def test_kv_of_a_layer_loads_behind_the_layers_whose_kv_stays():
     ended = happens_before(steps)
     for load in loads[3:]:
         before = {s.layer for s in steps if s.kind == "post" and s.sweep == load.sweep and ended[load.id] >> s.id & 1}
-        # Of two buffers, the layer's is free once the one before the last that was loaded has been attended to, and its new KV sent.
+        # Of two buffers, the layer's is free once the one before the last that was loaded has been attended to, and its
+        # new KV sent.
         assert before == ({0, 1} if load.layer == 8 else set()), load
         assert ended[load.id] >> number["store_cache", load.sweep - 1, load.layer] & 1, "what is new comes back"
 
@@ -526,7 +527,7 @@ def test_in_memory_all_is_computation_in_one_lane():
 
 
 def test_a_stage_receives_and_sends():
-    """Each micro-batch as soon as it is there, and as soon as it is done; nothing is embedded, and there are no logits."""
+    """Each micro-batch as soon as it is there, and as soon as it is done; nothing is embedded, no logits are made."""
     made = Sweeps(Streams(False, (False, False), (False, False), receives=True, sends=True))
     first, second = (list(made.steps([BatchFlow(), BatchFlow()])) for _ in range(2))
     layer = ["pre", "attention", "post"]

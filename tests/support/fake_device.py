@@ -27,11 +27,13 @@ from batchgen.engine.parts import EngineParts
 from batchgen.ops import dispatch as ops
 from batchgen.ops import quant, reference
 from batchgen.ops.host_copy import Passage, upload
-from batchgen.runtime import executor as executors
-from batchgen.runtime import token_table
+from batchgen.runtime import batch_preparation, token_table
 from batchgen.runtime.cuda import CudaLink
+from batchgen.runtime.lane_threads import prepare_thread
 from batchgen.runtime.memory import kv_cache
-from batchgen.runtime.memory.weights import OUTPUT_MATRIX, Weights
+from batchgen.runtime.memory.weight_packing import WeightPacker
+from batchgen.runtime.memory.weights import OUTPUT_MATRIX
+from batchgen.runtime.steps import hidden
 from batchgen.runtime.streams import STREAMS, StreamLanes
 
 # Equal to no other device, and its tensors are the CPU's.
@@ -439,7 +441,7 @@ class PlayedLanes(StreamLanes):
 def as_on_a_device(monkeypatch) -> None:
     """Weights that are loaded for an emulated accelerator lie as a real one's: plain, all experts together."""
     monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)
-    monkeypatch.setattr(Weights, "_splits_experts", property(lambda weights: weights._h2d is None))
+    monkeypatch.setattr(WeightPacker, "splits_experts", property(lambda packer: packer.tiers.links is None))
 
 
 def run_on(
@@ -453,8 +455,8 @@ def run_on(
             else the host samples, and waits for the logits.
     """
     executor = parts.executor
-    executor.lanes = PlayedLanes(executor._perform, device, on_thread=executors._prepare_thread, late=late)
-    executor._device = DEVICE
+    executor.lanes = PlayedLanes(executor._perform, device, on_thread=prepare_thread, late=late)
+    executor.context.device = DEVICE
     _give_memory(executor, device)
 
     def on_device(name, function):
@@ -469,7 +471,7 @@ def run_on(
     on_device("gather_rows", lambda target, source, index: torch.index_select(source, 0, index, out=target))
     on_device("quantize", quant.quantize)
     on_device("dequantize", lambda packed, out: quant.dequantize(packed, out.shape[-1], out=out))
-    for module in (executors, kv_cache, token_table):
+    for module in (hidden, batch_preparation, kv_cache, token_table):
         monkeypatch.setattr(
             module, "upload", lambda array, to: device.uploaded(array) if to == DEVICE else upload(array, to)
         )
@@ -491,7 +493,7 @@ def run_on(
             ops, "_of_logits", lambda x: reference if getattr(device.launching, "lane", None) else real_of_logits(x)
         )
         assert executor.weights.embeds_on_device, "tokens that the host does not have cannot be looked up there"
-        executor._tokens = token_table.TokenTable(DEVICE)
+        executor.context.tokens = token_table.TokenTable(DEVICE)
         return parts
 
     def looking(run):
@@ -522,15 +524,15 @@ def _give_memory(executor, device):
         *cache.pools.get("gpu", ()),
         *(pool for pool, stays in zip(cache.pools.get("cpu", ()), cache.on_device, strict=False) if stays),
         *cache._staging,
-        *weights._head_slots,
-        *(table for rope in executor._ropes.values() for table in rope or ()),
+        *weights.output_matrix.buffers,
+        *(table for rope in executor.context.ropes.values() for table in rope or ()),
     ]
-    held += [*filter(torch.is_tensor, cache._passing), *executor.activations.on_device]
-    tensors = [*weights._resident, *weights._slots, *weights._dequantized]
+    held += [*filter(torch.is_tensor, cache._passing), *executor.context.activations.on_device]
+    tensors = [*weights._resident, *weights.slots.buffers, *weights.dequantized.buffers]
     tensors.append({n: t for n, t in weights.head.items() if n != OUTPUT_MATRIX or weights.residency.head == "gpu"})
     if weights.embeds_on_device:
         tensors.append(weights.embeddings)
     device.memory.keep([*held, *(t for named in tensors for t in named.values())])
     links = CudaLink(device, to_gpu=True), CudaLink(device, to_gpu=False)
-    executor.links = cache._links = links
+    executor.context.links = cache._links = links
     weights._h2d = links[0]

@@ -31,10 +31,10 @@ def csv_source(paths: list[str], limit: int | None, partitions: Partitions, deli
 
     Args:
         paths: The files.
-        limit: Only the first so many rows.
-        partitions: The columns of their directories.
-        delimiter: What stands between fields, as `--csv-delimiter` has it. None: a comma, or a tab in files called .tsv;
-            something else where that gives one column, and it gives several.
+        limit: The most rows that are read.
+        partitions: Columns of their directories.
+        delimiter: Character between fields, or "tab". None: a comma, or a tab in files called .tsv; another where that
+            gives one column and the other gives several.
 
     Raises:
         InputError: A line is not valid, which the message names.
@@ -69,7 +69,7 @@ def csv_source(paths: list[str], limit: int | None, partitions: Partitions, deli
 
 
 def _csv_rows(delimiters: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """(file, row). delimiters: of each file."""
+    """Yield (file, row). delimiters: those of each file."""
     for path, delimiter in delimiters.items():
         records = _csv_records(path, delimiter)
         _, names = next(records, (0, []))
@@ -84,7 +84,7 @@ def _csv_rows(delimiters: Mapping[str, str]) -> Iterator[tuple[str, dict[str, st
 
 
 def _csv_records(path: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """(number of its last line, fields) of the header and each row; blank lines are no rows."""
+    """Yield (number of the last line, fields) of the header and each row; blank lines are no rows."""
     csv.field_size_limit(2**31 - 1)  # fields are whole documents; the module's own limit is 128 KiB
     with naming(path), open_bytes(path) as file:
         lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
@@ -119,7 +119,7 @@ def _sniffed_delimiter(path: str) -> str:
 
 
 def _width(path: str, delimiter: str) -> int:
-    """Count the fields that each of the first records has; 0 where they differ, or are no CSV."""
+    """Number of fields of each of the first records; 0 where they differ, or are no CSV."""
     try:
         widths = {len(fields) for _, fields in itertools.islice(_csv_records(path, delimiter), _SNIFFED_RECORDS)}
     except InputError:
@@ -128,7 +128,7 @@ def _width(path: str, delimiter: str) -> int:
 
 
 def _notices(delimiters: Mapping[str, str], columns: Mapping[str, list[str]]) -> Iterator[str]:
-    """Give lines on how files were understood, where a person should know; of several alike, the first."""
+    """Yield lines on how files were understood, where a person should know; of several alike, the first."""
     told: set[str] = set()
     for path, delimiter in delimiters.items():
         if delimiter != _usual_delimiter(path) and delimiter not in told:
@@ -136,4 +136,5 @@ def _notices(delimiters: Mapping[str, str], columns: Mapping[str, list[str]]) ->
             yield f"{path}: fields are read with {delimiter!r} between them (--csv-delimiter gives another)"
         elif len(columns[path]) == 1 and any(other in columns[path][0] for other in DELIMITERS) and "" not in told:
             told.add("")
-            yield f"{path}: its header is read as one column, {columns[path][0]!r}: give --csv-delimiter if it is several"
+            header = columns[path][0]
+            yield f"{path}: its header is read as one column, {header!r}: give --csv-delimiter if it is several"

@@ -1,7 +1,7 @@
-"""JSON lines, of which OpenAI batch files are one kind, and files that are one JSON array of objects.
+"""JSON lines (OpenAI batch files are one kind of them), and files that are one JSON array of objects.
 
-They are read twice: when opened, to find every error, count the rows and find one type per column that holds
-for all of them, and then for the rows.
+They are read twice: when opened, to find every error, count the rows and find one type per column that holds for all of
+them, and then for the rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ARRAY = re.compile(rb"\s*\[\s*[{\]]")
 
 
 def json_source(paths: list[str], limit: int | None, on_bad_line: str, partitions: Partitions) -> Source:
-    """JSON lines files as one input. Raises InputError, naming the line that is not valid, unless these are to be skipped."""
+    """JSON lines files as one input. Raises InputError, naming a line that is not valid, unless such are skipped."""
     columns: dict[str, set[str]] = {}
     files = InputFiles(paths, partitions, may_get_lines=True)
 
@@ -68,7 +68,7 @@ def json_source(paths: list[str], limit: int | None, on_bad_line: str, partition
 
 
 def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail") -> Source:
-    """Rows as `line_to_row` gives them; what is wrong with one shows when it is made into a request."""
+    """OpenAI batch files as one input; a row's faults show when it becomes a request."""
     seen, duplicates, total = set(), set(), 0
     files = InputFiles(paths, may_get_lines=True)
 
@@ -99,7 +99,7 @@ def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail"
 
 
 def looks_like_openai(path: str, on_bad_line: str = "fail") -> bool:
-    """Whether the first line of a JSON lines file that is valid has all that a line of an OpenAI batch has."""
+    """Tell whether the first valid line of a JSON lines file has all that a line of an OpenAI batch has."""
     with naming(path):
         rows = (row for _, row in _json_rows([path], on_bad_line) if not isinstance(row, BadLine))
         row = next(rows, {})
@@ -108,7 +108,14 @@ def looks_like_openai(path: str, on_bad_line: str = "fail") -> bool:
 
 @dataclass(frozen=True)
 class _Record:
-    """A row of a file before it is known to be one: an unparsed line, or an element. where: its file and number."""
+    """A row of a file before it is known to be one: an unparsed line, or an element.
+
+    Attributes:
+        path: The file.
+        where: File and number, for messages.
+        line: Bytes of a line; None for an element.
+        element: Element of an array.
+    """
 
     path: str
     where: str
@@ -116,7 +123,7 @@ class _Record:
     element: Any = None
 
     def row(self) -> dict[str, Any]:
-        """Its columns. Raises InputError."""
+        """The columns. Raises InputError."""
         value = self.element if self.line is None else _parse_line(self.where, self.line)
         if not isinstance(value, dict):
             raise InputError(f"{self.where} is not a JSON object: write one object a line, its keys the columns")
@@ -127,7 +134,7 @@ class _Record:
 
 
 def _json_rows(paths: list[str], on_bad_line: str, start_row: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file, row) from a row on; lines before it are not parsed. Rows may be `BadLine` where these are skipped."""
+    """Yield (file, row) from a row on, without parsing lines before it. Skipped lines come as `BadLine`."""
     records = (record for path in paths for record in _records(path))
     for record in itertools.islice(records, start_row, None):
         try:
@@ -155,7 +162,7 @@ def _lines(path: str, file: BinaryIO) -> Iterator[_Record]:
 
 
 def _elements(path: str, file: BinaryIO) -> Iterator[_Record]:
-    """The elements of a file that is one array, numbered from 1. Raises InputError where its JSON is not valid."""
+    """Yield the elements of a file that is one array, from number 1. Raises InputError where its JSON is not valid."""
     number = 0
     try:
         for number, element in enumerate(array_elements(io.TextIOWrapper(file, encoding="utf-8-sig", newline="")), 1):
@@ -164,7 +171,8 @@ def _elements(path: str, file: BinaryIO) -> Iterator[_Record]:
         raise
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{path} is not valid JSON after element {number} of its array ({one_line(error)}): correct it, or write one "
+            f"{path} is not valid JSON after element {number} of its array ({one_line(error)}): correct it, or write"
+            " one "
             "object a line"
         ) from error
 

@@ -77,7 +77,7 @@ def parquet_source(paths: list[str], partitions: Partitions) -> Source:
 
 
 def _in_types(batch: pa.RecordBatch, schema: pa.Schema, path: str) -> pa.RecordBatch:
-    """Give rows of a file the types that hold for all files. Raises InputError where a value has no place in its."""
+    """Rows of a file in the types that hold for all files. Raises InputError where a value does not fit its type."""
     try:
         return conform(batch, schema)
     except pa.ArrowInvalid as error:
@@ -87,7 +87,7 @@ def _in_types(batch: pa.RecordBatch, schema: pa.Schema, path: str) -> pa.RecordB
 
 
 def _rows_at_once(file: pq.ParquetFile, groups: list[int], names: list[str], batch_rows: int) -> int:
-    """Find how many rows of some row groups are read at once. names: the columns that are read."""
+    """Number of rows of some row groups that are read at once. names: the columns that are read."""
     inside = tuple(f"{name}." for name in names)
     rows = batch_rows
     for group in map(file.metadata.row_group, groups):

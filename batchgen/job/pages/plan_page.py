@@ -163,7 +163,7 @@ def _frontier(plan: Plan, problem: Problem) -> list[str]:
 
 
 def _prices(explained: Explanation) -> list[str]:
-    """Chart of the time that more of each resource would save, to first order and planned anew."""
+    """Chart of the time that more of each resource would save, to first order and re-planned."""
     first, *rest = price_lines(explained)
     if not rest:
         return [note(f"{first[0].upper()}{first[1:]}.")]
@@ -174,13 +174,12 @@ def _prices(explained: Explanation) -> list[str]:
             ((colour, words or "at this block size", seconds),),
         )
         for price in most
-        for colour, words, seconds in ((0, "", price.saved_s), (1, ", planned anew", price.planned_anew_s))
+        for colour, words, seconds in ((0, "", price.saved_s), (1, ", re-planned", price.replanned_s))
         if seconds is not None
     ]
     return [
         note(
-            f"Time saved of {format_seconds(explained.total_s)}: to first order at the same block size,"
-            " and planned anew."
+            f"Time saved of {format_seconds(explained.total_s)}: to first order at the same block size, and re-planned."
         ),
         bars("Time that more of a resource would save", rows, format_seconds),
     ]

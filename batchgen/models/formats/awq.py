@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from batchgen.models.layouts import Shape
 
-_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # where rows 0 to 7 of eight are in a word
+_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # nibbles of a word that rows 0 to 7 of eight are in
 
 
 @dataclass(frozen=True)

@@ -56,5 +56,5 @@ class Gptq(GroupScheme):
     def zero_points(self, words: Tensor) -> Tensor:
         from batchgen.models.formats.group_matrix import nibbles
 
-        # What lacks 1 is kept in four bits, so 15 stands for 0.
+        # A number that lacks 1 is kept in four bits, so 15 stands for 0.
         return (nibbles(words) + self.zero_offset) & 15

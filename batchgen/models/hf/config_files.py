@@ -70,7 +70,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
         )
     if config.get(QUANTIZATION) or path.name != "config.json":
         return config
-    if stated := config.get("compression_config"):  # what compressed-tensors called it at first
+    if stated := config.get("compression_config"):  # its first name in compressed-tensors
         return config | {QUANTIZATION: _with_method(stated, "compressed-tensors")}
     for name, method in _BESIDE.items():
         if (path.parent / name).exists():

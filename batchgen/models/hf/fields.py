@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.core.errors import InputError
+from batchgen.models.config import Activation
 from batchgen.models.families import ARCHITECTURES, MIXTURES, QWEN_MIXTURES
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
@@ -13,9 +14,9 @@ from batchgen.models.stated_numbers import shown
 
 # Models that take images too, whose text model alone is read.
 _WITH_IMAGES = ("Gemma3ForConditionalGeneration",)
-# Where model_type is not the family.
+# Architecture -> model_type, where that is not the family.
 _MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text", "Gemma3ForConditionalGeneration": "gemma3"}
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "relu": "relu",
@@ -95,7 +96,7 @@ def read_heads(keys: Mapping[str, Any], family: str) -> tuple[int, int, int]:
     return heads, kv_heads or heads, head_dim
 
 
-def read_activation(keys: Mapping[str, Any], family: str) -> str:
+def read_activation(keys: Mapping[str, Any], family: str) -> Activation:
     if family == "gpt_oss":
         return "swiglu_oai"
     names = ("activation_function", "hidden_activation", "hidden_act")

@@ -79,7 +79,7 @@ _QWEN_EXPERTS = {
     **_counts(decoder_sparse_step=1),
     **_flags(norm_topk_prob=False),
 }
-# Where transformers' class lacks the key, which its model reads nevertheless: it may be left out, and not be null.
+# A key that transformers' class lacks, and its model reads nevertheless: it may be left out, and not be null.
 _DERIVED_HEAD = {"head_dim": Key(None, "count")}
 _GEMMA = {
     **_rotary(act="hidden_activation", activation="gelu_pytorch_tanh"),
@@ -233,7 +233,7 @@ _OF_FORM = ("transformers_version", "chunk_size_feed_forward", "pad_token_id", "
 IGNORED = frozenset((*_OF_TRAINING, *_OF_OUTPUTS, *_OF_LOSSES, *_OF_FORM))
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,)}
 _CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, False)}
-_NORM_TOPK: dict[str, tuple[Any, ...]] = {"norm_topk_prob": (None, True)}  # which other mixtures of experts have
+_NORM_TOPK: dict[str, tuple[Any, ...]] = {"norm_topk_prob": (None, True)}  # a key of other mixtures of experts
 _NO_ROPE: dict[str, tuple[Any, ...]] = {"rope_scaling": (None,), "rope_parameters": (None,)}
 # Keys that batchgen computes with these values alone.
 FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -306,7 +306,7 @@ def _with_own_name_of_experts(config: Mapping[str, Any], family: str) -> Mapping
     (other,) = set(_EXPERTS) - {own}
     if other not in config:
         return config
-    if own not in config and family != "qwen2_moe":  # of which transformers does not read the other name
+    if own not in config and family != "qwen2_moe":  # transformers does not read the other name of this family
         require_positive(other, config[other])
         return {**config, own: config[other]}
     if config[other] != (count := config.get(own, KEYS[family][own].default)):

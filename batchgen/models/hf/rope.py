@@ -6,10 +6,10 @@ They are in keys of their own, `rope_scaling`, or transformers 5's `rope_paramet
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from batchgen.core.errors import InputError
-from batchgen.models.rope import ROPE_KINDS, RopeConfig
+from batchgen.models.rope import ROPE_KINDS, RopeConfig, RopeKind
 from batchgen.models.stated_numbers import is_number, require_positive, shown
 
 _GPT_OSS_ROPE = {
@@ -104,7 +104,7 @@ def _read_gemma3(
     everywhere = {"rope_type": "default", **everywhere, **old} if old else everywhere
     ropes = []
     for params, theta in ((everywhere, "rope_theta"), (local, "rope_local_base_freq")):
-        if params.get("truncate", True) is not True:  # which transformers does not read of layer types
+        if params.get("truncate", True) is not True:  # transformers does not read it of layer types
             raise InputError(
                 f"truncate {shown(params['truncate'])} in rope parameters of a layer type is not supported"
             )
@@ -171,7 +171,7 @@ def _rope(params: Mapping[str, Any], max_position: int, original: int | None, ro
         fields["original_max_position"] = original
         if fields.get("factor") is None and kind != "llama3":
             fields["factor"] = max_position / original
-    return RopeConfig(theta=theta, kind=kind, rotated=rotated, **fields)
+    return RopeConfig(theta=theta, kind=cast(RopeKind, kind), rotated=rotated, **fields)
 
 
 def _kind(params: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from batchgen.models.layouts import Part, all_parts
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.reading import NUMBERS, check_stored, read_bytes, read_numbers
 
-# What names of tensors begin with: all of them, and that of an output matrix of its own. Checkpoints differ.
+# Family -> prefixes of all names of tensors, and of an output matrix's; checkpoints differ.
 _PREFIXES = {
     "opt": (("model.decoder.", ""), ("decoder.", "")),
     "gemma3": (("model.", ""), ("", ""), ("model.language_model.", ""), ("language_model.model.", "language_model.")),
@@ -87,7 +87,7 @@ def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: Tensors)
 
     GPTQ's files have biases that are all zero, and change nothing.
     """
-    read = {f"{names['lm_head']}.weight"}  # of a tied model it is checked apart
+    read = {f"{names['lm_head']}.weight"}  # `_check_tied` checks a tied model's
     for part in all_parts(config):
         stem, _, suffix = part.name.rpartition(".")
         if stem in names:

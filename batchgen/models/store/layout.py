@@ -142,7 +142,7 @@ def lay_out(path: Path, groups: Mapping[str, Mapping[str, Stored]], weight_forma
         weight_format: Format that is noted in the file's header.
     """
     entries: dict[str, dict[str, Any]] = {}
-    extents = []  # of (group, begin, end, tensors), counted from the first tensor's byte
+    extents = []  # (group, begin, end, tensors) each, counted from the first tensor's byte
     end = pads = 0
 
     def put(name: str, kind: str, shape: Shape, num_bytes: int) -> None:

@@ -13,7 +13,7 @@ from batchgen.core.typed_json import parse_json, read_typed
 # A weight store (docs/weight_store.md) by its manifest; until the last of its files is there it has the other name.
 STORE_FORMAT, STORE_VERSION = "batchgen weight store", 1
 STORE_MANIFEST, STORE_UNFINISHED = "manifest.json", "manifest.partial.json"
-RANK_KEY = "rank"  # of the source's identity, of a store that has one rank's part of a model
+RANK_KEY = "rank"  # key of the source's identity in a store that has one rank's part of a model
 
 
 def is_store(directory: Path) -> bool:

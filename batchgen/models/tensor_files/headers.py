@@ -10,7 +10,7 @@ from batchgen.core.errors import InputError, one_line
 from batchgen.core.file_version import FileVersion, version_of
 from batchgen.core.typed_json import parse_json, read_typed
 
-_MOST_HEADER_BYTES = 100_000_000  # as the safetensors package has it
+_MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from batchgen.models.tensor_files.headers import TensorInfo
 NUMBERS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED = {**NUMBERS, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "F8_E4M3": torch.uint8}
 CHUNK_VALUES = 1 << 20  # values converted at a time
-_PIECE_BYTES, _READERS = 1 << 20, 4  # of a tensor that several threads read
+_PIECE_BYTES, _READERS = 1 << 20, 4  # several threads read a tensor in pieces of so many bytes
 
 
 def read_bytes(name: str, info: TensorInfo, start: int, count: int) -> bytearray:

@@ -174,7 +174,7 @@ class ChatTemplate:
             for way in ("text", "parts"):
                 ways = {**taken, role: way}
                 kept[way] = self._kept([{"role": each, "content": _content(each, ways[each])} for each in spoken], role)
-            refused = None in kept.values()  # as templates do that know no such role
+            refused = None in kept.values()  # templates that know no such role refuse it
             otherwise = taken.get("user", "text") if refused else "not at all"
             taken[role] = next((way for way, is_kept in kept.items() if is_kept), otherwise)
         return taken
@@ -200,7 +200,7 @@ class ChatTemplate:
         if not self.reads_messages:
             return text
         for number, message in enumerate(chat.messages, 1):
-            # Of the assistant's, templates leave out what was thought.
+            # Templates leave out the thoughts of the assistant's messages.
             role = message.get("role")
             left_out = self._taken.get(role) == "not at all"
             if role != "assistant" and not all(_holds(text, said, left_out) for said in _texts(message)):

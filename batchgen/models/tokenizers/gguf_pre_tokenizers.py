@@ -25,7 +25,7 @@ class PreTokenizer:
     begins_with_bos: bool = False
 
 
-_SHORT = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"  # of English words
+_SHORT = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"  # short forms of English words
 _LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _OTHER_OR_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"

@@ -21,12 +21,12 @@ from batchgen.models.formats.gguf.header import VOCABULARY
 from batchgen.models.formats.gguf.known_tokens import KNOWN, cut_out_ids, plain_id, special_id
 from batchgen.models.tokenizers.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of tokens, in `tokenizer.ggml.token_type`
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # kinds of tokens in `tokenizer.ggml.token_type`
 _CUT_OUT = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 SPACE = "▁"  # stands for a space in SentencePiece's vocabularies
 _USE_SAFETENSORS = "use the model's safetensors"
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3: spaces behind these are kept
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # tokens of Phi-3 behind which spaces are kept
 
 
 @dataclass

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from batchgen.models.tokenizers.tokenizer import StopDetector, Tokenizer
 
 _MARKS = {"<|start|>": "start", "<|channel|>": "channel", "<|message|>": "message", "<|end|>": "end"}
-_ENDS = ("<|return|>", "<|call|>")  # of an answer; they count as `<|end|>`
+_ENDS = ("<|return|>", "<|call|>")  # they end an answer, and count as `<|end|>`
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class AnswerStops:
     def push(self, token_id: int) -> str | None:
         """Take a token. Returns the stop string that the answer holds now; None: none."""
         reader = self._reader
-        # Where no channel has been named, all is the answer.
+        # Without a named channel all is the answer.
         if reader.is_text(token_id) and (reader.number == 0 or reader.channel == "final"):
             return self._detector.push(token_id)
         return None

@@ -29,8 +29,8 @@ _COPIED_FILES = (
     *_TOKENIZER_FILES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
 )  # fmt: skip
-_STORE_FOLDER = "tokenizer"  # of a weight store
-_CONVERSION = 3  # of tokenizers in the cache: those that were made in another way are made anew
+_STORE_FOLDER = "tokenizer"  # folder of a weight store
+_CONVERSION = 3  # version of the conversion: tokenizers in the cache that have another are made again
 
 
 def load_tokenizer(files: ModelFiles, special_tokens: str = "parse") -> Tokenizer:
@@ -93,7 +93,7 @@ def _with_names(backend: Backend, directory: Path) -> PreTrainedTokenizerFast:
     with _quiet_transformers():
         from transformers import PreTrainedTokenizerFast
 
-        # What transformers does to a tokenizer when it makes it, it does to one that is put away.
+        # Transformers changes the tokenizer that it is given: an empty one, which is put away.
         hf: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
             str(directory), tokenizer_object=_empty(), local_files_only=True
         )
@@ -141,7 +141,7 @@ def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
     if all(is_trusted(path, "the kept tokenizer") for path in (cached, *cached.glob("*"))):
         try:
             return _load(cached)
-        except InputError:  # damaged in any way: make it anew
+        except InputError:  # damaged in any way: make it again
             pass
     shutil.rmtree(cached, ignore_errors=True)
     with _refusing(files.path):
@@ -160,7 +160,7 @@ def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
 
 
 def _taken_out(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a GGUF, made anew. Raises InputError."""
+    """The tokenizer that a GGUF describes. Raises InputError."""
     from batchgen.models.tokenizers.gguf_tokenizer import backend_of, names_of
 
     pairs = read_gguf_vocabulary(path)

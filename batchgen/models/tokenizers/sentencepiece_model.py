@@ -90,7 +90,7 @@ def _read(path: Path) -> Any:
             f"{path.name} without a tokenizer.json needs the packages sentencepiece and protobuf: "
             'pip install "sentencepiece>=0.2" "protobuf>=4"'
         ) from error
-    messages: Any = sentencepiece_model_pb2  # which makes its classes as it is imported
+    messages: Any = sentencepiece_model_pb2  # its classes are made as it is imported
     proto = messages.ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())

@@ -19,7 +19,7 @@ from batchgen.models.tokenizers.tokenizer import NoText, StopDetector, Tokenizer
 
 # The tags that begin and end what models think, in the order in which they are looked for.
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-_TAIL_TOKENS = 16  # of a prompt, that the first tag and blanks behind it take at most
+_TAIL_TOKENS = 16  # the first tag and blanks behind it take no more tokens of a prompt
 
 
 def gives_reasoning(model: str, sampling: SamplingParams) -> bool:

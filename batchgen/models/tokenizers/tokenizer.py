@@ -236,7 +236,7 @@ class StopDetector:
         self._token_ids: list[int] = []
         # Special tokens are no part of the text; one that is a stop string all the same ends it where it stands.
         self._special = {token_id: s for s in stop if (token_id := tokenizer.token_id(s)) in tokenizer.special_ids}
-        self._end: int | None = None  # where the text ends before a stop string
+        self._end: int | None = None  # the end of the text before a stop string
         # Every token but a special one is at least a byte. Where the window begins, up to three tokens may be
         # the rest of a character, and one may lose its leading space.
         self._window = max((len(s.encode("utf-8", "replace")) for s in self._stop), default=0) + 4

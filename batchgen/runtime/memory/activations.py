@@ -1,4 +1,4 @@
-"""Memory for activations that leave the accelerator, or come back: made with the engine, so that no sweep asks for any."""
+"""Memory for activations that leave the accelerator or come back, made with the engine: no sweep asks for any."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Activations:
             (host.zeros(heads, dtype), host.zeros(heads, dtype)) for _ in range(EXCHANGE_SLOTS) if delegated_seqs
         ]
         # Of each of them, by its slot, queries for attention on the CPU and what came of it: [slots, heads * head_dim].
-        width = config.num_heads * config.head_dim
+        width = config.q_size
         self.deferred = tuple(
             host.zeros((deferred_seqs, width), dtype) if deferred_seqs else torch.empty(0, width, dtype=dtype)
             for _ in range(2)
@@ -61,11 +61,11 @@ class Activations:
         return sum(t.nbytes for t in buffers)
 
     def waiting(self, batch: int, tokens: int) -> Tensor:
-        """Where the activations of a micro-batch wait in host memory: [tokens, hidden]."""
+        """Host memory in which the activations of a micro-batch wait: [tokens, hidden]."""
         return self._waiting[batch % self.batches_on_host][:tokens]
 
     def fetched(self, tokens: int) -> Tensor:
-        """Where they are on the accelerator for a layer, [tokens, hidden]: at every call the next buffer."""
+        """Memory of the accelerator for activations in one layer, [tokens, hidden]: at every call the next buffer."""
         return next(self._fetched)[:tokens]
 
     def exchange(self, seqs: int) -> tuple[Tensor, Tensor]:

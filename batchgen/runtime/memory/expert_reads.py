@@ -1,7 +1,7 @@
-"""What of a layer's file is read where: all of it, or first what all tokens need, and then experts that some are routed to.
+"""Reads of a layer's file: all of it, or first what all tokens need, and then the experts that some are routed to.
 
-Rows of one expert lie together in each tensor, though not on pages of their own, as direct I/O wants them. The buffer is laid
-out like the file, so pages at the edges of what is wanted may be read too, and no page twice. Arithmetic only.
+Rows of one expert lie together in each tensor, though not on pages of their own, as direct I/O wants them. The buffer
+is laid out like the file, so pages at the edges of what is wanted may be read too, and no page twice. Arithmetic only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Piece = tuple[int, int, int]  # offset in the file; first byte in the buffer, an
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring groups of a store's file, which come to lie in a buffer from byte `start` on as they lie in the file."""
+    """Neighbouring groups of a store's file, which lie in a buffer from byte `start` on as they lie in the file."""
 
     file: StoreFile
     groups: tuple[str, ...]
@@ -43,7 +43,7 @@ class Stretch:
         return self.start + sum(extent.num_bytes for extent in self.extents)
 
     def place_of(self, offset: int) -> int:
-        """Where in the buffer a byte of the file lies."""
+        """The place of a byte of the file in the buffer."""
         return self.start + offset - self.file_offset
 
 
@@ -59,7 +59,7 @@ class ExpertReads:
         self._held = np.zeros(max(stretch.stop for stretch in stretches) // ALIGNMENT, dtype=bool)
 
     def dense(self) -> list[Piece]:
-        """What to read of all tensors that are not an expert's."""
+        """Pieces to read of all tensors that are not an expert's."""
         wanted = [
             (stretch.place_of(tensor.offset), tensor.num_bytes)
             for stretch in self._stretches
@@ -69,7 +69,7 @@ class ExpertReads:
         return self._not_held(wanted)
 
     def experts(self, experts: Sequence[int]) -> list[Piece]:
-        """What to read of these experts, beside what has been read."""
+        """Pieces to read of these experts, but for what has been read."""
         wanted = [
             (stretch.place_of(tensor.offset) + expert * size, size)
             for stretch in self._stretches

@@ -1,8 +1,9 @@
 """The KV tensors behind the block managers' numbers: a pool in each tier, and what passes between them.
 
-KV of a layer is [blocks, 2, kv_heads, kv_block_size, width] (see `ops`). A pool in the compute device's memory is attended
-to in place. Sequences that live elsewhere pass through staging buffers of the compute device, but in layers in which the host's
-pool lies on the device (`on_device`); those on disk through buffers in host memory too, in a file in which each block starts on a direct-I/O boundary.
+KV of a layer is [blocks, 2, kv_heads, kv_block_size, width] (see `ops`). A pool in the compute device's memory is
+attended to in place. Sequences that live elsewhere pass through staging buffers of the compute device, but in layers in
+which the host's pool lies on the device (`on_device`); those on disk through buffers in host memory too, in a file in
+which each block starts on a direct-I/O boundary.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class KVShape:
 
     @property
     def disk_block_bytes(self) -> int:
-        """Of one block in the file."""
+        """Bytes of one block in the file."""
         return aligned(self.block_bytes)
 
 
@@ -106,11 +107,20 @@ class KVCache:
         on_device: Sequence[bool] = (),
         window_blocks: Mapping[str, int] | None = None,
     ) -> None:
-        """blocks: of each tier's pool. window_blocks: in layers with a sliding window; None: the same. tiers: None: the host's memory. staging_blocks: of each staging buffer.
+        """Make the pools and buffers.
 
-        on_device: for each layer whether the host's pool lies on the device there; empty: in none.
+        Args:
+            config: Configuration of the model.
+            shape: Shape of a layer's KV.
+            blocks: Blocks of each tier's pool.
+            tiers: Tiers with their memories; None: host memory alone.
+            staging_blocks: Blocks of each staging buffer.
+            offload_dir: Directory of the file on disk.
+            on_device: For each layer, whether the host's pool lies on the device there; empty: in none.
+            window_blocks: Blocks of each tier's pool in layers with a sliding window; None: as many as in the others.
 
-        Raises BatchgenError where memory or disk do not suffice.
+        Raises:
+            BatchgenError: Memory or disk do not suffice.
         """
         self.shape = shape
         self.disk_bytes_read = self.disk_bytes_written = 0
@@ -258,7 +268,7 @@ class KVCache:
 
     @property
     def _in_place(self) -> bool:
-        """Whether the disk's buffers are the staging buffers."""
+        """Tell whether the disk's buffers are the staging buffers."""
         return bool(self._reads) and self._reads is self._writes
 
     def _copy_blocks(self, way: int, target: Tensor, source: Tensor, passing: Tensor | None) -> None:

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class Tiers:
     """The memory of each tier, and how to reach it. Without arguments: the host alone, without a budget.
 
-    compute_tier: the tier that is the compute device's own memory. arenas: tier -> its memory; none for "disk". links: (to,
-    from) an accelerator. device: what computes, as torch names it. driver: a CUDA card's streams. dedicated_core: of an emulated accelerator that has one.
+    compute_tier: the tier that is the compute device's own memory. arenas: tier -> its memory; none for "disk". links:
+    (to, from) an accelerator. device: what computes, as torch names it. driver: a CUDA card's streams. dedicated_core:
+    of an emulated accelerator that has one.
     """
 
     compute_tier: str = "cpu"

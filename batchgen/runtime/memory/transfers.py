@@ -26,7 +26,8 @@ _PREFAULT_BYTES = 2 << 20  # a huge page
 def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros, page-aligned, whose pages the kernel provides at first use.
 
-    So a generous pool costs nothing until it is needed; torch.zeros would write all of it. Huge pages where there are any: a page fault costs ten times as long as copying the 4 KiB it is for.
+    So a generous pool costs nothing until it is needed; torch.zeros would write all of it. Huge pages where there are
+    any: a page fault costs ten times as long as copying the 4 KiB it is for.
     """
     return tensor_over(aligned_buffer(math.prod(shape) * dtype.itemsize), shape, dtype)
 
@@ -70,7 +71,7 @@ class Prefault:
 
 
 class Memory(Protocol):
-    """Where a tier's tensors are."""
+    """The memory that a tier's tensors are in."""
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
@@ -108,7 +109,8 @@ class Arena:
         with self._lock:
             if self.budget_bytes is not None and self.allocated_bytes + num_bytes > self.budget_bytes:
                 raise BatchgenError(
-                    f"{self.flag} {format_bytes(self.budget_bytes)} does not hold {what}: {format_bytes(self.allocated_bytes)}"
+                    f"{self.flag} {format_bytes(self.budget_bytes)} does not hold {what}:"
+                    f" {format_bytes(self.allocated_bytes)}"
                     f" are allocated, {format_bytes(num_bytes)} more are needed; raise it"
                 )
             self.allocated_bytes += num_bytes
@@ -144,13 +146,13 @@ class Link:
         What lies between the host's rows may be copied too, in both directions.
 
         Args:
-            passing: a uint8 buffer of the accelerator for at least one row of the host's side with the gap after it; in use
-                until the copy is done.
+            passing: a uint8 buffer of the accelerator for at least one row of the host's side with the gap after it; in
+                use until the copy is done.
         """
         self.copy(target, source)
 
     def bring(self, source: Tensor) -> Tensor:
-        """A copy in the accelerator's memory of what the host has, which may change at once; a Step of compute's asks for it."""
+        """Copy what the host has, which may change at once, for a Step of `compute`."""
         return self.copy(torch.empty_like(source, memory_format=torch.contiguous_format), source)
 
     def borrow(self, tensor: Tensor) -> None:

@@ -18,7 +18,8 @@ from batchgen.runtime.memory.transfers import Arena, Link
 from batchgen.schedule.packed_batch import Run, Staging
 
 LAYERS, HOST_BLOCKS, DISK_BLOCKS, STAGING = 2, 7, 12, 10
-# K and V of a block of 16 tokens have 4,096 bytes in fp32; other blocks, and packed ones, do not fill whole disk blocks.
+# K and V of a block of 16 tokens have 4,096 bytes in fp32; other blocks, and packed ones, do not fill whole disk
+# blocks.
 FORMATS = [
     ("float32", 16),
     ("float32", 32),

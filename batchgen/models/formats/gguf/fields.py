@@ -30,7 +30,7 @@ GGUF_ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
-_LLAMA_MIXTURE = "MixtralForCausalLM"  # of architecture "llama" too, with experts
+_LLAMA_MIXTURE = "MixtralForCausalLM"  # its GGUFs have architecture "llama", and experts
 # Family -> whether the weights of the experts chosen add up to 1, where the file does not say.
 _NORM_TOPK = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "gpt_oss": True}
 # Role of a matrix (`layouts.role`) -> its name in a layer; with experts gate, up and down have "_exps" behind theirs.
@@ -60,7 +60,7 @@ _FUSED = {"q": "attn_qkv", "k": "attn_qkv", "v": "attn_qkv", "gate": "ffn_up", "
 _QK_NORMS = ("qwen3", "qwen3_moe", "gemma3")  # families that have norms of queries and keys
 # Layers of the models of 27B, which alone scale queries by another size than that of a head; no file says so.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-_GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # of so many layers the last one sees all
+_GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # family -> layers, of which the last one sees all
 _ENDS = {"embed": "token_embd", "final_norm": "output_norm", "lm_head": "output"}
 _EXPERT = re.compile(r"experts\.(\d+)\.(gate|up|down)")
 
@@ -104,7 +104,7 @@ def place_of(config: ModelConfig, part: str, layer: int) -> Place:
 
 def _fused_rows(config: ModelConfig, stem: str) -> tuple[int, int, int]:
     """The `Place.of` of a matrix of Phi-3 that is fused with others."""
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    q, kv = config.q_size, config.kv_size
     inner = config.intermediate_size
     first, rows = {"q": (0, q), "k": (q, kv), "v": (q + kv, kv), "gate": (0, inner), "up": (inner, inner)}[stem]
     return first, first + rows, 2 * inner if stem in ("gate", "up") else q + 2 * kv
@@ -262,7 +262,7 @@ def _rows(tensors: Mapping[str, TensorInfo], name: str) -> int:
 def _windows(fields: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
     window = fields.get("attention.sliding_window")
     if window is None:
-        # Of files from before the key was written: Gemma 2, and Phi-3 with contexts of 4,096.
+        # Older files lack the key: those of Gemma 2, and of Phi-3 with contexts of 4,096.
         of_phi3 = family == "phi3" and fields.get("context_length") == 4096
         window = 4096 if family == "gemma2" else 2047 if of_phi3 else None
     window = window or None
@@ -271,7 +271,7 @@ def _windows(fields: Mapping[str, Any], family: str, layers: int) -> tuple[int |
     if family not in GEMMA:
         return (window,) * layers
     pattern = fields.get("attention.sliding_window_pattern", _GEMMA_PERIOD[family])
-    if isinstance(pattern, tuple):  # of each layer, whether it has a window
+    if isinstance(pattern, tuple):  # true for each layer that has a window
         if len(pattern) != layers:
             raise InputError(f"attention.sliding_window_pattern has {len(pattern)} layers of {layers}")
         return tuple(window if local else None for local in pattern)
@@ -313,7 +313,7 @@ def _rope(
         return _phi3_rope(fields, head_dim, context, every, short, long)
     if short or long:
         raise InputError(f"rope factors for short and long contexts ({ROPE_FACTORS[1]}) are supported of Phi-3 alone")
-    linear = fields.get("rope.scale_linear")  # how older files spell linear scaling
+    linear = fields.get("rope.scale_linear")  # older files spell linear scaling in this way
     kind = fields.get("rope.scaling.type", "linear" if linear else "none")
     rope = RopeConfig(
         theta=float(fields.get("rope.freq_base", 10000.0)),

@@ -76,7 +76,7 @@ _ENDING_GAPS = ("fim_pad", "fim_rep", "fim_sep")
 KNOWN = (*ENDS, *(text for texts in _GAPS.values() for text in texts), *_CHANNELS)
 # The ids in SentencePiece's vocabularies where a file states none.
 _USUAL_IDS = {"bos": 1, "eos": 2, "unknown": 0}
-# Where a vocabulary has all of a row, its "<|end|>" ends a message among several, and not the text.
+# In a vocabulary that has all tokens of a row, "<|end|>" ends a message among several, and not the text.
 _GOES_ON = (
     ("<|return|>", "<|call|>"),
     ("<|call|>", "<|flush|>"),

@@ -136,7 +136,7 @@ def read_layer_ahead(tensors: Mapping[str, TensorInfo], layer: int) -> None:
             by_file.setdefault(info.path, []).append(info)
     for path, infos in by_file.items():
         start, stop = min(info.offset for info in infos), max(info.offset + info.num_bytes for info in infos)
-        if stop - start <= 2 * sum(info.num_bytes for info in infos):  # of files that are written in another order
+        if stop - start <= 2 * sum(info.num_bytes for info in infos):  # else the file has another order
             read_ahead(path, start, stop)
 
 

@@ -1,0 +1,92 @@
+"""Packed micro-batches made ready for their Steps: indices and attention plans on the devices that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.ops import dispatch as ops
+from batchgen.ops.attention_plan import AttentionPlan
+from batchgen.ops.dispatch import CPU
+from batchgen.ops.host_copy import upload
+from batchgen.runtime.batch_state import BatchPart, BatchState, Plans, for_each
+from batchgen.runtime.deferred import DeferredBatchState
+from batchgen.runtime.graphs import StaticBuffers
+from batchgen.runtime.steps.context import StepContext
+from batchgen.schedule.packed_batch import PackedBatch, Segment
+
+
+def prepare_batches(context: StepContext, batches: Sequence[PackedBatch]) -> list[BatchState]:
+    """The micro-batches of a sweep, ready for their Steps. The activations of the last ones wait in host memory."""
+    first_on_host = len(batches) - context.options.batches_on_host
+    return [_prepare(context, batch, k >= first_on_host) for k, batch in enumerate(batches)]
+
+
+def prepare_in_buffers(context: StepContext, packed: PackedBatch, buffers: StaticBuffers) -> BatchState:
+    """A micro-batch whose layers run over the static buffers of a CUDA graph."""
+    positions = torch.from_numpy(packed.positions), upload(packed.positions, context.device)
+    return BatchState(packed, *positions, None, {}, None, False, buffers=buffers)
+
+
+def _prepare(context: StepContext, packed: PackedBatch, on_host: bool) -> BatchState:
+    parts: dict[KVPlacement, BatchPart] = {}
+    begins = None
+    for segment in packed.segments:
+        attended_on_cpu = segment.placement in (KVPlacement.CPU, KVPlacement.DEFERRED)
+        plans = _prepared_plans(context, segment, CPU if attended_on_cpu else context.device)
+        if segment.placement is KVPlacement.DEFERRED:
+            begins = _prepare_deferred(context, packed, segment, plans)
+            continue
+        rows = _rows_on_host(context, segment) if segment.placement is KVPlacement.CPU else None
+        tokens, slots = slice(segment.start, segment.stop), _uploaded(context, segment.slots)
+        parts[segment.placement] = BatchPart(tokens, slots, rows, plans)
+    in_place = None
+    if packed.in_place:
+        plans, slots = _prepared_plans(context, packed.in_place, context.device), packed.in_place.slots
+        in_place = replace(parts[KVPlacement.STREAMED], slots=_uploaded(context, slots), plans=plans)
+    moves = None
+    if packed.staging:
+        moves = for_each(packed.staging, lambda staging: context.kv_cache.prepare(staging, context.device))
+    positions = torch.from_numpy(packed.positions), upload(packed.positions, context.device)
+    indices = None  # all rows, in their order
+    if len(packed.logits_rows) < packed.num_tokens or on_host:  # whose memory is the next batch's before the head
+        indices = upload(packed.logits_indices, context.device)
+    return BatchState(packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place)
+
+
+def _prepare_deferred(context: StepContext, packed: PackedBatch, segment: Segment, plans: Plans) -> DeferredBatchState:
+    """The sequences of a micro-batch that begin a token whose attention is deferred."""
+    positions = upload(packed.positions[segment.start : segment.stop], context.device)
+    slots = torch.from_numpy(packed.exchange_slots), upload(packed.exchange_slots, context.device)
+    return DeferredBatchState(packed.deferred_rows, positions, *slots, _rows_on_host(context, segment), plans)
+
+
+def _prepared_plans(context: StepContext, segment: Segment, device: torch.device) -> Plans:
+    """Attention plans of a segment by sliding window, on the device that attends."""
+
+    def prepared(plan: AttentionPlan) -> ops.PreparedAttention:
+        isa = context.options.attention_isa
+        return ops.prepare_attention(plan, *context.attention_shape, device=device, isa=isa)
+
+    return {window: prepared(plan) for window, plan in segment.plans.items()}
+
+
+def _uploaded(context: StepContext, slots: Mapping[int | None, np.ndarray]) -> dict[int | None, Tensor]:
+    """Slots of new KV by sliding window, on the compute device."""
+    return for_each(slots, lambda of_window: upload(of_window, context.device))
+
+
+def _rows_on_host(context: StepContext, segment: Segment) -> dict[int | None, tuple[Tensor, Tensor]]:
+    """Rows of the host's pool, flat, that K and V of the segment's tokens go to, by sliding window."""
+    shape = context.kv_cache.shape
+
+    def rows(slots: np.ndarray) -> tuple[Tensor, Tensor]:
+        keys = upload(ops.kv_rows(slots, shape.kv_heads, shape.kv_block_size).numpy(), context.device)
+        return keys, keys + shape.kv_heads * shape.kv_block_size
+
+    return for_each(segment.slots, rows)

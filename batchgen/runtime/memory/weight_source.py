@@ -1,0 +1,116 @@
+"""The weights of a model as they are stored: in a weight store, or in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from batchgen.core.dtypes import KEPT_FORMATS, PACKED_FORMATS
+from batchgen.models.checkpoint import Checkpoint
+from batchgen.models.config import ModelConfig
+from batchgen.models.layouts import Stored, Which, stored_tensors
+from batchgen.models.store.layout import StoreFile, WeightStore, layer_groups
+from batchgen.models.store.weight_store import read_extent
+from batchgen.ops import dispatch as ops
+from batchgen.schedule.residency import WeightResidency
+
+Tensors = dict[str, ops.Weight]
+
+SINKS = "sinks.weight"
+
+
+class WeightSource:
+    """The weights of a model as they are stored.
+
+    Attributes:
+        store: weight store, which is used for all if there is one.
+        layers: for each layer, the stored form of its tensors.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        residency: WeightResidency,
+        dtype: torch.dtype,
+        compute_tier: str,
+        checkpoint: Checkpoint | None,
+        store: WeightStore | None,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            config: Configuration of the model.
+            residency: Tiers and format of the weights.
+            dtype: Compute dtype.
+            compute_tier: Tier of the compute device's own memory.
+            checkpoint: Checkpoint of the model.
+            store: Weight store of `residency.weight_format`.
+        """
+        self.store = store
+        self._config, self._residency, self._dtype, self._compute_tier = config, residency, dtype, compute_tier
+        self._checkpoint = checkpoint
+        self.layers = [self.stored("layer", j) for j in range(config.num_layers)]
+
+    def stored(self, which: Which, layer: int) -> dict[str, Stored]:
+        """The stored form of tensors. which: "embeddings", "layer" or "head"."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        return stored_tensors(self._config, which, layer, dtype, self._residency.weight_format)
+
+    def groups(self, layer: int, groups: Collection[str]) -> dict[str, Tensors]:
+        """Some groups of a layer's tensors, by group."""
+        layer_of_model = self._config.first_layer + layer
+        if self.store is not None:
+            file = self.store.layers[layer_of_model]
+            return {group: read_extent(file, file.extents[group]) for group in groups}
+        if not groups:
+            return {}
+        stored_format = self._residency.weight_format
+        if self._packs_from_file:
+            tensors = self._checkpoint.load_unread("layer", layer_of_model, self._dtype)
+        elif stored_format in PACKED_FORMATS:
+            tensors = self._checkpoint.load_packed("layer", layer_of_model, self._dtype, stored_format)
+        else:
+            tensors = self._checkpoint.load_layer(layer_of_model, self._dtype)
+        return {group: of_group for group, of_group in layer_groups(tensors).items() if group in groups}
+
+    def embeddings(self) -> Tensors:
+        """The tensors before the layers."""
+        return self._end("embeddings") if self.store is None else _whole(self.store.embeddings)
+
+    def head(self) -> Tensors:
+        """The tensors after the layers."""
+        return self._end("head") if self.store is None else _whole(self.store.head)
+
+    def sinks(self) -> Tensors:
+        """The attention sinks of all layers, for a stage of a pipeline that does not make logits."""
+        if self.store is not None:
+            return {SINKS: _whole(self.store.head)[SINKS]}
+        return {SINKS: self._checkpoint.load_sinks(self._dtype)}
+
+    def is_packed_end(self, which: Which) -> bool:
+        """Tell whether "embeddings" or "head" have the output matrix, and it is prepacked."""
+        packed = self._config.has_head and self._residency.head == self._compute_tier
+        return packed and (which == "head" or self._config.tied_embeddings)
+
+    def close(self) -> None:
+        """Let go of the checkpoint."""
+        del self._checkpoint
+
+    @property
+    def _packs_from_file(self) -> bool:
+        """Tell whether block-quantized weights are packed while they are read."""
+        kept = self._residency.weight_format in KEPT_FORMATS
+        return kept and self.store is None and self._compute_tier == "cpu" and self._checkpoint.load_unread is not None
+
+    def _end(self, which: Which) -> Tensors:
+        if self._packs_from_file and self.is_packed_end(which):
+            return self._checkpoint.load_unread(which, 0, self._dtype)
+        if self._residency.weight_format in KEPT_FORMATS:
+            return self._checkpoint.load_packed(which, 0, self._dtype, self._residency.weight_format)
+        return self._checkpoint.load(which, 0, self._dtype)
+
+
+def _whole(file: StoreFile) -> Tensors:
+    """All tensors of a file with one group, or none."""
+    return {} if not file.extents else read_extent(file, next(iter(file.extents.values())))

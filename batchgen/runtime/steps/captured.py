@@ -1,0 +1,47 @@
+"""The Step of a captured sweep: all layers as one CUDA graph."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.ops import dispatch as ops
+from batchgen.runtime.batch_state import BatchPart, BatchState
+from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
+from batchgen.runtime.steps.attention import attention
+from batchgen.runtime.steps.context import StepContext
+from batchgen.runtime.steps.layer import post, pre
+from batchgen.runtime.streams import Driver
+from batchgen.schedule.step_graph import Step
+
+
+def all_layers(context: StepContext, step: Step, batch: BatchState) -> None:
+    """Replay all layers over the micro-batch's static buffers."""
+    batch.hidden = context.graphs.run(batch.buffers, batch.hidden)
+
+
+def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> DecodeGraphs | None:
+    """Graphs of decode sweeps of at most `most_tokens` tokens; None: no kernel can attend in one."""
+    config = context.config
+    group = config.num_heads // config.num_kv_heads
+    if not ops.can_capture(context.device, config.head_dim, group, context.kv_cache.shape.kv_block_size):
+        return None
+    return DecodeGraphs(
+        partial(_launch_layers, context),
+        driver.capture,
+        lambda plan: ops.cut_attention(plan, *context.attention_shape, context.device),
+        most_tokens,
+        config.hidden_size,
+        context.weights.dtype,
+        context.device,
+    )
+
+
+def _launch_layers(context: StepContext, buffers: StaticBuffers) -> None:
+    """Launch all layers over static buffers: the Steps of a sweep whose weights and KV are on the device."""
+    part = BatchPart(slice(0, len(buffers.hidden)), buffers.slots, None, buffers.plans)
+    parts = {KVPlacement.DEVICE: part}
+    batch = BatchState(None, None, buffers.positions, None, parts, None, False, hidden=buffers.hidden)
+    for layer in range(context.config.num_layers):
+        for kind, handler in (("pre", pre), ("attention", attention), ("post", post)):
+            handler(context, Step(-1, kind, "compute", -1, layer, 0, None, None, ()), batch)

@@ -1,0 +1,136 @@
+"""The model, its memory, and the sweep that is being run: all that the work of Steps shares."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batchgen.core.routing import RoutingCounts
+from batchgen.models import layers
+from batchgen.models.config import ModelConfig
+from batchgen.models.rope import RopeConfig
+from batchgen.ops import dispatch as ops
+from batchgen.runtime.deferred import DeferredBatchState
+from batchgen.runtime.graphs import DecodeGraphs
+from batchgen.runtime.memory.activations import Activations
+from batchgen.runtime.memory.kv_cache import KVCache
+from batchgen.runtime.memory.tiers import Tiers
+from batchgen.runtime.memory.weights import Weights
+from batchgen.runtime.sweep_options import OnLogits, SweepOptions
+from batchgen.runtime.token_table import TokenTable
+from batchgen.schedule.sequence import LogitsRow
+from batchgen.schedule.step_graph import Step
+
+
+class StepContext:
+    """The model, its memory, and the sweep that is being run.
+
+    Attributes:
+        links: links from host memory to the accelerator's and back; None: the host computes.
+        device: device that computes, as torch names it.
+        compute_tier: tier of its own memory.
+        activations: memory for activations that leave the accelerator.
+        routing: numbers of tokens by expert, where the host computes.
+        graphs: decode sweeps captured as CUDA graphs; None: none is.
+        tokens: sampled tokens on the device; None: the host hands them to the next sweep.
+        deferred_of: Step id -> the deferred batch that it works for.
+        on_logits: function that takes the sweep's logits.
+        vocabulary_chunks: Whether it takes chunks of the vocabulary.
+        one_batch: Whether the sweep has one micro-batch.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, kv_cache: KVCache, tiers: Tiers, options: SweepOptions
+    ) -> None:
+        """Make what all sweeps need: rotary tables and buffers for activations."""
+        self.config, self.weights, self.kv_cache, self.options = config, weights, kv_cache, options
+        self.links, self.device, self.compute_tier = tiers.links, tiers.device, tiers.compute_tier
+        self.dedicated_core = tiers.dedicated_core
+        self.activations = Activations(
+            config,
+            weights.dtype,
+            tiers.arenas,
+            options.batches_on_host,
+            options.batch_tokens,
+            options.delegated_seqs,
+            options.deferred_seqs,
+        )
+        self.routing = RoutingCounts(config.num_experts, config.experts_per_token, config.expert_layers)
+        self.ropes = rope_tables(config, options.max_positions, self.device)
+        self.graphs: DecodeGraphs | None = None
+        self.tokens: TokenTable | None = None
+        self.deferred_of: dict[int, DeferredBatchState] = {}
+        self.on_logits: OnLogits = nobody_takes_logits
+        self.vocabulary_chunks = self.one_batch = False
+        self._logits: Tensor | None = None
+
+    @property
+    def attention_shape(self) -> tuple[Any, ...]:
+        """The shape that attention plans are prepared for: heads, KV heads, head size, KV block, dtype, and KV format."""
+        config, shape = self.config, self.kv_cache.shape
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        return *heads, shape.kv_block_size, self.weights.dtype, shape.format
+
+    def rotary(self, step: Step, positions: Tensor) -> dict[str, Any]:
+        """Options of the rotary embedding in a Step's layer."""
+        tensors = self.weights.layer(step.layer, step.weight_slot) if self.config.qk_norm else {}
+        rope = self.ropes[self.config.rope_of(step.layer)]
+        return layers.rotary_options(self.config, tensors, rope, positions)
+
+    def softmax(self, step: Step, device: torch.device) -> dict[str, Any]:
+        """Options of `ops.paged_attention` in a Step's layer, on the device that attends."""
+        return {
+            "bits": self.kv_cache.shape.format.bits,
+            "softcap": self.config.attention_softcap,
+            "sinks": self.weights.sinks(step.layer, device),
+        }
+
+    def chunks(self, *tensors: Tensor) -> Iterable[Sequence[Tensor]]:
+        """The tensors, cut into tokens that go through a layer's matmuls together."""
+        count = self.options.chunk_tokens
+        if count is None or tensors[0].shape[0] <= count:
+            return (tensors,)
+        return zip(*(tensor.split(count) for tensor in tensors), strict=True)
+
+    def take_logits(self, rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:
+        """Hand logits over, and keep the tokens that are chosen on the device for the next sweep."""
+        core = self.dedicated_core
+        with contextlib.nullcontext() if core is None else core.hosts():
+            chosen = self.on_logits(rows, logits, start)
+        if chosen is not None and self.tokens is not None:
+            self.tokens.keep([row.sequence.token_slot for row in rows], chosen)
+
+    def logits_buffer(self, x: Tensor, rows: ops.Weight) -> Tensor:
+        """Memory for the logits of x, always the same: some that is new to the process costs more than filling it."""
+        size = len(x) * rows.shape[0]
+        if self._logits is None or self._logits.numel() < size:
+            self._logits = None
+            self._logits = x.new_empty(size, dtype=torch.float32)
+        return self._logits[:size].view(len(x), rows.shape[0])
+
+    def close(self) -> None:
+        """Let go of all memory. Counts stay."""
+        self.ropes.clear()
+        self.deferred_of.clear()
+        self.on_logits = nobody_takes_logits
+        self._logits = self.graphs = self.tokens = None
+        del self.activations
+
+
+def rope_tables(
+    config: ModelConfig, max_positions: int, device: torch.device
+) -> dict[RopeConfig | None, layers.Rope | None]:
+    """The (cos, sin) tables of each rotary embedding in the model, on the device that computes; None has none."""
+    ropes: dict[RopeConfig | None, layers.Rope | None] = {None: None}
+    for rope in {config.rope_of(layer) for layer in range(config.num_layers)} - {None}:
+        cos, sin = layers.rope_table(rope, config.head_dim, max_positions)
+        ropes[rope] = cos.to(device), sin.to(device)
+    return ropes
+
+
+def nobody_takes_logits(rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:
+    """Take the logits of a sweep that nobody asked for."""

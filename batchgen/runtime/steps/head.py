@@ -1,0 +1,37 @@
+"""The Step of the head: logits, whole or chunk by chunk of the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+
+from batchgen.models import layers
+from batchgen.runtime.batch_state import BatchState
+from batchgen.runtime.steps.context import StepContext
+from batchgen.schedule.step_graph import Step
+
+
+def head(context: StepContext, step: Step, batch: BatchState) -> None:
+    """Compute the logits of the rows that ask for them, or those of one vocabulary chunk."""
+    if not context.options.makes_logits:
+        batch.hidden = None
+        return
+    config, weights = context.config, context.weights
+    if step.layer == 0:
+        batch.hidden = layers.before_logits(config, weights.head, batch.hidden)
+    start, rows = weights.vocabulary_chunk(step.layer, step.weight_slot)
+    stop = start + rows.shape[0]
+    wanted = [*batch.packed.logits_rows, *(row for deferred_batch in batch.joined for row in deferred_batch.rows)]
+    if rows.shape[0] == config.vocab_size or context.vocabulary_chunks:
+        count = context.options.logit_rows or len(wanted)
+        for i in range(0, len(wanted), count):
+            part = batch.hidden[i : i + count]
+            logits = layers.logits(config, part, rows, context.logits_buffer(part, rows))
+            context.take_logits(wanted[i : i + count], logits, start)
+    else:
+        if start == 0:
+            batch.logits = torch.empty(len(wanted), config.vocab_size, device=context.device)
+        batch.logits[:, start:stop] = layers.logits(config, batch.hidden, rows)
+        if stop == config.vocab_size:
+            context.take_logits(wanted, batch.logits, 0)
+    if stop == config.vocab_size:
+        batch.hidden = batch.logits = None

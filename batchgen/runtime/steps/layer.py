@@ -1,0 +1,111 @@
+"""Steps of a layer's matmuls: before attention, after it, and the router of experts that are read on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from batchgen.models import layers
+from batchgen.runtime.batch_state import BatchState
+from batchgen.runtime.deferred import DeferredBatchState, slices, with_deferred
+from batchgen.runtime.steps.attention import qkv_for_host
+from batchgen.runtime.steps.context import StepContext
+from batchgen.runtime.steps.weights import dequantizes_after_router
+from batchgen.schedule.step_graph import Step
+
+
+def pre(context: StepContext, step: Step, batch: BatchState) -> None:
+    """Compute norm and QKV; deferred batches leave for their next attention."""
+    tensors = context.weights.layer(step.layer, step.weight_slot)
+    hidden = with_deferred(batch.hidden, [d.hidden for d in batch.joined])
+    batch.qkv = hidden.new_empty(hidden.shape[0], context.config.qkv_size)
+    if len(hidden):
+        for part, qkv in context.chunks(hidden, batch.qkv):
+            layers.pre_attention(context.config, tensors, part, qkv)
+    leaving, batch.joined = batch.joined, []
+    if step.layer == 0 and batch.begins is not None:
+        leaving = [batch.begins]
+    if leaving:
+        _leave(context, step, batch, hidden, leaving)
+
+
+def _leave(
+    context: StepContext, step: Step, batch: BatchState, hidden: Tensor, leaving: Sequence[DeferredBatchState]
+) -> None:
+    """Deferred batches, the last rows of what has been computed, take with them what they need from here on."""
+    qkv, start = batch.qkv, len(hidden) - sum(len(d.rows) for d in leaving)
+    batch.hidden, batch.qkv = batch.hidden[:start], qkv[:start]
+    for deferred_batch, rows in zip(leaving, slices(start, leaving), strict=True):
+        deferred_batch.leave(hidden[rows], qkv_for_host(context, step, qkv[rows], deferred_batch.positions))
+
+
+def route(context: StepContext, step: Step, batch: BatchState) -> None:
+    """Compute what comes before the experts, so that it is known which ones to read."""
+    batch.routes, rows = [], _rows_after_attention(context, step, batch)
+    if rows is None:
+        return
+    batch.hidden, attention = rows
+    tensors = context.weights.layer(step.layer, step.weight_slot)
+    for part, attended in context.chunks(batch.hidden, attention):
+        routes = layers.route_tokens(context.config, tensors, part, attended, context.options.reduce)
+        batch.routes.append(routes)
+
+
+def post(context: StepContext, step: Step, batch: BatchState) -> None:
+    """Compute the output projection and the MLP."""
+    if batch.routes is None and dequantizes_after_router(context, step):
+        route(context, step, batch)
+    if batch.routes is not None:
+        _through_experts(context, step, batch)
+        return
+    rows = _rows_after_attention(context, step, batch)
+    if rows is None:
+        return
+    hidden, attention = rows
+    is_last = step.layer == context.config.num_layers - 1
+    num_of_batch = len(hidden) - sum(len(d.rows) for d in batch.joined)
+    tensors = context.weights.layer(step.layer, step.weight_slot)
+    options = {"reduce": context.options.reduce, "on_counts": context.routing.add}
+    for part, attended in context.chunks(hidden, attention):
+        layers.post_attention(context.config, tensors, part, attended, part, **options)
+    if batch.joined and not is_last:
+        for deferred_batch, part in zip(batch.joined, slices(num_of_batch, batch.joined), strict=True):
+            deferred_batch.hidden, deferred_batch.attended = hidden[part], None
+        hidden = batch.hidden.copy_(hidden[:num_of_batch]) if batch.on_host else hidden[:num_of_batch]
+    batch.hidden = hidden
+
+
+def _through_experts(context: StepContext, step: Step, batch: BatchState) -> None:
+    """Compute the rest of a layer, once the experts are read."""
+    context.weights.dequantize_experts(step.layer, step.weight_slot, batch.experts)
+    tensors = context.weights.layer(step.layer, step.weight_slot)
+    parts = context.chunks(batch.hidden) if batch.routes else ()
+    for (part,), routes in zip(parts, batch.routes, strict=True):
+        layers.add_experts(context.config, tensors, part, routes, context.options.reduce, context.routing.add)
+    batch.routes = None
+
+
+def _rows_after_attention(context: StepContext, step: Step, batch: BatchState) -> tuple[Tensor, Tensor] | None:
+    """(hidden, attention's result) of the tokens that the rest of a layer is for, deferred batches last.
+
+    Returns:
+        Two tensors of [tokens, ...]; None: there are no tokens.
+    """
+    batch.qkv = None  # memory for the other batches
+    attended, hidden = [batch.attended.pop(placement) for placement in batch.parts], batch.hidden
+    if not attended and not batch.joined:
+        return None
+    if len(attended) > 1:
+        attended = [torch.cat(attended)]
+    is_last = step.layer == context.config.num_layers - 1
+    sends = is_last and not context.config.has_head
+    if sends and batch.on_host:  # whose memory is the next batch's before it is sent
+        hidden = hidden.clone()
+    # In the last layer only tokens whose logits are asked for go on.
+    if is_last and not sends and batch.logits_indices is not None:
+        attended, hidden = [a[batch.logits_indices] for a in attended], hidden[batch.logits_indices]
+    attended += [d.attended for d in batch.joined]
+    hidden = with_deferred(hidden, [d.hidden for d in batch.joined])
+    return hidden, attended[0] if len(attended) == 1 else torch.cat(attended)

@@ -1,0 +1,67 @@
+"""Options of an executor's sweeps, and whom it hands logits and activations to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from batchgen.models.layers import Reduce
+from batchgen.runtime.lanes import OnStep
+from batchgen.schedule.sequence import LogitsRow
+
+# Takes (rows, fp32 logits [rows, columns], token of the first column) as soon as they are there. Returns the tokens
+# chosen, int64 [rows], if any are.
+OnLogits = Callable[[Sequence[LogitsRow], Tensor, int], Tensor | None]
+
+
+class AdjacentRanks(Protocol):
+    """The ranks of the previous and the next stage of a pipeline. Each call waits until it is done."""
+
+    def receive_from_previous(self, hidden: Tensor) -> None:
+        """Fill `hidden`, in host memory, with the next activations of the previous stage."""
+
+    def send_to_next(self, hidden: Tensor) -> None:
+        """Hand activations in host memory to the next stage."""
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Options of an `Executor`'s sweeps.
+
+    Attributes:
+        max_positions: most tokens of a sequence.
+        batches_on_host: micro-batches, the last ones of a sweep, whose activations wait in host memory between layers.
+        batch_tokens: most tokens of a micro-batch.
+        delegated_seqs: most sequences of a micro-batch that the CPU attends to; 0: it attends to none.
+        deferred_seqs: most sequences in flight whose attention is deferred.
+        chunk_tokens: tokens that go through a layer's matmuls together; None: a micro-batch.
+        logit_rows: rows whose logits are made together; None: a micro-batch.
+        captured_tokens: most tokens of a decode sweep that becomes a CUDA graph (`graphs`), for models whose weights
+            and KV are all on the device; 0: none does.
+        attention_isa: instruction set that attends on the CPU; "": the process's.
+        reduce: all-reduce over the ranks, on tensors of the compute device; None: there is one rank.
+        makes_logits: Whether this rank is asked for logits.
+        adjacent_ranks: ranks of the previous and the next pipeline stage; None: there is one stage.
+        serial: Whether Steps run one after the other in the caller's thread (`Lanes`).
+        shared_cores: Whether compute and CPU attention take turns on the same cores (`Lanes`).
+        on_step: function that is called after each Step with its times (`Lanes`).
+    """
+
+    max_positions: int
+    batches_on_host: int = 0
+    batch_tokens: int = 0
+    delegated_seqs: int = 0
+    deferred_seqs: int = 0
+    chunk_tokens: int | None = None
+    logit_rows: int | None = None
+    captured_tokens: int = 0
+    attention_isa: str = ""
+    reduce: Reduce | None = None
+    makes_logits: bool = True
+    adjacent_ranks: AdjacentRanks | None = None
+    serial: bool = False
+    shared_cores: bool = False
+    on_step: OnStep | None = None
