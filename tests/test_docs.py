@@ -45,11 +45,15 @@ def anchors_of(page):
 
 
 def defined_in(path):
-    """The functions and classes of a file; methods as Class.method."""
+    """The functions, classes and annotated tables of a Python or C++ file; methods of Python classes as Class.method."""
+    if path.suffix != ".py":
+        return set(re.findall(r"^(?:struct|class|inline [\w<>*& ]+?) (\w+)\b", path.read_text(), re.MULTILINE))
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
+        if isinstance(node, ast.AnnAssign):
+            names.add(ast.unparse(node.target))
         if isinstance(node, ast.ClassDef):
             names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
     return names
@@ -94,6 +98,14 @@ def test_where_is_what():
     assert len(rows) >= 15
     for question, path, function in rows:
         assert function in defined_in(ROOT / path), f"{question} {path} does not define {function}"
+
+
+def test_the_page_of_threads_has_every_file_that_starts_one():
+    starts = re.compile(r"\b(?:ThreadPoolExecutor|Thread|subprocess\.(?:Popen|run)|std::thread \w+)\(")
+    code = [path for folder, end in (("batchgen", "*.py"), ("csrc", "*.cpp")) for path in (ROOT / folder).rglob(end)]
+    starting = {str(path.relative_to(ROOT)) for path in code if starts.search(path.read_text())}
+    listed = re.findall(r"^\| `([^`]+)` \|", (DOCS / "threads.md").read_text(), re.MULTILINE)
+    assert set(listed) == starting
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "packages").glob("*.md")), ids=lambda page: page.stem)

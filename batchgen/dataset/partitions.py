@@ -30,7 +30,7 @@ class Partitions:
 
     @classmethod
     def of(cls, paths: Sequence[str], root: str) -> Partitions:
-        """The partitions of files in a directory. Raises InputError where they lie in directories of different columns."""
+        """The partitions of files in a directory. Raises InputError where their directories have different columns."""
         pairs = {path: _pairs(path[len(root) :]) for path in paths}
         names = [name for name, _ in pairs[paths[0]]]
         for path, found in pairs.items():

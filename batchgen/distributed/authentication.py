@@ -18,6 +18,7 @@ import socket
 import struct
 import time
 from dataclasses import dataclass
+from typing import Any
 
 _MAGIC = b"batchgen ranks 1"
 _NONCE_BYTES = _PROOF_BYTES = 32
@@ -99,8 +100,8 @@ def _proof(secret: bytes, role: bytes, said: bytes) -> bytes:
     return hmac.new(secret, role + said, hashlib.sha256).digest()
 
 
-def _endpoint(address: tuple) -> bytes:
-    """An address as both ends see it."""
+def _endpoint(address: tuple[Any, ...]) -> bytes:
+    """The form of a socket's address that both ends agree on."""
     host = ipaddress.ip_address(address[0].partition("%")[0])
     mapped = getattr(host, "ipv4_mapped", None)
     return f"{mapped or host} {address[1]}".encode()

@@ -348,7 +348,8 @@ def dismissing(size: int) -> Iterator[None]:
 
 def _refuse(place: Rank, exit_code: int) -> None:
     """Tell the other ranks that there is nothing to do; those that have not come shortly after are not waited for."""
-    deadline_s, heard = time.monotonic() + _REFUSED_S, set()
+    heard: set[int] = set()
+    deadline_s = time.monotonic() + _REFUSED_S
     with _meet(place, _REFUSED_S) as listener:
         while len(heard) < place.size - 1 and time.monotonic() < deadline_s:
             for rank, connection in listener.arrived(CONTROL).items():

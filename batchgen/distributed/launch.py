@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.core.python_command import python_command
@@ -204,7 +205,7 @@ class Processes:
             cores: Cores of each rank, this one included.
         """
         self._size = size
-        self._running: dict[int, subprocess.Popen] = {}
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
         for rank in range(1, size):
             place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
             place |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
@@ -256,8 +257,8 @@ def _fate(code: int) -> str:
     return f"was killed by {name}" + (" (perhaps for want of memory)" if name == "SIGKILL" else "")
 
 
-def _has_file(stream: object) -> bool:
+def _has_file(stream: Any) -> bool:
     try:
-        return stream.fileno() >= 0  # type: ignore[attr-defined]
+        return bool(stream.fileno() >= 0)
     except (AttributeError, OSError, ValueError):
         return False

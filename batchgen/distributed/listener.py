@@ -44,7 +44,8 @@ class Listener:
 
     @property
     def address(self) -> tuple[str, int]:
-        return self._server.getsockname()[:2]
+        host, port = self._server.getsockname()[:2]
+        return host, port
 
     def _accept_all(self) -> None:
         while True:

@@ -247,9 +247,9 @@ def encode_pairs(
 
 def _check_to_score(tokenizer: Tokenizer, context: str | Iterable, continuations: Iterable, limit: LengthLimit) -> None:
     """Raise RowError for a context that cannot fit; a continuation without a context may be longer than the model's."""
-    own = context.rstrip() if isinstance(context, str) else ""
-    if own:
-        limit.check(tokenizer, own, "the text to score")
+    stripped = context.rstrip() if isinstance(context, str) else ""
+    if stripped:
+        limit.check(tokenizer, stripped, "the text to score")
     unbounded = LengthLimit(limit.context, cuts=True)
     for continuation in continuations:
         if isinstance(continuation, str):

@@ -202,11 +202,11 @@ def choose_weights(
     Raises:
         InputError: There is no such format, or the model is not in it.
     """
-    found = resolve_weights(files, weights, on_cpu=device.kind != "cuda")
-    if weights != AUTO or found not in KEPT_FORMATS:
-        return found
+    resolved = resolve_weights(files, weights, on_cpu=device.kind != "cuda")
+    if weights != AUTO or resolved not in KEPT_FORMATS:
+        return resolved
     expanded_bytes = config.num_params * FORMAT_BYTES[dtype]
-    return DEQUANTIZED if expanded_bytes <= memory_bytes() * _DEQUANTIZED_FRAC else found
+    return DEQUANTIZED if expanded_bytes <= memory_bytes() * _DEQUANTIZED_FRAC else resolved
 
 
 def in_memory_policy(

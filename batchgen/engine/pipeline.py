@@ -167,10 +167,10 @@ def load_pipeline(
     check_stages(request, stages, group.size)
     words = load_words(request, tokenizer)
     loads = _plan_stages(request, stages)
-    own, memory = loads[0]
+    load, memory = loads[0]
     group.broadcast(encode(StageLoads(loads)))
-    own = replace(own, on_step=request.on_step, on_load=request.on_load)
-    executor, _ = load_executor(own, memory, adjacent_ranks=_StageRanks(group))
+    load = replace(load, on_step=request.on_step, on_load=request.on_load)
+    executor, _ = load_executor(load, memory, adjacent_ranks=_StageRanks(group))
     try:
         group.ready()
     except BaseException:
@@ -219,19 +219,19 @@ def _plan_stages(request: LoadRequest, stages: Sequence[Stage]) -> list[tuple[Lo
     """The part that each stage loads, and its memory plan; all KV pools have the blocks of the smallest."""
     loads = []
     for stage in stages:
-        own = replace(
+        load = replace(
             request,
             config=request.config.stage(stage.first, stage.stop),
             policy=stage.policy,
             on_step=None,  # callbacks are rank 0's
             on_load=None,
         )
-        loads.append((own, plan_load(own)))
+        loads.append((load, plan_load(load)))
     fewest = _fewest([memory.kv_blocks for _, memory in loads])
     window = max((memory.window for _, memory in loads if memory.window is not None), default=None)
     window_blocks = _fewest([memory.window_blocks for _, memory in loads if memory.window is not None])
     return [
-        (own, replace(memory, kv_blocks=fewest, window=window, window_blocks=window_blocks)) for own, memory in loads
+        (load, replace(memory, kv_blocks=fewest, window=window, window_blocks=window_blocks)) for load, memory in loads
     ]
 
 

@@ -211,12 +211,12 @@ def follow_sweeps(ranks: RankGroup, request: LoadRequest, memory: MemoryPlan) ->
 def rank_store(request: LoadRequest, shard: Shard) -> WeightStore:
     """The weight store of a rank's part, which is made where there is none."""
     assert request.offload_dir is not None
-    found = request.policy.weight_format
+    weight_format = request.policy.weight_format
     return find_or_convert(
         request.files,
         request.offload_dir,
         request.dtype,
-        DEQUANTIZED if found == request.dtype else found,
+        DEQUANTIZED if weight_format == request.dtype else weight_format,
         shard=shard,
     )
 

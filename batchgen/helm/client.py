@@ -104,12 +104,12 @@ class BatchgenClient(CachingClient):
 
     def _look_up(self, want: Wanted) -> RequestResult:
         assert self._jobs is not None
-        found, results = self._jobs.found, self._jobs.results
+        answered_before, results = self._jobs.found, self._jobs.results
         timings = [timing for row in want.rows if (timing := results.timing(row.id))]
         timing = max(timings, key=lambda t: t.wall_s, default=None)
         return RequestResult(
             success=True,
-            cached=all(row.id in found for row in want.rows),
+            cached=all(row.id in answered_before for row in want.rows),
             completions=_completions(answers(want, results)),
             embedding=[],
             request_time=timing and timing.wall_s / timing.rows,

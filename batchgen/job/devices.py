@@ -325,6 +325,10 @@ def _started(outcome: Outcome, comparison: Comparison) -> str:
         each = comparison.count // comparison.hosts
         if outcome.shares:
             return ", on each device's host, with --device as it has there"
-        own = "a GPU of its own (CUDA_VISIBLE_DEVICES) and " if "--device cuda" in outcome.command else ""
-        return ", on each host" if each == 1 else f", {each:,} times on each host, each with {own}its part of the cores"
+        devices = "a GPU of its own (CUDA_VISIBLE_DEVICES) and " if "--device cuda" in outcome.command else ""
+        return (
+            ", on each host"
+            if each == 1
+            else f", {each:,} times on each host, each with {devices}its part of the cores"
+        )
     return ", on each host, with the same BATCHGEN_SECRET" if outcome.command.startswith("torchrun") else ""

@@ -120,14 +120,14 @@ class TokenClock:
 def describe(counts: Counts, clock: TokenClock) -> str:
     """Text such as "1,204 prompt + 96 output tokens/s, 3 failed, 120 resumed, 48 s left"."""
     prompt_rate, output_rate = clock.rates()
-    made = f" + {output_rate:,.0f} output" if counts.generated_tokens else ""  # scoring makes none
-    parts = [f"{prompt_rate:,.0f} prompt{made} tokens/s"]
+    output_text = f" + {output_rate:,.0f} output" if counts.generated_tokens else ""  # scoring makes none
+    parts = [f"{prompt_rate:,.0f} prompt{output_text} tokens/s"]
     parts += [f"{counts.failed:,} failed"] if counts.failed else []
     parts += [f"{counts.resumed:,} resumed"] if counts.resumed else []
     parts += [f"{counts.others:,} by other workers"] if counts.others else []
-    left = clock.remaining_s(counts)
-    if left is not None:
-        parts.append(f"{format_seconds(left)} left")
+    left_s = clock.remaining_s(counts)
+    if left_s is not None:
+        parts.append(f"{format_seconds(left_s)} left")
     return ", ".join(parts)
 
 

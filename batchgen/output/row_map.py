@@ -87,8 +87,8 @@ class DoneRows:
         """The first row from `row` on that is not done."""
         return self._state.next_zero(row)
 
-    def __contains__(self, row: int) -> bool:
-        return self._state[row] != 0
+    def __contains__(self, row: int, /) -> bool:
+        return bool(self._state[row] != 0)
 
     def __len__(self) -> int:
         return self.ok + self.failed

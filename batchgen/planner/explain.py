@@ -226,7 +226,7 @@ def _lengths(workload: Workload) -> str:
 
 
 def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
-    """The plan for a person. explained: of the plan; None: without cost, and without prices of plans made anew."""
+    """The plan for a person. explained: explanation of the plan; None: one without cost and re-planned prices."""
     explained = explained or explanation_of(plan)
     policy, predicted, workload = plan.policy, plan.prediction, plan.workload
     lines = [
@@ -301,8 +301,8 @@ def _memory_lines(plan: Plan) -> list[str]:
     for tier, parts in plan.prediction.memory_bytes.items():
         peak = sum(parts.values())
         if peak:
-            made = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-            rows.append([TIER_NAMES[tier], format_bytes(peak), format_bytes(plan.budgets[tier]), made])
+            listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+            rows.append([TIER_NAMES[tier], format_bytes(peak), format_bytes(plan.budgets[tier]), listed])
     return aligned(rows)
 
 
@@ -374,8 +374,8 @@ def compare_rows(plans: list[tuple[str, Plan]]) -> list[list[str]]:
 
 def frontier_lines(problem: Problem) -> list[str]:
     """FlexGen figure 1 for this job."""
-    made = "generated" if problem.workload.task == "generate" else "scored"
-    rows = [["block latency", f"{made} tokens/s", "block", "bottleneck"]]
+    kind = "generated" if problem.workload.task == "generate" else "scored"
+    rows = [["block latency", f"{kind} tokens/s", "block", "bottleneck"]]
     for latency_s, rate, candidate in frontier(problem):
         s = candidate.inputs
         lanes = lane_seconds(candidate, candidate.counts.placement(s))

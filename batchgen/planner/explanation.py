@@ -156,26 +156,28 @@ def explanation_of(
 
 def _stages(plan: Plan) -> tuple[Stage, ...]:
     """The plan's stages, those of one name as one, bound by what binds the longest of them."""
-    found = [Stage(plan.prediction.startup_s, 0.0, "start-up")]
+    stages = [Stage(plan.prediction.startup_s, 0.0, "start-up")]
     for name in STAGES:
-        own = [stage for stage in plan.prediction.stages if stage.name == name]
-        if own:
-            longest = max(own, key=lambda stage: stage.seconds)
-            seconds, tokens, sweeps = (sum(getattr(s, f) for s in own) for f in ("seconds", "tokens", "sweeps"))
-            found.append(Stage(seconds, tokens, name, sweeps, longest.bottleneck))
-    return tuple(found)
+        of_name = [stage for stage in plan.prediction.stages if stage.name == name]
+        if of_name:
+            longest = max(of_name, key=lambda stage: stage.seconds)
+            seconds, tokens, sweeps = (sum(getattr(s, f) for s in of_name) for f in ("seconds", "tokens", "sweeps"))
+            stages.append(Stage(seconds, tokens, name, sweeps, longest.bottleneck))
+    return tuple(stages)
 
 
 def _weight_sentences(plan: Plan) -> list[str]:
     words = _WEIGHT_SENTENCES if "gpu" in plan.budgets else _WEIGHT_SENTENCES_CPU
     by_tier = plan.placement_bytes["weights"]
     stored = plan.policy.weight_format
-    found = [f"{format_bytes(by_tier[tier])} {words[tier]} ({stored})." for tier in words if by_tier.get(tier)]
+    sentences = [f"{format_bytes(by_tier[tier])} {words[tier]} ({stored})." for tier in words if by_tier.get(tier)]
     if tokens := plan.prediction.break_even_tokens:
-        found.append(f"From {tokens:,} tokens a sweep on, products take as long as bringing these weights.")
+        sentences.append(f"From {tokens:,} tokens a sweep on, products take as long as bringing these weights.")
     if tokens := plan.policy.on_demand_tokens:
-        found.append(f"In sweeps of {tokens:,} tokens or fewer, only those experts are read that a token is routed to.")
-    return found
+        sentences.append(
+            f"In sweeps of {tokens:,} tokens or fewer, only those experts are read that a token is routed to."
+        )
+    return sentences
 
 
 def _kv_sentences(plan: Plan) -> list[str]:
@@ -186,10 +188,10 @@ def _kv_sentences(plan: Plan) -> list[str]:
         words = words | {
             "streamed": f"keep their KV in GPU memory in {stay} of {layers} layers, and {_STREAMED_LAYERS}"
         }
-    found = [(counts[c], words[c]) for c in words if counts.get(c)]
+    described = [(counts[c], words[c]) for c in words if counts.get(c)]
     return [
         f"1 sequence {text.replace('keep their', 'keeps its')}." if n == 1 else f"{n:,} sequences {text}."
-        for n, text in found
+        for n, text in described
     ]
 
 
@@ -222,9 +224,9 @@ def _prices(plan: Plan, replanned_s: Mapping[str, float]) -> tuple[Price, ...]:
     saved = {**predicted.memory_price_s, **predicted.lane_price_s}
     # Of first order: a whole GiB where there is little may promise more than all there is.
     most = predicted.total_s - predicted.startup_s
-    found = [Price(price_name(name), min(s, most), replanned_s.get(name)) for name, s in saved.items()]
+    prices = [Price(price_name(name), min(s, most), replanned_s.get(name)) for name, s in saved.items()]
     worth = 0.001 * predicted.total_s
-    useful = [price for price in found if max(price.saved_s, price.replanned_s or 0.0) > worth]
+    useful = [price for price in prices if max(price.saved_s, price.replanned_s or 0.0) > worth]
     return tuple(sorted(useful, key=lambda price: (-price.saved_s, price.what)))
 
 
@@ -245,14 +247,14 @@ def stage_rows(explained: Explanation) -> list[list[str]]:
 
 
 def total_lines(explained: Explanation) -> list[str]:
-    """Lines with tokens, rates, bytes written to the disk, cost, energy and the search's gap, as far as there are any."""
+    """Lines with tokens, rates, bytes written to the disk, cost, energy and the search's gap, where there are any."""
     prompts, generated = explained.prompt_tokens, explained.generated_tokens
-    made = f" and {generated:,.0f} generated ones" if generated else ""
-    every, own = explained.all_rate, explained.generated_rate
+    generated_words = f" and {generated:,.0f} generated ones" if generated else ""
+    every, output = explained.all_rate, explained.generated_rate
     rates = f"{every.whole:,.4g} tokens/s in all, {every.after_startup:,.4g} after the start-up"
     if generated:
-        rates += f"; {own.whole:,.4g} generated tokens/s, {own.after_startup:,.4g} after the start-up"
-    lines = [f"{prompts:,.0f} prompt tokens{made}: {rates}"]
+        rates += f"; {output.whole:,.4g} generated tokens/s, {output.after_startup:,.4g} after the start-up"
+    lines = [f"{prompts:,.0f} prompt tokens{generated_words}: {rates}"]
     if any(explained.disk_written_bytes.values()):
         parts = [f"{format_bytes(size)} of {what}" for what, size in explained.disk_written_bytes.items() if size]
         lines.append(f"written to the disk: {', '.join(parts)}")

@@ -97,7 +97,7 @@ def _simulate(workload: Workload, settings: Sequence[Setting], block: Array, row
     entered = np.zeros((before + 1024, len(block)))
     weights = np.array([decoding[:0:-1], (decoding * ages)[:0:-1]])
     sums: list[Array] = []  # of each step: sequences that decode, and their ages, of rows that entered before it
-    left, in_block, filling = rows.astype(float), np.zeros(len(block)), np.ones(len(block), dtype=bool)
+    waiting, in_block, filling = rows.astype(float), np.zeros(len(block)), np.ones(len(block), dtype=bool)
     length = np.full(len(block), -1)
     while True:
         t = len(sums)
@@ -105,19 +105,19 @@ def _simulate(workload: Workload, settings: Sequence[Setting], block: Array, row
             entered = np.concatenate([entered, np.zeros_like(entered)])
         alive = weights @ entered[t : before + t]
         empty = alive[0] <= _NONE
-        length[(length < 0) & (left <= 0) & empty] = t
+        length[(length < 0) & (waiting <= 0) & empty] = t
         if length.min() >= 0:
             break
         in_block[empty], filling[empty] = 0.0, True
         vacant = np.where(static, np.where(filling, block - in_block, 0.0), block - alive[0])
         # At least a token a sweep, so that a tiny budget is slow rather than endless.
         affordable = np.maximum(1.0, budget - alive[0]) * step / prompt
-        entering = np.minimum(np.minimum(left, vacant), affordable)
+        entering = np.minimum(np.minimum(waiting, vacant), affordable)
         entering[entering <= _NONE] = 0.0  # what is vacant by rounding alone makes no step of another kind
         in_block += entering
-        filling &= (in_block < block - _NONE) & (left > entering)
-        left -= entering
-        left[left <= _NONE] = 0.0
+        filling &= (in_block < block - _NONE) & (waiting > entering)
+        waiting -= entering
+        waiting[waiting <= _NONE] = 0.0
         entered[before + t] = entering
         sums.append(alive)
     steps = len(sums)
@@ -166,11 +166,11 @@ def _merged(steps: _Steps, block: Array) -> list[list[Mean]]:
     most = np.where(steps.there, steps.prefill_tokens, 0.0).max(axis=0)
     prefill = np.where(steps.prefill_tokens == 0, 0, 1 + (steps.prefill_tokens > most / 2))
     thirds = np.minimum(2, (3 * steps.decode_seqs / block).astype(int))
-    found: list[list[tuple[int, Mean]]] = [[] for _ in block]
+    groups_of_settings: list[list[tuple[int, Mean]]] = [[] for _ in block]
     for kind in _KINDS:
-        own = steps.there & (prefill == kind[0]) & (thirds == kind[1])
-        first = own.argmax(axis=0)
-        sweeps = np.where(own, steps.sweeps, 0.0)
+        of_kind = steps.there & (prefill == kind[0]) & (thirds == kind[1])
+        first = of_kind.argmax(axis=0)
+        sweeps = np.where(of_kind, steps.sweeps, 0.0)
         totals = [
             (values * sweeps).sum(axis=0)
             for values in (
@@ -180,10 +180,10 @@ def _merged(steps: _Steps, block: Array) -> list[list[Mean]]:
                 steps.context * steps.decode_seqs,
             )
         ]
-        for i in np.flatnonzero(own.any(axis=0)).tolist():
+        for i in np.flatnonzero(of_kind.any(axis=0)).tolist():
             count = float(sweeps[:, i].sum())
             prompts, prompt_seqs, decoded, attended = (float(values[i]) for values in totals)
             context = attended / decoded if decoded else float(steps.context[first[i], i])
             mean = Mean(count, prompts / count, prompt_seqs / count, decoded / count, context)
-            found[i].append((int(first[i]), mean))
-    return [[mean for _, mean in sorted(groups)] for groups in found]
+            groups_of_settings[i].append((int(first[i]), mean))
+    return [[mean for _, mean in sorted(groups)] for groups in groups_of_settings]

@@ -78,7 +78,7 @@ def kv_pools(
             tier = KVPlacement(kv_placement).tier
             seqs[tier] = seqs.get(tier, 0) + count
     least = -(-demand.min_tokens // kv_block_size)
-    left = {tier: budgets[tier] - sum(own.values()) for tier, own in parts.items()}
+    capacity = {tier: budgets[tier] - sum(fixed.values()) for tier, fixed in parts.items()}
     blocks, of_windows, taken, short = {}, {}, dict.fromkeys(parts, 0), {}
     for pool, count in seqs.items():
         # More than every sequence at full length is never used; the demand may know better, but any row must fit.
@@ -88,20 +88,20 @@ def kv_pools(
             useful = min(useful, max(-(-expected // kv_block_size), -(-policy.max_model_len // kv_block_size)))
         if window is not None and pool != "disk":
             split = _Split.of(config, policy, window, count)
-            if left[pool] < split.bytes_of(least, split.least(least)):
-                short[pool] = split.bytes_of(least, split.least(least)) - left[pool]
+            if capacity[pool] < split.bytes_of(least, split.least(least)):
+                short[pool] = split.bytes_of(least, split.least(least)) - capacity[pool]
                 continue
-            blocks[pool], of_windows[pool] = split.shared_out(left[pool], least, useful)
+            blocks[pool], of_windows[pool] = split.shared_out(capacity[pool], least, useful)
             taken[pool] += split.bytes_of(blocks[pool], of_windows[pool])
             continue
         sizes = _pool_block_bytes(config, policy, pool)
         for tier, size in sizes.items():
-            if left[tier] < least * size:
-                short[tier] = least * size - left[tier]
-        blocks[pool] = max(0, min(*(left[tier] // size for tier, size in sizes.items()), useful))
+            if capacity[tier] < least * size:
+                short[tier] = least * size - capacity[tier]
+        blocks[pool] = max(0, min(*(capacity[tier] // size for tier, size in sizes.items()), useful))
         for tier, size in sizes.items():
             taken[tier] += blocks[pool] * size
-    for tier, size in left.items():
+    for tier, size in capacity.items():
         if size < 0:
             short.setdefault(tier, -size)
     if short:
@@ -145,7 +145,7 @@ class _Split:
     def bytes_of(self, blocks: int, of_windows: int) -> int:
         return blocks * self.block_bytes + of_windows * self.window_block_bytes
 
-    def shared_out(self, left: int, least: int, useful: int) -> tuple[int, int]:
+    def shared_out(self, capacity: int, least: int, useful: int) -> tuple[int, int]:
         """Blocks of both kinds in so many bytes.
 
         As many window blocks as sequences hold at once, but never more than blocks of the other layers: rows within the
@@ -153,10 +153,10 @@ class _Split:
         of use.
         """
         each, window_each = self.block_bytes, self.window_block_bytes
-        of_windows = min(self.most, useful, left // (each + window_each), (left - least * each) // window_each)
+        of_windows = min(self.most, useful, capacity // (each + window_each), (capacity - least * each) // window_each)
         of_windows = max(of_windows, self.least(least))
         # Where all layers have windows the others' blocks take no memory: they are how prefixes are found.
-        return useful if not each else min(useful, (left - of_windows * window_each) // each), of_windows
+        return useful if not each else min(useful, (capacity - of_windows * window_each) // each), of_windows
 
 
 def _pool_block_bytes(config: ModelConfig, policy: Policy, pool: str) -> dict[str, int]:
@@ -171,9 +171,9 @@ def _too_small(
     short: Mapping[str, int], parts: Mapping[str, Mapping[str, int]], budgets: Mapping[str, int], min_tokens: int
 ) -> str:
     tier, missing = max(short.items(), key=lambda item: item[1])
-    own = ", ".join(f"{what} {format_bytes(size)}" for what, size in parts[tier].items())
+    fixed = ", ".join(f"{what} {format_bytes(size)}" for what, size in parts[tier].items())
     return (
         f"{TIER_FLAGS[tier]} {format_bytes(budgets[tier])} is too small for one row of {min_tokens} tokens"
-        f" beside {own};"
+        f" beside {fixed};"
         f" give at least {format_at_least((budgets[tier] + missing) * 1.01)}"
     )

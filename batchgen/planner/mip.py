@@ -50,18 +50,18 @@ class Solution:
     columns: tuple[float, ...] = ()
 
 
-def with_embeddings(s: CostInputs, found: Solution) -> Solution:
+def with_embeddings(s: CostInputs, solution: Solution) -> Solution:
     """The placement with the input embeddings on the GPU, if it leaves memory for them there.
 
     They are worth less than anything else in that memory: all they save is copies of a row for each token.
     """
     if not s.on_gpu or not s.embedding_bytes:
-        return found
-    counts = replace(found.counts, embeddings_on_gpu=1)
+        return solution
+    counts = replace(solution.counts, embeddings_on_gpu=1)
     placement = counts.placement(s)
     if number(peak_bytes(s, placement)["gpu"]) > s.budgets["gpu"] - _TOLERANCE_BYTES:
-        return found
-    return replace(found, counts=counts, placement=placement)
+        return solution
+    return replace(solution, counts=counts, placement=placement)
 
 
 def solve(

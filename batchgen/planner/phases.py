@@ -125,11 +125,11 @@ def _with_deferred(phases: Iterable[Phase], workload: Workload, deferral: Deferr
     sweeps = sum(phase.sweeps for phase in phases)
     tokens = deferral.rows * (workload.output_len.mean - 1) / sweeps
     more = workload.num_seqs / (workload.num_seqs - deferral.rows)
-    found = []
+    extended = []
     for phase in phases:
-        left = max(1.0, budget - phase.decode_seqs - tokens)
-        longer = max(1.0, phase.prefill_tokens * more / left) if phase.prefill_tokens else 1.0
-        found.append(
+        prompt_budget = max(1.0, budget - phase.decode_seqs - tokens)
+        longer = max(1.0, phase.prefill_tokens * more / prompt_budget) if phase.prefill_tokens else 1.0
+        extended.append(
             replace(
                 phase,
                 sweeps=phase.sweeps * longer,
@@ -139,4 +139,4 @@ def _with_deferred(phases: Iterable[Phase], workload: Workload, deferral: Deferr
                 deferred_tokens=tokens / longer,
             )
         )
-    return tuple(found)
+    return tuple(extended)

@@ -189,19 +189,19 @@ class _BestFirst:
 
     def _work_out(self, entry: _Entry) -> bool:
         """Solve the entry; return true if it is back in the heap, as something fits and its blocks are fast enough."""
-        found = solve(entry.inputs, entry.phases, self._problem.allowed, integer=entry.relaxed is not None)
-        if found is None:
+        solution = solve(entry.inputs, entry.phases, self._problem.allowed, integer=entry.relaxed is not None)
+        if solution is None:
             return False
         inputs = entry.inputs
         if entry.relaxed is None:
-            inputs, found = _with_experts_on_demand(inputs, entry.phases, self._problem.allowed, found)
-        if _exceeds_latency(self._problem, inputs, entry.phases, found):
+            inputs, solution = _with_experts_on_demand(inputs, entry.phases, self._problem.allowed, solution)
+        if _exceeds_latency(self._problem, inputs, entry.phases, solution):
             self._too_slow = True
             return False
         if entry.relaxed is None:
-            better = replace(entry, seconds=found.seconds, inputs=inputs, relaxed=found)
+            better = replace(entry, seconds=solution.seconds, inputs=inputs, relaxed=solution)
         else:
-            better = replace(entry, seconds=found.seconds, incumbent=found)
+            better = replace(entry, seconds=solution.seconds, incumbent=solution)
         heapq.heappush(self._heap, better)
         return True
 
@@ -219,16 +219,16 @@ class _Entry:
 
 
 def _with_experts_on_demand(
-    s: CostInputs, phases: tuple[Phase, ...], allowed: Allowed, found: Solution
+    s: CostInputs, phases: tuple[Phase, ...], allowed: Allowed, solution: Solution
 ) -> tuple[CostInputs, Solution]:
     """Inputs that read experts on demand, where that is faster with this placement, and the best placement for them."""
-    tokens = on_demand_tokens(s, found.placement)
+    tokens = on_demand_tokens(s, solution.placement)
     if not tokens:
-        return s, found
+        return s, solution
     inputs = replace(s, on_demand_tokens=tokens)
     if all(phase.tokens > tokens for phase in phases):
-        return inputs, found
-    return inputs, solve(inputs, phases, allowed, integer=False) or found
+        return inputs, solution
+    return inputs, solve(inputs, phases, allowed, integer=False) or solution
 
 
 def _kind(s: CostInputs) -> tuple[int, int]:
@@ -308,13 +308,13 @@ def in_neos_order(problem: Problem, candidate: Candidate, prune: Prune = prune_n
         return
     inputs = with_unequal_batches(candidate.inputs, candidate.counts.kv_seqs["cpu"])
     relaxed = solve(inputs, candidate.phases, problem.allowed, integer=False)
-    found = relaxed and integer_candidate(problem, relaxed, inputs, candidate.phases, prune)
-    if found and found.counts.kv_seqs.get("cpu"):
-        yield found
+    unequal = relaxed and integer_candidate(problem, relaxed, inputs, candidate.phases, prune)
+    if unequal and unequal.counts.kv_seqs.get("cpu"):
+        yield unequal
 
 
-def _exceeds_latency(problem: Problem, s: CostInputs, phases: tuple[Phase, ...], found: Solution) -> bool:
-    return _block_latency_s(s, phases, found.seconds) > (problem.max_block_latency_s or float("inf"))
+def _exceeds_latency(problem: Problem, s: CostInputs, phases: tuple[Phase, ...], solution: Solution) -> bool:
+    return _block_latency_s(s, phases, solution.seconds) > (problem.max_block_latency_s or float("inf"))
 
 
 def _least_movement(best: Candidate, allowed: Allowed) -> Candidate:
@@ -323,8 +323,8 @@ def _least_movement(best: Candidate, allowed: Allowed) -> Candidate:
     Where one resource binds, many placements are equally fast; this one leaves the disk alone if it is not needed.
     """
     within_s = best.seconds * (1 + _EQUALLY_FAST)
-    found = solve(best.inputs, best.phases, allowed, integer=True, within_s=within_s, start=best.incumbent)
-    incumbent = with_embeddings(best.inputs, found or best.incumbent)
+    least = solve(best.inputs, best.phases, allowed, integer=True, within_s=within_s, start=best.incumbent)
+    incumbent = with_embeddings(best.inputs, least or best.incumbent)
     tokens = on_demand_tokens(best.inputs, incumbent.placement)
     if tokens == best.inputs.on_demand_tokens:
         return replace(best, incumbent=incumbent)
@@ -364,17 +364,17 @@ def frontier(problem: Problem) -> list[tuple[float, float, Candidate]]:
     Returns:
         (block latency in s, generated or scored tokens/s, plan), without those that another one beats in both.
     """
-    found = []
+    candidates_of_sizes = []
     for max_num_seqs in max_num_seqs_choices(problem):
         try:
             candidate = search(replace(problem, max_num_seqs=max_num_seqs, max_block_latency_s=None))
         except InputError:
             break  # larger blocks need more memory still
         rate = problem.workload.num_seqs * problem.workload.made_len / candidate.seconds
-        found.append((block_latency_s(candidate), rate, candidate))
-    found.sort(key=lambda entry: (entry[0], -entry[1]))
+        candidates_of_sizes.append((block_latency_s(candidate), rate, candidate))
+    candidates_of_sizes.sort(key=lambda entry: (entry[0], -entry[1]))
     best, pareto = 0.0, []
-    for entry in found:
+    for entry in candidates_of_sizes:
         if entry[1] > best * 1.001:
             best = entry[1]
             pareto.append(entry)

@@ -356,9 +356,9 @@ def _scheduled(sweep: _Sweep) -> list[ScheduledSequence]:
         sequence = Generated(
             i, i, 0, [(i + j) % _VOCAB for j in range(sweep.cached + sweep.new)], SamplingParams(), KVPlacement.CPU
         )
-        own = -(-(sweep.cached + sweep.new) // DEFAULT_KV_BLOCK_SIZE) - shared_blocks
-        sequence.block_table = array("i", [*range(shared_blocks), *range(next_block, next_block + own)])
-        next_block += own
+        num_blocks = -(-(sweep.cached + sweep.new) // DEFAULT_KV_BLOCK_SIZE) - shared_blocks
+        sequence.block_table = array("i", [*range(shared_blocks), *range(next_block, next_block + num_blocks)])
+        next_block += num_blocks
         sequence.num_computed, sequence.num_matched_blocks = sweep.cached, shared_blocks
         scheduled.append(ScheduledSequence(sequence, sweep.new))
     return scheduled

@@ -271,8 +271,8 @@ def _weight(
         data = torch.full(
             (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
         )  # scales are numbers
-        found = BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, _name(numbers.dtype)))
-        return found if in_rows else ops.pack_blocks(found, numbers.dtype, gated=gated)
+        weight = BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, _name(numbers.dtype)))
+        return weight if in_rows else ops.pack_blocks(weight, numbers.dtype, gated=gated)
     stored = numbers
     if weight_format == INT8:
         some = int8.quantize(numbers[:_QUANTIZED_ROWS])

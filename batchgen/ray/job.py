@@ -86,9 +86,9 @@ def run(
         with _refusals():
             total = check_ids(input, id_column)
     if len(done) < total:
-        left = dataset
+        remaining = dataset
         if len(done):
-            left = dataset.map_batches(
+            remaining = dataset.map_batches(
                 rows_left, fn_args=(ray.put(done), id_column), batch_format="pyarrow", zero_copy_batch=True
             )
         settings = {"id_column": id_column, **options}
@@ -100,7 +100,7 @@ def run(
         rows = batch_size or rows_of_batch(total, concurrency, plans)
         calls = calls_at_once(plans, options, rows)
         # Otherwise a file may be one block, which one actor runs, and which is written when all of it is done.
-        written = left.repartition(target_num_rows_per_block=rows).map_batches(
+        written = remaining.repartition(target_num_rows_per_block=rows).map_batches(
             GenerateParts,
             fn_constructor_kwargs={"folder": str(folder), "model": model, "plans": plans, **settings},
             batch_format="pyarrow",

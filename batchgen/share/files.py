@@ -21,7 +21,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 
 class Files(Protocol):
-    """Small files under names such as "leases/000003.0000"; a worker may see an older state than others have written."""
+    """Small files under names such as "leases/000003.0000"; a worker may see an older state than others wrote."""
 
     def create(self, name: str, content: bytes) -> bool:
         """Make a file that is there with all of its content, or not at all; False where the name is taken."""

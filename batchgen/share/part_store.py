@@ -46,7 +46,7 @@ class PartStore:
         folder = self._folder(name, generation)
         folder.mkdir(exist_ok=True)
         batch = write_part(folder, number, results, self._origin)
-        return batch.num_rows - batch.column("error").null_count
+        return int(batch.num_rows - batch.column("error").null_count)
 
     def paths(self, name: str, generation: int) -> list[Path]:
         """The part files of a generation, oldest first. Raises FileNotFoundError where there are none."""

@@ -116,7 +116,9 @@ class SharedRun:
     has seen.
     """
 
-    def __init__(self, output_path: Path, lease_s: float, open_plain: Callable[[], Run], fingerprint: dict) -> None:
+    def __init__(
+        self, output_path: Path, lease_s: float, open_plain: Callable[[], Run], fingerprint: dict[str, Any]
+    ) -> None:
         self.output_path = output_path
         self.directory = directory = run_directory(output_path)
         self.totals: dict[str, int] | None = None

@@ -99,7 +99,7 @@ def _shared(files: DirectoryFiles, job: SharedJob, directory: Path, sleep: Calla
     counters = {name: record.counter for name, record in table.workers.items()}
     sleep(1.5 * job.lease_s / TICKS_PER_LEASE)
     table.refresh()
-    workers = []
+    workers: list[dict[str, Any]] = []
     for name, record in table.workers.items():
         alive = not record.ended and record.counter != counters.get(name)
         in_hand = [

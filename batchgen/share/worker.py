@@ -6,7 +6,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,12 @@ class Parts(Protocol):
 
     def write(self, name: str, generation: int, number: int, results: Mapping[int, Any]) -> int:
         """Write a part; returns how many of its rows failed."""
+
+
+class RowSet(Protocol):
+    """Rows that can be asked for one by one."""
+
+    def __contains__(self, row: int, /) -> bool: ...
 
 
 @dataclass
@@ -85,9 +91,9 @@ class Worker:
         self._claimed = self._finished = 0  # rows; each is changed by one thread only
         self._held: dict[str, Held] = {}
         self._ranges: list[range] = []
-        self._skip: Container[int] = ()
+        self._skip: RowSet = ()
 
-    def work_on(self, ranges: list[range], parts: Parts, skip: Container[int] = ()) -> None:
+    def work_on(self, ranges: list[range], parts: Parts, skip: RowSet = ()) -> None:
         """From now on there are rows: `ranges` of them, without those that were done before."""
         self._ranges, self._parts, self._skip = ranges, parts, skip
         self._starts = [rows.start for rows in ranges]

@@ -1,4 +1,7 @@
-"""A model whose files are broken, through the command line: exit code 2 and one line that names the tensor, before a row is run."""
+"""A model whose files are broken, through the command line.
+
+Exit code 2 and one line that names the tensor, before a row is run.
+"""
 
 import json
 

@@ -128,7 +128,8 @@ def test_templates_chat_samples_and_logprobs(model, table, tmp_path):
     template.write_text("Row {{ number }}: {{ q }}\n")
     output = tmp_path / "out.parquet"
     code, _, _ = invoke(
-        "run", "-m", model, "-i", table, "-o", output, "--prompt-template", f"@{template}", "--system-prompt", "Be kind",
+        "run", "-m", model, "-i", table, "-o", output, "--prompt-template", f"@{template}", "--system-prompt",
+        "Be kind",
         "--max-tokens", 4, "-n", 2, "--temperature", 0.7, "--logprobs", 2, "--dtype", "float32", "--limit", 5,
         "--progress", "none",
     )  # fmt: skip

@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from batchgen.cli.commands import cli
 for arguments in json.loads(sys.argv[1]):
     error = CliRunner().invoke(cli, arguments).exception
-    print(json.dumps([getattr(error, "exit_code", None), str(error), [m for m in ("torch", "transformers") if m in sys.modules]]))
+    loaded = [m for m in ("torch", "transformers") if m in sys.modules]
+    print(json.dumps([getattr(error, "exit_code", None), str(error), loaded]))
 """
 
 
@@ -61,8 +62,10 @@ def told(tmp_path_factory):
 @pytest.mark.parametrize(
     "case, code, says",
     [
-        ("no folder", 2, "mkdir -p"), ("foreign", 2, "not the output of this job"), ("held", 1, "process"), ("format", 2, ".parquet"),
-        ("folder", 2, "directory"), ("budget", 2, "--cpu-memory 10MiB"), ("contradiction", 2, "--retry-failed"), ("limit", 2, "--max-failed"),
+        ("no folder", 2, "mkdir -p"), ("foreign", 2, "not the output of this job"), ("held", 1, "process"),
+        ("format", 2, ".parquet"),
+        ("folder", 2, "directory"), ("budget", 2, "--cpu-memory 10MiB"), ("contradiction", 2, "--retry-failed"),
+        ("limit", 2, "--max-failed"),
     ],
 )  # fmt: skip
 def test_said_at_once(told, case, code, says):

@@ -211,6 +211,7 @@ def test_no_module_makes_a_value_of_a_pickle():
     package = Path(private_files.__file__).parents[1]
     words = ("import pickle", "cloudpickle", "torch.load", "import shelve", "import marshal", "joblib", "import dill")
     users = {path.name: word for path in package.rglob("*.py") for word in words if word in path.read_text()}
-    # Rows go to the process that renders templates, over a pipe that its parent alone can write to; nothing comes back so.
+    # Rows go to the process that renders templates, over a pipe that its parent alone can write to; nothing comes back
+    # so.
     assert users.keys() == {"templates.py", "template_process.py"}
     assert "pickle.load" not in (package / "core/templates.py").read_text()

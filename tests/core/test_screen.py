@@ -1,4 +1,7 @@
-"""Standard output and standard error: nothing that is shown acts on a terminal, and nothing that cannot be shown stops anything."""
+"""Standard output and standard error.
+
+Nothing that is shown acts on a terminal, and nothing that cannot be shown stops anything.
+"""
 
 import io
 import json
@@ -13,7 +16,8 @@ from batchgen.core.errors import one_line
 from batchgen.core.screen import ProductLost, Screen, leave_standard_output, put, say, takes_product
 from batchgen.core.text import visible
 
-HOSTILE = "".join(map(chr, [*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]))  # fmt: skip
+HOSTILE = "".join(map(chr,
+[*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]))  # fmt: skip
 
 
 def closed():

@@ -46,8 +46,17 @@ def test_bytes_are_read_as_utf8_and_rows_with_others_fail(kind, spec):
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ q }}", "{{ q ~ '' }}", "{{ [q] }}", "{{ q | upper }}", "{{ [q] | join }}", "{{ '%s' % q }}", "{{ '{}'.format(q) }}", "{{ row }}"],
-)  # fmt: skip
+    [
+        "{{ q }}",
+        "{{ q ~ '' }}",
+        "{{ [q] }}",
+        "{{ q | upper }}",
+        "{{ [q] | join }}",
+        "{{ '%s' % q }}",
+        "{{ '{}'.format(q) }}",
+        "{{ row }}",
+    ],
+)
 def test_no_template_writes_bytes_that_are_no_text(template):
     (request,) = requests({"q": pa.array([BAD], pa.binary())}, template=template)
     assert request.error is not None

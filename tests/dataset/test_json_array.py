@@ -36,8 +36,20 @@ def test_elements_are_those_of_the_array_whatever_the_blocks(elements, block_cha
 @pytest.mark.parametrize("block_chars", [1, 5, 1000])
 @pytest.mark.parametrize(
     "text",
-    ["[", "[{}", '[{"a": 1},]', "[{} {}]", '[{"a"}]', '[{"a": tru}]', "[{}]{}", "[{}] x", '[{"a": "\x01"}]', "[,{}]", '["a'],
-)  # fmt: skip
+    [
+        "[",
+        "[{}",
+        '[{"a": 1},]',
+        "[{} {}]",
+        '[{"a"}]',
+        '[{"a": tru}]',
+        "[{}]{}",
+        "[{}] x",
+        '[{"a": "\x01"}]',
+        "[,{}]",
+        '["a',
+    ],
+)
 def test_broken_arrays_are_errors(text, block_chars):
     with pytest.raises(ValueError):
         list(array_elements(io.StringIO(text), block_chars))

@@ -35,13 +35,22 @@ GO_TOGETHER = [
     ([1, None, 100], [pa.int32(), pa.int64(), pa.int8(), pa.uint8(), pa.uint32()]),
     ([1, 2, 3], [pa.uint8(), pa.uint64()]),
     ([0.5, 2.0, None], [pa.float32(), pa.float64()]),
-    (WORDS, [pa.list_(pa.string()), pa.large_list(pa.large_string()), pa.list_(dictionary()), pa.list_(pa.string_view())]),
+    (
+        WORDS,
+        [pa.list_(pa.string()), pa.large_list(pa.large_string()), pa.list_(dictionary()), pa.list_(pa.string_view())],
+    ),
     ([[1, 2]] * 3, [pa.list_(pa.int64(), 2), pa.list_(pa.int32()), pa.large_list(pa.int64())]),
-    (OBJECTS, [pa.struct([("x", pa.string()), ("y", pa.int64())]), pa.struct([("y", pa.int32()), ("x", pa.large_string())])]),
+    (
+        OBJECTS,
+        [pa.struct([("x", pa.string()), ("y", pa.int64())]), pa.struct([("y", pa.int32()), ("x", pa.large_string())])],
+    ),
     ([datetime.datetime(2024, 1, 2)] * 3, [pa.timestamp("ms"), pa.timestamp("us")]),
-    ([decimal.Decimal("1.50"), None, decimal.Decimal("-7.25")], [pa.decimal128(5, 2), pa.decimal256(40, 2), pa.decimal128(9, 2)]),
+    (
+        [decimal.Decimal("1.50"), None, decimal.Decimal("-7.25")],
+        [pa.decimal128(5, 2), pa.decimal256(40, 2), pa.decimal128(9, 2)],
+    ),
     ([b"a", None, b"b"], [pa.binary(), pa.large_binary(), pa.binary_view()]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("values", "kinds"), GO_TOGETHER, ids=lambda v: str(v[0]) if isinstance(v, list) else None)

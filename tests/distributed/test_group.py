@@ -1,4 +1,7 @@
-"""Groups of processes: they find one another, pass tensors, and whichever of them ends, the others say so and end too."""
+"""Groups of processes.
+
+They find one another, pass tensors, and whichever of them ends, the others say so and end too.
+"""
 
 import os
 import signal

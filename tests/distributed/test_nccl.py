@@ -1,4 +1,7 @@
-"""Sums on CUDA devices go by NCCL. There is none here: a stand-in refuses what NCCL would refuse, and notes what it is asked for."""
+"""Sums on CUDA devices go by NCCL.
+
+There is none here: a stand-in refuses what NCCL would refuse, and notes what it is asked for.
+"""
 
 import os
 import signal
@@ -18,7 +21,11 @@ WORK = "ranks:say_ready"
 
 
 class FakeNccl:
-    """As torch.distributed.ProcessGroupNCCL: tensors of one CUDA device, contiguous, and the same on all ranks. of_all: those made."""
+    """A stand-in for torch.distributed.ProcessGroupNCCL: contiguous tensors of one CUDA device, alike on all ranks.
+
+    Attributes:
+        of_all: all groups that were made.
+    """
 
     class Options:
         _timeout = None

@@ -59,7 +59,10 @@ def test_a_closed_engine_says_so(tiny_models, tmp_path):
 
 
 def test_another_engine_has_the_same_budget_while_the_name_of_the_first_lives(tiny_models):
-    """The memory that a process holds counts against the budget: beside the first one's KV there would be none for the second."""
+    """The memory that a process holds counts against the budget.
+
+    Beside the first one's KV there would be none for the second.
+    """
     path, _ = tiny_models("llama")
     options = {"dtype": "float32", "cpu_memory": resident_bytes() + (400 << 20), "max_num_seqs": 4096}
     first = batchgen.Engine(str(path), **options)

@@ -31,7 +31,8 @@ def tokenizer(tmp_path, monkeypatch):
     made.seen = []
     encode = Tokenizer._encode_together
     monkeypatch.setattr(
-        Tokenizer, "_encode_together", lambda self, texts, special: self.seen.append(list(map(len, texts))) or encode(self, texts, special)
+        Tokenizer, "_encode_together", lambda self, texts,
+        special: self.seen.append(list(map(len, texts))) or encode(self, texts, special)
     )  # fmt: skip
     return made
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism on CUDA: sums by NCCL, of as many ranks as there are cards; and that all ranks warm up, without a card."""
+"""Tensor parallelism on CUDA: sums by NCCL of as many ranks as there are cards; without one, the ranks' warm-up."""
 
 from dataclasses import replace
 from types import SimpleNamespace

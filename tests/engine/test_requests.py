@@ -1,4 +1,7 @@
-"""Arguments that are given as requests: one text is one request, and what cannot be a request fails as a row of its own."""
+"""Arguments that are given as requests.
+
+One text is one request, and what cannot be a request fails as a row of its own.
+"""
 
 from array import array
 

@@ -1,7 +1,7 @@
 """Sweeps that are launched before the results of the one before have reached the host: the same tokens and scores.
 
-The executor is the CPU's, which hands tokens over to the next sweep through its table and to the host only when the engine has
-waited for the sweep.
+The executor is the CPU's, which hands tokens over to the next sweep through its table and to the host only when the
+engine has waited for the sweep.
 """
 
 import itertools
@@ -157,7 +157,10 @@ def test_rows_that_are_preempted(parts_of):
 
 
 def test_what_only_the_host_can_choose_is_waited_for(parts_of):
-    """The penalty is on tokens that the host has to know; rows without it go on being run ahead when those have ended."""
+    """The penalty is on tokens that the host has to know.
+
+    Rows without it go on being run ahead when those have ended.
+    """
     penalised = replace(FREE, repetition_penalty=1.3, max_tokens=6)
     rows = [Request(p, penalised if i < 2 else FREE) for i, p in enumerate(PROMPTS)]
     ahead, stats, _ = both(parts_of, rows)
@@ -203,7 +206,10 @@ def test_an_engine_that_was_stopped_goes_on(parts_of):
 
 
 def test_calls_that_take_turns(parts_of):
-    """Another call runs while a sweep of the first one is under way: what that sweep has sampled is still there afterwards."""
+    """Another call runs while a sweep of the first one is under way.
+
+    What that sweep has sampled is still there afterwards.
+    """
     outer = [Request(p, replace(FREE, max_tokens=4 + 2 * i)) for i, p in enumerate(PROMPTS)]
     inner = [Request(p[::-1], FREE) for p in PROMPTS[:2]]
 

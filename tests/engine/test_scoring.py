@@ -173,7 +173,8 @@ def test_bad_requests_fail_alone(tiny_models):
     found, _ = score(path, rows)
     errors = [s.error for s in sorted(found, key=lambda s: s.index)]
     words = {
-        1: "no continuations", 2: "continuation 2 has no tokens", 3: "all texts or all token ids", 4: "vocabulary of 512",
+        1: "no continuations", 2: "continuation 2 has no tokens", 3: "all texts or all token ids",
+        4: "vocabulary of 512",
         5: "vocabulary of 512", 6: "512 tokens and the longest continuation 2, the model's context holds 512",
         7: "1 tokens and the longest continuation 600", 8: "the row is null", 11: "continuation 1 has no tokens",
     }  # fmt: skip
@@ -205,14 +206,18 @@ def test_kv_that_is_too_small_for_a_text(tiny_models):
 
 
 def test_texts_are_tokenized_with_their_context(tiny_models, tmp_path):
-    """As lm_eval does it: spaces at the context's end belong to the continuation, whose tokens are what the whole has beyond
-    the context's. With a vocabulary that begins every text with a token of its own, and one that does not."""
+    """Spaces at the context's end belong to the continuation, as in lm_eval.
+
+    Its tokens are those that the whole has beyond the context's, with a vocabulary that begins every text with a token
+    of its own, and one that does not.
+    """
     path, _ = tiny_models("llama")
     beginning = tmp_path / "beginning"
     shutil.copytree(path, beginning)
     make_tiny_sentencepiece_tokenizer(beginning)
     pairs = [
-        ("The ferry", " left"), ("The ferry ", "left"), ("The ferry \n", "left"), ("The fer", "ry left"), ("", "The ferry"),
+        ("The ferry", " left"), ("The ferry ", "left"), ("The ferry \n", "left"), ("The fer", "ry left"),
+        ("", "The ferry"),
         ("  ", "The ferry"), ("A", "\n"),
     ]  # fmt: skip
     for folder in (path, beginning):

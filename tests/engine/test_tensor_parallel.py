@@ -1,4 +1,6 @@
-"""One model on several ranks, as processes: what is loaded, what is refused, and what becomes of a job of which one is killed.
+"""One model on several ranks, as processes.
+
+They load a shard each, refuse what they cannot run, and a job of which one is killed ends and goes on.
 
 That tokens are those of one process is in test_token_identity.py, with ranks that are threads.
 """
@@ -208,7 +210,7 @@ def test_a_job_goes_on_after_a_rank_was_killed_and_reports_the_memory_of_every_p
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A model whose groups of int4 four ranks can share, its tokens in int4 in one process, and where stores of it are kept."""
+    """A model whose int4 groups four ranks can share, its tokens in int4 in one process, and a folder for stores."""
     folder = tmp_path_factory.mktemp("wide")
     make_tiny_tokenizer(folder / "model")
     sizes = {"head_dim": 64, "num_key_value_heads": 4, "intermediate_size": 256, "num_hidden_layers": 2}

@@ -29,11 +29,13 @@ VISION = {
     "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
 }  # fmt: skip
 WHOLE = {
-    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": TEXT, "vision_config": VISION,
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": TEXT,
+    "vision_config": VISION,
     "mm_tokens_per_image": 4, "image_token_index": 500, "boi_token_index": 501, "eoi_token_index": 502,
     "eos_token_id": [1, 106], "torch_dtype": "bfloat16",
 }  # fmt: skip
-# What names of the text model's tensors begin with: of transformers 5, of version 4, and of the files that are published.
+# What names of the text model's tensors begin with: of transformers 5, of version 4, and of the files that are
+# published.
 PREFIXES = {"model.language_model.": "new", "language_model.model.": "published"}
 PROMPTS = [[5 + i * 7 % 400 for i in range(length)] for length in (3, 20, 33)]
 

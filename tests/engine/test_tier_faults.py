@@ -1,4 +1,4 @@
-"""What goes wrong while tiers are at work stops the job with its own error: no hang, no thread left, nothing wrong kept."""
+"""A fault while tiers are at work stops the job with its own error: no hang, no thread left, nothing wrong kept."""
 
 import errno
 import itertools

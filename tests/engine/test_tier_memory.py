@@ -69,7 +69,8 @@ POLICIES = {
     "streamed in one of two layers": {"kv_seqs": {"streamed": 36}, "activation_batches": (3, 0), "kv_layers": 1},
     "delegated": {"kv_seqs": {"cpu": 36}, "activation_batches": (3, 0)},
     "unequal batches": {
-        "num_gpu_batches": 2, "kv_seqs": {"gpu": 8, "cpu": 16}, "activation_batches": (1, 1), "batch_order": "neo", "balance_tokens": 50,
+        "num_gpu_batches": 2, "kv_seqs": {"gpu": 8, "cpu": 16}, "activation_batches": (1, 1), "batch_order": "neo",
+        "balance_tokens": 50,
     },
     "all together": {
         "kv_seqs": {"gpu": 9, "cpu": 9, "streamed": 9, "disk": 9}, "activation_batches": (1, 2), "head_tier": "cpu",
@@ -86,7 +87,8 @@ CASES = [*((kind, None) for kind in POLICIES), ("one batch", 200), ("all togethe
 )
 def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monkeypatch, family, kind, chunk):
     """Serially, in one thread, so that peaks of different Steps do not add up by chance. Activations that cross between
-    the memories have fixed buffers, with reservations of their own; so does the output matrix's result, where it comes in vocabulary chunks."""
+    the memories have fixed buffers, with reservations of their own; so does the output matrix's result, where it comes
+    in vocabulary chunks."""
     if chunk:
         for module in ("planner.sizes", "engine.loader"):
             monkeypatch.setattr(f"batchgen.{module}.chunk_tokens", lambda *_, **__: chunk)
@@ -147,7 +149,8 @@ TIERED = {
     },
     "KV of some layers": {"kv_seqs": {"streamed": 8}, "kv_layers": 2},
     "unequal batches": {
-        "gpu_batch_size": 4, "num_gpu_batches": 2, "kv_seqs": {"gpu": 2, "cpu": 6}, "activation_batches": (1, 1), "batch_order": "neo",
+        "gpu_batch_size": 4, "num_gpu_batches": 2, "kv_seqs": {"gpu": 2, "cpu": 6}, "activation_batches": (1, 1),
+        "batch_order": "neo",
         "balance_tokens": 50,
     },
     "5-bit KV, head in vocabulary chunks": {
@@ -163,8 +166,10 @@ def tiered_policy(model, kind):
 
 @pytest.mark.parametrize(("family", "kind"), some_of(itertools.product(("opt", "llama"), TIERED), 4, "just enough"))
 def test_a_budget_that_is_just_enough(tiny_models, tmp_path, family, kind):
-    """The smallest budget that is accepted carries a job of the longest rows it was made for; with 2 % less it is refused
-    before weights are read, and the line that says so names a budget that does."""
+    """The smallest budget that is accepted carries a job of the longest rows it was made for.
+
+    With 2 % less it is refused before weights are read, and the line that says so names a budget that does.
+    """
     model = tiny_models(family)[0]
     policy = replace(tiered_policy(model, kind), max_model_len=128)
 
@@ -250,8 +255,10 @@ def test_buffers_that_serve_layers_of_two_kinds_are_planned(
 @pytest.mark.parametrize("weight_format", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "opt"])
 def test_what_was_read_is_not_kept_beside_what_was_packed(family, weight_format, tiny_models, tmp_path):
-    """Norms and sinks lie in the same stretch of a store as matrices that products want in another order; OPT's positions beside
-    embeddings that are the output matrix too."""
+    """Norms and sinks lie in the same stretch of a store as matrices that products want in another order.
+
+    OPT's positions beside embeddings that are the output matrix too.
+    """
     model = tiny_models(family)[0]
     store = find_or_convert(
         resolve_model(str(model)), tmp_path, "float32", "native" if weight_format == "float32" else weight_format
@@ -281,7 +288,8 @@ def test_embeddings_in_either_memory_give_the_same_tokens(tiny_models, tmp_path,
         found[tier], _ = run(parts, prompts_of(6, 20), [4] * 6)
         moved = parts.executor.bytes_moved
         assert table <= arena.allocated_bytes
-        # Into host memory only if they are made in the accelerator's, and from there only otherwise, or with the layers.
+        # Into host memory only if they are made in the accelerator's, and from there only otherwise, or with the
+        # layers.
         assert (moved["h2d"] > 0) == (tier == "cpu" or on_host == 1)
         assert (moved["d2h"] > 0) == (on_host == 1)
     assert found["cpu"] == found["gpu"]

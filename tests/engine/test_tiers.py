@@ -39,11 +39,13 @@ NUM_PROMPTS, OUTPUT_LEN, CONTEXT = 24, 12, 80
 FP32, INT4, INT5, INT8 = "float32", "int4", "int5", "int8"
 # Of weights, of KV.
 FORMATS = [
-    (FP32, FP32), (INT4, FP32), (FP32, INT5), (INT4, INT5), (INT8, FP32), (INT8, INT5), (FP32, INT8), (INT4, INT8), (INT8, INT8), (FP32, INT4),
+    (FP32, FP32), (INT4, FP32), (FP32, INT5), (INT4, INT5), (INT8, FP32), (INT8, INT5), (FP32, INT8), (INT4, INT8),
+    (INT8, INT8), (FP32, INT4),
 ]  # fmt: skip
-# Rows end before the reference comes upon two tokens this close to each other: rounding decides which of them wins. With
-# packed KV the last bit of a number may move it by a whole code, and log-probabilities by up to 0.08 with 4 bits, as seen
-# here; codes of 5 bits are twice, of 8 bits 17 times as fine. Products with weights of 8 bits round activations to codes too.
+# Rows end before the reference comes upon two tokens this close to each other: rounding decides which of them wins.
+# With packed KV the last bit of a number may move it by a whole code, and log-probabilities by up to 0.08 with 4 bits,
+# as seen here; codes of 5 bits are twice, of 8 bits 17 times as fine. Products with weights of 8 bits round activations
+# to codes too.
 NEAR_TIE = {FP32: 1e-3, INT4: 0.15, INT5: 0.15, INT8: 0.01}
 NEAR_TIE_OF_WEIGHTS = {INT8: 0.03}
 # Of what could be kept, at least this much is.
@@ -112,8 +114,14 @@ def make_reference(path, stores, weight_format, kv_format):
 
 @dataclass(frozen=True)
 class Case:
-    """policy: fields to set apart from the model's. tight: pools so small that sequences are preempted. rows: (prompt's number,
-    tokens to generate). mode: how Steps are run."""
+    """A random policy, and rows that run under it.
+
+    Attributes:
+        policy: fields that are set apart from the model's.
+        tight: pools are so small that sequences are preempted.
+        rows: (prompt's number, tokens to generate).
+        mode: how Steps are run.
+    """
 
     family: str
     overrides: dict
@@ -280,7 +288,8 @@ def test_cpu_attention_of_several_gpu_batches_beside_compute(
     path, expected = reference(family, {})
     policy = make_policy(
         path, EMULATED, gpu_batch_size=6, num_gpu_batches=num_batches, kv_seqs={"cpu": 6 * num_batches - 4, "gpu": 4},
-        activation_batches=(num_batches, 0), batch_order=order, max_num_batched_tokens=150, balance_tokens=balance_tokens,
+        activation_batches=(num_batches, 0), batch_order=order, max_num_batched_tokens=150,
+        balance_tokens=balance_tokens,
     )  # fmt: skip
     spans = {"compute": [], "cpu_attention": []}
 
@@ -308,7 +317,8 @@ def test_every_kind_of_step(family, mode, reference, stores):
         shuffle_steps(parts, seed=1)
     before_each_step(parts, lambda step: kinds.add(step.kind))
     assert run(parts, *all_rows(expected))[0] == expected.tokens
-    # Captured sweeps are a CUDA device's; experts are read on demand where the host computes; stages are in test_pipeline.py.
+    # Captured sweeps are a CUDA device's; experts are read on demand where the host computes; stages are in
+    # test_pipeline.py.
     assert kinds == KINDS.keys() - {"layers", "read_dense", "route", "read_experts", "receive", "send"}
     moved = parts.executor.bytes_moved
     assert all(moved[lane] > 0 for lane in ("h2d", "d2h", "disk_read", "disk_write"))
@@ -345,7 +355,10 @@ def test_shared_prefixes_in_every_tier(kv_placement, kv_layers, reference, store
 
 @pytest.mark.parametrize("kv_layers", [0, 1, 2])
 def test_what_is_new_goes_to_the_host_once_and_nothing_goes_back(kv_layers, reference, stores):
-    """Copies in host memory are appended to (Pie): of layers whose KV streams each token's goes out once, of others none."""
+    """Copies in host memory are appended to (Pie).
+
+    Of layers whose KV streams each token's goes out once, of others none.
+    """
     path, expected = reference("llama", {})
     policy = make_policy(path, EMULATED, kv_seqs={"streamed": 8}, kv_layers=kv_layers, share_prefixes=False)
     loaded, kinds = set(), {"load_cache", "store_cache"}

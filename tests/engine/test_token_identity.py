@@ -1,7 +1,10 @@
-"""The table of what must give the tokens of transformers: every model, wherever weights and KV are, however rows are batched.
+"""The table of cases that must give the tokens of transformers.
 
-fp32, greedy. Weights and KV of 8 and 4 bits must give the tokens of the same engine in memory whose products and attention torch
-makes; products of weights of 8 bits are those of integers. A new family, KV placement or kind of Step that no row of the table has fails a test here.
+It has every model, wherever weights and KV are, however rows are batched.
+
+fp32, greedy. Weights and KV of 8 and 4 bits must give the tokens of the same engine in memory whose products and
+attention torch makes; products of weights of 8 bits are those of integers. A new family, KV placement or kind of Step
+that no row of the table has fails a test here.
 """
 
 import itertools
@@ -52,20 +55,24 @@ ADMISSIONS = ("continuous", "static")
 NUM_BATCHES = (1, 2, 3, 4)
 SEQUENCES = 6  # in flight
 MAX_TOKENS = 6
-# A token whose log-probability is this close to the next one's ends what is compared: attention rounds differently where rows are
-# batched differently, and the last bit of an activation may move its code.
+# A token whose log-probability is this close to the next one's ends what is compared: attention rounds differently
+# where rows are batched differently, and the last bit of an activation may move its code.
 CLOSE = 0.03
 
 
 CODE_SCHEMES = {
     "w4_g32": awq(32), "w4_g64": gptq(64), "w4_g128": pack_quantized(128, symmetric=False),
-    "fp8_g32": fp8(lambda r, c: (r, c // 32), {"quant_method": "fp8", "weight_block_size": [1, 32]}, "weight_scale_inv"),
-    "fp8_g128": fp8(lambda r, c: (r // 128, c // 128), {"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_scale_inv"),
+    "fp8_g32": fp8(
+        lambda r, c: (r, c // 32), {"quant_method": "fp8", "weight_block_size": [1, 32]}, "weight_scale_inv"
+    ),
+    "fp8_g128": fp8(
+        lambda r, c: (r // 128, c // 128), {"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_scale_inv"
+    ),
 }  # fmt: skip
 
 
 def layers(path, *residencies):
-    """The same for every group of a layer's tensors: layers in turn on each of the residencies (0: GPU, 1: CPU, 2: disk)."""
+    """Residencies of every group of a layer's tensors: layers in turn on each of these (0: GPU, 1: CPU, 2: disk)."""
     probe = make_policy(path, CPU)
     num_layers = sum(next(iter(probe.weight_layers.values())))
     turns = [residencies[j % len(residencies)] for j in range(num_layers)]
@@ -84,7 +91,8 @@ TIERS = {
     "device": (EMULATED, lambda path: {"kv_seqs": {"gpu": SEQUENCES}}),
     "mixed": (EMULATED, lambda path: moving_fields(path)),
     "unequal batches": (EMULATED, lambda path: {
-        "weight_layers": layers(path, 1), "kv_seqs": {"cpu": 3, "gpu": 1, "streamed": 1, "disk": 1}, "batch_order": "neo",
+        "weight_layers": layers(path, 1), "kv_seqs": {"cpu": 3, "gpu": 1, "streamed": 1, "disk": 1},
+        "batch_order": "neo",
         "balance_tokens": 10,
     }),
     "experts on demand": (CPU, lambda path: {
@@ -363,7 +371,8 @@ RANK_TIERS = {
     "device": TIERS["device"],
     "streamed": TIERS["streamed"],
     "mixed": (EMULATED, lambda path: {
-        "weight_layers": mixed_layers(path), "kv_seqs": {"gpu": 1, "cpu": 2, "streamed": 2, "disk": 1}, "activations on the host": 1,
+        "weight_layers": mixed_layers(path), "kv_seqs": {"gpu": 1, "cpu": 2, "streamed": 2, "disk": 1},
+        "activations on the host": 1,
     }),
 }  # fmt: skip
 _ON_RANKS = [(m, tier) for m in MODELS for tier in RANK_TIERS if (m, tier) in _CELLS or tier not in TIERS]
@@ -390,7 +399,7 @@ def test_tokens_of_ranks_equal_those_of_transformers(model, tier, expected, stor
 @pytest.mark.parametrize("tensor_type", ["F32", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("name", GGUF_MODELS)
 def test_a_gguf_gives_the_tokens_of_transformers(name, tensor_type, tmp_path):
-    """In numbers; and of packed weights, expanded and as found, those of transformers with weights that are rounded as in the file."""
+    """Logits too, and those of packed weights, dequantized or native, equal transformers' with rounded weights."""
     family, overrides = GGUF_MODELS[name]
     tokenizer = make_tiny_tokenizer(tmp_path)
     model = make_tiny_model(family, tmp_path / "hf", **overrides)

@@ -1,7 +1,9 @@
-"""Layers with a sliding window give KV back: tokens are those of transformers, and no block is held that nobody sees any more.
+"""Layers with a sliding window give KV back.
 
-Blocks that are handed out, and those that are given back for good, are filled with NaN: whoever reads one before it is written gets no
-tokens at all.
+Tokens are those of transformers, and no block is held that nobody sees any more.
+
+Blocks that are handed out, and those that are given back for good, are filled with NaN: whoever reads one before it is
+written gets no tokens at all.
 """
 
 import random
@@ -149,7 +151,7 @@ def test_tokens_equal_those_of_transformers(model, tier, admission, tiny_models,
 @pytest.mark.parametrize("model", quick_or(WINDOWED[:: len(WINDOWED) // 3], WINDOWED))
 @pytest.mark.parametrize("chunk", [7, 400])
 def test_a_pool_of_few_blocks_changes_no_token(model, chunk, tiny_models, tmp_path):
-    """Rows are preempted, prefixes are recomputed as their last window is gone, and chunks are as long as there are blocks."""
+    """Rows are preempted, prefixes recomputed as their last window is gone, and chunks as long as there are blocks."""
     family, fields = MODELS[model]
     path, reference = tiny_models(family, **fields)
     prompts, output_lens = rows(seed=3)

@@ -16,7 +16,8 @@ def helm_request(**fields):
     """The fields of helm.common.request.Request."""
     fields = {"prompt": "Once upon a time", "temperature": 0.0, "max_tokens": 8} | fields
     defaults = {
-        "embedding": False, "num_completions": 1, "top_k_per_token": 1, "stop_sequences": [], "echo_prompt": False, "top_p": 1,
+        "embedding": False, "num_completions": 1, "top_k_per_token": 1, "stop_sequences": [], "echo_prompt": False,
+        "top_p": 1,
         "presence_penalty": 0, "frequency_penalty": 0, "random": None, "messages": None, "multimodal_prompt": None,
         "image_generation_parameters": None, "response_format": None,
     }  # fmt: skip
@@ -70,7 +71,8 @@ def test_requests_that_ask_the_same_share_a_row_and_no_others():
     same = want_of(**base, top_k_per_token=5).generated[0].id
     assert want_of(**base).generated[0].id == same
     others = [
-        {"prompt": "Once"}, {"temperature": 0.5}, {"max_tokens": 9}, {"top_p": 0.5}, {"stop_sequences": []}, {"random": "1"},
+        {"prompt": "Once"}, {"temperature": 0.5}, {"max_tokens": 9}, {"top_p": 0.5}, {"stop_sequences": []},
+        {"random": "1"},
         {"random": "2"}, {"messages": [{"role": "user", "content": "Once"}], "prompt": "", "chat": True},
     ]  # fmt: skip
     ids = [want_of(**(base | other)).generated[0].id for other in others]
@@ -116,7 +118,8 @@ def test_echo_before_a_completion_has_both_log_probabilities():
 
 
 def test_echo_of_a_single_token_needs_no_engine():
-    want = wanted(helm_request(prompt="a", echo_prompt=True, max_tokens=0), SimpleNamespace(encode=lambda text: [97], decode=Letters().decode), False)  # fmt: skip
+    want = wanted(helm_request(prompt="a", echo_prompt=True, max_tokens=0),
+    SimpleNamespace(encode=lambda text: [97], decode=Letters().decode), False)  # fmt: skip
     assert want.rows == ()
     assert [(a.text, a.tokens) for a in answers(want, {})] == [("a", (("a", 0.0),))]
 

@@ -1,6 +1,7 @@
 """HELM runs on batchgen: the numbers of HELM's own Hugging Face client, whatever runs the engine, and jobs that resume.
 
-These need crfm-helm, which pins older packages than the other tests run with: `make helm-check` has an environment for it.
+These need crfm-helm, which pins older packages than the other tests run with: `make helm-check` has an environment for
+it.
 """
 
 import os
@@ -55,7 +56,8 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}", "HF_HU
 def questions(count):
     rng = random.Random(0)
     return [
-        (f"Which of these did the {rng.choice(WORDS)} bring to the {rng.choice(WORDS)}?", rng.sample(WORDS, 4), rng.randrange(4))
+        (f"Which of these did the {rng.choice(WORDS)} bring to the {rng.choice(WORDS)}?", rng.sample(WORDS, 4),
+        rng.randrange(4))
         for _ in range(count)
     ]  # fmt: skip
 
@@ -84,7 +86,8 @@ class Side:
 
     def run(self, *arguments, entries=None, code=0, **variables):
         process = subprocess.run(
-            self.command(*arguments, entries=entries), env=ENVIRONMENT | variables, cwd=self.output, capture_output=True, text=True
+            self.command(*arguments, entries=entries), env=ENVIRONMENT | variables, cwd=self.output,
+            capture_output=True, text=True
         )  # fmt: skip
         assert process.returncode == code, process.stdout[-3000:] + process.stderr[-3000:]
         return process
@@ -147,7 +150,8 @@ def test_all_entries_are_one_job_of_each_kind(side, expected):
     assert [job.name.split("-")[0] for job in ours.jobs()] == ["generate", "score"]
     written = {job: (job / "results.parquet").stat().st_mtime_ns for job in ours.jobs()}
     # Once more, and with an entry that is new: what is answered stays answered.
-    again = ours.run("--exit-on-error", "--runner-class-name", RUNNER, entries=[*ours.entries, "synthetic_reasoning:mode=variable_substitution"])  # fmt: skip
+    again = ours.run("--exit-on-error", "--runner-class-name", RUNNER,
+    entries=[*ours.entries, "synthetic_reasoning:mode=variable_substitution"])  # fmt: skip
     assert "rows in" in again.stdout + again.stderr
     assert {job: (job / "results.parquet").stat().st_mtime_ns for job in ours.jobs() if job in written} == written
     (new,) = set(ours.jobs()) - set(written)
@@ -176,7 +180,8 @@ def test_an_engine_that_is_handed_files(side, expected):
     assert len(ours.jobs()) == 2 and not any(job.joinpath("results.parquet").exists() for job in ours.jobs())
     for job in ours.jobs():
         assert f"cd {job} && batchgen run --config job.toml" in first.stderr
-        subprocess.run([sys.executable, "-m", "batchgen", "run", "--config", "job.toml"], cwd=job, env=ENVIRONMENT, check=True)  # fmt: skip
+        subprocess.run([sys.executable, "-m", "batchgen", "run", "--config", "job.toml"], cwd=job, env=ENVIRONMENT,
+        check=True)  # fmt: skip
     ours.run("--exit-on-error", "--runner-class-name", RUNNER)
     assert_equal_runs(read_runs(ours.output), expected)
 

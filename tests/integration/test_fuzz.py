@@ -1,4 +1,7 @@
-"""Jobs that meet damaged files (support/fuzz.py): a few cases of every kind. `python tests/support/fuzz.py` tries as many as asked for."""
+"""Jobs that meet damaged files (support/fuzz.py): a few cases of every kind.
+
+`python tests/support/fuzz.py` tries as many as asked for.
+"""
 
 import fuzz_tokenizers
 import pytest

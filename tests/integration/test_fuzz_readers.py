@@ -1,4 +1,7 @@
-"""Readers that meet damaged files (support/fuzz_readers.py): a few cases of each. `python tests/support/fuzz_readers.py` tries as many as asked for."""
+"""Readers that meet damaged files (support/fuzz_readers.py): a few cases of each.
+
+`python tests/support/fuzz_readers.py` tries as many as asked for.
+"""
 
 import json
 import random

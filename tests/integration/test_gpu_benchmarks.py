@@ -1,4 +1,7 @@
-"""The benchmarks for a machine with a GPU, as far as they run without one: so that the first contact finds no other faults."""
+"""The benchmarks for a machine with a GPU, as far as they run without one.
+
+So that the first contact finds no other faults.
+"""
 
 import ast
 import importlib.util
@@ -31,15 +34,19 @@ from gpu_bound import Job, Rates, bound  # noqa: E402
 MIB = 1 << 20
 TINY = {
     "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "ffn_dim": 128, "word_embed_proj_dim": 64, "vocab_size": 256, "max_position_embeddings": 256,
+    "num_attention_heads": 4, "ffn_dim": 128, "word_embed_proj_dim": 64, "vocab_size": 256,
+    "max_position_embeddings": 256,
     "do_layer_norm_before": True, "torch_dtype": "float16",
 }  # fmt: skip
 
 
 class TestBound:
-    """By hand: 168 numbers a layer (4 x 12 + 4 x 4 of attention, 3 x 4 x 8 of the MLP, 2 x 4 of norms) and 40 of the output
-    matrix make W = 752 bytes; a token has 2 x 2 x 4 numbers or 32 bytes of KV. Three rows of 5 + 4 tokens read that of
-    5 + 6 + 7 tokens each, so K = 1,728 bytes. A row takes 2 x 320 x 8 + 2 x 40 x 4 + 4 x 4 x 2 x 15 = 5,920 FLOPs."""
+    """The bound worked out by hand.
+
+    168 numbers a layer (4 x 12 + 4 x 4 of attention, 3 x 4 x 8 of the MLP, 2 x 4 of norms) and 40 of the output matrix
+    make W = 752 bytes; a token has 2 x 2 x 4 numbers or 32 bytes of KV. Three rows of 5 + 4 tokens read that of 5 + 6 +
+    7 tokens each, so K = 1,728 bytes. A row takes 2 x 320 x 8 + 2 x 40 x 4 + 4 x 4 x 2 x 15 = 5,920 FLOPs.
+    """
 
     MODEL = config_of_hf(
         {
@@ -119,7 +126,8 @@ def run_case(shape, rates, tmp_path, monkeypatch):
     def run(policy, *more):
         output = tmp_path / "case.json"
         arguments = [
-            shape, "--policy", policy, "--device", "emulated:gpu-memory=96MiB", "--host-memory", "3GiB", "--num-prompts", 6,
+            shape, "--policy", policy, "--device", "emulated:gpu-memory=96MiB", "--host-memory", "3GiB",
+            "--num-prompts", 6,
             "--input-len", 20, "--output-len", 5, "--batched-tokens", 64, "--dtype", "float32", "--rates", rates,
             "--hardware", "zen4", "--output", output, *more,
         ]  # fmt: skip
@@ -346,7 +354,7 @@ class TestOffload:
 
     @pytest.fixture
     def offload(self, shape, tmp_path, monkeypatch):
-        """offload(*arguments, dtype=...) -> the result of all three engines, of which the peers only parse their arguments."""
+        """A function that gives the result of all three engines, of which the peers only parse their arguments."""
 
         def run(command, output, limit_s, host_bytes):
             script, arguments = Path(command[1]).stem, [*map(str, command[2:]), "--output", str(output)]
@@ -377,7 +385,8 @@ class TestOffload:
             path = tmp_path / "offload.json"
             given = [
                 "--shape", shape, "--policy", "cpu", "--device", "emulated:gpu-memory=96MiB", "--gpu-memory", "96MiB",
-                "--host-memory", "3GiB", "--num-prompts", 8, "--prompt-len", 20, "--gen-len", 4, "--output", path, *arguments,
+                "--host-memory", "3GiB", "--num-prompts", 8, "--prompt-len", 20, "--gen-len", 4, "--output", path,
+                *arguments,
             ]  # fmt: skip
             monkeypatch.setattr(sys, "argv", ["gpu_offload", *map(str, given)])
             gpu_offload.main()

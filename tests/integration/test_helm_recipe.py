@@ -46,7 +46,8 @@ def test_the_table_shows_the_test_split_as_it_is(tmp_path):
     ]
     (folder / "stats.json").write_text(json.dumps(stats))
     (_, line) = recipe.table(tmp_path)
-    assert line.split() == ["mmlu:subject=abstract_algebra,method=multiple_choice_joint", "100", "432", "0.0", "exact_match", "0.250"]  # fmt: skip
+    assert line.split() == ["mmlu:subject=abstract_algebra,method=multiple_choice_joint", "100", "432", "0.0",
+    "exact_match", "0.250"]  # fmt: skip
 
 
 def test_helm_knows_the_entries():
@@ -66,7 +67,8 @@ def test_helm_knows_the_entries():
 def test_the_recipe_runs_offline(tmp_path):
     """Its two sub-scenarios that need no download, with the demo model; once more, nothing is computed again."""
     pytest.importorskip("helm.benchmark.run")
-    command = [sys.executable, str(RECIPE / "run.py"), "--output", str(tmp_path), "--priority", "1", "--max-eval-instances", "6"]  # fmt: skip
+    command = [sys.executable, str(RECIPE / "run.py"), "--output", str(tmp_path), "--priority", "1",
+    "--max-eval-instances", "6"]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     first, second = (subprocess.run(command, env=environment, capture_output=True, text=True) for _ in range(2))
     for process in (first, second):

@@ -1,4 +1,7 @@
-"""The campaign of `make kill-check`, in small: jobs killed and interrupted in every tier end in the output of an undisturbed one."""
+"""The campaign of `make kill-check`, in small.
+
+Jobs killed and interrupted in every tier end in the output of an undisturbed one.
+"""
 
 import sys
 from pathlib import Path

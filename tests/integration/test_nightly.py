@@ -90,7 +90,7 @@ UNTIL_TOLD = """trap 'kill $!; sleep 0.2; {then}' TERM; sleep 300 & touch "$HOME
 
 @pytest.fixture
 def script(home):
-    """script(acts, seconds) -> the started script, with a stand-in that does for each file what its act (shell code) says."""
+    """A function that starts the script with a stand-in, which does for each file what its act (shell code) says."""
     program = home / "batchgen" / ".venv" / "bin" / "batchgen"
     program.unlink()
     program.write_text(STAND_IN)
@@ -125,7 +125,8 @@ def test_every_file_in_order_with_the_time_that_is_left(home, script):
     assert 500 >= int(lines[0][1]) > int(lines[1][1]) > 0
     outbox, recipe = home / "nightly" / "outbox", home / "batchgen" / "recipes" / "nightly"
     assert lines[0][2:] == shlex.split(
-        f"run --config {recipe.resolve()}/job.toml --input {home}/nightly/inbox/{NAMES[0]} --output {outbox}/{NAMES[0]} "
+        f"run --config {recipe.resolve()}/job.toml --input {home}/nightly/inbox/{NAMES[0]} "
+        f"--output {outbox}/{NAMES[0]} "
         f"--max-time {lines[0][1]}s --report {outbox}/2024-05-01.report.json --progress plain --more options"
     )
     assert finish(script(["exit 1", "exit 1"])) == (0, "") and called(home) == [], "nothing was left to do"

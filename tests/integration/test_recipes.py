@@ -1,4 +1,7 @@
-"""The data wrangling recipes: the restaurants' table and its questions, their metrics, and each recipe run by its one command."""
+"""The data wrangling recipes.
+
+The restaurants' table and its questions, their metrics, and each recipe run by its one command.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Structured output: every text follows its row's grammar, whatever the row shares a batch with; what cannot be followed is refused."""
+"""Structured output: every text follows its row's grammar, whatever the row shares a batch with.
+
+What cannot be followed is refused.
+"""
 
 import itertools
 import json

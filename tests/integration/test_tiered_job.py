@@ -1,4 +1,4 @@
-"""Whole jobs whose weights and KV are on disk: stopped, killed, on a disk that is too small, and within their budgets."""
+"""Whole jobs with weights and KV on disk: stopped, killed, on a disk that is too small, and within their budgets."""
 
 import json
 import random
@@ -27,8 +27,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def job(tiny_models, folder):
-    """(output) -> arguments of a job that takes a second or two, fp32 so that batches change no token; with its weights and
-    half of its KV on disk."""
+    """A function of the output: arguments of a job of a second or two, with weights and half of its KV on disk.
+
+    It is in fp32, so that batches change no token.
+    """
     model, draw = tiny_models("llama")[0], random.Random(1)
     words = ["ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable", "winter", "islands", "slate"]
     rows = [" ".join(draw.choices(words, k=draw.randrange(1, 30))) for _ in range(ROWS)]
@@ -113,12 +115,15 @@ def peak_of(arguments, log: Path) -> int:
 
 @pytest.mark.slow
 def test_the_peak_is_within_the_budget(heavy, job, tiny_models, folder, tmp_path):
-    """Of budgets with room for half of the model and for twice as much, beside what a job with next to no model takes here and
-    its work space: what a process takes differs from machine to machine."""
+    """The peak with budgets for half of the model and for twice as much.
+
+    What a job with next to no model takes on this machine, and its work space, come on top.
+    """
     report = tmp_path / "report.json"
     model_bytes = read_config(resolve_model(str(heavy))).weight_bytes(4)
     common = [
-        "-i", folder / "in.parquet", "-o", tmp_path / "out.parquet", "--max-tokens", 16, "--limit", 32, "--dtype", "float32",
+        "-i", folder / "in.parquet", "-o", tmp_path / "out.parquet", "--max-tokens", 16, "--limit", 32, "--dtype",
+        "float32",
         "--offload-dir", folder / "offload", "--report", report,
     ]  # fmt: skip
     process_bytes = peak_of(["-m", tiny_models("llama")[0], *common], tmp_path / "log")

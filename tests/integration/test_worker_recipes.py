@@ -1,4 +1,4 @@
-"""The scripts that start many workers, with stand-ins for `batchgen` and Slurm: signals, exit codes, and what is queued again."""
+"""The scripts that start many workers, with stand-ins for `batchgen` and Slurm: signals, exit codes, re-queueing."""
 
 import os
 import shutil
@@ -12,7 +12,8 @@ import pytest
 RECIPES = Path(__file__).parents[2] / "recipes" / "many_workers"
 pytestmark = pytest.mark.skipif(shutil.which("taskset") is None, reason="the scripts need taskset")
 
-# Ends with the exit code that $ENDS names; or, asked to stop, with that of a worker that was, after a while in which it saves its rows.
+# Ends with the exit code that $ENDS names; or, asked to stop, with that of a worker that was, after a while in which it
+# saves its rows.
 WORKER = """#!/bin/sh
 trap 'sleep 0.2; echo saved >> log; exit 130' TERM
 echo "$@" >> log

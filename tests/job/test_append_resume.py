@@ -23,7 +23,8 @@ def job(tiny_models):
         report = output.with_suffix(".report")
         report.unlink(missing_ok=True)
         code, _, said = invoke(
-            "run", "-m", model, "-i", source, "-o", output, "--max-tokens", 3, "--dtype", "float32", "--temperature", 0.8,
+            "run", "-m", model, "-i", source, "-o", output, "--max-tokens", 3, "--dtype", "float32", "--temperature",
+            0.8,
             "--progress", "plain", "--report", report, *options,
         )  # fmt: skip
         return code, json.loads(report.read_text()) if report.exists() else None, said

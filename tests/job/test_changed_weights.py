@@ -1,4 +1,7 @@
-"""Weights that change before, while or after a job reads them: its rows are of one model, and a job that goes on is of the same one."""
+"""Weights that change before, while or after a job reads them.
+
+Its rows are of one model, and a job that goes on is of the same one.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Chats of each family, from a template of its shape to an answer that its own end token ends.
 
-Templates are short ones with the turns that the family's have. A model's weights are written so that it answers a script.
+Templates are short ones with the turns that the family's have. A model's weights are written so that it answers a
+script.
 """
 
 import itertools
@@ -31,7 +32,13 @@ SYSTEM = {"role": "system", "content": "Be short."}
 
 @dataclass(frozen=True)
 class Family:
-    """template: of chats. tokens: special ones beside bos and eos. ends: what generation_config.json names; of the model, not the tokenizer."""
+    """A family of chat models.
+
+    Attributes:
+        template: the chat template.
+        tokens: special tokens beside bos and eos.
+        ends: the end tokens of the model's generation_config.json, not of its tokenizer.
+    """
 
     model: str
     template: str
@@ -46,7 +53,8 @@ class Family:
 _GEMMA = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m.role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}"
-    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 _PHI_3 = (
@@ -54,13 +62,16 @@ _PHI_3 = (
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
 )
 _LLAMA_3 = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 _MISTRAL = (
     "{{ bos_token }}{% for m in messages %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('user and assistant take turns') }}{% endif %}"
-    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('user and assistant take turns') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 _HARMONY = (
     "<|start|>system<|message|>Channels: analysis, final.<|end|>"
@@ -77,7 +88,8 @@ FAMILIES = {
     "Gemma 2": Family("gemma2", _GEMMA, _GEMMA_TOKENS, ("<eos>", "<end_of_turn>"), "<bos>", "<eos>", has_system=False),
     "Gemma 3": Family("gemma3", _GEMMA, _GEMMA_TOKENS, ("<eos>", "<end_of_turn>"), "<bos>", "<eos>", has_system=False),
     "Phi-3": Family(
-        "phi3", _PHI_3, ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), ("<|endoftext|>", "<|end|>"), eos="<|endoftext|>"
+        "phi3", _PHI_3, ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), ("<|endoftext|>", "<|end|>"),
+        eos="<|endoftext|>"
     ),
     "Phi-4": Family(
         "phi3", _PHI_3.replace("\n", ""), ("<|system|>", "<|user|>", "<|assistant|>"), ("<|endoftext|>", "<|end|>"),
@@ -86,11 +98,14 @@ FAMILIES = {
     "Llama 3": Family(
         "llama", _LLAMA_3, _LLAMA_TOKENS, (_LLAMA_EOS, "<|eom_id|>", "<|eot_id|>"), _LLAMA_BOS, _LLAMA_EOS
     ),
-    "Llama 3, whose tokenizer names its end": Family("llama", _LLAMA_3, _LLAMA_TOKENS, (_LLAMA_EOS,), _LLAMA_BOS, "<|eot_id|>"),
+    "Llama 3, whose tokenizer names its end": Family(
+        "llama", _LLAMA_3, _LLAMA_TOKENS, (_LLAMA_EOS,), _LLAMA_BOS, "<|eot_id|>",
+    ),
     "Mistral": Family("mistral", _MISTRAL, ("[INST]", "[/INST]"), ("</s>",), has_system=False),
     "Mixtral": Family("mixtral", _MISTRAL, (), ("</s>",), has_system=False),
     "gpt-oss": Family(
-        "gpt_oss", _HARMONY, ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"), ("<|return|>", "<|endoftext|>", "<|call|>"),
+        "gpt_oss", _HARMONY, ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
+        ("<|return|>", "<|endoftext|>", "<|call|>"),
         "<|startoftext|>", "<|return|>", words=("system", "developer", "user", "assistant", "analysis", "final", "Hmm"),
     ),
 }  # fmt: skip
@@ -115,7 +130,8 @@ def make_tokenizer(folder, family):
 def make_scripted(folder, family, hf, script, marker=None):
     """A model of one layer that follows the script: after each of its tokens comes the next one.
 
-    marker: A token after whose first appearance the script is read from there, where the same token is followed by two others in turn.
+    marker: A token after whose first appearance the script is read from there, where the same token is followed by two
+    others in turn.
     """
     hidden = 576
     model = make_tiny_model(

@@ -10,7 +10,8 @@ from batchgen.core.errors import InputError
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and enable_thinking is false %}NO{% endif %}"
+    "{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined and enable_thinking is false %}NO{% endif %}"
     "{{ reasoning_effort | default('') }}{% endif %}"
 )
 THINKS = r"<think>one, two</think>\n\nyes, it is"

@@ -22,7 +22,7 @@ def completed(request, error=None):
 
 
 def run(requests, ahead, error=None):
-    """(rows computed, results by row, the Deduplication), of an engine that has read `ahead` requests more than it has answered."""
+    """(rows computed, results by row, the Deduplication) of an engine that reads `ahead` requests before it answers."""
     repeats, computed = Deduplication(GREEDY), []
 
     def engine():

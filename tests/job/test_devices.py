@@ -1,4 +1,4 @@
-"""Plans of a job over several processes, and the table that compares them: what each costs, what is recommended, what is refused."""
+"""Plans of a job over several processes, and the table of their costs, the recommended and the refused ones."""
 
 import json
 import shlex
@@ -34,7 +34,8 @@ def shape(tmp_path_factory):
     """A model that is a configuration and nothing else."""
     path = tmp_path_factory.mktemp("opt") / "config.json"
     config = {
-        "architectures": ["OPTForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": HEADS, "ffn_dim": 8192,
+        "architectures": ["OPTForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": HEADS,
+        "ffn_dim": 8192,
         "vocab_size": 50272, "max_position_embeddings": 2048, "torch_dtype": "float16",
     }  # fmt: skip
     path.write_text(json.dumps(config))
@@ -96,7 +97,8 @@ class TestTable:
     def test_workers_of_a_host_share_its_memory(self, shape):
         """The model fits one of them, and half of the memory with half of the layers; not half of it as a whole."""
         found = by_name(
-            planned_json("-m", shape, *LENGTHS, "--devices", "2x zen4", "--hosts", 1, "--cpu-memory", "2400MiB", "--disk-memory", 0)
+            planned_json("-m", shape, *LENGTHS, "--devices", "2x zen4", "--hosts", 1, "--cpu-memory", "2400MiB",
+            "--disk-memory", 0)
         )  # fmt: skip
         assert found["one worker"]["seconds"] and found["tensor parallel"]["seconds"]
         assert "no plan fits: one process's weights" in found["2 workers"]["reason"]
@@ -210,11 +212,13 @@ def test_run_plan_and_table_say_the_same(flag, tiny_models, tmp_path, monkeypatc
 
 
 def test_a_faster_link_is_worth_what_the_sums_take(shape):
-    """Without overlap the link's bytes are all that differs: 2 sums a layer of each token's activations, over 2 ranks once each way."""
+    """Without overlap the link's bytes are all that differs: two all-reduces a layer of each token's activations."""
 
     def sweeps_s(rate):
-        made = planned_json("-m", shape, *LENGTHS, "--hardware", "zen4", "--tensor-parallel", 2, "--link-bandwidth", rate,
-                            "--admission", "static", "--max-num-batched-tokens", 512, "--num-gpu-batches", 1)  # fmt: skip
+        made = planned_json("-m", shape, *LENGTHS, "--hardware", "zen4", "--tensor-parallel", 2, "--link-bandwidth",
+        rate,
+                            "--admission", "static", "--max-num-batched-tokens", 512, "--num-gpu-batches",
+                            1)  # fmt: skip
         return made["prediction"]["total_s"]
 
     tokens = 48 * (64 + 8 - 1)
@@ -277,9 +281,11 @@ def test_a_workers_rows_are_rounded_up(monkeypatch):
 def test_a_command_says_what_was_asked(tmp_path):
     """Read back by the command line, each option has the value that it had."""
     asked = JobOptions(
-        "a model", "my rows.jsonl", None, prompt_template="{{ a }} and 'b'", choices=(), chat=True, share_prefixes=False, max_model_len=64,
+        "a model", "my rows.jsonl", None, prompt_template="{{ a }} and 'b'", choices=(), chat=True,
+        share_prefixes=False, max_model_len=64,
         chat_template_kwargs={"enable_thinking": False}, continue_final=True, reasoning_column=False,
-        sampling=SamplingParams(max_tokens=7, temperature=0.5, stop=("x y", "z"), logit_bias=((5, -1.5),)), hardware="zen4",
+        sampling=SamplingParams(max_tokens=7, temperature=0.5, stop=("x y", "z"), logit_bias=((5, -1.5),)),
+        hardware="zen4",
     )  # fmt: skip
     words = shlex.split(run_command(asked, share=True))
     assert words[:2] == ["batchgen", "run"] and "--hardware" not in words

@@ -51,7 +51,7 @@ def test_a_job_that_is_slower_is_found_to_be():
 
 
 def test_outputs_that_end_earlier_than_they_must_count_as_they_are():
-    """Half of all rows are done, of 20 tokens each where 200 were allowed: the other half takes as long, not ten times."""
+    """The second half of rows that end after 20 of 200 tokens is expected to take as long as the first."""
     stages = (Stage(100.0, 100_000.0 + 200_000.0),)  # a thousand rows of a hundred prompt tokens
     seen = Seen(seconds=20.0, rows=500, tokens=60_000, generated=10_000, finished=10_000)
     bounded = Expected(1000, stages, 200.0, True)
@@ -108,7 +108,8 @@ def test_what_was_said_at_first_is_compared_at_the_end():
         assert (progress.estimated_s is None) == (second < 3)
     assert progress.estimated_s == pytest.approx(110.0, rel=0.02)
     report = {
-        "state": "complete", "rows_ok": 1000, "rows_failed": 0, "rows_resumed": 0, "wall_s": 120.0, "predicted_wall_s": 105.0,
+        "state": "complete", "rows_ok": 1000, "rows_failed": 0, "rows_resumed": 0, "wall_s": 120.0,
+        "predicted_wall_s": 105.0,
         "estimated_wall_s": progress.estimated_s, "prompt_tokens": 0, "errors": [], "output": "out.parquet",
     }  # fmt: skip
     assert "done in 2 min 00 s (predicted 1 min 45 s, 1 min 50 s when 3% were through)" in summary(report)[0]

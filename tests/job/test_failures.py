@@ -35,7 +35,8 @@ def job(tiny_models, tmp_path):
     [
         (None, 5, 6, False), (None, 6, 6, True), (None, 0, 0, False), (None, 1, 1, True), (None, 3, None, False),
         ("0", 0, 9, False), ("0", 1, 9, True), (2, 2, 9, False), ("2", 3, None, True),
-        ("10%", 1, 10, False), ("10%", 2, 10, True), ("10 %", 2, 19, True), ("100%", 10, 10, False), ("0%", 1, 10, True),
+        ("10%", 1, 10, False), ("10%", 2, 10, True), ("10 %", 2, 19, True), ("100%", 10, 10, False),
+        ("0%", 1, 10, True),
         ("50%", 7, None, False),
     ],
 )  # fmt: skip

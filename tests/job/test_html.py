@@ -168,7 +168,8 @@ def test_a_browser_has_no_complaints(model, rows, tmp_path):
     run(model, rows, report_html=str(tmp_path / "run.html"))
     for dark in (0, 1):
         command = [
-            browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1000,2000",
+            browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+            "--window-size=1000,2000",
             f"--user-data-dir={tmp_path / 'browser'}", f"--blink-settings=preferredColorScheme={dark}",
             f"--screenshot={tmp_path / 'run.png'}", f"file://{tmp_path / 'run.html'}",
         ]  # fmt: skip

@@ -70,7 +70,8 @@ def test_a_command_resolves_everything_once(model, tmp_path, calls, command):
 
 def test_what_a_job_comes_to(model, tmp_path):
     options = JobOptions(
-        model, None, None, device="emulated:gpu-memory=1GiB", cpu_memory="3GiB", max_model_len=64, offload_dir=str(tmp_path)
+        model, None, None, device="emulated:gpu-memory=1GiB", cpu_memory="3GiB", max_model_len=64,
+        offload_dir=str(tmp_path)
     )  # fmt: skip
     job = resolve_job(options, resolve_model(model))
     assert (job.device, job.dtype, job.context) == (Device("emulated", 1 << 30), "float32", 64)

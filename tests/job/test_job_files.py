@@ -1,4 +1,4 @@
-"""Nothing that a command writes is, or lies in, what it reads: refused with one line, before anything is written or removed."""
+"""A command that would write into what it reads is refused with one line, before anything is written or removed."""
 
 import json
 import os
@@ -76,52 +76,109 @@ REFUSED = {
     "a link to the input": (dict(input="x.parquet", output="link.parquet"), "is a file of the input"),
     "the input by a link": (dict(input="link.parquet", output="x.parquet"), "is a file of the input"),
     "the same inode": (dict(input="x.parquet", output="hard.parquet"), "is a file of the input"),
-    "through a folder's link": (dict(input="data/a.parquet", output="link-to-data/a.parquet"), "is a file of the input"),
+    "through a folder's link": (
+        dict(input="data/a.parquet", output="link-to-data/a.parquet"),
+        "is a file of the input",
+    ),
     "in the input folder": (dict(input="data", output="data/new.parquet"), "lies in the input data"),
     "of another format there": (dict(input="data", output="data/new.jsonl"), "lies in the input data"),
-    "deeper": (lambda: os.mkdir("data/deep") or dict(input="data", output="data/deep/new.parquet"), "lies in the input data"),
+    "deeper": (
+        lambda: os.mkdir("data/deep") or dict(input="data", output="data/deep/new.parquet"),
+        "lies in the input data",
+    ),
     "by a link to the folder": (dict(input="data", output="link-to-data/new.parquet"), "lies in the input data"),
-    "the folder by its link": (dict(input="link-to-data/", output="data/new.parquet"), "lies in the input link-to-data/"),
+    "the folder by its link": (
+        dict(input="link-to-data/", output="data/new.parquet"),
+        "lies in the input link-to-data/",
+    ),
     "here": (dict(input=".", output="new.parquet"), "lies in the input ."),
     "a saved dataset": (dict(input="saved", output="saved/new.arrow"), "lies in the input saved"),
     "one of several": (dict(input="data/*.parquet", output="data/b.parquet"), "is a file of the input"),
-    "matched when it is there": (dict(input="data/*.parquet", output="data/new.parquet"), r"matches the input data/\*\.parquet"),
+    "matched when it is there": (
+        dict(input="data/*.parquet", output="data/new.parquet"),
+        r"matches the input data/\*\.parquet",
+    ),
     "matched by a link": (dict(input="data/*.parquet", output="link-to-data/new.parquet"), "matches the input"),
     "matched behind a link": (dict(input="data/*/*.parquet", output="elsewhere/new.parquet"), "matches the input"),
     "matched at any depth": (dict(input="**/*.jsonl", output="data/new.jsonl"), "matches the input"),
-    "parts that are matched": (dict(input="**/*.parquet", output="elsewhere/new.jsonl"), "parts/part-000000.parquet matches the input"),
-    "a manifest that is matched": (dict(input="*/*.json", output="new.csv", input_format="jsonl"), "manifest.json matches the input"),
+    "parts that are matched": (
+        dict(input="**/*.parquet", output="elsewhere/new.jsonl"),
+        "parts/part-000000.parquet matches the input",
+    ),
+    "a manifest that is matched": (
+        dict(input="*/*.json", output="new.csv", input_format="jsonl"),
+        "manifest.json matches the input",
+    ),
     "parts as the input": (
-        dict(input="old.parquet.batchgen/parts/part-000000.parquet", output="old.parquet"), "where --output keeps its progress"),
-    "the run directory": (dict(input="old.parquet.batchgen/parts", output="old.parquet"), "where --output keeps its progress"),
-    "parts by a glob": (dict(input="old.parquet.batchgen/*/*", output="old.parquet"), "where --output keeps its progress"),
-    "the trace": (dict(input="x.parquet", output="new.parquet", trace="x.parquet"), "--trace x.parquet is a file of the input"),
-    "the report": (dict(input="x.jsonl", output="new.parquet", report="link-to-data/../x.jsonl"), "--report .* is a file of the input"),
+        dict(input="old.parquet.batchgen/parts/part-000000.parquet", output="old.parquet"),
+        "where --output keeps its progress",
+    ),
+    "the run directory": (
+        dict(input="old.parquet.batchgen/parts", output="old.parquet"),
+        "where --output keeps its progress",
+    ),
+    "parts by a glob": (
+        dict(input="old.parquet.batchgen/*/*", output="old.parquet"),
+        "where --output keeps its progress",
+    ),
+    "the trace": (
+        dict(input="x.parquet", output="new.parquet", trace="x.parquet"),
+        "--trace x.parquet is a file of the input",
+    ),
+    "the report": (
+        dict(input="x.jsonl", output="new.parquet", report="link-to-data/../x.jsonl"),
+        "--report .* is a file of the input",
+    ),
     "the report on its way": (
-        dict(input="r.tmp", output="new.parquet", report="r", input_format="jsonl"), "--report's r.tmp is a file of the input"),
+        dict(input="r.tmp", output="new.parquet", report="r", input_format="jsonl"),
+        "--report's r.tmp is a file of the input",
+    ),
     "a trace in the folder": (dict(input="data", output="new.parquet", trace="data/t.json"), "lies in the input data"),
     "a report in the run directory": (
-        dict(input="x.parquet", output="old.parquet", report="old.parquet.batchgen/manifest.json"), "keeps its progress"),
+        dict(input="x.parquet", output="old.parquet", report="old.parquet.batchgen/manifest.json"),
+        "keeps its progress",
+    ),
     "report and output": (dict(input="x.parquet", output="new.jsonl", report="new.jsonl"), "file of --output too"),
     "trace and report": (dict(input="x.parquet", output="new.parquet", report="r", trace="r"), "file of --report too"),
-    "the plan": (dict(input="x.parquet", output="new.parquet", report="plan.json", plan="plan.json"), "the file of --plan"),
+    "the plan": (
+        dict(input="x.parquet", output="new.parquet", report="plan.json", plan="plan.json"),
+        "the file of --plan",
+    ),
     "the template": (
-        dict(input="x.parquet", output="new.parquet", trace="template.txt", prompt_template="@template.txt"), "--prompt-template"),
+        dict(input="x.parquet", output="new.parquet", trace="template.txt", prompt_template="@template.txt"),
+        "--prompt-template",
+    ),
     "the model": (dict(input="x.parquet", output="new.parquet", report="model/config.json"), "the file of --model"),
     "the profile": (
-        dict(input="x.parquet", output="new.parquet", report="plan.json", hardware="plan.json"), "the file of --hardware"),
-    "a batch's errors": (dict(input="y.errors.jsonl", output="y.jsonl"), "--output's errors y.errors.jsonl is a file of the input"),
+        dict(input="x.parquet", output="new.parquet", report="plan.json", hardware="plan.json"),
+        "the file of --hardware",
+    ),
+    "a batch's errors": (
+        dict(input="y.errors.jsonl", output="y.jsonl"),
+        "--output's errors y.errors.jsonl is a file of the input",
+    ),
     "a dataset's own file": (
-        lambda: dict(input=datasets.load_from_disk("saved"), output="saved/data-00000-of-00001.arrow"), "is a file of the input"),
+        lambda: dict(input=datasets.load_from_disk("saved"), output="saved/data-00000-of-00001.arrow"),
+        "is a file of the input",
+    ),
     "a dataset by its link": (
-        lambda: os.symlink("saved", "s") or dict(input=datasets.load_from_disk("s"), output="saved/data-00000-of-00001.arrow"),
-        "is a file of the input"),
+        lambda: (
+            os.symlink("saved", "s")
+            or dict(input=datasets.load_from_disk("s"), output="saved/data-00000-of-00001.arrow")
+        ),
+        "is a file of the input",
+    ),
     "a stream of a dataset": (
-        lambda: dict(input=datasets.load_from_disk("saved").to_iterable_dataset(), output="saved/data-00000-of-00001.arrow"),
-        "is a file of the input"),
+        lambda: dict(
+            input=datasets.load_from_disk("saved").to_iterable_dataset(), output="saved/data-00000-of-00001.arrow"
+        ),
+        "is a file of the input",
+    ),
     "a stream of a file": (
-        lambda: dict(input=stream_of("x.parquet").map(dict).take(1), output="x.parquet"), "is a file of the input"),
-}  # fmt: skip
+        lambda: dict(input=stream_of("x.parquet").map(dict).take(1), output="x.parquet"),
+        "is a file of the input",
+    ),
+}
 
 
 def stream_of(name):

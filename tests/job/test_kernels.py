@@ -21,7 +21,9 @@ from batchgen.profiler.shipped import shipped_profile
 
 CHOICE = KernelChoice(
     {
-        "64x64 bfloat16": Measured("scalar", {"scalar": {"16 tokens": 5e9}, "torch": {"16 tokens": 9e9}}, {"torch": "why"}),
+        "64x64 bfloat16": Measured(
+            "scalar", {"scalar": {"16 tokens": 5e9}, "torch": {"16 tokens": 9e9}}, {"torch": "why"},
+        ),
         "96x64 bfloat16": Measured("amx_plain"),
     },
     {"4/2 heads of 16 bfloat16": Measured("scalar")},

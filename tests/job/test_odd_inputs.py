@@ -182,7 +182,8 @@ def test_urls_as_outputs(model, tmp_path, rows_of_jsonl, monkeypatch):
     folder = url.rpartition("/")[0]
     system.pipe(file_system(f"{folder}/in.jsonl")[1], rows_of_jsonl.read_bytes())
     for source, output in [
-        (f"{folder}/in.jsonl", f"{folder}/in.jsonl"), (folder, f"{folder}/more/out.jsonl"), (f"{folder}/*.jsonl", f"{folder}/x.jsonl"),
+        (f"{folder}/in.jsonl", f"{folder}/in.jsonl"), (folder, f"{folder}/more/out.jsonl"),
+        (f"{folder}/*.jsonl", f"{folder}/x.jsonl"),
         (rows_of_jsonl, f"file://{rows_of_jsonl}"), (rows_of_jsonl.parent, f"file://{rows_of_jsonl.parent}/out.jsonl"),
     ]:  # fmt: skip
         code, _, stderr = run(model, source, output, *arguments, "--overwrite")

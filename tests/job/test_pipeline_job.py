@@ -1,4 +1,4 @@
-"""`batchgen run --pipeline`: its plan, its refusals, and once a whole job in processes of its own, one of which is killed."""
+"""The plan and the refusals of `batchgen run --pipeline`, and a whole job in processes, one of which is killed."""
 
 import os
 import queue
@@ -37,7 +37,8 @@ def job(tiny_models, tmp_path_factory):
 
     def arguments(output, *more):
         return [
-            "run", "-m", tiny_models("llama")[0], "-i", folder / "in.parquet", "-o", output, "--max-tokens", 4, "--dtype", "float32",
+            "run", "-m", tiny_models("llama")[0], "-i", folder / "in.parquet", "-o", output, "--max-tokens", 4,
+            "--dtype", "float32",
             "--max-num-seqs", 4, "--progress", "none", "--cpu-memory", "4GiB", "--offload-dir", folder, *more,
         ]  # fmt: skip
 
@@ -68,7 +69,7 @@ WORKLOAD = Workload(240, Lengths(tuple(range(50, 300, 10))), Lengths(tuple(range
 
 
 def test_two_stages_take_little_more_than_half_of_the_time():
-    """In memory, with blocks of which half is a full batch too: what is missing of two is the bubble, and the output matrix."""
+    """The gain of two stages in memory is short of two by the bubble and the output matrix."""
     hardware, config = cpu_box(), opt(2048, 24, 32)
     seen = []
     one = simulate_job(planned_stage(hardware, config, WORKLOAD, 1, max_num_seqs=64), config, hardware).total_s
@@ -202,15 +203,21 @@ def test_ranks_of_a_launcher_end_where_rank_0_does_not_need_them(flag, tiny_mode
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     output, logs = tmp_path / "out.jsonl", [tmp_path / "log.0", tmp_path / "log.1"]
     arguments = [
-        "run", "-m", tiny_models("llama")[0], "-i", tmp_path / "in.jsonl", "-o", output, "--max-tokens", 1, "--dtype", "float32",
+        "run", "-m", tiny_models("llama")[0], "-i", tmp_path / "in.jsonl", "-o", output, "--max-tokens", 1, "--dtype",
+        "float32",
         "--progress", "none", "--cpu-memory", "4GiB", "--offload-dir", tmp_path,
     ]  # fmt: skip
     assert batchgen(arguments, logs[0]) == 0, logs[0].read_text()
     for more, codes, said, other in (
         ([], [0, 0], "already complete", ""),
-        (["--report", tmp_path / "none" / "report"], [2, 2], "--report", "rank 1 of 2 ends: rank 0 has refused the job, and says why"),
+        (
+            ["--report", tmp_path / "none" / "report"],
+            [2, 2],
+            "--report",
+            "rank 1 of 2 ends: rank 0 has refused the job, and says why",
+        ),
         (["-m", tmp_path / "no model"], [2, 1], "no model", "rank 1 of 2 ends: rank 0 has ended before it was done"),
-    ):  # fmt: skip
+    ):
         port = free_port()
         words = [str(a) for a in [*arguments, flag, 2, *more]]
         processes = [start_in_process(launched, [rank, port, words], logs[rank]) for rank in (0, 1)]

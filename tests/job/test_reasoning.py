@@ -70,7 +70,8 @@ def test_the_column_of_a_job_that_goes_on(model, table, tmp_path, suffix):
 def test_samples_of_a_row(model, table, tmp_path):
     run(model, tmp_path / "in.parquet", tmp_path / "out.parquet", n=2, temperature=1.0)
     rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
-    check([{"text": t, "reasoning": r} for row in rows if row["reasoning"] for t, r in zip(row["text"], row["reasoning"], strict=True)])  # fmt: skip
+    check([{"text": t, "reasoning": r} for row in rows if row["reasoning"] for t,
+    r in zip(row["text"], row["reasoning"], strict=True)])  # fmt: skip
 
 
 def test_an_openai_batch(model, tmp_path):

@@ -148,7 +148,8 @@ def test_choices(model, tmp_path, from_column, suffix):
     given = {"choices_column": "answers"} if from_column else {"choices": choices[0]}
     table = {"text": contexts, "answers": choices}
     _, rows = run(
-        model, table, tmp_path / f"out{suffix}", prompt_column=None, prompt_template="Text: {{ text.upper() }}\nAnswer: ",
+        model, table, tmp_path / f"out{suffix}", prompt_column=None,
+        prompt_template="Text: {{ text.upper() }}\nAnswer: ",
         **given,
     )  # fmt: skip
     assert rows[20]["error"] and rows[20]["choice"] is rows[20]["choice_index"] is None
@@ -219,7 +220,8 @@ def test_sampling_parameters_of_a_rows_own(model, tmp_path):
     _, rows = run(model, {"p": ["x"] * 10, "s": bad}, tmp_path / "e.parquet", sampling_column="s", **options)
     words = [
         "max_tokens must be at least 1", "max_tokens must be an integer", "'temprature' is no sampling parameter",
-        "not valid JSON", "not an object", "give it -n", "give it --logprobs", "stop must be", "temperature must be a number",
+        "not valid JSON", "not an object", "give it -n", "give it --logprobs", "stop must be",
+        "temperature must be a number",
     ]  # fmt: skip
     for row, word in zip(rows, words, strict=False):
         assert word in row["error"]

@@ -42,7 +42,7 @@ def gguf_file(tmp_path_factory):
 
 
 def machine(packed=True, **changes):
-    """On which packed weights are four times as fast with one token, and half as fast with very many; both slow enough to tell."""
+    """A machine on which packed weights are four times as fast with one token, and half as fast with very many."""
     box = cpu_box(**changes)
     tables = {
         name: {FP32: of["float16"]} for name, of in vars(box.cpu).items() if isinstance(of, dict) and "float16" in of
@@ -139,7 +139,7 @@ def test_an_output_matrix_that_is_the_embeddings_too_needs_no_rates_of_its_own(t
 
 @pytest.fixture
 def run(gguf_file, tmp_path, monkeypatch):
-    """Runs some of eight rows on a machine on which weights in one format are the slow ones; gives the format that they were in."""
+    """The format of the weights after some of eight rows on a machine on which those of one format are slow."""
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     rows = tmp_path / "in.parquet"
     pq.write_table(pa.table({"prompt": [f"The ferry {i}" for i in range(8)]}), rows)

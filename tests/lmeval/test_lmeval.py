@@ -107,7 +107,10 @@ def test_the_entry_point_names_the_model():
 
 
 def test_batchgen_does_without_lm_eval():
-    code = "import sys, batchgen.cli.commands, batchgen.job.run, batchgen.lmeval, batchgen.lmeval.__main__\nsys.exit('lm_eval' in sys.modules)"
+    code = (
+        "import sys, batchgen.cli.commands, batchgen.job.run, batchgen.lmeval, batchgen.lmeval.__main__\n"
+        "sys.exit('lm_eval' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -202,7 +205,11 @@ SPECIAL = {"<|im_end|>": 2, "<|endoftext|>": 0}
             ("a", "b"),
         ),
         ({"do_sample": False, "temperature": 0.7}, {"max_tokens": 99, "temperature": 0.0}, ()),
-        ({"temperature": 0.7, "top_p": 0.9, "top_k": 5}, {"max_tokens": 99, "temperature": 0.7, "top_p": 0.9, "top_k": 5}, ()),
+        (
+            {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
+            {"max_tokens": 99, "temperature": 0.7, "top_p": 0.9, "top_k": 5},
+            (),
+        ),
         ({"do_sample": True}, {"max_tokens": 99, "temperature": 1.0}, ()),
         ({"max_new_tokens": 7, "num_beams": 1, "seed": 3}, {"max_tokens": 7, "seed": 3}, ()),
     ],
@@ -294,7 +301,10 @@ def test_loglikelihoods_equal_those_of_hf(tiny_models, tmp_path, family):
 
 
 def test_what_is_one_row(llama, tmp_path):
-    """Choices of a question; not texts without context, whose first token is all that they share. Nothing is run twice."""
+    """Choices of a question; not texts without context, whose first token is all that they share.
+
+    Nothing is run twice.
+    """
     requests = [("Which? ", letter) for letter in "abc"] + [("", word) for word in ("one", "two", "three")]
     batchgen_model(llama[0], tmp_path).loglikelihood(instances("loglikelihood", [*requests, *requests]))
     rows = pq.read_table(next(tmp_path.glob("*/requests.parquet"))).to_pylist()
@@ -459,7 +469,7 @@ def test_lm_evals_cache_is_filled_and_used(llama, tmp_path):
 
 
 def without_default_tasks(patch):
-    """Has the launcher not look through the hundreds of tasks that lm_eval has, which takes longer than all the rest."""
+    """Keeps the launcher from looking through lm_eval's hundreds of tasks, which takes longer than all the rest."""
     patch.setattr(TaskManager, "__init__", functools.partialmethod(TaskManager.__init__, include_defaults=False))
 
 

@@ -33,14 +33,16 @@ if DEVICE.type == "cpu":  # where every program is interpreted
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 128, "dtype": "float32",
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 128,
+    "dtype": "float32",
 }  # fmt: skip
 WINDOWS = {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20,
 }  # fmt: skip
 OPT = {
     "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "vocab_size": 96, "max_position_embeddings": 128, "word_embed_proj_dim": 64, "dtype": "float32",
+    "num_attention_heads": 2, "vocab_size": 96, "max_position_embeddings": 128, "word_embed_proj_dim": 64,
+    "dtype": "float32",
     "do_layer_norm_before": True,
 }  # fmt: skip
 QWEN_MOE = {

@@ -1,4 +1,4 @@
-"""Every kernel on every instruction set that this machine has, and on the plain twins of those it may lack, against float64."""
+"""Every kernel against float64, on every instruction set of this machine and on plain twins of those it lacks."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ from attention_cases import attended, laid_out, paged
 from draw_cases import check_draws, drawn, draws
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thorough import some_draws, some_of
+from thorough import covering, some_draws, some_of
 
 from batchgen.core.dtypes import KV_CODE_BITS, KVFormat, code_bytes
 from batchgen.ops import cpp as kernels
@@ -97,7 +97,33 @@ def sweeps(draw):
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def known_cases():
+    """Keeps cases of attention for all instruction sets: their results in float64 take far longer than the kernels."""
+    yield
+    _KNOWN_CASES.clear()
+
+
+_KNOWN_CASES = {}
+_MOST_KNOWN = 300  # of some megabytes each
+
+
 def check_attention(case, dtype, kv_format, tolerance):
+    key = repr((case, dtype, kv_format))
+    known = _KNOWN_CASES.get(key) or attention_case(case, dtype, kv_format)
+    if len(_KNOWN_CASES) < _MOST_KNOWN:
+        _KNOWN_CASES[key] = known
+    q, stored, plan, softcap, sinks, expected = known
+    (heads, kv_heads), kv_block_size = case[3], case[5]
+    row_bytes = stored.shape[-1] * stored.element_size()
+    made = kernels.attention_plan(plan, kv_heads, heads // kv_heads, kv_block_size, row_bytes)
+    got = kernels.attention(q, stored, made, bits=KV_CODE_BITS.get(kv_format, 0), softcap=softcap, sinks=sinks)
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def attention_case(case, dtype, kv_format):
+    """(queries, stored KV, plan, softcap, sinks, result in float64); KV that no query may see is NaN or odd codes."""
     prefix_blocks, sequences, window, (heads, kv_heads), head_dim, kv_block_size, seed = case
     slices, groups, num_blocks = laid_out(prefix_blocks, sequences, kv_block_size, seed)
     plan = plan_attention(slices, groups, kv_block_size=kv_block_size, key_bytes=kv_heads * head_dim * 2, window=window)
@@ -110,15 +136,9 @@ def check_attention(case, dtype, kv_format, tolerance):
         if tail and stored.is_floating_point():
             stored[int(s.blocks[(s.num_keys - 1) // kv_block_size]), :, :, tail:] = float("nan")
     stored[spare] = float("nan") if stored.is_floating_point() else 255
-    row_bytes = stored.shape[-1] * stored.element_size()
-    made = kernels.attention_plan(plan, kv_heads, heads // kv_heads, kv_block_size, row_bytes)
     softcap = 2.0 if seed % 3 == 1 else 0.0
     sinks = random(seed + 2, heads, scale=3) if seed % 2 else None
-    bits = KVFormat.of(kv_format).bits
-    got = kernels.attention(q, stored, made, bits=bits, softcap=softcap, sinks=sinks)
-    expected = attended(q, meant.nan_to_num(), slices, window, softcap, sinks)
-    assert torch.isfinite(got).all()
-    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+    return q, stored, plan, softcap, sinks, attended(q, meant.nan_to_num(), slices, window, softcap, sinks)
 
 
 @real_sets
@@ -367,9 +387,12 @@ def test_linear(shape, dtype, activation, with_bias, with_residual, packed, seed
 
 
 def gated_slack(sums):
-    """By how much more the product of two sums may be off than one sum [rows, 2 * columns]: the error of each, times the other.
+    """By how much more the product of two sums may be off than one sum [rows, 2 * columns].
 
-    An activation passes on at most 1.13 times the error of its argument (the steepest slope of GELU) and is itself at most |gate|.
+    The error of each, times the other.
+
+    An activation passes on at most 1.13 times the error of its argument (the steepest slope of GELU) and is itself at
+    most |gate|.
     """
     gate, up = sums.abs().chunk(2, dim=-1)
     return 2 + 1.13 * up + gate  # gpt-oss's adds 1 to what the gate is multiplied with
@@ -426,7 +449,7 @@ def test_a_row_is_the_same_alone_and_in_any_number(depth):
     st.integers(0, 2**20),
 )
 def test_rows_in_tiles(shape, dtype, part, apart, packed, threads, seed):
-    """Rows of x are put into tiles of a few: any number of them, alone or among others, has the results that it should have."""
+    """Any number of rows of x, alone or among others, has the right results, whatever tiles they are put into."""
     rows, columns, depth = shape
     x_dtype = torch.float32 if dtype == torch.int8 else dtype
     x = random(seed, rows, depth + apart, dtype=x_dtype)[:, :depth]
@@ -487,7 +510,10 @@ def test_rows_that_go_in_parts_have_the_bits_of_few(dtype, depth):
 @pytest.mark.parametrize("kind", ["bf16", "i8", "u8"])
 @pytest.mark.parametrize("rows", [1, 7, 16])
 def test_products_in_tile_registers(kind, rows, instruction_set):
-    """What the kernels above take an instruction to do: c [rows, 16] += a [rows, depth] b [depth, 16], b in pairs or fours."""
+    """The product that the kernels above take an instruction to do: C [rows, 16] += a [rows, depth] b [depth, 16].
+
+    b is in pairs or fours.
+    """
     together = {"bf16": 2, "i8": 4, "u8": 4}[kind]
     rng = np.random.default_rng(rows)
     if kind == "bf16":
@@ -628,10 +654,19 @@ def test_norms(rows, columns, dtype, layer_norm, seed):
 
 
 @real_sets
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [8, 40, 64, 256])
-@pytest.mark.parametrize("kv_format", ["own", *PACKINGS, "none", "none, rotated"])
-@pytest.mark.parametrize("family", ["rope", "learned", "qk_norm"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "kv_format", "family"),
+    covering(
+        itertools.product(
+            DTYPES,
+            (8, 40, 64, 256),
+            ("own", *PACKINGS, "none", "none, rotated"),
+            ("rope", "learned", "qk_norm"),
+        ),
+        60,
+        "rotary and store",
+    ),
+)
 def test_rotary_and_store(dtype, head_dim, kv_format, family):
     tokens, heads, kv_heads, kv_block_size, scale = 21, 6, 2, 16, head_dim**-0.5
     qkv = random(0, tokens, (heads + 2 * kv_heads) * head_dim + 3, dtype=dtype)[:, :-3]
@@ -692,7 +727,8 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
 @real_sets
 @settings(max_examples=some_draws(60), deadline=None)
 @given(
-    st.integers(1, 9), st.integers(1, 300), st.sampled_from(DTYPES), st.sampled_from(["normal", "tiny", "huge", "flat"]),
+    st.integers(1, 9), st.integers(1, 300), st.sampled_from(DTYPES),
+    st.sampled_from(["normal", "tiny", "huge", "flat"]),
     st.integers(0, 2**20),
 )  # fmt: skip
 def test_packed_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):

@@ -73,7 +73,7 @@ def test_products_are_those_of_the_unpacked_weights(weight_format, isa):
     [(kind, isa) for kind in BLOCK_FORMATS for isa in ALL_SETS if multiplies_codes(isa, kind)],
 )
 def test_products_of_codes_are_those_of_the_weights_in_fp32(weight_format, isa):
-    """Within rounding of sums; a row has the same result, bit for bit, among any rows, of panels and of rows as they lie."""
+    """Products are within rounding of sums, and a row's are the same bit for bit among any rows and in any layout."""
     kind, (values, _) = weight_format.upper(), BLOCK_FORMATS[weight_format]
     generator = torch.Generator().manual_seed(0)
     for depth in (values, 2112 if values == 32 else 2304):
@@ -106,7 +106,10 @@ def test_products_of_codes_are_those_of_the_weights_in_fp32(weight_format, isa):
 @pytest.mark.parametrize("isa", [isa for isa in ALL_SETS if isa in SPLIT_BYTES])
 @pytest.mark.parametrize("weight_format", ["q4_0", "q4_1", "q6_k"])
 def test_products_of_unusual_rows(weight_format, isa):
-    """Zeros, the least and the largest numbers, one beside which others are small; what is no finite number makes its row NaN."""
+    """Zeros, the least and the largest numbers, one beside which others are small.
+
+    What is no finite number makes its row NaN.
+    """
     depth = 512
     packed = torch.from_numpy(random_rows(weight_format.upper(), 40, depth, seed=7))
     numbers = kernels.unpack_blocks(weight_format.upper(), packed, torch.empty(40, depth, dtype=torch.float32)).double()
@@ -198,7 +201,10 @@ def test_products_in_parts_are_those_of_the_whole(activation, dtype):
 @pytest.mark.parametrize("isa", ALL_SETS)
 @pytest.mark.parametrize("weight_format", BLOCK_FORMATS)
 def test_rows_of_panels_are_those_that_were_packed(weight_format, isa):
-    """Bit for bit, signs of zeros too: of every column of a panel, of a last panel that is not full, of one block and of many."""
+    """Products are equal bit for bit, signs of zeros too.
+
+    That holds for every column of a panel, of a last panel that is not full, of one block and of many.
+    """
     kind, (values, _) = weight_format.upper(), BLOCK_FORMATS[weight_format]
     ids = torch.cat([torch.randperm(75, generator=torch.Generator().manual_seed(0)), torch.tensor([74, 0, 31, 32, 0])])
     for dtype, depth in itertools.product(DTYPES, (values, 2112 if values == 32 else 2304)):

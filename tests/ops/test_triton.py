@@ -1,7 +1,7 @@
-"""Triton's kernels: checked by its interpreter, checked on a card where there is one, and compiled for cards that are not.
+"""Triton's kernels by its interpreter, on a card where there is one, and compiled for cards that are not there.
 
-The checks are in triton_checks.py. Kernels are made for the interpreter or for a card when they are imported, so each of
-these is a process of its own, whatever this one has imported.
+The checks are in triton_checks.py. Kernels are made for the interpreter or for a card when they are imported, so each
+of these is a process of its own, whatever this one has imported.
 """
 
 import os

@@ -284,7 +284,10 @@ def test_the_same_twice_is_the_same_bit_by_bit():
 
 
 def test_kv_beyond_the_reach_of_32_bits():
-    """Memory that is not touched takes none: a pool of which only the last blocks are used gives what a small one gives."""
+    """Memory that is not touched takes none.
+
+    A pool of which only the last blocks are used gives what a small one gives.
+    """
     heads, kv_heads, head_dim, tokens = 4, 2, 64, 20
     block = (2, kv_heads, 16, quant.row_bytes(head_dim, KV_CODE_BITS["int5"]))
     qkv = random(0, tokens, (heads + 2 * kv_heads) * head_dim).to(DEVICE)
@@ -415,7 +418,8 @@ def same_codes(got, meant, n, bits, differing):
 
 @settings(max_examples=int(25 * MORE), deadline=None)
 @given(
-    st.integers(1, 9), st.one_of(st.integers(1, 70), st.sampled_from([576, 1000])), st.sampled_from(DTYPES), st.booleans(),
+    st.integers(1, 9), st.one_of(st.integers(1, 70), st.sampled_from([576, 1000])), st.sampled_from(DTYPES),
+    st.booleans(),
     st.integers(0, 2**20),
 )  # fmt: skip
 def test_norms(rows, columns, dtype, layer_norm, seed):
@@ -609,7 +613,8 @@ def test_a_mixture_whose_experts_are_together_is_that_of_the_cpu(shared, monkeyp
     """Weights as a device has them, as `models/experts.py` hands them to the kernels."""
     config = config_of_hf({
         "architectures": [f"Qwen{2 if shared else 3}MoeForCausalLM"], "hidden_size": 40, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 24, "vocab_size": 8, "num_experts": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 24, "vocab_size": 8,
+        "num_experts": 8,
         "num_experts_per_tok": 3,
     } | shared)  # fmt: skip
     gate_up, gate_up_bias, down, down_bias = mixture(1, 8, 40, 24, biased=True)
@@ -667,7 +672,8 @@ def test_a_captured_mixture_takes_other_routes():
 
 @settings(max_examples=int(40 * MORE), deadline=None)
 @given(
-    st.integers(1, 9), st.integers(1, 300), st.sampled_from(DTYPES), st.sampled_from(["normal", "tiny", "huge", "flat"]),
+    st.integers(1, 9), st.integers(1, 300), st.sampled_from(DTYPES),
+    st.sampled_from(["normal", "tiny", "huge", "flat"]),
     st.integers(0, 2**20),
 )  # fmt: skip
 def test_packed_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):

@@ -21,7 +21,10 @@ def blocks(order, count):
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "any", "outwards"])
 def test_what_is_held_is_right_and_no_larger_than_the_rows(order):
-    """Parts are read from the newest on, and the newest has the last rows: once memory grew by half with each of them."""
+    """Parts are read from the newest on, and the newest has the last rows.
+
+    Once memory grew by half with each of them.
+    """
     rows = RowMap(np.int32)
     base = 1000
     for start in blocks(order, 40):

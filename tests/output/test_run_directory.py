@@ -635,7 +635,10 @@ def test_a_crash_at_any_step_of_a_retry(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fail", [False, True])
 def test_a_crash_at_any_step_of_going_on(tmp_path, monkeypatch, fail):
-    """From a complete job of 12 rows to one of 40: no finished row is run again, and the old output stays until the new one is whole."""
+    """From a complete job of 12 rows to one of 40.
+
+    No finished row is run again, and the old output stays until the new one is whole.
+    """
     result = bad_every_5 if fail else result_of
     crasher = Crasher(monkeypatch)
 

@@ -83,7 +83,8 @@ def test_products_of_experts_have_the_rate_of_their_tokens():
     model = mixture(32, 4)
     rates = SimpleNamespace(at=lambda *, width, tokens: 1e9 * tokens)  # the same time for any number of tokens
     s = SimpleNamespace(
-        model=model, num_gpu_batches=1, balance=None, workload=Workload.uniform(1, 1, 1), weight_format="float32", compute_format="float32", main_format="float32",
+        model=model, num_gpu_batches=1, balance=None, workload=Workload.uniform(1, 1, 1), weight_format="float32",
+        compute_format="float32", main_format="float32",
         rates=SimpleNamespace(has_rates=lambda *_: INT8 in _, rates=lambda *_: rates),
     )  # fmt: skip
     rest = model.matmul_params_per_layer - 4 * model.expert_params
@@ -116,7 +117,7 @@ def test_a_stage_of_dense_layers_alone_has_no_experts():
 
 
 def test_the_busiest_expert_has_the_rate_of_its_own_tokens():
-    """Few rows of the others are as slow as reading their weights, so products take longer where tokens are spread unevenly."""
+    """Products take longer where tokens are spread unevenly: few rows take as long as reading their weights."""
     model = mixture(32, 4)
     even, uneven = (
         inputs(model, workload=replace(Workload.uniform(8, 1, 16), routing=Routing(1, imbalance)))
@@ -156,7 +157,8 @@ def most_tokens(s, weight_layers):
 
 QWEN_30B = config_of_hf(
     {
-        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 32,
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6,
+        "num_attention_heads": 32,
         "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "vocab_size": 8000, "num_experts": 128,
         "num_experts_per_tok": 8, "intermediate_size": 6144,
     }

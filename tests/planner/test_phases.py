@@ -83,7 +83,7 @@ def test_a_shared_prefix_is_not_computed_again():
 @pytest.mark.parametrize("rows", [200, 900, 5000])
 @pytest.mark.parametrize("outputs", [Lengths((40,)), Lengths((20, 40, 60))])
 def test_deferred_sequences_end_with_the_job(rows, outputs):
-    """With as many as a job is long enough for, all tokens are accounted for, and no slot has more than one at a time."""
+    """All tokens are accounted for, and no slot has more than one at a time, with as many slots as the job fills."""
     workload = Workload(rows, Lengths((100,)), outputs, outputs.max)
     deferral = deferral_of(workload, 16, 50, 9)
     if deferral is None:

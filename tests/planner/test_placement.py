@@ -253,7 +253,8 @@ def test_the_bound_that_orders_the_search_is_one(name):
 
 SCALABLE = (
     "gpu_memory_bytes", "cpu_memory_bytes", "disk_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "disk_read_bytes_per_s",
-    "disk_write_bytes_per_s", "dram_bytes_per_s", "gemm", "decode_attention", "cpu_decode_attention", "prefill_attention",
+    "disk_write_bytes_per_s", "dram_bytes_per_s", "gemm", "decode_attention", "cpu_decode_attention",
+    "prefill_attention",
     "elementwise", "sampling_logits_per_s",
 )  # fmt: skip
 
@@ -421,7 +422,10 @@ def test_layers_are_spread_evenly(counts):
 
 @pytest.mark.parametrize("sharing", [1, 2, 4])
 def test_advice_is_in_what_the_user_gives_to_all_processes_and_suffices(sharing):
-    """A budget of one process is its part of what the user gave: what is asked for is the whole, and with it every part suffices."""
+    """A budget of one process is its part of what the user gave.
+
+    What is asked for is the whole, and with it every part suffices.
+    """
     box = cpu_box(cpu_memory_bytes=256 * GIB)
     small = problem(box, budgets={"cpu": GIB / sharing, "disk": 0.0}, sharing=sharing)
     with pytest.raises(InputError) as refused:

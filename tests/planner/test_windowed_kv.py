@@ -66,7 +66,10 @@ def test_pools_hold_the_block_and_take_what_is_counted(name):
 
 @pytest.mark.parametrize(("name", "least"), [("gpt_oss", 1.8), ("gemma3", 2.0), ("all windows", 4.5)])
 def test_so_many_times_the_sequences_fit(name, least):
-    """Of 3000 tokens, beside the same weights: nearly two where half of the layers see 128, two where of six five see 1024."""
+    """Sequences of 3000 tokens beside the same weights: nearly twice as many where half of the layers see 128 tokens.
+
+    They are twice as many where five of six layers see 1024.
+    """
     model = MODELS[name]
     counts, pools = [], []
     for own in (model, replace(model, windows=(None,) * model.num_layers)):

@@ -69,7 +69,10 @@ def test_fit_has_limits():
 
 
 def test_what_a_kind_at_its_limit_cannot_take_is_left_to_the_others():
-    """Of the best factors without limits one is cut: the others are the best beside it, and not what they were beside the uncut one."""
+    """Of the best factors without limits one is cut.
+
+    The others are the best beside it, and not what they were beside the uncut one.
+    """
     terms = np.array([[n, 1.0] for n in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)] * 3)
     times = terms @ np.array([1.0, 6.0])
     assert fit(terms, times, most=10.0) == pytest.approx([1, 6], rel=0.05)

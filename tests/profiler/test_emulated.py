@@ -96,7 +96,10 @@ class TestDedicatedCore:
         assert max(sizes) <= 1e5 * 1e-3
 
     def test_rates_of_its_core_slowed_down(self):
-        """Everything the device computes takes as many times as long; of the CPU's own rates attention alone is another."""
+        """Everything the device computes takes as many times as long.
+
+        Of the CPU's own rates attention alone is another.
+        """
         cpu = box(cpu_memory_bytes=8 * GIB)
         core = cpu.scaled(gemm=0.5, decode_attention=0.5, sampling_logits_per_s=0.5)
         profile = emulated_profile(cpu, self.DEVICE, core)

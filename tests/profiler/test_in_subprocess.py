@@ -114,7 +114,8 @@ class TestProcess:
         monkeypatch.setattr(in_subprocess, "available_memory_bytes", lambda: 20 * GIB)
         for budget in (None, 3 * GIB, GIB // 2):
             recall_or_measure(
-                Wanted("cpu", ("float32",)), cache_dir=tmp_path, offload_dir=tmp_path, refresh=False, memory_bytes=budget
+                Wanted("cpu", ("float32",)), cache_dir=tmp_path, offload_dir=tmp_path, refresh=False,
+                memory_bytes=budget
             )  # fmt: skip
         assert [task[-1] for task in tasks] == [20 * GIB, 2 * GIB, 0]
 

@@ -272,7 +272,10 @@ class Clock:
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """simulated(work per second, disk_bytes_per_s=...) -> the clock by which `measure` times everything: nothing is computed."""
+    """A function that has `measure` time everything by a clock of its own, at so much work per second.
+
+    Nothing is computed.
+    """
 
     def simulate(per_s, disk_bytes_per_s):
         clock = Clock()

@@ -47,7 +47,10 @@ def test_a_job_over_two_actors_and_its_rerun(tiny_models, tmp_path):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([f"row {i % 40}" for i in range(48)], r"^column 'id' has 'row \d+' in 2 rows: give an id_column whose values differ$"),
+        (
+            [f"row {i % 40}" for i in range(48)],
+            r"^column 'id' has 'row \d+' in 2 rows: give an id_column whose values differ$",
+        ),
         ([*range(47), None], "^column 'id' has rows without a value: give an id_column that all rows have$"),
     ],
 )  # fmt: skip

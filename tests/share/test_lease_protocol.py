@@ -1,4 +1,4 @@
-"""The lease protocol against an adversary who decides which worker does its next file operation, what it sees, and who dies."""
+"""The lease protocol against an adversary, who decides which worker acts next, what it sees, and who dies."""
 
 import threading
 from collections import defaultdict
@@ -21,7 +21,11 @@ class Killed(BaseException):
 
 
 class Disk:
-    """A file system in memory. seen: what each worker sees of folders, which may be old; content of parts is (row, writer)."""
+    """A file system in memory; the content of parts is (row, writer).
+
+    Attributes:
+        seen: what each worker sees of folders, which may be old.
+    """
 
     def __init__(self):
         self.files = {}
@@ -197,7 +201,7 @@ class Sharing(RuleBasedStateMachine):
                 assert self.result_of(index) == set(rows)
 
     def teardown(self):
-        """When the adversary lets go, whoever is left finishes, in turns, and a worker that comes late finds all done."""
+        """When the adversary lets go, those left finish, in turns, and a worker that comes late finds all done."""
         if not hasattr(self, "disk"):
             return
         try:

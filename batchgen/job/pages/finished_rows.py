@@ -56,21 +56,21 @@ def finished_rows(parts_dir: Path, source: RequestSource, task: str) -> Finished
     outputs: Counter[int] = Counter()
     seen, candidates = RowMap(np.uint8), dict[int, Path]()  # row -> its part
     shown = _FROM_FIRST + next(source.batches(0, 1), (0, None))[0]  # a shard begins later
-    made, lengths_made = _MADE[task]
+    results_column, lengths_column = _MADE[task]
     for path in reversed(part_paths(parts_dir)):
         with contextlib.suppress(DamagedPart):
             rows = part_columns(path, ["row"]).column(0).to_numpy()
             first = int(rows.min())
             newest = seen.get(first, int(rows.max()) + 1 - first)[rows - first] == 0
             seen.put(rows, 1)
-            lengths = part_columns(path, ["prompt_tokens", "error", lengths_made]).filter(newest)
+            lengths = part_columns(path, ["prompt_tokens", "error", lengths_column]).filter(newest)
             fine = lengths.filter(lengths.column("error").is_null())
             prompts.update(fine.column("prompt_tokens").to_pylist())
-            outputs.update(fine.column(lengths_made).combine_chunks().flatten().to_pylist())
+            outputs.update(fine.column(lengths_column).combine_chunks().flatten().to_pylist())
             candidates |= dict.fromkeys(rows[newest & (rows < shown)].tolist(), path)
     ordered = sorted(candidates)
     chosen = {ordered[i * len(ordered) // SAMPLE_ROWS] for i in range(SAMPLE_ROWS)} if ordered else set()
-    results = _results({row: candidates[row] for row in chosen}, made)
+    results = _results({row: candidates[row] for row in chosen}, results_column)
     texts = _prompts(source, results.keys())
     sample = tuple(SampleRow(row, texts.get(row, ""), *results[row]) for row in sorted(results))
     return FinishedRows(prompts, outputs, sample)

@@ -113,13 +113,13 @@ def _steady_sweep(plan: Plan, config: ModelConfig, hardware: HardwareProfile) ->
     kinds = sorted({step.kind for step, _, _ in steps[number]})
     rows: dict[str, list[Span]] = {}
     for lane in LANES:
-        own = sorted((found for found in steps[number] if found[0].lane == lane), key=lambda found: found[1])
-        if own:
+        of_lane = sorted((timed for timed in steps[number] if timed[0].lane == lane), key=lambda timed: timed[1])
+        if of_lane:
             rows[LANE_NAMES[lane]] = [
                 Span(
                     start, end, kinds.index(step.kind) % COLOURS, f"{step.kind}, layer {step.layer}, batch {step.batch}"
                 )
-                for step, start, end in own
+                for step, start, end in of_lane
             ]
     return [
         note(
@@ -132,31 +132,31 @@ def _steady_sweep(plan: Plan, config: ModelConfig, hardware: HardwareProfile) ->
 
 def _frontier(plan: Plan, problem: Problem) -> list[str]:
     """Latency and throughput of all blocks (FlexGen figure 1), with the plan's block marked."""
-    found = frontier(problem)
-    if not found:
+    blocks = frontier(problem)
+    if not blocks:
         return [note("No block size fits.")]
     rows, chosen = [], []
-    for latency_s, rate, candidate in found:
+    for latency_s, rate, candidate in blocks:
         s = candidate.inputs
         busy = lane_seconds(candidate, candidate.counts.placement(s))
         bound = LANE_NAMES[max(busy, key=busy.__getitem__)]
         chosen.append("chosen" if s.max_num_seqs == plan.policy.max_num_seqs else "")
         block = f"{s.num_gpu_batches} x {s.gpu_batch_size}, {s.admission}"
         rows.append([format_seconds(latency_s), f"{rate:,.1f}", block, f"{s.weight_format}, KV {s.kv_format}", bound])
-    made = "generated" if plan.workload.task == "generate" else "scored"
+    verb = "generated" if plan.workload.task == "generate" else "scored"
     dots = [f"{row[2]}: {row[0]}, {row[1]} tokens/s" for row in rows]
     listed = {round(i * (len(rows) - 1) / (_MOST_BLOCKS - 1)) for i in range(_MOST_BLOCKS)}
-    points = [(latency_s, rate) for latency_s, rate, _ in found]
+    points = [(latency_s, rate) for latency_s, rate, _ in blocks]
     predicted, workload = plan.prediction, plan.workload
     own_rate = workload.num_seqs * workload.made_len / max(predicted.total_s - predicted.startup_s, 1e-9)
     return [
         note("Blocks that no other one beats in both; the ring is the plan."),
         line(
-            "Throughput against block latency", points, "block latency, s", f"{made} tokens/s", dots=dots,
+            "Throughput against block latency", points, "block latency, s", f"{verb} tokens/s", dots=dots,
             ring=(predicted.block_latency_s, own_rate),
         ),
         table(
-            ["block latency", f"{made} tokens/s", "block", "formats", "bound by", ""],
+            ["block latency", f"{verb} tokens/s", "block", "formats", "bound by", ""],
             [[*row, mark] for i, (row, mark) in enumerate(zip(rows, chosen, strict=True)) if mark or i in listed],
         ),
     ]  # fmt: skip
