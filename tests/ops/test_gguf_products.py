@@ -1,7 +1,8 @@
 """Products with rows of blocks, of a GGUF or not, on every instruction set, of rows as they lie and of panels.
 
-They are those of the unpacked weights, bit for bit; or, of bf16 on the sets that multiply codes (csrc/matmul/quant_panels.h), those of the
-weights before these are rounded to bf16, but for the rounding of sums in fp32 and of x (csrc/matmul/split_bytes.h).
+They are those of the unpacked weights, bit for bit; or, of bf16 on the sets that multiply codes
+(csrc/matmul/quant_panels.h), those of the weights before these are rounded to bf16, but for the rounding of sums in
+fp32 and of x (csrc/matmul/split_bytes.h).
 """
 
 import itertools

@@ -157,7 +157,8 @@ def test_penalties_are_applied_once_whatever_is_repeated():
 class NoWaiting(TorchDispatchMode):
     """Fails where the host would wait for the device.
 
-    It does for copies to it, and for CPU tensors among a GPU's operands, which torch copies from memory that is not pinned.
+    It does for copies to it, and for CPU tensors among a GPU's operands, which torch copies from memory that is not
+    pinned.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
