@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KEPT_FORMATS, PACKED_FORMATS
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, NATIVE_FORMATS, PACKED_FORMATS
 from batchgen.models.config import ModelConfig
 from batchgen.models.cutting import cut_tensors, fill_share
 from batchgen.models.files import ModelFiles, read_config, stated_scheme, stored_weights, weight_tensors
@@ -183,7 +183,7 @@ class _Parts:
     @property
     def packed_format(self) -> str | None:
         """`stored_format`, of a rank's part only where its rows can be cut: a row of int8 has one scale."""
-        return self.stored_format if self.shard is None or self.stored_format in KEPT_FORMATS else None
+        return self.stored_format if self.shard is None or self.stored_format in NATIVE_FORMATS else None
 
     def load(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         self._prefetch(which, layer)
@@ -266,7 +266,7 @@ class _StoreTensors:
     @property
     def packed_format(self) -> str | None:
         """Format of packed matrices, of a rank's part only where its rows can be cut: a row of int8 has one scale."""
-        packed = (INT4, *KEPT_FORMATS) if self.shard else PACKED_FORMATS
+        packed = (INT4, *NATIVE_FORMATS) if self.shard else PACKED_FORMATS
         return self.store.weight_format if self.store.weight_format in packed else None
 
     def load(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:

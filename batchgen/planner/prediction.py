@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, KEPT_FORMATS, weight_row_bytes
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, NATIVE_FORMATS, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
@@ -24,7 +24,7 @@ from batchgen.planner.sizes import store_bytes
 
 # Bytes of a quantized weight in a GGUF: 4.5 to 5 bits a weight are usual.
 _GGUF_WEIGHT_BYTES = 0.6
-# Seconds of a block are asked of the cost model again, shorter by at least this factor, where the simulated ones are too long.
+# Factor by which the block latency is at least shortened for the cost model, where the simulated one is too long.
 _LEAST_SHORTENING = 1.05
 
 
@@ -89,7 +89,7 @@ def loading_s(
     """
     rate = min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
     native_bytes, dequantized = 0, model.num_params
-    if weight_format in KEPT_FORMATS:
+    if weight_format in NATIVE_FORMATS:
         native_bytes = sum(map(sum, (sizes.values() for sizes in layer_sizes(model, dtype, weight_format))))
         here = {"embed": model.has_embeddings, "lm_head": model.has_head}  # a stage may be without
         ends = [end_format for name, end_format in model.end_formats if here[name]]
