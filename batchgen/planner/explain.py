@@ -62,7 +62,7 @@ def make_plan(
         gpu_batch_size=s.gpu_batch_size,
         num_gpu_batches=s.num_gpu_batches,
         max_num_batched_tokens=s.max_num_batched_tokens,
-        max_model_len=problem.max_model_len,
+        max_model_len=problem.max_model_len or s.workload.prompt_len.max + s.workload.max_output_len,
         kv_block_size=s.kv_block_size,
         kv_blocks={tier: count for tier, count in kv_blocks.items() if count},
         share_prefixes=problem.share_prefixes,

@@ -18,7 +18,7 @@ from batchgen.planner.costs import job_seconds, moved_bytes
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
-from batchgen.planner.prediction import plan_problem
+from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import BATCHGEN, CostInputs, problem_of
 from batchgen.planner.simulation import simulate_job
 

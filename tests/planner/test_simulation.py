@@ -31,7 +31,7 @@ from batchgen.planner.costs import head_lanes, layer_lanes, phase_matmul_s
 from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
-from batchgen.planner.prediction import plan_problem
+from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import problem_of
 from batchgen.planner.simulation import simulate_job, simulated_rows, trace_plan
 from batchgen.planner.step_costs import StepCosts, streams_of
