@@ -211,7 +211,7 @@ class CostInputs(Sizes):
     @cached_property
     def longest_blocks(self) -> int:
         """KV blocks of the longest sequence that staging buffers must hold."""
-        return self.kv_blocks(self.longest_tokens or self.workload.prompt_len.max + self.workload.max_output_len)
+        return self.kv_blocks(self.longest_tokens or self.workload.max_seq_len)
 
 
 @dataclass(frozen=True)
