@@ -93,7 +93,7 @@ _WEIGHTS_HELP = (
     "whichever of"
     " these is faster; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits; int4: in 4 bits."
 )
-_KV_HELP = "int8, int5, int4: KV in 8, 5 or 4 bits; perplexity 0.06 %, 1.6 %, 7.5 % higher on the demo model."
+_KV_HELP = "int8, int5, int4: KV in 8, 5 or 4 bits; perplexity 0.06 %, 1.6 %, 7.3 % higher on the demo model."
 _OFFLOAD_HELP = "Directory of the disk tier [default: the cache directory]."
 _REPORT_HELP = "Write the report as JSON; - is stdout."
 
