@@ -89,15 +89,18 @@ def matrix_format(weight_format: str, stem: str, dtype: str) -> str:
     return weight_format
 
 
-def product_key(weight_format: str, dtype: str, *, in_rows: bool = False) -> str:
-    """What rates of products with weights in `weight_format` are called in a profile, of tokens in `dtype`.
+def matmul_key(weight_format: str, dtype: str, *, as_stored: bool = False) -> str:
+    """The name that a profile has for the rates of a matmul.
 
-    in_rows: weights lie as they are stored, as streamed ones do, and not in the order in which products read them fastest.
+    Args:
+        weight_format: The format of the weights.
+        dtype: The dtype of the activations.
+        as_stored: True for weights as they are stored, as they are streamed; False for prepacked ones.
     """
     name = INT8 if weight_format == INT8 else dtype
     if weight_format in KEPT_FORMATS:
         name = f"{block_format(weight_format)} {dtype}"
-    return f"{name} in rows" if in_rows else name
+    return f"{name} in rows" if as_stored else name
 
 
 def changes_results(weights: str) -> bool:
