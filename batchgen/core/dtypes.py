@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# KV and weights of int4: quantized values with a scale and a zero point of 16 bits for each group of 64 (FlexGen section 5).
+# KV, and weights of int4: quantized values with a scale and a zero point of 16 bits for each group of 64 (FlexGen 5).
 # Weights of int8: values of 8 bits with a scale in fp32 for each row.
 INT4, INT5, INT8 = "int4", "int5", "int8"
 CODE_GROUP = 64
@@ -87,18 +87,18 @@ def matrix_format(weight_format: str, stem: str, dtype: str) -> str:
     return weight_format
 
 
-def product_key(weight_format: str, dtype: str, *, in_rows: bool = False) -> str:
-    """The name, in a profile, of the rates of products of tokens in `dtype` with weights in a format.
+def matmul_key(weight_format: str, dtype: str, *, as_stored: bool = False) -> str:
+    """The name that a profile has for the rates of a matmul.
 
     Args:
-        weight_format: The weights' format.
-        dtype: The compute dtype.
-        in_rows: True for weights that lie as they are stored, as streamed ones do, and are not prepacked.
+        weight_format: The format of the weights.
+        dtype: The dtype of the activations.
+        as_stored: True for weights as they are stored, as they are streamed; False for prepacked ones.
     """
     name = INT8 if weight_format == INT8 else dtype
     if weight_format in NATIVE_FORMATS:
         name = f"{block_format(weight_format)} {dtype}"
-    return f"{name} in rows" if in_rows else name
+    return f"{name} in rows" if as_stored else name
 
 
 def changes_results(weights: str) -> bool:

@@ -119,14 +119,15 @@ class Checkpoint:
 
 
 def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard: Shard | None = None) -> Checkpoint:
-    """The model's weights.
+    """The model's weights, opened but not read.
 
-    Every tensor's presence and shape is checked here, before any is read; of a weight store the sizes of its files.
+    Every tensor's presence and shape is checked here, and of a weight store the sizes of its files.
 
     Args:
         files: Files of the model.
         config: Its configuration, where that has been read already.
-        shard: Part of each layer that is wanted, packed in a format that it `divides`; None: the whole.
+        shard: The part of each layer that is wanted; None: all of it. Packed weights can be loaded for a shard only in
+            a format for which `shard.divides` is true.
 
     Raises:
         InputError: The model is not supported, or a file is missing, corrupt or of another shape.
