@@ -1,4 +1,4 @@
-"""Messages between two processes: eight bytes with the length, and then the message."""
+"""Framed messages between two processes: each message follows its length, a number of eight bytes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ NO_MEMORY = 3  # exit code of a process that has no memory for a message
 
 
 def framed(message: bytes) -> bytes:
-    """The message with its length before it."""
+    """The bytes of a frame: the length of the message, then the message."""
     return _LENGTH.pack(len(message)) + message
 
 
 def read_frame(file: Any) -> bytearray | None:
-    """The next message, however many reads it takes; None where the file ends before the message is whole."""
+    """Read the next frame's message from a binary file; None where the file ends before the message is complete.
+
+    A message may take several reads of the file.
+    """
     header = _read(file, _LENGTH.size)
     return None if header is None else _read(file, _LENGTH.unpack(header)[0])
 
@@ -30,7 +33,7 @@ def _read(file: Any, count: int) -> bytearray | None:
 
 
 def write_frame(file: Any, message: bytes) -> None:
-    """Write a message, however many writes an unbuffered file takes for it."""
+    """Write a message as a frame to a binary file. An unbuffered file may need several writes."""
     view = memoryview(framed(message))
     while view:
         view = view[file.write(view) :]
