@@ -91,7 +91,8 @@ class Executor:
         method = weakref.WeakMethod(self._perform)  # lanes' threads keep no engine alive that nobody has any more
 
         def perform(step: Step) -> None:
-            method()(step)
+            if (do_work := method()) is not None:
+                do_work(step)
 
         if driver is not None:
             return StreamLanes(perform, driver, serial=options.serial, on_step=options.on_step, on_thread=on_thread)
@@ -177,8 +178,8 @@ class Executor:
                     self.lanes.drain()
                     to_run = [empty_batch()] if deferred_batches.waiting else []  # until they are through all layers
                 self._deferred_batches.clear()
-                self.lanes.prepare(lambda: [clear_kv(context, batch, layers) for batch in batches])  # noqa: B023
-        for counted in (self.weights, self.kv_cache, self.routing, *(context.links or ())):
+                self.lanes.prepare(partial(clear_kv, context, batches, layers))
+        for counted in (self.weights, self.kv_cache, self.routing, *(self._tiers.links or ())):
             counted.reset_counts()
 
     def _run(
@@ -214,8 +215,10 @@ class Executor:
         for step in steps:
             batch = self._batch_of[step.id] = batches[step.batch]
             if step.deferred_batch is not None:  # it may be through before a lane of the host comes to its Steps
-                deferred_batch = self._deferred_batches.setdefault(step.deferred_batch, batch.begins)
-                self.context.deferred_of[step.id] = deferred_batch
+                if step.deferred_batch not in self._deferred_batches:
+                    assert batch.begins is not None, f"nothing is deferred in the batch of {step}"
+                    self._deferred_batches[step.deferred_batch] = batch.begins
+                self.context.deferred_of[step.id] = self._deferred_batches[step.deferred_batch]
             yield step
 
     def _perform(self, step: Step) -> None:
@@ -243,7 +246,7 @@ class Executor:
             "disk_read": self.weights.disk_bytes_read + self.kv_cache.disk_bytes_read,
             "disk_write": self.kv_cache.disk_bytes_written,
         }
-        if links := self.context.links:
+        if links := self._tiers.links:
             moved |= {"h2d": links[0].moved_bytes, "d2h": links[1].moved_bytes}
         return moved
 

@@ -90,6 +90,8 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
 class _Anything:
     """A grammar that allows every token."""
 
+    error: str | None = None
+
     def __init__(self, vocab_size: int) -> None:
         self._mask = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
 

@@ -23,7 +23,7 @@ from batchgen.ops.attention_plan import (
 from batchgen.schedule.extents import runs_of
 from batchgen.schedule.micro_batches import placement_in_sweep
 from batchgen.schedule.scheduler import ScheduledSequence
-from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence
+from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence, in_flight
 from batchgen.schedule.step_graph import BatchFlow
 from batchgen.schedule.window_pool import NULL_BLOCK
 
@@ -267,10 +267,10 @@ class _Rows:
         self._positions.extend(range(first, stop))
         if self._token_ids[-1] == PENDING:
             self._pending_rows.append(self.count - 1)
-            self._pending_slots.append(sequence.token_slot)
+            self._pending_slots.append(in_flight(sequence.token_slot))
         if scheduled.defers:
             self._deferred_rows.append(LogitsRow(sequence, first))
-            self._exchange_slots.append(sequence.exchange_slot)
+            self._exchange_slots.append(in_flight(sequence.exchange_slot))
         for position in scheduled.logits_positions:
             self._logits_rows.append(LogitsRow(sequence, position))
             self._logits_indices.append(row + position - first)

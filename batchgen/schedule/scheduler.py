@@ -21,6 +21,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -31,7 +32,7 @@ from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.sequence import PENDING, Sequence
 from batchgen.schedule.tier_admission import Expected, TierAdmission
-from batchgen.schedule.window_pool import NULL_BLOCK
+from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,12 @@ class SchedulerLimits:
     def __post_init__(self) -> None:
         counts = (self.max_num_seqs, self.max_num_batched_tokens, self.max_chunk_tokens)
         assert all(count is None or count >= 1 for count in counts), f"nothing could ever run: {self}"
+
+    @property
+    def quotas(self) -> Mapping[KVPlacement, int]:
+        """The most sequences of each KV placement, of limits that have quotas."""
+        assert self.kv_seqs is not None, "placements have no quotas"
+        return self.kv_seqs
 
     def quota(self, kv_placement: KVPlacement) -> int:
         return self.max_num_seqs if self.kv_seqs is None else self.kv_seqs.get(kv_placement, 0)
@@ -177,8 +184,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence, whose prompt and output must fit `longest_tokens`."""
-        if self._waits_for_prefix(sequence):
-            self._followers.setdefault(sequence.prefix_source, []).append(sequence)
+        if (source := sequence.prefix_source) is not None and self._waits_for_prefix(sequence):
+            self._followers.setdefault(source, []).append(sequence)
         else:
             self.waiting.append(sequence)
 
@@ -263,12 +270,13 @@ class Scheduler:
             blocks = -(-(sequence.num_computed + num_tokens) // pool.kv_block_size)
             needed[tier] += max(0, blocks - len(sequence.block_table) - sequence.reserved_blocks)
             if sequence.window_table is not None:
-                table, first = sequence.window_table, pool.windowed.first_block(sequence.num_computed + num_tokens - 1)
+                table, windows = sequence.window_table, self._windows(tier)
+                first = windows.first_block(sequence.num_computed + num_tokens - 1)
                 of_windows[tier] += blocks - max(first, len(table))
-                of_windows[tier] -= pool.windowed.num_sole(table[sequence.num_freed : first])
+                of_windows[tier] -= windows.num_sole(table[sequence.num_freed : first])
         if any(count > self.pools[tier].num_available - self._reserved[tier] for tier, count in needed.items()):
             return 0
-        if any(count > self.pools[tier].windowed.num_available for tier, count in of_windows.items()):
+        if any(count > self._windows(tier).num_available for tier, count in of_windows.items()):
             return 0
         for sequence in self.running:
             self._free_before_window(sequence, sequence.num_computed + num_tokens - 1)
@@ -297,7 +305,7 @@ class Scheduler:
     def invalidate_prefix(self, sequence: Sequence) -> None:
         """No other sequence takes over the KV of this one's prompt, or of a part of it, from now on."""
         for pool in self.pools.values():
-            if pool.share_prefixes:
+            if isinstance(pool, BlockManager) and pool.share_prefixes:
                 pool.invalidate(pool.match([*sequence.tokens[: sequence.num_prompt], 0]))
 
     def run_alone(self, sequence: Sequence) -> None:
@@ -330,6 +338,12 @@ class Scheduler:
 
     def _pool(self, sequence: Sequence) -> BlockManager | ExtentManager:
         return self.pools[sequence.kv_placement.tier]
+
+    def _windows(self, tier: str) -> WindowPool:
+        """The pool of layers with a sliding window, of a tier that has one."""
+        windowed = self.pools[tier].windowed
+        assert windowed is not None, f"no layer has a pool of its own in tier {tier}"
+        return windowed
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.num_remaining, budget, self.limits.max_chunk_tokens or budget)
@@ -409,19 +423,7 @@ class Scheduler:
         length = sequence.num_prompt + self._expected_len(sequence)
         # The last token generated is never run, so its KV needs no block.
         num_tokens = max(length - 1, len(sequence.tokens))
-        placements = [c for c in self._placements() if in_placement[c] < self.limits.quota(c)]
-        if self.limits.deferred_rows is not None and self._entered_deferred >= self.limits.deferred_rows:
-            placements = [c for c in placements if c is not KVPlacement.DEFERRED]
-        if self._exchange_slots.is_full and KVPlacement.DEFERRED in placements:
-            # Another call of the engine has them: where nobody is in flight here, the row runs all the same.
-            placements = [c for c in placements if c is not KVPlacement.DEFERRED] + (
-                [] if self.running else [KVPlacement.STREAMED]
-            )
-        if not self.running:
-            # A row let in under earlier limits may fit only a placement that has no quota any more: it runs all the
-            # same.
-            placements += [c for c in self._placements() if c not in placements and c is not KVPlacement.DEFERRED]
-        for kv_placement in placements:
+        for kv_placement in self._open_placements(in_placement):
             tier = kv_placement.tier
             pool, admission = self.pools[tier], admission_to(tier)
             num_blocks = -(-num_tokens // pool.kv_block_size)
@@ -441,9 +443,25 @@ class Scheduler:
                 sequence.num_computed = len(matched) * pool.kv_block_size
                 sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
                 sequence.num_matched_blocks = sequence.num_inserted_blocks = len(matched)
-                sequence.node = pool.node(matched[-1]) if matched else 0
+                sequence.node = pool.node(matched[-1]) if matched and isinstance(pool, BlockManager) else 0
                 return True
         return False
+
+    def _open_placements(self, in_placement: Mapping[KVPlacement, int]) -> List[KVPlacement]:
+        """The placements that a sequence may enter, in order of preference, if their pools have blocks for it."""
+        placements = [c for c in self._placements() if in_placement[c] < self.limits.quota(c)]
+        deferred_rows, deferred = self.limits.deferred_rows, KVPlacement.DEFERRED
+        if deferred_rows is not None and self._entered_deferred >= deferred_rows and deferred in placements:
+            placements.remove(deferred)
+        if self._exchange_slots.is_full and deferred in placements:
+            # Another call of the engine has them: where nobody is in flight here, the row runs all the same.
+            placements.remove(deferred)
+            placements += [] if self.running else [KVPlacement.STREAMED]
+        if not self.running:
+            # A row let in under earlier limits may fit only a placement that has no quota any more: it runs all the
+            # same.
+            placements += [c for c in self._placements() if c not in placements and c is not deferred]
+        return placements
 
     def _admission(self, tier: str, sweep: list[ScheduledSequence], longest: int) -> TierAdmission:
         """longest: tokens that any sequence that may enter is expected to generate."""
@@ -477,10 +495,11 @@ class Scheduler:
                     return False
             sequence.block_table.append(pool.allocate(sequence.block_table[-1] if sequence.block_table else None))
         while sequence.window_table is not None and len(sequence.window_table) < needed:
-            while not pool.windowed.num_available:
+            windows = self._windows(tier)
+            while not windows.num_available:
                 if self._preempt_youngest(tier) is sequence:
                     return False
-            sequence.window_table.append(pool.windowed.allocate())
+            sequence.window_table.append(windows.allocate())
         if self._share_prefixes and tier == self.limits.compute_tier:
             # All KV of a batch is written, layer by layer, before attention reads it, and batches run in the order of
             # the sweep: even a sequence of the same sweep may take these blocks. KV of other tiers is stored behind,
@@ -493,7 +512,7 @@ class Scheduler:
         table = sequence.window_table
         if table is None:
             return
-        windowed = self._pool(sequence).windowed
+        windowed = self._windows(sequence.kv_placement.tier)
         held, first = sequence.num_freed, windowed.first_block(position)
         if first > held:
             windowed.release(table[held:first])
@@ -504,21 +523,21 @@ class Scheduler:
         """Tokens of its prompt for which there are blocks in layers with a sliding window, in this sweep."""
         if sequence.window_table is None:
             return sequence.num_remaining
-        windowed = self._pool(sequence).windowed
+        windowed = self._windows(sequence.kv_placement.tier)
         blocks = len(sequence.window_table) + windowed.num_available
         return blocks * windowed.kv_block_size - sequence.num_computed
 
     def _insert_prompt_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         """Blocks filled with prompt tokens, up to token `num_tokens`, become findable."""
         pool = self._pool(sequence)
-        if not pool.share_prefixes:
+        if not isinstance(pool, BlockManager) or not pool.share_prefixes:
             return
         size = pool.kv_block_size
         for b in range(sequence.num_inserted_blocks, min(num_tokens, sequence.num_prompt) // size):
             tokens = sequence.tokens[b * size : (b + 1) * size]
             sequence.node = pool.insert(sequence.node, tokens, sequence.block_table[b])
             if sequence.window_table is not None:
-                pool.windowed.insert(sequence.node, sequence.window_table[b])
+                self._windows(sequence.kv_placement.tier).insert(sequence.node, sequence.window_table[b])
             sequence.num_inserted_blocks = b + 1
 
     def _preempt_youngest(self, tier: str) -> Sequence:
@@ -540,7 +559,7 @@ class Scheduler:
         tier, pool = sequence.kv_placement.tier, self._pool(sequence)
         self._reserved[tier] -= sequence.reserved_blocks
         sequence.reserved_blocks = 0
-        if pool.share_prefixes:
+        if isinstance(pool, BlockManager) and pool.share_prefixes:
             # After a sweep that failed: what it was to write is not there to be found.
             pool.invalidate(
                 sequence.block_table[sequence.num_computed // pool.kv_block_size : sequence.num_inserted_blocks]
@@ -549,8 +568,9 @@ class Scheduler:
         sequence.block_table = array("i")
         if sequence.window_table is not None:
             held, unwritten = sequence.num_freed, sequence.num_computed // pool.kv_block_size
-            pool.windowed.invalidate(sequence.window_table[max(held, unwritten) :])
-            pool.windowed.release(sequence.window_table[held:])
+            windows = self._windows(tier)
+            windows.invalidate(sequence.window_table[max(held, unwritten) :])
+            windows.release(sequence.window_table[held:])
             sequence.window_table, sequence.num_freed = None, 0
 
 

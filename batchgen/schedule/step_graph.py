@@ -77,6 +77,18 @@ class Step(NamedTuple):  # thousands are made in a second
     after: tuple[int, ...]
     deferred_batch: int | None = None
 
+    @property
+    def weight_buffer(self) -> int:
+        """The buffer of the weights, of a Step that fills one."""
+        assert self.weight_slot is not None, self
+        return self.weight_slot
+
+    @property
+    def kv_buffer(self) -> int:
+        """The buffer of the streamed KV, of a Step that fills or empties one."""
+        assert self.kv_slot is not None, self
+        return self.kv_slot
+
 
 @dataclass(frozen=True)
 class Streams:
@@ -392,17 +404,18 @@ class Sweeps:
             loaded = (flow.head_loads[p],) if chunks else ()
             for k, batch in enumerate(batches):
                 if batch.samples or k in flow.joined:
-                    slot = self._head_slot(p)
+                    slot = p % HEAD_SLOTS if chunks else None
                     step = self._step("head", p, k, weight_slot=slot, after=(flow.hidden[k], *loaded))
                     yield step
-                    self._head_users[slot] = (step.id,)
+                    if slot is not None:
+                        self._head_users[slot] = (step.id,)
         if chunks:
             yield from self._load_weights(self.streams.num_layers)
 
     def _load_head(self, flow: _Flow, stop: int) -> Iterator[Step]:
         while len(flow.head_loads) < min(stop, self.streams.vocabulary_chunks):
             p = len(flow.head_loads)
-            slot = self._head_slot(p)
+            slot = p % HEAD_SLOTS
             step = self._step("load_head", p, 0, weight_slot=slot, after=self._head_users.get(slot, ()))
             flow.head_loads.append(step.id)
             yield step
@@ -461,9 +474,6 @@ class Sweeps:
 
     def _weight_slot(self, layer: int) -> int | None:
         return self._count(layer) % WEIGHT_SLOTS if self.streams.weights[layer] else None
-
-    def _head_slot(self, chunk: int) -> int | None:
-        return chunk % HEAD_SLOTS if self.streams.vocabulary_chunks else None
 
     def _weights_ready(self, layer: int) -> list[int]:
         return [self._loads[self._count(layer)]] if self.streams.weights[layer] else []

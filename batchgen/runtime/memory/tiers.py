@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 class Tiers:
     """The memory of each tier, and how to reach it. Without arguments: the host alone, without a budget.
 
-    compute_tier: the tier that is the compute device's own memory. arenas: tier -> its memory; none for "disk". links:
-    (to, from) an accelerator. device: what computes, as torch names it. driver: a CUDA card's streams. dedicated_core:
-    of an emulated accelerator that has one.
+    Attributes:
+        compute_tier: tier that is the compute device's own memory.
+        arenas: memory by tier; none for "disk".
+        links: links to an accelerator and back; None: the host computes.
+        device: device that computes, as torch names it.
+        driver: streams of a CUDA card; None: there is none.
+        dedicated_core: core of an emulated accelerator; None: it has none of its own.
     """
 
     compute_tier: str = "cpu"
@@ -35,8 +39,20 @@ class Tiers:
     driver: Driver | None = None
     dedicated_core: DedicatedCore | None = None
 
+    @property
+    def h2d(self) -> Link:
+        """The link from host memory to the accelerator, which there is."""
+        assert self.links is not None, "the host computes"
+        return self.links[0]
+
+    @property
+    def d2h(self) -> Link:
+        """The link from the accelerator to host memory, where there is an accelerator."""
+        assert self.links is not None, "the host computes"
+        return self.links[1]
+
     def close(self) -> None:
-        """Gives back what the host's memory has registered with a driver, and cores. Tensors stay."""
+        """Unregister host memory from a driver, and release cores. Tensors stay."""
         for arena in self.arenas.values():
             arena.memory.close()
         if self.dedicated_core is not None:

@@ -15,6 +15,7 @@ from batchgen.models.layers import is_gated
 from batchgen.models.tensor_files.block_packer import BlockPacker
 from batchgen.models.tensor_files.rows_in_file import RowsInFile
 from batchgen.ops import dispatch as ops
+from batchgen.ops.cpp import BlockWeight, PackedWeight
 from batchgen.runtime.memory.tiers import Tiers
 
 Tensors = dict[str, ops.Weight]
@@ -73,7 +74,7 @@ class WeightPacker:
         Vectors beside it are copied, as by `pack`. Tensors are taken out of `embeddings`.
         """
         packed = self._packed(table, embeddings.pop(table), blocks)
-        rest = {name: t.clone() if isinstance(packed, ops.PackedWeight) else t for name, t in embeddings.items()}
+        rest = {name: t.clone() if isinstance(packed, PackedWeight) else t for name, t in embeddings.items()}
         return {table: packed, **rest}
 
     def bind(self, weight: ops.Weight, shape: tuple[int, int] | None = None) -> ops.Weight:
@@ -85,7 +86,7 @@ class WeightPacker:
         """
         if isinstance(weight, ops.SplitWeight):
             return ops.SplitWeight(tuple(map(self.bind, weight.parts)))
-        if isinstance(weight, ops.BlockWeight):
+        if isinstance(weight, BlockWeight):
             dtype = str(self._dtype).removeprefix("torch.")
             return replace(weight, isa=self._kernels.blocks_isa(weight.weight_format, dtype))
         return ops.bind_weight(weight, self._isa(shape or weight.shape, weight.dtype)) if _is_matrix(weight) else weight
@@ -96,9 +97,9 @@ class WeightPacker:
     def _packed(self, name: str, weight: ops.Weight, blocks: BlockPacker) -> ops.Weight:
         if isinstance(weight, ops.SplitWeight):  # of which none is gated by itself
             return ops.SplitWeight(tuple(self._packed("", part, blocks) for part in weight.parts))
-        if isinstance(weight, ops.BlockWeight) and isinstance(weight.data, RowsInFile):
+        if isinstance(weight, BlockWeight) and isinstance(weight.data, RowsInFile):
             return blocks.pack(self.bind(weight), gated=is_gated(name))
-        if isinstance(weight, ops.BlockWeight):
+        if isinstance(weight, BlockWeight):
             return ops.pack_blocks(self.bind(weight), self._dtype, gated=is_gated(name))
         if not _is_matrix(weight):
             return weight.clone() if weight.ndim == 1 else weight

@@ -45,6 +45,7 @@ class WeightSlots:
 
     def views(self, layer: int, slot: int | None, names: Iterable[str]) -> dict[str, Tensor]:
         """These tensors of a layer in a slot, in the form that they are stored in."""
+        assert slot is not None, "what is not resident needs a buffer"
         return {name: _in_buffer(self.buffers[slot][name], self._layers[layer][name]) for name in names}
 
 

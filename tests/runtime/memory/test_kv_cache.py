@@ -75,14 +75,14 @@ def fill(tensor, seed):
 
 
 def write_out(cache, layer, slot, moves):
-    if cache._links:
+    if cache._tiers.links:
         cache.store(layer, slot, moves)
     cache.write(layer, slot, moves)
 
 
 def read_in(cache, layer, slot, moves):
     cache.read(layer, slot, moves)
-    if cache._links:
+    if cache._tiers.links:
         cache.load(layer, slot, moves)
 
 
