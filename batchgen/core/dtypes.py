@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 # Codes of some bits, and a scale and a zero point of 16 bits for each group of 64 (FlexGen section 5): KV, and
 # weights of int4.
 # Weights of int8 are codes of 8 bits, and a scale in fp32 for each row.
 INT4, INT5, INT8 = "int4", "int5", "int8"
 CODE_GROUP = 64
 WEIGHT_CODE_BITS = 4
-# KV of 4 bits costs 7 % of perplexity; the fifth bit takes that to 1 % (docs/tiers.md).
-KV_CODE_BITS = {INT5: 5, INT8: 8}
+# Packed KV, the most exact first (docs/tiers.md has what each costs).
+KV_CODE_BITS = {INT8: 8, INT5: 5, INT4: 4}
 # Packed rows of a GGUF: values and bytes of a block. Weights in them are kept as they are in the file.
 GGUF_FORMATS = {
     "q4_0": (32, 18),
@@ -117,10 +119,31 @@ def weight_row_bytes(n: int, weight_format: str) -> int:
     return -(-n // 4) * 4 + 4 if weight_format == INT8 else n * int(FORMAT_BYTES[weight_format])
 
 
-def kv_row_bytes(n: int, kv_format: str) -> int:
-    """Stored bytes of `n` numbers of one token's K or V. kv_format: a dtype to compute in, "int8", "int5" or "int4"."""
-    bits = WEIGHT_CODE_BITS if kv_format == INT4 else KV_CODE_BITS.get(kv_format)
-    return packed_bytes(n, bits) if bits else n * int(FORMAT_BYTES[kv_format])
+@dataclass(frozen=True)
+class KVFormat:
+    """A format that the K and V of a token and head are stored in.
+
+    Attributes:
+        name: "int8", "int5" or "int4" of packed KV; else the dtype of its numbers.
+        bits: Bits of a quantized value; 0: numbers are stored as they are.
+    """
+
+    name: str
+    bits: int = 0
+
+    @classmethod
+    def of(cls, name: str) -> KVFormat:
+        """The format of this name."""
+        return cls(name, KV_CODE_BITS.get(name, 0))
+
+    @property
+    def rotates_keys(self) -> bool:
+        """Whether keys are rotated before they are stored: 8 bits tell large channels from small ones as they are."""
+        return 0 < self.bits < 8
+
+    def row_bytes(self, n: int) -> int:
+        """Stored bytes of `n` numbers."""
+        return packed_bytes(n, self.bits) if self.bits else n * int(FORMAT_BYTES[self.name])
 
 
 def packed_bytes(n: int, bits: int) -> int:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, product_key
+from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, KVFormat, product_key
 from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice, Measured, attention_key, linear_key
 from batchgen.core.machine import available_memory_bytes, keep_freed_memory
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -319,14 +319,14 @@ def rows_depend(weight: Tensor, linear: Callable[[Tensor, Tensor], Tensor] = F.l
 
 
 def _attention_shape(model: ModelConfig, dtype_name: str) -> _Shape:
-    dtype = getattr(torch, dtype_name)
+    dtype, kv_format = getattr(torch, dtype_name), KVFormat.of(dtype_name)
 
     def prepare(sequences: list[tuple[int, int]], work: float) -> Callable[[str], Trial]:
         blocks = sum(-(-(new + cached) // DEFAULT_KV_BLOCK_SIZE) for new, cached in sequences)
         block = 2 * model.num_kv_heads * DEFAULT_KV_BLOCK_SIZE * model.head_dim
         pool = torch.cat(_spread((blocks, block), dtype)).view(-1)
-        kv = paged_kv(pool, model)
-        return lambda candidate: Trial(work, paged_attention(kv, model, sequences, dtype, candidate))
+        kv = paged_kv(pool, model, kv_format)
+        return lambda candidate: Trial(work, paged_attention(kv, kv_format, model, sequences, dtype, candidate))
 
     n = _PREFILL_TOKENS
     flops = 4 * model.q_size * (n * (n + 1) // 2)

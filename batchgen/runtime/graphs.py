@@ -24,7 +24,7 @@ from batchgen.ops.host_copy import upload
 from batchgen.schedule.packed_batch import PackedBatch
 
 if TYPE_CHECKING:
-    from batchgen.ops.triton import Capacity, CutPlan, DevicePlan
+    from batchgen.ops.dispatch import Capacity, CutPlan, DevicePlan
 
 # Sweeps of one size that are launched as usual before it is captured: capturing takes as long as some sweeps.
 _UNCAPTURED = 3

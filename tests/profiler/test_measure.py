@@ -18,7 +18,7 @@ import torch
 from timing import undisturbed
 
 from batchgen.core import direct_io
-from batchgen.core.dtypes import BLOCK_FORMATS, GGUF_FORMATS
+from batchgen.core.dtypes import BLOCK_FORMATS, GGUF_FORMATS, KVFormat
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, Rates, read_profile
 from batchgen.core.kernel_choice import KernelChoice
@@ -142,7 +142,7 @@ class TestMeasure:
         assert after.cpu.step_overhead_s == before.cpu.step_overhead_s
         assert after.disk_read_bytes_per_s == before.disk_read_bytes_per_s
 
-    @pytest.mark.parametrize(("kv_format", "dtype"), [("int5", "float32"), ("int5", "bfloat16"), ("int8", "float32")])
+    @pytest.mark.parametrize(("kv_format", "dtype"), [("int4", "float32"), ("int5", "bfloat16"), ("int8", "float32")])
     def test_packed_kv_is_merged_in(self, measured, kv_format, dtype, logged):
         after = add_packed_kv(measured, dtype, kv_format, effort=TINY)
         before, cpu = measured.cpu, after.cpu
@@ -358,6 +358,9 @@ class TestTiming:
         assert torch.equal(torch.cat([part.flatten() for part in parts]), pool[:96])
 
 
+FP32 = KVFormat("float32")
+
+
 class TestAttention:
     """What is timed must be attention, over all the KV that is counted."""
 
@@ -367,7 +370,7 @@ class TestAttention:
     def test_paged_runs_go_through_the_pool_and_start_over(self, sequences, turns):
         pool = torch.randn(2 * 8 * 2 * 16 * 16)  # K and V of 8 blocks
         run = profile_compute.paged_attention(
-            profile_compute.paged_kv(pool, self.model), self.model, sequences, pool.dtype
+            profile_compute.paged_kv(pool, self.model, FP32), FP32, self.model, sequences, pool.dtype
         )
         results = [run(i) for i in range(turns + 1)]
         assert results[0].shape == (sum(new for new, _ in sequences), 2 * 2 * 16)
@@ -393,14 +396,15 @@ class TestAttention:
     def test_packed_kv_is_attended_to_as_it_is_stored(self, monkeypatch):
         """The bytes that count are those of the packed blocks, and results are those of KV that was packed."""
         pool = torch.randn(64 * 2 * 2 * 16 * 16)
-        kv = profile_compute.paged_kv(pool, self.model, "int5")
+        int5 = KVFormat.of("int5")
+        kv = profile_compute.paged_kv(pool, self.model, int5)
         assert kv.dtype == torch.uint8 and kv.shape == (64, 2, 2, 16, 14)
         expanded = quant.dequantize(kv, 16, bits=5)
         sequences = [(1, 19), (1, 30)]
         torch.manual_seed(1)
-        packed = profile_compute.paged_attention(kv, self.model, sequences, torch.float32)(3)
+        packed = profile_compute.paged_attention(kv, int5, self.model, sequences, torch.float32)(3)
         torch.manual_seed(1)
-        plain = profile_compute.paged_attention(expanded, self.model, sequences, torch.float32)(3)
+        plain = profile_compute.paged_attention(expanded, FP32, self.model, sequences, torch.float32)(3)
         assert torch.allclose(packed, plain, atol=1e-5)
         works = []
         monkeypatch.setattr(Device, "rate", lambda self, trial, effort: works.append(trial.work) or 1.0)

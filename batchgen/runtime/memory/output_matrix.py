@@ -35,6 +35,7 @@ class OutputMatrix:
 
     def load(self, matrix: ops.Weight, chunk: int, slot: int, h2d: Link) -> None:
         """Copy a chunk of the matrix to the accelerator."""
+        assert not isinstance(matrix, ops.SplitWeight), "an output matrix is in one part"
         data = matrix if isinstance(matrix, Tensor) else matrix.data
         rows = data[chunk * self._chunk_rows : (chunk + 1) * self._chunk_rows]
         h2d.copy(self.buffers[slot][: len(rows)], rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+from torch import Tensor
 
 from batchgen.core.dtypes import KEPT_FORMATS, PACKED_FORMATS
 from batchgen.models.checkpoint import Checkpoint
@@ -12,10 +13,9 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import Stored, Which, stored_tensors
 from batchgen.models.store.layout import StoreFile, WeightStore, layer_groups
 from batchgen.models.store.weight_store import read_extent
-from batchgen.ops import dispatch as ops
 from batchgen.schedule.residency import WeightResidency
 
-Tensors = dict[str, ops.Weight]
+Tensors = dict[str, Tensor]  # as they are stored
 
 SINKS = "sinks.weight"
 

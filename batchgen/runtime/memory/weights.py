@@ -27,9 +27,9 @@ from batchgen.runtime.memory.dequantized_weights import DequantizedWeights
 from batchgen.runtime.memory.disk_weights import DiskWeights
 from batchgen.runtime.memory.output_matrix import OutputMatrix
 from batchgen.runtime.memory.tiers import Tiers
-from batchgen.runtime.memory.weight_packing import WeightPacker
+from batchgen.runtime.memory.weight_packing import Tensors, WeightPacker
 from batchgen.runtime.memory.weight_slots import WeightSlots
-from batchgen.runtime.memory.weight_source import SINKS, Tensors, WeightSource
+from batchgen.runtime.memory.weight_source import SINKS, WeightSource
 from batchgen.schedule.residency import WeightResidency
 
 OUTPUT_MATRIX = "lm_head.weight"
