@@ -30,7 +30,7 @@ from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
 from batchgen.schedule.sequence import Sequence
-from batchgen.schedule.step_graph import Sweeps
+from batchgen.schedule.sweeps import Sweeps
 from batchgen.schedule.trace import TraceWriter
 
 

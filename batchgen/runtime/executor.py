@@ -1,6 +1,6 @@
 """Takes the micro-batches of a sweep through all layers, in the order of its Steps.
 
-The order of Steps and what they wait for is `schedule.step_graph`'s, running them `lanes`' and `streams`', the work of
+The order of Steps and what they wait for is `schedule.sweeps`', running them `lanes`' and `streams`', the work of
 each kind `steps.handlers`'. With everything in the compute device's memory all Steps are in one lane, and this is the
 plain serial order.
 """
@@ -34,7 +34,8 @@ from batchgen.runtime.warm_up_steps import clear_kv, layers_that_differ, numbere
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.packed_batch import PackedBatch, empty_batch
 from batchgen.schedule.sequence import PENDING
-from batchgen.schedule.step_graph import Step, Sweeps
+from batchgen.schedule.step_graph import Step
+from batchgen.schedule.sweeps import Sweeps
 
 
 class Executor:
@@ -165,7 +166,7 @@ class Executor:
         context = self.context
         context.on_logits, context.vocabulary_chunks = on_logits, vocabulary_chunks
         layers = layers_that_differ(context)
-        step_graph, deferred_batches = sweeps_of_layers(context, layers), DeferredBatches()
+        graph, deferred_batches = sweeps_of_layers(context, layers), DeferredBatches()
         with self.lanes.one_by_one(), kernels_alone(), self._computing():
             for batches in sweeps:
                 to_run = batches
@@ -173,7 +174,7 @@ class Executor:
                     prepared: list[BatchState] = []
                     self.lanes.prepare(lambda: prepared.extend(prepare_batches(context, to_run)))  # noqa: B023
                     flows = [batch.packed.flow(batch.on_host) for batch in prepared]
-                    steps = numbered_before(step_graph.steps(flows, deferred_batches, lambda step_id: True), layers)
+                    steps = numbered_before(graph.steps(flows, deferred_batches, lambda step_id: True), layers)
                     self.lanes.execute(self._bound(steps, prepared))
                     self.lanes.drain()
                     to_run = [empty_batch()] if deferred_batches.waiting else []  # until they are through all layers

@@ -11,7 +11,8 @@ import torch
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.runtime.steps.context import StepContext
 from batchgen.schedule.packed_batch import PackedBatch
-from batchgen.schedule.step_graph import Step, Sweeps
+from batchgen.schedule.step_graph import Step
+from batchgen.schedule.sweeps import Sweeps
 
 _BEFORE = 1 << 40  # Steps that warm up are numbered so far below the others
 

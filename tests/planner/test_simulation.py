@@ -39,7 +39,8 @@ from batchgen.planner.step_simulator import Simulator, simulate
 from batchgen.runtime.lanes import Lanes
 from batchgen.schedule.scheduler import ScheduledSequence
 from batchgen.schedule.sequence import Sequence
-from batchgen.schedule.step_graph import LANES, BatchFlow, Step, Streams, Sweeps
+from batchgen.schedule.step_graph import LANES, BatchFlow, Step, Streams
+from batchgen.schedule.sweeps import Sweeps
 
 
 def step(number, lane, *after, kind="work", sweep=0):
