@@ -14,7 +14,8 @@ import numpy as np
 
 from batchgen.core.request import SamplingParams
 from batchgen.schedule.packed_batch import PackedBatch
-from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.sequence import LogitsRow, Sequence
 
 # Keys of a context that is long enough to be attended to in parts.

@@ -1,7 +1,4 @@
-"""The vocabulary of a sweep as data: each transfer and computation is a Step with a lane and Steps it waits for.
-
-No torch.
-"""
+"""The vocabulary of sweeps: a Step, its kinds and lanes, and what a layer or a micro-batch moves. No torch."""
 
 from __future__ import annotations
 
