@@ -27,7 +27,7 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Link, Prefault, as_buffer
-from batchgen.schedule.packed_batch import Run, Staging
+from batchgen.schedule.staging import Run, Staging
 from batchgen.schedule.step_graph import KV_SLOTS
 
 
