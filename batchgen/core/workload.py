@@ -67,8 +67,7 @@ class Workload:
         max_output_len: The most tokens that a sequence may generate, for which KV is reserved.
         shared_prefix_len: Mean prompt tokens whose KV an earlier row has computed.
         scored_len: Mean positions of a sequence whose logits are computed, where sequences are scored: they end when
-            their
-            prompts have run, as if their outputs were of 1 token. None: sequences generate.
+            their prompts have run, as if their outputs were of 1 token. None: sequences generate.
         routing: Spread of the tokens over experts, where the model is a mixture.
     """
 
@@ -109,6 +108,11 @@ class Workload:
     def made_len(self) -> float:
         """Tokens generated or scored per sequence."""
         return self.output_len.mean if self.scored_len is None else self.scored_len
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of the longest prompt and the longest output together."""
+        return self.prompt_len.max + self.max_output_len
 
     @property
     def computed_prompt_len(self) -> float:

@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from batchgen.core.dtypes import DEQUANTIZED, KEPT_FORMATS
+from batchgen.core.dtypes import DEQUANTIZED, NATIVE_FORMATS
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.tensor_parallel import load_on_ranks
 from batchgen.models.files import stated_scheme
 from batchgen.models.formats.fp8 import Fp8
 from batchgen.models.kept_stores import find_or_convert
-from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
+from batchgen.planner.memory_requirements import most_kv_tokens, process_share
 from batchgen.planner.parallel import split_layers, stage_policy
 from batchgen.schedule.trace import TraceWriter
 
@@ -78,7 +78,7 @@ def load_engine(
         min_output_len=options.sampling.max_tokens if generates else 1,
         sampling=options.sampling if generates else None,
         task=options.task,
-        longest_tokens=longest_tokens(plan),
+        longest_tokens=plan.workload.max_seq_len,
         most_kv_tokens=most_kv_tokens(plan),
         planned_process_bytes=process_share(plan),
         offload_dir=job.offload_dir,
@@ -122,9 +122,9 @@ def _load_stages(
 
 def _quantization(resolved: str, weight_format: str) -> str:
     """Weights of the plan, which may be block-quantized where the job's are dequantized, or the other way round."""
-    if weight_format in KEPT_FORMATS:
+    if weight_format in NATIVE_FORMATS:
         return weight_format
-    return DEQUANTIZED if resolved in KEPT_FORMATS else resolved
+    return DEQUANTIZED if resolved in NATIVE_FORMATS else resolved
 
 
 def _budgets(job: Job, plan: Plan) -> dict[str, int]:

@@ -93,7 +93,7 @@ _WEIGHTS_HELP = (
     "whichever of"
     " these is faster; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits; int4: in 4 bits."
 )
-_KV_HELP = "int8, int5, int4: KV in 8, 5 or 4 bits; perplexity 0.06 %, 1.6 %, 7.5 % higher on the demo model."
+_KV_HELP = "int8, int5, int4: KV in 8, 5 or 4 bits; perplexity 0.06 %, 1.6 %, 7.3 % higher on the demo model."
 _OFFLOAD_HELP = "Directory of the disk tier [default: the cache directory]."
 _REPORT_HELP = "Write the report as JSON; - is stdout."
 
@@ -623,7 +623,7 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_COMMANDS} map", "temperature", float, "0 is greedy."),
     _sampling(f"{_COMMANDS} map", "top_p", float, "Keep the most likely tokens that together have this probability."),
     _sampling(f"{_COMMANDS} map", "top_k", int, "Keep the k most likely tokens; 0 is off."),
-    _sampling(f"{_COMMANDS} map", "min_p", float, "Keep tokens with this part of the first one's probability; comes first."),
+    _sampling(f"{_COMMANDS} map", "min_p", float, "Keep tokens with this part of the best one's probability."),
     _sampling(f"{_COMMANDS} map", "repetition_penalty", float),
     _sampling(f"{_ROWS} map", "presence_penalty", float, "Taken off the logits of tokens that the output has."),
     _sampling(f"{_ROWS} map", "frequency_penalty", float, "The same, for each time that it has them."),

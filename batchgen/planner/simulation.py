@@ -22,7 +22,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.planner.batch_load import BatchLoad, load_of
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import plan_memory
-from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
+from batchgen.planner.memory_requirements import most_kv_tokens, process_share
 from batchgen.planner.phases import Phase
 from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator, Timeline
@@ -155,7 +155,7 @@ def memory_of(plan: Plan, config: ModelConfig) -> MemoryPlan:
         plan.policy,
         Demand(
             min_tokens=min(workload.max_output_len + 1, context),
-            longest_tokens=min(context, longest_tokens(plan)),
+            longest_tokens=min(context, plan.workload.max_seq_len),
             most_kv_tokens=most_kv_tokens(plan),
             task=workload.task,
         ),
@@ -232,11 +232,12 @@ class SimulatedJob:
         return self._scheduler.has_work
 
     def next_sweep(self) -> SimulatedSweep | None:
-        """Schedule the next sweep.
+        """Schedule the next sweep, and count it as run unless sweeps are in a pipeline.
 
-        The sweep is taken to have run, but for tokens that take more than one sweep (`end_sweep`). Where there are only
-        such, its one micro-batch is empty. In a pipeline the sweep is under way; where all sequences are in sweeps
-        under way, it has no micro-batch.
+        Sequences have their new tokens at once, except deferred ones, whose token takes several sweeps and comes with
+        `end_sweep`. Where nothing but such tokens is under way, the sweep has one empty micro-batch. In a pipeline
+        (`sweeps_in_flight` above 1) tokens come with `take_answers`. Where all sequences are in sweeps under way there,
+        the sweep has no micro-batch.
 
         Returns:
             The sweep; None when all rows are done.

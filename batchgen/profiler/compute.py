@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KVFormat, product_key, weight_row_bytes
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KVFormat, matmul_key, weight_row_bytes
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -163,7 +163,7 @@ def measure_products(  # what is measured, how, and for how long
     effort: Effort,
     timed: Timed,
     *,
-    in_rows: bool = False,
+    as_stored: bool = False,
 ) -> ComputeRates:
     """Measure GEMMs with weights in another format than the compute dtype.
 
@@ -174,15 +174,17 @@ def measure_products(  # what is measured, how, and for how long
         subjects: Models whose layers are measured.
         effort: Grid points and time limits.
         timed: Function that runs a measurement under a name.
-        in_rows: Whether weights are multiplied as they are stored, as those that stream are.
+        as_stored: Whether weights are multiplied as they are stored, as those that stream are.
     """
     pool = device.pool(getattr(torch, dtype_name), effort)
-    name = f"matrix products with {weight_format} weights{' in rows' * in_rows} and {dtype_name} on {device.kind}"
+    name = f"matrix products with {weight_format} weights{' in rows' * as_stored} and {dtype_name} on {device.kind}"
 
     def gemm() -> Rates:
-        return gemm_rates(device, pool, subjects.products, effort, weight_format, subjects.kernels, in_rows=in_rows)
+        return gemm_rates(device, pool, subjects.products, effort, weight_format, subjects.kernels, as_stored=as_stored)
 
-    return ComputeRates(gemm_flops_per_s={product_key(weight_format, dtype_name, in_rows=in_rows): timed(name, gemm)})
+    return ComputeRates(
+        gemm_flops_per_s={matmul_key(weight_format, dtype_name, as_stored=as_stored): timed(name, gemm)}
+    )
 
 
 def dequantize_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> float:
@@ -208,7 +210,7 @@ def gemm_rates(
     weight_format: str | None = None,
     kernels: KernelChoice = PROCESS_SET,
     *,
-    in_rows: bool = False,
+    as_stored: bool = False,
 ) -> Rates:
     """FLOP/s of a layer's GEMMs over width and tokens, with the chosen kernels, activation and residual adds included.
 
@@ -219,7 +221,7 @@ def gemm_rates(
         effort: Grid points and time limits.
         weight_format: "int8", one of `BLOCK_FORMATS`, or the pool's dtype, which None stands for too.
         kernels: Kernels of the models' shapes.
-        in_rows: Whether weights are multiplied as they are stored, as those that stream are.
+        as_stored: Whether weights are multiplied as they are stored, as those that stream are.
     """
     stored_in = weight_format or _name(pool.dtype)
 
@@ -232,7 +234,7 @@ def gemm_rates(
         large = pool if sum(sizes) <= pool.numel() else pool.repeat(-(-sum(sizes) // pool.numel()))
         layers = [
             [
-                _weight(part.view(shape), stored_in, kernels, gated=model.gated_mlp and i == 2, in_rows=in_rows)
+                _weight(part.view(shape), stored_in, kernels, gated=model.gated_mlp and i == 2, as_stored=as_stored)
                 for i, (part, shape) in enumerate(zip(layer.split(sizes), shapes, strict=True))
             ]
             for layer in pieces(large, sum(sizes))
@@ -263,7 +265,7 @@ def gemm_rates(
 
 
 def _weight(
-    numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated: bool, in_rows: bool = False
+    numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated: bool, as_stored: bool = False
 ) -> ops.Weight:
     """A matrix prepacked for GEMMs; with other numbers where quantizing takes long, as the timing is the same."""
     rows, columns = numbers.shape
@@ -272,13 +274,13 @@ def _weight(
             (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
         )  # scales are numbers
         weight = BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, _name(numbers.dtype)))
-        return weight if in_rows else ops.pack_blocks(weight, numbers.dtype, gated=gated)
+        return weight if as_stored else ops.pack_blocks(weight, numbers.dtype, gated=gated)
     stored = numbers
     if weight_format == INT8:
         some = int8.quantize(numbers[:_QUANTIZED_ROWS])
         stored = some.repeat(-(-len(numbers) // len(some)), 1)[: len(numbers)]
     isa = kernels.linear_isa(rows, columns, weight_format)
-    return ops.bind_weight(stored, isa) if in_rows else ops.pack_weight(stored, gated=gated, isa=isa)
+    return ops.bind_weight(stored, isa) if as_stored else ops.pack_weight(stored, gated=gated, isa=isa)
 
 
 def decode_rates(
@@ -356,13 +358,14 @@ def paged_attention(
     dtype: torch.dtype,
     isa: str = "",
 ) -> Callable[[int], Tensor]:
-    """A function that runs attention of one layer over a window of the KV blocks, the next one in each run.
+    """A function of i that runs attention of one layer over the i-th window of the KV blocks.
 
-    The attention plan counts blocks from the window's first one, so that one plan serves all runs: making it takes
-    longer than many runs, and a sweep makes one for all its layers.
+    A window has as many blocks as the sequences need, or all that there are; after the last window comes the first
+    again. The attention plan counts blocks from the start of a window, so that one plan serves all runs: making it
+    takes longer than many runs, and a sweep makes one for all its layers.
 
     Args:
-        kv: KV blocks.
+        kv: KV blocks, as from `paged_kv`.
         kv_format: Format of the KV.
         model: The model whose heads attend.
         sequences: (new, cached) tokens of each sequence.

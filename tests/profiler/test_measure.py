@@ -167,13 +167,13 @@ class TestMeasure:
         ("packing", "dtype", "key"),
         [("int8", "float32", "int8"), ("int8", "bfloat16", "int8"), ("q4_1", "float32", "q4_1 float32")],
     )
-    @pytest.mark.parametrize("in_rows", [False, True])
-    def test_products_of_packed_weights_are_merged_in(self, measured, packing, dtype, key, in_rows, logged):
-        key = f"{key} in rows" if in_rows else key
+    @pytest.mark.parametrize("as_stored", [False, True])
+    def test_products_of_packed_weights_are_merged_in(self, measured, packing, dtype, key, as_stored, logged):
+        key = f"{key} in rows" if as_stored else key
         slower = {"sweep_factors": {dtype: {"gemm": 2.0}}}
         before = dataclasses.replace(measured, measured=measured.measured | slower)
         model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16, inner=96)  # rows of whole blocks
-        after = add_products(before, dtype, packing, effort=TINY, model=model, in_rows=in_rows)
+        after = add_products(before, dtype, packing, effort=TINY, model=model, as_stored=as_stored)
         table = after.cpu.gemm_flops_per_s
         assert {k: v for k, v in table.items() if k != key} == measured.cpu.gemm_flops_per_s
         assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table[key].points))
@@ -182,7 +182,7 @@ class TestMeasure:
 
     def test_layers_of_no_certain_model_can_have_any_packed_weights(self):
         for model in profile_compute.subjects_of("cpu", Effort(), None).products:
-            for _, columns in model.product_shapes.values():
+            for _, columns in model.matmul_shapes.values():
                 assert all(columns % values == 0 for values, _ in GGUF_FORMATS.values())
 
     @pytest.mark.parametrize("weight_format", ["q4_1", "int8", "float32"])
@@ -192,22 +192,22 @@ class TestMeasure:
         monkeypatch.setattr(Device, "rate", lambda self, trial, effort: trial.run(0) or 1.0)
         model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16, inner=96)
         pool, device = torch.zeros((4 << 20) // 4), Device("cpu")
-        profile_compute.gemm_rates(device, pool, [model], TINY, weight_format, in_rows=True)
+        profile_compute.gemm_rates(device, pool, [model], TINY, weight_format, as_stored=True)
         assert used and not any(isinstance(weight, PackedWeight) for weight in used)
         used.clear()
         profile_compute.gemm_rates(device, pool, [model], TINY, weight_format)
         assert used and all(isinstance(weight, PackedWeight) for weight in used)
 
-    @pytest.mark.parametrize("in_rows", [False, True])
+    @pytest.mark.parametrize("as_stored", [False, True])
     @pytest.mark.parametrize("weight_format", BLOCK_FORMATS)
     def test_depths_that_are_not_whole_blocks_of_a_format_are_timed_as_if_they_were(
-        self, weight_format, in_rows, monkeypatch
+        self, weight_format, as_stored, monkeypatch
     ):
         """A GGUF has its matrices of such depths in another format, and may be asked for the rates of each."""
         monkeypatch.setattr(Device, "rate", lambda self, trial, effort: trial.run(0) or trial.work)
         model = profile_compute._llama(width=544, heads=4, kv_heads=2, head_dim=40, inner=1376)
         pool = torch.zeros((16 << 20) // 4)
-        found = profile_compute.gemm_rates(Device("cpu"), pool, [model], TINY, weight_format, in_rows=in_rows)
+        found = profile_compute.gemm_rates(Device("cpu"), pool, [model], TINY, weight_format, as_stored=as_stored)
         flops = 2 * sum(r * c for r, c in itertools.chain(*model.layer_matrices.values()))
         assert flops <= found.at(width=544, tokens=1) < 2 * flops
 

@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tiers:
-    """The memory of each tier, and how to reach it. Without arguments: the host alone, without a budget.
+    """The memory of each tier, the device that computes, and the links between the host and an accelerator.
+
+    Without arguments: the host alone, without a budget.
 
     Attributes:
-        compute_tier: tier that is the compute device's own memory.
-        arenas: memory by tier; none for "disk".
-        links: links to an accelerator and back; None: the host computes.
-        device: device that computes, as torch names it.
-        driver: streams of a CUDA card; None: there is none.
-        dedicated_core: core of an emulated accelerator; None: it has none of its own.
+        compute_tier: The tier that is the compute device's own memory, "gpu" or "cpu".
+        arenas: The memory of each tier, by the tier's name; "disk" has none.
+        links: (link from the host to the accelerator, link back); None: there is no accelerator.
+        device: The device that computes, as torch names it.
+        driver: The streams of a CUDA card; None: there is no card.
+        dedicated_core: The CPU core that an emulated accelerator computes on; None: it has no core of its own.
     """
 
     compute_tier: str = "cpu"

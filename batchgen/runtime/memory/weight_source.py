@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import KEPT_FORMATS, PACKED_FORMATS
+from batchgen.core.dtypes import NATIVE_FORMATS, PACKED_FORMATS
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import Stored, Which, stored_tensors
@@ -105,7 +105,7 @@ class WeightSource:
     @property
     def _packs_from_file(self) -> bool:
         """Tell whether block-quantized weights are packed while they are read."""
-        kept = self._residency.weight_format in KEPT_FORMATS
+        kept = self._residency.weight_format in NATIVE_FORMATS
         return kept and self.store is None and self._compute_tier == "cpu" and self._loader.load_unread is not None
 
     def _load_unread(self, which: Which, layer: int) -> Tensors:
@@ -116,7 +116,7 @@ class WeightSource:
     def _end(self, which: Which) -> Tensors:
         if self._packs_from_file and self.is_packed_end(which):
             return self._load_unread(which, 0)
-        if self._residency.weight_format in KEPT_FORMATS:
+        if self._residency.weight_format in NATIVE_FORMATS:
             return self._loader.load_packed(which, 0, self._dtype, self._residency.weight_format)
         return self._loader.load(which, 0, self._dtype)
 
