@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 # Codes of some bits, and a scale and a zero point of 16 bits for each group of 64 (FlexGen section 5): KV, and
 # weights of int4.
 # Weights of int8 are codes of 8 bits, and a scale in fp32 for each row.
@@ -62,6 +64,11 @@ FORMAT_BYTES = {
     **{name: num_bytes / values for name, (values, num_bytes) in BLOCK_FORMATS.items()},
 }
 FORMAT_BYTES |= {name: FORMAT_BYTES[of_experts] for name, of_experts in EXPERT_FORMATS.items()}  # which are nearly all
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a torch dtype, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def weight_format_of(dtype: str, weights: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KV_CODE_BITS, product_key, weight_row_bytes
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KV_CODE_BITS, dtype_name, product_key, weight_row_bytes
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -221,7 +221,7 @@ def gemm_rates(
         kernels: Kernels of the models' shapes.
         in_rows: Whether weights are multiplied as they are stored, as those that stream are.
     """
-    stored_in = weight_format or _name(pool.dtype)
+    stored_in = weight_format or dtype_name(pool.dtype)
 
     def rates(model: ModelConfig) -> tuple:
         width, attention, inner = model.hidden_size, model.q_size, model.intermediate_size
@@ -271,7 +271,7 @@ def _weight(
         data = torch.full(
             (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
         )  # scales are numbers
-        weight = BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, _name(numbers.dtype)))
+        weight = BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, dtype_name(numbers.dtype)))
         return weight if in_rows else ops.pack_blocks(weight, numbers.dtype, gated=gated)
     stored = numbers
     if weight_format == INT8:
@@ -338,12 +338,8 @@ def prefill_rates(
     return Rates(("context",), device.rising_rates(effort.prefill_contexts, trial, effort))
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _attention_isa(kernels: KernelChoice, model: ModelConfig, pool: Tensor) -> str:
-    return kernels.attention_isa(model.num_heads, model.num_kv_heads, model.head_dim, _name(pool.dtype))
+    return kernels.attention_isa(model.num_heads, model.num_kv_heads, model.head_dim, dtype_name(pool.dtype))
 
 
 def paged_attention(
