@@ -142,7 +142,7 @@ class SamplingParams:
         """True where logits of some tokens are changed before one is chosen."""
         return self.penalizes_output or bool(self.logit_bias)
 
-    def check_result_size(self, prompts: int = 1) -> None:
+    def check_result_size(self, prompts: int) -> None:
         """Raise InputError where the results of one request with so many prompts could take all memory."""
         token_bytes = _TOKEN_BYTES + (0 if self.logprobs is None else _LOGPROB_BYTES * (1 + self.logprobs))
         if (size_bytes := prompts * self.n * self.max_tokens * token_bytes) > MOST_RESULT_BYTES:

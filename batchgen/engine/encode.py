@@ -102,7 +102,7 @@ class LengthLimit:
         return True
 
 
-def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request], limit: LengthLimit | None = None) -> Texts:
+def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request], limit: LengthLimit | None) -> Texts:
     """Encode together the prompts that are texts or chat messages, but for those that cannot fit."""
     requests = list(requests)
     chats = _rendered(tokenizer, [(request, request.prompt) for request in requests])

@@ -111,7 +111,7 @@ def resolve_context(config: ModelConfig, max_model_len: int | None) -> int:
     return max_model_len
 
 
-def resolve_budget(cpu_memory: int | str | None, processes: int = 1) -> int:
+def resolve_budget(cpu_memory: int | str | None, processes: int) -> int:
     """Resolve the host memory budget of each of a job's processes on this machine, in bytes.
 
     Args:
@@ -267,7 +267,7 @@ def in_memory_policy(
     )
 
 
-def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: str, shard: Shard | None = None) -> bool:
+def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: str, shard: Shard | None) -> bool:
     """Tell whether a weight store of the model, or of a shard of it, exists in these formats."""
     if shard is None and files.kind == "store":
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
