@@ -63,7 +63,7 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) ->
     from batchgen.job.options import JobOptions
     from batchgen.job.planning import problem_here
     from batchgen.job.workload import EstimatedWorkload
-    from batchgen.planner.prediction import plan_problem
+    from batchgen.planner.plan_selection import plan_problem
     from batchgen.planner.problem import Allowed
 
     options = JobOptions(

@@ -40,7 +40,7 @@ from batchgen.runtime.memory.transfers import untouched
 BLOCK = 16
 DECODE_KV_BYTES = 768 << 20  # attended to by one call: far more than caches hold
 DECODE_TARGETS = {1: 0.80, 4: 0.65, 8: 0.55}
-PACKED_TARGET, PREFILL_TARGET = 1.5, 3.0
+PACKED_KV_TARGET, PREFILL_TARGET = 1.5, 3.0
 LINEAR_TARGET, LINEAR_WORST = 1.15, 0.95
 LINEAR_SHAPES = ((576, 1536), (1536, 576), (2048, 8192), (8192, 2048), (3072, 3072), (4096, 14336))  # columns, depth
 LINEAR_TOKENS = [4**i for i in range(7)]
@@ -95,8 +95,9 @@ class Decode:
         self.sequences = len(kv) // (context // BLOCK)
         used = self.sequences * (context // BLOCK)
         self.kv = kv[:used]
-        if kv_format == formats.INT5:
-            packed = quant.quantize(kv[:used], formats.KV_CODE_BITS[formats.INT5])
+        self.bits = formats.KVFormat.of(kv_format).bits
+        if self.bits:
+            packed = quant.quantize(kv[:used], self.bits)
             self.kv = untouched(packed.shape, packed.dtype).copy_(packed)
         self.bytes = self.kv.nbytes
         order = np.random.default_rng(0).permutation(used).astype(np.int32)
@@ -107,7 +108,7 @@ class Decode:
         self.q = (torch.randn(self.sequences, kv_heads * group, head_dim) * head_dim**-0.5).bfloat16()
 
     def run(self) -> None:
-        kernels.attention(self.q, self.kv, self.plan)
+        kernels.attention(self.q, self.kv, self.plan, bits=self.bits)
 
 
 def decode(measured: Measured, pool: torch.Tensor, at_least_s: float) -> None:
@@ -134,15 +135,16 @@ def decode(measured: Measured, pool: torch.Tensor, at_least_s: float) -> None:
                 )
                 if group != 4:
                     continue
-                packed = Decode(pool, group, head_dim, context, formats.INT5)
                 bf16_s = seconds(case.run, at_least_s) / case.sequences
-                packed_s = seconds(packed.run, at_least_s) / packed.sequences
-                measured.add(
-                    f"decode int5 to bf16, head_dim {head_dim}, group 4, context {context}",
-                    PACKED_TARGET,
-                    ratio=bf16_s / packed_s,
-                    packed_kv_gb_per_s=packed.bytes / packed.sequences / packed_s / 1e9,
-                )
+                for kv_format in formats.KV_CODE_BITS:
+                    packed = Decode(pool, group, head_dim, context, kv_format)
+                    packed_s = seconds(packed.run, at_least_s) / packed.sequences
+                    measured.add(
+                        f"decode {kv_format} to bf16, head_dim {head_dim}, group 4, context {context}",
+                        PACKED_KV_TARGET,
+                        ratio=bf16_s / packed_s,
+                        packed_kv_gb_per_s=packed.bytes / packed.sequences / packed_s / 1e9,
+                    )
 
 
 def prefill(measured: Measured, name: str, at_least_s: float) -> None:

@@ -21,7 +21,6 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Lengths, Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
-from batchgen.planner.prediction import plan_maker
 from batchgen.planner.problem import problem_of
 from batchgen.planner.strategies import WITH_GPU, NotApplicable
 from batchgen.planner.strategy_times import best_plan
@@ -79,14 +78,13 @@ def gains(setting: Setting, output_len: int, rows: int) -> dict[str, Any]:
     workload = Workload(rows, around(setting.prompt), outputs, max(outputs.values))
     given = {"admission": "continuous", "process_bytes": 700 << 20, "disk_memory": 0, "max_model_len": 4096}
     problem = problem_of(setting.hardware, setting.model, workload, dtype="float16", **given)
-    plan_of = plan_maker(problem)
     seconds: dict[str, float] = {}
     reasons: dict[str, str] = {}
     for strategy in WITH_GPU:
         if strategy.name not in STRATEGIES:
             continue
         try:
-            predicted = best_plan(strategy, problem, plan_of).prediction
+            predicted = best_plan(strategy, problem).prediction
             seconds[strategy.name] = predicted.total_s - predicted.startup_s
         except (NotApplicable, InputError) as error:
             reasons[strategy.name] = str(error)

@@ -46,6 +46,7 @@ FORMATS = {  # of weights, of KV
     "int4 weights": (INT4, DTYPE),
     "int8 KV": (DTYPE, INT8),
     "int5 KV": (DTYPE, INT5),
+    "int4 KV": (DTYPE, INT4),
     "int4 weights, int5 KV": (INT4, INT5),
 }
 TEXT = "pydoc_data.topics of CPython, the topics in alphabetical order, from the start"

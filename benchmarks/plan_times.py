@@ -24,7 +24,7 @@ from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
-from batchgen.planner.prediction import plan_problem
+from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import problem_of
 from batchgen.planner.simulation import simulate_job
 from batchgen.planner.sizes import store_bytes

@@ -39,7 +39,7 @@ from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.plan_selection import choose, simulate_candidates
-from batchgen.planner.prediction import plan_maker
+from batchgen.planner.prediction import plan_of
 from batchgen.planner.problem import Allowed, Problem
 from batchgen.planner.search import Candidate, search
 from batchgen.planner.simulation import simulate_job
@@ -161,8 +161,7 @@ def _setting(setting: Setting, args: argparse.Namespace) -> None:
     budgets = {} if setting.cpu_memory is None else {"cpu_memory": process + setting.cpu_memory}
     workload = Workload.uniform(setting.rows, setting.prompt, setting.output)
     problem = problem_on(hardware, config, workload, process, **budgets)
-    plan_of = plan_maker(problem)
-    own = choose(simulate_candidates(problem, lambda candidate: plan_of(candidate, None)))
+    own = choose(simulate_candidates(problem))
     assert own is not None  # there is no limit of the latency
     rows = prompts(setting.rows, setting.prompt, vocab_size=setting.shape["vocab_size"])
     policies: list[dict[str, Any]] = []
@@ -173,7 +172,7 @@ def _setting(setting: Setting, args: argparse.Namespace) -> None:
     ]:
         if len(plans) == args.count:
             break
-        plan = plan_of(candidate, None)
+        plan = plan_of(problem, candidate)
         if any(plan.policy == other.policy for other in plans):
             continue
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import shlex
@@ -56,8 +57,9 @@ def result_path(name: str, *, by_cpu: bool = False) -> Path:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Writes a result with the command, the machine and the versions that it is of."""
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    """Writes a result with the command, without paths, the machine and the versions that it is of."""
+    arguments = ["PATH" if os.sep in argument else argument for argument in sys.argv[1:]]
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
     about = {"command": command, "machine": machine(), "versions": versions()}
     path.write_text(json.dumps(about | result, indent=1) + "\n")
 

@@ -17,7 +17,7 @@ from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
-from batchgen.planner.prediction import plan_maker, plan_problem
+from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import Problem, problem_of
 from batchgen.planner.sizes import store_bytes
 from batchgen.planner.strategies import NotApplicable, strategies_for, strategy_of
@@ -178,7 +178,7 @@ def plans_of(
         if setting.strategies and strategy.name not in setting.strategies:
             continue
         try:
-            plans[strategy.name] = best_plan(strategy, problem, plan_maker(problem))
+            plans[strategy.name] = best_plan(strategy, problem)
         except (NotApplicable, InputError) as error:
             reasons[strategy.name] = str(error)
     return plans, reasons, strategy_of(plans["chosen"].policy, strategies_for(problem))

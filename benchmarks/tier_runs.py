@@ -157,7 +157,7 @@ def different_rows(runs: Sequence[dict[str, Any]]) -> int:
 
 def hardware_for(device: Device, config: ModelConfig, work_dir: Path, *, probe_disk: bool = False) -> HardwareProfile:
     """The machine as measured, with the emulated accelerator where the device is one."""
-    find = partial(find_hardware, None, dtype="bfloat16", in_rows=("bfloat16",), offload_dir=work_dir, model=config)
+    find = partial(find_hardware, None, dtype="bfloat16", as_stored=("bfloat16",), offload_dir=work_dir, model=config)
     cpu, core = find_for(device, find)
     hardware = on_this_machine(cpu)
     if probe_disk:

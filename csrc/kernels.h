@@ -12,8 +12,9 @@ struct f16 {
     uint16_t bits;
 };
 
-// Numbered as in batchgen/ops/cpp.py. Int5, Int8: rows packed in groups of 64 as batchgen/ops/quant.py describes them.
-enum class Type : int { F32 = 0, BF16 = 1, F16 = 2, Int5 = 3, Int8 = 4 };
+// Numbered as in batchgen/ops/cpp.py. Int4, Int5, Int8: rows packed in groups of 64 as batchgen/ops/quant.py describes
+// them.
+enum class Type : int { F32 = 0, BF16 = 1, F16 = 2, Int5 = 3, Int8 = 4, Int4 = 5 };
 
 // Bytes of a number of one of the first three.
 inline int element_bytes(Type type) { return type == Type::F32 ? 4 : 2; }
@@ -38,7 +39,14 @@ constexpr int kAllKeys = INT32_MAX / 2;  // `causal` of tokens that see all keys
 constexpr int kNoWindow = INT32_MAX;
 
 // Bits of a quantized value; 0 where numbers are stored as they are.
-inline int code_bits(Type type) { return type == Type::Int5 ? 5 : type == Type::Int8 ? 8 : 0; }
+inline int code_bits(Type type) {
+    switch (type) {
+        case Type::Int4: return 4;
+        case Type::Int5: return 5;
+        case Type::Int8: return 8;
+        default: return 0;
+    }
+}
 // Bytes of a group of up to kGroup values: with 4 and 5 bits each byte has the nibbles of two, with 5 bits the fifth
 // bits of both halves follow.
 inline int group_bytes(int size, int bits) {

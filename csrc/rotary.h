@@ -122,7 +122,8 @@ inline void rotary_store_rows(const RotaryStore& args, int64_t token, int64_t st
             } else {
                 for (int i = 0; i < n; i += W) store(b.x + i, load_part(row + i, n - i));
             }
-            if (codes == 5) quantize_row<5>(b.x, n, out);
+            if (codes == 4) quantize_row<4>(b.x, n, out);
+            else if (codes == 5) quantize_row<5>(b.x, n, out);
             else if (codes == 8) quantize_row<8>(b.x, n, out);
             else write_head(b.x, n, (T*)out);
         }

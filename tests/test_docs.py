@@ -100,6 +100,14 @@ def test_where_is_what():
         assert function in defined_in(ROOT / path), f"{question} {path} does not define {function}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_that_pages_place_in_a_file_are_there(page):
+    for name, path in re.findall(r"`([\w.]+)`(?:\s+in\s+|\s+\()`([\w/]+\.(?:py|h|cpp))`", page.read_text()):
+        if path.split("/")[0] in TREE:
+            there = re.search(rf"\b{name.rpartition('.')[2]}\b", (ROOT / path).read_text())
+            assert there, f"{path} has no {name}"
+
+
 def test_the_page_of_threads_has_every_file_that_starts_one():
     starts = re.compile(r"\b(?:ThreadPoolExecutor|Thread|subprocess\.(?:Popen|run)|std::thread \w+)\(")
     code = [path for folder, end in (("batchgen", "*.py"), ("csrc", "*.cpp")) for path in (ROOT / folder).rglob(end)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 # Codes of some bits, and a scale and a zero point of 16 bits for each group of 64 (FlexGen section 5): KV, and
@@ -10,8 +11,8 @@ from typing import Any
 INT4, INT5, INT8 = "int4", "int5", "int8"
 CODE_GROUP = 64
 WEIGHT_CODE_BITS = 4
-# KV of 4 bits costs 7 % of perplexity; the fifth bit takes that to 1 % (docs/tiers.md).
-KV_CODE_BITS = {INT5: 5, INT8: 8}
+# Packed KV, the most exact first (docs/tiers.md has what each costs).
+KV_CODE_BITS = {INT8: 8, INT5: 5, INT4: 4}
 # Packed rows of a GGUF: values and bytes of a block. Weights in them are kept as they are in the file.
 GGUF_FORMATS = {
     "q4_0": (32, 18),
@@ -94,15 +95,18 @@ def matrix_format(weight_format: str, stem: str, dtype: str) -> str:
     return weight_format
 
 
-def product_key(weight_format: str, dtype: str, *, in_rows: bool = False) -> str:
-    """What rates of products with weights in `weight_format` are called in a profile, of tokens in `dtype`.
+def matmul_key(weight_format: str, dtype: str, *, as_stored: bool = False) -> str:
+    """The name that a profile has for the rates of a matmul.
 
-    in_rows: weights lie as they are stored, as streamed ones do, and not in the order in which products read them fastest.
+    Args:
+        weight_format: The format of the weights.
+        dtype: The dtype of the activations.
+        as_stored: True for weights as they are stored, as they are streamed; False for prepacked ones.
     """
     name = INT8 if weight_format == INT8 else dtype
     if weight_format in KEPT_FORMATS:
         name = f"{block_format(weight_format)} {dtype}"
-    return f"{name} in rows" if in_rows else name
+    return f"{name} in rows" if as_stored else name
 
 
 def changes_results(weights: str) -> bool:
@@ -124,10 +128,31 @@ def weight_row_bytes(n: int, weight_format: str) -> int:
     return -(-n // 4) * 4 + 4 if weight_format == INT8 else n * int(FORMAT_BYTES[weight_format])
 
 
-def kv_row_bytes(n: int, kv_format: str) -> int:
-    """Stored bytes of `n` numbers of one token's K or V. kv_format: a dtype to compute in, "int8", "int5" or "int4"."""
-    bits = WEIGHT_CODE_BITS if kv_format == INT4 else KV_CODE_BITS.get(kv_format)
-    return packed_bytes(n, bits) if bits else n * int(FORMAT_BYTES[kv_format])
+@dataclass(frozen=True)
+class KVFormat:
+    """A format that the K and V of a token and head are stored in.
+
+    Attributes:
+        name: "int8", "int5" or "int4" of packed KV; else the dtype of its numbers.
+        bits: Bits of a quantized value; 0: numbers are stored as they are.
+    """
+
+    name: str
+    bits: int = 0
+
+    @classmethod
+    def of(cls, name: str) -> KVFormat:
+        """The format of this name."""
+        return cls(name, KV_CODE_BITS.get(name, 0))
+
+    @property
+    def rotates_keys(self) -> bool:
+        """Whether keys are rotated before they are stored: 8 bits tell large channels from small ones as they are."""
+        return 0 < self.bits < 8
+
+    def row_bytes(self, n: int) -> int:
+        """Stored bytes of `n` numbers."""
+        return packed_bytes(n, self.bits) if self.bits else n * int(FORMAT_BYTES[self.name])
 
 
 def packed_bytes(n: int, bits: int) -> int:

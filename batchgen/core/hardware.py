@@ -155,7 +155,7 @@ class ComputeRates:
     Attributes:
         gemm_flops_per_s: FLOP/s of matrix products by `width` (the weights' inner dimension) and `tokens`; keys are
             those
-            of `dtypes.product_key`.
+            of `dtypes.matmul_key`.
         prefill_attention_flops_per_s: FLOP/s of causal attention by `context` tokens; only visible keys count.
         shared_attention_flops_per_s: FLOP/s of the attention of many sequences to one shared prefix of `context`
             tokens;

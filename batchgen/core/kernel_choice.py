@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from batchgen.core.dtypes import BLOCK_FORMATS, product_key
+from batchgen.core.dtypes import BLOCK_FORMATS, matmul_key
 from batchgen.core.errors import InputError
 from batchgen.core.typed_json import read_typed
 
@@ -34,7 +34,7 @@ class KernelChoice:
     """The kernel of each shape: one for any number of tokens, so that a row rounds alike in every batch.
 
     Attributes:
-        linear: Kernels of matrix products by `linear_key`; those of block-quantized weights by `product_key`.
+        linear: Kernels of matrix products by `linear_key`; those of block-quantized weights by `matmul_key`.
         attention: Kernels of attention by `attention_key`; prefill and decode alike.
         default: The instruction set of all other shapes; "": the process's (BATCHGEN_ISA, or the machine's first).
 
@@ -72,7 +72,7 @@ class KernelChoice:
             weight_format: A key of `BLOCK_FORMATS`.
             dtype: The dtype of the tokens.
         """
-        found = self.linear.get(product_key(weight_format, dtype))
+        found = self.linear.get(matmul_key(weight_format, dtype))
         return found.isa if found else self.default
 
     def attention_isa(self, heads: int, kv_heads: int, head_dim: int, dtype: str) -> str:

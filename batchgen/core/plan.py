@@ -35,6 +35,16 @@ def passing_bytes(block_bytes: int, staging_blocks: int | None = None) -> int:
     return most if staging_blocks is None else min(most, 2 * staging_blocks * block_bytes)
 
 
+def most_batch_seqs(max_num_seqs: int, equal_parts: int) -> int:
+    """The most sequences of one micro-batch, where a sweep is cut into so many equal parts."""
+    return -(-max_num_seqs // equal_parts)
+
+
+def most_batch_tokens(max_num_batched_tokens: int, max_num_seqs: int, equal_parts: int) -> int:
+    """The most tokens of one micro-batch: a decode sweep has a token of each sequence, whatever the token budget is."""
+    return -(-max(max_num_batched_tokens, max_num_seqs) // equal_parts)
+
+
 @dataclass(frozen=True)
 class Policy:
     """The part of a plan that the engine follows.
@@ -103,12 +113,12 @@ class Policy:
     @property
     def batch_seqs(self) -> int:
         """The most sequences of one micro-batch."""
-        return -(-self.max_num_seqs // self.equal_parts)
+        return most_batch_seqs(self.max_num_seqs, self.equal_parts)
 
     @property
     def batch_tokens(self) -> int:
         """The most tokens of one micro-batch."""
-        return -(-max(self.max_num_batched_tokens, self.max_num_seqs) // self.equal_parts)
+        return most_batch_tokens(self.max_num_batched_tokens, self.max_num_seqs, self.equal_parts)
 
     @property
     def max_num_seqs(self) -> int:

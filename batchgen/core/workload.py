@@ -111,6 +111,11 @@ class Workload:
         return self.output_len.mean if self.scored_len is None else self.scored_len
 
     @property
+    def max_seq_len(self) -> int:
+        """Tokens of the longest prompt and the longest output together."""
+        return self.prompt_len.max + self.max_output_len
+
+    @property
     def computed_prompt_len(self) -> float:
         """Prompt tokens per row that must be prefilled."""
         return self.prompt_len.mean - self.shared_prefix_len

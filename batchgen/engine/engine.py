@@ -180,7 +180,7 @@ class Engine:
             takes at most half of the memory), "native" (as they are found), "dequantized" (to `dtype`), "int4" (4 bits,
             quantized once, into the cache directory), or "int8" (8 bits, multiplied as integers with tokens quantized
             to 8 bits). A model of compressed-tensors W8A8 is "int8" by itself.
-        kv_cache_dtype: "auto" (KV as the model computes), "int8" or "int5".
+        kv_cache_dtype: "auto" (KV as the model computes), "int8", "int5" or "int4".
         device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
         cpu_memory: Host memory budget of the process, bytes or text such as "14GiB"; None: the free memory less a
             margin.

@@ -234,7 +234,7 @@ def in_memory_policy(
         max_model_len: Longest prompt plus output, in tokens.
         share_prefixes: Whether rows reuse the KV of a prompt prefix that another row has computed.
         weights: Resolved weights of the layers' matrices.
-        kv_cache_dtype: "auto" (KV in `dtype`), "int8" or "int5".
+        kv_cache_dtype: "auto" (KV in `dtype`), "int8", "int5" or "int4".
 
     Raises:
         InputError: A value is out of range.

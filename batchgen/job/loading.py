@@ -13,7 +13,7 @@ from batchgen.engine.tensor_parallel import load_on_ranks
 from batchgen.models.files import stated_scheme
 from batchgen.models.formats.fp8 import Fp8
 from batchgen.models.kept_stores import find_or_convert
-from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
+from batchgen.planner.memory_requirements import most_kv_tokens, process_share
 from batchgen.planner.parallel import split_layers, stage_policy
 from batchgen.schedule.trace import TraceWriter
 
@@ -78,7 +78,7 @@ def load_engine(
         min_output_len=options.sampling.max_tokens if generates else 1,
         sampling=options.sampling if generates else None,
         task=options.task,
-        longest_tokens=longest_tokens(plan),
+        longest_tokens=plan.workload.max_seq_len,
         most_kv_tokens=most_kv_tokens(plan),
         planned_process_bytes=process_share(plan),
         offload_dir=job.offload_dir,

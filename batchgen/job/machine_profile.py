@@ -42,7 +42,7 @@ def profile_here(job: Job) -> HardwareProfile:
     device, memory_bytes = job.device, job.budgets["cpu"]
     size = store_bytes(job.process_config, job.dtype, job.options.weights)
     may_stream = _MEMORY_FRAC_WITHOUT_DISK * memory_bytes < size
-    weight_formats, in_rows = weight_formats_measured(job, may_stream=may_stream)
+    weight_formats, as_stored = weight_formats_measured(job, may_stream=may_stream)
     kv_cache_dtype = job.options.kv_cache_dtype
     find = partial(
         find_hardware,
@@ -53,7 +53,7 @@ def profile_here(job: Job) -> HardwareProfile:
         device="cuda" if device.kind == "cuda" else "cpu",
         weight_formats=weight_formats,
         kv_formats=() if kv_cache_dtype == "auto" else (kv_cache_dtype,),
-        in_rows=in_rows,
+        as_stored=as_stored,
         memory_bytes=memory_bytes,
     )
     profile, core = find_for(device, find)
@@ -97,7 +97,7 @@ def find_hardware(
     device: str = "cpu",
     weight_formats: tuple[str, ...] = (),
     kv_formats: tuple[str, ...] = (),
-    in_rows: tuple[str, ...] = (),
+    as_stored: tuple[str, ...] = (),
     refresh: bool = False,
     model: ModelConfig | None = None,
     memory_bytes: int | None = None,
@@ -114,7 +114,7 @@ def find_hardware(
         device: "cpu" or "cuda".
         weight_formats: Further formats of weights: "int4", "int8", one of `BLOCK_FORMATS`.
         kv_formats: Further formats of KV, of `KV_CODE_BITS`.
-        in_rows: Formats of weights that are multiplied as they are stored.
+        as_stored: Formats of weights that are multiplied as they are stored.
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
         memory_bytes: Bytes of host memory that measuring and this process may take; None: what is free.
@@ -133,7 +133,7 @@ def find_hardware(
             known = ", ".join(shipped_profiles())
             raise InputError(f"{origin} {name}: no such file, and none of the shipped profiles ({known})")
         return read_profile(name)
-    wanted = Wanted(device, (dtype,), weight_formats, kv_formats, model, kernels_of=model, in_rows=in_rows)
+    wanted = Wanted(device, (dtype,), weight_formats, kv_formats, model, kernels_of=model, as_stored=as_stored)
     if model is not None and model.params_per_layer > _LARGE_LAYER_PARAMS:
         wanted = replace(wanted, model=None)  # large products reach the same rates whatever their shape, and take long
     with contextlib.nullcontext() if cores is None else on_cores(cores):
@@ -168,14 +168,14 @@ def weight_formats_measured(job: Job, *, may_stream: bool) -> tuple[tuple[str, .
     """
     config, weights = job.process_config, job.open_format or job.options.weights
     layers, output = main_format(config, weights), output_format(config, job.dtype, weights)
-    in_rows = []
+    as_stored = []
     if job.device.kind != "cuda":  # whose memory holds all weights as they are stored
         streams = may_stream or job.device.accelerated
-        in_rows += [layers if layers in (INT8, *BLOCK_FORMATS) else job.dtype] if streams and layers != INT4 else []
+        as_stored += [layers if layers in (INT8, *BLOCK_FORMATS) else job.dtype] if streams and layers != INT4 else []
         # Chunks of an output matrix that come over lie as they are stored.
-        in_rows += [output] if job.device.accelerated and output in BLOCK_FORMATS else []
+        as_stored += [output] if job.device.accelerated and output in BLOCK_FORMATS else []
     formats = tuple(name for name in (INT4, INT8, *BLOCK_FORMATS) if name in (layers, output))
-    return formats, tuple(dict.fromkeys(in_rows))
+    return formats, tuple(dict.fromkeys(as_stored))
 
 
 def on_this_machine(hardware: HardwareProfile) -> HardwareProfile:

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.dtypes import WEIGHTS
+from batchgen.core.dtypes import KV_CODE_BITS, WEIGHTS
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import parse_seconds
 
@@ -81,7 +81,7 @@ def _option(group: str, takers: str, *flags: str, default: Any = None, **more: A
 _COMMANDS = "run plan bench"
 _ROWS = "run plan"  # those whose rows come from somewhere
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
-_KV_DTYPES = ("auto", "int8", "int5")
+_KV_DTYPES = ("auto", *KV_CODE_BITS)
 STYLES = ("auto", "plain", "none")
 _MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
 _INPUT_HELP = (
@@ -93,7 +93,7 @@ _WEIGHTS_HELP = (
     "whichever of"
     " these is faster; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits; int4: in 4 bits."
 )
-_KV_HELP = "int8, int5: KV in 8 or 5 bits."
+_KV_HELP = "int8, int5, int4: KV in 8, 5 or 4 bits; perplexity 0.06 %, 1.6 %, 7.3 % higher on the demo model."
 _OFFLOAD_HELP = "Directory of the disk tier [default: the cache directory]."
 _REPORT_HELP = "Write the report as JSON; - is stdout."
 

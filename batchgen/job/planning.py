@@ -22,7 +22,8 @@ from batchgen.job.routing import known_routing
 from batchgen.job.weight_choice import with_faster_weights
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.planner.pipeline import over_stages
-from batchgen.planner.prediction import loading_s, plan_maker, plan_problem
+from batchgen.planner.plan_selection import plan_problem
+from batchgen.planner.prediction import loading_s
 from batchgen.planner.problem import Problem, problem_of
 from batchgen.planner.sizes import store_bytes
 from batchgen.planner.strategy_times import with_strategies
@@ -67,7 +68,7 @@ def plan_job(job: Job, problem: Problem, *, compare_strategies: bool = False) ->
         link = link_between(problem.hardware, job)
         plan = over_stages(plan, job.config, problem.hardware, job.options.pipeline, link)
     elif compare_strategies:
-        plan = with_strategies(plan, problem, plan_maker(problem))
+        plan = with_strategies(plan, problem)
     return replace(plan, weights_reason=job.weights_reason)
 
 

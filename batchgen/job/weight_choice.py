@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchgen.core.dtypes import DEQUANTIZED, MIXED, product_key, weight_format_of
+from batchgen.core.dtypes import DEQUANTIZED, MIXED, matmul_key, weight_format_of
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.core.workload import Workload
@@ -38,7 +38,7 @@ def with_faster_weights(job: Job, hardware: HardwareProfile, workload: Workload)
     if job.open_format is None:
         return job
     config, rates = job.process_config, hardware.compute
-    key = product_key(main_format(config, job.open_format), job.dtype)
+    key = matmul_key(main_format(config, job.open_format), job.dtype)
     if not rates.has_rates("gemm_flops_per_s", key):
         return job
     native = job.open_format if job.open_format != MIXED else "the formats of the file"

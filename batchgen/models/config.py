@@ -278,7 +278,7 @@ class ModelConfig:
     @property
     def expert_params(self) -> int:
         """Weights of one expert that take part in matrix products."""
-        return sum(math.prod(self.product_shapes[name]) for name in ("up", "down"))
+        return sum(math.prod(self.matmul_shapes[name]) for name in ("up", "down"))
 
     @cached_property
     def layer_tensors(self) -> dict[str, int]:
@@ -318,7 +318,7 @@ class ModelConfig:
 
     def _matrices(self, experts: bool) -> dict[str, tuple[tuple[int, int], ...]]:
         """`layer_matrices` of a layer with experts, or of one without."""
-        shapes = self.product_shapes
+        shapes = self.matmul_shapes
         matrices: dict[str, tuple[tuple[int, int], ...]] = {group: (shapes[group],) for group in ("qkv", "out")}
         for group in ("up", "down"):
             rows, columns = shapes[group]
@@ -335,8 +335,8 @@ class ModelConfig:
         return (self.num_experts + (self.shared_expert_size > 0)) * self.hidden_size if experts else 0
 
     @cached_property
-    def product_shapes(self) -> dict[str, tuple[int, int]]:
-        """(rows, columns) of the matrix of each product of a layer; of experts, of one of them.
+    def matmul_shapes(self) -> dict[str, tuple[int, int]]:
+        """The (N, K) of each matmul of a layer; of experts, that of one of them.
 
         "shared_up" and "dense_up" are those of the shared expert, and of layers without experts in a model that has
         some.
@@ -360,7 +360,7 @@ class ModelConfig:
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of the matrices of a layer and of the output matrix, each once."""
-        return tuple(dict.fromkeys([*self.product_shapes.values(), (self.vocab_size, self.embed_size)]))
+        return tuple(dict.fromkeys([*self.matmul_shapes.values(), (self.vocab_size, self.embed_size)]))
 
     def kernel_keys(self, dtype: str) -> list[str]:
         """Names that `KernelChoice` has for the shapes."""

@@ -56,6 +56,7 @@ def _chunks(weight: ops.Weight, count: int) -> list[ops.Weight]:
         return [ops.SplitWeight(parts) for parts in zip(*(_chunks(part, count) for part in weight.parts), strict=True)]
     if isinstance(weight, kernels.BlockWeight):
         return [replace(weight, data=part) for part in weight.data.chunk(count)]
+    assert not isinstance(weight, kernels.PackedWeight | kernels.BoundWeight)
     return list(weight.chunk(count))
 
 

@@ -43,7 +43,9 @@ class ChannelImportance:
         self._config = config
         self._seqs, self._tokens = token_ids.shape
         self._positions = torch.arange(self._tokens).repeat(self._seqs)
-        self._hidden = embed(config, embeddings, token_ids.view(-1), self._positions, embeddings["embed.weight"].dtype)
+        table = embeddings["embed.weight"]
+        assert not isinstance(table, ops.SplitWeight)
+        self._hidden = embed(config, embeddings, token_ids.view(-1), self._positions, table.dtype)
         self._sinks = None if sinks is None else sinks.float().view(config.num_layers, config.num_heads)
         self._layer = 0
 

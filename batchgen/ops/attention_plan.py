@@ -1,4 +1,4 @@
-"""How one sweep's attention is cut into products, as data: no tensors, no device.
+"""The plan of one sweep's attention, cut into products, as data: no tensors, no device.
 
 The packed tokens of a sweep are ordered so that every item covers a contiguous range of them. A token's
 keys are attended to in one part (its own item), or, where many sequences share a prompt prefix, in two:

@@ -1,7 +1,7 @@
 """The C++ kernels (csrc/) on torch tensors of the CPU. `ops` chooses between these and the reference in torch.
 
-Tensors are taken as they lie, rows contiguous; results are new tensors where none is given. Linear layers and attention run on
-the instruction set that their weight or plan names; whatever names none, and all else, on the process's: what the environment's
+Rows of tensors are contiguous; results are new tensors where none is given. Linear layers and attention run on the
+instruction set that their weight or plan names. Everything else runs on the process's: the set that the environment's
 BATCHGEN_ISA names, or the machine's first.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,14 +22,15 @@ from batchgen.core.dtypes import BLOCK_FORMATS, WEIGHT_CODE_BITS, weight_row_byt
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import _kernels, quant
 from batchgen.ops import attention_plan as plans
-from batchgen.ops import instruction_set as _of_process
+from batchgen.ops import instruction_set as _process
 from batchgen.ops.instruction_set import instruction_set
 from batchgen.ops.sampling import Draws
 
-AttentionPlan = _kernels.AttentionPlan
+AttentionPlan: TypeAlias = _kernels.AttentionPlan
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.int8: 4}
-# Those that `unpack_blocks` knows: as files number them, and from 1000 on blocks that are in no GGUF.
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+PACKED_KV_TYPES = {5: 3, 8: 4, 4: 5}  # by bits of a quantized value
+# Types that `unpack_blocks` knows: with their numbers in files, and from 1000 on for blocks that are in no GGUF.
 GGUF_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
     "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
@@ -41,23 +42,23 @@ MAX_HEAD_DIM = 256
 
 
 def instruction_sets() -> list[str]:
-    """Those that this machine can run, the fastest first."""
+    """Instruction sets that this machine can run, the fastest first."""
     return _kernels.instruction_sets()
 
 
 def built() -> list[str]:
-    """All that the library was built with, those that this machine lacks among them."""
+    """Instruction sets that the library was built with, also ones that this machine lacks."""
     return _kernels.built()
 
 
 def plain_twins() -> list[str]:
-    """Instruction sets that are done in plain C++, for tests on machines that lack the real ones. Never chosen by themselves."""
+    """Instruction sets emulated in plain C++, for tests on machines that lack them. None is chosen by itself."""
     return _kernels.plain_twins()
 
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """Another instruction set of the process for a while, for tests: not while kernels run."""
+    """Run the process's kernels on another instruction set meanwhile, for tests. No kernel may run as it changes."""
     before = instruction_set()
     _kernels.use(name)
     try:
@@ -70,14 +71,14 @@ _of_thread = threading.local()
 
 
 def run_alone() -> None:
-    """Loops of the calling thread are run by it alone from now on."""
+    """Run loops of the calling thread by that thread alone from now on."""
     _of_thread.alone = True
     _kernels.set_alone(True)
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Meanwhile loops of the calling thread are run by it alone."""
+    """Run loops of the calling thread by that thread alone meanwhile."""
     run_alone()
     try:
         yield
@@ -87,21 +88,22 @@ def alone() -> Iterator[None]:
 
 
 def num_threads() -> int:
-    """Threads that a loop of the calling thread is shared by, itself among them."""
-    return 1 if getattr(_of_thread, "alone", False) else _of_process.num_threads()
+    """Threads that share a loop of the calling thread, itself included."""
+    return 1 if getattr(_of_thread, "alone", False) else _process.num_threads()
 
 
 def set_num_threads(count: int) -> None:
-    """As many threads share a loop from now on, of whichever thread that does not run them alone."""
+    """Have `count` threads share a loop from now on, of any thread that does not run its loops alone."""
     _kernels.set_num_threads(count)
 
 
 def supports_head_dim(head_dim: int) -> bool:
+    """Tell whether the kernels know heads of this size."""
     return head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
 
 
 def supports_attention(head_dim: int, group: int) -> bool:
-    """Whether the kernels know these shapes. group: query heads of a KV head."""
+    """Tell whether the kernels know these shapes. group: query heads of a KV head."""
     return supports_head_dim(head_dim) and group <= _kernels.MAX_GROUP
 
 
@@ -111,22 +113,33 @@ def supports_attention(head_dim: int, group: int) -> bool:
 def attention_plan(
     plan: plans.AttentionPlan, kv_heads: int, group: int, kv_block_size: int, row_bytes: int, isa: str = ""
 ) -> AttentionPlan:
-    """The plan's items as the kernels take them. group: query heads of a KV head. row_bytes: of K of a token and KV head.
+    """A sweep's attention in items, as the kernels take it.
 
-    isa: the instruction set that attends; "": the process's.
+    Args:
+        plan: Attention of the sweep.
+        kv_heads: Key and value heads.
+        group: Query heads of a KV head.
+        kv_block_size: Tokens of a KV block.
+        row_bytes: Bytes of the K of a token and KV head.
+        isa: Instruction set that attends; "": the process's.
     """
-    made = AttentionPlan(kv_heads, group, kv_block_size, row_bytes)
-    made.isa = isa
-    for part in plan.decode:
-        made.add_decode(part.start, part.blocks, part.num_keys, part.first_key)
-    for part in plan.prefill:
-        made.add_prefill(
-            part.start, part.stop, part.blocks.astype(np.int32, copy=False), part.query_offset, part.window or 0
-        )
-    for part in plan.shared:
-        made.add_shared(part.start, part.stop, part.blocks.astype(np.int32, copy=False))
-    made.finish()
-    return made
+    items = AttentionPlan(kv_heads, group, kv_block_size, row_bytes)
+    items.isa = isa
+    for group_of_rows in plan.decode:
+        items.add_decode(group_of_rows.start, group_of_rows.blocks, group_of_rows.num_keys, group_of_rows.first_key)
+    for prefill in plan.prefill:
+        blocks = prefill.blocks.astype(np.int32, copy=False)
+        items.add_prefill(prefill.start, prefill.stop, blocks, prefill.query_offset, prefill.window or 0)
+    for shared in plan.shared:
+        items.add_shared(shared.start, shared.stop, shared.blocks.astype(np.int32, copy=False))
+    items.finish()
+    return items
+
+
+def _kv_type(kv: Tensor, bits: int) -> int:
+    """Number of the type that KV is stored in."""
+    assert (kv.dtype == torch.uint8) == bool(bits)
+    return PACKED_KV_TYPES[bits] if bits else TYPES[kv.dtype]
 
 
 def attention(
@@ -134,10 +147,21 @@ def attention(
     kv: Tensor,
     plan: AttentionPlan,
     out: Tensor | None = None,
+    bits: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `ops.paged_attention`; out: where it goes, of q's shape."""
+    """Attention of queries [tokens, heads, head_dim] to paged KV, as `dispatch.paged_attention` describes it.
+
+    Args:
+        q: Queries, with heads one after the other.
+        kv: [num_blocks, 2, kv_heads, kv_block_size, width].
+        plan: Items of the sweep, with an instruction set.
+        out: Memory of the result, of q's shape.
+        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
+        softcap: Bound of the scores; 0: none.
+        sinks: fp32 [heads].
+    """
     out = torch.empty_like(q) if out is None else out
     (_, _, head_dim), (stride, head_stride, unit) = q.shape, q.stride()
     assert unit == 1 and head_stride == head_dim and kv.is_contiguous()
@@ -150,7 +174,7 @@ def attention(
         out.stride()[0],
         TYPES[q.dtype],
         kv.data_ptr(),
-        TYPES[kv.dtype],
+        _kv_type(kv, bits),
         head_dim,
         softcap,
         _address(sinks),
@@ -162,9 +186,17 @@ def attention(
 
 
 class _Operand(NamedTuple):
-    """What the kernel is told of a weight, but where it is."""
+    """A weight as the matmul kernel is told of it, but for its address.
 
-    stride: int  # between rows: numbers, or bytes
+    Attributes:
+        stride: Distance of rows, in numbers or bytes.
+        coded: Whether it has rows of 8 bits.
+        packed: Whether it is prepacked.
+        block_type: One of `BLOCK_TYPES`; 0: it is not block-quantized.
+        isa: Instruction set that multiplies it; "": the process's.
+    """
+
+    stride: int
     coded: bool
     packed: bool
     block_type: int
@@ -173,86 +205,129 @@ class _Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A linear layer's weight [columns, depth] in the order in which the kernels of one instruction set read it."""
+    """A weight [N, K] prepacked in the order in which the kernels of one instruction set read it.
 
-    data: Tensor  # uint8
+    Attributes:
+        data: Panels, uint8.
+        columns: N.
+        depth: K; of int8 rounded up to a multiple of four.
+        dtype: int8 of rows of 8 bits (ops/int8.py); of block-quantized weights the dtype of activations; else the
+            numbers' dtype.
+        gated: Whether it is for a gated activation.
+        isa: Instruction set that multiplies it.
+        weight_format: One of `BLOCK_FORMATS`; "": numbers, or rows of 8 bits.
+    """
+
+    data: Tensor
     columns: int
-    depth: int  # of int8, up to a multiple of four
-    dtype: torch.dtype  # int8: of rows of 8 bits (ops/int8.py); of rows of blocks: of what they are multiplied with
+    depth: int
+    dtype: torch.dtype
     gated: bool
     isa: str
-    weight_format: str = ""  # of BLOCK_FORMATS; "": numbers, or rows of 8 bits
+    weight_format: str = ""
 
     @property
     def shape(self) -> tuple[int, int]:
+        """N and K."""
         return self.columns, self.depth
 
     @cached_property
     def operand(self) -> _Operand:
-        stride = weight_row_bytes(self.depth, self.weight_format) if self.weight_format else self.depth
-        block_type = BLOCK_TYPES[self.weight_format.upper()] if self.weight_format else 0
+        """The weight as the matmul kernel is told of it."""
+        stride, block_type = self.depth, 0
+        if self.weight_format:
+            stride, block_type = _block_operand(self.weight_format, self.depth)
         return _Operand(stride, self.dtype == torch.int8, True, block_type, self.isa)
 
 
 @dataclass(frozen=True)
 class BoundWeight:
-    """A linear layer's weight [columns, depth] as it lies, and what multiplies it: an instruction set, or TORCH."""
+    """A weight [N, K] as it lies.
+
+    Attributes:
+        data: The weight.
+        isa: Instruction set that multiplies it, or TORCH.
+    """
 
     data: Tensor
     isa: str
 
     @property
     def shape(self) -> tuple[int, int]:
-        return tuple(self.data.shape)
+        """N and K, or bytes of a row of 8 bits."""
+        n, k = self.data.shape
+        return n, k
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the weight."""
         return self.data.dtype
 
     @cached_property
     def operand(self) -> _Operand:
+        """The weight as the matmul kernel is told of it."""
         assert self.isa != TORCH, "torch's own linear is not here: dispatch.linear"
         return _Operand(self.data.stride(0), self.dtype == torch.int8, False, 0, self.isa)
 
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A linear layer's weight [columns, depth] as rows of blocks, those of a GGUF or others, which products unpack as they need them."""
+    """A block-quantized weight [N, K], which matmul dequantizes as it needs it.
 
-    data: Tensor  # uint8 [columns, bytes of a row], contiguous; while a model loads perhaps `RowsInFile`, which has a shape alone
-    weight_format: str  # of BLOCK_FORMATS
-    isa: str = ""  # what multiplies it; "": the process's set
+    Attributes:
+        data: uint8 [N, bytes of a row], contiguous. While a model loads it may have a shape alone (`RowsInFile`).
+        weight_format: One of `BLOCK_FORMATS`.
+        isa: Instruction set that multiplies it; "": the process's.
+    """
+
+    data: Tensor
+    weight_format: str
+    isa: str = ""
 
     @property
     def shape(self) -> tuple[int, int]:
+        """N and K."""
         values, num_bytes = BLOCK_FORMATS[self.weight_format]
         return len(self.data), self.data.shape[1] // num_bytes * values
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the stored rows, uint8."""
         return self.data.dtype
 
     @cached_property
     def operand(self) -> _Operand:
+        """The weight as the matmul kernel is told of it."""
         assert self.data.is_contiguous() and self.isa != TORCH
         return _Operand(self.data.shape[1], False, False, BLOCK_TYPES[self.weight_format.upper()], self.isa)
 
 
-def packed_bytes(columns: int, depth: int, dtype: torch.dtype, *, gated: bool = False, isa: str = "") -> int:
-    """Size of a packed weight: that of the weight itself, but for rounding up.
+def _block_operand(weight_format: str, k: int) -> tuple[int, int]:
+    """Bytes of a row of K block-quantized weights, and the number of their type."""
+    return weight_row_bytes(k, weight_format), BLOCK_TYPES[weight_format.upper()]
 
-    Of 16-bit numbers it is twice as much where the instruction set multiplies them as 32-bit ones.
+
+def packed_bytes(columns: int, depth: int, dtype: torch.dtype, *, gated: bool = False, isa: str = "") -> int:
+    """Bytes of a prepacked weight [columns, depth]: those of the weight itself, rounded up.
+
+    16-bit numbers take twice as many where the instruction set multiplies them as 32-bit ones.
     """
     return _kernels.packed_bytes(columns, depth, *_kind(dtype), _gate(gated), isa)
 
 
 def packed_grows(dtype: torch.dtype, isa: str = "") -> bool:
-    """Whether packed weights take twice as much memory."""
+    """Tell whether prepacked weights take twice as much memory."""
     return dtype == torch.float16 or (dtype == torch.bfloat16 and not _kernels.fast_bf16(isa))
 
 
 def pack(weight: Tensor, *, gated: bool = False, isa: str = "") -> PackedWeight:
-    """Pack a weight [columns, depth] for `linear`. gated: for an activation that is. isa: the set that reads it; "": the process's."""
+    """Prepack a weight [N, K] for `linear`.
+
+    Args:
+        weight: Numbers, or rows of 8 bits.
+        gated: Whether it is for a gated activation.
+        isa: Instruction set that reads it; "": the process's.
+    """
     columns, depth = len(weight), _depth(weight)
     assert weight.stride(1) == 1
     isa = isa or instruction_set()
@@ -271,12 +346,12 @@ def pack(weight: Tensor, *, gated: bool = False, isa: str = "") -> PackedWeight:
 
 
 def pack_blocks(weight: BlockWeight, dtype: torch.dtype, *, gated: bool = False) -> PackedWeight:
-    """Pack rows of blocks for `linear`, in as many bytes but for rounding up.
+    """Prepack a block-quantized weight for `linear`, in as many bytes, rounded up.
 
     Args:
-        weight: For the instruction set that it names; it names none: the process's.
-        dtype: Of what it is multiplied with.
-        gated: For an activation that is.
+        weight: The weight, for the instruction set that it names, or else the process's.
+        dtype: Dtype of activations.
+        gated: Whether it is for a gated activation.
     """
     assert weight.data.is_contiguous()
     memory = torch.empty(block_panels_bytes(weight, gated=gated), dtype=torch.uint8)
@@ -286,26 +361,36 @@ def pack_blocks(weight: BlockWeight, dtype: torch.dtype, *, gated: bool = False)
 
 
 def block_panels_bytes(weight: BlockWeight, *, gated: bool = False) -> int:
-    """Size of `pack_blocks`'s result. The weight's data may lack all but a shape."""
+    """Bytes of the panels of a block-quantized weight, whose data may have a shape alone."""
     columns, row_bytes = weight.data.shape
     return _kernels.arranged_bytes(row_bytes, columns, _gate(gated), weight.isa or instruction_set())
 
 
 def block_panels(weight: BlockWeight, dtype: torch.dtype, memory: Tensor, *, gated: bool = False) -> PackedWeight:
-    """`pack_blocks`'s result in `memory` of `block_panels_bytes`, not filled yet. The weight's data may lack all but a shape."""
+    """Panels of a block-quantized weight, not filled yet.
+
+    Args:
+        weight: The weight, whose data may have a shape alone.
+        dtype: Dtype of activations.
+        memory: uint8, of `block_panels_bytes`.
+        gated: Whether it is for a gated activation.
+    """
     (columns, depth), isa = weight.shape, weight.isa or instruction_set()
     return PackedWeight(memory, columns, depth, dtype, gated, isa, weight.weight_format)
 
 
 def rows_of_panel(isa: str) -> int:
-    """Rows of blocks that one panel has; of a gated weight half of them are the gate's."""
+    """Rows of a block-quantized weight in one panel. Half of a gated weight's are the gate's."""
     return _kernels.arranged_bytes(1, 1, _gate(False), isa)
 
 
 def fill_panels(panels: PackedWeight, first: int, rows: np.ndarray) -> None:
-    """Fill panels of `block_panels` from the `first` on. Threads may each fill some.
+    """Fill some panels of `block_panels`. Threads may each fill some.
 
-    rows: uint8, contiguous, those of whole panels or all that are left; of a gated weight the gate's before the others.
+    Args:
+        panels: The prepacked weight.
+        first: Number of the first panel to fill.
+        rows: uint8, contiguous: rows of whole panels, or the last ones; of a gated weight the gate's before the others.
     """
     row_bytes = weight_row_bytes(panels.depth, panels.weight_format)
     skipped = first * rows_of_panel(panels.isa) * row_bytes
@@ -323,14 +408,14 @@ def fill_panels(panels: PackedWeight, first: int, rows: np.ndarray) -> None:
 
 
 def packed_rows(weight: PackedWeight, rows: Tensor) -> Tensor:
-    """Some rows of a packed weight [columns, depth] as numbers again; of blocks what `unpack_blocks` makes of them, bit for bit.
+    """Some rows of a prepacked weight [N, K] as numbers again. Blocks give those of `unpack_blocks`, bit for bit.
 
     Args:
-        weight: Not gated, and not of rows of 8 bits.
-        rows: int64 [count].
+        weight: A weight that is neither gated nor of rows of 8 bits.
+        rows: Numbers of the rows, int64 [count].
 
     Returns:
-        [count, depth], of the weight's dtype.
+        [count, K], of the weight's dtype.
 
     Raises:
         IndexError: There is no such row.
@@ -339,14 +424,14 @@ def packed_rows(weight: PackedWeight, rows: Tensor) -> Tensor:
     columns, depth = weight.shape
     rows = rows.contiguous()
     out = torch.empty(len(rows), depth, dtype=weight.dtype)
-    weight_format = weight.weight_format
+    stride, block_type = _block_operand(weight.weight_format, depth) if weight.weight_format else (0, 0)
     _kernels.packed_rows(
         weight.data.data_ptr(),
-        weight_row_bytes(depth, weight_format) if weight_format else 0,
+        stride,
         columns,
         depth,
         TYPES[weight.dtype],
-        BLOCK_TYPES[weight_format.upper()] if weight_format else 0,
+        block_type,
         rows.data_ptr(),
         len(rows),
         out.data_ptr(),
@@ -355,23 +440,24 @@ def packed_rows(weight: PackedWeight, rows: Tensor) -> Tensor:
     return out
 
 
-KernelWeight = Tensor | PackedWeight | BoundWeight | BlockWeight
+KernelWeight: TypeAlias = Tensor | PackedWeight | BoundWeight | BlockWeight
 
 
 def _operand_of(weight: KernelWeight) -> _Operand:
+    """The weight as the matmul kernel is told of it."""
     if isinstance(weight, Tensor):
         return _Operand(weight.stride(0), weight.dtype == torch.int8, False, 0, "")
     return weight.operand
 
 
 def _check_operand(weight: KernelWeight, operand: _Operand, depth: int, dtype: torch.dtype, gated: bool) -> None:
-    """Whether x [tokens, depth] of this dtype can be multiplied with it, with an activation that is gated or not."""
+    """Assert that x [M, depth] of this dtype can be multiplied with a weight, with a gated activation or not."""
     if operand.coded:
         assert (weight.shape[1] if operand.packed else _depth(weight)) == -(-depth // 4) * 4
     else:
         assert weight.shape[1] == depth
         assert (operand.block_type and not operand.packed) or weight.dtype == dtype
-    assert not operand.packed or weight.gated == gated
+    assert not isinstance(weight, PackedWeight) or weight.gated == gated
 
 
 def linear(
@@ -384,13 +470,16 @@ def linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """activation(x weightᵀ + bias) + residual, for x [tokens, depth], weight [columns, depth].
+    """Compute activation(x weightᵀ + bias) + residual, for x [M, K] and weight [N, K].
 
-    With a gated activation the weight is the gate's rows before those it is multiplied with, and there are columns / 2 results.
-    Sums are made in fp32, each in the same order whatever the number of tokens; of a weight in rows of 8 bits as `int8.linear`
-    says. Rows of a GGUF are unpacked into x's dtype first: the sums are those of the unpacked weight. Where x is bf16 and the CPU has
-    products of bytes (or, of FP8, of bf16) their codes are multiplied and scales applied to sums in fp32: these are sums of weights
-    that are not rounded; x is rounded to 2^-15 of the largest number of its run of 16 or 32.
+    With a gated activation the weight has the gate's rows before those it is multiplied with, and the result has N / 2
+    columns. Sums are in fp32, each in the same order whatever M is; those of a weight in rows of 8 bits are described
+    in ops/int8.py.
+
+    Block-quantized weights are dequantized to x's dtype first: sums are those of the dequantized weight. Where x is
+    bf16 and the CPU has products of bytes (for FP8, of bf16), their quantized values are multiplied and scales applied
+    to sums in fp32: there weights are not rounded, and x is rounded to 2^-15 of the largest number of its run of 16 or
+    32.
     """
     operand = _operand_of(weight)
     (rows, depth), (x_stride, x_unit), dtype = x.shape, x.stride(), x.dtype
@@ -433,9 +522,15 @@ def grouped_linear(
     activation: str | None = None,
     out: Tensor,
 ) -> Tensor:
-    """As `linear` of `counts[i]` rows of x with weight i and bias i, those of one weight after those of another, in one loop.
+    """Multiply `counts[i]` rows of x with weight i, add bias i and apply the activation, for all weights in one loop.
 
-    weights: one or more, which `lie_alike`.
+    Args:
+        x: [M, K]: the rows of the first weight, then those of the second, and so on.
+        weights: One or more weights, which `lie_alike`.
+        counts: Rows of x for each weight.
+        biases: [N] or None, for each weight.
+        activation: An activation that `linear` knows.
+        out: Memory of the result, [M, N], or half of N with a gated activation.
     """
     operand, (columns, _) = _operand_of(weights[0]), weights[0].shape
     (rows, depth), (x_stride, x_unit), (out_stride, out_unit) = x.shape, x.stride(), out.stride()
@@ -466,7 +561,7 @@ def grouped_linear(
 
 
 def lie_alike(weights: Sequence[KernelWeight]) -> bool:
-    """Whether `grouped_linear` takes them: of one kind, shape and dtype, for one instruction set."""
+    """Tell whether `grouped_linear` takes weights: they are of one kind, shape and dtype, for one instruction set."""
     kinds = {(weight.shape, weight.dtype, getattr(weight, "gated", None), _operand_of(weight)) for weight in weights}
     return len(kinds) == 1
 
@@ -501,11 +596,11 @@ def sort_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, li
 
     Args:
         chosen: The experts of each token, int64 [tokens, choices].
-        num_experts: Of the layer.
+        num_experts: Experts of the layer.
 
     Returns:
-        The token of each row, int64 [tokens * choices]; of each token and choice its row, int64 [tokens, choices]; and how many rows
-        each expert has.
+        The token of each row, int64 [tokens * choices]; the row of each token and choice, int64 [tokens, choices]; and
+        the number of rows of each expert.
 
     Raises:
         IndexError: There is no such expert.
@@ -519,7 +614,7 @@ def sort_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, li
 
 
 def gather_rows(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-    """Some rows of x [count, columns], by their numbers, int64, by all threads: out [rows, columns]. There must be such rows."""
+    """Copy rows of x [count, columns], by their numbers, int64, to out [rows, columns]. They must exist."""
     assert rows.dtype == torch.int64 and rows.is_contiguous() and x.stride(1) == 1
     assert out.is_contiguous() and out.shape == (len(rows), x.shape[1]) and out.dtype == x.dtype
     size = x.element_size()
@@ -530,13 +625,13 @@ def gather_rows(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
 
 
 def weighted_sums(made: Tensor, rows: Tensor, shares: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """For each token the sum of some rows of `made`, weighted, in their order, in fp32.
+    """Weighted sums of some rows for each token, in their order, in fp32.
 
     Args:
-        made: [rows, columns].
-        rows: Which, int64 [tokens, choices]. There must be such rows.
-        shares: Their weights, fp32 [tokens, choices].
-        out_dtype: `made`'s or fp32.
+        made: Results of experts, [rows, columns].
+        rows: Numbers of the rows of each token, int64 [tokens, choices]. They must exist.
+        shares: Weights of the rows, fp32 [tokens, choices].
+        out_dtype: Dtype of the sums, `made`'s or fp32.
 
     Returns:
         [tokens, columns].
@@ -573,8 +668,25 @@ def rotary_store(  # the operands of one kernel
     rotation: Tensor | None = None,
     kv: Tensor | None = None,
     slots: Tensor | None = None,
+    bits: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `ops.rotary_store`. rotation: what queries and keys are rotated with, fp32 [head_dim, head_dim]."""
+    """Norm, rotate and scale queries and keys of fused QKV, and store or return keys and values.
+
+    Args:
+        qkv: [tokens, (heads + 2 kv_heads) * head_dim].
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        head_dim: Numbers of a head.
+        scale: Factor of queries.
+        rope: cos and sin, fp32 [positions, head_dim / 2].
+        positions: int64 [tokens].
+        norms: RMSNorm weights of the heads of q and k, [head_dim] each.
+        eps: Epsilon of the norms.
+        rotation: Matrix that queries and keys are rotated with, fp32 [head_dim, head_dim].
+        kv: KV of a layer; None: keys and values are returned.
+        slots: int64 [tokens].
+        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
+    """
     tokens, (stride, unit) = qkv.shape[0], qkv.stride()
     q = qkv.new_empty(tokens, heads, head_dim)
     k = v = None
@@ -601,7 +713,7 @@ def rotary_store(  # the operands of one kernel
         _address(rotation),
         q.data_ptr(),
         _address(kv),
-        TYPES[kv.dtype] if kv is not None else 0,
+        _kv_type(kv, bits) if kv is not None else 0,
         kv.shape[3] if kv is not None else 1,
         _address(slots),
         _address(k),
@@ -611,32 +723,31 @@ def rotary_store(  # the operands of one kernel
 
 
 def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
-    """As `quant.quantize` without importance."""
+    """Quantize rows [..., n] to groups of values with `bits` each, as `quant.quantize` does without importance."""
     x = x.contiguous()
     columns = x.shape[-1]
-    dtype = torch.int8 if bits == 8 else torch.uint8
-    packed = torch.empty(*x.shape[:-1], quant.row_bytes(columns, bits), dtype=dtype)
+    packed = torch.empty(*x.shape[:-1], quant.row_bytes(columns, bits), dtype=torch.uint8)
     rows = packed.numel() // packed.shape[-1]
     _kernels.quantize(x.data_ptr(), rows, columns, TYPES[x.dtype], packed.data_ptr(), bits)
     return packed
 
 
 def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
-    """As `quant.dequantize`, of rows of 4-bit codes. packed and out: contiguous."""
+    """Dequantize rows of 4-bit values into `out` [..., n]. Both are contiguous."""
     rows = packed.numel() // packed.shape[-1]
     _kernels.dequantize(packed.data_ptr(), packed.shape[-1], rows, n, TYPES[out.dtype], out.data_ptr())
     return out
 
 
 def unpack_blocks(packing: str, packed: Tensor, out: Tensor, interleaved: int = 0) -> Tensor:
-    """Dequantize rows of a GGUF's tensor, or of other blocks.
+    """Dequantize block-quantized rows, of a GGUF or others.
 
     Args:
-        packing: one of `BLOCK_TYPES`.
+        packing: One of `BLOCK_TYPES`.
         packed: uint8 [rows, bytes of a row], as in the file.
         out: [rows, columns], contiguous.
-        interleaved: so many rows at a time are two halves' rows in turn, 0, n/2, 1, n/2 + 1, ..., and are put into order;
-            0: all are in order.
+        interleaved: Rows that are interleaved halves, in turn 0, n/2, 1, n/2 + 1, ..., and are put into order; 0: all
+            are in order.
     """
     rows, columns = out.shape
     assert packed.is_contiguous() and out.is_contiguous() and len(packed) == rows
@@ -669,7 +780,7 @@ def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, T
 
 
 def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
-    """As `ops.draw`."""
+    """Draw a token at random from each of some rows of fp32 logits, into int64 `out` at these rows."""
     if len(rows) < len(logits):
         logits = logits.index_select(0, torch.from_numpy(rows))
     index = torch.empty(len(rows), dtype=torch.int64)
@@ -678,22 +789,23 @@ def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
 
 
 def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
-    """As `ops.forbid`."""
+    """Set fp32 logits of tokens that are not allowed to minus infinity, in place, in the rows that have a mask."""
     assert allowed.shape[1] * 32 >= logits.shape[1] and len(allowed) == len(rows)
     _kernels.forbid(logits.data_ptr(), logits.stride(0), logits.shape[1], rows, allowed)
 
 
 def _address(tensor: Tensor | None) -> int:
+    """Address of a tensor; 0 of None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def _kind(dtype: torch.dtype) -> tuple[int, bool]:
-    """Of a weight: its type, and whether it has rows of 8 bits, whose products do not depend on the type."""
+    """Type number of a weight, and whether it has rows of 8 bits, whose matmul does not depend on the type."""
     return (0, True) if dtype == torch.int8 else (TYPES[dtype], False)
 
 
 def _depth(weight: Tensor | PackedWeight | BoundWeight | BlockWeight) -> int:
-    """Values of a row; of 8 bits, codes before its scale."""
+    """K of a weight. A row of 8 bits has so many values before its scale."""
     if isinstance(weight, PackedWeight):
         return weight.depth
     if isinstance(weight, BlockWeight):
@@ -702,4 +814,5 @@ def _depth(weight: Tensor | PackedWeight | BoundWeight | BlockWeight) -> int:
 
 
 def _gate(gated: bool) -> int:
+    """Number of an activation that is gated, or not."""
     return ACTIVATIONS["silu_mul" if gated else None]

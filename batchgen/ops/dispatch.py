@@ -1,9 +1,11 @@
 """The one API to compute: linear layers, norms, rotary embedding, attention over paged KV, 4-bit groups.
 
-On the CPU these are the C++ kernels (`cpp`), on a CUDA card Triton's (`triton`) where Triton is installed;
-elsewhere, and for shapes and cards that the kernels do not know, torch (`reference`). KV of one layer is one tensor [num_blocks, 2, kv_heads, kv_block_size, width], K before V: a block is
-contiguous, so that it moves between tiers in one piece, and within it each head's K and V are pages. width is head_dim,
-or, with packed KV, the bytes of a packed row (`quant`). Keys of int5 KV are kept rotated (`rotation`).
+On the CPU these are the C++ kernels (`cpp`), on a CUDA card Triton's (`triton`) where Triton is installed; elsewhere,
+and for shapes and cards that the kernels do not know, torch (`reference`).
+
+KV of one layer is one tensor [num_blocks, 2, kv_heads, kv_block_size, width], K before V: a block is contiguous, so
+that it moves between tiers in one piece, and within it each head's K and V are pages. width is head_dim, or, with
+packed KV, the bytes of a packed row (`quant`). Keys of int5 and int4 KV are kept rotated (`rotation`).
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.core.dtypes import INT5, WEIGHT_CODE_BITS
+from batchgen.core.dtypes import WEIGHT_CODE_BITS, KVFormat
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant, reference
@@ -34,27 +36,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SplitWeight:
-    """A linear layer's weight [columns, depth] whose columns are in several parts, each in a form of its own."""
+    """A weight [N, K] whose N rows are in several parts, each in a format of its own.
+
+    Attributes:
+        parts: Parts one after the other, [N of the part, K] each.
+    """
 
     parts: tuple[KernelWeight, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
+        """N and K of the whole weight."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
 
-Weight = KernelWeight | SplitWeight
+Weight: TypeAlias = KernelWeight | SplitWeight
 PreparedAttention: TypeAlias = "reference.DeviceAttentionPlan | kernels.AttentionPlan | DevicePlan"
 CPU = torch.device("cpu")
-# Rows that torch's own linear is given at once on the CPU. In larger numbers it may block them in another way, and the profiler
-# checks up to here that a row's result does not depend on how many there are.
+# The largest M that torch's own linear is given on the CPU. Beyond it torch may block rows in another way, and the
+# profiler checks up to here that a row's result does not depend on M.
 TORCH_ROWS = 512
-_GATED_ROWS = 512  # of a gate in parts, in fp32
+_GATED_ROWS = 512  # rows of a gate in several parts that are in fp32 at once
 
 
 @lru_cache
 def _triton() -> ModuleType | None:
-    """Triton's kernels, if Triton is installed: imported when first asked for, which takes a second."""
+    """Triton's kernels, if Triton is installed. They are imported when first asked for, which takes a second."""
     if find_spec("triton") is None:
         return None
     from batchgen.ops import triton as triton_kernels
@@ -62,10 +69,17 @@ def _triton() -> ModuleType | None:
     return triton_kernels
 
 
+def _card_kernels() -> ModuleType:
+    """Triton's kernels, where something was prepared by them before."""
+    triton_kernels = _triton()
+    assert triton_kernels is not None
+    return triton_kernels
+
+
 def _device_kernels(device: torch.device) -> ModuleType | None:
-    """The kernels for tensors that are not on the CPU; None: there are none, or none for this card, and torch does it."""
-    made = _triton() if device.type == "cuda" else None
-    return made if made and made.card(device).has_kernels else None
+    """The kernels for tensors of a device other than the CPU, or None where torch computes."""
+    triton_kernels = _triton() if device.type == "cuda" else None
+    return triton_kernels if triton_kernels and triton_kernels.card(device).has_kernels else None
 
 
 # Linear layers and norms.
@@ -81,23 +95,23 @@ def linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute activation(x weightᵀ + bias) + residual. On the CPU a row's result is the same whatever rows are beside it.
+    """Compute activation(x weightᵀ + bias) + residual. On the CPU a row's result does not depend on M.
 
     Args:
-        x: [tokens, depth].
-        weight: [columns, depth], or bound to an instruction set of the CPU (`pack_weight`, `bind_weight`); or rows of 8 bits, int8
-            [columns, int8.row_bytes(depth)], which x is multiplied with as integers (`int8`): by the kernels on the CPU, and
-            elsewhere by torch; or, on the CPU alone, rows of a GGUF. Of a `SplitWeight` each part is multiplied by itself.
-        bias: [columns].
-        activation: None, "relu", "gelu", "gelu_tanh", or gated: "silu_mul", silu of the first half of columns times the second one,
-            "gelu_tanh_mul", or "swiglu_oai_mul", gpt-oss's: with both halves within 7, x sigmoid(1.702 x) of the first times one more
-            than the second.
-        residual: [tokens, columns of the result], added at the end.
-        out: Where the result goes, of x's dtype or fp32; it may be the residual itself.
-        out_dtype: Of a new tensor, where `out` is None; None: x's.
+        x: Activations, [M, K].
+        weight: [N, K], perhaps prepacked for an instruction set of the CPU (`pack_weight`, `bind_weight`); or rows of 8
+            bits, int8 [N, int8.row_bytes(K)], which x is multiplied with as integers (`int8`); or, on the CPU alone,
+            block-quantized rows. Each part of a `SplitWeight` is multiplied by itself.
+        bias: [N].
+        activation: None, "relu", "gelu", "gelu_tanh", or gated: "silu_mul", silu of the first half of N times the
+            second one, "gelu_tanh_mul", or "swiglu_oai_mul" of gpt-oss: with both halves within 7, x sigmoid(1.702 x)
+            of the first times one more than the second.
+        residual: Added at the end, of the result's shape.
+        out: Memory of the result, of x's dtype or fp32. It may be the residual itself.
+        out_dtype: Dtype of a new result; None: x's.
 
     Returns:
-        [tokens, columns], or half the columns with a gated activation.
+        [M, N], or half of N with a gated activation.
     """
     options = {"activation": activation, "residual": residual, "out": out, "out_dtype": out_dtype}
     if isinstance(weight, SplitWeight):
@@ -105,7 +119,7 @@ def linear(
     if x.is_cpu:
         if isinstance(weight, BoundWeight) and weight.isa == TORCH:
             return _torch_linear(x, weight.data, bias, **options)
-        compute = kernels
+        compute: ModuleType = kernels
     elif weight.dtype == torch.int8:
         compute = reference
     else:
@@ -122,15 +136,15 @@ def grouped_linear(
     activation: str | None = None,
     out: Tensor,
 ) -> Tensor:
-    """As `linear` of some rows with each weight, bit for bit; on the CPU all rows and columns of all weights in one loop.
+    """Multiply each row of x with one of several weights, in one loop on the CPU. Bit for bit the result is `linear`'s.
 
     Args:
-        x: [tokens, depth], those of one weight after those of another.
-        weights: [columns, depth] each.
-        counts: Rows of each.
-        biases: [columns] or None, of each.
-        activation: As of `linear`.
-        out: Where the result goes, [tokens, columns], or half the columns with a gated activation.
+        x: Activations, [M, K]: the rows of the first weight, then those of the second, and so on.
+        weights: [N, K] each.
+        counts: Rows of x for each weight.
+        biases: [N] or None, for each weight.
+        activation: An activation that `linear` knows.
+        out: Memory of the result, [M, N], or half of N with a gated activation.
     """
     if not weights:
         return out
@@ -156,52 +170,64 @@ def _split_linear(
     out: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Part by part. A gate and what it is multiplied with are made in fp32 first, of some rows at a time."""
-    columns = weight.shape[0]
+    """The product with a weight in parts. With a gated activation it is in fp32 first, for some rows at a time."""
+    n = weight.shape[0]
     gated = activation in kernels.GATED
     if gated and len(x) > _GATED_ROWS:
-        out = x.new_empty(len(x), columns // 2, dtype=out_dtype) if out is None else out
+        out = x.new_empty(len(x), n // 2, dtype=out_dtype) if out is None else out
         for rows in (slice(start, start + _GATED_ROWS) for start in range(0, len(x), _GATED_ROWS)):
-            rest = None if residual is None else residual[rows]
-            some = {"activation": activation, "residual": rest, "out": out[rows], "out_dtype": out_dtype}
-            _split_linear(x[rows], weight, bias, **some)
+            _split_linear(
+                x[rows],
+                weight,
+                bias,
+                activation=activation,
+                residual=None if residual is None else residual[rows],
+                out=out[rows],
+                out_dtype=out_dtype,
+            )
         return out
     if gated:
-        made = x.new_empty(len(x), columns, dtype=torch.float32)
+        product = x.new_empty(len(x), n, dtype=torch.float32)
     else:
-        made = x.new_empty(len(x), columns, dtype=out_dtype) if out is None else out
+        product = x.new_empty(len(x), n, dtype=out_dtype) if out is None else out
     start = 0
     for part in weight.parts:
-        own = slice(start, start + part.shape[0])
-        own_bias = None if bias is None else bias[own]
+        columns = slice(start, start + part.shape[0])
+        part_bias = None if bias is None else bias[columns]
         if gated:
-            linear(x, part, own_bias, out=made[:, own])
+            linear(x, part, part_bias, out=product[:, columns])
         else:
-            rest = None if residual is None else residual[:, own]
-            linear(x, part, own_bias, activation=activation, residual=rest, out=made[:, own])
-        start = own.stop
-    if not gated:
-        return made
-    return reference.gate(made, activation, residual=residual, out=out, out_dtype=out_dtype or x.dtype)
+            part_residual = None if residual is None else residual[:, columns]
+            linear(x, part, part_bias, activation=activation, residual=part_residual, out=product[:, columns])
+        start = columns.stop
+    if not gated or activation is None:
+        return product
+    return reference.gate(product, activation, residual=residual, out=out, out_dtype=out_dtype or x.dtype)
 
 
 def embedding(token_ids: Tensor, rows: Weight, dtype: torch.dtype) -> Tensor:
-    """Rows [tokens, embed] of a table [vocab, embed], which may be packed for products.
+    """Look up embeddings.
 
-    dtype: of the result, where the table is in rows of blocks; of others it is the table's.
+    Args:
+        token_ids: int64 [tokens].
+        rows: The table [vocab, embed], perhaps prepacked.
+        dtype: Dtype of the result where the table is block-quantized; otherwise the result has the table's.
+
+    Returns:
+        [tokens, embed].
     """
     if isinstance(rows, PackedWeight):
         return kernels.packed_rows(rows, token_ids)
     if not isinstance(rows, BlockWeight):
         return F.embedding(token_ids, rows.data if isinstance(rows, BoundWeight) else rows)
-    found = torch.empty(len(token_ids), rows.shape[1], dtype=dtype)
+    embeddings = torch.empty(len(token_ids), rows.shape[1], dtype=dtype)
     if len(token_ids):
-        kernels.unpack_blocks(rows.weight_format.upper(), rows.data.index_select(0, token_ids), found)
-    return found
+        kernels.unpack_blocks(rows.weight_format.upper(), rows.data.index_select(0, token_ids), embeddings)
+    return embeddings
 
 
 def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, **options) -> Tensor:
-    """Torch's linear on the CPU, by as many threads as the kernels have: in a sweep torch itself has one."""
+    """Torch's linear on the CPU, with as many threads as the kernels have: in a sweep torch itself has one."""
     before = torch.get_num_threads()
     torch.set_num_threads(kernels.num_threads())
     try:
@@ -222,27 +248,27 @@ def _in_parts(
     out: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """`reference.linear`, TORCH_ROWS rows at a time."""
-    columns = len(weight) // 2 if activation in kernels.GATED else len(weight)
+    """Torch's linear, TORCH_ROWS rows at a time."""
+    n = len(weight) // 2 if activation in kernels.GATED else len(weight)
     if out is None:
-        out = x.new_empty(len(x), columns, dtype=out_dtype)
+        out = x.new_empty(len(x), n, dtype=out_dtype)
     for start in range(0, len(x), TORCH_ROWS):
-        some = slice(start, start + TORCH_ROWS)
-        rest = None if residual is None else residual[some]
-        reference.linear(x[some], weight, bias, activation=activation, residual=rest, out=out[some])
+        rows = slice(start, start + TORCH_ROWS)
+        rows_residual = None if residual is None else residual[rows]
+        reference.linear(x[rows], weight, bias, activation=activation, residual=rows_residual, out=out[rows])
     return out
 
 
 def pack_weight(weight: Tensor, *, gated: bool = False, isa: str = "") -> Weight:
-    """Pack a weight as `linear` reads it fastest, in about as many bytes.
+    """Prepack a weight as `linear` reads it fastest, in about as many bytes.
 
     Args:
-        weight: [columns, depth], or rows of 8 bits.
-        gated: For a gated activation: the gate's rows stand before those it is multiplied with.
-        isa: What is to multiply it on the CPU, an instruction set or TORCH; "": the process's set.
+        weight: [N, K], or rows of 8 bits.
+        gated: Whether it is for a gated activation: the gate's rows stand before those it is multiplied with.
+        isa: Instruction set of the CPU that is to multiply it, or TORCH; "": the process's set.
 
     Returns:
-        The weight itself, bound to the set, where it is read fastest as it is.
+        The prepacked weight; or the weight bound to the set, where it is read fastest as it is.
     """
     if weight.device.type != "cpu" or isa == TORCH or kernels.packed_grows(weight.dtype, isa):
         return bind_weight(weight, isa)
@@ -250,18 +276,19 @@ def pack_weight(weight: Tensor, *, gated: bool = False, isa: str = "") -> Weight
 
 
 def pack_blocks(weight: BlockWeight, dtype: torch.dtype, *, gated: bool = False) -> PackedWeight:
-    """As `pack_weight`, rows of blocks: in panels of as many bytes, to be multiplied with inputs of dtype."""
+    """Prepack a block-quantized weight into panels of as many bytes, to be multiplied with activations of `dtype`."""
     return kernels.pack_blocks(weight, dtype, gated=gated)
 
 
 def bind_weight(weight: Tensor, isa: str) -> Weight:
-    """The weight as it lies, for an instruction set or TORCH; itself where there is nothing to say, and on other devices."""
+    """The weight as it lies, bound to an instruction set or TORCH. On a card, or where `isa` is "", it is not bound."""
     return BoundWeight(weight, isa) if isa and weight.device.type == "cpu" else weight
 
 
 def weight_bytes(weight: Weight) -> int:
+    """Bytes of a weight in memory."""
     if isinstance(weight, SplitWeight):
-        return sum(map(weight_bytes, weight.parts))
+        return sum(weight_bytes(part) for part in weight.parts)
     return (weight if isinstance(weight, Tensor) else weight.data).nbytes
 
 
@@ -269,10 +296,13 @@ def weight_bytes(weight: Weight) -> int:
 
 
 def groups_experts(x: Tensor, *weights: Weight) -> bool:
-    """Whether `grouped_experts` has kernels for x and matrices of all experts: numbers of x's dtype, on a card with products."""
-    made = _device_kernels(x.device)
+    """Tell whether `grouped_experts` has kernels for x and these matrices of all experts.
+
+    They need numbers of x's dtype, on a card with matrix products.
+    """
+    triton_kernels = _device_kernels(x.device)
     known = all(isinstance(weight, Tensor) and weight.dtype == x.dtype for weight in weights)
-    return bool(made and known and made.supports_grouped(x.device))
+    return bool(triton_kernels and known and triton_kernels.supports_grouped(x.device))
 
 
 def grouped_experts(  # the operands of two products
@@ -285,35 +315,45 @@ def grouped_experts(  # the operands of two products
     down_bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """Multiply each token with its experts and add their results, weighted, in the order of `chosen`; where `groups_experts`.
+    """Multiply each token with its experts and add their results, weighted, in the order of `chosen`.
+
+    It needs operands that `groups_experts` accepts.
 
     The host waits for nothing, and launches are the same for any routes. A row's result does not depend on its batch.
 
     Args:
         x: [tokens, hidden].
-        shares: Weights of the results, fp32 [tokens, experts of a token].
-        chosen: Numbers of the experts, int64 [tokens, experts of a token].
+        shares: Weight of each expert's result, fp32 [tokens, experts of a token].
+        chosen: Number of each expert, int64 [tokens, experts of a token].
         gate_up: [experts * 2 * intermediate, hidden], one expert after the other, of each the gate first.
         gate_up_bias: [experts * 2 * intermediate].
         down: [experts * hidden, intermediate].
         down_bias: [experts * hidden].
-        activation: A gated one of `linear`.
+        activation: A gated activation.
 
     Returns:
         fp32 [tokens, hidden].
     """
-    return _triton().grouped_experts(x, shares, chosen, gate_up, gate_up_bias, down, down_bias, activation)
+    return _card_kernels().grouped_experts(x, shares, chosen, gate_up, gate_up_bias, down, down_bias, activation)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
-    """Normalise the last dimension: x / rms(x) * weight (RMSNorm), or with a bias LayerNorm. Sums in fp32.
+    """Normalise the last dimension: x / rms(x) * weight (RMSNorm), or with a bias LayerNorm. Sums are in fp32.
 
-    out: where the result goes, x perhaps.
+    Args:
+        x: [..., columns].
+        weight: [columns].
+        bias: [columns], or None for RMSNorm.
+        eps: Epsilon below the root.
+        out: Memory of the result, perhaps x.
+
+    Returns:
+        The result, of x's shape.
     """
     if x.is_cpu:
         return kernels.norm(x, weight, bias, eps, out)
-    made = _device_kernels(x.device)
-    compute = made if made and x.shape[-1] <= made.MAX_COLUMNS else reference
+    triton_kernels = _device_kernels(x.device)
+    compute = triton_kernels if triton_kernels and x.shape[-1] <= triton_kernels.MAX_COLUMNS else reference
     return compute.norm(x, weight, bias, eps, out)
 
 
@@ -338,18 +378,18 @@ def rotary(  # the operands of one kernel
         qkv: [tokens, (heads + 2 kv_heads) * head_dim].
         heads: Query heads.
         kv_heads: Key and value heads.
-        scale: Of queries: that of the softmax.
+        scale: Scale of queries, that of the softmax.
         rope: cos and sin, fp32 [positions, head_dim / 2]; None: positions are not rotary.
         positions: int64 [tokens].
         norms: RMSNorm weights of the heads of q and k, [head_dim] each.
-        eps: Of the norms.
-        rotate_keys: For int5 KV: queries and keys are multiplied with `rotation`.
+        eps: Epsilon of the norms.
+        rotate_keys: Whether queries and keys are multiplied with `rotation`, as int5 and int4 KV have it.
 
     Returns:
         q [tokens, heads, head_dim]; k and v [tokens, kv_heads, head_dim].
     """
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
-    options = {
+    options: dict[str, Any] = {
         "scale": scale,
         "rope": rope,
         "positions": positions,
@@ -359,26 +399,36 @@ def rotary(  # the operands of one kernel
     }
     if _has_kernels(qkv, head_dim):
         return kernels.rotary_store(qkv, heads, kv_heads, head_dim, **options)
-    made = _device_kernels(qkv.device)
-    if made and made.supports_rotary(head_dim, rotate_keys, qkv.device):
-        return made.rotary_store(qkv, heads, kv_heads, **options)
+    triton_kernels = _device_kernels(qkv.device)
+    if triton_kernels and triton_kernels.supports_rotary(head_dim, rotate_keys, qkv.device):
+        return triton_kernels.rotary_store(qkv, heads, kv_heads, **options)
     return reference.rotary(qkv, heads, kv_heads, **options)
 
 
-def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, **options) -> Tensor:
-    """As `rotary`, but k and v go to their slots in a layer's KV. Returns q.
+def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, kv_format: KVFormat, **options: Any) -> Tensor:
+    """Norm, rotate and scale queries and keys of fused QKV, and store keys and values in a layer's KV.
 
-    slots: int64 [tokens], block * kv_block_size + offset; where `can_capture`, one below 0 is not stored. options: those of `rotary`, but for `rotate_keys`.
+    Args:
+        qkv: [tokens, (heads + 2 kv_heads) * head_dim].
+        heads: Query heads.
+        kv: KV of the layer.
+        slots: int64 [tokens], block * kv_block_size + offset. Where `can_capture`, tokens with a slot below 0 are not
+            stored.
+        kv_format: Format of the KV.
+        options: Further arguments of `rotary`, but for `rotate_keys`.
+
+    Returns:
+        q [tokens, heads, head_dim].
     """
-    kv_heads, bits, rotate_keys = kv.shape[2], quant.kv_code_bits(kv.dtype), rotates_keys(kv.dtype)
+    kv_heads, bits, rotate_keys = kv.shape[2], kv_format.bits, kv_format.rotates_keys
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
+    matrix = rotation(head_dim, qkv.device) if rotate_keys else None
+    stored = {"kv": kv, "slots": slots, "bits": bits, "rotation": matrix}
     if _has_kernels(qkv, head_dim):
-        matrix = rotation(head_dim) if rotate_keys else None
-        return kernels.rotary_store(qkv, heads, kv_heads, head_dim, kv=kv, slots=slots, rotation=matrix, **options)[0]
-    made = _device_kernels(qkv.device)
-    if made and made.supports_rotary(head_dim, rotate_keys, qkv.device):
-        matrix = rotation(head_dim, qkv.device) if rotate_keys else None
-        return made.rotary_store(qkv, heads, kv_heads, kv=kv, slots=slots, rotation=matrix, **options)[0]
+        return kernels.rotary_store(qkv, heads, kv_heads, head_dim, **stored, **options)[0]
+    triton_kernels = _device_kernels(qkv.device)
+    if triton_kernels and triton_kernels.supports_rotary(head_dim, rotate_keys, qkv.device):
+        return triton_kernels.rotary_store(qkv, heads, kv_heads, **stored, **options)[0]
     q, k, v = rotary(qkv, heads, kv_heads, rotate_keys=rotate_keys, **options)
     if bits:
         k, v = quantize(k, bits), quantize(v, bits)
@@ -393,25 +443,34 @@ def prepare_attention(  # shapes of one launch
     head_dim: int,
     kv_block_size: int,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    kv_format: KVFormat,
     device: torch.device = CPU,
     isa: str = "",
 ) -> PreparedAttention:
     """The plan as `paged_attention` takes it, made once per sweep and used by every layer.
 
-    dtype: of queries. device: where they and the KV are. isa: the instruction set that attends on the CPU; "": the process's.
+    Args:
+        plan: Attention of the sweep.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        head_dim: Numbers of a head.
+        kv_block_size: Tokens of a KV block.
+        dtype: Dtype of queries.
+        kv_format: Format of the KV.
+        device: Device of queries and KV.
+        isa: Instruction set that attends on the CPU; "": the process's.
     """
     group = heads // kv_heads
     if device.type != "cpu":
-        made = _device_kernels(device)
-        if made and made.supports_attention(head_dim, group, kv_block_size, device):
-            return made.prepare_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_dtype, device)
+        triton_kernels = _device_kernels(device)
+        if triton_kernels and triton_kernels.supports_attention(head_dim, group, kv_block_size, device):
+            return triton_kernels.prepare_attention(
+                plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device
+            )
         return reference.prepare_attention(plan, kv_heads, kv_block_size, dtype, device)
     if not kernels.supports_attention(head_dim, group):
         return reference.prepare_attention(plan, kv_heads, kv_block_size, dtype)
-    bits = quant.kv_code_bits(kv_dtype)
-    width = quant.row_bytes(head_dim, bits) if bits else head_dim * kv_dtype.itemsize
-    return kernels.attention_plan(plan, kv_heads, group, kv_block_size, width, isa)
+    return kernels.attention_plan(plan, kv_heads, group, kv_block_size, kv_format.row_bytes(head_dim), isa)
 
 
 def cut_attention(
@@ -421,27 +480,34 @@ def cut_attention(
     head_dim: int,
     kv_block_size: int,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    kv_format: KVFormat,
     device: torch.device,
 ) -> CutPlan:
-    """As `prepare_attention`, but not yet on the device; only where `can_capture`.
+    """The plan cut for a card, but not on it yet, where `can_capture`.
 
-    So plans of several sweeps can be written into the same memory, for CUDA graphs.
+    So plans of several sweeps can be written into the same memory, for CUDA graphs. Arguments are those of
+    `prepare_attention`.
     """
-    return _triton().cut_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_dtype, device)
+    return _card_kernels().cut_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device)
 
 
 def can_capture(device: torch.device, head_dim: int, group: int, kv_block_size: int) -> bool:
-    """Whether decode sweeps can be CUDA graphs there.
+    """Tell whether decode sweeps can be CUDA graphs.
 
-    All that layers do must be launches whose shapes do not depend on the sweep, and tokens with a slot below 0 must not be
-    stored. group: query heads of a KV head.
+    All that layers do must be launches whose shapes do not depend on the sweep, and tokens with a slot below 0 must not
+    be stored.
+
+    Args:
+        device: Device that computes.
+        head_dim: Numbers of a head.
+        group: Query heads of a KV head.
+        kv_block_size: Tokens of a KV block.
     """
-    made = _device_kernels(device)
+    triton_kernels = _device_kernels(device)
     return bool(
-        made
-        and made.supports_attention(head_dim, group, kv_block_size, device)
-        and made.supports_rotary(head_dim, True, device)
+        triton_kernels
+        and triton_kernels.supports_attention(head_dim, group, kv_block_size, device)
+        and triton_kernels.supports_rotary(head_dim, True, device)
     )
 
 
@@ -451,6 +517,7 @@ def paged_attention(
     plan: PreparedAttention,
     out: Tensor | None = None,
     *,
+    bits: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -459,11 +526,13 @@ def paged_attention(
     Args:
         q: [tokens, heads, head_dim], as `rotary` gives it; heads is a multiple of kv_heads (grouped-query attention).
         kv: [num_blocks, 2, kv_heads, kv_block_size, width]; the tokens' own K and V are already there.
-        plan: Of `prepare_attention`, with KV blocks (PagedAttention: Kwon et al., 2023) and shared prefixes.
-        out: Where the result goes, of q's shape.
-        softcap: Scores become softcap * tanh(score / softcap) before the softmax (Gemma 2, Gemma Team, 2024, section 2); 0: they stay.
-        sinks: fp32 [heads], a score of each head that takes its part of the softmax and has no value (gpt-oss, 2025; attention sinks:
-            Xiao et al., 2023); on q's device.
+        plan: A plan of `prepare_attention`, with KV blocks (PagedAttention: Kwon et al., 2023) and shared prefixes.
+        out: Memory of the result, of q's shape.
+        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
+        softcap: Bound of the scores, which become softcap * tanh(score / softcap) before the softmax (Gemma 2, Gemma
+            Team, 2024, section 2); 0: none.
+        sinks: fp32 [heads] on q's device, a score of each head that takes its part of the softmax and has no value
+            (gpt-oss, 2025; attention sinks: Xiao et al., 2023).
 
     Returns:
         [tokens, heads * head_dim].
@@ -473,21 +542,17 @@ def paged_attention(
     elif isinstance(plan, reference.DeviceAttentionPlan):
         compute = reference.paged_attention
     else:
-        compute = _triton().paged_attention
-    return compute(q, kv, plan, out, softcap, sinks).flatten(1)
-
-
-def rotates_keys(kv_dtype: torch.dtype) -> bool:
-    """Whether keys of KV in this dtype are kept rotated: 8 bits tell large channels from small ones as they are."""
-    return kv_dtype == quant.KV_DTYPES[INT5]
+        compute = _card_kernels().paged_attention
+    return compute(q, kv, plan, out, bits, softcap, sinks).flatten(1)
 
 
 @lru_cache
 def rotation(n: int, device: torch.device = CPU) -> Tensor:
-    """An orthogonal matrix [n, n], fp32, that keys of int5 KV are rotated with, and queries alike.
+    """An orthogonal matrix [n, n], fp32, that keys of int5 and int4 KV are rotated with, and queries alike.
 
-    Hadamard's where n is a power of two, else the cosine transform's. Some channels of keys are far larger than the rest, and
-    would take all quantized values for themselves; rotated, what is in one channel spreads over all. The products stay the same.
+    Hadamard's where n is a power of two, else the cosine transform's. Some channels of keys are far larger than the
+    rest, and would take all quantized values for themselves; rotated, what is in one channel spreads over all. The
+    products stay the same.
     """
     if n & (n - 1) == 0:
         matrix = torch.ones(1, 1)
@@ -501,6 +566,7 @@ def rotation(n: int, device: torch.device = CPU) -> Tensor:
 
 
 def _has_kernels(x: Tensor, head_dim: int) -> bool:
+    """Tell whether the C++ kernels take heads of this size where x lies."""
     return x.is_cpu and kernels.supports_head_dim(head_dim)
 
 
@@ -513,7 +579,7 @@ def kv_rows(slots: np.ndarray | Tensor, kv_heads: int, kv_block_size: int) -> Te
     V lies kv_heads * kv_block_size rows behind.
 
     Args:
-        slots: Of each token, block * kv_block_size + offset.
+        slots: Slot of each token, block * kv_block_size + offset.
         kv_heads: Key and value heads.
         kv_block_size: Tokens of a block.
 
@@ -527,7 +593,7 @@ def kv_rows(slots: np.ndarray | Tensor, kv_heads: int, kv_block_size: int) -> Te
 
 
 def write_kv(kv: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
-    """Stores new tokens' K and V [tokens, kv_heads, width], in the format of the KV, at `rows` (of `kv_rows`) of a layer's KV."""
+    """Store new tokens' K and V [tokens, kv_heads, width], in the format of the KV, at `kv_rows` of a layer's KV."""
     _, _, kv_heads, kv_block_size, width = kv.shape
     flat = kv.view(-1, width)
     flat.index_copy_(0, rows, k.reshape(-1, width))
@@ -535,19 +601,19 @@ def write_kv(kv: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def gather_rows(target: Tensor, source: Tensor, index: Tensor) -> None:
-    """target[i] = source[index[i]], along the first dimension; all of them where the CPU or a card can read and write."""
-    made = _device_kernels(index.device)
-    if made:
-        made.gather_rows(target, source, index)
+    """Compute target[i] = source[index[i]] along the first dimension. The device of `index` reaches all."""
+    triton_kernels = _device_kernels(index.device)
+    if triton_kernels:
+        triton_kernels.gather_rows(target, source, index)
     else:
         target.copy_(source.index_select(0, index.to(source.device)))
 
 
 def scatter_rows(target: Tensor, index: Tensor, source: Tensor) -> None:
-    """target[index[i]] = source[i], along the first dimension; as `gather_rows`."""
-    made = _device_kernels(index.device)
-    if made:
-        made.scatter_rows(target, index, source)
+    """Compute target[index[i]] = source[i] along the first dimension. The device of `index` reaches all."""
+    triton_kernels = _device_kernels(index.device)
+    if triton_kernels:
+        triton_kernels.scatter_rows(target, index, source)
     else:
         target.index_copy_(0, index.to(target.device), source.to(target.device))
 
@@ -571,28 +637,35 @@ def lse(logits: Tensor) -> Tensor:
 
 
 def argmax_with_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `argmax`, the values there, fp32 [rows], and `lse`, in one go where there are kernels."""
+    """Compute `argmax`, the largest values, fp32 [rows], and `lse`, in one pass where there are kernels."""
     return _of_logits(logits).argmax(logits, want_lse=True)
 
 
 def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
-    """Draws a token at random from each of some rows of fp32 logits [.., columns], into int64 `out` [..] at those rows.
+    """Draw a token at random from each of some rows of logits. The host waits for nothing.
 
-    rows: int64, what `draws` are for, one by one. The host waits for nothing.
+    Args:
+        logits: fp32 [.., columns].
+        rows: int64, the row of each draw.
+        draws: Sampling parameters of each row.
+        out: int64 [..]; tokens go to its elements `rows`.
     """
     _of_logits(logits).draw(logits, rows, draws, out)
 
 
 def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
-    """Sets the fp32 logits [.., columns] of tokens that are not allowed to minus infinity, in place. The host waits for nothing.
+    """Set logits of tokens that are not allowed to minus infinity, in place. The host waits for nothing.
 
-    rows: int64, those that the masks are for. allowed: int32 [rows, words], a bit a token, lowest first; at least as many as
-    there are columns.
+    Args:
+        logits: fp32 [.., columns].
+        rows: int64, the row of each mask.
+        allowed: int32 [rows, words], a bit for each token, lowest first; at least as many bits as there are columns.
     """
     _of_logits(logits).forbid(logits, rows, allowed)
 
 
 def _of_logits(logits: Tensor) -> ModuleType:
+    """The module that computes with these logits."""
     return kernels if logits.is_cpu else _device_kernels(logits.device) or reference
 
 
@@ -600,7 +673,7 @@ def _of_logits(logits: Tensor) -> ModuleType:
 
 
 def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
-    """Packs rows [..., n] into [..., quant.row_bytes(n, bits)]. bits: of a code; of KV `quant.kv_code_bits`."""
+    """Quantize rows [..., n] to [..., quant.row_bytes(n, bits)], with `bits` for each value."""
     return (kernels if x.device.type == "cpu" else _device_kernels(x.device) or quant).quantize(x, bits)
 
 

@@ -1,7 +1,7 @@
 """Small arrays between the host and a device, for which nobody waits.
 
-A copy from or to a GPU that nobody waits for needs pinned memory, and asking for some may wait for all that the GPU has to do. So
-an engine brings its own (`Passage`), made before its first sweep; without one, torch provides it.
+A copy from or to a GPU that nobody waits for needs pinned memory, and asking for some may wait for all that the GPU has
+to do. So an engine brings its own (`Passage`), made before its first sweep; without one, torch provides it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def download(tensor: Tensor) -> Tensor:
 
 
 class Passage:
-    """Pinned memory between the host and one stream of a device. It never grows: where it is full, the host waits for the stream.
+    """Pinned memory between the host and one stream of a device. Where it is full, the host waits for the stream.
 
     Invariant: what the stream has still to copy from or to is not given out again, nor what the host has still to read.
     """
@@ -108,7 +108,8 @@ class Passage:
         self._copied[self._section] = self._record()
         self._section, self._filled = (self._section + 1) % _SECTIONS, 0
         if self._copied[self._section] is not None:
-            # All that the stream waits for has been launched, or is a host lane's already: it comes without this thread.
+            # All that the stream waits for has been launched, or is a host lane's already: it comes without this
+            # thread.
             self._synchronize(self._copied[self._section])
         return self._sections[self._section]
 

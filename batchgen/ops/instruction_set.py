@@ -1,4 +1,4 @@
-"""What the CPU that computes can do. No torch."""
+"""Instruction sets and threads of the CPU that computes. No torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from batchgen.ops import _kernels
 
 
 def instruction_set() -> str:
-    """That of the kernels on the CPU: the machine's best, or what the environment's BATCHGEN_ISA names. Raises InputError."""
+    """The process's instruction set: the one that BATCHGEN_ISA names, or the machine's best. Raises InputError."""
     return _kernels.active()
 
 
 def forced_instruction_set() -> str | None:
-    """What BATCHGEN_ISA names: it runs everything, and nothing else is measured or chosen. Raises InputError."""
+    """The instruction set that BATCHGEN_ISA names, which runs everything: no other is measured. Raises InputError."""
     return instruction_set() if os.environ.get("BATCHGEN_ISA") else None
 
 
 def num_threads() -> int:
-    """Threads that a loop of the kernels is shared by: what BATCHGEN_NUM_THREADS says, else OMP_NUM_THREADS, else one for each CPU.
+    """Threads that share a loop of the kernels: BATCHGEN_NUM_THREADS, else OMP_NUM_THREADS, else one for each CPU.
 
     Raises InputError for a BATCHGEN_NUM_THREADS that is no number of threads.
     """
@@ -27,15 +27,15 @@ def num_threads() -> int:
 
 
 def follow_affinity() -> None:
-    """From the next loop of the kernels on, have threads on the cores that the calling thread may run on now.
+    """Move the kernels' threads to the cores that the calling thread may run on now, from their next loop on.
 
-    To be called where these were changed. What is under way goes on where it is.
+    It is called where these cores have changed. Loops under way stay where they are.
     """
     _kernels.follow_affinity()
 
 
 def usable_instruction_sets() -> list[str]:
-    """All that kernels may be asked to run on here: the machine's, the most capable first, then the plain twins."""
+    """Instruction sets that kernels can run on here: the machine's, the most capable first, then the plain twins."""
     return [*_kernels.instruction_sets(), *_kernels.plain_twins()]
 
 
@@ -45,7 +45,7 @@ def unavailable() -> dict[str, str]:
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware; elsewhere float32 is the faster choice."""
+    """Tell whether the CPU multiplies bfloat16 in hardware. Elsewhere float32 is faster."""
     try:
         flags = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:

@@ -1,12 +1,14 @@
 """Weights of 8 bits: the layout of their rows, and in torch what the kernels make of them, bit for bit.
 
 A matrix [rows, n] is int8 [rows, row_bytes(n)]: each row has n codes, zeros up to a multiple of four, and a scale, a
-little-endian fp32. A weight is code * scale; scale = largest / 127, of the row's largest absolute value. With a negative scale the
-codes are those of the row rotated (`rotate`), and |scale| counts; the rows of a matrix are all alike.
+little-endian fp32. A weight is code * scale; scale = largest / 127, of the row's largest absolute value. With a
+negative scale the codes are those of the row rotated (`rotate`), and |scale| counts; the rows of a matrix are all
+alike.
 
-`linear` makes codes of each row of x in the same way, rotated where the weight is, so that sums are those of integers, exact in any order. What follows is
-done in fp32, each operation rounded to nearest even by itself, in the order of `_finished`. The kernels do the same on every
-instruction set (csrc/matmul/int8.h): a result does not depend on the machine, nor on the rows beside it.
+`linear` makes codes of each row of x in the same way, rotated where the weight is, so that sums are those of integers,
+exact in any order. What follows is done in fp32, each operation rounded to nearest even by itself, in the order of
+`_finished`. The kernels do the same on every instruction set (csrc/matmul/int8.h): a result does not depend on the
+machine, nor on the rows beside it.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ def row_bytes(n: int) -> int:
 def to_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize rows symmetrically: x [rows, n] of any float dtype -> codes int8 [rows, n], scales fp32 [rows, 1].
 
-    The code is x * (127 / largest), rounded to nearest even. A row that has a NaN or an infinity has codes of zero and a scale
-    of NaN.
+    The code is x * (127 / largest), rounded to nearest even. A row that has a NaN or an infinity has codes of zero and
+    a scale of NaN.
     """
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)
@@ -65,8 +67,8 @@ def split(rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor) -> Tensor:
     """Multiply each whole block of 64 of x's last dimension by Hadamard's matrix over 8, in fp32; what is left stays.
 
-    A product of two rotated rows is that of the rows. A value far larger than its neighbours is spread over 64 of them, so
-    that it no longer takes all codes for itself (QuaRot: Ashkboos et al., 2024). The matrix is its own inverse.
+    A product of two rotated rows is that of the rows. A value far larger than its neighbours is spread over 64 of them,
+    so that it no longer takes all codes for itself (QuaRot: Ashkboos et al., 2024). The matrix is its own inverse.
     """
     x = x.float()
     whole = x.shape[-1] // _BLOCK * _BLOCK
@@ -80,7 +82,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def is_rotated(rows: Tensor) -> Tensor:
-    """Whether rows were rotated before they became codes, as `quantize` does: bool []. Their scales are negative then."""
+    """Tell whether rows were rotated before they were quantized, bool []. Their scales are negative then."""
     return rows[0, -1] < 0  # the byte with the sign
 
 
@@ -112,7 +114,7 @@ def linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `ops.linear`, of a weight in rows of 8 bits, on any device. Sums are made in fp64, where they are exact."""
+    """Compute activation(x weightᵀ + bias) + residual for a weight in rows of 8 bits. Sums are exact in fp64."""
     columns = len(weight) // 2 if activation in _GATES else len(weight)
     if out is None:
         out = torch.empty(len(x), columns, dtype=out_dtype or x.dtype, device=x.device)
@@ -161,7 +163,7 @@ def _polynomial(x: Tensor, first: float, *others: float) -> Tensor:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """Of at least -87, at most 87."""
+    """The exponential function, of x bounded to 87."""
     bounded = x.clamp(-87.0, 87.0)
     n = (bounded * 1.44269504).round_()
     r = n * 2.12194440e-4 + (n * -0.693359375 + bounded)

@@ -1,16 +1,15 @@
-"""Group quantization (FlexGen section 5) of the rows of a matrix to 4, 5 or 8 bits: the layout, and a reference in torch.
+"""Group quantization (FlexGen section 5) of rows to 4, 5 or 8 bits: the layout, and a reference in torch.
 
 A row of n values is cut into groups of 64, the last one perhaps shorter. Packed, it is
 
     [codes of group 0, of group 1, ...] [scale, minimum of group 0] [scale, minimum of group 1] ...
 
-With 4 bits a group of g values has h = ceil(g / 2) bytes: byte i holds value i in its low half and value i + h in its high
-half, so that unpacking a vector gives two runs. With 5 bits these bytes hold the lower four, and 2 ceil(h / 8) more the fifth
-bits, lowest first: ceil(h / 8) bytes of the first h values, as many of the others. With 8 bits byte i holds value i. Scales
-and minimums are little-endian fp16. A value is minimum + code * scale.
+With 4 bits a group of g values has h = ceil(g / 2) bytes: byte i holds value i in its low half and value i + h in its
+high half, so that unpacking a vector gives two runs. With 5 bits these bytes hold the lower four, and 2 ceil(h / 8)
+more the fifth bits, lowest first: ceil(h / 8) bytes of the first h values, as many of the others. With 8 bits byte i
+holds value i. Scales and minimums are little-endian fp16. A value is minimum + code * scale.
 
-Weights have codes of 4 bits. The dtype of a tensor of KV says how many bits its codes have, uint8 5 and int8 8 (0 to 255: the
-bytes are not read as signed numbers).
+Weights have codes of 4 bits, KV those of its `KVFormat`. Tensors of packed rows are uint8, whatever the bits.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.core import dtypes as formats
-from batchgen.core.dtypes import CODE_GROUP, INT5, INT8, KV_CODE_BITS, WEIGHT_CODE_BITS, code_bytes
+from batchgen.core.dtypes import CODE_GROUP, WEIGHT_CODE_BITS, code_bytes
 
 _PLACES = torch.arange(8, dtype=torch.uint8)  # of bits in a byte
-# Of tensors of packed KV.
-KV_DTYPES = {INT5: torch.uint8, INT8: torch.int8}
 _MAX_FP16 = 65504.0
 # Ranges that a fit starts from, as parts of a group's own, and its rounds from each.
 _NARROWER, _FIT_ROUNDS = (1.0, 0.92, 0.84, 0.76), 3
@@ -40,28 +37,24 @@ def row_bytes(n: int, bits: int = WEIGHT_CODE_BITS) -> int:
     return formats.packed_bytes(n, bits)
 
 
-def kv_code_bits(dtype: torch.dtype) -> int:
-    """Bits of the codes that KV of this dtype consists of; 0: of numbers."""
-    return next((KV_CODE_BITS[name] for name, packed in KV_DTYPES.items() if packed == dtype), 0)
-
-
 def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS, *, importance: Tensor | None = None) -> Tensor:
     """Packs rows of numbers: x [..., n] of any float dtype, on any device -> [..., row_bytes(n, bits)].
 
-    bits: of a code, 4, 5 or 8. The result is uint8, of 8 bits int8.
-    importance: [n], above zero: scale and minimum are fitted to each group by least squares, each value's error weighted by
+    bits: of a code, 4, 5 or 8.
+    importance: [n], above zero: scale and minimum are fitted to each group by least squares, each value's error
+        weighted by
     its column's importance. That takes several times as long: for weights, which are packed once. The bound below then
     holds for the weighted mean square of a group's errors.
 
-    With scale = (maximum - minimum) / most of its group, most being the largest code, 2**bits - 1, a value comes back within
-    scale / 2, plus the rounding of the minimum and of `most` scales to fp16 (each at most 2**-10 of its size, or most * 2**-25).
-    Groups of one value repeated come back at least as close to it as fp16 is. Values beyond fp16's range count as its ends; a
-    NaN spoils its group and nothing else.
+    With scale = (maximum - minimum) / most of its group, most being the largest code, 2**bits - 1, a value comes back
+    within scale / 2, plus the rounding of the minimum and of `most` scales to fp16 (each at most 2**-10 of its size, or
+    most * 2**-25). Groups of one value repeated come back at least as close to it as fp16 is. Values beyond fp16's
+    range count as its ends; a NaN spoils its group and nothing else.
     """
     n = x.shape[-1]
     width = row_bytes(n, bits)
-    packed = torch.empty(*x.shape[:-1], width, dtype=torch.int8 if bits == 8 else torch.uint8, device=x.device)
-    out, x = packed.view(torch.uint8).view(-1, width), x.reshape(-1, n)
+    packed = torch.empty(*x.shape[:-1], width, dtype=torch.uint8, device=x.device)
+    out, x = packed.view(-1, width), x.reshape(-1, n)
     table_start = code_bytes(n, bits)
     for rows in _chunks(len(x), n, x.device):
         values = x[rows].float().clamp(-_MAX_FP16, _MAX_FP16)
@@ -84,7 +77,7 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     bits: int = WEIGHT_CODE_BITS,
 ) -> Tensor:
-    """Dequantize packed rows, as `quantize` makes them: [..., row_bytes(n, bits)] -> [..., n], in `out` if given (its dtype then counts).
+    """Dequantize rows [..., row_bytes(n, bits)] to [..., n], in `out` and its dtype if given.
 
     Computed in fp32 and rounded once to the result's dtype; finite in all of them.
     """
@@ -92,7 +85,7 @@ def dequantize(
         out = torch.empty(*packed.shape[:-1], n, dtype=dtype, device=packed.device)
     elif not out.is_contiguous():
         return out.copy_(dequantize(packed, n, dtype=out.dtype, bits=bits))
-    packed, target = packed.view(torch.uint8).reshape(-1, packed.shape[-1]), out.view(-1, n)
+    packed, target = packed.reshape(-1, packed.shape[-1]), out.view(-1, n)
     table_start = code_bytes(n, bits)
     for rows in _chunks(len(packed), n, packed.device):
         # A copy, since rows of odd sizes leave the numbers unaligned.
@@ -110,8 +103,8 @@ def dequantize(
 def _pack_groups(x: Tensor, bits: int, importance: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes and their scales of whole groups.
 
-    x fp32 [rows, groups, size], importance [groups, size] -> codes uint8 [rows, groups, code_bytes(size)], table fp16 [rows,
-    groups, 2].
+    x fp32 [rows, groups, size], importance [groups, size] -> codes uint8 [rows, groups, code_bytes(size)], table fp16
+    [rows, groups, 2].
     """
     most = 2**bits - 1
     low, high = torch.aminmax(x, dim=-1)  # [rows, groups]

@@ -1,14 +1,14 @@
-"""The operations of `ops` in torch, on any device: what kernels are held to, and what runs where there are none.
+"""The operations of `ops` in torch, on any device: the reference of the kernels, which runs where there are none.
 
-KV of one layer is one tensor [num_blocks, 2, kv_heads, kv_block_size, width], K before V: a block is contiguous, so that it
-moves between tiers in one piece, and within it each head's K and V are pages, so that the KV of any sequence is
-gathered a page at a time, straight into the operand of a batched matrix product. Gathers are kept small enough
-to stay in cache, so KV crosses the memory bus once. width is head_dim, or, with packed KV, the
-bytes of a packed row (`quant`).
+KV of one layer is one tensor [num_blocks, 2, kv_heads, kv_block_size, width], K before V: a block is contiguous, so
+that it moves between tiers in one piece, and within it each head's K and V are pages, so that the KV of any sequence is
+gathered a page at a time, straight into the operand of a batched matrix product. Gathers are kept small enough to stay
+in cache, so KV crosses the memory bus once. width is head_dim, or, with packed KV, the bytes of a packed row (`quant`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -43,7 +43,15 @@ def prepare_attention(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> DeviceAttentionPlan:
-    """Turns block numbers into page numbers and lengths into additive masks. dtype: of queries. device: the CPU by default."""
+    """Turn block numbers into page numbers and lengths into additive masks.
+
+    Args:
+        plan: Attention of the sweep.
+        kv_heads: Key and value heads.
+        kv_block_size: Tokens of a KV block.
+        dtype: Dtype of queries.
+        device: Device of queries and KV; None: the CPU.
+    """
 
     def pages(blocks: np.ndarray) -> Tensor:  # [..., blocks] -> [..., kv_heads, blocks], flat
         return torch.from_numpy(
@@ -71,31 +79,43 @@ def paged_attention(
     kv: Tensor,
     plan: DeviceAttentionPlan,
     out: Tensor | None = None,
+    bits: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `ops.paged_attention`."""
+    """Attend causally from packed query tokens to paged KV, in torch.
+
+    Args:
+        q: [tokens, heads, head_dim].
+        kv: [num_blocks, 2, kv_heads, kv_block_size, width].
+        plan: Attention of the sweep.
+        out: Memory of the result, of q's shape.
+        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
+        softcap: Bound of the scores; 0: none.
+        sinks: fp32 [heads].
+    """
     tokens, heads, _ = q.shape
     out = torch.empty_like(q) if out is None else out
-    # Log-sum-exp per token and head, needed only where a token's keys are attended to in two parts, or a sink joins them.
+    # Log-sum-exp per token and head, needed only where a token's keys are attended to in two parts, or a sink joins
+    # them.
     lse = torch.empty(tokens, heads, device=q.device) if plan.shared or sinks is not None else None
     for group, pages, mask in plan.decode:
-        _decode_group(q, kv, group, pages, mask, out, lse, softcap)
+        _decode_group(q, kv, bits, group, pages, mask, out, lse, softcap)
     for item, pages in plan.prefill:
-        _prefill_item(q, kv, item, pages, out, lse, softcap)
-    for item, pages in plan.shared:
-        _shared_item(q, kv, item, pages, out, lse, softcap)
+        _prefill_item(q, kv, bits, item, pages, out, lse, softcap)
+    for shared, pages in plan.shared:
+        _shared_item(q, kv, bits, shared, pages, out, lse, softcap)
     if sinks is not None:
         out.copy_(out.float() * torch.sigmoid(lse - sinks)[..., None])
     return out
 
 
-def _gather(q: Tensor, kv: Tensor, pages: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+def _gather(q: Tensor, kv: Tensor, bits: int, pages: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """The pages' K and V as [batch, keys, head_dim] in q's dtype, batch running over (sequence,) kv head."""
     blocks, _, kv_heads, kv_block_size, width = kv.shape
     flat = kv.view(blocks * 2 * kv_heads, kv_block_size * width)
     gathered = (flat.index_select(0, which).view(batch, -1, width) for which in (pages, pages + kv_heads))
-    if bits := quant.kv_code_bits(kv.dtype):
+    if bits:
         gathered = (quant.dequantize(packed, q.shape[-1], dtype=q.dtype, bits=bits) for packed in gathered)
     return tuple(gathered)
 
@@ -121,14 +141,14 @@ def _attend(
     return torch.bmm(weights, v), lse
 
 
-def _decode_group(q, kv, group: DecodeGroup, pages, mask, out, lse, softcap) -> None:
+def _decode_group(q, kv, bits: int, group: DecodeGroup, pages, mask, out, lse, softcap) -> None:
     kv_heads, head_dim = kv.shape[2], q.shape[2]
     n = group.stop - group.start
-    k, v = _gather(q, kv, pages, n * kv_heads)
+    k, v = _gather(q, kv, bits, pages, n * kv_heads)
     rows = q[group.start : group.stop].reshape(n * kv_heads, -1, head_dim)
     result, part = _attend(rows, k, v, mask, lse is not None, softcap)
     out[group.start : group.stop] = result.view(n, -1, head_dim)
-    if lse is not None:
+    if part is not None:
         lse[group.start : group.stop] = part.view(n, -1)
 
 
@@ -161,9 +181,9 @@ def _causal_mask(queries: int, keys: int, window: int | None, dtype: torch.dtype
     return torch.zeros(1, 1, *hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device)
 
 
-def _prefill_item(q, kv, item: PrefillItem, pages, out, lse, softcap) -> None:
+def _prefill_item(q, kv, bits: int, item: PrefillItem, pages, out, lse, softcap) -> None:
     kv_heads = kv.shape[2]
-    k, v = _gather(q, kv, pages, kv_heads)
+    k, v = _gather(q, kv, bits, pages, kv_heads)
     count = item.stop - item.start
     step = _tile_rows(q, item.query_offset + count)
     for a in range(0, count, step):
@@ -178,10 +198,10 @@ def _prefill_item(q, kv, item: PrefillItem, pages, out, lse, softcap) -> None:
             lse[item.start + a : item.start + b] = _by_token(part, b - a)
 
 
-def _shared_item(q, kv, item: SharedItem, pages, out, lse, softcap) -> None:
+def _shared_item(q, kv, bits: int, item: SharedItem, pages, out, lse, softcap) -> None:
     """Attention of many sequences' tokens over one shared prefix: K and V are read once for all of them."""
     kv_heads = kv.shape[2]
-    k, v = _gather(q, kv, pages, kv_heads)
+    k, v = _gather(q, kv, bits, pages, kv_heads)
     step = _tile_rows(q, k.shape[1])
     for a in range(item.start, item.stop, step):
         b = min(a + step, item.stop)
@@ -203,7 +223,7 @@ def linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `ops.linear`."""
+    """Compute activation(x weightᵀ + bias) + residual in torch. weight: [N, K], or rows of 8 bits."""
     if weight.dtype == torch.int8:
         return int8.linear(x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
     y = F.linear(x, weight, bias)
@@ -215,7 +235,7 @@ def linear(
 def gate(
     both: Tensor, activation: str, *, residual: Tensor | None, out: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """The end of `linear` with a gated activation. both: [tokens, columns], the gate's before those it is multiplied with."""
+    """Apply a gated activation and add the residual. both: [M, N], the gate's columns before the others."""
     first, second = both.chunk(2, dim=-1)
     return _finished(_GATES[activation](first, second), residual, out, out_dtype)
 
@@ -228,12 +248,12 @@ def _finished(y: Tensor, residual: Tensor | None, out: Tensor | None, out_dtype:
     return y if out_dtype is None else y.to(out_dtype)
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-_GATES = {
+_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu_mul": lambda gate, up: F.silu(gate).mul_(up),
     "gelu_tanh_mul": lambda gate, up: F.gelu(gate, approximate="tanh").mul_(up),
     "swiglu_oai_mul": lambda gate, up: _swiglu_oai(gate.clamp(max=7.0), up.clamp(-7.0, 7.0)),
@@ -245,7 +265,7 @@ def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
-    """As `ops.norm`."""
+    """RMSNorm of the rows of x [..., columns], or with a bias LayerNorm. Sums are in fp32."""
     shape = (x.shape[-1],)
     y = F.rms_norm(x, shape, weight, eps) if bias is None else F.layer_norm(x, shape, weight, bias, eps)
     return y if out is None else out.copy_(y)
@@ -263,7 +283,7 @@ def rotary(  # the operands of one kernel
     eps: float,
     rotation: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `ops.rotary`."""
+    """Norm, rotate and scale queries and keys of fused QKV, in torch. rotation: matrix that both are rotated with."""
     q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), dim=1)
     if norms is not None:
         q, k = (norm(x, weight, None, eps) for x, weight in zip((q, k), norms, strict=True))
@@ -289,13 +309,16 @@ _DRAWN_AT_ONCE = 32
 
 
 def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `kernels.argmax`."""
+    """The first of the largest of each row of fp32 logits, int64, and its value.
+
+    If wanted, also the log of the sum of exponentials.
+    """
     values, index = logits.max(-1)
     return index, values, logits.logsumexp(-1) if want_lse else None
 
 
 def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
-    """As `ops.draw`."""
+    """Draw a token at random from each of some rows of fp32 logits, into int64 `out` at these rows."""
     where, *per_row = (upload(x, logits.device) for x in (rows, *draws))
     for some in (slice(i, i + _DRAWN_AT_ONCE) for i in range(0, len(rows), _DRAWN_AT_ONCE)):
         tokens = _draw(logits.index_select(0, where[some]), *(x[some, None] for x in per_row))
@@ -303,7 +326,7 @@ def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
 
 
 def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
-    """As `ops.forbid`."""
+    """Set fp32 logits of tokens that are not allowed to minus infinity, in place, in the rows that have a mask."""
     columns, bits = logits.shape[1], torch.arange(8, dtype=torch.uint8, device=logits.device)
     where, octets = upload(rows, logits.device), upload(allowed.view(np.uint8), logits.device)
     for some in (slice(i, i + _DRAWN_AT_ONCE) for i in range(0, len(rows), _DRAWN_AT_ONCE)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from batchgen.core.dtypes import BLOCK_FORMATS, product_key
+from batchgen.core.dtypes import BLOCK_FORMATS, matmul_key
 from batchgen.core.hardware import known
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.kv_placement import KVPlacement
@@ -62,7 +62,7 @@ def make_plan(
         gpu_batch_size=s.gpu_batch_size,
         num_gpu_batches=s.num_gpu_batches,
         max_num_batched_tokens=s.max_num_batched_tokens,
-        max_model_len=problem.max_model_len,
+        max_model_len=problem.max_model_len or s.workload.max_seq_len,
         kv_block_size=s.kv_block_size,
         kv_blocks={tier: count for tier, count in kv_blocks.items() if count},
         share_prefixes=problem.share_prefixes,
@@ -98,7 +98,7 @@ def make_plan(
 def _kernel_keys(s: CostInputs) -> list[str]:
     """Names of the plan's products and attention in a `KernelChoice`."""
     formats = {s.main_format, s.output_format} & BLOCK_FORMATS.keys()
-    return [*s.model.kernel_keys(s.compute_format), *(product_key(name, s.compute_format) for name in sorted(formats))]
+    return [*s.model.kernel_keys(s.compute_format), *(matmul_key(name, s.compute_format) for name in sorted(formats))]
 
 
 def _batch_order(s: CostInputs, counts: Counts) -> str:

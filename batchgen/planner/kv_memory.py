@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from batchgen.core.direct_io import aligned
-from batchgen.core.dtypes import kv_row_bytes
+from batchgen.core.dtypes import KVFormat
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import Policy, window_blocks
@@ -46,7 +46,7 @@ class KVPools:
 
 def kv_block_bytes(config: ModelConfig, kv_block_size: int, kv_format: str) -> int:
     """Stored bytes of one block of one layer."""
-    return 2 * config.num_kv_heads * kv_block_size * kv_row_bytes(config.head_dim, kv_format)
+    return 2 * config.num_kv_heads * kv_block_size * KVFormat.of(kv_format).row_bytes(config.head_dim)
 
 
 def giving_window(config: ModelConfig, kv_block_size: int, longest_tokens: int) -> int | None:

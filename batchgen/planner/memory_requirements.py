@@ -9,11 +9,6 @@ from batchgen.core.workload import Workload
 _KV_HEADROOM = 1.25
 
 
-def longest_tokens(plan: Plan) -> int:
-    """The longest prompt and output of the sample."""
-    return plan.workload.prompt_len.max + plan.workload.max_output_len
-
-
 def most_kv_tokens(plan: Plan) -> int:
     """Tokens of KV a job makes use of.
 
@@ -25,7 +20,7 @@ def most_kv_tokens(plan: Plan) -> int:
 
 def kv_tokens_used(workload: Workload, max_num_seqs: int) -> int:
     """Tokens of KV that a workload makes use of with so many sequences in flight."""
-    blocks = -(-(workload.prompt_len.max + workload.max_output_len) // DEFAULT_KV_BLOCK_SIZE)
+    blocks = -(-workload.max_seq_len // DEFAULT_KV_BLOCK_SIZE)
     return int(_KV_HEADROOM * max_num_seqs * blocks * DEFAULT_KV_BLOCK_SIZE)
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
+from batchgen.core.units import format_bytes
 from batchgen.planner.costs import moved_bytes
 from batchgen.planner.linear import number
-from batchgen.planner.problem import CostInputs, Problem
+from batchgen.planner.prediction import plan_of
+from batchgen.planner.problem import Allowed, CostInputs, Problem
 from batchgen.planner.sampled_simulation import simulate_sampled
-from batchgen.planner.search import TIE, Candidate, block_latency_s, candidates, first_rows_s
+from batchgen.planner.search import TIE, Candidate, block_latency_s, candidates, first_rows_s, search
 from batchgen.planner.strategies import added_candidates
 
 # The most kinds of plans that are looked at; most are pruned early, as not even the cost model has them faster than the
@@ -28,6 +30,8 @@ _MODEL_ABOVE = 1.05
 # With several micro-batches sweeps take longer than the cost model says, in each order by a factor of its own. It is at
 # least that of the candidates simulated so far, over this.
 _NEARER_TO_MODEL = 1.2
+# Where simulated blocks take too long, the cost model is asked for blocks shorter by at least this factor.
+_LEAST_SHORTENING = 1.05
 
 
 @dataclass(frozen=True)
@@ -50,15 +54,38 @@ class Simulated:
         return self.seconds / self.candidate.seconds
 
 
-def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) -> list[Simulated]:
+def plan_problem(problem: Problem) -> Plan:
+    """The plan that the simulator finds fastest among the best candidates of the search.
+
+    Raises:
+        InputError: No plan fits the budgets and the latency.
+    """
+    limited, shortest_s = problem, math.inf
+    while True:
+        try:
+            simulated = simulate_candidates(limited)
+        except InputError as error:
+            if limited is not problem:
+                raise InputError(
+                    f"no plan has a block latency of {problem.max_block_latency_s:g} s: the shortest simulated is"
+                    f" {shortest_s:.3g} s, give --max-block-latency at least that"
+                ) from error
+            raise InputError(f"{error}{_store_hint(problem)}") from error
+        chosen = choose(simulated, problem.max_block_latency_s)
+        if chosen is not None:
+            return plan_of(problem, chosen.candidate, chosen.seconds)
+        # Blocks take longer than the cost model says: it is asked for shorter ones.
+        assert limited.max_block_latency_s is not None
+        shortest_s = min(shortest_s, *(block_latency_s(s.candidate) * s.slower for s in simulated))
+        shortening = max(_LEAST_SHORTENING, simulated[0].slower)
+        limited = replace(limited, max_block_latency_s=limited.max_block_latency_s / shortening)
+
+
+def simulate_candidates(problem: Problem) -> list[Simulated]:
     """Simulate the candidates that may be the fastest, the cost model's fastest first.
 
     A candidate whose memory plan does not hold it is left out. Where none is left, the cost model's fastest stands with
     its modelled time, and its job will say what is short.
-
-    Args:
-        problem: The planner's problem.
-        plan_of: Makes a plan of a candidate.
 
     Raises:
         InputError: No plan fits.
@@ -78,13 +105,13 @@ def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) 
         if prune_order(candidate.inputs, candidate.inputs.batch_order, candidate.seconds):
             continue
         with contextlib.suppress(InputError):
-            run = simulate_sampled(plan_of(candidate), candidate)
+            run = simulate_sampled(plan_of(problem, candidate), candidate)
             simulated.append(Simulated(candidate, run.seconds, run.whole))
     assert fastest is not None  # or it would have been an InputError
-    return _settled(simulated, plan_of) or [Simulated(fastest, fastest.seconds)]
+    return _settled(problem, simulated) or [Simulated(fastest, fastest.seconds)]
 
 
-def _settled(simulated: list[Simulated], plan_of: Callable[[Candidate], Plan]) -> list[Simulated]:
+def _settled(problem: Problem, simulated: list[Simulated]) -> list[Simulated]:
     """The simulated candidates, where those that tie for the fastest are from longer simulations."""
     while True:
         limit_s = TIE * min((s.seconds for s in simulated), default=0.0)
@@ -92,7 +119,7 @@ def _settled(simulated: list[Simulated], plan_of: Callable[[Candidate], Plan]) -
         if not tied:
             return simulated
         first = min(tied, key=lambda s: s.seconds)
-        run = simulate_sampled(plan_of(first.candidate), first.candidate, longer=True)
+        run = simulate_sampled(plan_of(problem, first.candidate), first.candidate, longer=True)
         simulated = [Simulated(s.candidate, run.seconds) if s is first else s for s in simulated]
 
 
@@ -151,3 +178,14 @@ def _moved_bytes(candidate: Candidate) -> float:
     return s.model.num_layers * sum(
         phase.sweeps * sum(map(number, moved_bytes(s, phase, at).values())) for phase in candidate.phases
     )
+
+
+def _store_hint(problem: Problem) -> str:
+    """The disk size that would help where none is allowed for weights: the disk must hold all of them."""
+    if "disk" in problem.allowed.weight_tiers:
+        return ""
+    try:
+        search(replace(problem, allowed=Allowed(), budgets={**problem.budgets, "disk": 0}))
+    except InputError:
+        return ""
+    return f"; or --disk-memory {format_bytes(problem.store_bytes * 1.001)}, for weights on disk"

@@ -1,58 +1,21 @@
-"""The plan of a problem: its fastest candidate, simulated, with the seconds before the first sweep."""
+"""The plan of a candidate, with the seconds before its first sweep."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-
 from batchgen.core.dtypes import FORMAT_BYTES, INT4, KEPT_FORMATS, weight_row_bytes
-from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
-from batchgen.core.units import format_bytes
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import layer_sizes
 from batchgen.planner.explain import make_plan
 from batchgen.planner.linear import number
 from batchgen.planner.memory_requirements import kv_tokens_used
-from batchgen.planner.plan_selection import choose, simulate_candidates
-from batchgen.planner.problem import Allowed, Problem
-from batchgen.planner.search import Candidate, block_latency_s, search
+from batchgen.planner.problem import Problem
+from batchgen.planner.search import Candidate
 from batchgen.planner.sizes import store_bytes
 
 # Bytes of a quantized weight in a GGUF: 4.5 to 5 bits a weight are usual.
 _GGUF_WEIGHT_BYTES = 0.6
-# Seconds of a block are asked of the cost model again, shorter by at least this factor, where the simulated ones are too long.
-_LEAST_SHORTENING = 1.05
-
-
-def plan_problem(problem: Problem) -> Plan:
-    """The plan that the simulator finds fastest among the best candidates of the search.
-
-    Raises:
-        InputError: No plan fits the budgets and the latency.
-    """
-    limited, shortest_s = problem, math.inf
-    while True:
-        try:
-            simulated = simulate_candidates(limited, plan_maker(problem))
-        except InputError as error:
-            if limited is not problem:
-                raise InputError(
-                    f"no plan has a block latency of {problem.max_block_latency_s:g} s: the shortest simulated is"
-                    f" {shortest_s:.3g} s, give --max-block-latency at least that"
-                ) from error
-            raise InputError(f"{error}{_store_hint(problem)}") from error
-        chosen = choose(simulated, problem.max_block_latency_s)
-        if chosen is not None:
-            return plan_of(problem, chosen.candidate, chosen.seconds)
-        # Blocks take longer than the cost model says: it is asked for shorter ones.
-        assert limited.max_block_latency_s is not None
-        shortest_s = min(shortest_s, *(block_latency_s(s.candidate) * s.slower for s in simulated))
-        shortening = max(_LEAST_SHORTENING, simulated[0].slower)
-        limited = replace(limited, max_block_latency_s=limited.max_block_latency_s / shortening)
 
 
 def plan_of(problem: Problem, candidate: Candidate, simulated_s: float | None = None) -> Plan:
@@ -68,11 +31,6 @@ def plan_of(problem: Problem, candidate: Candidate, simulated_s: float | None = 
     return make_plan(
         problem, candidate, startup_s=startup_s, simulated_s=simulated_s, store_written_bytes=written_bytes
     )
-
-
-def plan_maker(problem: Problem) -> Callable[..., Plan]:
-    """`plan_of` for one problem: from a candidate and its simulated seconds to a plan."""
-    return partial(plan_of, problem)
 
 
 def loading_s(
@@ -132,14 +90,3 @@ def _first_touch_s(candidate: Candidate) -> float:
     token_bytes = s.seq_kv_bytes / (s.seq_blocks * s.kv_block_size)  # of all layers
     on_host = number(at.kv_cpu + at.kv_streamed) * tokens * token_bytes
     return float(on_host / s.hardware.first_touch_bytes_per_s)
-
-
-def _store_hint(problem: Problem) -> str:
-    """The disk size that would help where none is allowed for weights: the disk must hold all of them."""
-    if "disk" in problem.allowed.weight_tiers:
-        return ""
-    try:
-        search(replace(problem, allowed=Allowed(), budgets={**problem.budgets, "disk": 0}))
-    except InputError:
-        return ""
-    return f"; or --disk-memory {format_bytes(problem.store_bytes * 1.001)}, for weights on disk"

@@ -14,7 +14,7 @@ from batchgen.core.dtypes import INT4, NATIVE, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, window_blocks
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, most_batch_seqs, most_batch_tokens, window_blocks
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.kv_memory import chunk_blocks, giving_window
@@ -136,12 +136,12 @@ class CostInputs(Sizes):
     @property
     def batch_seqs(self) -> int:
         """Most sequences of one micro-batch."""
-        return -(-self.max_num_seqs // self.equal_parts)
+        return most_batch_seqs(self.max_num_seqs, self.equal_parts)
 
     @property
     def batch_tokens(self) -> int:
         """Most tokens of one micro-batch."""
-        return -(-max(self.max_num_batched_tokens, self.max_num_seqs) // self.equal_parts)
+        return most_batch_tokens(self.max_num_batched_tokens, self.max_num_seqs, self.equal_parts)
 
     @cached_property
     def one_batch(self) -> CostInputs:
@@ -211,7 +211,7 @@ class CostInputs(Sizes):
     @cached_property
     def longest_blocks(self) -> int:
         """KV blocks of the longest sequence that staging buffers must hold."""
-        return self.kv_blocks(self.longest_tokens or self.workload.prompt_len.max + self.workload.max_output_len)
+        return self.kv_blocks(self.longest_tokens or self.workload.max_seq_len)
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Problem:
         sharing: Processes that share host memory and disk; `budgets` are those of one process.
         offers_int4: True where the user could ask for weights in 4 bits.
         model_name: The model's name, for the plan.
-        max_model_len: The longest prompt plus output, in tokens.
+        max_model_len: The longest prompt plus output, in tokens; None: that of the workload.
         share_prefixes: True where rows take over the KV of a prefix that another row has computed.
         output_len_known: True where the workload's output lengths are more than an upper bound.
         startup_s: Seconds from the start of the command to where weights are loaded.
@@ -285,7 +285,7 @@ class Problem:
     sharing: int = 1
     offers_int4: bool = True
     model_name: str = ""
-    max_model_len: int = 0
+    max_model_len: int | None = None
     share_prefixes: bool = True
     output_len_known: bool = True
     startup_s: float = 0.0
@@ -300,6 +300,7 @@ def problem_of(
     workload: Workload,
     *,
     dtype: str,
+    max_model_len: int,
     weights: str = NATIVE,
     kv_cache_dtype: str = "auto",
     admission: str | None = None,
@@ -318,6 +319,7 @@ def problem_of(
         model: The configuration of one process's part of the model.
         workload: The rows of the job.
         dtype: The compute dtype.
+        max_model_len: The longest prompt plus output, in tokens.
         weights: A value of `--weights`, or a format.
         kv_cache_dtype: A KV format, or "auto" for the compute dtype.
         admission: "continuous" or "static"; None: either.
@@ -353,6 +355,7 @@ def problem_of(
         kv_formats=(dtype if kv_cache_dtype == "auto" else kv_cache_dtype,),
         admissions=("continuous", "static") if admission is None else (admission,),
         allowed=Allowed(weight_tiers, kv_placements),
+        max_model_len=max_model_len,
         sharing=sharing,
         store_bytes=store_bytes,
         **given,

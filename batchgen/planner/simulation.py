@@ -22,7 +22,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.planner.batch_load import BatchLoad, load_of
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import plan_memory
-from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens, process_share
+from batchgen.planner.memory_requirements import most_kv_tokens, process_share
 from batchgen.planner.phases import Phase
 from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator, Timeline
@@ -154,7 +154,7 @@ def memory_of(plan: Plan, config: ModelConfig) -> MemoryPlan:
         plan.policy,
         Demand(
             min_tokens=min(workload.max_output_len + 1, context),
-            longest_tokens=min(context, longest_tokens(plan)),
+            longest_tokens=min(context, plan.workload.max_seq_len),
             most_kv_tokens=most_kv_tokens(plan),
             task=workload.task,
         ),

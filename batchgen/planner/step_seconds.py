@@ -11,9 +11,10 @@ attention on CPU and GPU is bound by bytes, not FLOPs.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, overload
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS, product_key
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS, matmul_key
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.routing import Routing
 from batchgen.models.config import ModelConfig
@@ -88,15 +89,15 @@ def _matmul_rates(s: CostInputs, weight_format: str, *, as_stored: bool) -> Rate
     Where rates of weights as they are stored are not known, they count as those of prepacked ones, and these as if in
     the compute format.
     """
-    key = product_key(weight_format, s.compute_format)
+    key = matmul_key(weight_format, s.compute_format)
     if as_stored and _has_rates_as_stored(s, weight_format):
-        key = product_key(weight_format, s.compute_format, in_rows=True)
+        key = matmul_key(weight_format, s.compute_format, as_stored=True)
     return s.rates.rates("gemm_flops_per_s", key if s.rates.has_rates("gemm_flops_per_s", key) else s.compute_format)
 
 
 def _has_rates_as_stored(s: CostInputs, weight_format: str) -> bool:
     """True if matmuls with weights as they are stored have rates of their own."""
-    return s.rates.has_rates("gemm_flops_per_s", product_key(weight_format, s.compute_format, in_rows=True))
+    return s.rates.has_rates("gemm_flops_per_s", matmul_key(weight_format, s.compute_format, as_stored=True))
 
 
 def experts_touched(model: ModelConfig, tokens: float, routing: Routing) -> float:
@@ -113,14 +114,13 @@ def experts_frac(model: ModelConfig) -> float:
 
 def before_attention_frac(model: ModelConfig) -> float:
     """The part of a layer's matmuls that comes before attention, by multiplications."""
-    rows, columns = model.product_shapes["qkv"]
-    return rows * columns / model.matmul_params_per_layer
+    return math.prod(model.matmul_shapes["qkv"]) / model.matmul_params_per_layer
 
 
 def after_router_frac(model: ModelConfig) -> float:
     """The part of a token's matmuls in a layer that waits for the router, by multiplications."""
-    (rows, columns), (out_rows, out_columns) = model.product_shapes["qkv"], model.product_shapes["out"]
-    before = rows * columns + out_rows * out_columns + model.num_experts * model.hidden_size
+    attention_params = sum(math.prod(model.matmul_shapes[name]) for name in ("qkv", "out"))
+    before = attention_params + model.num_experts * model.hidden_size
     return 1 - before / model.matmul_params_per_layer
 
 

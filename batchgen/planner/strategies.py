@@ -174,7 +174,7 @@ def _defers_nothing(problem: Problem) -> str:
 
 def _keeps_kv_whole(problem: Problem) -> str:
     """Refuse KV by layer where classes forbid it, or where layers with a sliding window free blocks."""
-    longest = problem.longest_tokens or problem.workload.prompt_len.max + problem.workload.max_output_len
+    longest = problem.longest_tokens or problem.workload.max_seq_len
     may_part = giving_window(problem.model, problem.kv_block_size, longest) is None and (
         problem.hardware.gpu is not None
         and not problem.runtime.serial

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan, StrategyTime
 from batchgen.core.units import format_seconds
 from batchgen.planner.explain import aligned
+from batchgen.planner.prediction import plan_of
 from batchgen.planner.problem import Problem
 from batchgen.planner.sampled_simulation import simulate_sampled
-from batchgen.planner.search import Candidate
 from batchgen.planner.strategies import NotApplicable, Strategy, best_candidates, strategies_for, strategy_of
 
-PlanOf = Callable[[Candidate, float | None], Plan]  # candidate, seconds of its sweeps; None for those of the cost model
 
-
-def best_plan(strategy: Strategy, problem: Problem, plan_of: PlanOf) -> Plan:
+def best_plan(strategy: Strategy, problem: Problem) -> Plan:
     """The best plan under a strategy, simulated.
 
     Args:
         strategy: The strategy.
         problem: The planner's problem.
-        plan_of: Makes a plan of a candidate.
 
     Raises:
         NotApplicable: The strategy does not apply.
         InputError: Nothing fits the budgets.
     """
     plans = [
-        plan_of(candidate, simulate_sampled(plan_of(candidate, None), candidate, longer=True).seconds)
+        plan_of(problem, candidate, simulate_sampled(plan_of(problem, candidate), candidate, longer=True).seconds)
         for candidate in best_candidates(strategy, problem)
     ]
     limit_s = problem.max_block_latency_s or math.inf
@@ -41,13 +37,12 @@ def best_plan(strategy: Strategy, problem: Problem, plan_of: PlanOf) -> Plan:
     return min(in_time, key=lambda plan: plan.prediction.total_s)
 
 
-def with_strategies(plan: Plan, problem: Problem, plan_of: PlanOf) -> Plan:
+def with_strategies(plan: Plan, problem: Problem) -> Plan:
     """The plan with the time of each strategy beside its own; the strategy that it uses itself is not searched again.
 
     Args:
         plan: The plan that was chosen for the problem.
         problem: The planner's problem.
-        plan_of: Makes a plan of a candidate.
     """
     strategies = strategies_for(problem)
     used = strategy_of(plan.policy, strategies)
@@ -55,7 +50,7 @@ def with_strategies(plan: Plan, problem: Problem, plan_of: PlanOf) -> Plan:
     for strategy in strategies:
         seconds, reason = None, ""
         try:
-            best = plan if strategy.name == used else best_plan(strategy, problem, plan_of)
+            best = plan if strategy.name == used else best_plan(strategy, problem)
             seconds = best.prediction.total_s
         except (NotApplicable, InputError) as error:
             reason = str(error)

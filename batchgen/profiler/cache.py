@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.digest import json_sha256
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, product_key
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, matmul_key
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
 from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice
@@ -62,7 +62,7 @@ class Wanted:
         model: Model whose layers alone are measured, corrected by whole sweeps on a CPU; None: models of any size.
         effort: Grid points and time limits of the measurement.
         kernels_of: Model whose shapes kernels are chosen for; None: `model`, or else models of any size.
-        in_rows: Formats of weights that are multiplied as they are stored: those that stream.
+        as_stored: Formats of weights that are multiplied as they are stored: those that stream.
     """
 
     device: str
@@ -72,7 +72,7 @@ class Wanted:
     model: ModelConfig | None = None
     effort: Effort = FULL
     kernels_of: ModelConfig | None = None
-    in_rows: tuple[str, ...] = ()
+    as_stored: tuple[str, ...] = ()
 
     @property
     def dequantizes(self) -> bool:
@@ -82,14 +82,16 @@ class Wanted:
     @property
     def block_formats(self) -> tuple[str, ...]:
         """The block-quantized formats of weights that are multiplied without being dequantized."""
-        return tuple(dict.fromkeys(name for name in (*self.weight_formats, *self.in_rows) if name in BLOCK_FORMATS))
+        return tuple(dict.fromkeys(name for name in (*self.weight_formats, *self.as_stored) if name in BLOCK_FORMATS))
 
     @property
     def products(self) -> dict[str, tuple[str, bool]]:
         """Weights' format, and whether they are multiplied as stored, by the name of each further GEMM rate."""
         multiplied = [(name, False) for name in self.weight_formats if name in (INT8, *BLOCK_FORMATS)]
-        multiplied += [(name, True) for name in self.in_rows]
-        return {product_key(name, self.dtypes[0], in_rows=in_rows): (name, in_rows) for name, in_rows in multiplied}
+        multiplied += [(name, True) for name in self.as_stored]
+        return {
+            matmul_key(name, self.dtypes[0], as_stored=as_stored): (name, as_stored) for name, as_stored in multiplied
+        }
 
 
 def recall(wanted: Wanted, *, cache_dir: Path, offload_dir: Path) -> HardwareProfile | None:
@@ -189,16 +191,16 @@ def _complete(
             profile = calibrated(profile, wanted.model, dtypes[0], effort.until_s)
     elif missing := [dtype for dtype in dtypes if dtype not in profile.compute.gemm_flops_per_s]:
         profile = add_dtypes(profile, missing, **how)
-    if wanted.weight_formats or wanted.kv_formats or wanted.in_rows:
+    if wanted.weight_formats or wanted.kv_formats or wanted.as_stored:
         _keep(profile, path)
     for kv_format in wanted.kv_formats:
         if not profile.compute.has_rates("decode_attention_bytes_per_s", kv_format):
             profile = add_packed_kv(profile, dtypes[0], kv_format, **how)
     if wanted.dequantizes and profile.compute.expand_bytes_per_s is None:
         profile = add_dequantizing(profile, dtypes[0], **how)
-    for key, (weight_format, in_rows) in wanted.products.items():
+    for key, (weight_format, as_stored) in wanted.products.items():
         if not profile.compute.has_rates("gemm_flops_per_s", key):
-            profile = add_products(profile, dtypes[0], weight_format, in_rows=in_rows, **how)
+            profile = add_products(profile, dtypes[0], weight_format, as_stored=as_stored, **how)
     return profile
 
 

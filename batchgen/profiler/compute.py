@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KV_CODE_BITS, dtype_name, product_key, weight_row_bytes
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KVFormat, dtype_name, matmul_key, weight_row_bytes
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -163,7 +163,7 @@ def measure_products(  # what is measured, how, and for how long
     effort: Effort,
     timed: Timed,
     *,
-    in_rows: bool = False,
+    as_stored: bool = False,
 ) -> ComputeRates:
     """Measure GEMMs with weights in another format than the compute dtype.
 
@@ -174,15 +174,17 @@ def measure_products(  # what is measured, how, and for how long
         subjects: Models whose layers are measured.
         effort: Grid points and time limits.
         timed: Function that runs a measurement under a name.
-        in_rows: Whether weights are multiplied as they are stored, as those that stream are.
+        as_stored: Whether weights are multiplied as they are stored, as those that stream are.
     """
     pool = device.pool(getattr(torch, dtype_name), effort)
-    name = f"matrix products with {weight_format} weights{' in rows' * in_rows} and {dtype_name} on {device.kind}"
+    name = f"matrix products with {weight_format} weights{' in rows' * as_stored} and {dtype_name} on {device.kind}"
 
     def gemm() -> Rates:
-        return gemm_rates(device, pool, subjects.products, effort, weight_format, subjects.kernels, in_rows=in_rows)
+        return gemm_rates(device, pool, subjects.products, effort, weight_format, subjects.kernels, as_stored=as_stored)
 
-    return ComputeRates(gemm_flops_per_s={product_key(weight_format, dtype_name, in_rows=in_rows): timed(name, gemm)})
+    return ComputeRates(
+        gemm_flops_per_s={matmul_key(weight_format, dtype_name, as_stored=as_stored): timed(name, gemm)}
+    )
 
 
 def dequantize_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> float:
@@ -208,7 +210,7 @@ def gemm_rates(
     weight_format: str | None = None,
     kernels: KernelChoice = PROCESS_SET,
     *,
-    in_rows: bool = False,
+    as_stored: bool = False,
 ) -> Rates:
     """FLOP/s of a layer's GEMMs over width and tokens, with the chosen kernels, activation and residual adds included.
 
@@ -219,7 +221,7 @@ def gemm_rates(
         effort: Grid points and time limits.
         weight_format: "int8", one of `BLOCK_FORMATS`, or the pool's dtype, which None stands for too.
         kernels: Kernels of the models' shapes.
-        in_rows: Whether weights are multiplied as they are stored, as those that stream are.
+        as_stored: Whether weights are multiplied as they are stored, as those that stream are.
     """
     stored_in = weight_format or dtype_name(pool.dtype)
 
@@ -232,7 +234,7 @@ def gemm_rates(
         large = pool if sum(sizes) <= pool.numel() else pool.repeat(-(-sum(sizes) // pool.numel()))
         layers = [
             [
-                _weight(part.view(shape), stored_in, kernels, gated=model.gated_mlp and i == 2, in_rows=in_rows)
+                _weight(part.view(shape), stored_in, kernels, gated=model.gated_mlp and i == 2, as_stored=as_stored)
                 for i, (part, shape) in enumerate(zip(layer.split(sizes), shapes, strict=True))
             ]
             for layer in pieces(large, sum(sizes))
@@ -263,7 +265,7 @@ def gemm_rates(
 
 
 def _weight(
-    numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated: bool, in_rows: bool = False
+    numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated: bool, as_stored: bool = False
 ) -> ops.Weight:
     """A matrix prepacked for GEMMs; with other numbers where quantizing takes long, as the timing is the same."""
     rows, columns = numbers.shape
@@ -272,13 +274,13 @@ def _weight(
             (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
         )  # scales are numbers
         weight = BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, dtype_name(numbers.dtype)))
-        return weight if in_rows else ops.pack_blocks(weight, numbers.dtype, gated=gated)
+        return weight if as_stored else ops.pack_blocks(weight, numbers.dtype, gated=gated)
     stored = numbers
     if weight_format == INT8:
         some = int8.quantize(numbers[:_QUANTIZED_ROWS])
         stored = some.repeat(-(-len(numbers) // len(some)), 1)[: len(numbers)]
     isa = kernels.linear_isa(rows, columns, weight_format)
-    return ops.bind_weight(stored, isa) if in_rows else ops.pack_weight(stored, gated=gated, isa=isa)
+    return ops.bind_weight(stored, isa) if as_stored else ops.pack_weight(stored, gated=gated, isa=isa)
 
 
 def decode_rates(
@@ -299,13 +301,14 @@ def decode_rates(
         kv_format: One of `KV_CODE_BITS`; None: the pool's dtype.
         kernels: Kernels of the models' attention.
     """
-    kvs = [paged_kv(pool, model, kv_format) for model in models]
+    stored_as = _stored_as(kv_format, pool)
+    kvs = [paged_kv(pool, model, stored_as) for model in models]
 
     def trial(model: ModelConfig, kv: Tensor, batch: int, context: int) -> Trial:
         spread = np.linspace(1 - _CONTEXT_SPREAD_FRAC, 1 + _CONTEXT_SPREAD_FRAC, batch) if batch > 1 else np.ones(1)
         contexts = np.rint(context * spread).astype(int).tolist()
         run = paged_attention(
-            kv, model, [(1, n - 1) for n in contexts], pool.dtype, _attention_isa(kernels, model, pool)
+            kv, stored_as, model, [(1, n - 1) for n in contexts], pool.dtype, _attention_isa(kernels, model, pool)
         )
         return Trial(sum(contexts) * (kv[0].nbytes // DEFAULT_KV_BLOCK_SIZE), run)
 
@@ -329,11 +332,12 @@ def prefill_rates(
 ) -> Rates:
     """FLOP/s of causal attention of a whole prompt to itself, over its length; masked keys are not counted."""
     isa = _attention_isa(kernels, model, pool)
-    kv = paged_kv(pool, model, kv_format)
+    stored_as = _stored_as(kv_format, pool)
+    kv = paged_kv(pool, model, stored_as)
 
     def trial(context: int) -> Trial:
         flops = 4 * model.q_size * (context * (context + 1) // 2)
-        return Trial(flops, paged_attention(kv, model, [(context, 0)], pool.dtype, isa))
+        return Trial(flops, paged_attention(kv, stored_as, model, [(context, 0)], pool.dtype, isa))
 
     return Rates(("context",), device.rising_rates(effort.prefill_contexts, trial, effort))
 
@@ -343,7 +347,12 @@ def _attention_isa(kernels: KernelChoice, model: ModelConfig, pool: Tensor) -> s
 
 
 def paged_attention(
-    kv: Tensor, model: ModelConfig, sequences: Sequence[tuple[int, int]], dtype: torch.dtype, isa: str = ""
+    kv: Tensor,
+    kv_format: KVFormat,
+    model: ModelConfig,
+    sequences: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    isa: str = "",
 ) -> Callable[[int], Tensor]:
     """A function that runs attention of one layer over a window of the KV blocks, the next one in each run.
 
@@ -352,6 +361,7 @@ def paged_attention(
 
     Args:
         kv: KV blocks.
+        kv_format: Format of the KV.
         model: The model whose heads attend.
         sequences: (new, cached) tokens of each sequence.
         dtype: Dtype of the queries.
@@ -366,21 +376,26 @@ def paged_attention(
         for (new, cached), n, end in zip(sequences, used, ends, strict=True)
     ]
     plan = plan_attention(slices, [], kv_block_size=size, key_bytes=heads * model.head_dim * dtype.itemsize)
-    shapes = model.num_heads, heads, model.head_dim, size, dtype, kv.dtype
+    shapes = model.num_heads, heads, model.head_dim, size, dtype, kv_format
     prepared = ops.prepare_attention(plan, *shapes, device=kv.device, isa=isa)
     windows = kv[: len(kv) // window * window].split(window)
     tokens = sum(new for new, _ in sequences)
     q = torch.randn(tokens, model.num_heads, model.head_dim, device=kv.device).to(dtype) * model.head_dim**-0.5
     softcap = model.attention_softcap
-    return lambda i: ops.paged_attention(q, windows[i % len(windows)], prepared, softcap=softcap)
+    return lambda i: ops.paged_attention(q, windows[i % len(windows)], prepared, bits=kv_format.bits, softcap=softcap)
 
 
-def paged_kv(pool: Tensor, model: ModelConfig, kv_format: str | None = None) -> Tensor:
+def _stored_as(kv_format: str | None, pool: Tensor) -> KVFormat:
+    """The KV format of this name, or that of the pool's numbers."""
+    return KVFormat.of(kv_format or dtype_name(pool.dtype))
+
+
+def paged_kv(pool: Tensor, model: ModelConfig, kv_format: KVFormat) -> Tensor:
     """The pool as KV: [blocks, 2, kv_heads, block tokens, head_dim], or quantized rows in place of the last one."""
     block = (2, model.num_kv_heads, DEFAULT_KV_BLOCK_SIZE, model.head_dim)
     size = math.prod(block)
     kv = pool[: pool.numel() // size * size].view(-1, *block)
-    return ops.quantize(kv, KV_CODE_BITS[kv_format]) if kv_format in KV_CODE_BITS else kv
+    return ops.quantize(kv, kv_format.bits) if kv_format.bits else kv
 
 
 def elementwise_rates(
@@ -393,11 +408,16 @@ def elementwise_rates(
     """
     most = max(1, pool.numel() // (8 * model.intermediate_size))
     counts = sorted({min(tokens, most) for tokens in effort.elementwise_tokens})
-    kv = paged_kv(pool, model, kv_format)
-    return Rates(("tokens",), device.rising_rates(counts, lambda tokens: _elementwise(pool, kv, model, tokens), effort))
+    stored_as = _stored_as(kv_format, pool)
+    kv = paged_kv(pool, model, stored_as)
+
+    def trial(tokens: int) -> Trial:
+        return _elementwise(pool, kv, stored_as, model, tokens)
+
+    return Rates(("tokens",), device.rising_rates(counts, trial, effort))
 
 
-def _elementwise(pool: Tensor, kv: Tensor, model: ModelConfig, tokens: int) -> Trial:
+def _elementwise(pool: Tensor, kv: Tensor, kv_format: KVFormat, model: ModelConfig, tokens: int) -> Trial:
     """Element-wise work of one layer of a llama as wide as `model`, on inputs from the pool."""
     heads, kv_heads, width = model.num_heads, model.num_kv_heads, model.hidden_size
     config = _llama(width, heads, kv_heads, model.head_dim, model.intermediate_size)
@@ -412,7 +432,7 @@ def _elementwise(pool: Tensor, kv: Tensor, model: ModelConfig, tokens: int) -> T
     def layer(i: int) -> Tensor:
         ops.norm(hiddens[2 * i % len(hiddens)], weight, None, config.norm_eps)
         part = slots[i % turns * tokens :][:tokens]
-        ops.rotary_store(qkvs[i % len(qkvs)], heads, kv, part, scale=1.0, rope=rope, positions=positions)
+        ops.rotary_store(qkvs[i % len(qkvs)], heads, kv, part, kv_format, scale=1.0, rope=rope, positions=positions)
         return ops.norm(hiddens[(2 * i + 1) % len(hiddens)], weight, None, config.norm_eps)
 
     return Trial(tokens * config.elementwise_bytes_per_token(pool.dtype.itemsize), layer)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, dtype_name, product_key
+from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, KVFormat, dtype_name, matmul_key
 from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice, Measured, attention_key, linear_key
 from batchgen.core.machine import available_memory_bytes, keep_freed_memory
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -104,7 +104,7 @@ class Shapes:
     def keys(self, dtype: str) -> list[str]:
         """Names of all shapes in a `KernelChoice`."""
         keys = [linear_key(*shape, dtype) for model in self.products for shape in _matrices(model)]
-        keys += [product_key(name, dtype) for name in self.formats if self.products]
+        keys += [matmul_key(name, dtype) for name in self.formats if self.products]
         heads = [(m.num_heads, m.num_kv_heads, m.head_dim) for m in self.attention if _has_attention(m)]
         return list(dict.fromkeys(keys + [attention_key(*shape, dtype) for shape in heads]))
 
@@ -142,7 +142,7 @@ def measure_kernels(shapes: Shapes, dtype: str, kernels: Kernels, known: KernelC
 
 def _matrices(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     """Shapes of a layer's matrices and of the output matrix, which models of any size do not have."""
-    return model.linear_shapes if model.vocab_size > 1 else tuple(dict.fromkeys(model.product_shapes.values()))
+    return model.linear_shapes if model.vocab_size > 1 else tuple(dict.fromkeys(model.matmul_shapes.values()))
 
 
 def _has_attention(model: ModelConfig) -> bool:
@@ -220,7 +220,7 @@ def _rates(shape: _Shape, candidates: Sequence[str], timer: Timer) -> dict[str, 
 
 
 def _linear_shapes(model: ModelConfig, dtype: str) -> Iterator[_Shape]:
-    gated = [shape for name, shape in model.product_shapes.items() if name.endswith("up") and model.gated_mlp]
+    gated = [shape for name, shape in model.matmul_shapes.items() if name.endswith("up") and model.gated_mlp]
     head = (model.vocab_size, model.embed_size)
     for shape in _matrices(model):
         yield _linear_shape(shape, getattr(torch, dtype), gated=shape in gated, head=shape == head)
@@ -249,7 +249,7 @@ def _linear_shape(shape: tuple[int, int], dtype: torch.dtype, *, gated: bool, he
 
 def _blocks_shape(model: ModelConfig, weight_format: str, dtype_name: str) -> _Shape:
     """GEMMs of the matrix with the largest N, as if it were in this format."""
-    columns, width = max(model.product_shapes.values())
+    columns, width = max(model.matmul_shapes.values())
     values, block_bytes = BLOCK_FORMATS[weight_format]
     dtype, depth = getattr(torch, dtype_name), -(-width // values) * values
     row_bytes = depth // values * block_bytes
@@ -262,7 +262,7 @@ def _blocks_shape(model: ModelConfig, weight_format: str, dtype_name: str) -> _S
         ]
 
     points = _points((columns, depth), dtype, row_bytes, weights, {})
-    return _Shape(product_key(weight_format, dtype_name), points, lambda candidate: None)
+    return _Shape(matmul_key(weight_format, dtype_name), points, lambda candidate: None)
 
 
 def _points(
@@ -319,14 +319,14 @@ def rows_depend(weight: Tensor, linear: Callable[[Tensor, Tensor], Tensor] = F.l
 
 
 def _attention_shape(model: ModelConfig, dtype_name: str) -> _Shape:
-    dtype = getattr(torch, dtype_name)
+    dtype, kv_format = getattr(torch, dtype_name), KVFormat.of(dtype_name)
 
     def prepare(sequences: list[tuple[int, int]], work: float) -> Callable[[str], Trial]:
         blocks = sum(-(-(new + cached) // DEFAULT_KV_BLOCK_SIZE) for new, cached in sequences)
         block = 2 * model.num_kv_heads * DEFAULT_KV_BLOCK_SIZE * model.head_dim
         pool = torch.cat(_spread((blocks, block), dtype)).view(-1)
-        kv = paged_kv(pool, model)
-        return lambda candidate: Trial(work, paged_attention(kv, model, sequences, dtype, candidate))
+        kv = paged_kv(pool, model, kv_format)
+        return lambda candidate: Trial(work, paged_attention(kv, kv_format, model, sequences, dtype, candidate))
 
     n = _PREFILL_TOKENS
     flops = 4 * model.q_size * (n * (n + 1) // 2)

@@ -228,17 +228,17 @@ def add_products(
     *,
     model: ModelConfig | None = None,
     effort: Effort = FULL,
-    in_rows: bool = False,
+    as_stored: bool = False,
 ) -> HardwareProfile:
     """Measure the GEMM rates of weights in another format, and merge them into a profile of this machine.
 
     Args:
         profile: The profile.
         dtype: Compute dtype.
-        weight_format: "int8", one of `BLOCK_FORMATS`, or with in_rows the dtype too.
+        weight_format: "int8", one of `BLOCK_FORMATS`, or with as_stored the dtype too.
         model: Model whose layers alone are measured; None: models of any size.
         effort: Grid points and time limits.
-        in_rows: Whether weights are multiplied as they are stored, as those that stream are.
+        as_stored: Whether weights are multiplied as they are stored, as those that stream are.
     """
     from batchgen.profiler.compute import measure_products, subjects_of
 
@@ -246,7 +246,7 @@ def add_products(
     check_measurable(device, (dtype,))
     watch = _Stopwatch()
     subjects = subjects_of(device, effort, model, profile.kernels)
-    rates = measure_products(Device(device), dtype, weight_format, subjects, effort, watch, in_rows=in_rows)
+    rates = measure_products(Device(device), dtype, weight_format, subjects, effort, watch, as_stored=as_stored)
     # The factor that whole sweeps have shown for the dtype's own GEMMs holds for these too.
     slower = profile.measured.get("sweep_factors", {}).get(dtype, {}).get("gemm", 1.0)
     scaled = {kind: table.scaled(1 / slower) for kind, table in rates.gemm_flops_per_s.items()}

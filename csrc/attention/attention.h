@@ -186,9 +186,9 @@ struct Attend {
         return all;
     }
 
-    // Has rows of 5-bit codes taken from bytes, until this is done for others.
+    // Has rows of 4- or 5-bit codes taken from bytes, until this is done for others.
     void in_bytes(const uint8_t** rows, int count) {
-        if constexpr (kBits<T> == 5) expand_tile(rows, count, n, s.bytes);
+        if constexpr (kCodes && kBits<T> < 8) expand_tile<kBits<T>>(rows, count, n, s.bytes);
         else (void)rows, (void)count;
     }
 
@@ -557,12 +557,14 @@ template <class F>
 inline auto with_attention(const Attention& args, F f) {
 #ifdef BATCHGEN_FAST_BF16
     if (args.type == Type::BF16 && args.kv.type == Type::BF16) return f.template operator()<Bf16Mma, bf16>();
+    if (args.type == Type::BF16 && args.kv.type == Type::Int4) return f.template operator()<Bf16Mma, Codes<4>>();
     if (args.type == Type::BF16 && args.kv.type == Type::Int5) return f.template operator()<Bf16Mma, Codes<5>>();
     if (args.type == Type::BF16 && args.kv.type == Type::Int8) return f.template operator()<Bf16Mma, Codes<8>>();
 #endif
     switch (args.kv.type) {
         case Type::BF16: return f.template operator()<FloatMma, bf16>();
         case Type::F16: return f.template operator()<FloatMma, f16>();
+        case Type::Int4: return f.template operator()<FloatMma, Codes<4>>();
         case Type::Int5: return f.template operator()<FloatMma, Codes<5>>();
         case Type::Int8: return f.template operator()<FloatMma, Codes<8>>();
         default: return f.template operator()<FloatMma, float>();

@@ -24,13 +24,13 @@ constexpr int kBits = 0;
 template <int Bits>
 constexpr int kBits<Codes<Bits>> = Bits;
 
-// What products are made of: codes of 5 bits are brought into bytes first, the rows of a tile at a time.
+// What products are made of: codes of 4 and 5 bits are brought into bytes first, the rows of a tile at a time.
 template <class T>
 struct InTiles {
     using Type = T;
 };
-template <>
-struct InTiles<Codes<5>> {
+template <int Bits>
+struct InTiles<Codes<Bits>> {
     using Type = Codes<8>;
 };
 
@@ -43,10 +43,11 @@ inline void expand_row(const Codes<8>* row, int n, float* out) {
     for (int i = 0; i < n; i += W) store(out + i, to_float(load_bytes_part(&row->byte + i, n - i)));
 }
 
-// Has `count` rows of 5-bit codes taken from bytes [count, kByteRow] at `space`.
+// Has `count` rows of 4- or 5-bit codes taken from bytes [count, kByteRow] at `space`.
+template <int Bits>
 __attribute__((noinline)) void expand_tile(const uint8_t** rows, int count, int n, uint8_t* space) {
     for (int i = 0; i < count; i++, space += kByteRow) {
-        expand_to_bytes(rows[i], n, space);
+        expand_to_bytes<Bits>(rows[i], n, space);
         rows[i] = space;
     }
 }

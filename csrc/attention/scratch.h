@@ -47,7 +47,7 @@ struct AttentionScratch {
     int8_t *fixed_q, *fixed_p;  // [rows, kFixedRow], [kMaxSmallM, groups, kFixedWeights]
     float *q_step, *p_step;     // [rows], [kMaxSmallM, groups]
     uint32_t* transposed;       // [heads, depth, 16]: queries as columns, of small M
-    uint8_t* bytes;             // [kKeys, kByteRow]: K's or V's codes of 5 bits
+    uint8_t* bytes;             // [kKeys, kByteRow]: K's or V's codes of 4 or 5 bits
 
     AttentionScratch(const Attention& args, Carve& carve) {
         columns = round_up(args.kv.head_dim, W);
@@ -78,7 +78,8 @@ struct AttentionScratch {
         transposed = carve.take<uint32_t>(uses_tiles<Mma>() && args.kv.type == Type::BF16
                                               ? kTileRows / kMinSmallMInTiles * depth * kMaxSmallMInTiles
                                               : 0);
-        bytes = carve.take<uint8_t>(args.kv.type == Type::Int5 ? kKeys * kByteRow : 0);
+        const int bits = code_bits(args.kv.type);
+        bytes = carve.take<uint8_t>(bits && bits < 8 ? kKeys * kByteRow : 0);
     }
 };
 

@@ -83,7 +83,8 @@ inline uint64_t fifth_bits(uint8_t bits) {
     return ((apart + 0x7f7f7f7f7f7f7f7fu) & 0x8080808080808080u) >> 3;
 }
 
-// The codes of a group of 5 bits as bytes; size: a multiple of 8. Writes up to 8 bytes too many.
+// The codes of a group of 4 or 5 bits as bytes; size: a multiple of 8. Writes up to 8 bytes too many.
+template <int Bits>
 inline void expand_group(const uint8_t* group, int size, uint8_t* out) {
     const int half = size / 2, bytes = (half + 7) / 8;
     const uint8_t* bits = group + half;
@@ -91,17 +92,20 @@ inline void expand_group(const uint8_t* group, int size, uint8_t* out) {
         for (int i = 0; i < half; i += 8) {
             uint64_t nibbles;
             memcpy(&nibbles, group + i, 8);
-            nibbles = (nibbles >> 4 * part & 0x0f0f0f0f0f0f0f0fu) | fifth_bits(bits[part * bytes + i / 8]);
+            nibbles = nibbles >> 4 * part & 0x0f0f0f0f0f0f0f0fu;
+            if (Bits == 5) nibbles |= fifth_bits(bits[part * bytes + i / 8]);
             memcpy(out + part * half + i, &nibbles, 8);
         }
 }
 
 #ifdef __AVX2__
+template <int Bits>
 inline void expand_group(const uint8_t* group, uint8_t* out) {
     const __m256i lower = _mm256_set1_epi8(15), nibbles = _mm256_loadu_si256((const __m256i*)group);
     const __m256i places = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
     const __m256i each = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
     auto joined = [&](__m256i nibbles, const uint8_t* bits) {
+        if constexpr (Bits == 4) return _mm256_and_si256(nibbles, lower);
         int32_t word;
         memcpy(&word, bits, 4);
         const __m256i bit = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(word), each), places);
@@ -112,13 +116,17 @@ inline void expand_group(const uint8_t* group, uint8_t* out) {
     _mm256_storeu_si256((__m256i*)(out + kGroup / 2), joined(_mm256_srli_epi16(nibbles, 4), group + kGroup / 2 + 4));
 }
 #else
-inline void expand_group(const uint8_t* group, uint8_t* out) { expand_group(group, kGroup, out); }
+template <int Bits>
+inline void expand_group(const uint8_t* group, uint8_t* out) {
+    expand_group<Bits>(group, kGroup, out);
+}
 #endif
 
-// The codes of a row of 5 bits as bytes, likewise.
+// The codes of a row of 4 or 5 bits as bytes, likewise.
+template <int Bits>
 inline void expand_to_bytes(const uint8_t* row, int n, uint8_t* out) {
-    for (; n >= kGroup; n -= kGroup, row += group_bytes(kGroup, 5), out += kGroup) expand_group(row, out);
-    if (n) expand_group(row, n, out);
+    for (; n >= kGroup; n -= kGroup, row += group_bytes(kGroup, Bits), out += kGroup) expand_group<Bits>(row, out);
+    if (n) expand_group<Bits>(row, n, out);
 }
 
 template <class T>

@@ -308,7 +308,7 @@ def test_input_is_read_lazily(tiny_models):
     assert engine.used_kv_blocks == 0
 
 
-@pytest.mark.parametrize("kv_format", ["int8", "int5"])
+@pytest.mark.parametrize("kv_format", ["int8", "int5", "int4"])
 def test_kv_may_be_packed(tiny_models, kv_format):
     path, _ = tiny_models("llama")
     rows, sampling = [Request(ids) for ids in prompts(6)], SamplingParams(max_tokens=MAX_TOKENS, logprobs=1)
@@ -317,7 +317,7 @@ def test_kv_may_be_packed(tiny_models, kv_format):
     assert (engine.policy.kv_format, plain.policy.kv_format) == (kv_format, "float32")
     first, others = ([c.samples[0].logprobs for c in found] for found in (packed, whole))
     assert first != others, "nothing was rounded"
-    if kv_format == "int8":  # with int5 the logits of random weights, all nearly alike, change places
+    if kv_format == "int8":  # with fewer bits the logits of random weights, all nearly alike, change places
         assert [c.samples[0].token_ids[0] for c in packed] == [c.samples[0].token_ids[0] for c in whole]
 
 
@@ -327,7 +327,7 @@ def test_kv_may_be_packed(tiny_models, kv_format):
         ({"dtype": "int8"}, "dtype 'int8'"),
         ({"device": "cuda"}, "no CUDA device"),
         ({"admission": "eager"}, "admission 'eager'"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8' is not one of auto, int5, int8"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8' is not one of auto, int8, int5, int4"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
         ({"max_model_len": 100000}, "between 2 and the model's context of 512"),
         ({"cpu_memory": "200MiB"}, "too small for one row.*give at least"),

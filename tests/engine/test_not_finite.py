@@ -114,7 +114,7 @@ def test_scores_of_logits_that_are_nan_fail_alone(parts_of, one_bad_token, tiny_
     assert_only_spoilt_rows_fail(scores(parts_of(one_bad_token, tmp_path), ROWS), healthy, answer)
 
 
-@pytest.mark.parametrize("kv_format", ["float32", "int8", "int5"])
+@pytest.mark.parametrize("kv_format", ["float32", "int8", "int5", "int4"])
 def test_blocks_that_held_nan_do_not_spoil_rows_that_use_them_later(kv_format, one_bad_token, tiny_models, tmp_path):
     """Rows whose prompts and outputs end within a block, of which there are few."""
     rows = [row for good, bad in zip(GOOD * 2, [*SPOILT * 3, SPOILT[0]], strict=True) for row in (bad, good)]

@@ -40,16 +40,16 @@ FP32, INT4, INT5, INT8 = "float32", "int4", "int5", "int8"
 # Of weights, of KV.
 FORMATS = [
     (FP32, FP32), (INT4, FP32), (FP32, INT5), (INT4, INT5), (INT8, FP32), (INT8, INT5), (FP32, INT8), (INT4, INT8),
-    (INT8, INT8),
+    (INT8, INT8), (FP32, INT4),
 ]  # fmt: skip
 # Rows end before the reference comes upon two tokens this close to each other: rounding decides which of them wins.
 # With packed KV the last bit of a number may move it by a whole code, and log-probabilities by up to 0.08 with 4 bits,
 # as seen here; codes of 5 bits are twice, of 8 bits 17 times as fine. Products with weights of 8 bits round activations
 # to codes too.
-NEAR_TIE = {FP32: 1e-3, INT5: 0.15, INT8: 0.01}
+NEAR_TIE = {FP32: 1e-3, INT4: 0.15, INT5: 0.15, INT8: 0.01}
 NEAR_TIE_OF_WEIGHTS = {INT8: 0.03}
 # Of what could be kept, at least this much is.
-KEPT_FRAC = {FP32: 0.9, INT5: 0.4, INT8: 0.8}
+KEPT_FRAC = {FP32: 0.9, INT4: 0.4, INT5: 0.4, INT8: 0.8}
 NUM_CANDIDATES = 120  # prompts, of which those are kept that come upon a tie last
 VARIANTS = [
     *MODELS.values(),

@@ -286,7 +286,7 @@ def cells_in(*all_formats):
 @pytest.mark.parametrize(
     ("model", "tier", "formats"),
     some_of(cells_in((INT8, DTYPE)), 30, "8 bits")
-    + some_of(cells_in((INT4, DTYPE), (DTYPE, INT8), (DTYPE, INT5), (INT8, INT8)), 10, "other formats"),
+    + some_of(cells_in((INT4, DTYPE), (DTYPE, INT8), (DTYPE, INT5), (DTYPE, INT4), (INT8, INT8)), 10, "other formats"),
 )
 def test_tokens_of_codes_equal_those_of_torch(model, tier, formats, expected_of_codes, stores):
     path, prompts, wanted = expected_of_codes(model, formats)

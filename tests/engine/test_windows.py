@@ -197,7 +197,7 @@ def test_a_prefix_is_taken_over_as_far_as_its_last_window_is_there(tiny_models, 
 def test_what_is_planned_is_what_is_allocated(model, tiny_models, tmp_path):
     family, fields = MODELS[model]
     path, _ = tiny_models(family, **fields)
-    for kv_format in ("float32", "int8", "int5"):
+    for kv_format in ("float32", "int8", "int5", "int4"):
         for tier in ("memory", "delegated", "device"):
             parts = parts_of(path, tier, tmp_path, kv_format=kv_format)
             try:

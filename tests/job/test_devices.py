@@ -167,7 +167,7 @@ class TestSeveralKinds:
 
 
 def test_workers_that_would_make_different_rows():
-    problem = problem_of(cpu_box(), opt(64, 1, 1), Workload.uniform(10, 5, 5), dtype="float16")
+    problem = problem_of(cpu_box(), opt(64, 1, 1), Workload.uniform(10, 5, 5), dtype="float16", max_model_len=64)
     kinds = [(1, None, problem, SimpleNamespace(dtype=dtype)) for dtype in ("bfloat16", "float32")]
     with pytest.raises(InputError, match="need the same --dtype, and here they would have bfloat16 and float32"):
         share_out(kinds)
@@ -272,7 +272,7 @@ def test_devices_are_read_as_people_write_them():
 def test_a_workers_rows_are_rounded_up(monkeypatch):
     seen = []
     monkeypatch.setattr(devices, "plan_job", lambda job, problem: seen.append(problem.workload.num_seqs))
-    problem = problem_of(cpu_box(), opt(64, 1, 1), Workload.uniform(10, 5, 5), dtype="float16")
+    problem = problem_of(cpu_box(), opt(64, 1, 1), Workload.uniform(10, 5, 5), dtype="float16", max_model_len=64)
     for workers in (1, 3, 20):
         devices.plan_split(None, problem, devices.Split(workers))
     assert seen == [10, 4, 1]

@@ -26,7 +26,8 @@ from batchgen.models.files import ModelFiles, resolve_model
 from batchgen.planner.balance import with_unequal_batches
 from batchgen.planner.explain import make_plan
 from batchgen.planner.memory_requirements import most_kv_tokens
-from batchgen.planner.prediction import loading_s, plan_problem
+from batchgen.planner.plan_selection import plan_problem
+from batchgen.planner.prediction import loading_s
 from batchgen.planner.problem import problem_of
 from batchgen.planner.search import search
 from batchgen.planner.sizes import group_bytes

@@ -20,7 +20,7 @@ from batchgen.models.files import resolve_model
 from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.planner.costs import head_lanes
 from batchgen.planner.phases import phases_of
-from batchgen.planner.prediction import plan_problem
+from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import problem_of
 from batchgen.planner.search import search
 from batchgen.planner.simulation import memory_of, simulate_job
@@ -55,7 +55,7 @@ def test_it_costs_what_a_single_token_would_but_for_the_logits():
         planned(hardware, model, one, max_num_seqs=64).prediction.total_s, rel=1e-6
     )
     plan = planned(hardware, model, scored(each=50.0), max_num_seqs=64)
-    best = search(problem_of(hardware, model, scored(each=50.0), dtype="float16", max_num_seqs=64))
+    best = search(problem_of(hardware, model, scored(each=50.0), dtype="float16", max_model_len=2048, max_num_seqs=64))
     at = best.counts.placement(best.inputs)
     logits = sum(s.sweeps * head_lanes(best.inputs, s, at)["compute"] for s in best.phases)
     flops = 2 * model.vocab_size * model.embed_size * 400 * 50

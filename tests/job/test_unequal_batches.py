@@ -8,7 +8,8 @@ from planner_cases import llama_8b
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.explain import explain
-from batchgen.planner.prediction import plan_maker, plan_problem
+from batchgen.planner.plan_selection import plan_problem
+from batchgen.planner.prediction import plan_of
 from batchgen.planner.problem import problem_of
 from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.search import in_neos_order, search
@@ -26,7 +27,7 @@ def case():
     hardware = shipped_profile("a10g").scaled(**scaled)
     given = {"max_model_len": 4096, "admission": "continuous", "process_bytes": 700 << 20, "disk_memory": 0}
     problem = problem_of(hardware, llama_8b(), WORKLOAD, dtype="float16", **given)
-    return problem, plan_maker(problem)
+    return problem
 
 
 def simulated_s(candidate, plan, **policy):
@@ -34,20 +35,22 @@ def simulated_s(candidate, plan, **policy):
 
 
 def test_unequal_batches_are_faster_than_equal_ones_and_than_all_cpu_attention_in_one(case):
-    problem, plan_of = case
+    problem = case
     own = NEO.restrict(problem)
     even = search(own)
     (unequal,) = in_neos_order(own, even)
-    equal_s = {order: simulated_s(even, plan_of(even, None), batch_order=order) for order in ("even", "mixed", "neo")}
-    found_s = simulated_s(unequal, plan_of(unequal, None))
+    equal_s = {
+        order: simulated_s(even, plan_of(problem, even), batch_order=order) for order in ("even", "mixed", "neo")
+    }
+    found_s = simulated_s(unequal, plan_of(problem, unequal))
     assert found_s < 0.92 * min(equal_s.values()), (found_s, equal_s)
     assert found_s == pytest.approx(unequal.seconds, rel=0.05), "the cost model cuts sweeps as the simulator does"
-    wrong_s = simulated_s(unequal, plan_of(unequal, None), balance_tokens=1 << 20)
+    wrong_s = simulated_s(unequal, plan_of(problem, unequal), balance_tokens=1 << 20)
     assert wrong_s > 1.02 * found_s, "with half of what the CPU attends to in each"
 
 
 def test_the_plan_has_unequal_batches_and_says_so(case):
-    problem, _ = case
+    problem = case
     plan = plan_problem(problem)
     policy = plan.policy
     assert (policy.batch_order, policy.num_gpu_batches) == ("neo", 2) and policy.balance_tokens > 0

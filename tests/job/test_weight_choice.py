@@ -12,7 +12,7 @@ from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 import batchgen
 import batchgen.job.run as run_module
-from batchgen.core.dtypes import product_key
+from batchgen.core.dtypes import matmul_key
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import Rates
 from batchgen.core.plan import Plan
@@ -29,7 +29,7 @@ from batchgen.planner.explain import explain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FP32, PACKED = "float32", product_key("q4_0", "float32")
+FP32, PACKED = "float32", matmul_key("q4_0", "float32")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thorough import covering, some_draws, some_of
 
-from batchgen.core.dtypes import KV_CODE_BITS, code_bytes, kv_row_bytes
+from batchgen.core.dtypes import KV_CODE_BITS, KVFormat, code_bytes
 from batchgen.ops import cpp as kernels
 from batchgen.ops import int8, quant, reference
 from batchgen.ops.attention_plan import (
@@ -117,7 +117,7 @@ def check_attention(case, dtype, kv_format, tolerance):
     (heads, kv_heads), kv_block_size = case[3], case[5]
     row_bytes = stored.shape[-1] * stored.element_size()
     made = kernels.attention_plan(plan, kv_heads, heads // kv_heads, kv_block_size, row_bytes)
-    got = kernels.attention(q, stored, made, softcap=softcap, sinks=sinks)
+    got = kernels.attention(q, stored, made, bits=KV_CODE_BITS.get(kv_format, 0), softcap=softcap, sinks=sinks)
     assert torch.isfinite(got).all()
     torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -135,7 +135,7 @@ def attention_case(case, dtype, kv_format):
         tail = s.num_keys % kv_block_size
         if tail and stored.is_floating_point():
             stored[int(s.blocks[(s.num_keys - 1) // kv_block_size]), :, :, tail:] = float("nan")
-    stored[spare] = float("nan") if stored.is_floating_point() else 255 if stored.dtype == torch.uint8 else -1
+    stored[spare] = float("nan") if stored.is_floating_point() else 255
     softcap = 2.0 if seed % 3 == 1 else 0.0
     sinks = random(seed + 2, heads, scale=3) if seed % 2 else None
     return q, stored, plan, softcap, sinks, attended(q, meant.nan_to_num(), slices, window, softcap, sinks)
@@ -224,16 +224,15 @@ def test_what_is_no_number_stays_in_its_sequence(kv_format, head_dim, part, what
     q = random(2, 3, 8, head_dim, dtype=dtype, scale=head_dim**-0.5)
     plan = plan_attention(slices, [], kv_block_size=16, key_bytes=256)
     made = kernels.attention_plan(plan, 2, 4, 16, kv.shape[-1] * kv.element_size())
-    before = kernels.attention(q, kv, made)
+    bits = KVFormat.of(kv_format).bits
+    before = kernels.attention(q, kv, made, bits=bits)
     row = kv[int(slices[1].blocks[2]), part, 0, 3]
     if kv_format in PACKINGS:
-        table = row[code_bytes(head_dim, KV_CODE_BITS[kv_format]) :].view(
-            torch.float16
-        )  # (scale, minimum) of each group
+        table = row[code_bytes(head_dim, bits) :].view(torch.float16)  # (scale, minimum) of each group
         table[:2][{"scale": slice(0, 1), "minimum": slice(1, 2), "both": slice(0, 2)}[what]] = math.nan
     else:
         row[0] = math.nan
-    got = kernels.attention(q, kv, made)
+    got = kernels.attention(q, kv, made, bits=bits)
     assert got[1, :4, : min(head_dim, 64) if part and kv_format in PACKINGS else 1].isnan().all()
     if not part:
         assert got[1, :4].isnan().all()
@@ -255,7 +254,8 @@ def test_decode_over_packed_kv_with_numbers_of_any_size(packing):
     q[1, :, 1:] *= 1e-30
     q[3] *= 100
     plan = plan_attention(slices, [], kv_block_size=16, key_bytes=256)
-    got = kernels.attention(q, stored, kernels.attention_plan(plan, 1, 4, 16, stored.shape[-1]))
+    made = kernels.attention_plan(plan, 1, 4, 16, stored.shape[-1])
+    got = kernels.attention(q, stored, made, bits=KV_CODE_BITS[packing])
     torch.testing.assert_close(got.double(), attended(q, meant, slices, None), atol=0.008, rtol=0.008)
 
 
@@ -660,7 +660,7 @@ def test_norms(rows, columns, dtype, layer_norm, seed):
         itertools.product(
             DTYPES,
             (8, 40, 64, 256),
-            ("own", "int5", "int8", "none", "none, rotated"),
+            ("own", *PACKINGS, "none", "none, rotated"),
             ("rope", "learned", "qk_norm"),
         ),
         60,
@@ -674,18 +674,18 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
     angles = torch.outer(torch.arange(50.0), 1.0 / 100 ** (torch.arange(head_dim // 2) / head_dim))
     rope = None if family == "learned" else (angles.cos(), angles.sin())
     norms = tuple(random(i, head_dim, dtype=dtype) for i in (5, 6)) if family == "qk_norm" else None
-    rotated = kv_format in ("int5", "none, rotated")
+    rotated = kv_format in ("int4", "int5", "none, rotated")
     rotation = torch.linalg.qr(random(9, head_dim, head_dim))[0].contiguous() if rotated else None
     slots = torch.from_numpy(np.random.default_rng(1).permutation(4 * kv_block_size)[:tokens])
-    kv = None
+    kv, bits = None, KV_CODE_BITS.get(kv_format, 0)
     if kv_format == "own":
         kv = torch.zeros(4, 2, kv_heads, kv_block_size, head_dim, dtype=dtype)
-    elif kv_format in PACKINGS:
-        width, stored_dtype = kv_row_bytes(head_dim, kv_format), quant.KV_DTYPES[kv_format]
-        kv = torch.zeros(4, 2, kv_heads, kv_block_size, width, dtype=stored_dtype)
+    elif bits:
+        width = KVFormat.of(kv_format).row_bytes(head_dim)
+        kv = torch.zeros(4, 2, kv_heads, kv_block_size, width, dtype=torch.uint8)
     q, k, v = kernels.rotary_store(
         qkv, heads, kv_heads, head_dim, scale=scale, rope=rope, positions=positions, norms=norms, eps=1e-6,
-        rotation=rotation, kv=kv, slots=slots,
+        rotation=rotation, kv=kv, slots=slots, bits=bits,
     )  # fmt: skip
 
     wide = (
@@ -711,8 +711,7 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
             stored[slots // kv_block_size, 1, slots % kv_block_size],
         )
         assert int((stored != 0).any(-1).any(-1).sum()) == 2 * tokens
-    if kv_format in PACKINGS:
-        bits = KV_CODE_BITS[kv_format]
+    if bits:
         steps = 2**bits - 1
         for got, meant in ((k, parts[1]), (v, parts[2])):
             groups = meant.split(64, -1)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.core.dtypes import CODE_GROUP, FORMAT_BYTES, KV_CODE_BITS, code_bytes, kv_row_bytes
+from batchgen.core.dtypes import CODE_GROUP, FORMAT_BYTES, KV_CODE_BITS, KVFormat, code_bytes
 from batchgen.ops import quant
 from batchgen.ops.quant import dequantize, quantize, row_bytes
 
@@ -63,7 +63,7 @@ def bounds(x: torch.Tensor, bits: int = 4) -> torch.Tensor:
 def test_the_layout_is_as_documented(n, bits):
     x = torch.randn(5, n, generator=torch.Generator().manual_seed(n)) * 3
     packed = quantize(x, bits)
-    assert packed.shape == (5, row_bytes(n, bits)) and packed.dtype == (torch.int8 if bits == 8 else torch.uint8)
+    assert packed.shape == (5, row_bytes(n, bits)) and packed.dtype == torch.uint8
     for row, values in zip(packed.view(torch.uint8), x, strict=True):
         assert bytes(row.tolist()) == by_hand(values.numpy(), bits)
 
@@ -96,9 +96,11 @@ def test_row_bytes():
 
 
 def test_kv_takes_the_bytes_of_its_codes():
-    for name, dtype in quant.KV_DTYPES.items():
-        assert kv_row_bytes(80, name) == row_bytes(80, quant.kv_code_bits(dtype)) and name in KV_CODE_BITS
-    assert kv_row_bytes(80, "bfloat16") == 160 and quant.kv_code_bits(torch.bfloat16) == 0
+    for name, bits in KV_CODE_BITS.items():
+        assert KVFormat.of(name) == KVFormat(name, bits) and KVFormat.of(name).row_bytes(80) == row_bytes(80, bits)
+    assert [KVFormat.of(name).rotates_keys for name in KV_CODE_BITS] == [False, True, True]
+    numbers = KVFormat.of("bfloat16")
+    assert numbers.row_bytes(80) == 160 and numbers.bits == 0 and not numbers.rotates_keys
 
 
 @settings(deadline=None, max_examples=150)

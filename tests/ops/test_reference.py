@@ -8,7 +8,7 @@ from attention_cases import attended, laid_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.core.dtypes import INT5, KV_CODE_BITS, kv_row_bytes
+from batchgen.core.dtypes import KVFormat
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 from batchgen.ops import reference
@@ -85,39 +85,40 @@ def test_sliding_window_reads_only_the_blocks_it_needs():
 
 
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_4_bit_keys_with_one_large_channel_keep_their_products(head_dim):
+@pytest.mark.parametrize("name", ["int5", "int4"])
+def test_rotated_keys_with_one_large_channel_keep_their_products(name, head_dim):
     """Large channels are what keys of real models have; they must not take the codes of all others."""
     draw = torch.Generator().manual_seed(7)
     tokens, heads = 64, 2
     q, k, v = (torch.randn(tokens, heads, head_dim, generator=draw) for _ in range(3))
     k[..., 3] += 40
-    kv = torch.zeros(4, 2, heads, BLOCK, kv_row_bytes(head_dim, INT5), dtype=torch.uint8)
+    kv_format = KVFormat.of(name)
+    kv = torch.zeros(4, 2, heads, BLOCK, kv_format.row_bytes(head_dim), dtype=torch.uint8)
     qkv = torch.cat((q, k, v), 1).flatten(1)
     scale = head_dim**-0.5
-    rotated = ops.rotary_store(qkv, heads, kv, torch.arange(tokens), scale=scale)
+    rotated = ops.rotary_store(qkv, heads, kv, torch.arange(tokens), kv_format, scale=scale)
     slices = [SequenceSlice(1, tokens - 1, np.arange(4, dtype=np.int32))]
     plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=heads * head_dim * 4, window=None)
     for prepared in (
-        ops.prepare_attention(plan, heads, heads, head_dim, BLOCK, torch.float32, torch.uint8),
+        ops.prepare_attention(plan, heads, heads, head_dim, BLOCK, torch.float32, kv_format),
         reference.prepare_attention(plan, heads, BLOCK, torch.float32),
     ):
-        out = ops.paged_attention(rotated[-1:], kv, prepared).view(heads, head_dim)
-        check_close_to_exact(out, q[-1] * scale, k, v)
+        out = ops.paged_attention(rotated[-1:], kv, prepared, bits=kv_format.bits).view(heads, head_dim)
+        check_close_to_exact(out, q[-1] * scale, k, v, kv_format.bits)
 
 
-def packed_and_back(x):
-    bits = KV_CODE_BITS[INT5]
+def packed_and_back(x, bits):
     return dequantize(quantize(x, bits), x.shape[-1], bits=bits)
 
 
-def check_close_to_exact(out, q, k, v):
+def check_close_to_exact(out, q, k, v, bits):
     def attended(keys):
         weights = torch.einsum("hd,thd->ht", q, keys).softmax(-1)
-        return torch.einsum("ht,thd->hd", weights, packed_and_back(v))
+        return torch.einsum("ht,thd->hd", weights, packed_and_back(v, bits))
 
     exact = attended(k)
     error = (out - exact).square().mean().sqrt()
-    assert 0 < error < 0.5 * (attended(packed_and_back(k)) - exact).square().mean().sqrt()
+    assert 0 < error < 0.5 * (attended(packed_and_back(k, bits)) - exact).square().mean().sqrt()
 
 
 @pytest.mark.parametrize("num_slots", [1, 37])
@@ -140,7 +141,7 @@ def test_any_number_of_heads_may_share_a_kv_head(heads):
     plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=32 * 4)
     torch.manual_seed(0)
     q, kv = torch.randn(4, heads, 32) * 0.4, torch.randn(3, 2, 1, BLOCK, 32)
-    prepared = ops.prepare_attention(plan, heads, 1, 32, BLOCK, torch.float32, torch.float32)
+    prepared = ops.prepare_attention(plan, heads, 1, 32, BLOCK, torch.float32, KVFormat("float32"))
     assert isinstance(prepared, kernels.AttentionPlan) == (heads == 288)
     meant = reference.paged_attention(q, kv, reference.prepare_attention(plan, 1, BLOCK, torch.float32))
     torch.testing.assert_close(ops.paged_attention(q, kv, prepared), meant.flatten(1), atol=1e-5, rtol=1e-5)

@@ -18,7 +18,7 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.pipeline import Stage
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner import pipeline as planner_pipeline
-from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens
+from batchgen.planner.memory_requirements import most_kv_tokens
 from batchgen.planner.parallel import split_layers
 from batchgen.planner.pipeline import simulate_pipeline
 from batchgen.planner.simulation import simulated_rows
@@ -81,7 +81,7 @@ def test_sweeps_steps_and_bytes_are_those_of_the_stages(case, count, model_path,
     monkeypatch.setattr("batchgen.engine.engine.Prefetch", Eager)
     parts = make_pipeline(
         model_path, EMULATED, [Stage(*own) for own in stages], tmp_path, min_output_len=WORKLOAD.max_output_len,
-        longest_tokens=longest_tokens(plan), most_kv_tokens=most_kv_tokens(plan),
+        longest_tokens=plan.workload.max_seq_len, most_kv_tokens=most_kv_tokens(plan),
     )  # fmt: skip
     draw = random.Random(0)
     requests = [

@@ -14,9 +14,8 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
 from batchgen.planner import plan_selection as choice
 from batchgen.planner import sampled_simulation as sampled
-from batchgen.planner.explain import make_plan
-from batchgen.planner.plan_selection import Simulated, choose, simulate_candidates
-from batchgen.planner.prediction import plan_problem
+from batchgen.planner.plan_selection import Simulated, choose, plan_problem, simulate_candidates
+from batchgen.planner.prediction import plan_of
 from batchgen.planner.problem import problem_of
 from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.search import block_latency_s, candidates, first_rows_s
@@ -50,14 +49,9 @@ CASES = {
 }
 
 
-def problem_and_plans(hardware, model, workload, **options):
+def problem_with(hardware, model, workload, **options):
     given = {"max_model_len": 2048, "process_bytes": 700 << 20} | options
-    problem = problem_of(hardware, model, workload, dtype="float16", **given)
-
-    def plan_of(candidate):
-        return make_plan(problem, candidate, startup_s=0.0)
-
-    return problem, plan_of
+    return problem_of(hardware, model, workload, dtype="float16", **given)
 
 
 QUICK, LONG = list(CASES)[:3], list(CASES)[3:]
@@ -69,16 +63,16 @@ QUICK, LONG = list(CASES)[:3], list(CASES)[3:]
 def test_the_plan_is_within_5_percent_of_the_fastest_candidate(name):
     machine, model, workload, weights = CASES[name]
     hardware = shipped_profile(machine)
-    problem, plan_of = problem_and_plans(hardware, model, workload, weights=weights)
-    found = simulate_candidates(problem, plan_of)
+    problem = problem_with(hardware, model, workload, weights=weights)
+    found = simulate_candidates(problem)
     assert len(found) >= 2
-    whole = [simulate_job(plan_of(s.candidate), model, hardware).total_s for s in found]
+    whole = [simulate_job(plan_of(problem, s.candidate), model, hardware).total_s for s in found]
     for simulated, seconds in zip(found, whole, strict=True):
         assert simulated.seconds == pytest.approx(seconds, rel=0.05)
     best = choose(found)
     assert whole[found.index(best)] <= 1.05 * min(whole)
     plan = plan_problem(problem)
-    assert plan.policy == plan_of(best.candidate).policy
+    assert plan.policy == plan_of(problem, best.candidate).policy
     predicted = plan.prediction
     rows_s = workload.num_seqs * hardware.row_overhead_s
     assert predicted.total_s - predicted.startup_s - rows_s == pytest.approx(best.seconds)
@@ -88,7 +82,7 @@ def test_the_plan_is_within_5_percent_of_the_fastest_candidate(name):
 @pytest.mark.parametrize("name", PARTS)
 def test_a_plan_is_within_10_percent_of_its_whole_job(name):
     hardware, model = shipped_profile("t4"), shape("opt-30b")
-    problem, _ = problem_and_plans(hardware, model, PARTS[name])
+    problem = problem_with(hardware, model, PARTS[name])
     plan = plan_problem(problem)
     predicted_s = plan.prediction.total_s - plan.prediction.startup_s - 1024 * hardware.row_overhead_s
     assert predicted_s == pytest.approx(simulate_job(plan, model, hardware).total_s, rel=0.1)
@@ -102,15 +96,15 @@ def test_the_cost_model_knows_what_waits_for_what(name, num_batches):
     """Without activations that cross the bus and Steps behind a layer's weights it would be off by 14 to 46 %."""
     machine, model, workload, weights = CASES[name]
     options = {"weights": weights, "num_gpu_batches": num_batches}
-    problem, plan_of = problem_and_plans(shipped_profile(machine), model, workload, **options)
+    problem = problem_with(shipped_profile(machine), model, workload, **options)
     best = next(candidates(problem, 1))
-    run = simulate_job(plan_of(best), model, shipped_profile(machine))
+    run = simulate_job(plan_of(problem, best), model, shipped_profile(machine))
     assert run.total_s == pytest.approx(best.seconds, rel=0.06)
 
 
 def test_an_order_that_takes_much_longer_than_modelled_is_pruned(monkeypatch):
     """With several micro-batches and of one order; in more parts, sweeps are no nearer to the cost model."""
-    problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
+    problem = problem_with(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
     best = next(candidates(problem, 1))
 
     def modelled(seconds, num_batches, order="even", tokens=4096):
@@ -132,18 +126,18 @@ def test_an_order_that_takes_much_longer_than_modelled_is_pruned(monkeypatch):
             self.seconds = took[candidate.inputs.num_gpu_batches, candidate.inputs.batch_order]
 
     monkeypatch.setattr(choice, "simulate_sampled", Run)
-    found = [s.candidate for s in simulate_candidates(problem, lambda candidate: None)]
+    found = [s.candidate for s in simulate_candidates(problem)]
     # 105 times 2 less a fifth is 175; 105 times 1.5 less a fifth is 131, below the 145 that are known; 105 times 1.5 is
     # 158.
     assert found == [offered[i] for i in (0, 1, 2, 4, 5)]
 
 
 def test_neos_order_is_costed_and_tried():
-    problem, plan_of = problem_and_plans(
+    problem = problem_with(
         shipped_profile("t4"), shape("opt-6.7b"), Workload.uniform(72, 512, 32), weights="int4", num_gpu_batches=2
     )
     found = list(candidates(problem, 4))
-    orders = [plan_of(candidate).policy.batch_order for candidate in found]
+    orders = [plan_of(problem, candidate).policy.batch_order for candidate in found]
     assert "neo" in orders and set(orders) <= {"even", "mixed", "neo"}
     for candidate, order in zip(found, orders, strict=True):
         on_cpu = candidate.counts.kv_seqs["cpu"]
@@ -155,13 +149,13 @@ def test_neos_order_is_costed_and_tried():
 
 def test_where_all_is_in_memory_sweeps_are_short():
     """A first sweep of all prompts would be no faster, and nothing would be saved before its end."""
-    problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 1100, 2), disk_memory=0)
+    problem = problem_with(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 1100, 2), disk_memory=0)
     plan = plan_problem(problem)
     assert plan.policy.max_num_batched_tokens <= 8192 < 48 * 1100
 
 
 def test_of_equal_candidates_the_one_whose_first_rows_are_done_first_is_chosen():
-    problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 1100, 2), disk_memory=0)
+    problem = problem_with(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 1100, 2), disk_memory=0)
     short, long = (next(candidates(replace(problem, max_num_batched_tokens=tokens), 1)) for tokens in (2048, 48 * 1100))
     assert first_rows_s(short) < first_rows_s(long)
     assert choose([Simulated(long, 10.0), Simulated(short, 10.1)]).candidate is short
@@ -169,7 +163,7 @@ def test_of_equal_candidates_the_one_whose_first_rows_are_done_first_is_chosen()
 
 
 def test_a_latency_holds_for_simulated_blocks():
-    problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
+    problem = problem_with(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
     best = next(candidates(problem, 1))
     latency_s = block_latency_s(best)
     assert choose([Simulated(best, best.seconds)], latency_s * 1.01).candidate is best
@@ -179,22 +173,22 @@ def test_a_latency_holds_for_simulated_blocks():
 @pytest.mark.parametrize("hardware", [cpu_box(), gpu_box(gpu_memory_bytes=2 << 30)], ids=lambda h: h.name)
 def test_a_sampled_simulation_is_near_the_whole_job(hardware):
     workload = Workload.uniform(600, 100, 40)
-    problem, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=64)
+    problem = problem_with(hardware, opt(1024, 12, 16), workload, max_num_seqs=64)
     best = next(candidates(problem, 1))
-    run = simulate_sampled(plan_of(best), best)
+    run = simulate_sampled(plan_of(problem, best), best)
     assert not run.whole
-    assert run.seconds == pytest.approx(simulate_job(plan_of(best), problem.model, hardware).total_s, rel=0.06)
+    assert run.seconds == pytest.approx(simulate_job(plan_of(problem, best), problem.model, hardware).total_s, rel=0.06)
 
 
 @pytest.mark.parametrize("hardware", [cpu_box(), gpu_box(gpu_memory_bytes=2 << 30)], ids=lambda h: h.name)
 def test_decoding_may_be_jumped_over(monkeypatch, hardware):
     """Sweeps that differ in their contexts alone are costed with the mean of these, in which attention is linear."""
     workload = Workload.uniform(40, 100, 64)
-    problem, plan_of = problem_and_plans(hardware, opt(1024, 12, 16), workload, max_num_seqs=40)
+    problem = problem_with(hardware, opt(1024, 12, 16), workload, max_num_seqs=40)
     best = next(candidates(problem, 1))
-    jumped = simulate_sampled(plan_of(best), best)
+    jumped = simulate_sampled(plan_of(problem, best), best)
     monkeypatch.setattr(sampled, "_JUMPS", 1 << 30)
-    each = simulate_sampled(plan_of(best), best)
+    each = simulate_sampled(plan_of(problem, best), best)
     assert jumped.whole and each.whole
     # KV moves in blocks of 16 tokens, so a context is off by less than one of them, in at least 100.
     assert jumped.seconds == pytest.approx(each.seconds, rel=0.05) and jumped.seconds != each.seconds
@@ -202,7 +196,7 @@ def test_decoding_may_be_jumped_over(monkeypatch, hardware):
 
 @pytest.mark.parametrize("longer", [100.0, 130.0])
 def test_only_what_may_be_the_fastest_is_simulated_for_longer(monkeypatch, longer):
-    problem, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
+    problem = problem_with(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
     best = next(candidates(problem, 1))
     offered = [replace(best, incumbent=replace(best.incumbent, seconds=seconds)) for seconds in (90.0, 99.0, 101.0)]
     asked = []
@@ -216,7 +210,7 @@ def test_only_what_may_be_the_fastest_is_simulated_for_longer(monkeypatch, longe
     monkeypatch.setattr(choice, "candidates", lambda *args: iter(offered))
     monkeypatch.setattr(choice, "added_candidates", lambda *args: iter(()))
     monkeypatch.setattr(choice, "simulate_sampled", run)
-    found = simulate_candidates(problem, lambda candidate: None)
+    found = simulate_candidates(problem)
     again = [candidate for candidate, longer_run in asked if longer_run]
     assert again == (offered[:1] if longer == 100 else offered[:2])
     assert choose(found).candidate is offered[0 if longer == 100 else 1]
@@ -227,6 +221,6 @@ def test_a_candidate_that_no_memory_plan_holds_stands_with_its_modelled_time(mon
         raise InputError("too small")
 
     monkeypatch.setattr(choice, "simulate_sampled", refuse)
-    problem, plan_of = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(8, 100, 20))
-    (only,) = simulate_candidates(problem, plan_of)
+    problem = problem_with(cpu_box(), opt(1024, 12, 16), Workload.uniform(8, 100, 20))
+    (only,) = simulate_candidates(problem)
     assert only.slower == 1

@@ -8,7 +8,7 @@ from planner_cases import GIB, cpu_box
 from tiered import CPU, generate, make_parts, make_policy
 from tiny_models import MODELS
 
-from batchgen.core.dtypes import product_key
+from batchgen.core.dtypes import matmul_key
 from batchgen.core.plan import Plan, Policy, Prediction
 from batchgen.core.routing import Routing
 from batchgen.core.workload import Workload
@@ -18,7 +18,7 @@ from batchgen.planner.costs import job_seconds, moved_bytes
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
-from batchgen.planner.prediction import plan_problem
+from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import BATCHGEN, CostInputs, problem_of
 from batchgen.planner.simulation import simulate_job
 
@@ -111,7 +111,7 @@ def test_the_cost_model_and_the_simulator_agree(rows, on_demand, exponent, weigh
 def slower_in_rows(hardware, factor):
     """The machine with products of weights that lie as they are stored so many times slower."""
     gemm = hardware.cpu.gemm_flops_per_s
-    gemm = gemm | {product_key("float16", "float16", in_rows=True): gemm["float16"].scaled(1 / factor)}
+    gemm = gemm | {matmul_key("float16", "float16", as_stored=True): gemm["float16"].scaled(1 / factor)}
     return replace(hardware, cpu=replace(hardware.cpu, gemm_flops_per_s=gemm))
 
 

@@ -18,7 +18,7 @@ from timing import undisturbed
 from tiny_models import make_tiny_model
 
 from batchgen.core.device import Device
-from batchgen.core.dtypes import product_key
+from batchgen.core.dtypes import matmul_key
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, Policy
 from batchgen.core.request import Request, SamplingParams
@@ -28,10 +28,10 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.batch_load import Attended, load_of
 from batchgen.planner.costs import head_lanes, layer_lanes, phase_matmul_s
-from batchgen.planner.memory_requirements import longest_tokens, most_kv_tokens
+from batchgen.planner.memory_requirements import most_kv_tokens
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
-from batchgen.planner.prediction import plan_problem
+from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import problem_of
 from batchgen.planner.simulation import simulate_job, simulated_rows, trace_plan
 from batchgen.planner.step_costs import StepCosts, streams_of
@@ -303,7 +303,7 @@ def slept_box():
     """An accelerator that sleeps so as to be slow, and as the CPU multiplies streamed weights at half the rate."""
     box = gpu_box(shared_cores=False)
     products = box.gpu.gemm_flops_per_s
-    streamed = {product_key("float16", "float16", in_rows=True): products["float16"].scaled(0.5)}
+    streamed = {matmul_key("float16", "float16", as_stored=True): products["float16"].scaled(0.5)}
     gpu = replace(box.gpu, waking_overhead_s=3e-4, gemm_flops_per_s=products | streamed)
     return replace(box, gpu=gpu, cpu=replace(box.cpu, waking_overhead_s=2e-4), link_overhead_s=1e-4)
 
@@ -354,7 +354,7 @@ def test_matmuls_with_streamed_weights_take_as_long_as_with_weights_as_they_are_
     model, workload = opt(2048, 24, 32), Workload.uniform(64, 400, 64)
     plain = cpu_box()
     products = plain.cpu.gemm_flops_per_s
-    known = {product_key("float16", "float16", in_rows=True): products["float16"].scaled(0.5)}
+    known = {matmul_key("float16", "float16", as_stored=True): products["float16"].scaled(0.5)}
     told = replace(plain, cpu=replace(plain.cpu, gemm_flops_per_s=products | known))
     batch = decoding("cpu", 32, 401)
     found = {}
@@ -582,7 +582,7 @@ def test_bytes_and_flows_are_those_of_the_engine(case, model_path, tmp_path, mon
     plan = plan_of(policy, workload, BUDGETS, "float32")
     parts = make_parts(
         model_path, device, policy, tmp_path, min_output_len=workload.max_output_len,
-        longest_tokens=longest_tokens(plan), most_kv_tokens=most_kv_tokens(plan),
+        longest_tokens=plan.workload.max_seq_len, most_kv_tokens=most_kv_tokens(plan),
         serial=case == "deferred",
     )  # fmt: skip
     packed = []

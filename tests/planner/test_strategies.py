@@ -8,10 +8,9 @@ from planner_cases import GIB, constant, cpu_box, gpu_box, opt
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.deferred_attention import with_deferred_attention
-from batchgen.planner.explain import make_plan
 from batchgen.planner.explanation import explanation_of
-from batchgen.planner.plan_selection import choose, simulate_candidates
-from batchgen.planner.prediction import plan_maker, plan_problem
+from batchgen.planner.plan_selection import choose, plan_problem, simulate_candidates
+from batchgen.planner.prediction import plan_of
 from batchgen.planner.problem import Allowed, problem_of
 from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.search import search
@@ -44,15 +43,11 @@ def planning(hardware, workload=DECODING, model=MODEL, **options):
     return problem_of(hardware, model, workload, dtype="float16", **given)
 
 
-def plan_of(problem, candidate):
-    return make_plan(problem, candidate, startup_s=0.0)
-
-
 def planned(hardware, workload=DECODING, **options):
     """The plan and its time beside those of the strategies."""
     problem = planning(hardware, workload, **options)
     plan = plan_problem(problem)
-    return with_strategies(plan, problem, plan_maker(problem))
+    return with_strategies(plan, problem)
 
 
 @pytest.mark.parametrize(("ratio", "deferred"), [(1.5, False), (10, True)])
@@ -94,7 +89,7 @@ def test_the_plan_has_two_batches_or_deferred_attention_by_how_fast_the_cpu_is()
 def test_the_choice_flips_in_simulated_whole_jobs_too(ratio, num_batches):
     hardware = slow_cpu(ratio)
     problem = planning(hardware)
-    found = simulate_candidates(problem, lambda candidate: plan_of(problem, candidate))
+    found = simulate_candidates(problem)
     best = choose(found)
     assert best.seconds <= 1.02 * min(s.seconds for s in found)
     whole = [simulate_job(plan_of(problem, s.candidate), MODEL, hardware).total_s for s in found]
@@ -107,7 +102,7 @@ def test_the_choice_flips_in_simulated_whole_jobs_too(ratio, num_batches):
 def test_a_sampled_simulation_with_deferred_attention_is_near_the_whole_job():
     hardware = slow_cpu(10)
     problem = planning(hardware)
-    found = simulate_candidates(problem, lambda candidate: plan_of(problem, candidate))
+    found = simulate_candidates(problem)
     deferring = [s for s in found if s.candidate.inputs.deferral]
     assert deferring
     for simulated in deferring:
@@ -153,7 +148,7 @@ def test_kv_streams_by_layer_where_it_is_a_little_larger_than_the_gpu():
 def test_the_plan_has_kv_by_layer_where_kv_is_a_little_larger_than_the_gpu():
     problem = few_long_rows()
     plan = plan_problem(problem)
-    plan = with_strategies(plan, problem, plan_maker(problem))
+    plan = with_strategies(plan, problem)
     policy, times = plan.policy, {strategy.name: strategy.seconds for strategy in plan.strategies}
     assert strategy_of(policy, WITH_GPU) == "Pie"
     assert policy.kv_seqs == {"streamed": 2} and 12 < policy.kv_layers < 24
@@ -231,7 +226,7 @@ def test_weights_in_4_bits_pay_for_their_own_store(has_store):
     problem = planning(cpu_box(), JOB, store_bytes=sizes["native"], has_int4_store=has_store, loading_s=1.0)
     own = planning(cpu_box(), JOB, weights="int4", store_bytes=0 if has_store else sizes["int4"], loading_s=1.0)
     (strategy,) = [strategy for strategy in ON_CPU if strategy.name == "quantised"]
-    predicted = [best_plan(strategy, p, plan_maker(p)).prediction for p in (problem, own)]
+    predicted = [best_plan(strategy, p).prediction for p in (problem, own)]
     assert predicted[0].startup_s == pytest.approx(predicted[1].startup_s)
     assert predicted[0].disk_written_bytes == predicted[1].disk_written_bytes
     assert predicted[0].disk_written_bytes["weight store"] == (0 if has_store else sizes["int4"])

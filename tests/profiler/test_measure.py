@@ -18,7 +18,7 @@ import torch
 from timing import undisturbed
 
 from batchgen.core import direct_io
-from batchgen.core.dtypes import BLOCK_FORMATS, GGUF_FORMATS
+from batchgen.core.dtypes import BLOCK_FORMATS, GGUF_FORMATS, KVFormat
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, Rates, read_profile
 from batchgen.core.kernel_choice import KernelChoice
@@ -142,7 +142,7 @@ class TestMeasure:
         assert after.cpu.step_overhead_s == before.cpu.step_overhead_s
         assert after.disk_read_bytes_per_s == before.disk_read_bytes_per_s
 
-    @pytest.mark.parametrize(("kv_format", "dtype"), [("int5", "float32"), ("int5", "bfloat16"), ("int8", "float32")])
+    @pytest.mark.parametrize(("kv_format", "dtype"), [("int4", "float32"), ("int5", "bfloat16"), ("int8", "float32")])
     def test_packed_kv_is_merged_in(self, measured, kv_format, dtype, logged):
         after = add_packed_kv(measured, dtype, kv_format, effort=TINY)
         before, cpu = measured.cpu, after.cpu
@@ -167,13 +167,13 @@ class TestMeasure:
         ("packing", "dtype", "key"),
         [("int8", "float32", "int8"), ("int8", "bfloat16", "int8"), ("q4_1", "float32", "q4_1 float32")],
     )
-    @pytest.mark.parametrize("in_rows", [False, True])
-    def test_products_of_packed_weights_are_merged_in(self, measured, packing, dtype, key, in_rows, logged):
-        key = f"{key} in rows" if in_rows else key
+    @pytest.mark.parametrize("as_stored", [False, True])
+    def test_products_of_packed_weights_are_merged_in(self, measured, packing, dtype, key, as_stored, logged):
+        key = f"{key} in rows" if as_stored else key
         slower = {"sweep_factors": {dtype: {"gemm": 2.0}}}
         before = dataclasses.replace(measured, measured=measured.measured | slower)
         model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16, inner=96)  # rows of whole blocks
-        after = add_products(before, dtype, packing, effort=TINY, model=model, in_rows=in_rows)
+        after = add_products(before, dtype, packing, effort=TINY, model=model, as_stored=as_stored)
         table = after.cpu.gemm_flops_per_s
         assert {k: v for k, v in table.items() if k != key} == measured.cpu.gemm_flops_per_s
         assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table[key].points))
@@ -182,7 +182,7 @@ class TestMeasure:
 
     def test_layers_of_no_certain_model_can_have_any_packed_weights(self):
         for model in profile_compute.subjects_of("cpu", Effort(), None).products:
-            for _, columns in model.product_shapes.values():
+            for _, columns in model.matmul_shapes.values():
                 assert all(columns % values == 0 for values, _ in GGUF_FORMATS.values())
 
     @pytest.mark.parametrize("weight_format", ["q4_1", "int8", "float32"])
@@ -192,22 +192,22 @@ class TestMeasure:
         monkeypatch.setattr(Device, "rate", lambda self, trial, effort: trial.run(0) or 1.0)
         model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16, inner=96)
         pool, device = torch.zeros((4 << 20) // 4), Device("cpu")
-        profile_compute.gemm_rates(device, pool, [model], TINY, weight_format, in_rows=True)
+        profile_compute.gemm_rates(device, pool, [model], TINY, weight_format, as_stored=True)
         assert used and not any(isinstance(weight, PackedWeight) for weight in used)
         used.clear()
         profile_compute.gemm_rates(device, pool, [model], TINY, weight_format)
         assert used and all(isinstance(weight, PackedWeight) for weight in used)
 
-    @pytest.mark.parametrize("in_rows", [False, True])
+    @pytest.mark.parametrize("as_stored", [False, True])
     @pytest.mark.parametrize("weight_format", BLOCK_FORMATS)
     def test_depths_that_are_not_whole_blocks_of_a_format_are_timed_as_if_they_were(
-        self, weight_format, in_rows, monkeypatch
+        self, weight_format, as_stored, monkeypatch
     ):
         """A GGUF has its matrices of such depths in another format, and may be asked for the rates of each."""
         monkeypatch.setattr(Device, "rate", lambda self, trial, effort: trial.run(0) or trial.work)
         model = profile_compute._llama(width=544, heads=4, kv_heads=2, head_dim=40, inner=1376)
         pool = torch.zeros((16 << 20) // 4)
-        found = profile_compute.gemm_rates(Device("cpu"), pool, [model], TINY, weight_format, in_rows=in_rows)
+        found = profile_compute.gemm_rates(Device("cpu"), pool, [model], TINY, weight_format, as_stored=as_stored)
         flops = 2 * sum(r * c for r, c in itertools.chain(*model.layer_matrices.values()))
         assert flops <= found.at(width=544, tokens=1) < 2 * flops
 
@@ -358,6 +358,9 @@ class TestTiming:
         assert torch.equal(torch.cat([part.flatten() for part in parts]), pool[:96])
 
 
+FP32 = KVFormat("float32")
+
+
 class TestAttention:
     """What is timed must be attention, over all the KV that is counted."""
 
@@ -367,7 +370,7 @@ class TestAttention:
     def test_paged_runs_go_through_the_pool_and_start_over(self, sequences, turns):
         pool = torch.randn(2 * 8 * 2 * 16 * 16)  # K and V of 8 blocks
         run = profile_compute.paged_attention(
-            profile_compute.paged_kv(pool, self.model), self.model, sequences, pool.dtype
+            profile_compute.paged_kv(pool, self.model, FP32), FP32, self.model, sequences, pool.dtype
         )
         results = [run(i) for i in range(turns + 1)]
         assert results[0].shape == (sum(new for new, _ in sequences), 2 * 2 * 16)
@@ -393,14 +396,15 @@ class TestAttention:
     def test_packed_kv_is_attended_to_as_it_is_stored(self, monkeypatch):
         """The bytes that count are those of the packed blocks, and results are those of KV that was packed."""
         pool = torch.randn(64 * 2 * 2 * 16 * 16)
-        kv = profile_compute.paged_kv(pool, self.model, "int5")
+        int5 = KVFormat.of("int5")
+        kv = profile_compute.paged_kv(pool, self.model, int5)
         assert kv.dtype == torch.uint8 and kv.shape == (64, 2, 2, 16, 14)
         expanded = quant.dequantize(kv, 16, bits=5)
         sequences = [(1, 19), (1, 30)]
         torch.manual_seed(1)
-        packed = profile_compute.paged_attention(kv, self.model, sequences, torch.float32)(3)
+        packed = profile_compute.paged_attention(kv, int5, self.model, sequences, torch.float32)(3)
         torch.manual_seed(1)
-        plain = profile_compute.paged_attention(expanded, self.model, sequences, torch.float32)(3)
+        plain = profile_compute.paged_attention(expanded, FP32, self.model, sequences, torch.float32)(3)
         assert torch.allclose(packed, plain, atol=1e-5)
         works = []
         monkeypatch.setattr(Device, "rate", lambda self, trial, effort: works.append(trial.work) or 1.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.core.dtypes import kv_row_bytes
+from batchgen.core.dtypes import KVFormat
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
@@ -86,7 +86,7 @@ def test_what_a_plan_can_ask_for_is_there(name):
         for kind in ("gemm_flops_per_s", "prefill_attention_flops_per_s", "elementwise_bytes_per_s"):
             assert profile.compute.has_rates(kind, number_format)
     for device in (profile.compute, profile.cpu):
-        for number_format in ("float16", "bfloat16", "float32", "int5", "int8"):
+        for number_format in ("float16", "bfloat16", "float32", "int4", "int5", "int8"):
             assert device.has_rates("decode_attention_bytes_per_s", number_format)
     for field in ("sweep_overhead_s", "sequence_overhead_s", "row_overhead_s", "gguf_load_bytes_per_s"):
         assert getattr(profile, field) > 0
@@ -134,17 +134,18 @@ def test_the_host_can_feed_its_own_attention(name):
         rates = [table.at(group=group) for group in GROUPS]
         assert max(rates) < profile.dram_bytes_per_s, number_format
         assert_non_decreasing(rates[::-1])
-    # In numbers attended to, 8-bit KV is faster than 16-bit, and 5-bit KV faster again.
+    # In numbers attended to, KV of fewer bits is faster.
     for group in GROUPS:
-        plain, int8, int5 = (tables[f].at(group=group) / kv_row_bytes(64, f) for f in (half(name), "int8", "int5"))
-        assert plain < int8 < int5
+        formats = map(KVFormat.of, (half(name), "int8", "int5", "int4"))
+        plain, int8, int5, int4 = (tables[f.name].at(group=group) / f.row_bytes(64) for f in formats)
+        assert plain < int8 < int5 < int4 * 1.001
     assert profile.disk_write_bytes_per_s <= profile.disk_read_bytes_per_s < profile.dram_bytes_per_s
 
 
 def test_a_later_gpu_is_at_least_as_fast():
     a100, h100, h200 = (shipped_profile(name) for name in ("a100", "h100", "h200"))
     for older, newer in ((a100, h100), (h100, h200)):
-        for number_format in ("bfloat16", "float32", "int5", "int8"):
+        for number_format in ("bfloat16", "float32", "int4", "int5", "int8"):
             for group in GROUPS:
                 rates = [p.gpu.decode_attention_bytes_per_s[number_format].at(group=group) for p in (older, newer)]
                 assert rates[0] < rates[1]

@@ -41,21 +41,22 @@ JOB = (
 HEAD = """\
 # Failures
 
-What a job ends with that cannot be run, or not to its end. `python tests/support/failure_cases.py` writes this page
-from what happens, and a test compares them. *N* stands for a number that depends on the machine. A job that is
-disturbed goes on when the same command is run again.
+This page says how a job ends that cannot start, or cannot run to its end. `python tests/support/failure_cases.py`
+writes it from what happens, and a test compares them. *N* stands for a number that depends on the machine. A job that
+is disturbed continues when the same command is run again.
 
-On disk afterwards: `out.parquet` is the output, `out.parquet.batchgen` the run directory with finished rows
-([formats](formats.md#run-directory)). Files that were there before stay as they were.
+The last column says what is on disk afterwards: `out.parquet` is the output, `out.parquet.batchgen` the run directory
+with finished rows ([formats](formats.md#run-directory)). Files that were there before stay as they were.
 
-A screen is not the job: where standard error or standard output is closed or full (`2>&-`, a log on a full disk, `2>&1
-| head`), a job goes on to its end, and its exit code tells what became of the rows. When a terminal is closed, the jobs
-in it get SIGHUP, which ends them as Ctrl-C does; `nohup batchgen run ... &` keeps them going. What a command was run
-for is missed: `batchgen plan > /dev/full` ends with exit code 1, and so does a job whose rows go to `--output -` and
-are not taken (they are kept). A reader that wants no more of a plan (`batchgen plan ... | head`) is no error.
+A job does not depend on its screen. If standard error or standard output is closed or full (`2>&-`, a log on a full
+disk, `2>&1 | head`), the job runs to its end, and its exit code says what happened to the rows. When a terminal is
+closed, the jobs in it get SIGHUP, which ends them as Ctrl-C does; `nohup batchgen run ... &` keeps them running. But if
+the result itself cannot be written, the exit code is 1: so it is for `batchgen plan > /dev/full`, and for a job with
+`--output -` whose rows are not taken (they are kept). A reader that stops early (`batchgen plan ... | head`) is no
+error.
 
-Control characters in names and texts, such as those that escape sequences begin with, are spelled out (`\\x1b`)
-wherever they are shown.
+Control characters in names and texts, such as the first one of an escape sequence, are spelled out (`\\x1b`) wherever
+they are shown.
 """
 
 

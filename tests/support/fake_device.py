@@ -481,10 +481,10 @@ def run_on(
     )
     real_prepare = ops.prepare_attention
 
-    def prepare(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_dtype, *, device, **options):
+    def prepare(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, *, device, **options):
         if device == DEVICE:
             return reference.prepare_attention(plan, kv_heads, kv_block_size, dtype)
-        return real_prepare(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_dtype, device=device, **options)
+        return real_prepare(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device=device, **options)
 
     monkeypatch.setattr(ops, "prepare_attention", prepare)
     if ahead:

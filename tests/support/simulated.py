@@ -10,7 +10,7 @@ from batchgen.core.hardware import ComputeRates
 from batchgen.core.plan import Plan, Policy, Prediction
 from batchgen.core.workload import Workload
 from batchgen.planner.parallel import split_layers, stage_policy
-from batchgen.planner.prediction import plan_problem
+from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import problem_of
 
 # Copies to the accelerator that compute makes itself; the planner counts them with the link's.

@@ -44,7 +44,7 @@ def find(config: ModelConfig, model: Path, tensors: Tensors, part: str, name: st
     """
     suffixes = ("_blocks", "_scales") if f"{name}_blocks" in tensors else ("",)
     sources = tuple((f"{name}{suffix}", tensors[f"{name}{suffix}"]) for suffix in suffixes)
-    rows, columns = config.product_shapes["up" if "gate_up" in part else "down"]
+    rows, columns = config.matmul_shapes["up" if "gate_up" in part else "down"]
     experts = FusedExperts(part, rows, columns, sources)
     experts.check(model, config.num_experts)
     return experts

@@ -1,7 +1,7 @@
 """Attention over paged KV in Triton.
 
-Online softmax (Milakov and Gimelshein, 2018), tile by tile as FlashAttention does it (Dao et al., 2022), over the items of
-a DevicePlan, and the merge of partial results (flash-decoding).
+Online softmax (Milakov and Gimelshein, 2018), tile by tile as FlashAttention does it (Dao et al., 2022), over the items
+of a DevicePlan, and the merge of partial results (flash-decoding).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.core.dtypes import KVFormat
 from batchgen.ops.attention_plan import AttentionPlan
-from batchgen.ops.quant import kv_code_bits
 from batchgen.ops.triton import plan as plans
 from batchgen.ops.triton.groups import aligned, flat_columns, unpack, unpack_bytes
 from batchgen.ops.triton.launch import Launch, Tile, attention_tiles, card, power_of_two
@@ -27,7 +27,7 @@ _ITEM = tl.constexpr(plans.COLUMNS)
 
 
 def supports_attention(head_dim: int, group: int, kv_block_size: int, device: torch.device) -> bool:
-    """Whether the kernels know these shapes. group: query heads of a KV head."""
+    """Tell whether the kernels know these shapes. group: query heads of a KV head."""
     return (
         card(device).has_products
         and head_dim % 2 == 0
@@ -43,12 +43,12 @@ def geometry(
     head_dim: int,
     kv_block_size: int,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    kv_format: KVFormat,
     device: torch.device,
 ) -> Geometry:
-    """What plans are cut for. dtype: of queries."""
+    """Shapes that plans are cut for. dtype: dtype of queries."""
     this = card(device)
-    few, many = attention_tiles(heads // kv_heads, head_dim, dtype, kv_dtype, this.shared_memory)
+    few, many = attention_tiles(heads // kv_heads, head_dim, dtype, kv_format.bits, this.shared_memory)
     return Geometry(heads, kv_heads, head_dim, kv_block_size, few, many, this.num_sms)
 
 
@@ -59,11 +59,11 @@ def prepare_attention(
     head_dim: int,
     kv_block_size: int,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    kv_format: KVFormat,
     device: torch.device,
 ) -> DevicePlan:
-    """As `ops.prepare_attention`."""
-    return cut_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_dtype, device).prepare(device)
+    """A sweep's attention on the card, cut for these shapes."""
+    return cut_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device).prepare(device)
 
 
 def cut_attention(
@@ -73,11 +73,11 @@ def cut_attention(
     head_dim: int,
     kv_block_size: int,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    kv_format: KVFormat,
     device: torch.device,
 ) -> CutPlan:
-    """As `ops.cut_attention`."""
-    return plans.cut(plan, geometry(heads, kv_heads, head_dim, kv_block_size, dtype, kv_dtype, device))
+    """A sweep's attention cut for these shapes, not on the card yet."""
+    return plans.cut(plan, geometry(heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device))
 
 
 def paged_attention(
@@ -85,20 +85,27 @@ def paged_attention(
     kv: Tensor,
     plan: DevicePlan,
     out: Tensor | None = None,
+    bits: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `ops.paged_attention`, but [tokens, heads, head_dim]. Tokens that are in no item are left as they were in memory."""
+    """Attention of queries to paged KV, [tokens, heads, head_dim]. Tokens in no item stay as they were in memory."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    for launch in launches(q, kv, plan, out, softcap, sinks):
+    for launch in launches(q, kv, plan, out, bits, softcap, sinks):
         launch()
     return out
 
 
 def launches(
-    q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor, softcap: float = 0.0, sinks: Tensor | None = None
+    q: Tensor,
+    kv: Tensor,
+    plan: DevicePlan,
+    out: Tensor,
+    bits: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> list[Launch]:
-    """Few rows, many rows, merges: those of them that there are."""
+    """The launches of small M, of large M, and of merges, where there are items."""
     shape = plan.geometry
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] == shape.head_dim and kv.is_contiguous()
     assert q.shape[1] == shape.heads and kv.shape[2:4] == (shape.kv_heads, shape.kv_block_size)
@@ -106,8 +113,8 @@ def launches(
     # Partial results, unnormalised, and of each the largest score (in powers of two) and the sum of softmax weights.
     partial = torch.empty(rows, shape.heads, shape.head_dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(rows, shape.heads, 2, dtype=torch.float32, device=q.device)
-    found = [
-        _attend_launch(q, kv, plan, out, partial, stats, items, tile, softcap, sinks)
+    attending = [
+        _attend_launch(q, kv, plan, out, partial, stats, items, tile, bits, softcap, sinks)
         for items, tile in ((plan.few, shape.few), (plan.many, shape.many))
         if len(items)
     ]
@@ -127,8 +134,8 @@ def launches(
             "DIM": power_of_two(shape.head_dim, 16),
             "PARTS": _MERGED_AT_ONCE,
         }
-        found.append(Launch(_merge, (len(plan.merge_tokens), shape.heads), args, constants, warps=1))
-    return found
+        attending.append(Launch(_merge, (len(plan.merge_tokens), shape.heads), args, constants, warps=1))
+    return attending
 
 
 def _attend_launch(  # the operands of one kernel
@@ -140,13 +147,15 @@ def _attend_launch(  # the operands of one kernel
     stats: Tensor,
     items: Tensor,
     tile: Tile,
+    bits: int,
     softcap: float,
     sinks: Tensor | None,
 ) -> Launch:
-    shape, bits = plan.geometry, kv_code_bits(kv.dtype)
+    shape = plan.geometry
+    assert (kv.dtype == torch.uint8) == bool(bits)
     args = {
         "q": q,
-        "kv": kv.view(torch.uint8) if bits else kv,
+        "kv": kv,
         "out": out,
         "partial": partial,
         "stats": stats,
@@ -196,7 +205,7 @@ def _attend(  # a kernel takes pointers and scalars only
 ):
     """One item and KV head.
 
-    Rows are the item's tokens x the query heads of the KV head. With 5-bit KV queries and results are taken in
+    Rows are the item's tokens x the query heads of the KV head. With KV of 4 or 5 bits queries and results are taken in
     two halves, of the columns in low and in high nibbles, so that bytes are read once.
     """
     item = items + tl.program_id(0) * _ITEM
@@ -214,7 +223,7 @@ def _attend(  # a kernel takes pointers and scalars only
     head = kv_head * GROUP + row % GROUP
     there = token < num_tokens
     q_rows = q + (first_token + token).to(tl.int64) * q_stride + head * HEAD_DIM
-    if BITS == 5:
+    if BITS == 4 or BITS == 5:
         low, high, low_there, high_there = flat_columns(HEAD_DIM, DIM // 64)
         q_high = tl.load(q_rows[:, None] + high[None, :], mask=there[:, None] & high_there[None, :], other=0)
         sum_high = tl.zeros((ROWS, DIM // 2), tl.float32)
@@ -251,7 +260,7 @@ def _attend(  # a kernel takes pointers and scalars only
         tl.store(stats + rows * 2, most, mask=there)
         tl.store(stats + rows * 2 + 1, weight_sum, mask=there)
         tl.store(partial + rows[:, None] * HEAD_DIM + low[None, :], sum_low, mask=low_mask)
-        if BITS == 5:
+        if BITS == 4 or BITS == 5:
             high_mask = there[:, None] & high_there[None, :]
             tl.store(partial + rows[:, None] * HEAD_DIM + high[None, :], sum_high, mask=high_mask)
     else:
@@ -261,7 +270,7 @@ def _attend(  # a kernel takes pointers and scalars only
         divisor = tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]  # no key in sight: zeros
         type: tl.constexpr = out.dtype.element_ty
         tl.store(out + rows[:, None] * HEAD_DIM + low[None, :], (sum_low / divisor).to(type), mask=low_mask)
-        if BITS == 5:
+        if BITS == 4 or BITS == 5:
             high_mask = there[:, None] & high_there[None, :]
             tl.store(out + rows[:, None] * HEAD_DIM + high[None, :], (sum_high / divisor).to(type), mask=high_mask)
 
@@ -302,7 +311,7 @@ def _attend_keys(  # a kernel takes pointers and scalars only
     block = tl.load(table + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     k_rows = kv + block * (2 * KV_HEADS * BLOCK_SIZE * WIDTH) + key % BLOCK_SIZE * WIDTH
     v_rows = k_rows + KV_HEADS * BLOCK_SIZE * WIDTH
-    if BITS == 5:
+    if BITS == 4 or BITS == 5:
         k_low, k_high = unpack(k_rows, there, 0, HEAD_DIM, DIM // 64, BITS, ALIGNED)
         k_low = tl.reshape(k_low, (KEYS, DIM // 2)).to(q_low.dtype)
         k_high = tl.reshape(k_high, (KEYS, DIM // 2)).to(q_low.dtype)
@@ -332,7 +341,7 @@ def _attend_keys(  # a kernel takes pointers and scalars only
     weight_sum = weight_sum * faded + tl.sum(weight, 1)
     weight = weight.to(q_low.dtype)
     sum_low = sum_low * faded[:, None]
-    if BITS == 5:
+    if BITS == 4 or BITS == 5:
         v_low, v_high = unpack(v_rows, there, 0, HEAD_DIM, DIM // 64, BITS, ALIGNED)
         v_low = tl.reshape(v_low, (KEYS, DIM // 2)).to(q_low.dtype)
         v_high = tl.reshape(v_high, (KEYS, DIM // 2)).to(q_low.dtype)

@@ -1,4 +1,6 @@
-"""Compiles every kernel for a card that need not be there: `python -m batchgen.ops.triton.compile_ahead --capability 90`.
+"""Compiles every kernel for a card that need not be there.
+
+    python -m batchgen.ops.triton.compile_ahead --capability 90
 
 Each is compiled from the launches that the engine would make for representative models, and reported with what it takes
 of the card. Fails where a block would use more shared memory than the card has.
@@ -22,6 +24,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from batchgen.core.dtypes import KV_CODE_BITS, KVFormat
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
@@ -39,17 +42,21 @@ _KV_HEADS = 2
 _MIXTURES = ((128, 8, 2048, 768, "silu_mul", False), (32, 4, 2880, 2880, "swiglu_oai_mul", True))
 # (queries, KV)
 _FORMATS = (
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float16, torch.float16),
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.uint8),
-    (torch.bfloat16, torch.int8),
+    *((dtype, KVFormat(str(dtype).removeprefix("torch."))) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+    *((torch.bfloat16, KVFormat.of(name)) for name in KV_CODE_BITS),
 )
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel. shared_memory: bytes a block. registers: a thread. stack: bytes a thread, which is where spilled registers go."""
+    """A compiled kernel.
+
+    Attributes:
+        name: The kernel and its variant.
+        shared_memory: Bytes of a block.
+        registers: Registers of a thread.
+        stack: Bytes of a thread, which spilled registers take.
+    """
 
     name: str
     shared_memory: int
@@ -60,13 +67,13 @@ class Compiled:
 def compile_all(
     capability: int, head_dims: tuple[int, ...] = (64, 128), groups: tuple[int, ...] = (1, 4, 8)
 ) -> Iterator[Compiled]:
-    """Of compute capability major * 10 + minor. Raises triton's errors where a kernel cannot be compiled."""
+    """Compile all kernels for compute capability major * 10 + minor. Raises Triton's errors."""
     for name, launch in all_launches(Card(capability, 132, SHARED_MEMORY[capability]), head_dims, groups):
         yield compile_launch(name, launch, capability)
 
 
 def compile_launch(name: str, launch: Launch, capability: int) -> Compiled:
-    """As Triton would when it is called: numbers that divide by 16 are known to."""
+    """Compile a kernel as Triton would when it is launched: numbers that divide by 16 are known to."""
     names = launch.kernel.arg_names
     signature, constants, hints = {}, dict(launch.constants), {}
     for i, argument in enumerate(names):
@@ -108,20 +115,20 @@ def _resources(binary: bytes) -> tuple[int | None, int | None]:
 def all_launches(card: Card, head_dims: tuple[int, ...], groups: tuple[int, ...]) -> Iterator[tuple[str, Launch]]:
     """Names and launches, on CPU tensors: those of models of these head sizes and query heads of a KV head."""
     has_bf16 = card.capability >= 80
-    for head_dim, (dtype, kv_dtype) in itertools.product(head_dims, _FORMATS):
+    for head_dim, (dtype, kv_format) in itertools.product(head_dims, _FORMATS):
         if dtype == torch.bfloat16 and not has_bf16:
             continue
-        what = f"head_dim {head_dim}, {_short(dtype)} over {_short(kv_dtype)}"
+        what = f"head_dim {head_dim}, {_short(dtype)} over {kv_format.name}"
         for group in groups if card.has_products else ():
-            for launch in _attention_launches(head_dim, group, dtype, kv_dtype, card.shared_memory):
+            for launch in _attention_launches(head_dim, group, dtype, kv_format, card.shared_memory):
                 if group == groups[0] or launch.kernel is not attention._merge:
                     rows = launch.constants.get("ROWS")
                     yield (
                         f"{launch.kernel.__name__}, {what}, group {group}" + (f", {rows} rows" if rows else ""),
                         launch,
                     )
-        if card.has_products or kv_dtype != torch.uint8:
-            for name, launch in _rotary_launches(head_dim, dtype, kv_dtype):
+        if card.has_products or not kv_format.rotates_keys:
+            for name, launch in _rotary_launches(head_dim, dtype, kv_format):
                 yield f"{launch.kernel.__name__}, {what}, {name}", launch
     for dtype in (torch.bfloat16, torch.float16, torch.float32) if has_bf16 else (torch.float16, torch.float32):
         yield from _row_launches(dtype)
@@ -148,7 +155,7 @@ def _row_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
         x, packed = torch.empty(2, n, dtype=dtype), torch.empty(2, quant.row_bytes(n), dtype=torch.uint8)
         yield f"_dequantize, {_short(dtype)}, {n} columns", weights.dequantize_launch(packed, n, x)
         yield f"_quantize, {_short(dtype)}, {n} columns", weights.quantize_launch(x, packed)
-    x, packed = torch.empty(2, 128, dtype=dtype), torch.empty(2, quant.row_bytes(128, 8), dtype=torch.int8)
+    x, packed = torch.empty(2, 128, dtype=dtype), torch.empty(2, quant.row_bytes(128, 8), dtype=torch.uint8)
     yield f"_quantize_heads, {_short(dtype)}, 128 columns", weights.quantize_heads_launch(x, packed)
 
 
@@ -178,7 +185,7 @@ def _logits_launches() -> Iterator[tuple[str, Launch]]:
 
 
 def _attention_launches(
-    head_dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype, shared_memory: int
+    head_dim: int, group: int, dtype: torch.dtype, kv_format: KVFormat, shared_memory: int
 ) -> list[Launch]:
     blocks = np.zeros(64, np.int32)
     tail = np.array([20])
@@ -187,41 +194,44 @@ def _attention_launches(
         (DecodeGroup(0, 1, blocks[None], tail, np.zeros(1, np.int64)),),
         (PrefillItem(1, 257, blocks, 0),),
     )
-    tiles = attention_tiles(group, head_dim, dtype, kv_dtype, shared_memory)
+    tiles = attention_tiles(group, head_dim, dtype, kv_format.bits, shared_memory)
     shape = plan.Geometry(_KV_HEADS * group, _KV_HEADS, head_dim, DEFAULT_KV_BLOCK_SIZE, *tiles, num_sms=132)
     q = torch.empty(257, _KV_HEADS * group, head_dim, dtype=dtype)
-    kv = _kv(head_dim, kv_dtype)
-    return attention.launches(q, kv, plan.cut(sweep, shape).prepare(torch.device("cpu")), torch.empty_like(q))
+    kv = _kv(head_dim, dtype, kv_format.bits)
+    return attention.launches(
+        q, kv, plan.cut(sweep, shape).prepare(torch.device("cpu")), torch.empty_like(q), kv_format.bits
+    )
 
 
-def _rotary_launches(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+def _rotary_launches(head_dim: int, dtype: torch.dtype, kv_format: KVFormat) -> Iterator[tuple[str, Launch]]:
     heads, tokens = 4 * _KV_HEADS, 16
     qkv = torch.empty(tokens, (heads + 2 * _KV_HEADS) * head_dim, dtype=dtype)
     q = torch.empty(tokens, heads, head_dim, dtype=dtype)
     k = torch.empty(tokens, _KV_HEADS, head_dim, dtype=dtype)
     table, weight = torch.empty(64, head_dim // 2), torch.empty(head_dim, dtype=dtype)
     slots = torch.zeros(tokens, dtype=torch.int64)
-    rotation = torch.empty(head_dim, head_dim) if kv_dtype == torch.uint8 else None
+    rotation = torch.empty(head_dim, head_dim) if kv_format.rotates_keys else None
     for name, rope, norms in (
         ("rope", (table, table), None),
         ("rope and norms", (table, table), (weight, weight)),
         ("learned", None, None),
     ):
         inputs = qkv, heads, _KV_HEADS, 0.1, rope, slots, norms, 1e-6, rotation
-        yield f"{name}, stored", rotary.rotary_launch(*inputs, _kv(head_dim, kv_dtype), slots, q, None, None)
+        yield (
+            f"{name}, stored",
+            rotary.rotary_launch(*inputs, _kv(head_dim, dtype, kv_format.bits), slots, kv_format.bits, q, None, None),
+        )
         if name == "rope":
-            yield f"{name}, apart", rotary.rotary_launch(*inputs, None, None, q, k, k)
+            yield f"{name}, apart", rotary.rotary_launch(*inputs, None, None, 0, q, k, k)
 
 
-def _kv(head_dim: int, kv_dtype: torch.dtype) -> Tensor:
-    bits = quant.kv_code_bits(kv_dtype)
+def _kv(head_dim: int, dtype: torch.dtype, bits: int) -> Tensor:
     width = quant.row_bytes(head_dim, bits) if bits else head_dim
-    return torch.empty(64, 2, _KV_HEADS, DEFAULT_KV_BLOCK_SIZE, width, dtype=kv_dtype)
+    return torch.empty(64, 2, _KV_HEADS, DEFAULT_KV_BLOCK_SIZE, width, dtype=torch.uint8 if bits else dtype)
 
 
 def _short(dtype: torch.dtype) -> str:
-    packed = {made: name for name, made in quant.KV_DTYPES.items()}
-    return packed.get(dtype) or str(dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 def main() -> int:

@@ -1,9 +1,10 @@
 """Products of a mixture of experts: each token with the experts that it is routed to, and with no other.
 
-Tokens are sorted by expert on the card (MegaBlocks: Gale et al., 2022), and a program has a tile: some rows of one expert and some
-columns. The host knows neither. It launches as many programs as the worst routing has tiles, and those without one return at once.
-So nothing waits for the router, and launches are alike for any routing, which a CUDA graph needs. A tile has one shape however many
-rows its expert has, and sums run over depth in one order: a row's result does not depend on its batch.
+Tokens are sorted by expert on the card (MegaBlocks: Gale et al., 2022), and a program has a tile: some rows of one
+expert and some columns. The host knows neither. It launches as many programs as the worst routing has tiles, and those
+without one return at once. So nothing waits for the router, and launches are alike for any routing, which a CUDA graph
+needs. A tile has one shape however many rows its expert has, and sums run over depth in one order: a row's result does
+not depend on its batch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ADDED_COLUMNS = 1024
 
 @dataclass(frozen=True)
 class ProductTile:
-    """What a program works on at once: `rows` of one expert, `columns` of the result, `depth` in each step."""
+    """The tile that a program works on at once: `rows` of one expert, `columns` of the result, `depth` in each step."""
 
     rows: int
     columns: int
@@ -43,7 +44,7 @@ def grouped_experts(  # the operands of two products
     down_bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """As `ops.grouped_experts`."""
+    """Multiply each token with its experts and add their results, weighted: fp32 [tokens, hidden]."""
     total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     for launch in launches(x, shares, chosen, gate_up, gate_up_bias, down, down_bias, activation, total):
         launch()
@@ -51,15 +52,15 @@ def grouped_experts(  # the operands of two products
 
 
 def supports_grouped(device: torch.device) -> bool:
-    """Whether a card multiplies tiles fast enough; others leave it to torch."""
+    """Tell whether a card multiplies tiles fast enough; others leave it to torch."""
     return card(device).has_products
 
 
 def product_tile(dtype: torch.dtype, shared_memory: int, *, gated: bool) -> ProductTile:
     """The tile of a product, the same for any number of rows.
 
-    With few rows an expert reads its weights once, so that memory is the limit whatever rows are added as padding; with many,
-    64 rows are multiplied with each weight that comes from the cache. gated: of two matrices at once.
+    With few rows an expert reads its weights once, so that memory is the limit whatever rows are added as padding; with
+    many, 64 rows are multiplied with each weight that comes from the cache. gated: of two matrices at once.
     """
     matrices = 2 if gated else 1
     if dtype == torch.float32:  # products without tensor cores, whose operands take many registers
@@ -98,7 +99,9 @@ def launches(  # the operands of two products
     columns = min(_ADDED_COLUMNS, power_of_two(hidden, 32))
     return [
         # One program more than experts: its start is where the last expert ends.
-        Launch(_sort, (num_experts + 1 if tokens else 0,), sort_args, {"EXPERTS": num_experts, "BLOCK": _SORTED_AT_ONCE}),
+        Launch(
+            _sort, (num_experts + 1 if tokens else 0,), sort_args, {"EXPERTS": num_experts, "BLOCK": _SORTED_AT_ONCE}
+        ),
         _product_launch(x, gate_up, gate_up_bias, inner, order, starts, first, k, activation),
         _product_launch(inner, down, down_bias, made, order, starts, second, k, None),
         Launch(_add, (tokens, triton.cdiv(hidden, columns)), add_args, {"CHOICES": k, "N": hidden, "BLOCK": columns}),
@@ -144,7 +147,7 @@ def _product_launch(
 
 @triton.jit(do_not_specialize=["count"])
 def _sort(chosen, order, starts, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's expert: where it starts when (token, choice) are sorted by expert, and which ones it has, in their order."""
+    """A program's expert: its start among (token, choice) sorted by expert, and which ones it has, in their order."""
     expert = tl.program_id(0)
     lower = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, count, BLOCK):
@@ -182,8 +185,8 @@ def _multiply(  # a kernel takes pointers and scalars only
 ):
     """A tile of one expert.
 
-    With an activation x's rows are tokens, and those of the result are sorted by expert; without one it is the other way round:
-    rows that are sorted go to their (token, choice).
+    With an activation x's rows are tokens, and those of the result are sorted by expert; without one it is the other
+    way round: rows that are sorted go to their (token, choice).
     """
     # Numbered so that an expert's tiles follow from its own start alone: it has no more of them than there are numbers
     # up to the next expert's.

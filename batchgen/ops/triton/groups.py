@@ -1,8 +1,8 @@
 """Rows in groups of 4-, 5- or 8-bit codes (batchgen/ops/quant.py) in a kernel's registers.
 
-A row of N values in 4 or 5 bits is taken as low and high halves of its groups, [.., groups, 32] each: byte i of group g holds value
-64 g + i in its low nibble and 64 g + half + i in its high one, half being 32 or less in a shorter last group. Groups are
-padded to a power of two. In 8 bits a row is taken as it is.
+A row of N values in 4 or 5 bits is taken as low and high halves of its groups, [.., groups, 32] each: byte i of group g
+holds value 64 g + i in its low nibble and 64 g + half + i in its high one, half being 32 or less in a shorter last
+group. Groups are padded to a power of two. In 8 bits a row is taken as it is.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def flat_columns(N: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def fifth_bits(group, i, N: tl.constexpr):
-    """Of 5-bit groups, where bytes i are: of the fifth bits of the low half, and of the high one; and how many each has."""
+    """Offsets of bytes i of the fifth bits of the low and the high halves of 5-bit groups, and the bytes of a half."""
     half = (tl.minimum(GROUP, N - group * GROUP) + 1) // 2
     count = (half + 7) // 8
     low = group * 40 + half + i
@@ -88,7 +88,7 @@ def load_table(table, mask, ALIGNED: tl.constexpr):
 def unpack(
     rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Values of the low and of the high nibbles, fp32 [R, GROUPS, 32], of packed rows at `rows` [R]; 0 where nothing is."""
+    """Values of the low and the high nibbles of packed rows at `rows` [R], fp32 [R, GROUPS, 32]; 0 where nothing is."""
     group = first_group + tl.arange(0, GROUPS)
     _, _, low_there, _ = tile_columns(first_group, N, GROUPS)
     i = tl.arange(0, HALF)[None, :]
@@ -205,7 +205,7 @@ def pack_halves(first, second, rows, row_mask, N: tl.constexpr, GROUPS: tl.const
 
 @triton.jit
 def _table_of(least, most, spoilt, MOST_CODE: tl.constexpr):
-    """Of groups with these smallest and largest values: minimum, codes per unit, and the words that are stored of them."""
+    """Minimum, codes per unit, and the stored words of groups with these smallest and largest values."""
     minimum = least.to(tl.float16)
     base = minimum.to(tl.float32)
     scale = tl.maximum(tl.div_rn(most - base, MOST_CODE), 0.0).to(tl.float16)
@@ -223,7 +223,7 @@ def _table_of(least, most, spoilt, MOST_CODE: tl.constexpr):
 
 @triton.jit
 def _store_table(table, scale_word, minimum_word, mask, ALIGNED: tl.constexpr):
-    """What `load_table` loads."""
+    """Store scales and minimums, at the pointers `table` of any shape. ALIGNED: to 4 bytes."""
     if ALIGNED:
         word = (scale_word | (minimum_word << 16)).to(tl.uint32)
         tl.store(table.to(tl.pointer_type(tl.uint32)), word, mask=mask)
@@ -243,5 +243,5 @@ def _code(x, base, steps, MOST_CODE: tl.constexpr):
 
 
 def aligned(n: int, bits: int, address: int = 0) -> bool:
-    """Whether tables of rows of n packed values from `address` on lie at multiples of 4 bytes. bits: 0: there are none."""
+    """Tell whether tables of rows of n packed values from `address` lie at multiples of 4 bytes, or none are there."""
     return bits == 0 or (code_bytes(n, bits) % 4 == 0 and address % 4 == 0)

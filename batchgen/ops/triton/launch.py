@@ -1,4 +1,4 @@
-"""How kernels are launched: block shapes by data type and card, and a launch as data, so that it can be compiled ahead."""
+"""The launch of kernels: block shapes by data type and card, and a launch as data, so that it can be compiled ahead."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchgen.ops.quant import kv_code_bits
-
 # Shared memory that one block may use, in bytes, by compute capability (CUDA C++ Programming Guide, table of technical
 # specifications): for compiling ahead, and where torch does not tell it.
 SHARED_MEMORY = {
-    75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10,
+    75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10,
+    120: 99 << 10,
 }  # fmt: skip
 _LEAST_SHARED_MEMORY = min(SHARED_MEMORY.values())
-# Triton makes no use of tensor cores before 8.0 (since 3.3): a matrix product there is spilled registers and a hundredth of the
-# speed, and cuBLAS does it. What is older than 7.5 it is not built for.
+# Triton makes no use of tensor cores before 8.0 (since 3.3): a matrix product there is spilled registers and a
+# hundredth of the speed, and cuBLAS does it. What is older than 7.5 it is not built for.
 _LEAST_CAPABILITY, _PRODUCTS_CAPABILITY = 75, 80
 # Streaming multiprocessors that plans are cut for where there is no card: those of an H100 or H200.
 _DEFAULT_SMS = 132
@@ -40,7 +39,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Tile:
-    """What an attention program works on at once: `rows` of queries (tokens x heads of a KV head) and `keys`."""
+    """The tile of an attention program: `rows` of queries (tokens x heads of a KV head) and `keys`."""
 
     rows: int
     keys: int
@@ -50,7 +49,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Card:
-    """What launches depend on. capability: major * 10 + minor. num_sms: streaming multiprocessors. shared_memory: bytes that one block may use."""
+    """Properties of a card that launches depend on.
+
+    Attributes:
+        capability: Compute capability, major * 10 + minor.
+        num_sms: Streaming multiprocessors.
+        shared_memory: Bytes that one block may use.
+    """
 
     capability: int
     num_sms: int
@@ -62,13 +67,13 @@ class Card:
 
     @property
     def has_products(self) -> bool:
-        """Whether kernels with matrix products are worth their launch."""
+        """True where matmul kernels are worth their launch."""
         return self.capability >= _PRODUCTS_CAPABILITY
 
 
 @lru_cache
 def card(device: torch.device) -> Card:
-    """What launches depend on. On the CPU, under Triton's interpreter: an H200's."""
+    """The card of a device. On the CPU, under Triton's interpreter: an H200's."""
     if device.type != "cuda":
         return Card(90, _DEFAULT_SMS, SHARED_MEMORY[90])
     found = torch.cuda.get_device_properties(device)
@@ -84,13 +89,18 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 
 @lru_cache
-def attention_tiles(
-    group: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, shared_memory: int
-) -> tuple[Tile, Tile]:
+def attention_tiles(group: int, head_dim: int, dtype: torch.dtype, bits: int, shared_memory: int) -> tuple[Tile, Tile]:
     """The tiles of programs with few rows (decode) and with many (prefill, shared prefixes).
 
-    group: query heads of a KV head. Decode is bound by memory: a tile of 16 rows, and stages enough to keep loads under
-    way. Prefill is bound by products: as many rows as registers hold.
+    Decode is bound by memory: a tile of 16 rows, and stages enough to keep loads under way. Prefill is bound by
+    products: as many rows as registers hold.
+
+    Args:
+        group: Query heads of a KV head.
+        head_dim: Numbers of a head.
+        dtype: Dtype of queries, and of KV that is not packed.
+        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
+        shared_memory: Bytes that a block may take.
     """
     dim = power_of_two(head_dim, 16)
     wide = dim > 128
@@ -100,14 +110,13 @@ def attention_tiles(
         many = Tile(max(few_rows, 16 if wide else 32), 16 if dim > 64 else 32, 8, 2)
     else:
         few = Tile(few_rows, 32 if wide else 64, 4, 5)
-        stages = 3 if kv_code_bits(kv_dtype) else 5
+        stages = 3 if bits else 5
         many = Tile(max(few_rows, 64), 32, 4, 3) if wide else Tile(max(few_rows, 128), 64, 8, stages)
 
     def fitting(tile: Tile) -> Tile:
         # Q and softmax weights once; K and V in as many buffers as stages, less the two that fetch blocks' numbers.
-        size = dtype.itemsize if kv_code_bits(kv_dtype) else kv_dtype.itemsize
         left = shared_memory - tile.rows * (dim + tile.keys) * dtype.itemsize
-        buffers = left // (2 * tile.keys * dim * size)
+        buffers = left // (2 * tile.keys * dim * dtype.itemsize)
         if buffers < 1 and tile.keys > 16:
             return fitting(replace(tile, keys=tile.keys // 2))
         if buffers < 1 and tile.rows > few_rows:

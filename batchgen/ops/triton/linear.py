@@ -21,7 +21,7 @@ def linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `ops.linear`."""
+    """Compute activation(x weightᵀ + bias) + residual on a card, for x [M, K] and weight [N, K]."""
     result_dtype = out.dtype if out is not None else out_dtype or x.dtype
     if activation is None and result_dtype == x.dtype:
         if residual is not None:
@@ -48,7 +48,7 @@ def _into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def _wide_products(x: Tensor) -> bool:
-    """Whether torch gives fp32 products of 16-bit matrices."""
+    """Tell whether torch gives fp32 products of 16-bit matrices."""
     return x.device.type == "cuda" and tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 8)
 
 

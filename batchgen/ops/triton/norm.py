@@ -15,7 +15,7 @@ _GATED_COLUMNS = 1024
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
-    """As `ops.norm`. Rows of up to MAX_COLUMNS."""
+    """RMSNorm of rows of up to MAX_COLUMNS, or with a bias LayerNorm. Sums are in fp32."""
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert out.is_contiguous()
@@ -65,7 +65,7 @@ def _norm(  # a kernel takes pointers and scalars only
 
 
 def gated(x: Tensor, activation: str) -> Tensor:
-    """A gated activation of x [tokens, 2 n], the gate being its first n columns; [tokens, n]. activation: as `ops.linear` has it."""
+    """A gated activation of x [M, 2 n], whose first n columns are the gate; [M, n]."""
     out = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype, device=x.device)
     gated_launch(x, activation, out)()
     return out

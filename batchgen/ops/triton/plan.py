@@ -1,9 +1,9 @@
 """An AttentionPlan as flat int32 arrays on a device, made once a sweep and used by every layer.
 
-Everything is cut into items: a few tokens of consecutive positions, and a range of keys that they see. Items go to one of
-two launches, by the rows they have. Long ranges of keys are cut into parts where there are too few items to fill the card
-(flash-decoding), and a shared prefix is an item beside its tokens' own; in both cases each item leaves an unnormalised
-partial result, and merges put a token's together.
+Everything is cut into items: a few tokens of consecutive positions, and a range of keys that they see. Items go to one
+of two launches, by the rows they have. Long ranges of keys are cut into parts where there are too few items to fill the
+card (flash-decoding), and a shared prefix is an item beside its tokens' own; in both cases each item leaves an
+unnormalised partial result, and merges put a token's together.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.ops.triton.launch import Tile, power_of_two
 
-# Columns of an item. Token i of it sees the keys k of [FIRST_KEY, LAST_KEY) with k <= CAUSAL + i and k > CAUSAL + i - WINDOW;
-# key k lies in block k // kv_block_size after TABLE of the block table. PARTIAL: its first partial row, or -1: it is alone.
+# Columns of an item. Token i of it sees the keys k of [FIRST_KEY, LAST_KEY) with k <= CAUSAL + i and k > CAUSAL + i -
+# WINDOW; key k lies in block k // kv_block_size after TABLE of the block table. PARTIAL: its first partial row, or -1:
+# it is alone.
 FIRST_TOKEN, NUM_TOKENS, FIRST_KEY, LAST_KEY, CAUSAL, WINDOW, TABLE, PARTIAL = range(8)
 COLUMNS = 8
 ALL_KEYS = 1 << 30  # CAUSAL of tokens that see every key
@@ -35,7 +36,7 @@ _ALIGNED = 4  # arrays start at multiples of 16 bytes
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a plan is cut for. few, many: tiles of the two launches. num_sms: multiprocessors to fill."""
+    """Shapes that a plan is cut for. few, many: tiles of the two launches. num_sms: multiprocessors to fill."""
 
     heads: int
     kv_heads: int
@@ -88,7 +89,7 @@ class DevicePlan:
         self.few, self.many, self.table, self.merge_tokens, self.merge_starts, self.merge_rows = views
 
     def fill(self, cut: CutPlan) -> None:
-        """Another plan in the same memory and launches: for CUDA graphs. Raises ValueError where the capacity does not do."""
+        """Put another plan into the same memory and launches, for CUDA graphs. Raises ValueError if it does not fit."""
         if not self.capacity.holds(cut.capacity):
             raise ValueError(f"a plan of {cut.capacity} does not fit {self.capacity}")
         if self.copied is not None:
@@ -109,15 +110,15 @@ class CutPlan:
     """A plan's arrays, in host memory."""
 
     geometry: Geometry
-    arrays: tuple[np.ndarray, ...]  # as `_cut` gives them
+    arrays: _Arrays
 
     @property
     def capacity(self) -> Capacity:
-        """What they need."""
+        """The capacity that arrays need."""
         return _lengths(self.arrays)
 
     def prepare(self, device: torch.device, capacity: Capacity | None = None) -> DevicePlan:
-        """The plan on a device. capacity: of arrays that later plans are to be written into as well (`DevicePlan.fill`)."""
+        """The plan on a device. capacity: capacity of arrays that later plans are written into (`DevicePlan.fill`)."""
         again = capacity is not None
         capacity = capacity or self.capacity
         host = torch.empty(_starts(capacity)[-1], dtype=torch.int32, pin_memory=again and device.type == "cuda")
@@ -165,7 +166,7 @@ def _lengths(arrays: _Arrays) -> Capacity:
 
 
 def _write(host: Tensor, capacity: Capacity, arrays: _Arrays) -> None:
-    """What is left of the arrays' capacity is filled with empty items and merges."""
+    """The rest of the arrays' capacity is filled with empty items and merges."""
     views = [view.numpy() for view in _views(host, capacity)]
     for view, array, rest in zip(views, arrays, (0, 0, 0, -1, 0, 0), strict=True):
         view[: len(array)] = array
@@ -190,7 +191,7 @@ def _cut(plan: AttentionPlan, geometry: Geometry) -> _Arrays:
 
 
 def _spans(plan: AttentionPlan, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of one sequence, or sharing keys, each with all of these: items not yet cut, int64; and the block table."""
+    """Items not yet cut, int64, of tokens of one sequence, or with shared keys; and the block table."""
     spans, tables, used = [], [], 0
     for group in plan.decode:
         span = np.empty((group.stop - group.start, COLUMNS), np.int64)
@@ -208,11 +209,11 @@ def _spans(plan: AttentionPlan, kv_block_size: int) -> tuple[np.ndarray, np.ndar
         rest.append((item.start, count, 0, keys, item.query_offset, window, used, -1))
         tables.append(item.blocks)
         used += len(item.blocks)
-    for item in plan.shared:
-        keys = len(item.blocks) * kv_block_size
-        rest.append((item.start, item.stop - item.start, 0, keys, ALL_KEYS, NO_WINDOW, used, -1))
-        tables.append(item.blocks)
-        used += len(item.blocks)
+    for shared in plan.shared:
+        keys = len(shared.blocks) * kv_block_size
+        rest.append((shared.start, shared.stop - shared.start, 0, keys, ALL_KEYS, NO_WINDOW, used, -1))
+        tables.append(shared.blocks)
+        used += len(shared.blocks)
     spans.append(np.array(rest, np.int64).reshape(-1, COLUMNS))
     return np.concatenate(spans), np.concatenate(tables) if tables else np.zeros(0, np.int32)
 
@@ -256,7 +257,7 @@ def _longest_first(items: np.ndarray) -> np.ndarray:
 
 
 def _mark_partial(items: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gives rows to items whose tokens are in other items too. Returns tokens to merge, where their rows start, rows."""
+    """Give rows to items whose tokens are in other items too. Returns tokens to merge, starts of their rows, rows."""
     first, count = items[:, FIRST_TOKEN], items[:, NUM_TOKENS]
     size = int((first + count).max(initial=0)) + 1
     changes = np.bincount(first, minlength=size) - np.bincount(first + count, minlength=size)

@@ -1,7 +1,7 @@
 """From fused QKV to scaled, rotated queries, and keys and values in their slots of the paged KV, in one kernel.
 
-RMSNorm of each head of q and k where the model has it, rotary embedding of halves (or none, with learned positions), and
-for 5-bit KV the rotation by `ops.rotation`, and packing. Computed in fp32, rounded once.
+RMSNorm of each head of q and k where the model has it, rotary embedding of halves (or none, with learned positions),
+and for KV of 4 or 5 bits the rotation by `ops.rotation`, and packing. Computed in fp32, rounded once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROTATED_TOKENS = 64  # more of them, so that the rotation is read less often
 
 
 def supports_rotary(head_dim: int, rotate_keys: bool, device: torch.device) -> bool:
-    """Whether the kernel knows these shapes. rotate_keys: with a rotation, which is a matrix product."""
+    """Tell whether the kernel knows these shapes. rotate_keys: with a rotation, which is a matrix product."""
     return (card(device).has_products or not rotate_keys) and head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM
 
 
@@ -38,10 +38,24 @@ def rotary_store(  # the operands of one kernel
     rotation: Tensor | None = None,
     kv: Tensor | None = None,
     slots: Tensor | None = None,
+    bits: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `ops.rotary_store`, and without KV as `ops.rotary`.
+    """Norm, rotate and scale queries and keys of fused QKV, and store or return keys and values.
 
-    rotation: what queries and keys are rotated with, fp32 [head_dim, head_dim]; must be given with 4-bit KV.
+    Args:
+        qkv: [tokens, (heads + 2 kv_heads) * head_dim].
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        scale: Factor of queries.
+        rope: cos and sin, fp32 [positions, head_dim / 2].
+        positions: int64 [tokens].
+        norms: RMSNorm weights of the heads of q and k, [head_dim] each.
+        eps: Epsilon of the norms.
+        rotation: Matrix that queries and keys are rotated with, fp32 [head_dim, head_dim]; must be given with KV of 4
+            or 5 bits.
+        kv: KV of a layer; None: keys and values are returned.
+        slots: int64 [tokens].
+        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
     """
     tokens = len(qkv)
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
@@ -49,7 +63,7 @@ def rotary_store(  # the operands of one kernel
     k = v = None
     if kv is None:
         k, v = (torch.empty(tokens, kv_heads, head_dim, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
-    rotary_launch(qkv, heads, kv_heads, scale, rope, positions, norms, eps, rotation, kv, slots, q, k, v)()
+    rotary_launch(qkv, heads, kv_heads, scale, rope, positions, norms, eps, rotation, kv, slots, bits, q, k, v)()
     return q, k, v
 
 
@@ -65,17 +79,16 @@ def rotary_launch(  # the operands of one kernel
     rotation: Tensor | None,
     kv: Tensor | None,
     slots: Tensor | None,
+    bits: int,
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
 ) -> Launch:
     head_dim = q.shape[2]
-    bits = 0 if kv is None else quant.kv_code_bits(kv.dtype)
     assert qkv.stride(1) == 1 and (kv is None or (kv.is_contiguous() and kv.shape[2] == kv_heads))
-    assert kv is None or (rotation is not None) == (bits == 5)
+    assert kv is None or (rotation is not None) == (0 < bits < 8)
+    assert (kv is not None and kv.dtype == torch.uint8) == bool(bits)
     assert kv is None or kv.shape[4] == (quant.row_bytes(head_dim, bits) if bits else head_dim)
-    if bits:
-        kv = kv.view(torch.uint8)
     cos, sin = rope or (None, None)
     q_norm, k_norm = norms or (None, None)
     args = {
@@ -158,12 +171,12 @@ def _rotary_store(  # a kernel takes pointers and scalars only
     else:
         row = token.to(tl.int64) * KV_HEADS
         kept = there
-        head_rows: tl.constexpr = 1
-        value_rows: tl.constexpr = 0
+        head_rows: tl.constexpr = 1  # type: ignore[no-redef]
+        value_rows: tl.constexpr = 0  # type: ignore[no-redef]
 
     if head >= HEADS + KV_HEADS:
         rows = v + (row + value_rows + (head - HEADS - KV_HEADS) * head_rows) * WIDTH
-        if BITS == 5:
+        if BITS == 4 or BITS == 5:
             low, high, low_there, high_there = tile_columns(0, HEAD_DIM, GROUPS)
             all_there = there[:, None, None]
             low_mask, high_mask = all_there & low_there[None, :, :], all_there & high_there[None, :, :]
@@ -229,7 +242,7 @@ def _rotary_store(  # a kernel takes pointers and scalars only
             tl.store(q_rows + high[None, :], high_value.to(q.dtype.element_ty), mask=high_mask)
         else:
             k_rows = k + (row + (head - HEADS) * head_rows) * WIDTH
-            if BITS == 5:
+            if BITS == 4 or BITS == 5:
                 k_low = tl.reshape(low_value, (TOKENS, GROUPS, 32))
                 k_high = tl.reshape(high_value, (TOKENS, GROUPS, 32))
                 pack(k_low, k_high, k_rows, kept, 0, HEAD_DIM, GROUPS, BITS, ALIGNED)

@@ -1,7 +1,7 @@
 """Rows gathered from and scattered to where an index says.
 
-Either side may be pinned memory of the host, which the card reads and writes itself: thousands of small rows in one launch,
-where copies would be thousands of calls.
+Either side may be pinned memory of the host, which the card reads and writes itself: thousands of small rows in one
+launch, where copies would be thousands of calls.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from batchgen.ops.triton.launch import Launch, power_of_two
 
 # Words that a program has under way at once: 16 KiB where rows are whole multiples of 8 bytes.
 _TILE_WORDS = 2048
-# By Little's law a PCIe 5.0 x16 link, 64 GB/s with a round trip of some 2 microseconds, is full with 128 KiB under way: 8
-# programs' tiles, and twice as many programs as each loads, then stores. More of them would be no faster, and hold
+# By Little's law a PCIe 5.0 x16 link, 64 GB/s with a round trip of some 2 microseconds, is full with 128 KiB under way:
+# 8 programs' tiles, and twice as many programs as each loads, then stores. More of them would be no faster, and hold
 # multiprocessors that compute kernels beside them need.
 PROGRAMS = 16
 _TYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)

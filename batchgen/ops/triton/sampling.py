@@ -1,9 +1,9 @@
 """From logits to tokens: the largest of each row, tokens that a grammar forbids, and tokens drawn at random.
 
-A draw needs no sorted vocabulary. Top-k and top-p keep the tokens above some logit, and of those equal to it the first ones:
-that logit is found by bisection over the bits of a float, in passes over a row that stays in the L2 cache. The token is then
-the one at a given part of the cumulative softmax weights: fp32 weights, summed in fp64, in a block of tokens only once the
-sums of the blocks before it are known. One program a row; nothing is copied to the host.
+A draw needs no sorted vocabulary. Top-k and top-p keep the tokens above some logit, and of those equal to it the first
+ones: that logit is found by bisection over the bits of a float, in passes over a row that stays in the L2 cache. The
+token is then the one at a given part of the cumulative softmax weights: fp32 weights, summed in fp64, in a block of
+tokens only once the sums of the blocks before it are known. One program a row; nothing is copied to the host.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from batchgen.ops.triton.launch import Launch, power_of_two
 
 _BLOCK = 4096
 _WARPS = 16
-# Weights that are summed in fp32 before they are added in fp64, of which some GPUs do one in the time of 64: this rounds no worse
-# than the weights do.
+# Weights that are summed in fp32 before they are added in fp64, of which some GPUs do one in the time of 64: this
+# rounds no worse than the weights do.
 _SUMMED = tl.constexpr(4)
 _NONE = tl.constexpr(float("-inf"))
 
 
 def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `kernels.argmax`."""
+    """The first of the largest of each row of fp32 logits, int64, and its value.
+
+    If wanted, also the log of the sum of exponentials.
+    """
     index, maximum = logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits))
     lse = logits.new_empty(len(logits)) if want_lse else None
     argmax_launch(logits, index, maximum, lse)()
@@ -40,7 +43,7 @@ def argmax_launch(logits: Tensor, index: Tensor, maximum: Tensor, lse: Tensor | 
 
 
 def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
-    """As `ops.forbid`."""
+    """Set fp32 logits of tokens that are not allowed to minus infinity, in place, in the rows that have a mask."""
     assert allowed.shape[1] * 32 >= logits.shape[1] and len(allowed) == len(rows)
     forbid_launch(logits, upload(rows, logits.device), upload(allowed, logits.device))()
 
@@ -52,7 +55,7 @@ def forbid_launch(logits: Tensor, rows: Tensor, allowed: Tensor) -> Launch:
 
 
 def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
-    """As `ops.draw`."""
+    """Draw a token at random from each of some rows of fp32 logits, into int64 `out` at these rows."""
     # Row numbers and top-k are whole numbers far below 2 ** 53: one array, and one copy, does for all.
     draw_launch(
         logits, upload(np.stack([np.asarray(a, dtype=np.float64) for a in (rows, *draws)]), logits.device), out
@@ -217,7 +220,7 @@ def _summed(weight, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count(x, columns, bound, BLOCK: tl.constexpr):
-    """How many logits are equal to the bound."""
+    """The number of logits that are equal to the bound."""
     count = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, columns, BLOCK):
         count += (_load(x, start, columns, BLOCK) == bound).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Packed rows (batchgen/ops/quant.py): dequantized from 4 bits, packed into 4, 5 and 8; each byte is read and written once."""
+"""Rows quantized to 4, 5 and 8 bits, and dequantized from 4 (batchgen/ops/quant.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROGRAM_HEADS = 16
 
 
 def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
-    """Dequantize packed rows uint8 [..., quant.row_bytes(n)] into `out` [..., n], of any float dtype. Both contiguous."""
+    """Dequantize rows uint8 [..., quant.row_bytes(n)] into `out` [..., n] of any float dtype. Both are contiguous."""
     dequantize_launch(packed, n, out)()
     return out
 
@@ -30,9 +30,9 @@ def dequantize_launch(packed: Tensor, n: int, out: Tensor) -> Launch:
 
 
 def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
-    """As `quant.quantize` without importance. With 8 bits rows are heads of KV: an even number of values, and few."""
+    """Quantize rows [..., n] to groups of values with `bits` each. With 8 bits n is even and small, as in KV."""
     shape = *x.shape[:-1], quant.row_bytes(x.shape[-1], bits)
-    packed = torch.empty(shape, dtype=torch.int8 if bits == 8 else torch.uint8, device=x.device)
+    packed = torch.empty(shape, dtype=torch.uint8, device=x.device)
     made = quantize_heads_launch(x.contiguous(), packed) if bits == 8 else quantize_launch(x.contiguous(), packed, bits)
     made()
     return packed
@@ -41,7 +41,7 @@ def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
 def quantize_heads_launch(x: Tensor, packed: Tensor) -> Launch:
     n = x.shape[-1]
     rows = x.numel() // n
-    args = {"x": x, "packed": packed.view(torch.uint8), "num_rows": rows}
+    args = {"x": x, "packed": packed, "num_rows": rows}
     constants = {
         "N": n,
         "WIDTH": packed.shape[-1],

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from batchgen.core.direct_io import DirectFile, aligned
-from batchgen.core.dtypes import kv_row_bytes
+from batchgen.core.dtypes import KVFormat
 from batchgen.core.errors import BatchgenError
 from batchgen.core.plan import passing_bytes
 from batchgen.core.units import format_bytes
 from batchgen.models.config import ModelConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
-from batchgen.ops.quant import KV_DTYPES
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Prefault, as_buffer
 from batchgen.schedule.packed_batch import Run, Staging
@@ -34,12 +33,29 @@ from batchgen.schedule.step_graph import KV_SLOTS
 
 @dataclass(frozen=True)
 class KVShape:
-    """One block of one layer."""
+    """The shape of a KV block of one layer.
+
+    Attributes:
+        kv_heads: Key and value heads.
+        kv_block_size: Tokens of a block.
+        head_dim: Numbers of a head.
+        format: Format of K and V.
+    """
 
     kv_heads: int
     kv_block_size: int
-    width: int
-    dtype: torch.dtype
+    head_dim: int
+    format: KVFormat
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of KV tensors, whose elements are bytes where KV is packed."""
+        return torch.uint8 if self.format.bits else getattr(torch, self.format.name)
+
+    @property
+    def width(self) -> int:
+        """Elements of the K or V of a token and head."""
+        return self.format.row_bytes(self.head_dim) // self.dtype.itemsize
 
     @property
     def block(self) -> tuple[int, ...]:
@@ -56,11 +72,8 @@ class KVShape:
 
 
 def kv_shape(config: ModelConfig, kv_block_size: int, kv_format: str) -> KVShape:
-    """kv_format: a dtype's name, "int5" or "int8"."""
-    if kv_format in KV_DTYPES:
-        width = kv_row_bytes(config.head_dim, kv_format)
-        return KVShape(config.num_kv_heads, kv_block_size, width, KV_DTYPES[kv_format])
-    return KVShape(config.num_kv_heads, kv_block_size, config.head_dim, getattr(torch, kv_format))
+    """The shape of a model's KV blocks. kv_format: name of a `KVFormat`."""
+    return KVShape(config.num_kv_heads, kv_block_size, config.head_dim, KVFormat.of(kv_format))
 
 
 @dataclass(frozen=True)

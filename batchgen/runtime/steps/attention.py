@@ -8,7 +8,6 @@ from torch import Tensor
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops import dispatch as ops
 from batchgen.ops.dispatch import CPU
-from batchgen.ops.quant import kv_code_bits
 from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.steps.context import StepContext
 from batchgen.schedule.step_graph import Step
@@ -28,7 +27,8 @@ def attention(context: StepContext, step: Step, batch: BatchState) -> None:
             part, kv = batch.in_place, context.kv_cache.pools["cpu"][step.layer]
         options = context.rotary(step, batch.positions_of(part.tokens))
         qkv = batch.qkv if len(batch.parts) == 1 else batch.qkv[part.tokens]
-        q = ops.rotary_store(qkv, context.config.num_heads, kv, part.slots[window], **options)
+        kv_format = context.kv_cache.shape.format
+        q = ops.rotary_store(qkv, context.config.num_heads, kv, part.slots[window], kv_format, **options)
         plan = part.plans[window]
         batch.attended[placement] = ops.paged_attention(q, kv, plan, **context.softmax(step, context.device))
 
@@ -72,9 +72,9 @@ def qkv_for_host(context: StepContext, step: Step, qkv: Tensor, positions: Tenso
         qkv: Output of the QKV matmul, [tokens, qkv size].
         positions: Positions of the tokens, int64 [tokens].
     """
-    config, kv_dtype = context.config, context.kv_cache.shape.dtype
+    config, kv_format = context.config, context.kv_cache.shape.format
     heads, options = (config.num_heads, config.num_kv_heads), context.rotary(step, positions)
-    q, k, v = ops.rotary(qkv, *heads, rotate_keys=ops.rotates_keys(kv_dtype), **options)
-    if bits := kv_code_bits(kv_dtype):
+    q, k, v = ops.rotary(qkv, *heads, rotate_keys=kv_format.rotates_keys, **options)
+    if bits := kv_format.bits:
         k, v = ops.quantize(k, bits), ops.quantize(v, bits)
     return q, k, v

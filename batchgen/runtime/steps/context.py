@@ -70,10 +70,10 @@ class StepContext:
 
     @property
     def attention_shape(self) -> tuple[Any, ...]:
-        """The shape that attention plans are prepared for: heads, KV heads, head size, KV block, and both dtypes."""
+        """The shape that attention plans are prepared for: heads, KV heads, head size, KV block, dtype, and KV format."""
         config, shape = self.config, self.kv_cache.shape
         heads = config.num_heads, config.num_kv_heads, config.head_dim
-        return *heads, shape.kv_block_size, self.weights.dtype, shape.dtype
+        return *heads, shape.kv_block_size, self.weights.dtype, shape.format
 
     def rotary(self, step: Step, positions: Tensor) -> dict[str, Any]:
         """Options of the rotary embedding in a Step's layer."""
@@ -83,7 +83,11 @@ class StepContext:
 
     def softmax(self, step: Step, device: torch.device) -> dict[str, Any]:
         """Options of `ops.paged_attention` in a Step's layer, on the device that attends."""
-        return {"softcap": self.config.attention_softcap, "sinks": self.weights.sinks(step.layer, device)}
+        return {
+            "bits": self.kv_cache.shape.format.bits,
+            "softcap": self.config.attention_softcap,
+            "sinks": self.weights.sinks(step.layer, device),
+        }
 
     def chunks(self, *tensors: Tensor) -> Iterable[Sequence[Tensor]]:
         """The tensors, cut into tokens that go through a layer's matmuls together."""

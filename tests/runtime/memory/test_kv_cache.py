@@ -26,6 +26,7 @@ FORMATS = [
     ("float32", 8),
     ("float32", 5),
     ("bfloat16", 16),
+    ("int4", 16),
     ("int5", 16),
     ("int5", 5),
     ("int8", 16),
