@@ -62,7 +62,7 @@ class RowError(Exception):
 
 
 def file_error(error: OSError, path: str) -> InputError:
-    """The one line that names a file or directory that cannot be opened, read or written. path: name that the user gave."""
+    """The error that names a file or directory that cannot be opened. path: the name that the user gave."""
     inside = "" if error.filename in (None, path) else f": {os.fspath(error.filename)}"
     denied = isinstance(error, PermissionError)
     advice = "have its owner give you access, or name another path" if denied else "check the path and its disk"

@@ -154,12 +154,10 @@ class ComputeRates:
 
     Attributes:
         gemm_flops_per_s: FLOP/s of matrix products by `width` (the weights' inner dimension) and `tokens`; keys are
-            those
-            of `dtypes.matmul_key`.
+            those of `dtypes.matmul_key`.
         prefill_attention_flops_per_s: FLOP/s of causal attention by `context` tokens; only visible keys count.
         shared_attention_flops_per_s: FLOP/s of the attention of many sequences to one shared prefix of `context`
-            tokens;
-            where there is none, it is as fast as prefill attention.
+            tokens; where there is none, it is as fast as prefill attention.
         decode_attention_bytes_per_s: Bytes/s of stored KV attended to, by `group` (query heads per KV head), `batch`
             (sequences) and `context` (tokens each).
         elementwise_bytes_per_s: Bytes/s of activations read and written by norms, rotary embedding, activation and
@@ -230,8 +228,7 @@ class HardwareProfile:
         shared_cores: True where the "gpu" is emulated by the CPU's cores: its compute and CPU attention take turns.
         copy_bytes_per_s: Rate of copies between memories that take those cores; None: they take none.
         all_reduce_bytes_per_s: Rate of adding up a tensor over ranks that share every layer, where the profile is of
-            one
-            rank's part; None: there is one rank.
+            one rank's part; None: there is one rank.
         all_reduce_overhead_s: Seconds of one such sum beside its bytes.
         kernels: Kernel of each shape on the CPU, whose rates these are; empty: nothing was chosen.
         sources: Origin of each figure by field name; empty for a measured profile.

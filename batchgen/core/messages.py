@@ -1,7 +1,7 @@
 """Frozen values as bytes for another process, and back: JSON, with arrays after it. Nothing that is read names code.
 
-Only dataclasses, named tuples and enums of a table are made, field by field. A value that occurs several times in a message is
-one value again.
+Only dataclasses, named tuples and enums of a table are made, field by field. A value that occurs several times in a
+message is one value again.
 """
 
 from __future__ import annotations

@@ -66,22 +66,17 @@ class Policy:
         kv_seqs: Sequences of the block in each KV placement.
         activation_batches: Micro-batches whose activations between layers stay on (GPU, CPU).
         batch_order: Order of the micro-batches: "even", with equal tokens; "mixed", equal tokens and each its part of
-            every
-            KV placement; "neo", two of which one has the sequences that the CPU attends to (NEO section 3).
+            every KV placement; "neo", two of which one has the sequences that the CPU attends to (NEO section 3).
         embedding_tier: Tier of the input embeddings, where they are not the output matrix too: "gpu" or "cpu".
         deferred_rows: Sequences that may enter placement "deferred" in one job, where they stay much longer than in
-            others;
-            None: as many as there is capacity for.
+            others; None: as many as there is capacity for.
         kv_layers: Layers in which KV of placement "streamed" stays in GPU memory (Pie section 3.3). Above 0 all
-            sequences
-            have this placement.
+            sequences have this placement.
         on_demand_tokens: The most tokens of a sweep that reads of the experts on disk only those that a token is routed
-            to,
-            where the host computes.
+            to, where the host computes.
         balance_tokens: w of two unequal micro-batches with order "neo", both of which have sequences that the CPU
-            attends to
-            (`first_batch_cpu_share`): the constant time of products, in tokens. None: the second batch has all of these
-            sequences, and neither has more than half of the block or of the tokens.
+            attends to (`first_batch_cpu_share`): the constant time of products, in tokens. None: the second batch has
+            all of these sequences, and neither has more than half of the block or of the tokens.
     """
 
     admission: str
@@ -263,8 +258,7 @@ class Prediction:
         stages: Stages of the time after `startup_s`, in their order.
         disk_written_bytes: Bytes, by what they are for, that the whole job writes to disk beside its output.
         search_gap: Fraction, which is proven, by which the placement may be slower by the cost model than the fastest
-            with
-            this block, these micro-batches, sweeps and KV placements.
+            with this block, these micro-batches, sweeps and KV placements.
         break_even_tokens: Tokens of a sweep from which on products take as long as bringing the weights that lie
             elsewhere; 0: always, or never.
     """

@@ -24,7 +24,7 @@ _TRUSTED_BESIDE = (0,)  # users that everybody trusts: root, who may write every
 
 
 class NotPrivate(OSError):
-    """Another user has made a file or folder, or may write to it; `strerror` says which."""
+    """Refusal of a path that another user may have tampered with; `strerror` is the reason, `filename` the path."""
 
     def __init__(self, reason: str, path: Path) -> None:
         super().__init__(errno.EPERM, reason, str(path))

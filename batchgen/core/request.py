@@ -33,8 +33,7 @@ class SamplingParams:
         max_tokens: The most tokens generated per sample, at least 1.
         temperature: Divisor of the logits; 0 is greedy, and so is what a 32-bit float does not hold (below 1.2e-38).
         top_p: Probability mass of the smallest set of tokens that is kept; 1 is off. It comes after `min_p` and
-            `top_k`,
-            and is of the mass that these leave.
+            `top_k`, and is of the mass that these leave.
         top_k: Number of most likely tokens that are kept, after `min_p`; 0 is off.
         min_p: Least probability of a kept token, as a part of the most likely token's; 0 is off. It comes after
             temperature.
@@ -51,12 +50,10 @@ class SamplingParams:
         stop_token_ids: Tokens that end a sample, at most `MOST_STOPS`.
         ignore_eos: True to go on past the model's end-of-text tokens.
         logprobs: Number of the most likely tokens to report beside each chosen one (0: the chosen alone; None: none),
-            as
-            log-probabilities of the model's own distribution, before temperature, penalties and grammars.
+            as log-probabilities of the model's own distribution, before temperature, penalties and grammars.
         json_schema: Schema that the text follows as a whole, as text or as a mapping; the JSON is on one line, unless
-            the
-            schema's "x-guidance" has another whitespace_pattern. A text that `max_tokens` or a stop string ends is not
-            whole.
+            the schema's "x-guidance" has another whitespace_pattern. A text that `max_tokens` or a stop string ends is
+            not whole.
         regex: Regular expression that the text matches as a whole.
         compact_json: True for no spaces between the parts of the JSON, instead of at most one.
     """
@@ -197,8 +194,7 @@ class ChatOptions:
 
     Attributes:
         chat_template_kwargs: Variables for the model's chat template, such as {"enable_thinking": False}; also their
-            JSON
-            as text. A request with one that the template does not use fails.
+            JSON as text. A request with one that the template does not use fails.
         continue_final: True where the model goes on with the last message, if it is the assistant's; else it begins a
             message of its own after it.
 
@@ -358,8 +354,7 @@ class Completion:
 
     Attributes:
         index: Position of the request in the iterable given to the engine, from 0. Completions come in the order in
-            which
-            they finish.
+            which they finish.
         id: Id of the request, or its position.
         prompt_tokens: Tokens of all prompts.
         samples: The generated texts.

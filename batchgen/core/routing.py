@@ -20,8 +20,7 @@ class Routing:
 
     Attributes:
         exponent: x, where N tokens touch as many experts as N^x independent ones; at most 1, as alike tokens have the
-            same
-            favourites.
+            same favourites.
         imbalance: Tokens of the busiest expert over the mean of the touched ones; 1 or more.
     """
 

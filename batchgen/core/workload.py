@@ -67,8 +67,7 @@ class Workload:
         max_output_len: The most tokens that a sequence may generate, for which KV is reserved.
         shared_prefix_len: Mean prompt tokens whose KV an earlier row has computed.
         scored_len: Mean positions of a sequence whose logits are computed, where sequences are scored: they end when
-            their
-            prompts have run, as if their outputs were of 1 token. None: sequences generate.
+            their prompts have run, as if their outputs were of 1 token. None: sequences generate.
         routing: Spread of the tokens over experts, where the model is a mixture.
     """
 

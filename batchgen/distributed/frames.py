@@ -15,7 +15,7 @@ _MOST_SMALL_BYTES = 1 << 20  # of a message that says how another rank fares
 
 
 def send_frame(connection: socket.socket, content: bytes) -> None:
-    """Send a message. Raises OSError."""
+    """Send `content` as one message: its length in 8 bytes, little-endian, and then its bytes. Raises OSError."""
     connection.sendall(frames.framed(content))
 
 

@@ -20,9 +20,9 @@ from batchgen.core.dtypes import (
     DEQUANTIZED,
     FORMAT_BYTES,
     INT4,
-    KEPT_FORMATS,
     KV_CODE_BITS,
     NATIVE,
+    NATIVE_FORMATS,
     weight_format_of,
 )
 from batchgen.core.errors import BatchgenError, InputError
@@ -203,7 +203,7 @@ def choose_weights(
         InputError: There is no such format, or the model is not in it.
     """
     resolved = resolve_weights(files, weights, on_cpu=device.kind != "cuda")
-    if weights != AUTO or resolved not in KEPT_FORMATS:
+    if weights != AUTO or resolved not in NATIVE_FORMATS:
         return resolved
     expanded_bytes = config.num_params * FORMAT_BYTES[dtype]
     return DEQUANTIZED if expanded_bytes <= memory_bytes() * _DEQUANTIZED_FRAC else resolved

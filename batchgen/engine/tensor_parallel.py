@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchgen.core.device import Device
-from batchgen.core.dtypes import AUTO, CODE_GROUP, DEQUANTIZED, INT4, INT8, KEPT_FORMATS, NATIVE
+from batchgen.core.dtypes import AUTO, CODE_GROUP, DEQUANTIZED, INT4, INT8, NATIVE, NATIVE_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import MemoryPlan, Policy
@@ -102,9 +102,9 @@ def shard_weights(shard: Shard, weights: str) -> str:
     Raises:
         InputError: Groups of int4 would be cut.
     """
-    if weights not in (INT4, *KEPT_FORMATS) or shard.divides(weights):
+    if weights not in (INT4, *NATIVE_FORMATS) or shard.divides(weights):
         return weights
-    if weights in KEPT_FORMATS:
+    if weights in NATIVE_FORMATS:
         return DEQUANTIZED
     raise InputError(
         f"--tensor-parallel {shard.size} would cut groups of {CODE_GROUP} weights of int4: give fewer ranks,"

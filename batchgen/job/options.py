@@ -623,7 +623,7 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_COMMANDS} map", "temperature", float, "0 is greedy."),
     _sampling(f"{_COMMANDS} map", "top_p", float, "Keep the most likely tokens that together have this probability."),
     _sampling(f"{_COMMANDS} map", "top_k", int, "Keep the k most likely tokens; 0 is off."),
-    _sampling(f"{_COMMANDS} map", "min_p", float, "Keep tokens with this part of the first one's probability; comes first."),
+    _sampling(f"{_COMMANDS} map", "min_p", float, "Keep tokens with this part of the best one's probability."),
     _sampling(f"{_COMMANDS} map", "repetition_penalty", float),
     _sampling(f"{_ROWS} map", "presence_penalty", float, "Taken off the logits of tokens that the output has."),
     _sampling(f"{_ROWS} map", "frequency_penalty", float, "The same, for each time that it has them."),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from batchgen.core.dtypes import INT8, KEPT_FORMATS
+from batchgen.core.dtypes import INT8, NATIVE_FORMATS
 from batchgen.core.hardware import ComputeRates, known
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.ops.attention_plan import MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS
@@ -359,7 +359,7 @@ def _dram_bytes(s: CostInputs, phase: Phase, at: Placement, moved: Mapping[str, 
     if s.on_gpu:
         crossing = moved["h2d"] + moved["d2h"] + on_disk + _attended_on_cpu(s, at) * kv_read
         return crossing + decode_kv_bytes(s, _attended_in_layer(s, phase))
-    weights = s.layer_bytes if s.weight_format in (INT8, *KEPT_FORMATS) else s.dequantized_layer_bytes
+    weights = s.layer_bytes if s.weight_format in (INT8, *NATIVE_FORMATS) else s.dequantized_layer_bytes
     return on_disk + (weights * (1 - experts_frac(s.model) * experts_skipped_frac(s, phase)) + kv_read)
 
 

@@ -354,13 +354,14 @@ def paged_attention(
     dtype: torch.dtype,
     isa: str = "",
 ) -> Callable[[int], Tensor]:
-    """A function that runs attention of one layer over a window of the KV blocks, the next one in each run.
+    """A function of i that runs attention of one layer over the i-th window of the KV blocks.
 
-    The attention plan counts blocks from the window's first one, so that one plan serves all runs: making it takes
-    longer than many runs, and a sweep makes one for all its layers.
+    A window has as many blocks as the sequences need, or all that there are; after the last window comes the first
+    again. The attention plan counts blocks from the start of a window, so that one plan serves all runs: making it
+    takes longer than many runs, and a sweep makes one for all its layers.
 
     Args:
-        kv: KV blocks.
+        kv: KV blocks, as from `paged_kv`.
         kv_format: Format of the KV.
         model: The model whose heads attend.
         sequences: (new, cached) tokens of each sequence.

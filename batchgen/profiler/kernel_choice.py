@@ -56,11 +56,12 @@ Timer = Callable[[str, str, Trial], float]
 
 @dataclass(frozen=True)
 class Kernels:
-    """The candidates, and how they are timed.
+    """The kernels to choose from for each shape, and the function that times them.
 
     Attributes:
-        candidates: Instruction sets and TORCH, in order of preference; TORCH is for linear layers alone.
-        timer: Function that times a candidate.
+        candidates: Names of the CPU's instruction sets and TORCH, torch's own linear, in order of preference. TORCH is
+            a candidate for unquantized linear layers alone.
+        timer: Function of (candidate, name of the timed point, work) that gives the seconds of one run.
     """
 
     candidates: tuple[str, ...]

@@ -43,7 +43,12 @@ class DeferredBatchState:
     attended: Tensor | None = None
 
     def leave(self, hidden: Tensor, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Takes along what it needs while it is in no batch. qkv: queries, keys and values as they are stored."""
+        """Leave the micro-batch, and keep what the sequences need until they join one again.
+
+        Args:
+            hidden: Activations, [rows, hidden]; they are copied.
+            qkv: Queries [rows, heads, head_dim], keys and values; the latter two in the format of the host's KV pool.
+        """
         q, k, v = qkv
         self.hidden = hidden.clone()
         # Kept until compute has waited for the CPU, which has waited for the copies.

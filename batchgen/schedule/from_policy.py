@@ -70,7 +70,11 @@ def longest_sequence(policy: Policy, memory: MemoryPlan, compute_tier: str) -> i
 def splitter(
     policy: Policy, memory: MemoryPlan, compute_tier: str
 ) -> Callable[[list[ScheduledSequence]], list[list[ScheduledSequence]]]:
-    """`split_batches` with the policy's numbers filled in."""
+    """A function that cuts a sweep's sequences into micro-batches, within the limits of the policy and its memory.
+
+    It is `split_batches` with all arguments but the sweep filled in. compute_tier: the tier of the compute device's
+    memory.
+    """
     return partial(
         split_batches,
         num_gpu_batches=policy.num_gpu_batches,

@@ -68,9 +68,15 @@ class WeightPacker:
         return {name: self._packed(name, tensors.pop(name), blocks) for name in list(tensors)}
 
     def pack_table(self, embeddings: Tensors, table: str, blocks: BlockPacker) -> Tensors:
-        """Embeddings with their table, which is the output matrix, prepacked: rows are looked up there too.
+        """Embeddings with their token table prepacked; the table is also the output matrix.
 
-        Vectors beside it are copied, as by `pack`. Tensors are taken out of `embeddings`.
+        Embeddings are looked up in the prepacked table too. The table is taken out of `embeddings`, and tensors beside
+        it may be copied, for the reasons given at `pack`.
+
+        Args:
+            embeddings: Tensors before the layers, by name.
+            table: Name of the token table among them.
+            blocks: Packs matrices whose rows are still in the file.
         """
         packed = self._packed(table, embeddings.pop(table), blocks)
         rest = {name: t.clone() if isinstance(packed, ops.PackedWeight) else t for name, t in embeddings.items()}

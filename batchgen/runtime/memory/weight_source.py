@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from batchgen.core.dtypes import KEPT_FORMATS, PACKED_FORMATS
+from batchgen.core.dtypes import NATIVE_FORMATS, PACKED_FORMATS
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import Stored, Which, stored_tensors
@@ -100,13 +100,13 @@ class WeightSource:
     @property
     def _packs_from_file(self) -> bool:
         """Tell whether block-quantized weights are packed while they are read."""
-        kept = self._residency.weight_format in KEPT_FORMATS
+        kept = self._residency.weight_format in NATIVE_FORMATS
         return kept and self.store is None and self._compute_tier == "cpu" and self._checkpoint.load_unread is not None
 
     def _end(self, which: Which) -> Tensors:
         if self._packs_from_file and self.is_packed_end(which):
             return self._checkpoint.load_unread(which, 0, self._dtype)
-        if self._residency.weight_format in KEPT_FORMATS:
+        if self._residency.weight_format in NATIVE_FORMATS:
             return self._checkpoint.load_packed(which, 0, self._dtype, self._residency.weight_format)
         return self._checkpoint.load(which, 0, self._dtype)
 

@@ -14,7 +14,11 @@ def read_cache(context: StepContext, step: Step, batch: BatchState) -> None:
 
 
 def load_cache(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Copy KV from host memory to the accelerator."""
+    """Copy the KV of earlier sweeps that a micro-batch reads in one layer from host memory to the accelerator.
+
+    The Step names the layer and the staging buffer (`kv_slot`) that the KV goes to. KV on disk is in host memory by
+    then.
+    """
     context.kv_cache.load(step.layer, step.kv_slot, _moves(context, step, batch))
 
 
