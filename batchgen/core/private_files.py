@@ -86,10 +86,13 @@ def runtime_folder() -> Path:
     return private_folder(Path(tempfile.gettempdir(), f"batchgen-{os.geteuid()}"))
 
 
-def open_regular(path: Path | str, flags: int, mode: int = 0o600) -> int:
-    """Open a regular file as os.open does, but never by a link. Raises OSError, of which NotPrivate is one."""
+def open_regular(path: Path | str, flags: int) -> int:
+    """Open a regular file as os.open does, but never by a link; one that is made is this user's alone.
+
+    Raises OSError, of which NotPrivate is one.
+    """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)  # a named pipe would make it wait
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # a named pipe would make it wait
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise NotPrivate("it is a link", Path(path)) from error

@@ -23,8 +23,6 @@ _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pena
 _TOKEN_BYTES, _LOGPROB_BYTES = 40, 200
 
 LEAST_TEMPERATURE = 2.0**-126  # the smallest normal number of 32 bits
-# Rows of versions that did not have these parameters are those of their defaults.
-_ADDED_LATER = ("presence_penalty", "frequency_penalty", "logit_bias", "compact_json")
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ class SamplingParams:
         """True where logits of some tokens are changed before one is chosen."""
         return self.penalizes_output or bool(self.logit_bias)
 
-    def check_result_size(self, prompts: int = 1) -> None:
+    def check_result_size(self, prompts: int) -> None:
         """Raise InputError where the results of one request with so many prompts could take all memory."""
         token_bytes = _TOKEN_BYTES + (0 if self.logprobs is None else _LOGPROB_BYTES * (1 + self.logprobs))
         if (size_bytes := prompts * self.n * self.max_tokens * token_bytes) > MOST_RESULT_BYTES:
@@ -155,12 +153,6 @@ class SamplingParams:
         """All fields as plain JSON values."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return values
-
-    def identity(self) -> dict[str, Any]:
-        """The fields, as JSON values, by which these parameters are told from others."""
-        default = SamplingParams()
-        unset = {name for name in _ADDED_LATER if getattr(self, name) == getattr(default, name)}
-        return {name: value for name, value in self.to_json().items() if name not in unset}
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

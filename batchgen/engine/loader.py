@@ -117,7 +117,7 @@ def resolve_context(config: ModelConfig, max_model_len: int | None) -> int:
     return max_model_len
 
 
-def resolve_budget(cpu_memory: int | str | None, processes: int = 1) -> int:
+def resolve_budget(cpu_memory: int | str | None, processes: int) -> int:
     """The host memory that each process of a job on this machine may use, in bytes.
 
     Args:
@@ -276,7 +276,7 @@ def in_memory_policy(
     )
 
 
-def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: str, shard: Shard | None = None) -> bool:
+def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: str, shard: Shard | None) -> bool:
     """Tell whether the offload directory has a weight store of a model in a given format.
 
     Args:
