@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 # KV, and weights of int4: quantized values with a scale and a zero point of 16 bits for each group of 64 (FlexGen 5).
 # Weights of int8: values of 8 bits with a scale in fp32 for each row.
@@ -59,6 +60,11 @@ FORMAT_BYTES = {
     **{name: num_bytes / values for name, (values, num_bytes) in BLOCK_FORMATS.items()},
 }
 FORMAT_BYTES |= {name: FORMAT_BYTES[of_experts] for name, of_experts in EXPERT_FORMATS.items()}  # which are nearly all
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a torch dtype, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def weight_format_of(dtype: str, weights: str) -> str:

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-_LENGTH = struct.Struct("<Q")
+from batchgen.core.frames import LENGTH, framed
+
 _DTYPES = ("bool", "int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 # In JSON a list is [_LIST, ...], and so on: what else there is are None, bool, int, float and str.
 _LIST, _TUPLE, _MAPPING, _PATH, _ARRAY, _VALUE, _AGAIN, _ARRAYS, _COLUMNS = range(9)
@@ -47,7 +48,7 @@ def encode(value: Any, table: Table) -> bytes:
     """
     writer = _Writer(table)
     text = json.dumps(writer.plain(value)).encode()
-    return b"".join([_LENGTH.pack(len(text)), text, *writer.arrays])
+    return b"".join([framed(text), *writer.arrays])
 
 
 def decode(message: bytes, table: Table) -> Any:
@@ -61,9 +62,9 @@ def decode(message: bytes, table: Table) -> Any:
         ValueError: The bytes are not a valid message.
     """
     try:
-        (length,) = _LENGTH.unpack_from(message)
-        start = _LENGTH.size + length
-        plain = json.loads(message[_LENGTH.size : start])
+        (length,) = LENGTH.unpack_from(message)
+        start = LENGTH.size + length
+        plain = json.loads(message[LENGTH.size : start])
         return _Reader(table, memoryview(message)[start:]).value(plain)
     except (struct.error, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no message of this version: {error}") from error

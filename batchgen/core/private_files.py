@@ -92,10 +92,17 @@ def runtime_folder() -> Path:
     return private_folder(Path(tempfile.gettempdir(), f"batchgen-{os.geteuid()}"))
 
 
-def open_regular(path: Path | str, flags: int, mode: int = 0o600) -> int:
-    """Open a regular file like `os.open`, but do not follow a symbolic link. Raises OSError (also NotPrivate)."""
+def open_regular(path: Path | str, flags: int) -> int:
+    """Open a regular file like `os.open`, but do not follow a symbolic link; gives its descriptor.
+
+    A new file can be read and written by this user alone.
+
+    Raises:
+        NotPrivate: The path is a symbolic link, or not a regular file.
+        OSError: The file cannot be opened.
+    """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)  # a named pipe would make it wait
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # a named pipe would make it wait
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise NotPrivate("it is a link", Path(path)) from error

@@ -23,8 +23,6 @@ _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pena
 _TOKEN_BYTES, _LOGPROB_BYTES = 40, 200
 
 LEAST_TEMPERATURE = 2.0**-126  # the smallest normal number of 32 bits
-# Rows of versions that did not have these parameters are those of their defaults.
-_ADDED_LATER = ("presence_penalty", "frequency_penalty", "logit_bias", "compact_json")
 
 
 @dataclass(frozen=True)
@@ -141,10 +139,10 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """True where the logits of some tokens are changed, by a bias, penalty or grammar, before a token is chosen."""
+        """True where a bias or a penalty changes the logits of some tokens before a token is chosen."""
         return self.penalizes_output or bool(self.logit_bias)
 
-    def check_result_size(self, prompts: int = 1) -> None:
+    def check_result_size(self, prompts: int) -> None:
         """Raise InputError where the results of one request may be too large for memory.
 
         Args:
@@ -162,12 +160,6 @@ class SamplingParams:
         """All fields as JSON values."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return values
-
-    def identity(self) -> dict[str, Any]:
-        """The fields that distinguish these parameters from others, as JSON values."""
-        default = SamplingParams()
-        unset = {name for name in _ADDED_LATER if getattr(self, name) == getattr(default, name)}
-        return {name: value for name, value in self.to_json().items() if name not in unset}
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

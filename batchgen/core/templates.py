@@ -26,7 +26,7 @@ from batchgen.core.python_command import python_command
 # Rows that go there together: at most so many, and no further once they have so many bytes.
 _ROWS, _SENT_BYTES = 64, 1 << 20
 _END_S = 1.0  # between the end of its answers and that of the process
-Row = Mapping[str, Any] | Exception
+Row = Mapping[str, Any] | Exception  # {column: value}, or why there are no values
 
 
 @dataclass(frozen=True)
