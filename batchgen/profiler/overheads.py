@@ -130,7 +130,7 @@ def _sweep_s(device: str, layers: int, sequences: int) -> float:
 
 
 def _row_s(device: str) -> float:
-    """Seconds that each row adds to a job of rows with a single generated token, the time of sweeps not included."""
+    """Seconds per row of a job whose rows generate a single token each."""
     with _engine(device, 1) as engine:
         started = time.perf_counter()
         for _ in engine.generate(_requests(_ROWS_OF_ONE_TOKEN, 1)):
