@@ -111,7 +111,7 @@ class LengthLimit:
         return True
 
 
-def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request], limit: LengthLimit | None = None) -> Texts:
+def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request], limit: LengthLimit | None) -> Texts:
     """Encode the texts and chat messages among the prompts of some requests together.
 
     Args:

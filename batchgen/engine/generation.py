@@ -15,7 +15,6 @@ from batchgen.core.request import (
     Request,
     Sample,
     SamplingParams,
-    TokenLogprob,
     cut_overlong,
 )
 from batchgen.engine.encode import (
@@ -149,6 +148,7 @@ class Generation:
 
     def __init__(self, parts: EngineParts, sampling: SamplingParams, on_overlong: str) -> None:
         self._parts, self._sampling, self._on_overlong = parts, sampling, on_overlong
+        self._limit = LengthLimit.of(parts.policy.max_model_len, on_overlong)
         self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
         self._detectors: dict[Sequence, AnswerStops | ThoughtStops | StopDetector] = {}
@@ -165,7 +165,7 @@ class Generation:
         for chunk in chunks(each_request(requests)):
             fine = [request for _, request in chunk if request.error is None]
             prompts = [each for request in fine for each in request.each_prompt]
-            texts = encode_texts(self._parts.tokenizer, prompts, self._limit())
+            texts = encode_texts(self._parts.tokenizer, prompts, self._limit)
             for index, request in chunk:
                 encoded: list[tuple[array, SamplingParams]] = []
                 grammar, error = None, request.error
@@ -183,18 +183,15 @@ class Generation:
                         error = str(problem)
                 yield _Prepared(index, request, tuple(encoded), error, grammar)
 
-    def _limit(self) -> LengthLimit:
-        return LengthLimit.of(self._parts.policy.max_model_len, self._on_overlong)
-
     def _encode(self, request: Request, texts: Texts) -> list[int]:
-        token_ids = encode_prompt(self._parts.tokenizer, request, self._limit(), texts)
+        token_ids = encode_prompt(self._parts.tokenizer, request, self._limit, texts)
         if not token_ids:
             raise RowError("the prompt is empty")
         check_vocabulary(token_ids, self._parts.config.vocab_size, "the prompt")
         self._begins_twice |= begins_twice(self._parts.tokenizer, request.prompt, token_ids)
         return token_ids
 
-    def _fit(self, request: Request, token_ids: list[int], prompts: int = 1) -> tuple[SamplingParams, list[int]]:
+    def _fit(self, request: Request, token_ids: list[int], prompts: int) -> tuple[SamplingParams, list[int]]:
         """Fit a prompt and its max_tokens into the context and the KV pools.
 
         Args:
@@ -412,9 +409,9 @@ class Generation:
         if sequence.sampling.logprobs is None:
             return None
         return tuple(
-            PositionLogprobs(self._named(t.token_id, t.logprob), tuple(self._named(*pair) for pair in t.top))
+            PositionLogprobs(
+                self._parts.token_logprob(t.token_id, t.logprob),
+                tuple(self._parts.token_logprob(*pair) for pair in t.top),
+            )
             for t in sequence.logprobs
         )
-
-    def _named(self, token_id: int, logprob: float) -> TokenLogprob:
-        return TokenLogprob(token_id, self._parts.tokenizer.token_text(token_id), logprob)

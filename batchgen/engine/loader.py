@@ -50,7 +50,8 @@ from batchgen.planner.sizes import chunk_tokens
 from batchgen.runtime.grammar import Grammars
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.schedule.residency import WeightResidency
-from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from batchgen.models.layers import Reduce
@@ -116,7 +117,7 @@ def resolve_context(config: ModelConfig, max_model_len: int | None) -> int:
     return max_model_len
 
 
-def resolve_budget(cpu_memory: int | str | None, processes: int = 1) -> int:
+def resolve_budget(cpu_memory: int | str | None, processes: int) -> int:
     """The host memory that each process of a job on this machine may use, in bytes.
 
     Args:
@@ -275,7 +276,7 @@ def in_memory_policy(
     )
 
 
-def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: str, shard: Shard | None = None) -> bool:
+def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: str, shard: Shard | None) -> bool:
     """Tell whether the offload directory has a weight store of a model in a given format.
 
     Args:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import peak_resident_bytes
 from batchgen.core.plan import MemoryPlan, Policy
+from batchgen.core.request import TokenLogprob
 from batchgen.core.routing import RoutingCounts
 from batchgen.models.config import ModelConfig
 from batchgen.runtime.grammar import Grammars
@@ -106,6 +107,10 @@ class EngineParts:
     kernels: KernelChoice = PROCESS_SET
     sweeps_in_flight: int = 1
     peaks_of_others: Callable[[], Sequence[Mapping[str, int] | None]] = tuple
+
+    def token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
+        """A token's log-probability, with the token's text."""
+        return TokenLogprob(token_id, self.tokenizer.token_text(token_id), logprob)
 
     @property
     def not_finite(self) -> str:

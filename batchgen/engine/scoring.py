@@ -14,7 +14,6 @@ from batchgen.core.request import (
     SamplingParams,
     Scored,
     ScoreRequest,
-    TokenLogprob,
     cut_overlong,
 )
 from batchgen.engine.encode import LengthLimit, Texts, begins_twice, check_vocabulary, chunks, encode_all, encode_pairs
@@ -88,6 +87,7 @@ class Scoring:
 
     def __init__(self, parts: EngineParts, on_overlong: str) -> None:
         self._parts, self._on_overlong = parts, on_overlong
+        self._limit = LengthLimit.of(parts.policy.max_model_len, on_overlong)
         self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
         assert parts.scorer is not None
@@ -99,7 +99,7 @@ class Scoring:
         """Tokenize requests, in chunks of several; yields the prepared requests. It runs in the input thread."""
         for chunk in chunks(each_score_request(requests)):
             fine = [request for _, request in chunk if request.error is None]
-            texts = encode_all(self._parts.tokenizer, fine, self._limit())
+            texts = encode_all(self._parts.tokenizer, fine, self._limit)
             for index, request in chunk:
                 row_id = index if request.id is None else request.id
                 if request.error is not None:
@@ -109,9 +109,6 @@ class Scoring:
                     yield _Prepared(index, row_id, request.row, request.logprobs, self._tokens(request, texts))
                 except (RowError, InputError) as problem:
                     yield _Prepared(index, row_id, request.row, error=str(problem))
-
-    def _limit(self) -> LengthLimit:
-        return LengthLimit.of(self._parts.policy.max_model_len, self._on_overlong)
 
     def _tokens(self, request: ScoreRequest, texts: Texts) -> Tokens:
         config, policy = self._parts.config, self._parts.policy
@@ -199,14 +196,11 @@ class Scoring:
         for token, (path, position, target) in zip(tokens, nodes, strict=True):
             score = sequences[path].scores[position]
             logprob = score.logprobs[target]
-            top = tuple(self._named(*pair) for pair in score.top)
-            positions.append(PositionLogprobs(self._named(token, logprob), top))
+            top = tuple(self._parts.token_logprob(*pair) for pair in score.top)
+            positions.append(PositionLogprobs(self._parts.token_logprob(token, logprob), top))
             total += logprob
             is_greedy = is_greedy and score.argmax == token
         return ContinuationScore(tokens, total, is_greedy, tuple(positions))
-
-    def _named(self, token_id: int, logprob: float) -> TokenLogprob:
-        return TokenLogprob(token_id, self._parts.tokenizer.token_text(token_id), logprob)
 
 
 def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, context_len: int, on_overlong: str) -> Tokens:

@@ -64,7 +64,7 @@ class Devices:
         return cls(count, name, hosts)
 
 
-def parse_kinds(text: str, hosts: int | None = None) -> tuple[Devices, ...]:
+def parse_kinds(text: str, hosts: int | None) -> tuple[Devices, ...]:
     """Parse text such as "1x t4 + 2x a100", or "2x t4" for devices of a single kind.
 
     Args:

@@ -15,7 +15,7 @@ R = TypeVar("R", bound=Request | ScoreRequest)
 
 @dataclass(frozen=True)
 class FailureLimit:
-    """The value of `--max-failed`. With neither field set, a job stops if all rows, or all of its first hundred, fail.
+    """The value of `--max-failed`. By default a job stops if all its rows, or its first hundred, fail.
 
     Attributes:
         rows: Number of rows that may fail.

@@ -165,7 +165,10 @@ def _sample(source: RequestSource) -> Iterator[Iterator[Request | ScoreRequest]]
 
 
 def _sampled_batches(source: RequestSource) -> Iterator[tuple[int, Any]]:
-    """(number of the first row, record batch) of sampled rows: spread over a Parquet file; of other inputs, the first rows."""
+    """Record batches of the sampled rows, each with the number of its first row.
+
+    The rows are spread over a Parquet file; of other inputs, they are the first rows.
+    """
     rows = source.dataset.num_rows
     if source.dataset.format != "parquet" or rows is None or rows <= _STRETCHES * _STRETCH_ROWS:
         yield from _first_rows(source.batches(0, _STRETCH_ROWS), _STRETCHES * _STRETCH_ROWS)

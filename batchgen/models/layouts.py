@@ -218,9 +218,7 @@ def role(part: str) -> str:
     return _OF_EXPERT.sub("", part).rsplit(".", 1)[0]
 
 
-def packed_layout(
-    config: ModelConfig, which: Which, layer: int, weight_format: str, *, unfused: bool = False
-) -> Layout:
+def packed_layout(config: ModelConfig, which: Which, layer: int, weight_format: str, *, unfused: bool) -> Layout:
     """The layout of `layout_of`, with a tensor for each role where the parts of a matrix are in different formats."""
     layout = layout_of(config, which, layer, unfused=unfused)
     if which != "layer" or weight_format != MIXED:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KVFormat, matmul_key, weight_row_bytes
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KVFormat, dtype_name, matmul_key, weight_row_bytes
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -262,7 +262,7 @@ def gemm_rates(
         kernels: Kernels of the models' shapes.
         as_stored: Whether weights are in the layout in which they stream from disk, not prepacked.
     """
-    stored_in = weight_format or _name(pool.dtype)
+    stored_in = weight_format or dtype_name(pool.dtype)
 
     def rates(model: ModelConfig) -> tuple:
         width, attention, inner = model.hidden_size, model.q_size, model.intermediate_size
@@ -315,7 +315,7 @@ def _weight(
         data = torch.full(
             (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
         )  # scales are numbers
-        weight = BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, _name(numbers.dtype)))
+        weight = BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, dtype_name(numbers.dtype)))
         return weight if as_stored else ops.pack_blocks(weight, numbers.dtype, gated=gated)
     stored = numbers
     if weight_format == INT8:
@@ -393,12 +393,8 @@ def prefill_rates(
     return Rates(("context",), device.rising_rates(effort.prefill_contexts, trial, effort))
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _attention_isa(kernels: KernelChoice, model: ModelConfig, pool: Tensor) -> str:
-    return kernels.attention_isa(model.num_heads, model.num_kv_heads, model.head_dim, _name(pool.dtype))
+    return kernels.attention_isa(model.num_heads, model.num_kv_heads, model.head_dim, dtype_name(pool.dtype))
 
 
 def paged_attention(
@@ -443,7 +439,7 @@ def paged_attention(
 
 def _stored_as(kv_format: str | None, pool: Tensor) -> KVFormat:
     """The KV format of a name; for None, the format of the pool's dtype."""
-    return KVFormat.of(kv_format or _name(pool.dtype))
+    return KVFormat.of(kv_format or dtype_name(pool.dtype))
 
 
 def paged_kv(pool: Tensor, model: ModelConfig, kv_format: KVFormat) -> Tensor:
