@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, NATIVE_FORMATS, PACKED_FORMATS
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, NATIVE_FORMATS, PACKED_FORMATS, dtype_name
 from batchgen.models.config import ModelConfig
 from batchgen.models.cutting import cut_tensors, fill_share
 from batchgen.models.files import ModelFiles, read_config, stated_scheme, stored_weights, weight_tensors
@@ -251,7 +251,7 @@ class _Parts:
         """The parts of each tensor, and the form in which it is stored, if matrices stay in `packed_format`."""
         weight_format = self.packed_format
         assert weight_format is not None
-        stored = stored_tensors(self.config, which, layer, str(dtype).removeprefix("torch."), weight_format)
+        stored = stored_tensors(self.config, which, layer, dtype_name(dtype), weight_format)
         return packed_layout(self.config, which, layer, weight_format, unfused=self.of_gguf), stored
 
     def _prefetch(self, which: Which, layer: int) -> None:

@@ -306,20 +306,6 @@ class ModelConfig:
         return {group: max(sizes[group] for sizes in kinds) for group in kinds[0]}
 
     @property
-    def layer_kinds(self) -> tuple[tuple[dict[str, tuple[tuple[int, int], ...]], dict[str, int]], ...]:
-        """Matrices and number of other weights in each group of `layer_tensors`, once for each kind of layer.
-
-        Kinds are layers with experts and layers without. An item is a pair: (rows, columns) of the group's matrices,
-        and the number of its biases, norms and router weights.
-        """
-        kinds = []
-        for experts in self._kinds:
-            matrices, tensors = self._matrices(experts), self._tensors(experts)
-            rest = {g: tensors[g] - sum(map(math.prod, shapes)) for g, shapes in matrices.items()}
-            kinds.append((matrices, rest))
-        return tuple(kinds)
-
-    @property
     def layer_matrices(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """Shapes (rows, columns) of the matrices in each group of `layer_tensors`. Rows of experts are stacked.
 

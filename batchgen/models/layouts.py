@@ -227,9 +227,7 @@ def role(part: str) -> str:
     return _OF_EXPERT.sub("", part).rsplit(".", 1)[0]
 
 
-def packed_layout(
-    config: ModelConfig, which: Which, layer: int, weight_format: str, *, unfused: bool = False
-) -> Layout:
+def packed_layout(config: ModelConfig, which: Which, layer: int, weight_format: str, *, unfused: bool) -> Layout:
     """Parts of each tensor, with one tensor for each role if the parts of a matrix have different formats.
 
     Args:

@@ -13,7 +13,8 @@ from batchgen.core.plan import MemoryPlan, Policy, window_blocks
 from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.micro_batches import placement_in_sweep, split_batches
-from batchgen.schedule.scheduler import ScheduledSequence, SchedulerLimits
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler_limits import SchedulerLimits
 from batchgen.schedule.window_pool import WindowPool
 
 
