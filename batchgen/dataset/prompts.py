@@ -88,7 +88,7 @@ class PromptSpec:
         return self.chat or self.system_prompt is not None
 
     def identity(self) -> dict[str, Any]:
-        """The JSON values that identify the prompts in a job's fingerprint; they have a template's text, not its file."""
+        """The JSON values that identify the prompts in a job's fingerprint, with the text of a template file."""
         return {
             "column": self.column,
             "template": self.template,
