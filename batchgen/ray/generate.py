@@ -1,4 +1,4 @@
-"""The class that Ray Data's actors hold: tables in, the same tables with the output columns out."""
+"""The class `Generate` for Ray Data's actors: it gets tables, and returns them with the output columns added."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Generate:
         self._lock = threading.Lock()
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
-        """The table with the output columns. Raises InputError."""
+        """A batch of rows with the output columns added. Raises InputError."""
         if self._reasoning is None:
             self._reasoning = await asyncio.to_thread(gives_reasoning, self._model, self._sampling)
         columns = SampleColumns(self._sampling.n, self._sampling.logprobs is not None, self._reasoning)
@@ -98,7 +98,7 @@ class Generate:
         )
 
     def close(self) -> None:
-        """Close the engine and free its memory; another call loads it again."""
+        """Close the engine and free its memory. A later call loads the model again."""
         if self._stream is not None and self._process == os.getpid():
             self._stream.close()
         self._stream = None
@@ -110,7 +110,7 @@ class Generate:
         self.__init__(state["model"], plans=state["plans"], **state["options"])  # type: ignore[misc]
 
     def _stream_here(self) -> EngineStream:
-        """This process's engine, loaded once."""
+        """The engine of this process, which is loaded at the first use."""
         with self._lock:
             if self._stream is None or self._process != os.getpid():
                 options = {name: value for name, value in self._options.items() if name in names_of("engine")}
