@@ -1,4 +1,4 @@
-"""Formats of stored numbers and their sizes in bytes."""
+"""Number formats of weights, KV and activations, and their sizes in bytes."""
 
 from __future__ import annotations
 
@@ -68,24 +68,29 @@ def dtype_name(dtype: Any) -> str:
 
 
 def weight_format_of(dtype: str, weights: str) -> str:
-    """The format of the layers' matrices, for a value that `models.files.resolve_weights` has returned."""
+    """The storage format of the layers' weight matrices.
+
+    Args:
+        dtype: The compute dtype.
+        weights: A value that `models.files.resolve_weights` has returned.
+    """
     return dtype if weights in (AUTO, NATIVE, DEQUANTIZED) else weights
 
 
 def block_format(weight_format: str) -> str:
-    """The format of block-quantized rows, a key of `BLOCK_FORMATS`, where layers are in `weight_format`.
+    """The format of block-quantized weight rows, a key of `BLOCK_FORMATS`, in a model with this weight format.
 
-    It is `weight_format` itself where there are no such rows.
+    The result is `weight_format` itself where the model has no block-quantized rows.
     """
     return EXPERT_FORMATS.get(weight_format, weight_format)
 
 
 def matrix_format(weight_format: str, stem: str, dtype: str) -> str:
-    """The format of one matrix of a layer.
+    """The storage format of one weight matrix of a layer.
 
     Args:
-        weight_format: The layers' format.
-        stem: The matrix's name without ".weight", or its group of tensors.
+        weight_format: The weight format of the layers.
+        stem: The name of the matrix without ".weight", or the name of its group of tensors.
         dtype: The compute dtype.
     """
     if weight_format in EXPERT_FORMATS:
@@ -94,12 +99,13 @@ def matrix_format(weight_format: str, stem: str, dtype: str) -> str:
 
 
 def matmul_key(weight_format: str, dtype: str, *, as_stored: bool = False) -> str:
-    """The name that a profile has for the rates of a matmul.
+    """The key under which a hardware profile has the FLOP/s of matrix products.
 
     Args:
         weight_format: The format of the weights.
         dtype: The dtype of the activations.
-        as_stored: True for weights as they are stored, as they are streamed; False for prepacked ones.
+        as_stored: True for weights in the layout of the model's files, which streamed weights keep; False for weights
+            that are prepacked for the kernel.
     """
     name = INT8 if weight_format == INT8 else dtype
     if weight_format in NATIVE_FORMATS:
@@ -108,7 +114,7 @@ def matmul_key(weight_format: str, dtype: str, *, as_stored: bool = False) -> st
 
 
 def changes_results(weights: str) -> bool:
-    """Tell whether a value of `--weights` changes the model's numbers: "int4" and "int8" do."""
+    """True where a value of `--weights` changes the model's numbers, as "int4" and "int8" do."""
     return weights in (INT4, INT8)
 
 
@@ -130,11 +136,11 @@ def weight_row_bytes(n: int, weight_format: str) -> int:
 
 @dataclass(frozen=True)
 class KVFormat:
-    """A format that the K and V of a token and head are stored in.
+    """A storage format of keys and values (KV): each token has one row of numbers per KV head for K, and one for V.
 
     Attributes:
-        name: "int8", "int5" or "int4" of packed KV; else the dtype of its numbers.
-        bits: Bits of a quantized value; 0: numbers are stored as they are.
+        name: "int8", "int5" or "int4" for quantized KV; else the dtype of the stored numbers.
+        bits: Bits of a quantized number; 0 where the numbers are not quantized.
     """
 
     name: str
@@ -142,31 +148,49 @@ class KVFormat:
 
     @classmethod
     def of(cls, name: str) -> KVFormat:
-        """The format of this name."""
+        """The KV format of this name."""
         return cls(name, KV_CODE_BITS.get(name, 0))
 
     @property
     def rotates_keys(self) -> bool:
-        """True where keys are rotated before they are stored; 8 bits hold large and small channels without that."""
+        """True where keys are rotated before they are quantized, so that large and small channels need fewer bits.
+
+        Formats with 8 bits need no rotation.
+        """
         return 0 < self.bits < 8
 
     def row_bytes(self, n: int) -> int:
-        """Stored bytes of `n` numbers."""
+        """The stored bytes of a row of `n` numbers."""
         return packed_bytes(n, self.bits) if self.bits else n * int(FORMAT_BYTES[self.name])
 
 
 def packed_bytes(n: int, bits: int) -> int:
-    """Bytes of a packed row of `n` numbers: every group, the last one too, has its scale and zero point."""
+    """The bytes of a quantized row of `n` numbers, with the scale and zero point of each group of numbers.
+
+    A last group with fewer numbers has them too.
+
+    Args:
+        n: Numbers of the row.
+        bits: Bits of a quantized number.
+    """
     return code_bytes(n, bits) + 4 * -(-n // CODE_GROUP)
 
 
 def code_bytes(n: int, bits: int) -> int:
-    """Bytes of the quantized values of a packed row of `n` numbers: every group begins with a byte of its own."""
+    """The bytes of the quantized numbers of a row, without scales and zero points; each group begins at a whole byte.
+
+    Args:
+        n: Numbers of the row.
+        bits: Bits of a quantized number.
+    """
     whole, rest = divmod(n, CODE_GROUP)
     return whole * _group_bytes(CODE_GROUP, bits) + _group_bytes(rest, bits)
 
 
 def _group_bytes(size: int, bits: int) -> int:
-    """Bytes of a group's quantized values: two nibbles a byte; with 5 bits also the fifth bits of each half."""
+    """The bytes of the quantized numbers of one group.
+
+    A byte holds the lower four bits of two numbers. With 5 bits, the fifth bits of each half of the group follow.
+    """
     half = (size + 1) // 2
     return {4: half, 5: half + 2 * ((half + 7) // 8), 8: size}[bits]

@@ -40,8 +40,10 @@ from batchgen.runtime.grammar import check_grammar
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import kv_pools, scheduler_limits
-from batchgen.schedule.scheduler import ScheduledSequence, Scheduler, TokenSlots
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.sequence import Sequence
+from batchgen.schedule.token_slots import TokenSlots
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -50,7 +50,8 @@ from batchgen.planner.sizes import chunk_tokens
 from batchgen.runtime.grammar import Grammars
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.schedule.residency import WeightResidency
-from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from batchgen.models.layers import Reduce

@@ -26,9 +26,10 @@ from batchgen.models.shard import Shard
 from batchgen.models.store.layout import Extent, StoredTensor, StoreFile, WeightStore
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
 from batchgen.runtime.sampler import SampledToken
-from batchgen.schedule.packed_batch import PackedBatch, Run, Segment, Staging
+from batchgen.schedule.packed_batch import PackedBatch, Segment
 from batchgen.schedule.sequence import LogitsRow, ScoredPosition
 from batchgen.schedule.sequence import Sequence as InFlight
+from batchgen.schedule.staging import Run, Staging
 
 # The function that other ranks run, as `distributed.serve.serve` takes it.
 WORK = "batchgen.engine.follow:follow_rank_zero"

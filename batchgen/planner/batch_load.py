@@ -11,7 +11,7 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
 from batchgen.schedule.extents import runs_of
 from batchgen.schedule.micro_batches import placement_in_sweep
-from batchgen.schedule.scheduler import ScheduledSequence
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.step_graph import BatchFlow
 from batchgen.schedule.window_pool import NULL_BLOCK
 

@@ -366,7 +366,7 @@ def _dram_bytes(s: CostInputs, phase: Phase, at: Placement, moved: Mapping[str, 
 def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, Linear]) -> None:
     """Change the lanes of a layer to those of one whose experts on disk are read on demand.
 
-    The Steps are `read_dense`, `route` and `read_experts` of schedule/step_graph.py. What all tokens need is read ahead
+    The Steps are `read_dense`, `route` and `read_experts` of schedule/sweeps.py. What all tokens need is read ahead
     while the layer before routes, the experts when the router has chosen, and what comes after them waits. So neither
     matmuls nor the disk go on beside that: two chains. Of 4-bit weights only experts that were read are dequantized.
     """
@@ -394,7 +394,7 @@ def _chains(
 ) -> dict[str, Linear]:
     """Seconds of Steps that cannot overlap within one layer of one sweep, as they wait for or behind one another.
 
-    The Steps are those of schedule/step_graph.py. With K = 1 micro-batch, queries go out, the CPU attends, results come
+    The Steps are those of schedule/sweeps.py. With K = 1 micro-batch, queries go out, the CPU attends, results come
     back, and activations that wait in host memory come and go, all between the same batch's matmuls. With K >= 2 only
     activations are waited for, as they are fetched when the batch before has ended. Of two unequal batches (NEO) each
     waits for its own matmuls and then for its part of CPU attention.

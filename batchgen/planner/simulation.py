@@ -28,9 +28,10 @@ from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator, Timeline
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
-from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.sequence import Sequence
-from batchgen.schedule.step_graph import Sweeps
+from batchgen.schedule.sweeps import Sweeps
 from batchgen.schedule.trace import TraceWriter
 
 

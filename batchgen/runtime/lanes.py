@@ -12,16 +12,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from batchgen.core.errors import BatchgenError, one_line
-from batchgen.schedule.step_graph import LANES, Step
+from batchgen.schedule.step_graph import LANES, Lane, Step
 
 # (step, start, end) in seconds of time.perf_counter; called from any lane's thread, one at a time.
 OnStep = Callable[[Step, float, float], None]
 
 
 class Lanes:
-    """Invariant: a Step is pending from when it is issued until it has ended; nothing runs after a failure."""
+    """Lanes, and the threads that carry out their Steps.
+
+    Invariant: a Step is pending from when it is issued until it has ended; nothing runs after a failure.
+
+    Attributes:
+        busy_s: Seconds in which each lane was busy.
+        stalled_s: Seconds in which compute stood still, by the lane it waited for.
+    """
 
     def __init__(
         self,
@@ -50,20 +58,23 @@ class Lanes:
         # A lane is woken only by what it waits for: every thread that wakes takes the interpreter from the computing
         # one.
         self._wakes = {lane: threading.Condition(self._lock) for lane in LANES}
-        self._waits_for: dict[str, int] = {}  # lane -> id of the Step it waits for
+        self._waits_for: dict[Lane, int] = {}  # lane -> id of the Step it waits for
         self._drained = threading.Condition(self._lock)
-        self._pending: dict[int, str] = {}  # id -> lane
-        self._queues: dict[str, deque[Step]] = {lane: deque() for lane in LANES if lane != "compute"}
-        self._threads: dict[str, threading.Thread] = {}
+        self._pending: dict[int, Lane] = {}  # id -> lane
+        self._queues: dict[Lane, deque[Step]] = {lane: deque() for lane in LANES if lane != "compute"}
+        self._threads: dict[Lane, threading.Thread] = {}
         self._failure: BaseException | None = None
         self._failure_raised = False
         self._closed = False
 
     def execute(self, steps: Iterable[Step]) -> Callable[[], None] | None:
-        """Returns when all Steps of `compute` have ended; the last of other lanes may still run.
+        """Carry out Steps; return when all of `compute` have ended, while the last of other lanes may still run.
 
-        Raises what a Step raised, in whichever lane. Where Steps are only launched, returns a function that waits and
-        raises as said.
+        Returns:
+            None, or where Steps are only launched a function that waits for them and raises what one of them raised.
+
+        Raises:
+            BaseException: An error that a Step raised, in whichever lane.
         """
         if self._closed:
             raise RuntimeError("the lanes are closed")
@@ -80,10 +91,11 @@ class Lanes:
             self._fail(error)
             self._failure_raised = True
             raise
+        return None
 
     @contextlib.contextmanager
     def one_by_one(self) -> Iterator[None]:
-        """Meanwhile do each Step before the next one begins, so that nothing waits; none is timed or reported."""
+        """Within the block, do each Step before the next one begins, so that nothing waits; time and report none."""
         before = self._serial, self._on_step
         self._serial, self._on_step = True, None
         try:
@@ -95,10 +107,10 @@ class Lanes:
                 seconds.update(dict.fromkeys(seconds, 0.0))
 
     def reserve(self, lane: str, num_bytes: int) -> None:
-        """Has so much memory ready for what is made in a lane, where that would have to be waited for later."""
+        """Have so much memory ready for a lane, where a later allocation would have to be waited for."""
 
     def prepare(self, work: Callable[[], None]) -> None:
-        """Does what all Steps of the next sweep need."""
+        """Do work that all Steps of the next sweep need."""
         work()
 
     def has_ended(self, step_id: int) -> bool:
@@ -107,13 +119,13 @@ class Lanes:
             return step_id not in self._pending
 
     def drain(self) -> None:
-        """Waits until every Step has ended. Raises what one of them raised."""
+        """Wait until every Step has ended. Raises what one of them raised."""
         with self._lock:
             self._drained.wait_for(lambda: self._closed or self._failure is not None or not self._pending)
             self._check()
 
     def close(self) -> None:
-        """Ends the threads, once the Steps they are at have ended; Steps that wait are dropped."""
+        """End the threads, once the Steps they are at have ended; Steps that wait are dropped."""
         with self._lock:
             self._closed = True
             for queue in self._queues.values():
@@ -127,7 +139,7 @@ class Lanes:
         self._threads.clear()
 
     def _begin(self, step: Step) -> None:
-        """Runs the Step, or hands it to its lane."""
+        """Run the Step, or hand it to its lane."""
         if step.lane == "compute" and not self._threads:  # nobody else: all that it waits for has ended
             self._run_alone(step)
             return
@@ -147,7 +159,7 @@ class Lanes:
             self._on_step(step, started, ended)
 
     def _ended(self, step: Step) -> None:
-        """Called with the lock held when a Step has ended."""
+        """Note the end of a Step; called with the lock held."""
 
     def _issue(self, step: Step) -> None:
         if step.lane not in self._threads:
@@ -159,7 +171,7 @@ class Lanes:
             if step.lane not in self._waits_for:  # else it is waiting for a Step before this one
                 self._wakes[step.lane].notify()
 
-    def _work(self, lane: str) -> None:
+    def _work(self, lane: Lane) -> None:
         queue = self._queues[lane]
         self._on_thread(lane)
         while True:
@@ -174,12 +186,17 @@ class Lanes:
                 self._fail(error)
                 return
 
-    def _await_and_run(self, step: Step, thread: str) -> None:
-        """thread: the lane whose thread this is; with `serial`, compute's for all Steps."""
+    def _await_and_run(self, step: Step, thread: Lane) -> None:
+        """Run a Step once all that it waits for has ended.
+
+        Args:
+            step: The Step.
+            thread: Lane whose thread this is; with `serial`, compute's for all Steps.
+        """
         self._await(step, thread)
-        takes_turns = self._cores is not None and step.lane in ("compute", "cpu_attention")
-        if takes_turns:
-            self._take_cores(step.lane)
+        cores = self._cores if step.lane in ("compute", "cpu_attention") else None
+        if cores is not None:
+            self._take_cores(cores, step.lane)
         try:
             self._check()
             if self._closed:
@@ -188,8 +205,8 @@ class Lanes:
             self._perform(step)
             ended = time.perf_counter()
         finally:
-            if takes_turns:
-                self._cores.release()
+            if cores is not None:
+                cores.release()
         with self._lock:
             self.busy_s[step.lane] += ended - started
             del self._pending[step.id]
@@ -202,13 +219,13 @@ class Lanes:
             if not self._pending:
                 self._drained.notify_all()
 
-    def _take_cores(self, lane: str) -> None:
+    def _take_cores(self, cores: threading.Lock, lane: Lane) -> None:
         began = time.perf_counter()
-        self._cores.acquire()
+        cores.acquire()
         if lane == "compute":
             self.stalled_s["cpu_attention"] += time.perf_counter() - began
 
-    def _await(self, step: Step, thread: str) -> None:
+    def _await(self, step: Step, thread: Lane) -> None:
         with self._lock:
             self._check()
             for earlier in step.after:
@@ -218,16 +235,15 @@ class Lanes:
                 started = time.perf_counter()
                 self._waits_for[thread] = earlier
                 try:
-                    self._wakes[thread].wait_for(
-                        lambda earlier=earlier: (
-                            self._closed or self._failure is not None or earlier not in self._pending
-                        )
-                    )
+                    self._wakes[thread].wait_for(partial(self._need_not_wait, earlier))
                 finally:
                     del self._waits_for[thread]
                 if step.lane == "compute":
                     self.stalled_s[lane] += time.perf_counter() - started
                 self._check()
+
+    def _need_not_wait(self, earlier: int) -> bool:
+        return self._closed or self._failure is not None or earlier not in self._pending
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -14,7 +14,8 @@ import numpy as np
 
 from batchgen.core.request import SamplingParams
 from batchgen.schedule.packed_batch import PackedBatch
-from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.sequence import LogitsRow, Sequence
 
 # Keys of a context that is long enough to be attended to in parts.
@@ -90,6 +91,8 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
 class _Anything:
     """A grammar that allows every token."""
 
+    error: str | None = None
+
     def __init__(self, vocab_size: int) -> None:
         self._mask = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
 
@@ -98,7 +101,7 @@ class _Anything:
 
 
 def sampled_every_way(sequences: List[Sequence], vocab_size: int) -> Iterator[list[Sequence]]:
-    """For each way of sampling, sequences in place of these: all of them, and every other one."""
+    """For each way of sampling, yield sequences in place of the given ones: all with it, and every other one."""
     sampling = SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1, logprobs=3, repetition_penalty=1.5)
 
     def varied(own: Sequence) -> Sequence:
@@ -111,6 +114,6 @@ def sampled_every_way(sequences: List[Sequence], vocab_size: int) -> Iterator[li
 
 
 def scored(rows: List[LogitsRow]) -> list[LogitsRow]:
-    """Positions to be scored, in place of these."""
+    """Positions to be scored, in place of the given rows."""
     sampling = SamplingParams(logprobs=3)
     return [LogitsRow(Sequence(i, i, 0, [0], sampling, targets=((0, 1),)), 0) for i in range(len(rows))]

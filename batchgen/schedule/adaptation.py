@@ -1,9 +1,10 @@
-"""Between sweeps: the block and the streamed fraction follow what is measured, within the memory that was planned.
+"""The adaptation of the block and of the streamed fraction to what is measured, between sweeps. No tensors.
 
-Output lengths decide how much KV a sequence is given at admission and how many sequences KV has capacity for. Lane
-times decide which of the sequences whose KV lives in host memory are attended to by the CPU and which are streamed to
-the accelerator (Pie section 3.4): the streamed fraction grows while (1) the link is not saturated, (2) copies stay
-hidden behind compute and (3) throughput does not fall; it shrinks when compute waits for copies. No tensors.
+Memory stays as planned. Output lengths decide how much KV a sequence is given at admission and how many sequences KV
+has capacity for. Lane times decide which of the sequences whose KV lives in host memory are attended to by the CPU and
+which are streamed to the accelerator (Pie section 3.4): the streamed fraction grows while (1) the link is not
+saturated, (2) copies stay hidden behind compute and (3) throughput does not fall; it shrinks when compute waits for
+copies.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.schedule.scheduler import Scheduler, SchedulerLimits
+from batchgen.schedule.scheduler import Scheduler
+from batchgen.schedule.scheduler_limits import SchedulerLimits
 
 _WINDOW_SWEEPS = 8  # measured together
 _SATURATED, _WAITING = 0.9, 0.05  # parts of a window's time
@@ -44,7 +47,7 @@ class Change:
     after: int
     why: str
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -66,10 +69,21 @@ class Measured:
 
 
 class Adaptation:
-    """Changes a scheduler's limits and placements, within pools that never change."""
+    """The adaptation of a scheduler's limits and placements, within pools that never change.
+
+    Attributes:
+        changes: Changes made so far.
+    """
 
     def __init__(self, scheduler: Scheduler, *, planned_output_len: float, expected_output_len: int | None) -> None:
-        """planned_output_len: mean that the plan counted on. expected_output_len: the user's, which stands."""
+        """Leave everything as planned.
+
+        Args:
+            scheduler: Scheduler whose limits and placements are adapted.
+            planned_output_len: Mean output length that the plan counted on, tokens.
+            expected_output_len: The user's expected output length, which stands, tokens; None: it follows what is
+                measured.
+        """
         self.changes: list[Change] = []
         self._scheduler = scheduler
         self._planned = scheduler.limits
@@ -92,7 +106,12 @@ class Adaptation:
         return max_tokens if self._expected is None else min(self._expected, max_tokens)
 
     def finished(self, num_generated: int, num_tokens: int) -> None:
-        """A sequence has ended with so many tokens generated, and in all."""
+        """Note that a sequence has ended.
+
+        Args:
+            num_generated: Tokens it generated.
+            num_tokens: Tokens of its KV, those of its prompt included.
+        """
         self._lengths.append(num_generated)
         self._footprints.append(num_tokens)
 
@@ -104,7 +123,7 @@ class Adaptation:
             return
         rate = _rate(self._window)
         if self._undo is not None:
-            self._judge(rate)
+            self._judge(rate, *self._undo)
         self._follow_lengths()
         if self._undo is None:
             self._fit_block(rate)
@@ -113,9 +132,8 @@ class Adaptation:
         self._window = []
         self._preempted = self._scheduler.num_preempted
 
-    def _judge(self, rate: float) -> None:
-        """Pie's third condition, for either knob: throughput must not fall."""
-        what, before, limits = self._undo
+    def _judge(self, rate: float, what: str, before: float, limits: SchedulerLimits) -> None:
+        """Take a change back where throughput fell: Pie's third condition, for either knob."""
         self._undo = None
         if rate >= _FELL * before:
             return
@@ -148,18 +166,18 @@ class Adaptation:
         if "block" in self._settled or len(self._lengths) < min(self._enough, _MOST_LENGTHS):
             return
         length = sum(self._lengths) / len(self._lengths)
-        full = len(scheduler.running) >= limits.max_num_seqs and scheduler.waiting
+        full = len(scheduler.running) >= limits.max_num_seqs and bool(scheduler.waiting)
         shorter = length < _SHORTER * self._planned_len and full
         longer = length > _LONGER * self._planned_len and scheduler.num_preempted > self._preempted
         if not shorter and not longer:
             return
         mean = sum(self._footprints) / len(self._footprints)
         fitted = {}
-        for kv_placement, count in limits.kv_seqs.items():
+        for kv_placement, count in limits.quotas.items():
             pool = scheduler.pools.get(kv_placement.tier)
             if not count or pool is None:
                 continue
-            sharing = sum(n for c, n in limits.kv_seqs.items() if c.tier == kv_placement.tier)
+            sharing = sum(n for c, n in limits.quotas.items() if c.tier == kv_placement.tier)
             fits = int(pool.num_blocks * pool.kv_block_size / (mean + pool.kv_block_size / 2) * count / sharing)
             most = min(2 * count, _MOST_GROWTH * self._planned.quota(kv_placement))
             fitted[kv_placement] = max(1, min(fits, count)) if longer else max(count, min(fits, most))
@@ -172,9 +190,9 @@ class Adaptation:
         self._set("block", replace(limits, max_num_seqs=block, kv_seqs=fitted), limits.max_num_seqs, block, why)
 
     def _share_host_kv(self, rate: float) -> None:
-        """Moves some sequences between attention on the CPU and streaming (Pie 3.4)."""
+        """Move some sequences between attention on the CPU and streaming (Pie section 3.4)."""
         limits = self._scheduler.limits
-        quotas = limits.kv_seqs
+        quotas = limits.quotas
         on_cpu, streamed = quotas.get(KVPlacement.CPU, 0), quotas.get(KVPlacement.STREAMED, 0)
         # Attention on the CPU needs buffers, which the plan has only where it was to be.
         if limits.compute_tier != "gpu" or on_cpu + streamed < 2 or not self._planned.quota(KVPlacement.CPU):
@@ -208,7 +226,7 @@ class Adaptation:
         self._move_host_kv()
 
     def _move_host_kv(self) -> None:
-        """Gives sequences in flight the placements that the limits have a quota for."""
+        """Give sequences in flight the placements that the limits have a quota for."""
         limits = self._scheduler.limits
         on_host = [s for s in self._scheduler.running if s.kv_placement in (KVPlacement.CPU, KVPlacement.STREAMED)]
         quota = limits.quota(KVPlacement.CPU)

@@ -26,8 +26,8 @@ from batchgen.models.config import ModelConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
 from batchgen.runtime.memory.tiers import Tiers
-from batchgen.runtime.memory.transfers import Arena, Prefault, as_buffer
-from batchgen.schedule.packed_batch import Run, Staging
+from batchgen.runtime.memory.transfers import Arena, Link, Prefault, as_buffer
+from batchgen.schedule.staging import Run, Staging
 from batchgen.schedule.step_graph import KV_SLOTS
 
 
@@ -78,10 +78,15 @@ def kv_shape(config: ModelConfig, kv_block_size: int, kv_format: str) -> KVShape
 
 @dataclass(frozen=True)
 class Moves:
-    """A Staging's indices as tensors, made once per sweep and used by every layer.
+    """The indices of a `Staging` as tensors, made once per sweep and used by every layer.
 
-    new_rows, host_rows: rows of K and V of new tokens, in the staging buffer and in the host's pool.
-    dirty: staging blocks that go to disk; writes: the same as runs, `staged` counting these.
+    Attributes:
+        staging: The staging.
+        host_blocks: Blocks of the host's pool to bring, int64.
+        new_rows: Rows of K and V of new tokens in the staging buffer, int64.
+        host_rows: Their rows in the host's pool, int64.
+        dirty: Staging blocks that go to disk, int64.
+        writes: Runs of the dirty blocks, which `staged` counts.
     """
 
     staging: Staging
@@ -127,8 +132,7 @@ class KVCache:
         self._layers = config.num_layers
         self.on_device = tuple(on_device)
         tiers = tiers or Tiers()
-        arenas, links = tiers.arenas, tiers.links
-        self._compute_tier, self._links = tiers.compute_tier, links
+        arenas, self._tiers = tiers.arenas, tiers
         device = arenas[tiers.compute_tier]
 
         def arena(tier: str, layer: int) -> Arena:
@@ -152,7 +156,7 @@ class KVCache:
         self._passing: list[Tensor | None] = [None, None]
         if staging_blocks:
             # Where the host computes and blocks have a size for direct I/O, the disk's buffers are the staging buffers.
-            direct = links is None and shape.block_bytes == shape.disk_block_bytes
+            direct = tiers.links is None and shape.block_bytes == shape.disk_block_bytes
             for _ in range(KV_SLOTS):
                 self._staging.append(device.empty((staging_blocks, *shape.block), shape.dtype, "KV in transit"))
             if self._num_disk_blocks and not direct:
@@ -167,15 +171,16 @@ class KVCache:
                 for way in (0, 1) if padded else (1,):
                     self._passing[way] = device.empty((size,), torch.uint8, "KV in transit")
         if self._num_disk_blocks:
+            assert offload_dir is not None, "KV on disk needs a directory"
             self._file = self._make_file(offload_dir)
 
     @property
     def disk_bytes(self) -> int:
-        """Size of the file."""
+        """Bytes of the file."""
         return self._layers * self._num_disk_blocks * self.shape.disk_block_bytes
 
     def prepare(self, staging: Staging, device: torch.device = ops.CPU) -> Moves:
-        """device: what computes, and copies rows that are not neighbours."""
+        """The moves of a staging, with indices on the device that copies rows which are not neighbours."""
         shape = self.shape
         behind = shape.kv_heads * shape.kv_block_size  # V's rows lie this far behind K's
 
@@ -183,7 +188,8 @@ class KVCache:
             keys = ops.kv_rows(slots, shape.kv_heads, shape.kv_block_size)
             return upload(torch.cat((keys, keys + behind)).numpy(), device)
 
-        dirty, writes = [], []
+        dirty: list[int] = []
+        writes: list[Run] = []
         for run in staging.writes:
             writes.append(Run(run.block, len(dirty), run.count))
             dirty += range(run.staged, run.staged + run.count)
@@ -200,26 +206,27 @@ class KVCache:
         return self._staging[slot]
 
     def read(self, layer: int, slot: int, moves: Moves) -> None:
-        """History from disk into host memory. Raises BatchgenError."""
+        """Read KV of earlier sweeps from disk into host memory. Raises BatchgenError."""
         staging, raw = moves.staging, self._reads[slot]
         first = 0 if self._in_place else staging.disk_start
         self._transfer("read", layer, raw, staging.reads, first)
-        if self._links is None and not self._in_place:
+        if self._tiers.links is None and not self._in_place:
             self._unpad(self._staging[slot][staging.disk_start : staging.disk_stop], raw)
 
     def load(self, layer: int, slot: int, moves: Moves) -> None:
-        """History from host memory into the accelerator's."""
-        staging, target, h2d = moves.staging, self._staging[slot], self._links[0]
+        """Copy KV of earlier sweeps from host memory to the accelerator."""
+        staging, target, h2d = moves.staging, self._staging[slot], self._tiers.h2d
         if len(moves.host_blocks):
             h2d.gather(target[: len(moves.host_blocks)], self.pools["cpu"][layer], moves.host_blocks)
         if staging.reads:
             part = target[staging.disk_start : staging.disk_stop]
             raw = self._reads[slot][: len(part), : self.shape.block_bytes]
-            self._copy_blocks(0, part.view(torch.uint8).view(len(part), -1), raw, self._passing[0])
+            self._copy_blocks(h2d, part.view(torch.uint8).view(len(part), -1), raw, self._passing[0])
 
     def store(self, layer: int, slot: int, moves: Moves) -> None:
-        """New KV from the accelerator's memory into the host's: for good, or on its way to disk."""
-        source, d2h = self._staging[slot], self._links[1]
+        """Copy new KV from the accelerator to host memory, for good or on its way to disk."""
+        source, d2h = self._staging[slot], self._tiers.d2h
+        assert self._passing[1] is not None, "there is no staging buffer"
         gathered, padded = self._passing[1].chunk(2)
         if len(moves.new_rows):
             flat = source.view(-1, self.shape.width)
@@ -235,22 +242,22 @@ class KVCache:
             count = len(gathered) // self.shape.disk_block_bytes
             raw = self._writes[slot][: len(moves.dirty), : self.shape.block_bytes]
             for target, dirty in zip(raw.split(count), moves.dirty.split(count), strict=True):
-                self._copy_blocks(1, target, _gathered(blocks, dirty, gathered), padded)
+                self._copy_blocks(d2h, target, _gathered(blocks, dirty, gathered), padded)
 
     def write(self, layer: int, slot: int, moves: Moves) -> None:
-        """New KV to disk, in whole blocks. Raises BatchgenError."""
+        """Write new KV to disk, in whole blocks. Raises BatchgenError."""
         raw = self._writes[slot]
         if self._in_place:
             self._transfer("write", layer, raw, moves.staging.writes)
             return
-        if self._links is None:
+        if self._tiers.links is None:
             blocks = self._staging[slot].view(torch.uint8).view(len(self._staging[slot]), -1)
             raw[: len(moves.dirty), : self.shape.block_bytes] = blocks.index_select(0, moves.dirty)
         self._transfer("write", layer, raw, moves.writes)
 
     def prefault(self, most_bytes: int) -> None:
-        """Begins to have the pages of the pool that attention reads in place provided. most_bytes: of all layers."""
-        if pool := self.pools.get(self._compute_tier):
+        """Begin to have pages provided for the pool that attention reads in place. most_bytes: bytes of all layers."""
+        if pool := self.pools.get(self._tiers.compute_tier):
             self._prefault = Prefault(pool, most_bytes)
 
     def reset_counts(self) -> None:
@@ -271,24 +278,34 @@ class KVCache:
         """Tell whether the disk's buffers are the staging buffers."""
         return bool(self._reads) and self._reads is self._writes
 
-    def _copy_blocks(self, way: int, target: Tensor, source: Tensor, passing: Tensor | None) -> None:
-        """Between a staging buffer's blocks and the disk's buffers."""
+    def _copy_blocks(self, link: Link, target: Tensor, source: Tensor, passing: Tensor | None) -> None:
+        """Copy between a staging buffer's blocks and the disk's buffers."""
         if self.shape.block_bytes == self.shape.disk_block_bytes:
-            self._links[way].copy(target, source)
+            link.copy(target, source)
         else:
-            self._links[way].copy_rows(target, source, passing)
+            assert passing is not None, "padded blocks need a buffer to pass through"
+            link.copy_rows(target, source, passing)
 
     def _unpad(self, target: Tensor, raw: Tensor) -> None:
         target.view(torch.uint8).view(len(target), -1).copy_(raw[: len(target), : self.shape.block_bytes])
 
     def _transfer(self, verb: str, layer: int, raw: Tensor, runs: Sequence[Run], first: int = 0) -> None:
-        """first: the block of `staged` numbers that `raw` begins with."""
+        """Read or write runs of blocks of a layer.
+
+        Args:
+            verb: "read" or "write".
+            layer: The layer.
+            raw: Buffer in host memory, uint8 [blocks, bytes].
+            runs: Runs of blocks.
+            first: Block of their `staged` numbers that the buffer begins with.
+        """
         stride = self.shape.disk_block_bytes
         start, buffer = layer * self._num_disk_blocks, as_buffer(raw)
         extents = [
             ((start + run.block) * stride, buffer[(run.staged - first) * stride :][: run.count * stride])
             for run in runs
         ]
+        assert self._file is not None, "there is no KV on disk"
         try:
             if verb == "read":
                 self.disk_bytes_read += self._file.read(extents)
@@ -301,7 +318,7 @@ class KVCache:
             ) from error
 
     def _make_file(self, offload_dir: Path) -> DirectFile:
-        """A file without a name: nothing of it is left however the process ends."""
+        """Make a file without a name: nothing of it is left however the process ends."""
         try:
             return DirectFile(offload_dir, size_bytes=self.disk_bytes)
         except OSError as error:
@@ -312,7 +329,7 @@ class KVCache:
 
 
 def _gathered(source: Tensor, index: Tensor, memory: Tensor) -> Tensor:
-    """source[index[i]], along the first of two dimensions, in memory that is there. memory: uint8."""
+    """source[index[i]], along the first of two dimensions, in uint8 memory that is there."""
     width = source.shape[1]
     found = memory[: len(index) * width * source.element_size()].view(source.dtype).view(len(index), width)
     return torch.index_select(source, 0, index, out=found)

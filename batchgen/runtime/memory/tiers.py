@@ -41,8 +41,20 @@ class Tiers:
     driver: Driver | None = None
     dedicated_core: DedicatedCore | None = None
 
+    @property
+    def h2d(self) -> Link:
+        """The link from host memory to the accelerator, which there is."""
+        assert self.links is not None, "the host computes"
+        return self.links[0]
+
+    @property
+    def d2h(self) -> Link:
+        """The link from the accelerator to host memory, where there is an accelerator."""
+        assert self.links is not None, "the host computes"
+        return self.links[1]
+
     def close(self) -> None:
-        """Gives back what the host's memory has registered with a driver, and cores. Tensors stay."""
+        """Unregister host memory from a driver, and release cores. Tensors stay."""
         for arena in self.arenas.values():
             arena.memory.close()
         if self.dedicated_core is not None:

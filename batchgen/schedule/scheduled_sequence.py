@@ -1,0 +1,59 @@
+"""A sequence's tokens in one sweep. No tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.schedule.sequence import Sequence
+
+
+class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in every sweep
+    """The tokens of a sequence that are in a sweep, from `num_computed` on.
+
+    Attributes:
+        sequence: The sequence.
+        num_tokens: Number of the tokens.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens whose KV the sequence has once the sweep has run; until `commit`."""
+        return self.sequence.num_computed + self.num_tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Tell whether it has one token in the sweep, after its prompt."""
+        return self.num_tokens == 1 and self.sequence.num_computed >= self.sequence.num_prompt
+
+    @property
+    def defers(self) -> bool:
+        """Tell whether the token only begins in this sweep: the last one there is, since those after it need its KV."""
+        return (
+            self.sequence.kv_placement is KVPlacement.DEFERRED
+            and self.decodes
+            and self.num_keys == len(self.sequence.tokens)
+        )
+
+    @property
+    def samples(self) -> bool:
+        """Tell whether its tokens reach the last one there is, so that the next one is sampled in this sweep."""
+        return self.num_keys == len(self.sequence.tokens) and not self.defers
+
+    @property
+    def logits_positions(self) -> range:
+        """The positions, among its tokens in the sweep, whose logits are made."""
+        if self.defers:
+            return range(0)
+        return range(max(self.sequence.num_computed, self.sequence.next_logits_position), self.num_keys)
+
+    @property
+    def num_logits(self) -> int:
+        """The number of `logits_positions`."""
+        sequence = self.sequence
+        if sequence.targets or sequence.kv_placement is KVPlacement.DEFERRED:
+            return len(self.logits_positions)
+        return int(sequence.num_computed + self.num_tokens == len(sequence.tokens))  # the last one's
