@@ -78,15 +78,16 @@ class MapFunction:
         dataset.map(batchgen.MapFunction("demo", prompt_column="question", max_tokens=32), batched=True)
 
     It adds the columns of a job: text, finish_reason, prompt_tokens, generated_tokens, error and, if asked for,
-    logprobs; lists where n > 1. Where the dataset has one of these names they all get the prefix gen_. `datasets` fixes
-    a column's type by the first batch, so there are no nulls: error is "" for a row that is fine, text is "" for a
-    failed row. Empty lists of logprobs have no type: with logprobs, give `map` the `features` of the result as well.
+    logprobs. With n > 1 they hold lists. If the dataset has a column with one of these names, all get the prefix gen_.
+    `datasets` infers a column's type from the first batch, so no column has nulls: error is "" for a row that has not
+    failed, text is "" for a failed row. An empty list of logprobs has no type: with logprobs, also pass
+    `features=function.features(dataset.features)` to `map`.
 
-    The engine is loaded at the first call in a process, with the model in memory, and closed with `close`, at the end
-    of a `with` block or of the process. Equal options, and a model whose files are the same, have equal hashes in every
-    process, so that the cache of `map` finds earlier results. A pickle does not have the engine.
+    The engine is loaded at the first call in a process, with the model in memory. It is closed by `close`, at the end
+    of a `with` block, or with the process. Functions with equal options and equal model files have equal hashes in
+    every process, so that the cache of `map` finds earlier results. A pickle of the function does not hold the engine.
 
-    Random draws belong to rows: with a temperature, name an id_column, or call map(..., with_indices=True).
+    Random draws are seeded by row: with a temperature, give an id_column, or call map(..., with_indices=True).
 
     Args:
         model: The model, as `batchgen run --model` takes it.
@@ -96,7 +97,8 @@ class MapFunction:
             max_num_batched_tokens, max_model_len, share_prefixes, expected_output_len and on_overlong.
 
     Raises:
-        InputError: An option is invalid; before weights are read where possible.
+        TypeError: There is no such option.
+        InputError: An option is invalid.
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:

@@ -1,9 +1,9 @@
-"""helm-run on batchgen: one job of each kind answers the requests of all run entries; then HELM runs entry by entry.
+"""The runner for helm-run: jobs answer the requests of all run entries, before HELM runs each entry.
 
     helm-run --runner-class-name batchgen.helm.runner.BatchgenRunner ...
 
-HELM's scenarios and adapters make an entry's requests twice: to collect them, and to run the entry, when answers are
-looked up. Between the two only the requests of an entry are kept.
+HELM's scenarios and adapters make the requests of an entry twice. First the runner collects them for the jobs, one of
+each kind. Then the entry is run, and its answers are looked up. In between only the requests are kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A processor like those of `ray.data.llm`, for nodes without a GPU: the same settings and columns without vLLM.
+"""A processor with the settings and columns of those in `ray.data.llm`, which runs batchgen in place of vLLM.
 
     from batchgen.ray import ProcessorConfig, build_processor  # of ray.data.llm: vLLMEngineProcessorConfig
 
@@ -15,7 +15,7 @@
     )
     dataset = processor(dataset)
 
-Names are those of Ray 2.60 and of vLLM.
+It also runs on nodes without a GPU. The names of settings and columns are those of Ray 2.60 and vLLM.
 """
 
 from __future__ import annotations
