@@ -260,9 +260,9 @@ class Stage:
 
     seconds: float
     tokens: float
-    name: str = ""
-    sweeps: float = 0.0
-    bottleneck: str = ""
+    name: str
+    sweeps: float
+    bottleneck: str
 
 
 @dataclass(frozen=True)
@@ -306,10 +306,10 @@ class Prediction:
     memory_bytes: Mapping[str, Mapping[str, float]]
     memory_price_s: Mapping[str, float]
     lane_price_s: Mapping[str, float]
-    stages: tuple[Stage, ...] = ()
-    disk_written_bytes: Mapping[str, float] = field(default_factory=dict)
-    search_gap: float | None = None
-    break_even_tokens: int = 0
+    stages: tuple[Stage, ...]
+    disk_written_bytes: Mapping[str, float]
+    search_gap: float
+    break_even_tokens: int
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
