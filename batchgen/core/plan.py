@@ -8,11 +8,10 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
-from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.kv_placement import TIERS, KVPlacement
 from batchgen.core.typed_json import read_typed
 from batchgen.core.workload import Workload
 
-TIERS = ("gpu", "cpu", "disk")
 # Chunks of the vocabulary in which an output matrix that is not on the accelerator comes over, two at a time.
 VOCABULARY_CHUNKS = 8
 # Tokens of a KV block, unless somebody asks for others.
