@@ -52,7 +52,6 @@ _OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head)\.safetensors|tokenizer"
 # Bytes that manifest, tokenizer and the file system's own records may take beside the weights.
 _SMALL_FILES_BYTES = 8 << 20
 _DIRTY_BYTES = 256 << 20  # written before it is pushed to the disk
-_LOCK_POLL_S = 1.0
 
 
 def no_progress(done: int, total: int) -> None:
