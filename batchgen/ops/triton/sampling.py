@@ -191,7 +191,7 @@ def _draw(  # a kernel takes pointers and scalars only
 
 @triton.jit
 def _load(x, start, columns, BLOCK: tl.constexpr):
-    """A block of logits of a row; NaN, and places after the end of the row, become the least likely value."""
+    """A block of logits of a row; minus infinity for NaN and after the end of the row."""
     column = start + tl.arange(0, BLOCK)
     value = tl.load(x + column, mask=column < columns, other=_NONE)
     return tl.where(value == value, value, _NONE)
