@@ -93,7 +93,7 @@ def _raise_exception(message: Any) -> None:
 
 
 class _Dict:
-    """A replacement of `dict` for templates: it can be called and has `fromkeys`, but no other attribute of the type."""
+    """A replacement of `dict` for templates: it can be called and has `fromkeys`, but no other attribute."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
