@@ -28,7 +28,6 @@ def may_defer(problem: Problem) -> bool:
     """True if attention may be deferred: not where the block size is fixed, beside which deferred sequences come."""
     return (
         problem.hardware.gpu is not None
-        and not problem.runtime.serial
         and "deferred" in problem.allowed.kv_placements
         and "continuous" in problem.admissions
         and problem.num_gpu_batches in (None, 1)
@@ -86,7 +85,7 @@ def _most_deferred(problem: Problem, base: Candidate) -> int:
     if not steady.decode_seqs:
         return 0
     lanes = layer_lanes(s, steady, at)
-    idle_s = slowest_s(s, lanes) - number(lanes.get("cores", lanes["cpu_attention"]))
+    idle_s = slowest_s(lanes) - number(lanes.get("cores", lanes["cpu_attention"]))
     seq_s = phase_decode_attention_s(s, steady, s.hardware.cpu) / steady.decode_seqs
     in_time = _DEFERRED_FRAC * s.model.num_layers * idle_s / seq_s
     in_memory = (s.budgets["cpu"] - number(peak_bytes(s, at)["cpu"])) / (s.seq_kv_bytes + 2 * query_bytes(s))

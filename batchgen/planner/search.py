@@ -394,11 +394,10 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
         for kv_format in problem.kv_formats:
             for (admission, max_num_seqs, tokens), phases in zip(settings, flows, strict=True):
                 for batches in _micro_batches(problem, max_num_seqs):
-                    inputs = CostInputs(
+                    inputs = problem.make_inputs(
                         hardware=problem.hardware,
                         model=problem.model,
                         workload=problem.workload,
-                        runtime=problem.runtime,
                         compute_format=problem.compute_format,
                         weight_format=weight_format,
                         kv_format=kv_format,
@@ -423,8 +422,6 @@ def _supported(s: CostInputs) -> bool:
     """Return true if the machine has rates for the formats of the inputs."""
     if s.weight_format == "int4" and not s.rates.expand_bytes_per_s:
         return False
-    if s.dequantizes_kv:
-        return bool(s.rates.expand_bytes_per_s)
     return s.rates.has_rates("decode_attention_bytes_per_s", s.kv_format)
 
 
