@@ -52,15 +52,15 @@ __all__ = [
     "run_dataset",
 ]
 
-# Where names are from. They are imported at their first use: the command line must be able to take a Ctrl-C before, and --help
-# must not wait for them.
+# The modules of the package's names, which are imported at first use: the command line must be able to take a Ctrl-C
+# before, and --help must not wait for them.
 _MODULES = {
     "batchgen.engine.engine": ("Engine",),
     "batchgen.core.errors": ("BatchgenError", "InputError", "JobStopped", "TooManyFailed"),
     "batchgen.job.run": ("run",),
     "batchgen.core.request": (
-        "ChatOptions", "Completion", "ContinuationScore", "PositionLogprobs", "Request", "Sample", "SamplingParams", "ScoreRequest", "Scored",
-        "TokenLogprob",
+        "ChatOptions", "Completion", "ContinuationScore", "PositionLogprobs", "Request", "Sample", "SamplingParams",
+        "ScoreRequest", "Scored", "TokenLogprob",
     ),
     "batchgen.hf_datasets": ("MapFunction", "run_dataset"),
 }  # fmt: skip

@@ -166,7 +166,7 @@ class MapFunction:
             "model": self._model,
             "identity": self._identity,
             "prompts": self._prompts.identity(),
-            "sampling": self._sampling.identity(),
+            "sampling": self._sampling.to_json(),
             "id_column": self._id_column,
             "prefix": self._prefix,
             "engine": self._engine_options,

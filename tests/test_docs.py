@@ -45,7 +45,7 @@ def anchors_of(page):
 
 
 def defined_in(path):
-    """The functions, classes and annotated tables of a Python or C++ file; methods of Python classes as Class.method."""
+    """The functions, classes and annotated tables of a Python or C++ file; Python methods as Class.method."""
     if path.suffix != ".py":
         return set(re.findall(r"^(?:struct|class|inline [\w<>*& ]+?) (\w+)\b", path.read_text(), re.MULTILINE))
     names = set()

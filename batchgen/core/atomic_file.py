@@ -24,15 +24,19 @@ _FIX = {
 
 @contextlib.contextmanager
 def staged(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A new file that is on stable storage when the block ends, and is removed when the block raises.
+    """Create a file for writing in binary mode: durable after the block, removed when the block raises.
 
-    Removing it at once gives a full disk its space back. A killed process leaves it behind: callers give it a name
-    (`*.tmp`) that only the next start's cleaning looks at, and rename it when it is whole. A file of that name is
-    removed first and not written to, since it may be a link where others may write to the folder.
+    The file is removed at once on an exception, so that a full disk gets its space back. A killed process leaves the
+    file behind. So callers choose a temporary name (`*.tmp`) that the next start removes, and rename the file when it
+    is complete. An existing file of that name is removed first and not written to, since it may be a link that another
+    user has made.
 
     Args:
         path: The path of the new file.
-        mode: The permissions of the new file, less what the umask takes.
+        mode: The permission bits of the new file, before the umask is applied.
+
+    Yields:
+        The open file.
     """
     try:
         path.unlink(missing_ok=True)
@@ -55,16 +59,21 @@ def replace_durably(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def written_atomically(path: Path, *, contended: bool = False, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file to write, which is at `path` when the block ends: readers see the old file or the new one, never a piece.
+    """Open a temporary file that replaces the file at `path` when the block ends.
+
+    Readers of `path` see either the old content or the whole new content.
 
     Args:
-        path: The file's path, in a directory that exists.
-        contended: True where other processes, of any machine, may write the same file at the same time: each has a
-            temporary file of its own, and the last one's content stays.
-        mode: The permissions of the file, less what the umask takes.
+        path: The path of the file to replace or create, in a directory that exists.
+        contended: True where other processes, on any machine, may write the same file at the same time. Each process
+            then has a temporary file of its own, and the process that ends last decides the content.
+        mode: The permission bits of the file, before the umask is applied.
+
+    Yields:
+        The temporary file, open for writing in binary mode.
 
     Raises:
-        OSError: The file cannot be written; nothing is left of the new content.
+        OSError: The file cannot be written. The temporary file is removed, and `path` has its old content.
     """
     temporary = path.with_name(path.name + (f".{socket.gethostname()}.{os.getpid()}.tmp" if contended else ".tmp"))
     with staged(temporary, mode) as file:
@@ -73,23 +82,23 @@ def written_atomically(path: Path, *, contended: bool = False, mode: int = 0o666
 
 
 def write_atomically(path: Path, content: bytes, *, contended: bool = False, mode: int = 0o666) -> None:
-    """Put bytes into a file in one step: readers see the old file or the new one, never a piece.
+    """Write bytes to a file in one step: readers see either the old content or the whole new content.
 
     Args:
-        path: The file's path, in a directory that exists.
+        path: The path of the file, in a directory that exists.
         content: All bytes of the file.
         contended: True where other processes may write the same file at the same time.
-        mode: The permissions of the file, less what the umask takes.
+        mode: The permission bits of the file, before the umask is applied.
 
     Raises:
-        OSError: The file cannot be written; nothing is left of the new content.
+        OSError: The file cannot be written. The file at `path` has its old content.
     """
     with written_atomically(path, contended=contended, mode=mode) as file:
         file.write(content)
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory survive a power cut, where the filesystem can do that."""
+    """Flush a directory's entries to stable storage (fsync), where the filesystem supports that."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -101,7 +110,13 @@ def sync_directory(path: Path) -> None:
 
 
 def storage_error(error: OSError, action: str, rows_safe: int | None = None) -> BatchgenError:
-    """The error for a disk that failed in `action` ("write X"); `rows_safe`: rows that are on it, where known."""
+    """The error to report when writing to a disk fails.
+
+    Args:
+        error: The system's error.
+        action: The failed action, such as "write X".
+        rows_safe: The number of finished rows that are on the disk; None where it is not known.
+    """
     what = error.strerror or " ".join(str(error).split())
     if error.filename is not None and str(error.filename) not in action:
         what += f" ({error.filename})"

@@ -1,4 +1,4 @@
-"""The folder of what is downloaded, converted and measured once for all jobs of a user."""
+"""The cache folder of a user: files that are downloaded, converted or measured once and used by all jobs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from batchgen.core.screen import say
 def cache_dir() -> Path:
     """The folder of downloads and converted tokenizers: $BATCHGEN_CACHE, or the user's cache directory.
 
-    It is made with mode 0700.
-
-    Where another user may write to it, a folder within it that is this user's alone, which a line says once.
+    The folder is created with mode 0700. Where other users may write to it, a subfolder that only this user can write
+    to is used instead, and a warning is shown once.
 
     Raises:
-        InputError: That folder is not this user's alone either, or cannot be made.
+        InputError: The subfolder is not this user's alone either, or the folder cannot be created.
     """
     if own := os.environ.get("BATCHGEN_CACHE"):
         path = Path(own).expanduser()
@@ -43,13 +42,11 @@ def cache_dir() -> Path:
 
 
 def is_trusted(path: Path, what: str) -> bool:
-    """Say whether something in the cache is there that only this user, or root, can have written.
-
-    Where another may have, a line says so.
+    """True where nobody but this user or root can have written a path in the cache; otherwise shows a warning once.
 
     Args:
-        path: In `cache_dir()`.
-        what: For the line.
+        path: The path of a file or folder in `cache_dir()`.
+        what: The noun phrase for the file or folder in the warning.
     """
     reason = why_untrusted(path, cache_dir())
     if reason is not None:
@@ -59,6 +56,6 @@ def is_trusted(path: Path, what: str) -> bool:
 
 @cache
 def _warn(line: str) -> None:
-    """Says it once."""
+    """Show a warning to the user, each text once per process."""
     with suppress(OSError, ValueError):
         say(f"batchgen: {line}")

@@ -1,4 +1,4 @@
-"""CPU cores that one process, or one thread, keeps to."""
+"""Assignment of CPU cores to a process or a thread (CPU affinity)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ _held: list[int] = []  # descriptors whose locks end with the process, however i
 
 
 def take_cores(count: int, folder: Path | None = None) -> tuple[int, ...]:
-    """Keep this process and all its threads, until it ends, to cores that no other process has taken in this way.
+    """Reserve CPU cores for this process and pin all its threads to them until the process ends.
+
+    Processes that reserve cores with this function never share a core.
 
     Args:
         count: The number of cores.
-        folder: The folder of the locks, one for each core, on a disk of this machine; None: this user's.
+        folder: The folder of the lock files, one per core, on a local disk; None: this user's runtime folder.
 
     Returns:
-        The cores, in order. Empty where so many are not free or the system has no affinity: then the process may use
-        the cores that it could before.
+        The core numbers in ascending order. Empty where fewer than `count` cores are free or the system has no CPU
+        affinity; the process then keeps the cores that it had before.
     """
     if not hasattr(os, "sched_getaffinity"):
         return ()
@@ -54,7 +56,7 @@ def take_cores(count: int, folder: Path | None = None) -> tuple[int, ...]:
 
 
 def _keep_process_to(cores: Iterable[int]) -> None:
-    """Have all threads of this process, and those that they begin, run on these cores alone."""
+    """Pin all threads of this process, and all threads that they start later, to these cores."""
     wanted = set(cores)
     for thread in [*os.listdir("/proc/self/task"), "0"] if os.path.isdir("/proc/self/task") else ["0"]:
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
@@ -62,10 +64,13 @@ def _keep_process_to(cores: Iterable[int]) -> None:
 
 
 def dedicated_core() -> tuple[frozenset[int], frozenset[int]]:
-    """A core for an emulated accelerator, and the cores that are left to the CPU.
+    """One core that computes for an emulated accelerator, and the remaining cores for CPU work.
+
+    Returns:
+        The set of the one core, and the set of the remaining cores.
 
     Raises:
-        InputError: This process has fewer than two cores.
+        InputError: This process may use fewer than two cores.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < 2:
@@ -79,7 +84,7 @@ def dedicated_core() -> tuple[frozenset[int], frozenset[int]]:
 
 @contextlib.contextmanager
 def on_cores(cores: Iterable[int]) -> Iterator[None]:
-    """Within the block, the calling thread and the threads and processes that it begins run on these cores alone."""
+    """Pin the calling thread to these cores while the block runs; threads started in it inherit the pinning."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:

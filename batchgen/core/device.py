@@ -1,4 +1,4 @@
-"""Devices that compute: the CPU, a CUDA GPU, or an accelerator emulated on the CPU with memory and links of its own."""
+"""Compute devices: the CPU, a CUDA GPU, or an accelerator emulated on the CPU with memory and links of its own."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ _OF_OWN_CORE = ("cpu-slowdown", "step-overhead")
 
 @dataclass(frozen=True)
 class Device:
-    """A device that computes.
+    """A compute device: the CPU, a CUDA GPU, or an accelerator that is emulated on the CPU.
 
     Attributes:
         kind: "cpu", "cuda" or "emulated".
-        gpu_memory_bytes: Bytes of memory of an emulated device.
-        h2d_bytes_per_s: Rate to which the link from the host is throttled; None: not throttled.
-        d2h_bytes_per_s: Rate to which the link to the host is throttled; None: not throttled.
-        slowdown: Factor, 1 or more, by which an emulated device is slower than the dedicated core that it computes on;
-            None: it takes turns with CPU attention, on all cores.
-        cpu_slowdown: Factor by which CPU attention is slower than the other cores, where the device has a core.
-        step_overhead_s: Seconds that each layer of each micro-batch takes longer on a dedicated core.
+        gpu_memory_bytes: Memory of an emulated device, in bytes; None for other devices.
+        h2d_bytes_per_s: Limit of the emulated link from host to device, in bytes/s; None: no limit.
+        d2h_bytes_per_s: Limit of the emulated link from device to host, in bytes/s; None: no limit.
+        slowdown: Factor, 1 or more, by which an emulated device is slower than the CPU core that is dedicated to it.
+            None: the emulated device has no dedicated core; it uses all cores and takes turns with CPU attention.
+        cpu_slowdown: Factor, 1 or more, by which CPU attention is slowed down where the emulated device has a dedicated
+            core.
+        step_overhead_s: Extra seconds of each layer of each micro-batch on a dedicated core.
     """
 
     kind: str
@@ -44,12 +45,12 @@ class Device:
 
     @property
     def shares_cores(self) -> bool:
-        """True where the device computes on the cores that attend, so that they take turns."""
+        """True where the device computes on the same CPU cores as CPU attention, so that the two take turns."""
         return self.kind == _EMULATED and self.slowdown is None
 
     @property
     def accelerated(self) -> bool:
-        """True where the device has memory of its own beside the host's."""
+        """True where the device has memory separate from host memory."""
         return self.kind != "cpu"
 
     def __str__(self) -> str:
@@ -69,7 +70,7 @@ class Device:
 def has_cuda() -> bool:
     """True where torch can use a CUDA GPU.
 
-    torch takes seconds to import, so it is asked only where a driver has devices.
+    torch takes seconds to import, so it is imported only where an NVIDIA driver reports devices.
     """
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
         return False
@@ -88,15 +89,19 @@ def compute_capability() -> tuple[int, int]:
 
 
 def sixteen_bits(capability: tuple[int, int]) -> str:
-    """The 16-bit dtype that a GPU of this compute capability multiplies fast: before 8.0 (Ampere) float16."""
+    """The 16-bit dtype that a GPU multiplies fast: "float16" below compute capability 8.0 (Ampere), else "bfloat16".
+
+    Args:
+        capability: The GPU's compute capability, (major, minor).
+    """
     return "bfloat16" if capability >= (8, 0) else "float16"
 
 
 def parse_device(text: str) -> Device:
-    """The device that a value of `--device` names; "auto" is the CPU, as long as "cuda" has not run on a GPU.
+    """Parse a value of the option `--device`; "auto" stands for the CPU.
 
     Raises:
-        InputError: The value is not understood, or names a device that is not there.
+        InputError: The value is not understood, or names a device that this machine does not have.
     """
     if text in ("auto", "cpu"):
         return Device("cpu")
@@ -140,7 +145,7 @@ def parse_device(text: str) -> Device:
 
 
 def _number(text: str, name: str, value: str, least: float) -> float:
-    """The number of an option. Raises InputError below `least`: nothing is faster than the core that does it."""
+    """Parse a number inside a value of the option `--device`. Raises InputError where it is below `least`."""
     try:
         number = float(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Digests of values, which tell jobs, rows and files apart."""
+"""SHA-256 digests of values and files, by which jobs, rows and files are identified."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, BinaryIO
 def json_sha256(value: Any, *, default: Callable[[Any], Any] | None = None) -> str:
     """Hash a value by its JSON text with sorted keys, so that equal values have equal digests in every process.
 
-    Cache files and folders are named by it: the text must not change.
+    Cache files and folders are named by the digest, so the JSON text of a value must not change between versions.
 
     Args:
-        value: A value that JSON has a form for.
-        default: A function that turns anything else into such a value, as `json.dumps` takes it.
+        value: A value that can be written as JSON, perhaps with the help of `default`.
+        default: The function that converts an object that JSON cannot hold; `json.dumps` takes the same argument.
 
     Returns:
-        The SHA-256, 64 hexadecimal digits.
+        The SHA-256 digest, 64 hexadecimal digits.
     """
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=default).encode()).hexdigest()
 
 
 def file_sha256(file: BinaryIO) -> str:
-    """The hex digest of what an open file has from its position on."""
+    """The SHA-256 digest, as 64 hexadecimal digits, of an open file from its current position to its end."""
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
         digest.update(block)

@@ -1,7 +1,7 @@
-"""Files that are read and written past the page cache, in large pieces.
+"""Files that are read and written with direct I/O: past the page cache, in large pieces.
 
-So a memory limit is a limit, and rates are the disk's. Where a filesystem cannot do direct I/O (tmpfs), the cache is
-used, and emptied of the file after each transfer.
+So cached pages do not count against a memory limit, and measured rates are those of the disk. Where a filesystem has no
+direct I/O (tmpfs), the page cache is used, and the file's pages are dropped from it after each transfer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ _IN_FLIGHT = 4
 
 
 def aligned(num_bytes: int) -> int:
-    """`num_bytes` rounded up to a multiple of what direct I/O moves."""
+    """Round a size in bytes up to a multiple of `ALIGNMENT`, the unit of direct I/O."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_buffer(num_bytes: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mmap:
-    """New memory that direct I/O can use, private to this process, its size rounded up.
+    """Allocate private memory that is aligned for direct I/O; its size is rounded up to a multiple of `ALIGNMENT`.
 
-    Pages are allocated on first use, huge ones where the kernel has them.
+    Pages are allocated on first use; huge pages are used where the kernel has them.
+
+    Args:
+        num_bytes: The least size of the memory, in bytes.
+        kind: The subclass of `mmap.mmap` to return.
     """
     buffer = kind(-1, max(ALIGNMENT, aligned(num_bytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):
@@ -41,18 +45,18 @@ def aligned_buffer(num_bytes: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mm
 
 
 class DirectFile:
-    """An open file for direct I/O: offsets and sizes are multiples of ALIGNMENT, and buffers begin at such ones."""
+    """An open file for direct I/O: file offsets, sizes and buffer addresses are multiples of `ALIGNMENT`."""
 
     def __init__(self, path: Path | str, *, size_bytes: int | None = None) -> None:
-        """Open a file, or make one.
+        """Open an existing file for reading, or create an unnamed file for reading and writing.
 
         Args:
-            path: The path of the file; or with `size_bytes` the folder of a new file without a name, of which nothing
-                is left however the process ends.
-            size_bytes: Bytes of a new file that is to be written and read; None: an existing file is opened to be read.
+            path: The path of the existing file; with `size_bytes`, the folder in which the unnamed file is created. The
+                unnamed file disappears when the process ends, also when it is killed.
+            size_bytes: The size of the new unnamed file, in bytes; None: the existing file at `path` is opened.
 
         Raises:
-            OSError: The file cannot be opened or made.
+            OSError: The file cannot be opened or created.
         """
         self.path = Path(path)
         try:
@@ -73,10 +77,14 @@ class DirectFile:
         return open_unnamed(self.path, flags) if is_new else os.open(self.path, os.O_RDONLY | flags)
 
     def read(self, pieces: Iterable[tuple[int, memoryview]]) -> int:
-        """Fill each buffer from its offset; only the end of the file may cut one short.
+        """Fill each buffer with the file's bytes from an offset on.
+
+        Args:
+            pieces: Pairs of an offset in the file, in bytes, and the buffer to fill. A buffer is filled only in part
+                where the file ends.
 
         Returns:
-            Bytes read.
+            The number of bytes read.
 
         Raises:
             OSError: The file cannot be read.
@@ -84,10 +92,13 @@ class DirectFile:
         return self._all(self._read_one, pieces)
 
     def write(self, pieces: Iterable[tuple[int, memoryview]]) -> int:
-        """Write each buffer at its offset.
+        """Write each buffer to the file at an offset.
+
+        Args:
+            pieces: Pairs of an offset in the file, in bytes, and the buffer to write.
 
         Returns:
-            Bytes written.
+            The number of bytes written.
 
         Raises:
             OSError: The file cannot be written.
@@ -95,7 +106,7 @@ class DirectFile:
         return self._all(self._write_one, pieces)
 
     def version(self) -> FileVersion:
-        """The file's version as it is now. Raises OSError."""
+        """The current version of the open file (`FileVersion`). Raises OSError."""
         return version_of(self._fd)
 
     def close(self) -> None:
@@ -136,7 +147,7 @@ class DirectFile:
 
 
 def _each(transfer: Callable[[int, memoryview], int], pieces: list[tuple[int, memoryview]]) -> int:
-    """Bytes moved by one transfer after the other."""
+    """Call `transfer` for each pair of offset and buffer, and add up the bytes that it moved."""
     return sum(transfer(offset, buffer) for offset, buffer in pieces)
 
 
@@ -153,7 +164,7 @@ def offload_errors(directory: Path) -> Iterator[None]:
 
 
 def make_offload_dir(directory: Path) -> Path:
-    """The directory's resolved path; it is made where it does not exist. Raises InputError."""
+    """Create the directory of `--offload-dir` where it does not exist; gives its resolved path. Raises InputError."""
     with offload_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         return directory.resolve()

@@ -12,9 +12,7 @@ from batchgen.core.text import visible, without_credentials
 
 
 class BatchgenError(Exception):
-    """A job cannot start or go on.
-
-    The message is one line and names the fix. Credentials of URLs in it are hidden.
+    """The reason why a job cannot start or go on, as one line that names the fix. Credentials in URLs are hidden.
 
     Attributes:
         exit_code: The exit code of the process (see `batchgen run --help`).
@@ -27,24 +25,24 @@ class BatchgenError(Exception):
 
 
 class InputError(BatchgenError):
-    """Something that the user has given is wrong: a path, a column, a flag, a model, a budget."""
+    """An error in what the user has given: a path, a column, an option, a model or a memory budget."""
 
     exit_code = 2
 
 
 class JobStopped(BatchgenError):
-    """A job is not done, and nothing is wrong: the deadline came first, or it waits to be run elsewhere.
+    """The job stopped before it was complete, without a fault: a deadline passed, or it must continue elsewhere.
 
-    Finished rows are saved; the same call goes on.
+    Finished rows are saved. The same command continues the job.
     """
 
     exit_code = 3
 
 
 class TooManyFailed(BatchgenError):
-    """More rows failed than `--max-failed` allows, or all of them.
+    """More rows failed than `--max-failed` allows, or all rows failed.
 
-    Finished rows are saved, with the errors of the others.
+    The results of finished rows and the errors of failed rows are saved.
 
     Attributes:
         report: The report of the job.
@@ -58,11 +56,16 @@ class TooManyFailed(BatchgenError):
 
 
 class RowError(Exception):
-    """One row cannot be run (null, empty, too long). The error is recorded in that row, and the job goes on."""
+    """A row that cannot be run, such as a null, empty or too long prompt. The row fails, and the job goes on."""
 
 
 def file_error(error: OSError, path: str) -> InputError:
-    """The one line that names a file or directory that cannot be opened, read or written. path: name that the user gave."""
+    """The error for a file or directory that cannot be opened.
+
+    Args:
+        error: The system's error.
+        path: The name of the file or directory as the user gave it.
+    """
     inside = "" if error.filename in (None, path) else f": {os.fspath(error.filename)}"
     denied = isinstance(error, PermissionError)
     advice = "have its owner give you access, or name another path" if denied else "check the path and its disk"
@@ -71,11 +74,12 @@ def file_error(error: OSError, path: str) -> InputError:
 
 @contextmanager
 def naming_files(path: str | None = None, errors: type[OSError] = OSError) -> Iterator[None]:
-    """Turn a system error about a file within the block into an InputError that names the file.
+    """Turn a system error that is raised within the block into an InputError that names the file.
 
     Args:
-        path: Name that the user gave; None: the name in the error. An error without a name passes.
-        errors: Type of the errors that are turned.
+        path: The name of the file as the user gave it; None: the name in the system error. A system error without a
+            file name passes unchanged.
+        errors: The type of the errors to turn; others pass unchanged.
     """
     try:
         yield
@@ -87,13 +91,16 @@ def naming_files(path: str | None = None, errors: type[OSError] = OSError) -> It
 
 
 def one_line(text: object) -> str:
-    """A value as text of one line, without characters that act on a terminal, without credentials, and not too long."""
+    """The text of a value, shortened to one line, without credentials and terminal control characters."""
     line = " ".join(str(text).split())
     line = visible(without_credentials(line))  # before it is cut, or a piece of them would stay
     return line if len(line) <= 300 else line[:297] + "..."
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error's text, and the next where it ends in a colon; the error's type if it has no text."""
+    """The first line of an error's text, or the name of the error's type where the text is empty.
+
+    Where the first line ends in a colon, the second line is added.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

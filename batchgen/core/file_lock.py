@@ -1,4 +1,4 @@
-"""A lock that one process at a time holds on a directory, and that ends with the process, however it ends."""
+"""A lock on a directory that one process at a time holds, and that the system releases when the process ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from batchgen.core.private_files import is_ours_alone, open_regular
 
 
 class LockHeld(Exception):
-    """Another process has the lock.
+    """Another process holds the lock.
 
     Attributes:
-        holder: The process that has it: "process 123 on host".
+        holder: The process that holds the lock, such as "process 123 on host".
     """
 
     def __init__(self, holder: str) -> None:
@@ -23,21 +23,20 @@ class LockHeld(Exception):
 
 
 def lock_file(path: Path, *, shared: bool = False) -> int:
-    """Take the lock (flock) of a file, which is made where it does not exist, and write into it who has it.
+    """Lock a file (flock), create it where it does not exist, and write this process's name into it.
 
-    A link is not followed, and nothing is written to a file that another user has put there, or that has another name
-    elsewhere.
+    Symbolic links are not followed. Nothing is written to a file of another user, or to one with several hard links.
 
     Args:
-        path: The file's path.
-        shared: True for a lock that others may hold at the same time, where nothing is written.
+        path: The path of the lock file.
+        shared: True for a lock that several processes may hold at the same time. Nothing is then written to the file.
 
     Returns:
-        A file descriptor; closing it releases the lock.
+        A file descriptor. Closing it releases the lock.
 
     Raises:
-        LockHeld: Another process has it.
-        OSError: The file cannot be made or locked.
+        LockHeld: Another process holds the lock.
+        OSError: The file cannot be created or locked.
     """
     descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:

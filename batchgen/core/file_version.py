@@ -1,4 +1,4 @@
-"""The version of a file: it tells, without reading the file, that it was written to or that another is in its place."""
+"""The version of a file: file properties that differ once the file was written to or replaced."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from typing import NamedTuple
 
 
 class FileVersion(NamedTuple):
-    """The properties of a file that change with its content.
+    """The properties of a file, other than its content, that change when the file is written to or replaced.
 
-    Times of files have the resolution of their system's clock, mostly a few milliseconds.
+    The modification time has the resolution of the system's clock, mostly a few milliseconds. So two writes within that
+    time may go unnoticed where the size stays equal.
+
+    Attributes:
+        device: Number of the device that the filesystem is on.
+        inode: Number of the file within the filesystem.
+        size_bytes: Size in bytes.
+        mtime_ns: Time of the last modification, in nanoseconds since 1970.
     """
 
     device: int
@@ -20,6 +27,6 @@ class FileVersion(NamedTuple):
 
 
 def version_of(file: int | Path) -> FileVersion:
-    """The version of an open file, given by its descriptor, or of the file at a path. Raises OSError."""
+    """The current version of a file, given by its path or by the descriptor of an open file. Raises OSError."""
     found = os.stat(file)
     return FileVersion(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)

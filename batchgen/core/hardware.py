@@ -22,21 +22,22 @@ HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"  # of the environment: names a profile t
 
 @dataclass(frozen=True)
 class Rates:
-    """A rate as a function of sizes, measured at a grid of points.
+    """A rate as a function of sizes, measured at the points of a grid.
+
+    The logarithm of the rate is interpolated linearly in the logarithm of each size. Beyond the first and the last
+    point the rate is constant.
 
     Attributes:
-        axes: Names of the sizes, outermost first.
-        points: A number where there are no axes; else pairs of size and points of the remaining axes, in ascending
-            order.
-            Between points the logarithm of the rate is linear in the logarithm of the size; beyond the ends it is
-                constant.
+        axes: Names of the sizes, outermost first, such as ("width", "tokens").
+        points: The rate as a number where `axes` is empty. Else pairs (size on the first axis, points of the remaining
+            axes), in ascending order of size.
     """
 
     axes: tuple[str, ...]
     points: Any
 
     def at(self, **sizes: float) -> float:
-        """The rate at these sizes; sizes that are no axis of this table are ignored."""
+        """The interpolated rate at the given sizes, by axis name. Names that are not in `axes` are ignored."""
         if not self.axes:
             rate: float = self.points
             return rate
@@ -47,7 +48,7 @@ class Rates:
         return _with_logarithms(self.points, len(self.axes))
 
     def scaled(self, factor: float) -> Rates:
-        """Rates that are `factor` times these."""
+        """A copy in which every rate is multiplied by `factor`."""
         return Rates(self.axes, _map_points(self.points, len(self.axes), lambda rate: rate * factor))
 
     def to_json(self) -> Any:
@@ -55,15 +56,15 @@ class Rates:
 
     @classmethod
     def from_json(cls, value: Any, name: str, known_axes: tuple[str, ...]) -> Rates:
-        """Read what `to_json` gives.
+        """Read rates from the JSON value that `to_json` writes.
 
         Args:
-            value: The value in the form that JSON has.
-            name: Name of the field in messages.
-            known_axes: Axes that may occur.
+            value: The decoded JSON value.
+            name: The name of the field, for error messages.
+            known_axes: The names of axes that are allowed.
 
         Raises:
-            InputError: A rate or size is no positive number, or an axis is not known.
+            InputError: A rate or size is not a positive number, or an axis has an unknown name.
         """
         if not isinstance(value, Mapping):
             return cls((), _positive(value, name))
@@ -79,7 +80,12 @@ class Rates:
 
 
 def _with_logarithms(points: Any, depth: int) -> Any:
-    """Sizes, their logarithms, and the rate at each of them, or the same for the next axis."""
+    """The points of a grid with the logarithm of each size, precomputed for `_interpolate`.
+
+    Args:
+        points: A rate, or pairs (size, points of the next axis).
+        depth: Number of axes of these points.
+    """
     if depth == 0:
         return points
     sizes = [x for x, _ in points]
@@ -87,7 +93,15 @@ def _with_logarithms(points: Any, depth: int) -> Any:
 
 
 def _interpolate(table: Any, sizes: list[float], axis: int) -> float:
-    """The rate between points, linear in the logarithms of both. A plan asks for some ten thousand of them."""
+    """The rate at the given sizes, interpolated linearly in the logarithms of rate and size.
+
+    Planning a job calls this function some ten thousand times.
+
+    Args:
+        table: The value that `_with_logarithms` returns.
+        sizes: A size for each axis, outermost first.
+        axis: The axis to interpolate on; 0 is the outermost.
+    """
     if axis == len(sizes):
         rate: float = table
         return rate
@@ -150,24 +164,27 @@ COMPUTE_RATES = (
 
 @dataclass(frozen=True)
 class ComputeRates:
-    """The rates of one compute device, by dtype ("bfloat16", "float32", ...; formats of packed weights and KV too).
+    """The measured rates of one compute device, most of them by number format.
+
+    Formats are the keys of the mappings: a dtype such as "bfloat16", or a format of quantized weights or KV.
 
     Attributes:
-        gemm_flops_per_s: FLOP/s of matrix products by `width` (the weights' inner dimension) and `tokens`; keys are
-            those
-            of `dtypes.matmul_key`.
-        prefill_attention_flops_per_s: FLOP/s of causal attention by `context` tokens; only visible keys count.
-        shared_attention_flops_per_s: FLOP/s of the attention of many sequences to one shared prefix of `context`
-            tokens;
-            where there is none, it is as fast as prefill attention.
-        decode_attention_bytes_per_s: Bytes/s of stored KV attended to, by `group` (query heads per KV head), `batch`
-            (sequences) and `context` (tokens each).
-        elementwise_bytes_per_s: Bytes/s of activations read and written by norms, rotary embedding, activation and
-            adds.
-        expand_bytes_per_s: Bytes/s of dequantized weights or KV made from 4 bits; None: not supported.
-        step_overhead_s: Fixed seconds of one layer of one micro-batch.
-        launch_overhead_s: Seconds of the host to launch one, ahead of a device that computes meanwhile.
-        waking_overhead_s: Seconds that each computation takes longer where an emulated device sleeps before it.
+        gemm_flops_per_s: FLOP/s of matrix products, by `width` (inner dimension of the weights) and `tokens`. Keys are
+            those of `dtypes.matmul_key`.
+        prefill_attention_flops_per_s: FLOP/s of causal attention in prefill, by `context` (tokens). FLOPs of masked
+            keys are not counted.
+        shared_attention_flops_per_s: FLOP/s of attention of many sequences to one shared prefix, by `context` (tokens
+            of the prefix). Where a format is missing, the rate of prefill attention is used.
+        decode_attention_bytes_per_s: Bytes of stored KV that decode attention reads per second, by `group` (query heads
+            per KV head), `batch` (sequences) and `context` (tokens of each sequence).
+        elementwise_bytes_per_s: Bytes of activations read and written per second by normalization, rotary embedding,
+            activation functions and additions.
+        expand_bytes_per_s: Bytes of dequantized weights or KV produced per second from 4-bit values; None: the device
+            does not support that.
+        step_overhead_s: Constant seconds of one layer of one micro-batch.
+        launch_overhead_s: Seconds that the host takes to launch one layer of one micro-batch, while the device computes
+            earlier ones.
+        waking_overhead_s: Extra seconds of a computation for which an emulated device must first wake up.
     """
 
     gemm_flops_per_s: dict[str, Rates] = field(default_factory=dict)
@@ -181,7 +198,14 @@ class ComputeRates:
     waking_overhead_s: float = 0.0
 
     def rates(self, kind: str, dtype: str) -> Rates:
-        """The rates of a kind for a format; the two 16-bit formats stand in for each other. Raises InputError."""
+        """The rates of one kind of work for one number format. Raises InputError where the profile has none.
+
+        "float16" and "bfloat16" rates are used for each other.
+
+        Args:
+            kind: The name of a mapping of this class, such as "gemm_flops_per_s".
+            dtype: The number format, a key of that mapping.
+        """
         table: dict[str, Rates] = getattr(self, kind)
         for name in _stand_ins(dtype):
             if name in table:
@@ -201,40 +225,41 @@ def _stand_ins(dtype: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """The rates and sizes of one machine; rates in bytes, FLOPs or items per second, sizes in bytes.
+    """The measured rates and sizes of one machine: bytes, FLOPs or items per second, and bytes.
 
     Attributes:
         name: Name of the machine.
         cpu: Rates of the CPU.
-        gpu: Rates of the GPU; None on a machine without one, as are h2d, d2h and gpu_memory_bytes.
-        cpu_memory_bytes: Host memory that a job may use at most.
-        gpu_memory_bytes: GPU memory that a job may use at most.
-        disk_bytes: Disk space that a job may use at most.
-        dram_bytes_per_s: Traffic of host memory, all of it together.
-        disk_read_bytes_per_s: Rate of reading from disk.
-        disk_write_bytes_per_s: Rate of writing to disk.
-        load_bytes_per_s: Rate of loading weights from safetensors to where they belong, in bytes of the compute format.
-        gguf_load_bytes_per_s: Rate of loading a quantized GGUF that is in the page cache, in the same bytes; None: as
-            safetensors.
-        first_touch_bytes_per_s: Rate of memory that is used for the first time, as KV pools are; None: as any memory.
-        sampling_logits_per_s: Logits turned into tokens per second.
+        gpu: Rates of the GPU. It is None on a machine without a GPU, and so are the h2d and d2h rates and
+            `gpu_memory_bytes`.
+        cpu_memory_bytes: The most host memory that a job may use.
+        gpu_memory_bytes: The most GPU memory that a job may use.
+        disk_bytes: The most disk space that a job may use.
+        dram_bytes_per_s: Rate of host memory, reads and writes of all cores together.
+        disk_read_bytes_per_s: Rate of reads from disk.
+        disk_write_bytes_per_s: Rate of writes to disk.
+        load_bytes_per_s: Rate at which weights are loaded from safetensors files to their tiers, in bytes of the
+            compute format.
+        gguf_load_bytes_per_s: Rate at which weights are loaded from a quantized GGUF file in the page cache, in bytes
+            of the compute format; None: `load_bytes_per_s` is used.
+        first_touch_bytes_per_s: Rate of writes to new memory, such as a new KV pool; None: as fast as other memory.
+        sampling_logits_per_s: Logits that sampling processes per second.
         h2d_bytes_per_s: Rate of the link from host to GPU.
         d2h_bytes_per_s: Rate of the link from GPU to host.
-        link_overhead_s: Seconds of one copy to or from the GPU beside its bytes.
-        sweep_overhead_s: Fixed seconds of one sweep (scheduling, packing).
+        link_overhead_s: Constant seconds of one copy to or from the GPU, besides those of its bytes.
+        sweep_overhead_s: Constant seconds of one sweep (scheduling and packing).
         sequence_overhead_s: Seconds per sequence and sweep.
-        row_overhead_s: Seconds per row (prompt in, text out).
-        disk_read_overhead_s: Seconds of one read beside its bytes, with several in flight.
-        disk_write_overhead_s: Seconds of one write beside its bytes, with several in flight.
-        disk_cpu_overhead_s: Seconds that one request takes a core.
-        shared_cores: True where the "gpu" is emulated by the CPU's cores: its compute and CPU attention take turns.
-        copy_bytes_per_s: Rate of copies between memories that take those cores; None: they take none.
-        all_reduce_bytes_per_s: Rate of adding up a tensor over ranks that share every layer, where the profile is of
-            one
-            rank's part; None: there is one rank.
-        all_reduce_overhead_s: Seconds of one such sum beside its bytes.
-        kernels: Kernel of each shape on the CPU, whose rates these are; empty: nothing was chosen.
-        sources: Origin of each figure by field name; empty for a measured profile.
+        row_overhead_s: Seconds per row (reading the prompt, writing the text).
+        disk_read_overhead_s: Constant seconds of one read, besides those of its bytes, with several reads in flight.
+        disk_write_overhead_s: Constant seconds of one write, besides those of its bytes, with several writes in flight.
+        disk_cpu_overhead_s: Seconds of a CPU core that one read or write takes.
+        shared_cores: True where the "gpu" is emulated on the CPU's cores: its compute and CPU attention take turns.
+        copy_bytes_per_s: Rate of copies between tiers that occupy the shared cores; None: copies occupy no core.
+        all_reduce_bytes_per_s: Rate of summing a tensor over all ranks (tensor parallelism); the profile is then that
+            of one rank's share of the machine. None: there is one rank.
+        all_reduce_overhead_s: Constant seconds of one such sum, besides those of its bytes.
+        kernels: The CPU kernel of each shape for which the rates were measured; empty: no kernel was chosen.
+        sources: The origin of each figure, by field name; empty for a measured profile.
     """
 
     name: str
@@ -283,11 +308,12 @@ class HardwareProfile:
         return self.gpu or self.cpu
 
     def scaled(self, **factors: float) -> HardwareProfile:
-        """A machine with some rates or sizes multiplied: `profile.scaled(cpu_memory_bytes=2)` has twice the memory.
+        """A copy with some rates or sizes multiplied: `profile.scaled(cpu_memory_bytes=2)` has twice the memory.
 
         Args:
-            factors: Factors by name: any number of this class; "gemm", "prefill_attention", "shared_attention",
-                "decode_attention", "elementwise" and "expand" for rates of the compute device; "cpu_decode_attention".
+            factors: Factors by name. A name is a numeric field of this class; or "gemm", "prefill_attention",
+                "shared_attention", "decode_attention", "elementwise" or "expand" for a rate of the device that runs the
+                matrix products; or "cpu_decode_attention".
         """
         profile = self
         change: dict[str, Any]
@@ -314,7 +340,11 @@ class HardwareProfile:
 
     @classmethod
     def from_json(cls, values: Any) -> HardwareProfile:
-        """Read what `to_json` gives. Raises InputError, naming the field, where one is missing, unknown or absurd."""
+        """Read a profile from the JSON value that `to_json` writes.
+
+        Raises:
+            InputError: A field is missing, unknown or out of range; the message names the field.
+        """
         if not isinstance(values, Mapping):
             raise InputError("a hardware profile is a JSON object: write one with `batchgen profile -o FILE`")
         _check_names(cls, values, "")
@@ -363,7 +393,7 @@ def _scale_tables(rates: ComputeRates, name: str, factor: float) -> ComputeRates
 
 
 def known(rate: float | None) -> float:
-    """A rate that the machine must have: a GPU's where there is a GPU, or of dequantizing where int4 is allowed."""
+    """A rate that must not be None, such as a GPU's rate on a machine with a GPU."""
     assert rate is not None
     return rate
 
@@ -409,7 +439,7 @@ def _compute_from_json(values: Any, device: str) -> ComputeRates:
 
 
 def read_profile(path: str | Path) -> HardwareProfile:
-    """A profile from a JSON file. Raises InputError."""
+    """Read a hardware profile from a JSON file. Raises InputError."""
     try:
         values = parse_json(read_text(path))
     except OSError as error:

@@ -1,11 +1,11 @@
-"""Ctrl-C, SIGTERM and SIGHUP for a whole process: it ends within a second, with a line that says what is kept.
+"""Ctrl-C, SIGTERM and SIGHUP: the process ends within a second and shows which results are kept.
 
-The signal raises KeyboardInterrupt in the main thread, as it always does. While that thread is in a long C call, or
-waits for another thread, nothing comes of it. So a thread that the signal wakes by itself (`signal.set_wakeup_fd`) ends
-the process where the main one does not. That harms nothing, as a job may be killed at any moment; finished rows are
-saved first, which needs no main thread (`keep`). A second signal ends the process at once.
+The signal raises KeyboardInterrupt in the main thread, as Python always does. The exception cannot be raised while the
+main thread is in a long C call or waits for another thread. So a second thread is woken by the signal
+(`signal.set_wakeup_fd`), and ends the process where the main thread does not. A job may be killed at any moment without
+harm. Finished rows are saved first, which needs no main thread (`keep`). A second signal ends the process at once.
 
-This module imports next to nothing, so that signals are handled before anything that takes long is imported.
+This module imports few others, so that signals are handled before slow imports begin.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _SAME_S = 0.1  # one Ctrl-C may come twice: from the terminal, and from a progra
 
 
 def keep(save: Callable[[], str]) -> None:
-    """Register a function that saves finished rows when the process is about to end.
+    """Register a function that saves finished rows when a signal ends the process.
 
-    It is called from any thread, whatever the others are doing. Nothing is registered where no process is `guarded`.
+    The function may be called from any thread, at any moment. Outside of `guarded` nothing is registered.
 
     Args:
-        save: Saves what there is to save, and returns the rest of a line that says what is kept; "" for nothing.
+        save: The function that saves. It returns the end of a sentence that says what is kept, or "" where nothing is.
     """
     if _guard is not None:
         _guard.save = save
@@ -44,7 +44,7 @@ def keep(save: Callable[[], str]) -> None:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Run the main thread's work: where it is interrupted, the process ends here with exit code 130."""
+    """Run the block, the main thread's work, so that an interrupt ends the process with exit code 130."""
     global _guard
     guard = _guard = _Guard()
     try:
@@ -60,10 +60,10 @@ def guarded() -> Iterator[None]:
 
 
 class _Guard:
-    """Signal handlers, and a thread that signals wake too.
+    """The signal handlers of a process, and a second thread that signals wake.
 
     Attributes:
-        interrupted: True once the main thread has been told.
+        interrupted: True once the main thread has received KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class _Guard:
                 self._handlers_before[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:
-        """Set the handlers that were there before."""
+        """Restore the signal handlers that were set before this guard."""
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
@@ -100,7 +100,7 @@ class _Guard:
         self._end(kept)
 
     def _end(self, kept: str) -> NoReturn:
-        """End the process; of several threads that call it, the first does."""
+        """End the process; where several threads call this method, only the first call counts."""
         self._ending.acquire()
         line = visible("batchgen: interrupted" + (f"; {kept}" if kept else "")) + "\n"
         with suppress(OSError, ValueError):
@@ -126,7 +126,7 @@ class _Guard:
         os.close(self._read)
 
     def _wait(self, timeout_s: float | None) -> bool:
-        """Tell whether a signal comes before the time is over. Raises EOFError where the guard is closed."""
+        """True where a signal arrives within `timeout_s` seconds. Raises EOFError where the guard is closed."""
         while select.select([self._read], [], [], timeout_s)[0]:
             numbers = os.read(self._read, 64)
             if not numbers:
@@ -149,7 +149,7 @@ def _after_fork() -> None:
 
 
 def _leave_to_parent() -> None:
-    """Forget the guard in a forked process, which has none of its threads and handles signals of its own."""
+    """Drop the guard in a forked child, which does not have the guard's thread and handles its own signals."""
     global _guard
     if _guard is not None:
         with suppress(ValueError):  # forked by another thread than the main one

@@ -1,4 +1,4 @@
-"""Placements of the KV of a sequence: one vocabulary for plans, the scheduler and the sweep."""
+"""KV placements: where the KV of a sequence lies, and which device computes its decode attention."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from enum import Enum
 
 
 class KVPlacement(str, Enum):
-    """The place of a sequence's KV and of its decode attention (docs/tiers.md), in order of preference.
+    """The tier where a sequence's KV lies, and the device that computes its decode attention (docs/tiers.md).
 
-    A member equals, hashes and prints as its value, which is what plans and options have.
+    The members are in order of preference. Each equals, hashes and prints as its value, the text that plans and options
+    have.
 
     Attributes:
-        DEVICE: GPU memory; the GPU attends.
-        CPU: Host memory; the CPU attends, and the sweep waits for it.
-        STREAMED: Host memory; the KV passes through a staging buffer on the compute device in every sweep.
-        DISK: The disk; the KV passes through the staging buffer too.
-        DEFERRED: Host memory; the CPU attends, and the sweep goes on without the sequence (APEX section 3.3).
+        DEVICE: KV lies in GPU memory. The GPU computes attention.
+        CPU: KV lies in host memory. The CPU computes attention, and the sweep waits for it.
+        STREAMED: KV lies in host memory. It is copied through a staging buffer of the compute device in every sweep.
+        DISK: KV lies on disk. It is copied through the staging buffer too.
+        DEFERRED: KV lies in host memory. The CPU computes attention, and the sweep goes on without the sequence (APEX
+            section 3.3).
     """
 
     DEVICE = "gpu"
@@ -32,18 +34,19 @@ class KVPlacement(str, Enum):
 
     @property
     def tier(self) -> str:
-        """The tier that the KV lies in: "gpu", "cpu" or "disk"."""
+        """The tier where the KV lies: "gpu", "cpu" or "disk"."""
         return _TIERS[self]
 
     def in_sweep(self, compute_tier: str, decodes: bool) -> KVPlacement:
-        """The placement that one sweep's attention sees: DEVICE, CPU, STREAMED or DEFERRED.
+        """The placement as the attention of one sweep sees it: DEVICE, CPU, STREAMED or DEFERRED.
 
-        What lies in the compute device's own memory is DEVICE there, whichever device computes. What passes through the
-        staging buffer is STREAMED there, wherever it lies.
+        KV in the compute device's own memory is DEVICE, also where that device is the CPU. KV that passes through the
+        staging buffer is STREAMED, whether it lies in host memory or on disk.
 
         Args:
-            compute_tier: Tier of the compute device's own memory.
-            decodes: Whether the sequence decodes a token in the sweep; the compute device itself attends for prompts.
+            compute_tier: The tier of the compute device's own memory.
+            decodes: True where the sequence decodes a token in the sweep. False for a prompt, whose attention the
+                compute device always computes itself.
         """
         if self.tier == compute_tier:
             return KVPlacement.DEVICE

@@ -1,4 +1,4 @@
-"""Memory and cores that this process may use: the machine's, or its container's."""
+"""Memory and CPU cores that this process may use: those of the machine, or of its container."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ _most_resident_bytes: int | None = None
 
 
 def keep_within(most_bytes: int) -> None:
-    """Limit the resident memory that `available_memory_bytes` counts on for this process, from now on."""
+    """Limit the result of `available_memory_bytes` as if this process could have at most `most_bytes` resident."""
     global _most_resident_bytes
     _most_resident_bytes = most_bytes
 
 
 def available_memory_bytes() -> int:
-    """Bytes of memory that can still be allocated: the kernel's MemAvailable, or less where a cgroup has a limit."""
+    """Bytes of host memory that this process can still allocate.
+
+    The number is the kernel's MemAvailable, or less where a cgroup or `keep_within` sets a limit.
+    """
     available = _meminfo().get("MemAvailable")
     if available is None:  # not Linux
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -36,7 +39,7 @@ def available_memory_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Bytes of this process's resident memory now; 0 where the system does not say."""
+    """The resident memory of this process, in bytes; 0 where the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):
@@ -44,7 +47,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most bytes of resident memory that this process has had."""
+    """The highest resident memory that this process has had, in bytes."""
     try:
         status = Path("/proc/self/status").read_text()
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
@@ -55,9 +58,10 @@ def peak_resident_bytes() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed blocks for the next sweep instead of giving them back to the kernel.
+    """Configure glibc to keep freed memory for later allocations instead of returning it to the kernel.
 
-    A block given back costs a page fault for every page when it is used again. Nothing is done where there is no glibc.
+    Memory that was returned costs one page fault per page when it is allocated again. Nothing is done where the C
+    library is not glibc.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
@@ -67,13 +71,13 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Collect garbage and give freed blocks back to the kernel, once work of another kind is done."""
+    """Run Python's garbage collection, then return freed memory to the kernel. Called between kinds of work."""
     gc.collect()
     trim_freed_memory()
 
 
 def trim_freed_memory() -> None:
-    """Give freed blocks back to the kernel without collecting garbage first, which may take a second."""
+    """Return freed memory to the kernel without garbage collection, which may take a second."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -87,9 +91,9 @@ def _meminfo() -> dict[str, int]:
 
 
 def _cgroup_headroom() -> list[int]:
-    """Bytes of limit less use, for every cgroup (version 1 or 2) that this process is in and every one above those.
+    """For each cgroup (version 1 or 2) of this process and each parent cgroup: its memory limit less its use, in bytes.
 
-    Page cache that the kernel would give back first (inactive_file) does not count as used.
+    Page cache that the kernel would drop first (inactive_file) does not count as used.
     """
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
@@ -125,12 +129,12 @@ def available_cores() -> int:
 
 @dataclass(frozen=True)
 class CpuTime:
-    """Seconds of the cores that this process may run on, since they were started.
+    """Seconds that the CPU cores of this process have spent since the machine started, added up over the cores.
 
     Attributes:
-        total_s: Seconds of all these cores, idle or not.
-        others_s: Seconds in which they ran other processes than this one.
-        stolen_s: Seconds in which the host of this virtual machine used them otherwise.
+        total_s: All seconds, idle ones included.
+        others_s: Seconds in which the cores ran other processes.
+        stolen_s: Seconds in which the host of a virtual machine used the cores for something else.
     """
 
     total_s: float
@@ -139,7 +143,7 @@ class CpuTime:
 
     @classmethod
     def now(cls) -> CpuTime | None:
-        """The kernel's counters as they are now; None where it has none."""
+        """The current counters of the kernel; None where the kernel does not report them."""
         try:
             lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
             cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}

@@ -1,7 +1,7 @@
-"""Frozen values as bytes for another process, and back: JSON, with arrays after it. Nothing that is read names code.
+"""Serialization of frozen values for another process: JSON followed by arrays, without names of code as in pickle.
 
-Only dataclasses, named tuples and enums of a table are made, field by field. A value that occurs several times in a message is
-one value again.
+Only the dataclasses, named tuples and enums of a given table are created, field by field. An object that occurs several
+times in a message is one object again after decoding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-_LENGTH = struct.Struct("<Q")
+from batchgen.core.frames import LENGTH, framed
+
 _DTYPES = ("bool", "int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 # In JSON a list is [_LIST, ...], and so on: what else there is are None, bool, int, float and str.
 _LIST, _TUPLE, _MAPPING, _PATH, _ARRAY, _VALUE, _AGAIN, _ARRAYS, _COLUMNS = range(9)
@@ -30,46 +31,47 @@ Table = Mapping[str, type]  # of dataclasses, named tuples and enums, by name
 
 
 def table_of(*kinds: type) -> Table:
-    """The table of types that a reader may make."""
+    """The table of dataclasses, named tuples and enums that a message may contain, by name."""
     return {kind.__name__: kind for kind in kinds}
 
 
 def encode(value: Any, table: Table) -> bytes:
-    """Make a message of a value.
+    """Serialize a value into a message.
 
     Args:
-        value: None, bool, int, float, str, paths, arrays, lists, tuples, mappings, and instances of the table's types.
-        table: The types.
+        value: None, bool, int, float, str, a path, an array, a list, a tuple, a mapping, or an instance of a type of
+            the table.
+        table: The types of objects that are allowed.
 
     Raises:
-        TypeError: The value holds something else.
+        TypeError: The value contains an object of another type.
     """
     writer = _Writer(table)
     text = json.dumps(writer.plain(value)).encode()
-    return b"".join([_LENGTH.pack(len(text)), text, *writer.arrays])
+    return b"".join([framed(text), *writer.arrays])
 
 
 def decode(message: bytes, table: Table) -> Any:
-    """Make the value of a message.
+    """Deserialize the value of a message.
 
     Args:
-        message: Bytes that `encode` has made with the same table.
-        table: The types.
+        message: Bytes that `encode` has returned, with the same table.
+        table: The types of objects that are allowed.
 
     Raises:
-        ValueError: The bytes are no such message.
+        ValueError: The bytes are not a valid message.
     """
     try:
-        (length,) = _LENGTH.unpack_from(message)
-        start = _LENGTH.size + length
-        plain = json.loads(message[_LENGTH.size : start])
+        (length,) = LENGTH.unpack_from(message)
+        start = LENGTH.size + length
+        plain = json.loads(message[LENGTH.size : start])
         return _Reader(table, memoryview(message)[start:]).value(plain)
     except (struct.error, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no message of this version: {error}") from error
 
 
 def _names(kind: Any) -> tuple[str, ...]:
-    """The fields of a type that its constructor takes, in order."""
+    """The names of a type's fields that its constructor takes, in order."""
     if issubclass(kind, Enum):
         return ("value",)
     return tuple(f.name for f in fields(kind) if f.init) if is_dataclass(kind) else kind._fields
@@ -83,7 +85,7 @@ class _Writer:
         self._kept: list[Any] = []  # while their ids are used
 
     def plain(self, value: Any) -> Any:
-        """The value in the form that JSON has."""
+        """Convert a value to a JSON value; arrays are collected apart."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
@@ -98,12 +100,15 @@ class _Writer:
         return made
 
     def _note(self, value: Any) -> None:
-        """Give a value the number that the reader gives it; the values in it have their numbers already."""
+        """Assign the next number to a value, under which later occurrences refer to it.
+
+        The values inside of it have their numbers already. The reader assigns the same numbers.
+        """
         self._known[id(value)] = len(self._kept)
         self._kept.append(value)
 
     def _items(self, values: Sequence[Any]) -> Iterable[Any]:
-        """The items of a list or a tuple in the form that JSON has, or all of them as one."""
+        """Convert the items of a list or tuple to JSON values; items of one type are written by field (`_columns`)."""
         kinds = set(map(type, values))
         if kinds <= _PLAIN:
             return values
@@ -118,7 +123,7 @@ class _Writer:
         return map(self.plain, values)
 
     def _columns(self, values: Sequence[Any], kind: type) -> list[Any]:
-        """Write values of one type by field: for each field the values not written before, and their numbers."""
+        """Write objects of one type by field: for each field the values not written before, and their numbers."""
         name, names = self._names[kind]
         new = {id(value): value for value in values if id(value) not in self._known}
         columns = [self.plain([getattr(value, field) for value in new.values()]) for field in names]
@@ -153,7 +158,7 @@ class _Reader:
         }
 
     def value(self, plain: Any) -> Any:
-        """The value from the form that `_Writer.plain` has made."""
+        """Convert a JSON value, as `_Writer.plain` gives it, back to the original value."""
         if type(plain) is not list:
             return plain
         tag, *parts = plain
@@ -168,7 +173,7 @@ class _Reader:
         return made
 
     def _items(self, parts: list[Any]) -> list[Any]:
-        """The items of a list, as `_Writer._items` has written them."""
+        """Convert the items of a list, as `_Writer._items` writes them, back to values."""
         if len(parts) == 1 and type(parts[0]) is list and parts[0]:
             if parts[0][0] == _ARRAYS:
                 _, name, *shapes = parts[0]
@@ -178,7 +183,7 @@ class _Reader:
         return [self.value(part) if type(part) is list else part for part in parts]
 
     def _rows(self, name: str, count: int, columns: list[Any], numbers: list[int]) -> list[Any]:
-        """The rows of columns, as `_Writer._columns` has written them."""
+        """Convert fields, as `_Writer._columns` writes them, back to objects."""
         kind, num_fields = self._table[name]
         fields_of_all = [self.value(column) for column in columns]
         if len(columns) != num_fields or any(len(column) != count for column in fields_of_all):
@@ -191,7 +196,7 @@ class _Reader:
         return self._read(name, [shape])[0]
 
     def _read(self, name: str, shapes: list[Any]) -> list[np.ndarray]:
-        """The next arrays of a dtype."""
+        """Read the next arrays of one dtype from the message."""
         if name not in _DTYPES or not all(type(size) is int and size >= 0 for shape in shapes for size in shape):
             raise ValueError(f"no array is of {name!r} {shapes!r}")
         dtype, counts = np.dtype(name), [math.prod(shape) for shape in shapes]

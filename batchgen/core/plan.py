@@ -1,4 +1,4 @@
-"""Plans: a policy, what it is for, and the prediction; decided before a job starts, handed over frozen."""
+"""Plans of a job: the policy, its inputs, and its predicted time and memory; made before the job, then frozen."""
 
 from __future__ import annotations
 
@@ -25,63 +25,76 @@ PASSING_BYTES = 4 << 20
 
 
 def passing_bytes(block_bytes: int, staging_blocks: int | None = None) -> int:
-    """Bytes of accelerator memory beside one link: at least those of two KV blocks as they are on disk.
+    """Bytes of accelerator memory for the KV that one link transfers at a time.
+
+    They are `PASSING_BYTES`, or two KV blocks if these are larger; but no more than twice the staging buffer.
 
     Args:
-        block_bytes: Bytes of one layer's KV block as it is on disk.
-        staging_blocks: Blocks of a staging buffer, more than which never pass; None: as many as there can be.
+        block_bytes: Bytes of one layer's KV block in the format that it has on disk.
+        staging_blocks: KV blocks that the staging buffer can hold; None: no upper limit.
     """
     most = max(PASSING_BYTES, 2 * block_bytes)
     return most if staging_blocks is None else min(most, 2 * staging_blocks * block_bytes)
 
 
 def most_batch_seqs(max_num_seqs: int, equal_parts: int) -> int:
-    """The most sequences of one micro-batch, where a sweep is cut into so many equal parts."""
+    """The most sequences of one micro-batch, where a sweep is split into equal micro-batches.
+
+    Args:
+        max_num_seqs: The most sequences in flight.
+        equal_parts: Number of micro-batches of a sweep.
+    """
     return -(-max_num_seqs // equal_parts)
 
 
 def most_batch_tokens(max_num_batched_tokens: int, max_num_seqs: int, equal_parts: int) -> int:
-    """The most tokens of one micro-batch: a decode sweep has a token of each sequence, whatever the token budget is."""
+    """The most tokens of one micro-batch.
+
+    A decode sweep has one token of every sequence, even where that is more than `max_num_batched_tokens`.
+
+    Args:
+        max_num_batched_tokens: The most tokens of a sweep that has prompts.
+        max_num_seqs: The most sequences in flight.
+        equal_parts: Number of equal micro-batches that a sweep is split into.
+    """
     return -(-max(max_num_batched_tokens, max_num_seqs) // equal_parts)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The part of a plan that the engine follows.
+    """The decisions of a plan that the engine carries out: batch sizes, the place of weights and KV, and formats.
 
     Attributes:
-        admission: "continuous" or "static".
-        gpu_batch_size: Sequences of a micro-batch (FlexGen 4.2).
-        num_gpu_batches: Micro-batches of a block (FlexGen 4.2); times `gpu_batch_size` it is the most sequences in
-            flight.
+        admission: "continuous" (a new sequence enters as soon as there is room) or "static" (a whole block enters when
+            the block before it is complete).
+        gpu_batch_size: Sequences of a micro-batch (FlexGen section 4.2).
+        num_gpu_batches: Micro-batches of a block (FlexGen section 4.2). Times `gpu_batch_size` it is the most sequences
+            in flight.
         max_num_batched_tokens: The most tokens of one sweep.
         max_model_len: The longest prompt plus output, in tokens.
         kv_block_size: Tokens of a KV block.
-        kv_blocks: KV blocks in the pool of each tier, for all layers together.
-        share_prefixes: True where rows take over the KV of a prompt prefix that another row has computed.
-        weight_format: Format of the layers' matrices.
-        kv_format: Format of KV.
-        weight_layers: Number of layers in which each weight matrix lies on (GPU, CPU, disk).
-        head_tier: Tier of the output matrix.
-        kv_seqs: Sequences of the block in each KV placement.
-        activation_batches: Micro-batches whose activations between layers stay on (GPU, CPU).
-        batch_order: Order of the micro-batches: "even", with equal tokens; "mixed", equal tokens and each its part of
-            every
-            KV placement; "neo", two of which one has the sequences that the CPU attends to (NEO section 3).
-        embedding_tier: Tier of the input embeddings, where they are not the output matrix too: "gpu" or "cpu".
-        deferred_rows: Sequences that may enter placement "deferred" in one job, where they stay much longer than in
-            others;
-            None: as many as there is capacity for.
-        kv_layers: Layers in which KV of placement "streamed" stays in GPU memory (Pie section 3.3). Above 0 all
-            sequences
-            have this placement.
-        on_demand_tokens: The most tokens of a sweep that reads of the experts on disk only those that a token is routed
-            to,
-            where the host computes.
-        balance_tokens: w of two unequal micro-batches with order "neo", both of which have sequences that the CPU
-            attends to
-            (`first_batch_cpu_share`): the constant time of products, in tokens. None: the second batch has all of these
-            sequences, and neither has more than half of the block or of the tokens.
+        kv_blocks: Number of KV blocks in the pool of each tier ("gpu", "cpu", "disk"). A block has the KV of all
+            layers.
+        share_prefixes: True where rows reuse the KV of a prompt prefix that another row has computed.
+        weight_format: Format of the layers' weight matrices.
+        kv_format: Format of the stored KV.
+        weight_layers: For each weight matrix of a layer, the number of layers that have it on (GPU, CPU, disk).
+        head_tier: Tier of the output matrix (the language model head).
+        kv_seqs: Number of sequences of a block in each KV placement.
+        activation_batches: Number of micro-batches that keep their activations between layers on (GPU, CPU).
+        batch_order: The way a sweep is split into micro-batches. "even": equal tokens. "mixed": equal tokens, and equal
+            parts of the sequences of every KV placement. "neo": two micro-batches, one of which has the sequences with
+            CPU attention (NEO section 3).
+        embedding_tier: Tier of the input embeddings, "gpu" or "cpu", where they are not also the output matrix.
+        deferred_rows: The most sequences of a job that may enter placement "deferred", where a sequence takes much
+            longer than elsewhere; None: no limit but capacity.
+        kv_layers: Number of layers that keep the KV of placement "streamed" in GPU memory (Pie section 3.3). Above 0,
+            all sequences have this placement.
+        on_demand_tokens: The most tokens of a sweep that reads only the experts to which a token is routed, where
+            experts are on disk and the host computes. Larger sweeps read all experts.
+        balance_tokens: w of `first_batch_cpu_share`, the constant time of matrix products in tokens, where both
+            micro-batches of order "neo" have sequences with CPU attention. None: the second micro-batch has all of
+            these sequences, and neither has more than half of the block or of the tokens.
     """
 
     admission: str
@@ -107,7 +120,7 @@ class Policy:
 
     @property
     def equal_parts(self) -> int:
-        """The number of equal parts that a sweep is cut into; 1 where micro-batches have unequal sizes."""
+        """The number of equal micro-batches that a sweep is split into; 1 where micro-batches have unequal sizes."""
         return 1 if self.balance_tokens is not None else self.num_gpu_batches
 
     @property
@@ -127,7 +140,7 @@ class Policy:
 
     @property
     def all_on_gpu(self) -> bool:
-        """True where nothing moves between tiers in a sweep of one micro-batch."""
+        """True where a sweep is one micro-batch and copies nothing between tiers."""
         layers = all(not on_cpu and not on_disk for _, on_cpu, on_disk in self.weight_layers.values())
         kv = all(c == KVPlacement.DEVICE for c, count in self.kv_seqs.items() if count)
         return self.num_gpu_batches == 1 and self.head_tier == "gpu" and layers and kv
@@ -137,17 +150,17 @@ class Policy:
 
 
 def first_batch_cpu_share(tokens: float, delegated: float, balance_tokens: float) -> float:
-    """The part, from 0 to 1/2, of the sequences that the CPU attends to that goes with the first of two micro-batches.
+    """The fraction, from 0 to 1/2, of sequences with CPU attention that go into the first of two micro-batches.
 
-    The first batch has all else of the sweep. The CPU attends for one batch while the products of the other run (NEO
-    section
-    3.1), so the parts of attention are as the products of the other batch are: T_ca0 : T_ca1 = T_l1 : T_l0. Products
-    take a
-    constant time and some for each token, so T_l0 : T_l1 = (n_0 + w) : (n_1 + w), which gives (c + w) / (n + c + 2 w).
+    All other tokens of the sweep go into the first micro-batch. The CPU attends for one micro-batch while the matrix
+    products of the other run (NEO section 3.1). So attention times are split in the ratio of the other micro-batch's
+    products: T_ca0 : T_ca1 = T_l1 : T_l0. Products take a constant time and a time per token, so T_l0 : T_l1 = (n_0 +
+    w) : (n_1 + w), where n_0 and n_1 are the tokens of the two micro-batches. This gives the fraction (c + w) / (n + c
+    + 2 w).
 
     Args:
-        tokens: n, tokens of the sweep, those of the delegated sequences included.
-        delegated: c, sequences that the CPU attends to, each with one token.
+        tokens: n, all tokens of the sweep.
+        delegated: c, sequences with CPU attention, each with one token of the sweep.
         balance_tokens: w, the constant time of products, in tokens.
     """
     both = tokens + delegated + 2 * balance_tokens
@@ -155,9 +168,10 @@ def first_batch_cpu_share(tokens: float, delegated: float, balance_tokens: float
 
 
 def spread_layers(counts: tuple[int, int, int]) -> Iterator[str]:
-    """The tier of each layer, when `counts` layers are to be on (GPU, CPU, disk).
+    """Yield the tier of each layer in order, with the tiers mixed evenly, so that layers have similar loads.
 
-    Tiers are mixed as evenly as can be, so that every layer has about as much to load as the next.
+    Args:
+        counts: Number of layers on (GPU, CPU, disk).
     """
     total = sum(counts)
     placed = [0, 0, 0]
@@ -169,39 +183,49 @@ def spread_layers(counts: tuple[int, int, int]) -> Iterator[str]:
 
 
 def kv_on_device(num_layers: int, kv_layers: int) -> tuple[bool, ...]:
-    """True for each layer where KV of placement "streamed" stays on the compute device: `kv_layers` of them.
+    """For each layer, True where the KV of placement "streamed" stays in the compute device's memory.
 
-    The other layers lie as far apart as can be, each after those whose computation hides its transfer (Pie section
-    3.3).
+    The layers whose KV is streamed are evenly spaced: each follows layers whose computation hides its transfer (Pie
+    section 3.3).
+
+    Args:
+        num_layers: Number of layers.
+        kv_layers: Number of layers with KV in the device's memory.
     """
     streamed = num_layers - kv_layers
     return tuple((j + 1) * streamed // num_layers == j * streamed // num_layers for j in range(num_layers))
 
 
 def window_blocks(window: int, kv_block_size: int) -> int:
-    """The most KV blocks in which the last `window` tokens of a sequence, one of them new, can lie."""
+    """The most KV blocks that a sliding window of one sequence can touch.
+
+    Args:
+        window: Tokens of the window, the new token included.
+        kv_block_size: Tokens of a KV block.
+    """
     return (window + kv_block_size - 2) // kv_block_size + 1
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The use of memory in each tier.
+    """The planned use of memory in each tier ("gpu", "cpu", "disk").
 
     Attributes:
-        budgets: Bytes of each tier.
-        parts: Bytes by tier and by what they are for; they add up to at most the budget.
-        kv_blocks: KV blocks of each tier's pool. With `Policy.kv_layers` the pool of "cpu" lies in GPU memory in some
+        budgets: Bytes that the job may use in each tier.
+        parts: Bytes by tier and by purpose. Those of a tier add up to at most its budget.
+        kv_blocks: KV blocks of each tier's pool. With `Policy.kv_layers`, the pool of "cpu" lies in GPU memory for some
             layers.
-        staging_blocks: Blocks of each buffer through which KV passes on its way to the compute device.
+        staging_blocks: KV blocks of each staging buffer through which KV is copied to the compute device.
         batch_tokens: The most tokens of one micro-batch.
-        logit_rows: Rows of logits that are made together; None: all of a micro-batch.
-        window: Tokens that layers with a sliding window see, where these free blocks that no later token sees; None:
-            all layers keep all blocks.
-        window_blocks: Blocks, by tier, of the pools of layers with a sliding window; `kv_blocks` are those of the other
-            layers. KV on disk has none.
-        stream_bytes: Bytes that the work of each accelerator stream may hold at once, beside what is held from
-            beginning to end; empty where no part of a sweep waits for the host: there memory may be allocated at any
-            time.
+        logit_rows: Rows of logits (one per token that is sampled or scored) that are computed at once; None: all rows
+            of a micro-batch.
+        window: Tokens of the sliding window, where KV blocks before the window are freed; None: no block is freed
+            before its sequence ends.
+        window_blocks: KV blocks, by tier, of the pools of layers with a sliding window. `kv_blocks` then counts those
+            of the other layers. Tier "disk" has no such pool.
+        stream_bytes: The most bytes that the work of each accelerator stream allocates at once, besides memory that is
+            allocated for the whole job. Empty where no part of a sweep waits for the host: memory may then be allocated
+            at any time.
     """
 
     budgets: Mapping[str, int]
@@ -224,14 +248,15 @@ STAGES = ("prefill", "steady", "decode", "tail")
 
 @dataclass(frozen=True)
 class Stage:
-    """Like sweeps of a job: prompts alone at first, prompts beside decoding, or the last rows.
+    """A group of similar sweeps of a job: prefill alone, prefill with decoding, or the last rows.
 
     Attributes:
-        seconds: Seconds of these sweeps.
-        tokens: Tokens that go through the layers in them.
+        seconds: Seconds of the group.
+        tokens: Tokens that go through the layers in the group.
         name: One of `STAGES`.
-        sweeps: Number of sweeps.
-        bottleneck: Lane that binds; "chain" where Steps that wait for one another take longer than any lane.
+        sweeps: Number of sweeps in the group.
+        bottleneck: The lane (a resource such as a link or a processor) that is busy the longest; "chain" where Steps
+            that wait for each other take longer than any lane.
     """
 
     seconds: float
@@ -243,7 +268,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The expected course of a job; times in seconds, sizes in bytes.
+    """The predicted time and memory of a job; times in seconds, sizes in bytes.
 
     Attributes:
         total_s: Seconds of the whole job, from its start to the finished output.
@@ -251,22 +276,21 @@ class Prediction:
         high_s: Upper end of the range of `total_s`.
         startup_s: Seconds until the first sweep.
         sweeps: Number of sweeps.
-        bound_s: Seconds of all sweeps that no placement at this block size can beat.
+        bound_s: Lower bound, in seconds, of all sweeps' time under any placement with this block size.
         generated_tokens_per_s: Generated tokens over `total_s`.
         total_tokens_per_s: Prompt and generated tokens over `total_s`.
         block_latency_s: Seconds from a block's first prompt to its last token.
-        lane_s: Busy seconds of each lane.
-        bottleneck: Lane that binds.
-        memory_bytes: Bytes by tier and part.
-        memory_price_s: Seconds that one more GiB of a tier would save, to first order, at this block size.
-        lane_price_s: Seconds that 10 % more of a lane's rate would save, to first order, at this block size.
-        stages: Stages of the time after `startup_s`, in their order.
-        disk_written_bytes: Bytes, by what they are for, that the whole job writes to disk beside its output.
-        search_gap: Fraction, which is proven, by which the placement may be slower by the cost model than the fastest
-            with
-            this block, these micro-batches, sweeps and KV placements.
-        break_even_tokens: Tokens of a sweep from which on products take as long as bringing the weights that lie
-            elsewhere; 0: always, or never.
+        lane_s: Busy seconds of each lane (a resource such as a link or a processor).
+        bottleneck: The lane that is busy the longest.
+        memory_bytes: Bytes by tier and purpose.
+        memory_price_s: Seconds that one more GiB of each tier would save, to first order, at this block size.
+        lane_price_s: Seconds that a 10 % faster lane would save, for each lane, to first order, at this block size.
+        stages: Groups of sweeps after `startup_s`, in order of time.
+        disk_written_bytes: Bytes that the whole job writes to disk, by purpose, without its output.
+        search_gap: Proven bound on how much slower this placement is than the fastest one of the cost model, as a
+            fraction. The block, micro-batches, sweeps and KV placements are the same in both.
+        break_even_tokens: Tokens of a sweep above which its matrix products take longer than the transfer of the
+            weights that lie in other tiers; 0: always, or never.
     """
 
     total_s: float
@@ -294,13 +318,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class StrategyTime:
-    """The time of a job under one strategy.
+    """The predicted time of a job under one strategy.
 
     Attributes:
-        name: Name of the strategy, or "chosen".
-        description: Half a sentence about the strategy.
+        name: Name of the strategy; "chosen" for the plan itself.
+        description: A short description of the strategy.
         seconds: Seconds of the whole job; None where the strategy does not apply.
-        reason: Reason why the strategy does not apply.
+        reason: The reason why the strategy does not apply.
     """
 
     name: str
@@ -311,20 +335,20 @@ class StrategyTime:
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy, what it is for, and what it is expected to do.
+    """A policy, the job and machine for which it was made, and the predicted time.
 
     Attributes:
         model: Name of the model.
         hardware: Name of the machine.
-        dtype: The dtype that is computed in.
+        dtype: The compute dtype.
         workload: Sequences and tokens of the job.
-        budgets: Bytes of each tier that the plan was made for.
-        policy: The part that the engine follows.
+        budgets: Bytes that the job may use in each tier.
+        policy: The decisions that the engine carries out.
         placement_bytes: Bytes of weights, KV and activations in each tier.
-        prediction: The expected course of the job.
-        kernels: Kernel of each shape of the model on the CPU.
-        strategies: The job's time under each strategy that was compared, and under this plan.
-        weights_reason: The sentence that says why the weights are in their format, where that was left to the plan.
+        prediction: The predicted time and memory of the job.
+        kernels: The CPU kernel of each shape of the model.
+        strategies: The predicted time under each strategy that was compared, and under this plan.
+        weights_reason: A sentence that says why this weight format was chosen, where the planner chose it.
     """
 
     model: str
@@ -344,7 +368,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, values: Any) -> Plan:
-        """Read what `to_json` gives. Raises InputError where `values` is anything else."""
+        """Read a plan from the JSON value that `to_json` writes. Raises InputError for any other value."""
         try:
             values = {**values, "policy": dict(values["policy"])}
             for beside in ("explanation", "devices"):  # which follow from the rest
@@ -360,7 +384,7 @@ class Plan:
 
 
 def check_policy(policy: Policy, max_num_seqs: int) -> None:
-    """Check a policy that came from a file. Raises ValueError for what no planner would have written."""
+    """Check a policy that was read from a file. Raises ValueError for values that no planner writes."""
     for name in ("gpu_batch_size", "num_gpu_batches", "max_num_batched_tokens", "max_model_len", "kv_block_size"):
         if getattr(policy, name) < 1:
             raise ValueError(f"{name} must be above 0, not {getattr(policy, name)}")

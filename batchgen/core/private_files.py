@@ -1,6 +1,6 @@
-"""Files and folders where other users may write too.
+"""Files and folders in places where other users may write too, such as /tmp.
 
-What other users put there is neither followed, nor written to, nor believed.
+Files of other users are not trusted: they are not read, links are not followed, and nothing is written to them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ _TRUSTED_BESIDE = (0,)  # users that everybody trusts: root, who may write every
 
 
 class NotPrivate(OSError):
-    """Another user has made a file or folder, or may write to it; `strerror` says which."""
+    """Refusal of a path that another user may have changed.
+
+    Attributes:
+        strerror: The reason of the refusal.
+        filename: The path.
+    """
 
     def __init__(self, reason: str, path: Path) -> None:
         super().__init__(errno.EPERM, reason, str(path))
 
 
 def why_not_private(status: os.stat_result) -> str | None:
-    """The reason why a file or folder may hold what another user has put there, from its stat; None: it cannot.
+    """The reason why another user may have written to a file or folder; None: only this user and root can have.
 
-    Only this user and root can have written to it then.
+    Args:
+        status: The stat of the file or folder.
     """
     if status.st_uid not in (os.geteuid(), *_TRUSTED_BESIDE):
         return "it belongs to another user"
@@ -45,9 +51,9 @@ def why_not_private(status: os.stat_result) -> str | None:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Tell whether a group has no member but this user and root.
+    """True where a group has no member but this user and root, as where a system gives each user a group.
 
-    Many systems give each user such a group, and a umask of 0002.
+    A umask of 0002 is usual on such systems.
     """
     try:
         name = pwd.getpwuid(os.geteuid()).pw_name
@@ -58,11 +64,11 @@ def _is_own_group(gid: int) -> bool:
 
 
 def private_folder(path: Path) -> Path:
-    """A folder that only this user can write to, made with mode 0700 where it does not exist.
+    """Create a folder with mode 0700, or check that only this user can write to an existing one; gives its path.
 
     Raises:
-        NotPrivate: It is a link, or another user's, or others may write to it.
-        OSError: It cannot be made.
+        NotPrivate: The path is a link, belongs to another user, or is writable for others.
+        OSError: The folder cannot be created.
     """
     try:
         path.mkdir(mode=0o700)
@@ -78,18 +84,25 @@ def private_folder(path: Path) -> Path:
 
 
 def runtime_folder() -> Path:
-    """This user's folder on this machine for files that live as long as a process.
+    """This user's folder on this machine for files that are needed as long as a process runs, such as sockets.
 
     Raises:
-        OSError: It cannot be made, or is not this user's alone.
+        OSError: The folder cannot be created, or another user can write to it.
     """
     return private_folder(Path(tempfile.gettempdir(), f"batchgen-{os.geteuid()}"))
 
 
-def open_regular(path: Path | str, flags: int, mode: int = 0o600) -> int:
-    """Open a regular file as os.open does, but never by a link. Raises OSError, of which NotPrivate is one."""
+def open_regular(path: Path | str, flags: int) -> int:
+    """Open a regular file like `os.open`, but do not follow a symbolic link; gives its descriptor.
+
+    A new file can be read and written by this user alone.
+
+    Raises:
+        NotPrivate: The path is a symbolic link, or not a regular file.
+        OSError: The file cannot be opened.
+    """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)  # a named pipe would make it wait
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # a named pipe would make it wait
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise NotPrivate("it is a link", Path(path)) from error
@@ -101,16 +114,16 @@ def open_regular(path: Path | str, flags: int, mode: int = 0o600) -> int:
 
 
 def is_ours_alone(status: os.stat_result) -> bool:
-    """Tell whether an open file is this user's and has no other name by which it may be somebody else's file."""
+    """True where an open file belongs to this user and has one hard link, so that it is no file of another folder."""
     return status.st_uid == os.geteuid() and status.st_nlink <= 1
 
 
 def why_untrusted(path: Path, root: Path) -> str | None:
-    """The reason why what a folder keeps at a path may have been put there by another user; None: it cannot.
+    """The reason why another user may have written a path inside a folder; None: nobody else can have.
 
     Args:
-        path: The path of a file or folder in `root`, or `root` itself. A path where nothing is, is nobody's.
-        root: The folder. Whoever can change what lies above it is trusted.
+        path: The path of a file or folder in `root`, or `root` itself. A path that does not exist is trusted.
+        root: The folder. Its parent folders are trusted.
     """
     levels = [
         root.joinpath(*path.relative_to(root).parts[:count]) for count in range(len(path.relative_to(root).parts) + 1)
@@ -131,18 +144,17 @@ def why_untrusted(path: Path, root: Path) -> str | None:
 
 
 def open_unnamed(directory: Path, flags: int = 0) -> int:
-    """Open a new file without a name in a folder, to be read and written.
+    """Create a file without a name, open for reading and writing; gives its descriptor.
 
-    Nobody else can open it, and it ends with its descriptor. Where the filesystem has no such files, it has a random
-    name
-    for an instant.
+    No other process can open the file, and it disappears when its descriptor is closed. Where the filesystem does not
+    support unnamed files, the file has a random name for an instant.
 
     Args:
-        directory: The folder, which decides the filesystem.
+        directory: The folder whose filesystem has the file.
         flags: Further flags of os.open, such as O_DIRECT.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The file cannot be created.
     """
     if hasattr(os, "O_TMPFILE"):
         try:

@@ -7,13 +7,13 @@ import sys
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Make the command that calls `main` of a module with what this process can import.
+    """The command line that calls a module's `main` in a new Python process with this process's import path.
 
-    It is not `python -m`, which would let files of the current directory stand for modules of Python's.
+    `python -m` is not used, since a file in the current directory could then replace a module of Python's library.
 
     Args:
         module: The full name of the module.
-        arguments: The arguments of `main`, which has them as `sys.argv[1:]`.
+        arguments: The command-line arguments of `main` (`sys.argv[1:]`).
     """
     program = (
         f"import sys; count = {len(arguments) + 1}; sys.path[:], sys.argv[count:] = sys.argv[count:], [];"

@@ -1,4 +1,4 @@
-"""Values that go into the engine and come out of it: requests, sampling parameters, completions, and scores."""
+"""Values that callers exchange with the engine: requests, sampling parameters, completions and scores."""
 
 from __future__ import annotations
 
@@ -23,44 +23,42 @@ _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pena
 _TOKEN_BYTES, _LOGPROB_BYTES = 40, 200
 
 LEAST_TEMPERATURE = 2.0**-126  # the smallest normal number of 32 bits
-# Rows of versions that did not have these parameters are those of their defaults.
-_ADDED_LATER = ("presence_penalty", "frequency_penalty", "logit_bias", "compact_json")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters by which tokens are chosen; names and meanings are vLLM's; `temperature` defaults to 0 (greedy).
+    """Parameters by which tokens are chosen. Names and meanings are vLLM's; `temperature` defaults to 0 (greedy).
+
+    Temperature is applied first, then `min_p`, `top_k` and `top_p`.
 
     Attributes:
         max_tokens: The most tokens generated per sample, at least 1.
-        temperature: Divisor of the logits; 0 is greedy, and so is what a 32-bit float does not hold (below 1.2e-38).
-        top_p: Probability mass of the smallest set of tokens that is kept; 1 is off. It comes after `min_p` and
-            `top_k`,
-            and is of the mass that these leave.
-        top_k: Number of most likely tokens that are kept, after `min_p`; 0 is off.
-        min_p: Least probability of a kept token, as a part of the most likely token's; 0 is off. It comes after
-            temperature.
-        repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens in prompt or output; 1 is
-            off.
-        presence_penalty: Number taken off the logits of tokens that the output has, -2 to 2; 0 is off.
-        frequency_penalty: Number taken off the logits of tokens for each time that the output has them, -2 to 2; 0 is
-            off.
-        logit_bias: Numbers added to the logits of tokens before any penalty, -100 to 100: a mapping from token ids, or
-            pairs.
-        n: Samples per request, at most `MOST_SAMPLES`.
-        seed: Number that decides every draw, together with row id, sample and step.
-        stop: Strings that end a sample, at most `MOST_STOPS`; the text ends before them.
-        stop_token_ids: Tokens that end a sample, at most `MOST_STOPS`.
-        ignore_eos: True to go on past the model's end-of-text tokens.
-        logprobs: Number of the most likely tokens to report beside each chosen one (0: the chosen alone; None: none),
-            as
-            log-probabilities of the model's own distribution, before temperature, penalties and grammars.
-        json_schema: Schema that the text follows as a whole, as text or as a mapping; the JSON is on one line, unless
-            the
-            schema's "x-guidance" has another whitespace_pattern. A text that `max_tokens` or a stop string ends is not
-            whole.
-        regex: Regular expression that the text matches as a whole.
-        compact_json: True for no spaces between the parts of the JSON, instead of at most one.
+        temperature: Divisor of the logits. 0 is greedy decoding, and so is a value below 1.2e-38, which a 32-bit float
+            does not hold.
+        top_p: Probability mass that is kept: the smallest set of most likely tokens that reaches this fraction of the
+            mass left by `min_p` and `top_k`. 1 is off.
+        top_k: Number of most likely tokens that are kept; 0 is off.
+        min_p: The least probability of a kept token, as a fraction of the most likely token's probability; 0 is off.
+        repetition_penalty: Number by which the logits of tokens in the prompt or output are divided where positive, and
+            multiplied where negative; 1 is off.
+        presence_penalty: Number subtracted from the logit of each token that is in the output, -2 to 2; 0 is off.
+        frequency_penalty: Number subtracted from the logit of a token for each of its occurrences in the output, -2 to
+            2; 0 is off.
+        logit_bias: Numbers, -100 to 100, added to the logits of tokens before any penalty: a mapping from token id to
+            number, or pairs of them.
+        n: Number of samples per request, at most `MOST_SAMPLES`.
+        seed: Seed of the random draws. A draw depends on the seed, the row id, the sample and the step.
+        stop: Strings that end a sample, at most `MOST_STOPS`. The text ends before the string.
+        stop_token_ids: Ids of tokens that end a sample, at most `MOST_STOPS`.
+        ignore_eos: True to continue after the model's end-of-text tokens.
+        logprobs: Number of most likely tokens that are reported at each position with their log-probabilities, besides
+            the chosen token. 0: the chosen token alone; None: nothing is reported. Log-probabilities are those of the
+            model, before temperature, penalties and grammars.
+        json_schema: JSON schema of the whole text, as JSON text or as a mapping. The JSON is on one line, unless the
+            schema's "x-guidance" sets another whitespace_pattern. A text that ends early by `max_tokens` or a stop
+            string may be incomplete.
+        regex: Regular expression that the whole text matches.
+        compact_json: True for JSON without spaces between its parts; else there may be one space.
     """
 
     max_tokens: int = 256
@@ -136,16 +134,20 @@ class SamplingParams:
 
     @property
     def penalizes_output(self) -> bool:
-        """True where the next token depends on those generated before in other ways than through the model."""
+        """True where a penalty makes the choice of a token depend on the output's earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def changes_logits(self) -> bool:
-        """True where logits of some tokens are changed before one is chosen."""
+        """True where a bias or a penalty changes the logits of some tokens before a token is chosen."""
         return self.penalizes_output or bool(self.logit_bias)
 
-    def check_result_size(self, prompts: int = 1) -> None:
-        """Raise InputError where the results of one request with so many prompts could take all memory."""
+    def check_result_size(self, prompts: int) -> None:
+        """Raise InputError where the results of one request may be too large for memory.
+
+        Args:
+            prompts: Number of prompts of the request.
+        """
         token_bytes = _TOKEN_BYTES + (0 if self.logprobs is None else _LOGPROB_BYTES * (1 + self.logprobs))
         if (size_bytes := prompts * self.n * self.max_tokens * token_bytes) > MOST_RESULT_BYTES:
             raise InputError(
@@ -155,15 +157,9 @@ class SamplingParams:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as plain JSON values."""
+        """All fields as JSON values."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return values
-
-    def identity(self) -> dict[str, Any]:
-        """The fields, as JSON values, by which these parameters are told from others."""
-        default = SamplingParams()
-        unset = {name for name in _ADDED_LATER if getattr(self, name) == getattr(default, name)}
-        return {name: value for name, value in self.to_json().items() if name not in unset}
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -171,7 +167,7 @@ class SamplingParams:
 
 
 def _check_float(name: str, value: Any) -> None:
-    """Raise InputError for what is no number, and for an integer that is too large for a float, which JSON may have."""
+    """Raise InputError where a value is not a number, or is an integer that is too large for a float."""
     try:
         if isinstance(value, str):
             raise TypeError
@@ -201,17 +197,15 @@ _TAKEN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_fina
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Options that say how chat messages become a prompt.
+    """Options for rendering chat messages into a prompt.
 
     Attributes:
-        chat_template_kwargs: Variables for the model's chat template, such as {"enable_thinking": False}; also their
-            JSON
-            as text. A request with one that the template does not use fails.
-        continue_final: True where the model goes on with the last message, if it is the assistant's; else it begins a
-            message of its own after it.
+        chat_template_kwargs: Variables for the model's chat template, such as {"enable_thinking": False}, as a mapping
+            or as JSON text. A request with a variable that the template does not use fails.
+        continue_final: True where a last message of the assistant is continued. Else the model starts a new message.
 
     Raises:
-        InputError: The variables cannot be read.
+        InputError: The variables are not valid JSON.
     """
 
     chat_template_kwargs: Mapping[str, Any] | str = field(default_factory=dict)
@@ -236,7 +230,7 @@ class ChatOptions:
 
     @property
     def variables(self) -> Mapping[str, Any]:
-        """The variables for the chat template, read from text where they are given as text."""
+        """The variables for the chat template as a mapping, parsed where they were given as JSON text."""
         assert isinstance(self.chat_template_kwargs, dict)
         return self.chat_template_kwargs
 
@@ -250,18 +244,18 @@ PLAIN_CHAT = ChatOptions()
 
 @dataclass(frozen=True)
 class Request:
-    """One row for the engine.
+    """One row for the engine to generate from.
 
     Attributes:
-        prompt: Text (tokenized with the model's special tokens), token ids (a list, or an array of integers of numpy or
+        prompt: Text (tokenized with the model's special tokens), token ids (a list, or an integer array of numpy or
             torch), or chat messages (`[{"role": ..., "content": ...}]`, rendered with the model's chat template).
-        sampling: The row's sampling parameters; None: those that the engine was given.
-        id: Value that decides the row's random draws, with seed, sample and step; None: the row's position.
-        error: Reason why the row could not be made into a prompt; it comes back as a failed Completion with this text.
-        row: Number of the row in a dataset, which comes back in the Completion and decides nothing.
-        more_prompts: Further prompts, whose samples come after those of `prompt`, `n` of each.
-        chat: Options that say how chat messages become a prompt.
-        reasoning_apart: True where the text between `<think>` and `</think>` is taken out of the sample's text.
+        sampling: The row's sampling parameters; None: the engine's.
+        id: Value that decides the row's random draws, together with seed, sample and step; None: the row's position.
+        error: The reason why the row has no valid prompt. The engine returns a failed Completion with this text.
+        row: Number of the row in a dataset. The engine copies it to the Completion and does not use it.
+        more_prompts: Further prompts. Each has `n` samples too, which come after those of `prompt`.
+        chat: Options for rendering chat messages into a prompt.
+        reasoning_apart: True where text between `<think>` and `</think>` is removed from a sample's text.
     """
 
     prompt: str | Sequence[int] | Sequence[dict[str, Any]]
@@ -275,14 +269,21 @@ class Request:
 
     @property
     def each_prompt(self) -> tuple[Request, ...]:
-        """One request for each of the prompts."""
+        """Split the request into one request per prompt."""
         if not self.more_prompts:
             return (self,)
         return tuple(replace(self, prompt=p, more_prompts=()) for p in (self.prompt, *self.more_prompts))
 
 
 def cut_overlong(token_ids: list[int], max_tokens: int, context: int, on_overlong: str) -> list[int]:
-    """The prompt after `--on-overlong`: cut so that max_tokens fit the context, or, for "error", as it is."""
+    """The prompt's token ids, cut as `--on-overlong` says so that prompt and output fit into the context.
+
+    Args:
+        token_ids: Token ids of the prompt.
+        max_tokens: The most tokens of the output.
+        context: The most tokens of prompt and output together.
+        on_overlong: A value of `--on-overlong`. With "error", the token ids are returned uncut.
+    """
     if on_overlong == "error" or len(token_ids) + max_tokens <= context:
         return token_ids
     keep = max(1, context - max_tokens)
@@ -291,18 +292,18 @@ def cut_overlong(token_ids: list[int], max_tokens: int, context: int, on_overlon
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A context and what may follow it, for `Engine.score`.
+    """A context and the continuations that `Engine.score` scores after it.
 
     Attributes:
-        context: Text, token ids or chat messages. "" or () stands for the model's beginning-of-text token, or else its
-            end-of-text token; continuations longer than the model's context are then scored in windows.
-        continuations: One or more texts or lists of token ids. A text is tokenized together with its context: spaces at
-            the context's end belong to the continuation, and its tokens are those beyond the context's own.
-        id: Value that comes back in the `Scored`; None: the request's position.
-        logprobs: Number of the most likely tokens to report at each position as well, at most 100; None: none.
-        error: Reason why the row could not be made into a request; it comes back as a failed Scored with this text.
-        row: Number of the row in a dataset, which comes back in the Scored and decides nothing.
-        chat: Options that say how chat messages become a context.
+        context: Text, token ids or chat messages. "" or () stands for the model's beginning-of-text token, or else for
+            its end-of-text token; continuations that are longer than the model's context are then scored in windows.
+        continuations: One or more texts or lists of token ids. A text is tokenized together with its context. Spaces at
+            the end of the context then belong to the continuation.
+        id: Value that is copied to the `Scored`; None: the request's position.
+        logprobs: Number of most likely tokens, at most 100, that are also reported at each position; None: none.
+        error: The reason why the row has no valid request. The engine returns a failed Scored with this text.
+        row: Number of the row in a dataset. The engine copies it to the Scored and does not use it.
+        chat: Options for rendering chat messages into a context.
     """
 
     context: str | Sequence[int] | Sequence[dict[str, Any]]
@@ -332,7 +333,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class PositionLogprobs:
-    """The token chosen or scored at one position, and the `logprobs` most likely ones, best first."""
+    """The log-probabilities at one position: of the token that was chosen or scored, and of the most likely tokens.
+
+    Attributes:
+        chosen: The token that was chosen or scored.
+        top: The most likely tokens, most likely first; as many as `logprobs` asked for.
+    """
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
@@ -340,16 +346,17 @@ class PositionLogprobs:
 
 @dataclass(frozen=True)
 class Sample:
-    """One generated text.
+    """One generated text of a request.
 
     Attributes:
-        text: The text; of gpt-oss the channel "final" alone, of other models that think what follows `</think>`.
-        token_ids: The generated tokens.
+        text: The generated text without reasoning: of gpt-oss the channel "final", of other reasoning models the text
+            after `</think>`.
+        token_ids: All generated tokens.
         finish_reason: "stop" (end of text, a stop string or a stop token) or "length".
         logprobs: Log-probabilities at each position; None where they were not asked for.
-        stop: Stop string or stop token id that ended the text; None where it was the end of text.
-        reasoning: Text of gpt-oss's other channels, or between `<think>` and `</think>`; None where the model did not
-            think.
+        stop: The stop string or stop token id that ended the text; None where there was none.
+        reasoning: The reasoning text: of gpt-oss the other channels, of other models the text between `<think>` and
+            `</think>`. None where there is no reasoning.
     """
 
     text: str
@@ -362,17 +369,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Completion:
-    """The result of one request: `samples` (`n` of each prompt), or `error` and no samples.
+    """The result of one request: `samples` where it succeeded, `error` where it failed.
 
     Attributes:
-        index: Position of the request in the iterable given to the engine, from 0. Completions come in the order in
-            which
-            they finish.
-        id: Id of the request, or its position.
-        prompt_tokens: Tokens of all prompts.
-        samples: The generated texts.
-        error: Reason why the request failed; None where it did not.
-        cached_tokens: Prompt tokens whose KV another row had already computed.
+        index: Position of the request in the iterable that the engine was given, from 0. Completions are in the order
+            in which requests finish.
+        id: Id of the request, or its position where it has none.
+        prompt_tokens: Number of tokens of all prompts.
+        samples: The generated texts, `n` of each prompt; empty where the request failed.
+        error: The reason why the request failed; None where it succeeded.
+        cached_tokens: Number of prompt tokens whose KV was already computed for another row.
         row: Number of the request's row in a dataset.
     """
 
@@ -386,18 +392,19 @@ class Completion:
 
     @property
     def text(self) -> str | None:
-        """The first sample's text; None for a failed row."""
+        """The text of the first sample; None where the request failed."""
         return self.samples[0].text if self.samples else None
 
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """The likelihood of a continuation.
+    """The log-probability of one continuation after its context.
 
     Attributes:
-        token_ids: The continuation's tokens.
-        logprob: Natural logarithm of its probability, summed over its tokens.
-        is_greedy: True where each token is the argmax given what is before it (of equally likely ones the first).
+        token_ids: Token ids of the continuation.
+        logprob: Natural logarithm of the continuation's probability, summed over its tokens.
+        is_greedy: True where greedy decoding would generate the continuation: each token is the most likely one after
+            the tokens before it. Of equally likely tokens the one with the lowest id counts.
         tokens: Log-probabilities at each position.
     """
 
@@ -409,15 +416,15 @@ class ContinuationScore:
 
 @dataclass(frozen=True)
 class Scored:
-    """The result of one ScoreRequest: `scores`, one per continuation, or `error` and none.
+    """The result of one ScoreRequest: `scores` where it succeeded, `error` where it failed.
 
     Attributes:
-        index: Position of the request in the iterable given to the engine, from 0.
-        id: Id of the request, or its position.
-        context_tokens: Tokens of the context.
-        scores: Scores of the continuations, in their order.
-        error: Reason why the request failed; None where it did not.
-        cached_tokens: Tokens whose KV another row had already computed.
+        index: Position of the request in the iterable that the engine was given, from 0.
+        id: Id of the request, or its position where it has none.
+        context_tokens: Number of tokens of the context.
+        scores: Scores of the continuations, in their order; empty where the request failed.
+        error: The reason why the request failed; None where it succeeded.
+        cached_tokens: Number of tokens whose KV was already computed for another row.
         row: Number of the request's row in a dataset.
     """
 

@@ -1,4 +1,4 @@
-"""The way in which a mixture's routers spread tokens over experts."""
+"""A statistical model of expert routing: how many experts the tokens of a sweep use, and how unevenly."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ _NEARLY_ALL = 0.95
 
 @dataclass(frozen=True)
 class Routing:
-    """The number of experts that tokens touch, and how unevenly the tokens are spread.
+    """A model of the number of experts that tokens are routed to, and of the busiest expert's share.
 
-    With the defaults every token draws its experts independently, and touched experts have equally many tokens.
+    By default every token chooses its experts independently, and all used experts have equally many tokens.
 
     Attributes:
-        exponent: x, where N tokens touch as many experts as N^x independent ones; at most 1, as alike tokens have the
-            same
-            favourites.
-        imbalance: Tokens of the busiest expert over the mean of the touched ones; 1 or more.
+        exponent: x: N tokens use as many experts as N^x tokens that choose independently. It is at most 1, since
+            similar tokens prefer the same experts.
+        imbalance: Tokens of the busiest expert, divided by the mean tokens of the used experts; 1 or more.
     """
 
     exponent: float = 1.0
@@ -35,9 +34,12 @@ class Routing:
             raise ValueError(f"imbalance must be 1 or more, not {self.imbalance}")
 
     def touched(self, num_experts: int, chosen: int, tokens: float) -> float:
-        """Experts of a layer that a number of tokens goes through.
+        """The expected number of experts of a layer that a number of tokens uses: E (1 - (1 - k/E)^(N^x)).
 
-        They are E (1 - (1 - k/E)^(N^x)) for N tokens, E experts and k experts of each token.
+        Args:
+            num_experts: E, experts of a layer.
+            chosen: k, experts of each token.
+            tokens: N, tokens.
         """
         draws = tokens**self.exponent if tokens > 1 else tokens
         touched: float = num_experts * (1 - (1 - chosen / num_experts) ** draws)
@@ -49,12 +51,12 @@ INDEPENDENT = Routing()
 
 @dataclass
 class RoutingCounts:
-    """Counts of the experts that tokens were routed to, in all layers of all sweeps.
+    """Counts of the experts to which tokens were routed, over all layers and sweeps.
 
     Attributes:
         num_experts: Experts of a layer.
         chosen: Experts of each token.
-        layers: Layers with experts; each is one call in every sweep.
+        layers: Number of layers with experts.
     """
 
     num_experts: int
@@ -65,7 +67,11 @@ class RoutingCounts:
     _totals: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, tokens_of_each: Sequence[int]) -> None:
-        """Count one call of a layer's experts, given the number of tokens of each."""
+        """Add the counts of one layer in one sweep.
+
+        Args:
+            tokens_of_each: Number of tokens of each expert.
+        """
         assigned = sum(tokens_of_each)
         if not assigned:
             return
@@ -78,7 +84,7 @@ class RoutingCounts:
         self._totals.clear()
 
     def fitted(self) -> Routing | None:
-        """The routing that is expected to touch as many experts as these calls did; None where they say too little."""
+        """The `Routing` that fits the counts: it expects as many used experts; None where there are too few counts."""
         told = {n: totals for n, totals in self._totals.items() if n > 1 and self._touched(1.0, n) < _NEARLY_ALL}
         if not told or sum(calls for calls, *_ in told.values()) < _FEWEST_SWEEPS * self.layers:
             return None

@@ -1,8 +1,8 @@
-"""Standard output and standard error: the one place where batchgen writes for people.
+"""Standard output and standard error: all text for people is written by this module.
 
-A screen tells of the work and is no part of it. One that is closed, full, or a terminal that has vanished takes nothing
-more, and the job goes on to its end. Standard output is different where it is what a command was run for, such as a
-plan: there it is an error that it cannot be written, unless its reader wanted no more.
+Progress and messages are no part of the work. Where a stream is closed or full, or its terminal has vanished, they are
+dropped, and the job goes on. Standard output may instead carry the result of a command, such as a plan. A failure to
+write that result is an error, unless its reader has closed the pipe.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 
 
 class Screen:
-    """A text stream that never fails: what it cannot write is dropped. All else is that of the stream that it wraps."""
+    """A text stream whose writes never fail: text that cannot be written is dropped.
+
+    All other attributes are those of the wrapped stream.
+    """
 
     def __init__(self, stream: Any) -> None:
-        """Wrap a text stream; None, as Python has it where there is no standard error, takes nothing."""
+        """Wrap a text stream; with None, as where Python has no standard error, all text is dropped."""
         self._stream = stream
 
     @classmethod
     def over(cls, stream: Any) -> Screen:
-        """The screen over a stream, which may be a screen already."""
+        """Wrap a stream in a Screen, unless it is one already."""
         return stream if isinstance(stream, cls) else cls(stream)
 
     def write(self, text: str) -> int:
@@ -55,23 +58,23 @@ class Screen:
 
 
 class ProductLost(OSError):
-    """Standard output takes no more of what a command was run for."""
+    """The result of a command could not be written to standard output."""
 
 
 class Product:
-    """Standard output of a whole process, click's help included: it fails with ProductLost."""
+    """Standard output for the result of a command, the help text included: a failed write raises ProductLost."""
 
     def __init__(self, stream: Any) -> None:
         """Wrap a text stream."""
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write as a text stream does. Raises ProductLost."""
+        """Write text and return its number of characters. Raises ProductLost."""
         with _lost():
             return int(self._stream.write(text))
 
     def flush(self) -> None:
-        """Flush as a text stream does. Raises ProductLost."""
+        """Flush the stream. Raises ProductLost."""
         with _lost():
             self._stream.flush()
 
@@ -90,10 +93,10 @@ def _lost() -> Iterator[None]:
 
 
 def say(line: str, stream: TextIO | Screen | None = None) -> None:
-    """Show people a line, all of it at once, with nothing in it that would act on a terminal. Never fails.
+    """Show one line to people. Terminal control characters are replaced. The function never fails.
 
     Args:
-        line: One line, which may have words of rows, files and models in it.
+        line: One line, which may contain text of rows, files and models.
         stream: The stream; None: standard error.
     """
     screen = Screen.over(stream or sys.stderr)
@@ -102,10 +105,13 @@ def say(line: str, stream: TextIO | Screen | None = None) -> None:
 
 
 def put(lines: Iterable[str]) -> None:
-    """Write the product of a command to standard output; control characters but for line breaks are spelled out.
+    """Write the result of a command to standard output, with control characters other than line breaks replaced.
+
+    Args:
+        lines: Lines of the result.
 
     Raises:
-        ProductLost: Nothing more can be written there.
+        ProductLost: Standard output can no longer be written to.
     """
     with _lost():
         if sys.stdout is None:
@@ -116,7 +122,7 @@ def put(lines: Iterable[str]) -> None:
 
 
 def takes_product() -> bool:
-    """Tell whether standard output exists and may be written, as far as can be known beforehand."""
+    """True where standard output exists and, as far as can be known, can be written to."""
     try:
         return fcntl.fcntl(sys.stdout.fileno(), fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
     except io.UnsupportedOperation:  # it is no file but a stream of Python's
@@ -126,7 +132,10 @@ def takes_product() -> bool:
 
 
 def leave_standard_output() -> None:
-    """Close standard output, or the interpreter would try again as it ends, and exit with code 120."""
+    """Flush standard output; where that fails, redirect it to the null device.
+
+    Otherwise Python would flush again at its end, fail, and exit with code 120.
+    """
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
         return
@@ -137,11 +146,9 @@ def leave_standard_output() -> None:
 
 
 def claim_standard_streams() -> None:
-    """Have a process keep its first three file descriptors for standard input, output and error.
+    """Open a placeholder for each of the file descriptors 0, 1 and 2 that was closed when the process started.
 
-    The number of one that was closed when the process began would go to the next file that is opened, and what is
-    written to
-    the screen into that file. A descriptor that takes nothing stands in its place.
+    Otherwise the next opened file would get the descriptor's number, and text for the screen would be written into it.
     """
     for descriptor in (0, 1, 2):
         try:

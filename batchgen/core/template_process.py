@@ -1,13 +1,11 @@
-"""The program of the process that renders templates, with limits that the kernel keeps.
+"""The program of the process that renders templates, with limits of time and memory that the kernel enforces.
 
-A template is code: one filter, one `*` or one long loop can fill the memory or run for hours before any of its own
-steps
-could be counted. So templates run in a process that has so much address space and no more, and that the kernel ends
-when
-a row takes more processor time than it may. `batchgen.core.templates` starts it and exchanges messages with it.
+A template is code: one filter, one `*` or one long loop can fill the memory or run for hours. So templates run in a
+process of their own with limited address space. The kernel ends the process when a row takes more processor time than
+it may. `batchgen.core.templates` starts this process and exchanges messages with it.
 
-Messages in both directions are frames. Incoming ones are pickled by the process that has started this one, so that rows
-may have values of any type; outgoing ones are text.
+Messages in both directions are frames (`batchgen.core.frames`). Messages to this process are pickled by its parent, so
+that rows may have values of any type. Messages from this process are text.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class OverLimit(Exception):
 
 
 def environment_of(kind: str) -> ImmutableSandboxedEnvironment:
-    """The Jinja environment of one kind of template: "rows" for a row's columns, "chats" for messages."""
+    """The Jinja environment for a kind of template: "rows" (columns of a row) or "chats" (chat messages of a model)."""
     return _chat_environment() if kind == "chats" else _row_environment()
 
 
@@ -50,12 +48,12 @@ def _row_environment() -> ImmutableSandboxedEnvironment:
 
 
 def _row_to_json(value: Any, indent: int | None = None) -> str:
-    """Plain JSON, which is not escaped for HTML as Jinja's own is."""
+    """JSON text of a value, not escaped for HTML as by Jinja's own `tojson` filter."""
     return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
 
 
 def _chat_environment() -> ImmutableSandboxedEnvironment:
-    """The environment in which transformers renders chat templates, for which models' templates are written."""
+    """A Jinja environment for models' chat templates, equal to that of the transformers library."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -70,7 +68,7 @@ def _chat_environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """The block `{% generation %}`, which marks what an assistant says for training and changes nothing here."""
+    """The Jinja block `{% generation %}`, which marks text for training and leaves a prompt unchanged."""
 
     tags = {"generation"}
 
@@ -135,12 +133,11 @@ def describe(kind: str, text: str, names: tuple[str, ...]) -> dict[str, Any]:
     Args:
         kind: "rows" or "chats".
         text: The template.
-        names: Variables that the template will have, even where Jinja has something of that name.
+        names: Variables that the template will have. They hide Jinja's functions of the same names.
 
     Returns:
-        {"variables": sorted names, "includes": True where it names other templates}, or {"line": line of a syntax
-            error,
-        "error": message}.
+        {"variables": sorted names, "includes": True where the template includes other templates}. For an invalid
+            template, {"line": line of the syntax error, "error": message}.
     """
     environment = environment_of(kind)
     for name in set(names) & set(environment.globals):
@@ -166,7 +163,7 @@ def _render(kind: str, text: str, variables: Mapping[str, Any], longest: int) ->
 
 
 class _Limits:
-    """Limits of this process that the kernel keeps, beside the time and memory that it had taken before."""
+    """Limits of time and memory of this process, enforced by the kernel, on top of what it has already used."""
 
     def __init__(self) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -179,7 +176,12 @@ class _Limits:
         self._hard = resource.getrlimit(resource.RLIMIT_AS)[1]
 
     def set(self, seconds: float, memory_bytes: int) -> None:
-        """Begin a row: SIGPROF ends the process past the seconds, and Python has no memory past the bytes."""
+        """Set the limits for the next row: SIGPROF ends the process after the time; larger allocations fail.
+
+        Args:
+            seconds: Processor seconds for the row.
+            memory_bytes: Bytes of memory for the row.
+        """
         limit = self._own_bytes + memory_bytes
         if self._hard != resource.RLIM_INFINITY:
             limit = min(limit, self._hard)
@@ -188,7 +190,7 @@ class _Limits:
 
 
 def main() -> None:
-    """Answer every request of standard input on standard output, until the former ends."""
+    """Answer each request on standard input with a reply on standard output, until standard input ends."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for whatever libraries print
     limits = _Limits()
@@ -214,7 +216,7 @@ def _answer_all(requests: Any, replies: Any, limits: _Limits) -> None:
 
 
 def _reply(asked: Mapping[str, Any], row: bytearray) -> bytes:
-    """The row's text after a "t", or the kind and message of its error after an "e"."""
+    """The reply for one row: "t" and the rendered text, or "e" with kind and message of the error."""
     try:
         text = _render(asked["kind"], asked["text"], pickle.loads(row), asked["length"])
         return b"t" + text.encode("utf-8", "surrogatepass")

@@ -1,7 +1,7 @@
-"""Templates, rendered in a process of their own (`batchgen.core.template_process`) that has limits of time and memory.
+"""Templates that are rendered in a process with limits of time and memory (`batchgen.core.template_process`).
 
-There is one such process for all templates of this one. It starts with the first row, and again after a row that has
-ended it.
+A process that uses batchgen has one rendering process for all templates. It starts with the first row, and again where
+a row has exceeded a limit and so ended it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from batchgen.core.python_command import python_command
 # Rows that go there together: at most so many, and no further once they have so many bytes.
 _ROWS, _SENT_BYTES = 64, 1 << 20
 _END_S = 1.0  # between the end of its answers and that of the process
-Row = Mapping[str, Any] | Exception
+Row = Mapping[str, Any] | Exception  # {column: value}, or why there are no values
 
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """Limits of what a template may take for one row.
+    """The most time, memory and text that a template may take for one row.
 
     Attributes:
         seconds: Seconds of processor time.
-        memory_bytes: Bytes of all that is held while the row is rendered, the row itself included.
+        memory_bytes: Bytes of memory while the row is rendered, the row itself included.
         length: Characters of the rendered text.
     """
 
@@ -51,7 +51,7 @@ class TemplateFailed(Exception):
     """A template cannot be rendered for a row; the message is one line.
 
     Attributes:
-        kind: Name of Python's error; "" where a limit was met.
+        kind: Name of the Python exception; "" where a limit was exceeded.
     """
 
     def __init__(self, kind: str, text: str) -> None:
@@ -61,17 +61,22 @@ class TemplateFailed(Exception):
 
 @dataclass(frozen=True)
 class TemplateUse:
-    """The variables that a template uses, and whether it names other templates."""
+    """The names that a template uses.
+
+    Attributes:
+        variables: Variables of the template, sorted.
+        includes: True where the template includes other templates.
+    """
 
     variables: tuple[str, ...]
     includes: bool
 
 
 class TemplateSyntax(Exception):
-    """A text is no valid template.
+    """A text is not a valid template.
 
     Attributes:
-        line: Line of the fault, from 1.
+        line: Line of the syntax error, from 1.
     """
 
     def __init__(self, line: int, text: str) -> None:
@@ -81,12 +86,12 @@ class TemplateSyntax(Exception):
 
 @dataclass(frozen=True)
 class SafeTemplate:
-    """A Jinja template that is rendered within limits.
+    """A Jinja template that is rendered within limits of time, memory and length.
 
     Attributes:
-        kind: "rows" for a template over the columns of a row, where anything undefined is an error and null is empty;
-            "chats" for a model's chat template, in an environment like that of transformers.
-        text: The template.
+        kind: "rows" for a template over the columns of a row: an undefined variable is an error, and null is rendered
+            as nothing. "chats" for a model's chat template, rendered as the transformers library does.
+        text: The text of the template.
         limits: Limits for one row.
     """
 
@@ -98,11 +103,11 @@ class SafeTemplate:
         """Find the variables that the template uses.
 
         Args:
-            names: Variables that it will have, even where Jinja has a function of that name.
+            names: Variables that the template will have. They hide Jinja's functions of the same names.
 
         Raises:
-            TemplateSyntax: The text is no valid template.
-            TemplateFailed: Reading it takes more than a row may take.
+            TemplateSyntax: The text is not a valid template.
+            TemplateFailed: Parsing exceeds the limits of a row.
         """
         found = _renderer.describe(self, tuple(names))
         if "error" in found:
@@ -110,10 +115,13 @@ class SafeTemplate:
         return TemplateUse(tuple(found["variables"]), found["includes"])
 
     def render(self, rows: Iterable[Row]) -> Iterator[str | Exception]:
-        """Yield the text of each row, or a `TemplateFailed`; a few rows are read ahead.
+        """Render the template for each row, with a few rows read ahead.
 
         Args:
-            rows: The variables of each row; an exception stands for a row that has none, and is yielded in its place.
+            rows: The variables of each row. An exception in place of a row is yielded unchanged.
+
+        Yields:
+            The rendered text of each row, or a `TemplateFailed`.
         """
         rows = iter(rows)
         while chunk := list(itertools.islice(rows, _ROWS)):
@@ -121,14 +129,22 @@ class SafeTemplate:
 
 
 class _Renderer:
-    """The exchange with the process that renders, from one thread at a time."""
+    """The connection to the rendering process; one thread uses it at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
     def describe(self, template: SafeTemplate, names: tuple[str, ...]) -> dict[str, Any]:
-        """The description of a template from the process. Raises TemplateFailed."""
+        """Have the rendering process find the variables of a template. Raises TemplateFailed.
+
+        Args:
+            template: The template.
+            names: Variables that the template will have.
+
+        Returns:
+            The result of `template_process.describe`.
+        """
         with self._lock, self._running() as process:
             process.ask(template, names=names)
             answer = process.answer()
@@ -138,14 +154,14 @@ class _Renderer:
         return found
 
     def render(self, template: SafeTemplate, rows: list[Row]) -> list[str | Exception]:
-        """One result for each row."""
+        """Have the rendering process render a template; gives one text or exception per row."""
         results: list[str | Exception] = []
         while len(results) < len(rows):
             results += self._render_some(template, _packed(rows[len(results) :]))
         return results
 
     def _render_some(self, template: SafeTemplate, rows: list[bytes | Exception]) -> list[str | Exception]:
-        """The results of the first of these rows, up to one that ended the process."""
+        """Render rows in order up to the first one that ends the rendering process; gives the results of these rows."""
         results: list[str | Exception] = []
         with self._lock, self._running() as process:
             process.ask(template, rows=b"".join(framed(row) for row in rows if isinstance(row, bytes)))
@@ -165,17 +181,17 @@ class _Renderer:
         return self._process
 
     def renew(self) -> None:
-        """Forget, in a forked process, the process that renders for the parent."""
+        """Drop the connection in a forked child, since the rendering process belongs to the parent."""
         self._lock, self._process = threading.Lock(), None
 
     def close(self) -> None:
-        """End the process; it starts again where it is needed."""
+        """End the rendering process. The next use starts a new one."""
         if self._process is not None:
             self._process.end()
 
 
 class _Process:
-    """The process that renders; as a context manager it is ended by an exception between question and answer."""
+    """The rendering process. As a context manager, it ends the process where the block raises an exception."""
 
     def __init__(self) -> None:
         self.has_ended = False
@@ -201,7 +217,12 @@ class _Process:
             self.end()
 
     def ask(self, template: SafeTemplate, **question: Any) -> None:
-        """Send a question: `names` to be described, or framed `rows` to be rendered."""
+        """Send a question about a template.
+
+        Args:
+            template: The template.
+            question: Either `names`, to find the template's variables, or framed `rows`, to render them.
+        """
         limits = template.limits
         asked = {
             "kind": template.kind,
@@ -216,12 +237,16 @@ class _Process:
             write_frame(self._process.stdin, pickle.dumps(asked))
 
     def answer(self) -> bytearray | None:
-        """The next answer; None: the process has ended."""
+        """Read the next answer; None where the process has ended."""
         assert self._process.stdout is not None
         return read_frame(self._process.stdout)
 
     def end(self, within_s: float = 0.0) -> int:
-        """End the process; gives its exit code, or minus the signal that ended it while it was waited for."""
+        """End the process; gives its exit code, or minus the number of the signal that ended it.
+
+        Args:
+            within_s: Seconds to wait for the process to end by itself.
+        """
         self.has_ended = True
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(within_s)
@@ -234,7 +259,7 @@ class _Process:
 
 
 def _packed(rows: list[Row]) -> list[bytes | Exception]:
-    """The first of these rows in the form in which they are sent, as many as have about `_SENT_BYTES`."""
+    """Pickle the first rows, about `_SENT_BYTES` of them, for one message to the rendering process."""
     packed: list[bytes | Exception] = []
     size_bytes = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""Text that UTF-8 can hold, and text that may be shown on a terminal."""
+"""Repair of text for UTF-8 and for the terminal, and removal of credentials."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Nest = TypeVar("Nest")
 
 
 class NotText(bytes):
-    """Bytes that are no UTF-8 where text should be; writing them as text raises ValueError."""
+    """A value of a text column whose bytes are not valid UTF-8; formatting it as text raises ValueError."""
 
     def __str__(self) -> str:
         raise ValueError("a value is bytes that are not UTF-8 text")
@@ -33,8 +33,8 @@ def without_credentials(text: str, *urls: str) -> str:
     """Replace keys, passwords, signatures and tokens of URLs in a text by ***.
 
     Args:
-        text: Any text, such as a message of a library that quotes a URL.
-        urls: URLs whose credentials are also replaced where they stand without the rest of the URL.
+        text: Any text, such as a library's message that quotes a URL.
+        urls: URLs whose credentials are replaced also where the text has them without the rest of the URL.
     """
     for url in urls:
         for secret in _secrets(url):
@@ -71,15 +71,14 @@ def repair_surrogates(value: Nest) -> Nest:
 
 
 def visible(text: str, *, lines: bool = False) -> str:
-    r"""A text in which everything that would act on a terminal or a page is spelled out.
+    r"""Replace the characters of a text that would control a terminal or the layout of a page by visible escapes.
 
-    Control characters (escape sequences begin with one), the marks that turn the direction of writing, separators of
-    lines
-    and lone surrogates become `\x1b` or `\u202e`; a tab stays. In a text of JSON these are JSON's own escapes.
+    Control characters, marks of the writing direction, line separators and lone surrogates become escapes such as
+    `\x1b` or `\u202e`. A tab stays. JSON text on one line stays valid JSON.
 
     Args:
         text: Any text.
-        lines: True where line breaks stay; else they are spelled out too.
+        lines: True where line breaks stay; False where they are replaced too.
     """
     shown = text.translate(_SHOWN_IN_LINES if lines else _SHOWN)
     return shown.encode("utf-8", "backslashreplace").decode("utf-8")

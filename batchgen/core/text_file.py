@@ -1,4 +1,4 @@
-"""Small files that a person writes or a command has written: job files, schemas, templates, plans, profiles."""
+"""Reading of small text files: job files, schemas, templates, plans and hardware profiles."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _LARGEST_BYTES = 64 << 20
 
 
 def read_text(path: str | Path, encoding: str = "utf-8") -> str:
-    """The text of a file that a person or a command has written.
+    """Read a text file of at most 64 MiB. The limit guards against devices that never end.
 
     Raises:
-        OSError: It cannot be read, or is larger than 64 MiB: a device may have no end.
-        UnicodeDecodeError: It is no text.
+        OSError: The file cannot be read, or is too large.
+        UnicodeDecodeError: The file is not text in this encoding.
     """
     with open(path, "rb") as file:
         content = file.read(_LARGEST_BYTES + 1)

@@ -1,4 +1,4 @@
-"""Frozen values from JSON, with the types that their dataclasses declare."""
+"""Frozen dataclasses from JSON values, checked against the declared types of their fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LARGEST = 2**53  # of integers: what JSON readers and floating point agree on
 
 
 def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON as `json.loads` does, but raise ValueError alone, also where values are nested too deeply."""
+    """Parse JSON like `json.loads`, but raise only ValueError, even where values are nested too deeply."""
     try:
         return json.loads(text, object_pairs_hook=object_pairs_hook)
     except RecursionError as error:
@@ -20,16 +20,16 @@ def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, A
 
 
 def read_typed(kind: Any, value: Any, where: str = "it") -> Any:
-    """A value of a type annotation, built from what `json.loads` gives.
+    """Convert a decoded JSON value to a Python type.
 
     Args:
-        kind: bool, int, float (finite), str, a literal of texts, a dataclass, `Mapping[K, V]`, `tuple[...]`, a union
-            with None, or `Any`.
-        value: The value in the form that JSON has: dictionaries for dataclasses, lists for tuples.
-        where: Name of the value, for the message.
+        kind: The type: bool, int, float (finite), str, a Literal of texts, a dataclass, `Mapping[K, V]`, `tuple[...]`,
+            a union with None, or `Any`.
+        value: The decoded JSON value, with dictionaries for dataclasses and lists for tuples.
+        where: Name of the value in error messages.
 
     Raises:
-        ValueError: The value has another type; the message names the place.
+        ValueError: The value does not have the type. The message names the place in the value.
     """
     if kind is Any:
         return value

@@ -15,7 +15,7 @@ _DURATION = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in "14GiB" (2**30), "14GB" (10**9) or a plain number. Raises InputError."""
+    """Parse a size such as "14GiB" (2**30 each), "14GB" (10**9 each) or a plain number of bytes. Raises InputError."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
     if not match or match[2].lower() not in _SIZE:
         raise InputError(f"{text!r} is not a size: write it as 14GiB, 512MiB or 8GB")
@@ -23,12 +23,17 @@ def parse_bytes(text: str) -> int:
 
 
 def size_bytes(value: int | str) -> int:
-    """Bytes given as a number or as text. Raises InputError."""
+    """A size in bytes, from a number or from a text such as "14GiB". Raises InputError."""
     return parse_bytes(value) if isinstance(value, str) else int(value)
 
 
 def parse_rate(text: str, flag: str) -> float:
-    """Bytes/s in "1.25GB/s" or "12GiB/s". flag: name of the option in messages. Raises InputError."""
+    """Parse a rate such as "1.25GB/s" or "12GiB/s", in bytes/s. Raises InputError.
+
+    Args:
+        text: The rate.
+        flag: Name of the command-line option, for error messages.
+    """
     size, slash, second = text.partition("/")
     if (slash and second.strip() != "s") or "bit" in size:
         raise InputError(f"{flag} {text!r} is not a rate in bytes: write it as 1.25GB/s")
@@ -42,7 +47,7 @@ def parse_rate(text: str, flag: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in "6h", "90m", "1h30m", "45s" or a plain number of seconds. Raises InputError."""
+    """Parse a duration such as "6h", "90m", "1h30m", "45s" or a plain number of seconds. Raises InputError."""
     parts = re.findall(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text)
     joined = "".join(a + b for a, b in parts)
     if not parts or joined != re.sub(r"\s", "", text) or any(u.lower() not in _DURATION for _, u in parts):
@@ -51,7 +56,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """(i, N) of "i/N", i from 0 to N-1. Raises InputError."""
+    """Parse a shard "i/N", with i from 0 to N-1, into (i, N). Raises InputError."""
     match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
     if not match or not 0 <= int(match[1]) < int(match[2]):
         raise InputError(f"--shard {text!r} is not i/N with i from 0 to N-1 (four machines: 0/4, 1/4, 2/4, 3/4)")
@@ -59,7 +64,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def format_bytes(count: float) -> str:
-    """ "3.2 GiB", with the largest binary unit that keeps the number at or above 1."""
+    """Format a size in bytes as "3.2 GiB", in the largest binary unit for which the number is at least 1."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -68,7 +73,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_at_least(count: float) -> str:
-    """The size in the largest binary unit, rounded up, so that whoever gives as much gives enough."""
+    """Format a size in bytes in the largest binary unit, rounded up, so that the text names at least the size."""
     text = format_bytes(count)
     number, unit = text.split()
     step = 1 if unit == "B" else 0.1
@@ -76,7 +81,7 @@ def format_at_least(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """ "48 s", "3 min 20 s", "6 h 05 min"."""
+    """Format a duration in seconds as "48 s", "3 min 20 s" or "6 h 05 min"."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, secs = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""The workload of a job: its sequences and tokens, as far as planning needs to know them."""
+"""The workload of a job for planning: the number of sequences and their lengths in tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from batchgen.core.routing import INDEPENDENT, Routing
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of token counts, as equally likely values in ascending order (quantiles of a sample)."""
+    """A distribution of token counts, given by equally likely values.
+
+    Attributes:
+        values: The values in ascending order, such as quantiles of a sample.
+    """
 
     values: tuple[int, ...]
 
@@ -25,7 +29,10 @@ class Lengths:
 
     @classmethod
     def of(cls, counts: Iterable[int], limit: int = 64) -> Lengths:
-        """At most `limit` quantiles that keep the mean of `counts` to within rounding: means of equal parts."""
+        """Summarize token counts by at most `limit` equally likely values, which keep the mean but for rounding.
+
+        Each value is the mean of an equal part of the sorted counts.
+        """
         ordered = sorted(counts)
         if len(ordered) <= limit:
             return cls(tuple(ordered))
@@ -52,24 +59,23 @@ class Lengths:
         return self.values[-1]
 
     def quantile(self, fraction: float) -> int:
-        """The value that `fraction` of the lengths do not exceed."""
+        """The token count that a fraction of the lengths, 0 to 1, does not exceed."""
         return self.values[max(0, math.ceil(fraction * len(self.values)) - 1)]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The sequences and tokens of a job.
+    """The number of sequences of a job, and their lengths in tokens.
 
     Attributes:
-        num_seqs: Sequences (rows times samples).
-        prompt_len: Prompt tokens of a sequence.
-        output_len: Generated tokens of a sequence.
+        num_seqs: Number of sequences (rows times samples).
+        prompt_len: Distribution of prompt tokens per sequence.
+        output_len: Distribution of generated tokens per sequence.
         max_output_len: The most tokens that a sequence may generate, for which KV is reserved.
-        shared_prefix_len: Mean prompt tokens whose KV an earlier row has computed.
-        scored_len: Mean positions of a sequence whose logits are computed, where sequences are scored: they end when
-            their
-            prompts have run, as if their outputs were of 1 token. None: sequences generate.
-        routing: Spread of the tokens over experts, where the model is a mixture.
+        shared_prefix_len: Mean number of prompt tokens per sequence whose KV an earlier row has computed.
+        scored_len: For a job that scores: mean number of positions per sequence whose logits are computed. Such
+            sequences end after prefill and count as if they generated 1 token. None: the job generates.
+        routing: Spread of the tokens over experts, for a mixture-of-experts model.
     """
 
     num_seqs: int
@@ -96,7 +102,14 @@ class Workload:
 
     @classmethod
     def uniform(cls, num_seqs: int, prompt_len: int, output_len: int, shared_prefix_len: float = 0.0) -> Workload:
-        """A workload whose rows are all alike, as in FlexGen's benchmarks."""
+        """A workload with sequences of equal lengths, as in the benchmarks of FlexGen.
+
+        Args:
+            num_seqs: Number of sequences.
+            prompt_len: Prompt tokens of each sequence.
+            output_len: Generated tokens of each sequence.
+            shared_prefix_len: Prompt tokens of each sequence whose KV an earlier row has computed.
+        """
         lengths = Lengths((prompt_len,)), Lengths((output_len,))
         return cls(num_seqs, *lengths, output_len, shared_prefix_len)
 
@@ -107,17 +120,17 @@ class Workload:
 
     @property
     def made_len(self) -> float:
-        """Tokens generated or scored per sequence."""
+        """Mean number of tokens that are generated or scored per sequence."""
         return self.output_len.mean if self.scored_len is None else self.scored_len
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of the longest prompt and the longest output together."""
+        """The number of tokens of the longest prompt plus the longest output."""
         return self.prompt_len.max + self.max_output_len
 
     @property
     def computed_prompt_len(self) -> float:
-        """Prompt tokens per row that must be prefilled."""
+        """Mean number of prompt tokens per sequence that prefill computes: all but the shared prefix."""
         return self.prompt_len.mean - self.shared_prefix_len
 
     def to_json(self) -> dict[str, Any]:
@@ -125,7 +138,15 @@ class Workload:
 
 
 def uniform_workload(num_prompts: int, input_len: int, output_len: int, samples: int, context: int) -> Workload:
-    """The workload of num_prompts rows with `samples` samples each, all of equal lengths. Raises InputError."""
+    """A workload of rows with equal lengths, for benchmarks. Raises InputError.
+
+    Args:
+        num_prompts: Number of rows.
+        input_len: Prompt tokens of each row.
+        output_len: Generated tokens of each sample.
+        samples: Samples of each row.
+        context: The model's context length in tokens.
+    """
     for name, value in (("num-prompts", num_prompts), ("input-len", input_len), ("output-len", output_len)):
         if value < 1:
             raise InputError(f"--{name} must be at least 1, not {value}: a workload of nothing needs no plan")

@@ -16,7 +16,7 @@ from batchgen.dataset.partitions import Partitions
 from batchgen.dataset.source import naming
 from batchgen.dataset.storage import content_tag, is_compressed, is_url, open_raw, version
 
-# Files above this are told by XXH3 of 128 bits, which is as fast as memory; the others by SHA-256, as they always were.
+# Files above this are told by XXH3 of 128 bits, which is as fast as memory; the others by SHA-256.
 _SHA256_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
 # Clocks of file systems tick this often at the least: what is written within a tick may not show in a file's times.
@@ -157,15 +157,13 @@ def _got_lines(path: str, was: dict[str, Any]) -> bool:
     """Tell whether a file has what it had and then whole lines; of a compressed file that cannot be told."""
     size_bytes = was["size_bytes"]
     algorithm = _algorithm(size_bytes)
-    if algorithm not in was:  # by an earlier version, which did not read all of it
-        return False
     with naming(path), open_raw(path) as file:
         if _name(path) != was["name"] or is_compressed(file) or file.seek(0, os.SEEK_END) < size_bytes:
             return False
         file.seek(max(0, size_bytes - 1))
         before, after = file.read(min(1, size_bytes)), file.read(1)
         is_line = before in b"\n" or after in b"\r\n"
-        return is_line and _content_digest(file, size_bytes, algorithm)[algorithm] == was[algorithm]
+        return is_line and _content_digest(file, size_bytes, algorithm)[algorithm] == was.get(algorithm)
 
 
 def _name(path: str) -> str:

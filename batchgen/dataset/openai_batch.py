@@ -92,7 +92,7 @@ def rows_to_requests(
 
 
 def parse_row(
-    row: dict[str, str | None], sampling: SamplingParams, chat: ChatOptions = PLAIN_CHAT
+    row: dict[str, str | None], sampling: SamplingParams, chat: ChatOptions
 ) -> tuple[list[Any], SamplingParams, ChatOptions]:
     """(prompts, sampling, how messages become a prompt) of a row of `COLUMNS`. Raises RowError, naming the field."""
     if not row["custom_id"]:

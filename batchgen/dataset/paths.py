@@ -45,7 +45,7 @@ class InputPaths:
         return cls()
 
     def includes(self, path: str | os.PathLike[str]) -> str | None:
-        """The end of a sentence that says how a file at `path` would be a part of the input; None where it would not."""
+        """The end of a sentence that says how a file at `path` would be a part of the input; None: it would not."""
         if any(same_file(path, file) for file in self.files):
             return "is a file of the input"
         if self.folder is not None and is_in(path, self.folder):

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import PLAIN_CHAT, ChatOptions, Request, SamplingParams, ScoreRequest
+from batchgen.core.templates import Row
 from batchgen.core.text_file import read_text
 from batchgen.dataset.bad_lines import bad_lines
 from batchgen.dataset.binary_text import checked_text, decoded, has_binary
@@ -33,7 +34,6 @@ from batchgen.dataset.messages import normalize_messages
 from batchgen.dataset.sampling_column import SamplingColumn
 
 Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or chat messages with "role" and "content"
-Row = Mapping[str, Any] | Exception  # {column: value}, or why there are no values
 
 _NO_COLUMN = "--prompt-template names no column: every row has the same prompt (a column is written {{ name }})"
 _ROW_IS_WHOLE = '"row" in the prompt template is the whole row: the column of that name is row["row"]'

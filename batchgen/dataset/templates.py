@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, RowError
-from batchgen.core.templates import DEFAULT_LIMITS, SafeTemplate, TemplateFailed, TemplateLimits, TemplateSyntax
+from batchgen.core.templates import DEFAULT_LIMITS, Row, SafeTemplate, TemplateFailed, TemplateLimits, TemplateSyntax
 from batchgen.dataset.column_types import closest
 
-Row = Mapping[str, Any] | Exception
 _WHOLE_ROW = "row"  # the variable that has all columns
 _JINJAS_OWN = "self"  # the template's blocks, whatever a row has of that name
 

@@ -103,7 +103,7 @@ class Hub:
                 self.raise_ended(within_s=1.0)
                 raise BatchgenError(f"rank 0 of {self._size} cannot reach another one: {error}") from error
 
-    def wait_until_ready(self, fate_of: Callable[[int], str | None] = lambda rank: None) -> None:
+    def wait_until_ready(self, fate_of: Callable[[int], str | None]) -> None:
         """Return when every other rank has said that it is ready, however long that takes.
 
         Args:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
-import struct
 from typing import TYPE_CHECKING, Any
+
+from batchgen.core import frames
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LENGTH = struct.Struct("<Q")
 _MOST_SMALL_BYTES = 1 << 20  # of a message that says how another rank fares
 
 
 def send_frame(connection: socket.socket, content: bytes) -> None:
-    """Send a message. Raises OSError."""
-    connection.sendall(_LENGTH.pack(len(content)))
-    connection.sendall(content)
+    """Send `content` as one message: its length in 8 bytes, little-endian, and then its bytes. Raises OSError."""
+    connection.sendall(frames.framed(content))
 
 
 def send_json(connection: socket.socket, value: Any) -> None:
@@ -30,14 +29,14 @@ def read_frame(connection: socket.socket, most_bytes: int | None = None) -> byte
 
     Raises EOFError where the other end has closed, ValueError where it says more than so much, and OSError.
     """
-    buffer = bytearray(_LENGTH.size)
-    fill(connection, memoryview(buffer))
-    length = _LENGTH.unpack(buffer)[0]
+    header = bytearray(frames.LENGTH.size)
+    fill(connection, header)
+    length = frames.LENGTH.unpack(header)[0]
     if most_bytes is not None and length > most_bytes:
         raise ValueError(f"{length} bytes")
-    buffer = bytearray(length)
-    fill(connection, memoryview(buffer))
-    return bytes(buffer)
+    content = bytearray(length)
+    fill(connection, content)
+    return bytes(content)
 
 
 def read_json(connection: socket.socket) -> Any:
@@ -45,13 +44,10 @@ def read_json(connection: socket.socket) -> Any:
     return json.loads(read_frame(connection, _MOST_SMALL_BYTES))
 
 
-def fill(connection: socket.socket, buffer: memoryview) -> None:
+def fill(connection: socket.socket, buffer: bytearray | memoryview) -> None:
     """Fill a buffer with what comes next. Raises EOFError where the other end has closed, and OSError."""
-    done = 0
-    while done < len(buffer):
-        if not (count := connection.recv_into(buffer[done:])):
-            raise EOFError("the connection was closed")
-        done += count
+    if not frames.fill(buffer, connection.recv_into):
+        raise EOFError("the connection was closed")
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

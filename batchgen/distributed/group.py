@@ -30,7 +30,7 @@ from batchgen.distributed.launch import (
     own_share,
     rank_of_environment,
 )
-from batchgen.distributed.listener import HELLO_S, Listener, call_rank, listen_at
+from batchgen.distributed.listener import HELLO_S, Listener, call_rank, listen_as_rank_zero
 from batchgen.distributed.meeting import Found, Meeting, new_secret
 from batchgen.distributed.tensors import TensorLinks
 
@@ -259,7 +259,7 @@ def lead(
         if place is None:
             assert work is not None
             secret = new_secret()
-            listener = start.enter_context(contextlib.closing(listen_at(0, size, secret, (LOOPBACK, 0))))
+            listener = start.enter_context(contextlib.closing(listen_as_rank_zero(size, secret, (LOOPBACK, 0))))
             place = Rank(0, size, *listener.address, False, (0, size))
             processes = Processes(size, place.port, secret, work, shares)
             undo.callback(processes.end)
@@ -275,7 +275,7 @@ def lead(
 def _meet(place: Rank, within_s: float) -> Iterator[Listener]:
     """Listen to the others, as rank 0 under a launcher, which find this process meanwhile. Raises BatchgenError."""
     meeting = Meeting(place)
-    with contextlib.closing(listen_at(0, place.size, meeting.secret, meeting.address)) as listener:
+    with contextlib.closing(listen_as_rank_zero(place.size, meeting.secret, meeting.address)) as listener:
         try:
             meeting.announce(listener.address[1], within_s)
             yield listener

@@ -158,14 +158,14 @@ def call_rank(address: tuple[str, int], secret: bytes, call: Call, within_s: flo
     return _ready(connection)
 
 
-def listen_at(rank: int, size: int, secret: bytes, address: tuple[str, int]) -> Listener:
-    """A listener at an address that MASTER_ADDR or MASTER_PORT names.
+def listen_as_rank_zero(size: int, secret: bytes, address: tuple[str, int]) -> Listener:
+    """The listener of rank 0, at an address that MASTER_ADDR or MASTER_PORT names.
 
     Raises InputError or BatchgenError where it cannot be.
     """
     host, port = address
     try:
-        return Listener(rank, size, secret, address)
+        return Listener(0, size, secret, address)
     except socket.gaierror as error:
         raise InputError(
             f"MASTER_ADDR {host} is no host that is known here ({error.strerror}): give rank 0's"
@@ -174,8 +174,7 @@ def listen_at(rank: int, size: int, secret: bytes, address: tuple[str, int]) -> 
         if port and "in use" in str(error):
             raise BatchgenError(f"MASTER_PORT {port} is taken on this host: give all ranks another one") from error
         raise BatchgenError(
-            f"rank {rank} cannot listen at {host}:{port} ({error.strerror}): MASTER_ADDR must be an address"
-            " of rank 0's host"
+            f"rank 0 cannot listen at {host}:{port} ({error.strerror}): MASTER_ADDR must be an address of rank 0's host"
         ) from error
 
 

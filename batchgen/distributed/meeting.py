@@ -135,7 +135,11 @@ class Meeting:
                 ) from error
 
     def find(self, within_s: float) -> Found | None:
-        """The place where rank 0 says that it is, for another rank; None: it has said nothing. Raises BatchgenError."""
+        """The host and port on which rank 0 listens, and the secret; None: rank 0 has not announced them yet.
+
+        Args:
+            within_s: Timeout of the launcher's store in seconds, where there is such a store.
+        """
         place = self._place
         if self._by_file:
             with contextlib.suppress(

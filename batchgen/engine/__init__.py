@@ -1,1 +1,1 @@
-"""The engine: requests in, completions or scores out."""
+"""The engine: it turns requests into completions or scores with a loaded model."""

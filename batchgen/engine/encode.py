@@ -1,7 +1,7 @@
-"""Tokenizing prompts: text, chat messages or token ids, of requests to generate and of requests to score.
+"""Tokenizing the prompts of requests to generate and to score: text, chat messages or token ids.
 
-Texts of many requests are tokenized together: all are collected and encoded, and then each request takes its own
-    tokens.
+The texts of many requests are tokenized together, which is faster than one by one. First all texts are collected and
+encoded. Then each request looks its own token ids up.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Texts:
 
     Attributes:
         tokens: Token ids by (text, whether special tokens are added).
-        chats: Text of chat messages, its special tokens written out, by the id of the request; or the error of their
-            template.
+        chats: Chat messages as rendered text with special tokens written out, or the error of the chat template; by the
+            Python `id` of the request.
     """
 
     tokens: Mapping[tuple[str, bool], list[int]]
     chats: Mapping[int, str | RowError]
 
     def of_chat(self, request: Request | ScoreRequest) -> str:
-        """The text of a request's messages. Raises RowError."""
+        """The rendered text of a request's chat messages. Raises RowError where the chat template refused them."""
         text = self.chats[id(request)]
         if isinstance(text, RowError):
             raise text
@@ -46,10 +46,13 @@ class Texts:
 
 
 def chunks(requests: Iterable[R | None]) -> Iterator[list[tuple[int, R]]]:
-    """Yield requests with their numbers, in chunks to be tokenized together.
+    """Split an iterable of requests into chunks whose texts are tokenized together.
 
     Args:
-        requests: Requests; None among them means that the next one may take a while, so the chunk ends there.
+        requests: Requests. None among them means that the next request may take a while: the chunk ends there.
+
+    Yields:
+        Lists of (number, request), with at most `ENCODE_CHUNK` requests each.
     """
     chunk: list[tuple[int, R]] = []
     number = 0
@@ -66,11 +69,11 @@ def chunks(requests: Iterable[R | None]) -> Iterator[list[tuple[int, R]]]:
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """The longest text that is tokenized.
+    """The longest text that is tokenized; longer texts fail before they take time and memory.
 
     Attributes:
-        context: Tokens that the context holds.
-        cuts: Whether longer prompts are cut.
+        context: Length of the context, in tokens.
+        cuts: Whether prompts longer than the context are cut instead of refused.
     """
 
     context: int
@@ -78,11 +81,17 @@ class LengthLimit:
 
     @classmethod
     def of(cls, context: int, on_overlong: str) -> LengthLimit:
-        """The limit of a context under an engine's `on_overlong`: "error", "truncate-left" or "truncate-right"."""
+        """The limit for a context of `context` tokens. on_overlong: "error", "truncate-left" or "truncate-right"."""
         return cls(context, on_overlong != "error")
 
     def check(self, tokenizer: Tokenizer, text: str, what: str = "the prompt") -> None:
-        """Raise RowError for a text that cannot fit or would take too much memory, before it is tokenized."""
+        """Raise RowError for a text that is too long to be tokenized.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            text: The text.
+            what: Noun phrase that names the text in the message.
+        """
         least = 0 if self.cuts else tokenizer.least_tokens(text)
         if least > self.context:
             raise RowError(f"{what} has {least:,} tokens at least, the context holds {self.context:,}")
@@ -94,7 +103,7 @@ class LengthLimit:
             )
 
     def has(self, tokenizer: Tokenizer, text: str) -> bool:
-        """Tell whether `check` lets a text pass."""
+        """Tell whether a text is short enough to be tokenized."""
         try:
             self.check(tokenizer, text)
         except RowError:
@@ -102,8 +111,14 @@ class LengthLimit:
         return True
 
 
-def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request], limit: LengthLimit | None = None) -> Texts:
-    """Encode together the prompts that are texts or chat messages, but for those that cannot fit."""
+def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request], limit: LengthLimit | None) -> Texts:
+    """Encode the texts and chat messages among the prompts of some requests together.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        requests: Requests to generate.
+        limit: The longest text that is tokenized, longer ones are left out; None: any length.
+    """
     requests = list(requests)
     chats = _rendered(tokenizer, [(request, request.prompt) for request in requests])
     plain = [r.prompt for r in requests if isinstance(r.prompt, str) and r.prompt]
@@ -115,16 +130,16 @@ def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request], limit: Lengt
 def encode_prompt(
     tokenizer: Tokenizer, request: Request, limit: LengthLimit | None = None, texts: Texts | None = None
 ) -> list[int]:
-    """The tokens of a prompt; none of an empty one.
+    """The token ids of a request's prompt; an empty list for an empty prompt.
 
     Args:
         tokenizer: The model's tokenizer.
         request: A request whose prompt is a text, chat messages or token ids.
-        limit: The longest text that is tokenized; None: any.
-        texts: Texts that were encoded together with others; None: the prompt is encoded here.
+        limit: The longest text that is tokenized; None: any length.
+        texts: Texts that were encoded together with those of other requests; None: the prompt is encoded here.
 
     Raises:
-        RowError: The chat template refuses the messages, or it is too long.
+        RowError: The chat template refuses the messages, or the prompt is too long.
     """
     prompt = request.prompt
     if not len(prompt):
@@ -171,7 +186,13 @@ def _encoded(tokenizer: Tokenizer, wanted: Iterable[tuple[str, bool]]) -> dict[t
 
 
 def begins_twice(tokenizer: Tokenizer, prompt: object, token_ids: Sequence[int]) -> bool:
-    """Tell whether a text's tokens begin with two beginning-of-text tokens: its own, and the tokenizer's."""
+    """Tell whether the tokens of a text begin with two beginning-of-text tokens: one written in it, one added.
+
+    Args:
+        tokenizer: The model's tokenizer, which may add a beginning-of-text token.
+        prompt: The prompt.
+        token_ids: Token ids of the prompt.
+    """
     if not isinstance(prompt, str):
         return False
     bos = tokenizer.begin_token_id
@@ -179,13 +200,25 @@ def begins_twice(tokenizer: Tokenizer, prompt: object, token_ids: Sequence[int])
 
 
 def check_vocabulary(token_ids: Iterable[int], vocab_size: int, what: str) -> None:
-    """Raise RowError for a token that the model has no embedding for: tokenizers may have some."""
+    """Raise RowError for a token id outside of the model's vocabulary; a tokenizer may have more tokens.
+
+    Args:
+        token_ids: Token ids.
+        vocab_size: Number of token embeddings of the model.
+        what: Noun phrase that names the tokens in the message.
+    """
     if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise RowError(f"{what} has a token id outside the model's vocabulary of {vocab_size}")
 
 
 def encode_all(tokenizer: Tokenizer, requests: Iterable[ScoreRequest], limit: LengthLimit | None = None) -> Texts:
-    """Encode together all texts that `encode_pairs` needs for these requests. limit: the longest context; None: any."""
+    """Encode together all texts that `encode_pairs` needs for some requests to score.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        requests: Requests to score.
+        limit: The longest context that is tokenized; None: any length.
+    """
     requests = list(requests)
     chats = _rendered(tokenizer, [(request, request.context) for request in requests])
     wanted: dict[tuple[str, bool], list[int]] = {}
@@ -209,16 +242,16 @@ class _Wanted(dict):
 def encode_pairs(
     tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, limit: LengthLimit | None = None
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The tokens of a request's context and of each of its continuations.
+    """The token ids of the context of a request to score, and those of each of its continuations.
 
     Args:
         tokenizer: The model's tokenizer.
         request: The request to score.
-        texts: Texts that were encoded together with others.
-        limit: The longest context; None: any.
+        texts: Texts that were encoded together with those of other requests.
+        limit: The longest context that is tokenized; None: any length.
 
     Raises:
-        RowError: There are no continuations, or they are of two kinds, or the context cannot fit.
+        RowError: There are no continuations, some are texts and others token ids, or the context is too long.
     """
     context, continuations = request.context, request.continuations
     if not continuations:

@@ -1,4 +1,4 @@
-"""The engine: requests in, completions or scores out, with the model, its KV and the scheduler in between."""
+"""The engine: it runs requests through a loaded model, sweep by sweep, and yields completions or scores."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ from batchgen.runtime.grammar import check_grammar
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import kv_pools, scheduler_limits
-from batchgen.schedule.scheduler import ScheduledSequence, Scheduler, TokenSlots
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.sequence import Sequence
+from batchgen.schedule.token_slots import TokenSlots
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,40 +56,54 @@ R = TypeVar("R", bound="SweepResult")
 
 
 class RequestHandler(Protocol[R]):
-    """The handler of requests of one kind: `Generation`, `Scoring`.
+    """The interface of `Generation` and `Scoring`, the handlers of the requests of one call of an engine.
 
     Attributes:
-        vocabulary_chunks: Whether logits may come in chunks of the vocabulary.
-        non_finite: Sequences whose logits were not finite.
+        vocabulary_chunks: Whether `take_logits` accepts a part of the vocabulary's columns at a time.
+        non_finite: Sequences with NaN or infinity in their logits.
     """
 
     vocabulary_chunks: bool
     non_finite: NonFiniteSequences
 
     def prepare(self, requests: Iterable) -> Iterator:
-        """Yield requests that are ready to start; runs in the input thread."""
+        """Tokenize and check requests; yields the prepared requests. It runs in the input thread."""
 
     def start(self, prepared) -> list[Sequence] | Completion | Scored:
-        """Return the sequences to run, or the result of a request that cannot be run."""
+        """The sequences of a prepared request, or its result where the request cannot be run."""
 
     def take_logits(self, rows, logits, start: int) -> Tensor | None:
-        """Take logits of the sweep in flight; returns the sampled token ids, int64 [rows], if any."""
+        """Take logits of the sweep that is being run.
+
+        Args:
+            rows: Sequences whose logits these are, one for each row.
+            logits: fp32 logits, [rows, columns].
+            start: Index in the vocabulary of the first column.
+
+        Returns:
+            The sampled token ids, int64 [rows]; None: nothing is sampled.
+        """
 
     def end_sweep(self) -> R:
-        """Return the result of the sweep in flight, all of whose logits have been taken."""
+        """The result of the sweep that is being run, after `take_logits` has got all of its logits."""
 
     def advance(self, result: R, stats: EngineStats) -> list[Sequence]:
-        """Apply a sweep's result once it has run, and count it; returns the sequences that have ended."""
+        """Give the sequences the result of a sweep that has run; returns the sequences that have ended.
+
+        Args:
+            result: The sweep's result.
+            stats: The engine's counts, to which the sweep's tokens are added.
+        """
 
     def finish(self, sequence: Sequence) -> Completion | Scored | None:
-        """Return the result of the sequence's request, if the sequence was its last."""
+        """The result of a sequence's request, if all its other sequences have ended; None: some still run."""
 
 
 class SweepResult(Protocol):
-    """The result of a sweep.
+    """The result of a sweep: its sampled tokens or its scores.
 
     Attributes:
-        needs_host: Whether the host must see it before the next sweep can be launched.
+        needs_host: Whether the host must read the result before it can launch the next sweep.
     """
 
     @property
@@ -111,12 +127,12 @@ class _Sweep:
 
 @dataclass
 class _Call:
-    """One call of `generate` or `score`.
+    """The state of one call of `Engine.generate` or `Engine.score`.
 
     Attributes:
-        handler: The handler of its requests.
-        scheduler: Its scheduler.
-        source: Its prepared requests.
+        handler: The handler of the call's requests.
+        scheduler: The scheduler of the call's sequences.
+        source: The prepared requests, read ahead in a thread.
         adaptation: Adaptation of the policy to measurements; None: the policy stays.
         sweeps_in_flight: The most sweeps that may be in flight at once.
         under_way: Sweeps that were launched and whose results have not been taken.
@@ -138,10 +154,13 @@ class _Call:
         return self.scheduler.has_work or bool(self.under_way)
 
     def due(self, launched: _Sweep | None) -> Iterator[_Sweep]:
-        """Yield the sweeps whose results are taken now.
+        """Yield the sweeps whose results the host takes now.
 
-        While the device runs one sweep, the next is scheduled and launched; then the results of the first are taken. In
-        a pipeline each stage runs another sweep; where none could be launched, the oldest has to come back.
+        While the device runs one sweep, the host launches the next, and then takes the results of the first. In a
+        pipeline each stage runs another sweep.
+
+        Args:
+            launched: The sweep that was launched just now; None: none could be, so the oldest sweep's result is taken.
         """
         if launched is None:
             ahead = len(self.under_way) - 1
@@ -337,7 +356,7 @@ class Engine:
 
     @property
     def used_kv_blocks(self) -> int:
-        """KV blocks that sequences in flight hold in all tiers, pools of sliding-window layers included."""
+        """Number of KV blocks of running sequences in all tiers, those of sliding-window layers included."""
         pools = [*self._pools.values(), *(pool.windowed for pool in self._pools.values() if pool.windowed)]
         return sum(pool.num_used for pool in pools)
 
@@ -362,17 +381,19 @@ class Engine:
         should_stop: Callable[[], bool] = lambda: False,
         on_sweep: Callable[[EngineStats], None] = lambda stats: None,
     ) -> Iterator[Completion]:
-        """Complete every request.
+        """Generate completions for requests.
 
         Args:
-            requests: Requests or prompts, read lazily in a thread of its own, so that millions of rows need no memory;
-                or one text or Request. None from an iterator means that the next one may take a while; in a list it
-                fails as a row. Exceptions of the iterable are raised here.
-            should_stop: Function asked before each sweep; once it returns true, unfinished rows are dropped.
-            on_sweep: Function called after each sweep with the running totals.
+            requests: An iterable of requests and prompts, or a single Request or text. It is read lazily in another
+                thread, so that millions of rows need no memory. None from an iterator means that the next item may take
+                a while; None in a list fails as a row. Exceptions of the iterable are raised here.
+            should_stop: Function that is called before each sweep. When it returns true, the call ends, and unfinished
+                rows are dropped.
+            on_sweep: Function that is called after each sweep with the engine's running totals.
 
         Yields:
-            Each Completion when its last sample is done, so not in input order. A bad row comes back with `error`.
+            A Completion when the last sample of its request has ended, so not in input order. The completion of a
+                request that failed has an `error`.
         """
         expected = self._expected_output_len
         scheduler = self._scheduler((lambda s: expected) if expected else None)
@@ -393,19 +414,21 @@ class Engine:
         should_stop: Callable[[], bool] = lambda: False,
         on_sweep: Callable[[EngineStats], None] = lambda stats: None,
     ) -> Iterator[Scored]:
-        """Score every request: how likely its continuations are, without generating anything.
+        """Score requests: compute the log-probabilities of given continuations, without generating anything.
 
-        A context is computed once for all its continuations, and a prefix that contexts share once for all of them;
-        logits are made only at scored positions. A context that does not fit together with the longest continuation
-        fails or is cut, as `on_overlong` says.
+        A context is computed once for all its continuations. A prefix that several contexts share is computed once.
+        Logits are computed at scored positions only. The engine's `on_overlong` decides whether a context that is too
+        long for the model fails or is cut.
 
         Args:
-            requests: Requests, read lazily in a thread of its own; or one ScoreRequest.
-            should_stop: Function asked before each sweep; once it returns true, unfinished rows are dropped.
-            on_sweep: Function called after each sweep with the running totals.
+            requests: An iterable of ScoreRequests, or a single one. It is read lazily in another thread.
+            should_stop: Function that is called before each sweep. When it returns true, the call ends, and unfinished
+                rows are dropped.
+            on_sweep: Function that is called after each sweep with the engine's running totals.
 
         Yields:
-            Each Scored when its last continuation is done, so not in input order. A bad row comes back with `error`.
+            A Scored when the last continuation of its request has been scored, so not in input order. The Scored of a
+                request that failed has an `error`.
         """
         handler = Scoring(self.parts, self._on_overlong)
         return self._run_all(handler, requests, self._scheduler(), None, should_stop, on_sweep)
@@ -472,7 +495,7 @@ class Engine:
                 call.scheduler.add(sequence)
 
     def _run(self, call: _Call, scheduled: list[ScheduledSequence], started_s: float) -> _Sweep:
-        """Launch a sweep; on a CPU it has run when this returns."""
+        """Launch a sweep over scheduled sequences. On a CPU the sweep has run when this returns."""
         stats, parts, handler = self.stats, self.parts, call.handler
         batches = [parts.pack(batch) for batch in parts.split(scheduled)]
         sampling_s = 0.0

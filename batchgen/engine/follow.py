@@ -1,4 +1,4 @@
-"""The work of a rank other than 0: it loads the part of a model that rank 0 names, and runs the sweeps of rank 0."""
+"""The work of every rank but rank 0: it loads its part of the model, and runs the sweeps that rank 0 sends."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ if TYPE_CHECKING:
 
 
 def follow_rank_zero(group: Group) -> dict[str, int]:
-    """Be a stage of a pipeline, or a rank of tensor parallelism, until rank 0 ends the group.
+    """Load this rank's part of the model and run the sweeps that rank 0 sends, until rank 0 ends the group.
+
+    Args:
+        group: The group of ranks: the stages of a pipeline, or the ranks of tensor parallelism.
 
     Returns:
         Peak bytes of each tier in this process.
 
     Raises:
-        EOFError: Rank 0 has nothing to do.
-        BatchgenError: This rank has failed, or the others are lost.
+        EOFError: Rank 0 ended the group before it sent a model to load.
+        BatchgenError: This rank has failed, or the connection to the others is lost.
     """
     message = decode(group.receive_broadcast())
     if isinstance(message, StageLoads):

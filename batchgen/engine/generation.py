@@ -15,7 +15,6 @@ from batchgen.core.request import (
     Request,
     Sample,
     SamplingParams,
-    TokenLogprob,
     cut_overlong,
 )
 from batchgen.engine.encode import (
@@ -118,7 +117,7 @@ class _Chosen:
 
 
 def _chosen_alone(sequence: Sequence) -> bool:
-    """Tell whether the next token of a sequence can be sampled before the host knows the last one."""
+    """Tell whether the device can sample a sequence's next token before the host has read the previous token."""
     return sequence.constraint is None and not sequence.sampling.penalizes_output
 
 
@@ -129,9 +128,10 @@ class _Prepared:
     Attributes:
         index: Number of the request in the call.
         request: The request.
-        prompts: Token ids of each prompt, four bytes each as many requests wait, and its sampling parameters.
-        error: Why the request cannot run; None: it can.
-        grammar: The grammar of its outputs, if it has one.
+        prompts: Token ids and sampling parameters of each prompt. Ids are kept in four bytes each, as many requests
+            wait.
+        error: Reason why the request cannot run; None: it can.
+        grammar: The grammar of the request's outputs; None: it has none.
     """
 
     index: int
@@ -148,6 +148,7 @@ class Generation:
 
     def __init__(self, parts: EngineParts, sampling: SamplingParams, on_overlong: str) -> None:
         self._parts, self._sampling, self._on_overlong = parts, sampling, on_overlong
+        self._limit = LengthLimit.of(parts.policy.max_model_len, on_overlong)
         self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
         self._detectors: dict[Sequence, AnswerStops | ThoughtStops | StopDetector] = {}
@@ -160,11 +161,11 @@ class Generation:
         self.non_finite = NonFiniteSequences()
 
     def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
-        """Tokenize requests, some at a time; runs in the input thread."""
+        """Tokenize requests, in chunks of several; yields the prepared requests. It runs in the input thread."""
         for chunk in chunks(each_request(requests)):
             fine = [request for _, request in chunk if request.error is None]
             prompts = [each for request in fine for each in request.each_prompt]
-            texts = encode_texts(self._parts.tokenizer, prompts, self._limit())
+            texts = encode_texts(self._parts.tokenizer, prompts, self._limit)
             for index, request in chunk:
                 encoded: list[tuple[array, SamplingParams]] = []
                 grammar, error = None, request.error
@@ -182,18 +183,15 @@ class Generation:
                         error = str(problem)
                 yield _Prepared(index, request, tuple(encoded), error, grammar)
 
-    def _limit(self) -> LengthLimit:
-        return LengthLimit.of(self._parts.policy.max_model_len, self._on_overlong)
-
     def _encode(self, request: Request, texts: Texts) -> list[int]:
-        token_ids = encode_prompt(self._parts.tokenizer, request, self._limit(), texts)
+        token_ids = encode_prompt(self._parts.tokenizer, request, self._limit, texts)
         if not token_ids:
             raise RowError("the prompt is empty")
         check_vocabulary(token_ids, self._parts.config.vocab_size, "the prompt")
         self._begins_twice |= begins_twice(self._parts.tokenizer, request.prompt, token_ids)
         return token_ids
 
-    def _fit(self, request: Request, token_ids: list[int], prompts: int = 1) -> tuple[SamplingParams, list[int]]:
+    def _fit(self, request: Request, token_ids: list[int], prompts: int) -> tuple[SamplingParams, list[int]]:
         """Fit a prompt and its max_tokens into the context and the KV pools.
 
         Args:
@@ -250,7 +248,15 @@ class Generation:
     def _samples_of(
         self, prepared: _Prepared, row_id: str | int, first: int, token_ids: array, sampling: SamplingParams
     ) -> list[Sequence]:
-        """The sequences of one prompt. first: number of its first sample among those of the request."""
+        """The sequences of one prompt of a request.
+
+        Args:
+            prepared: The request.
+            row_id: Id of the request's row, which seeds random draws.
+            first: Index, among all samples of the request, of this prompt's first sample.
+            token_ids: Token ids of the prompt.
+            sampling: Sampling parameters of the prompt.
+        """
         started: list[Sequence] = []
         thinking = self._thinking_of(prepared.request, token_ids, sampling)
         for k in range(sampling.n):
@@ -288,14 +294,20 @@ class Generation:
         return detector if thinking is None else ThoughtStops(*thinking, detector)
 
     def take_logits(self, rows, logits, start: int) -> Tensor:
-        """Sample the tokens of a batch as soon as it has its logits."""
+        """Sample the next tokens of sequences; returns their ids, int64 [rows].
+
+        Args:
+            rows: Sequences whose logits these are, one for each row.
+            logits: fp32 logits, [rows, vocabulary].
+            start: Index in the vocabulary of the first column: 0, as logits come whole.
+        """
         sequences = [row.sequence for row in rows]
         sampled = self._parts.sample(logits, sequences)
         self._sampled.append((sequences, sampled))
         return sampled.token_ids
 
     def end_sweep(self) -> _Chosen:
-        """The tokens of the sweep in flight; they are PENDING in their sequences until it has run."""
+        """The tokens sampled in the sweep that is being run. Their sequences hold PENDING until it has run."""
         rows = []
         for sequences, _ in self._sampled:
             for sequence in sequences:
@@ -306,7 +318,7 @@ class Generation:
         return chosen
 
     def advance(self, chosen: _Chosen, stats: EngineStats) -> list[Sequence]:
-        """Write the tokens of a sweep that has run into their sequences; returns the sequences that have ended."""
+        """Write the sampled tokens of a sweep that has run into its sequences; returns those that have ended."""
         finished: list[Sequence] = []
         constrained: list[tuple[Constraint, int]] = []
         generated = 0
@@ -341,7 +353,7 @@ class Generation:
         return finished
 
     def finish(self, sequence: Sequence) -> Completion | None:
-        """Return the completion of a sequence's request, if the sequence was its last."""
+        """The completion of a sequence's request, if all its other samples have ended; None: some still run."""
         flight = self._in_flight[sequence.request_index]
         finish, detector = self._finishes.pop(sequence), self._detectors.pop(sequence, None)
         if finish.error is not None:
@@ -397,9 +409,9 @@ class Generation:
         if sequence.sampling.logprobs is None:
             return None
         return tuple(
-            PositionLogprobs(self._named(t.token_id, t.logprob), tuple(self._named(*pair) for pair in t.top))
+            PositionLogprobs(
+                self._parts.token_logprob(t.token_id, t.logprob),
+                tuple(self._parts.token_logprob(*pair) for pair in t.top),
+            )
             for t in sequence.logprobs
         )
-
-    def _named(self, token_id: int, logprob: float) -> TokenLogprob:
-        return TokenLogprob(token_id, self._parts.tokenizer.token_text(token_id), logprob)

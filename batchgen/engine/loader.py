@@ -20,9 +20,9 @@ from batchgen.core.dtypes import (
     DEQUANTIZED,
     FORMAT_BYTES,
     INT4,
-    KEPT_FORMATS,
     KV_CODE_BITS,
     NATIVE,
+    NATIVE_FORMATS,
     weight_format_of,
 )
 from batchgen.core.errors import BatchgenError, InputError
@@ -50,7 +50,8 @@ from batchgen.planner.sizes import chunk_tokens
 from batchgen.runtime.grammar import Grammars
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.schedule.residency import WeightResidency
-from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from batchgen.models.layers import Reduce
@@ -77,11 +78,12 @@ TYPICAL_PROCESS_BYTES, _PROCESS_GROWTH_BYTES = 450 << 20, 64 << 20
 
 
 def resolve_dtype(config: ModelConfig, dtype: str, device: Device) -> str:
-    """Resolve the dtype to compute in.
+    """The compute dtype: the given name, or the one that "auto" stands for.
 
     Args:
         config: The model's configuration.
-        dtype: Its name, or "auto": fp32 for models stored in it, else 16 bits where the device is fast at them.
+        dtype: Name of a dtype; or "auto": "float32" for models stored in it, else 16 bits where the device is fast at
+            them.
         device: Compute device.
 
     Raises:
@@ -99,10 +101,14 @@ def resolve_dtype(config: ModelConfig, dtype: str, device: Device) -> str:
 
 
 def resolve_context(config: ModelConfig, max_model_len: int | None) -> int:
-    """Resolve the longest prompt plus output, in tokens: the model's context unless told otherwise.
+    """The context in tokens: the most tokens of a prompt and its output together.
+
+    Args:
+        config: The model's configuration.
+        max_model_len: The context that the user asks for, in tokens; None: the model's.
 
     Raises:
-        InputError: It is longer than the model's context, or below 2.
+        InputError: `max_model_len` is above the model's context, or below 2.
     """
     if max_model_len is None:
         return config.max_position
@@ -111,12 +117,13 @@ def resolve_context(config: ModelConfig, max_model_len: int | None) -> int:
     return max_model_len
 
 
-def resolve_budget(cpu_memory: int | str | None, processes: int = 1) -> int:
-    """Resolve the host memory budget of each of a job's processes on this machine, in bytes.
+def resolve_budget(cpu_memory: int | str | None, processes: int) -> int:
+    """The host memory that each process of a job on this machine may use, in bytes.
 
     Args:
-        cpu_memory: Budget of all processes together, in bytes or as text; None: the free memory less a margin.
-        processes: Number of processes.
+        cpu_memory: Budget of all the job's processes together, in bytes or as text such as "14GiB"; None: the free
+            memory less a margin.
+        processes: Number of processes, which share the budget evenly.
     """
     if cpu_memory is None:
         return int((available_memory_bytes() + resident_bytes()) * (1 - _MARGIN_FRAC)) // processes
@@ -124,7 +131,7 @@ def resolve_budget(cpu_memory: int | str | None, processes: int = 1) -> int:
 
 
 def process_bytes() -> int:
-    """Host memory of the running process without any model, once all that a job imports is there."""
+    """Bytes of host memory that this process uses before it loads a model, once all imports are done."""
     import batchgen.models.tokenizers.loading
     import batchgen.runtime.executor  # noqa: F401
 
@@ -143,19 +150,19 @@ def resolve_budgets(
     offload_dir: Path | None = None,
     processes: int = 1,
 ) -> dict[str, int]:
-    """Resolve the memory budgets.
+    """The bytes of each tier (GPU memory, host memory, disk) that one process of a job may use.
 
     Args:
         device: Compute device.
-        cpu_memory: Host memory of all of the job's processes here, bytes or text ("14GiB"); None: the free memory less
-            a margin.
-        gpu_memory: Memory of the accelerator that each process has; None: all of it.
-        disk_memory: Bytes in the offload directory; None: the free space less a margin.
+        cpu_memory: Host memory of all of the job's processes on this host, in bytes or as text ("14GiB"); None: the
+            free memory less a margin.
+        gpu_memory: Accelerator memory of each process, in bytes or as text; None: all of it.
+        disk_memory: Bytes in the offload directory for all processes on this host; None: the free space less a margin.
         offload_dir: Directory of the disk tier; None: there is none.
-        processes: Number of processes on this host that share host memory and disk evenly.
+        processes: Number of processes on this host, which share host memory and disk evenly.
 
     Returns:
-        Bytes of each tier; no "gpu" without an accelerator, 0 for "disk" without a directory.
+        Bytes by tier; no "gpu" without an accelerator, 0 for "disk" without a directory.
 
     Raises:
         InputError: A size cannot be read, or a GPU is asked for that is not there.
@@ -186,10 +193,11 @@ def choose_weights(
     device: Device,
     memory_bytes: Callable[[], int],
 ) -> str:
-    """Resolve `--weights`; with "auto", quantized weights are dequantized where that takes little of the memory.
+    """The format of the layers' matrices that a value of `--weights` stands for.
 
-    Both hold the same numbers but for rounding to the dtype. GEMMs of quantized weights are faster with few tokens,
-    those of dequantized weights a little with many.
+    With "auto", quantized weights are dequantized where that takes a small part of the memory. Quantized and
+    dequantized weights hold the same numbers but for rounding to the compute dtype. GEMMs of quantized weights are
+    faster with few tokens; those of dequantized weights are a little faster with many.
 
     Args:
         files: The model's files.
@@ -197,13 +205,14 @@ def choose_weights(
         weights: The value of `--weights`.
         dtype: Compute dtype.
         device: Compute device.
-        memory_bytes: Function that returns the host memory of the process in bytes; called only where it matters.
+        memory_bytes: Function that returns the host memory of the process in bytes; called only where the choice
+            depends on it.
 
     Raises:
-        InputError: There is no such format, or the model is not in it.
+        InputError: There is no such format, or the model's weights are in another one.
     """
     resolved = resolve_weights(files, weights, on_cpu=device.kind != "cuda")
-    if weights != AUTO or resolved not in KEPT_FORMATS:
+    if weights != AUTO or resolved not in NATIVE_FORMATS:
         return resolved
     expanded_bytes = config.num_params * FORMAT_BYTES[dtype]
     return DEQUANTIZED if expanded_bytes <= memory_bytes() * _DEQUANTIZED_FRAC else resolved
@@ -222,7 +231,7 @@ def in_memory_policy(
     weights: str = NATIVE,
     kv_cache_dtype: str = "auto",
 ) -> Policy:
-    """The policy that holds everything in the compute device's memory.
+    """The policy for a model whose weights and KV are all in the compute device's memory.
 
     Args:
         config: The model's configuration.
@@ -233,7 +242,7 @@ def in_memory_policy(
         max_num_batched_tokens: The most tokens in one sweep.
         max_model_len: Longest prompt plus output, in tokens.
         share_prefixes: Whether rows reuse the KV of a prompt prefix that another row has computed.
-        weights: Resolved weights of the layers' matrices.
+        weights: Resolved format of the layers' matrices.
         kv_cache_dtype: "auto" (KV in `dtype`), "int8", "int5" or "int4".
 
     Raises:
@@ -267,8 +276,16 @@ def in_memory_policy(
     )
 
 
-def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: str, shard: Shard | None = None) -> bool:
-    """Tell whether a weight store of the model, or of a shard of it, exists in these formats."""
+def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: str, shard: Shard | None) -> bool:
+    """Tell whether the offload directory has a weight store of a model in a given format.
+
+    Args:
+        files: The model's files.
+        offload_dir: Directory of the disk tier, which holds the stores.
+        dtype: Compute dtype of the store.
+        weights: Format of the layers' matrices in the store.
+        shard: Part of the model that the store is of; None: the whole model.
+    """
     if shard is None and files.kind == "store":
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
         if (manifest["dtype"], manifest["weight_format"]) == (dtype, weight_format_of(dtype, weights)):
@@ -277,7 +294,7 @@ def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: st
 
 
 def needs_store(policy: Policy) -> bool:
-    """Tell whether a policy needs a weight store: weights stream from disk, or are quantized to int4 beforehand."""
+    """Tell whether a policy needs a weight store: for weights that stream from disk, or that are quantized to int4."""
     return policy.weight_format == INT4 or any(on_disk for _, _, on_disk in policy.weight_layers.values())
 
 
@@ -285,7 +302,7 @@ _loaded_in: int | None = None  # the process in which a model was first loaded
 
 
 def _refuse_in_fork() -> None:
-    """Raise BatchgenError in a fork of a process with a model: it would wait forever for its parent's threads."""
+    """Raise BatchgenError in a fork of a process that has loaded a model: the parent's threads do not exist here."""
     global _loaded_in
     if _loaded_in not in (None, os.getpid()):
         raise BatchgenError(
@@ -297,25 +314,25 @@ def _refuse_in_fork() -> None:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """A model to load and how it is to run, every option resolved.
+    """A model to load with its policy, every option resolved to a value.
 
     Attributes:
         files: The model's files.
-        config: The model's configuration; of a shard or a stage, the configuration of that part.
-        policy: Placement and schedule.
+        config: The model's configuration; for a shard or a pipeline stage, the configuration of that part.
+        policy: Placement of weights and KV, and schedule.
         dtype: Compute dtype.
         device: Compute device.
-        budgets: Bytes of each tier.
+        budgets: Bytes of each tier that this process may use.
         min_output_len: Tokens that every row must be able to generate.
         task: "generate" or "score"; None: the engine does both.
         sampling: Sampling parameters of most rows; their grammar is compiled before weights are read.
         longest_tokens: Longest prompt plus output that is expected, in tokens; None: the context.
-        most_kv_tokens: Tokens of KV that the job is expected to use; KV pools are no larger.
-        planned_process_bytes: Host bytes that the plan leaves to the process itself.
-        offload_dir: Directory of KV on disk.
+        most_kv_tokens: The most tokens whose KV the job is expected to hold; KV pools are no larger.
+        planned_process_bytes: Host bytes that the plan reserves for the process itself, without model.
+        offload_dir: Directory for KV on disk.
         store: The weight store, where the policy needs one.
         kernels: Kernel of each shape; other shapes run on the process's instruction set.
-        serial: Whether Steps run one after the other on one thread.
+        serial: Whether the Steps of a sweep run one after the other on one thread.
         on_step: Function called with each Step and the seconds at which it begins and ends.
         on_load: Function called with (layers loaded, layers in all) after each layer.
         shard: This rank's part of the model under tensor parallelism.
@@ -397,12 +414,12 @@ def load_executor(
     before_weights: Callable[[], object] = lambda: None,
     adjacent_ranks: AdjacentRanks | None = None,
 ) -> tuple[Executor, Tiers]:
-    """Load the executor of sweeps with its weights and KV pools, and warm a GPU up.
+    """Load the executor of sweeps with its weights and KV pools; on a GPU, also run warm-up sweeps.
 
     Args:
-        request: The model to load; of a pipeline's stage, its `config` is the stage's.
-        memory: Bytes of each tier and KV blocks; a stage may have fewer KV blocks than `plan_load` gives it.
-        before_weights: Function called when all is there but the weights.
+        request: The model to load; for a pipeline's stage, its `config` is the stage's.
+        memory: Bytes of each tier and number of KV blocks; a stage may have fewer KV blocks than `plan_load` gives it.
+        before_weights: Function called when everything but the weights is loaded.
         adjacent_ranks: Ranks of the previous and the next pipeline stage; None: there is one stage.
 
     Raises:
@@ -439,13 +456,13 @@ def load_executor(
 
 @dataclass(frozen=True)
 class Words:
-    """The tokenizer of an engine, its end-of-text tokens and its grammars.
+    """The tokenizer of an engine, the tokens that end a text, and the grammars of outputs.
 
     Attributes:
         tokenizer: The model's tokenizer.
         eos_token_ids: Ids of the tokens that end a text.
         grammars: Grammars over the tokens.
-        grammar: The grammar of most rows, while it is compiled; None: they have none.
+        grammar: Future of the grammar of most rows, which is compiled in a thread; None: most rows have no grammar.
         started_s: Start of loading, of time.perf_counter.
     """
 
@@ -456,7 +473,7 @@ class Words:
     started_s: float
 
     def check(self) -> None:
-        """Wait for the grammar of most rows. Raises InputError where it cannot be followed."""
+        """Wait until the grammar of most rows is compiled. Raises InputError where no output can follow it."""
         if self.grammar is not None:
             self.grammar.result()
 
@@ -466,7 +483,15 @@ class Words:
 
 
 def load_words(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Words:
-    """Load the tokenizer and what depends on it. Raises InputError."""
+    """Load the tokenizer of a model, the ids of its end-of-text tokens and the grammar of most rows.
+
+    Args:
+        request: The model to load.
+        tokenizer: Function that returns the tokenizer.
+
+    Raises:
+        InputError: The tokenizer or the grammar cannot be used.
+    """
     started_s = time.perf_counter()
     loaded, config = tokenizer(), request.config
     eos_token_ids = frozenset(config.eos_token_ids) | frozenset(loaded.eos_token_ids)
@@ -477,7 +502,7 @@ def load_words(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Word
 
 
 def plan_load(request: LoadRequest) -> MemoryPlan:
-    """The memory plan of a model to load. Raises InputError where it does not fit the budgets."""
+    """The bytes of each tier and the KV blocks of a model to load. Raises InputError if budgets are too small."""
     # With a KV block fewer than planned, one sequence would be left to run in a block by itself.
     held_bytes = process_bytes()
     if request.planned_process_bytes:
@@ -577,7 +602,12 @@ def _make_executor(
 
 
 def pack_for(request: LoadRequest, compute_tier: str) -> Callable[[list[ScheduledSequence]], PackedBatch]:
-    """`schedule.packed_batch.pack` with the model's and the policy's arguments bound."""
+    """A function that packs scheduled sequences into a batch, with the model's and the policy's arguments bound.
+
+    Args:
+        request: The model to load.
+        compute_tier: Tier of the compute device.
+    """
     from batchgen.schedule.packed_batch import pack
 
     config = request.config

@@ -1,6 +1,6 @@
-"""Messages between rank 0 and the other ranks of a model, as bytes.
+"""Messages between rank 0 and the other ranks of a model, encoded as bytes.
 
-A reader makes values of the kinds that are listed here, and of no others.
+Decoding makes values of the types that are listed in this module, and of no other types.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from batchgen.models.shard import Shard
 from batchgen.models.store.layout import Extent, StoredTensor, StoreFile, WeightStore
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
 from batchgen.runtime.sampler import SampledToken
-from batchgen.schedule.packed_batch import PackedBatch, Run, Segment, Staging
+from batchgen.schedule.packed_batch import PackedBatch, Segment
 from batchgen.schedule.sequence import LogitsRow, ScoredPosition
 from batchgen.schedule.sequence import Sequence as InFlight
+from batchgen.schedule.staging import Run, Staging
 
 # The function that other ranks run, as `distributed.serve.serve` takes it.
 WORK = "batchgen.engine.follow:follow_rank_zero"
@@ -37,14 +38,23 @@ Answers = list[SampledToken] | list[ScoredPosition]  # one for each row of logit
 
 @dataclass(frozen=True)
 class StageLoads:
-    """The model that each stage of a pipeline loads, and its memory."""
+    """A message that tells each stage of a pipeline to load its layers.
+
+    Attributes:
+        loads: Layers to load and memory plan, for each stage.
+    """
 
     loads: Sequence[tuple[LoadRequest, MemoryPlan]]
 
 
 @dataclass(frozen=True)
 class ShardLoad:
-    """The model that each rank of tensor parallelism loads its part of, and rank 0's memory plan."""
+    """A message that tells each rank of tensor parallelism to load its part of a model.
+
+    Attributes:
+        request: The model to load, with the shard of rank 0.
+        memory: The memory plan of rank 0, which is also that of the others.
+    """
 
     request: LoadRequest
     memory: MemoryPlan
@@ -52,11 +62,11 @@ class ShardLoad:
 
 @dataclass(frozen=True)
 class SweepMessage:
-    """A sweep that all ranks run.
+    """A message with a sweep that all ranks run.
 
     Attributes:
-        batches: Its packed micro-batches.
-        vocabulary_chunks: Whether logits may be made in chunks of the vocabulary, as sweeps that score have them.
+        batches: The sweep's packed micro-batches.
+        vocabulary_chunks: Whether logits may be computed for a part of the vocabulary at a time, as for scoring.
     """
 
     batches: list[PackedBatch]
@@ -65,7 +75,11 @@ class SweepMessage:
 
 @dataclass(frozen=True)
 class SentMask:
-    """Stands for a `Constraint` in the last stage."""
+    """The mask of the tokens that a grammar allows next, sent to the last stage in place of a `Constraint`.
+
+    Attributes:
+        words: Bits of the mask, one for each token.
+    """
 
     words: np.ndarray
 
@@ -75,9 +89,9 @@ class SentMask:
 
 @dataclass(frozen=True, eq=False)
 class SentSequence:
-    """The part of a `Sequence` that the sampler and the scorer of the last stage use.
+    """The part of a `Sequence` that sampling and scoring in the last stage of a pipeline use.
 
-    Its tokens are sent only where sampling changes logits by them.
+    Its tokens are sent only where penalties change logits by them.
     """
 
     row_id: str | int
@@ -120,12 +134,12 @@ _TABLE = messages.table_of(
 
 
 def encode(message: StageLoads | ShardLoad | SweepMessage | Answers) -> bytes:
-    """Make a message, as bytes."""
+    """The bytes of a message."""
     return messages.encode(message, _TABLE)
 
 
 def decode(content: bytes) -> Any:
-    """Make the message of these bytes. Raises BatchgenError where they are not one."""
+    """The message in these bytes. Raises BatchgenError where the bytes are not a message."""
     try:
         return messages.decode(content, _TABLE)
     except ValueError as error:

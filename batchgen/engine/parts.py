@@ -1,4 +1,4 @@
-"""The parts of an engine and its counts, handed over from loading to the engine and its request handlers."""
+"""The parts of an engine, made by loading a model, and the engine's counts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import peak_resident_bytes
 from batchgen.core.plan import MemoryPlan, Policy
+from batchgen.core.request import TokenLogprob
 from batchgen.core.routing import RoutingCounts
 from batchgen.models.config import ModelConfig
 from batchgen.runtime.grammar import Grammars
@@ -19,37 +20,37 @@ if TYPE_CHECKING:
 
 
 class SweepRunner(Protocol):
-    """The part of an executor that the engine uses.
+    """The interface of an executor, as the engine uses it: it runs sweeps of packed micro-batches.
 
-    `run` computes packed micro-batches and calls on_logits(rows, fp32 logits [rows, columns], first column) until all
-    requested logits have come; with vocabulary_chunks a call may have a part of the columns. on_logits returns the
-    sampled token ids, int64 [rows] on the device of the logits, if it samples.
+    `run` computes the micro-batches and calls on_logits(rows, fp32 logits [rows, columns], first column) until all
+    requested logits have come. With vocabulary_chunks a call may have a part of the columns. on_logits returns the
+    sampled token ids, int64 [rows] on the device of the logits, or None where nothing is sampled.
 
-    Where `run` returns a function, the sweep is in flight, and the function returns when it has run. Another sweep may
-    be run before that, with PENDING for the tokens that this one samples.
+    `run` returns None where the sweep has run. Otherwise the sweep is in flight, and the returned function waits for
+    its end. Another sweep may be run before that; tokens that the first sweep samples are PENDING in it.
 
-    While deferred batches wait, `run` may be called without a batch. `drop` forgets them.
+    `run` may be called without micro-batches while deferred batches wait. `drop` forgets deferred batches.
     """
 
     @property
     def bytes_moved(self) -> dict[str, int]:
-        """Bytes moved by each lane."""
+        """Bytes that each lane has moved, by the lane's name."""
 
     @property
     def busy_s(self) -> dict[str, float]:
-        """Seconds that each lane was busy."""
+        """Seconds that each lane was busy, by the lane's name."""
 
     @property
     def stalled_s(self) -> dict[str, float]:
-        """Seconds that compute waited for each lane."""
+        """Seconds that compute waited for each lane, by the lane's name."""
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """Peak bytes of the tiers other than host memory."""
+        """Peak bytes of each tier but host memory, by the tier's name."""
 
     @property
     def routing(self) -> RoutingCounts:
-        """Counts of routed tokens in the layers of this process."""
+        """Counts of the tokens that mixture-of-experts layers of this process routed to each expert."""
 
     def run(
         self, batches, on_logits, *, vocabulary_chunks: bool, deferred_batches: DeferredBatches
@@ -107,9 +108,13 @@ class EngineParts:
     sweeps_in_flight: int = 1
     peaks_of_others: Callable[[], Sequence[Mapping[str, int] | None]] = tuple
 
+    def token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
+        """A token's log-probability, with the token's text."""
+        return TokenLogprob(token_id, self.tokenizer.token_text(token_id), logprob)
+
     @property
     def not_finite(self) -> str:
-        """The error of a row whose logits hold NaN or infinity."""
+        """The error message for a row whose logits hold NaN or infinity."""
         if self.dtype == "float16":
             return (
                 "logits are not finite in float16: run with --dtype bfloat16 or float32;"

@@ -1,9 +1,9 @@
 """Pipeline parallelism (FlexGen section 4.4): each stage has some of the layers, in a process of its own.
 
-Rank 0 is the first stage. It schedules and packs as an engine alone does, broadcasts each sweep, and computes its own
-layers. Activations go from stage to stage. The last stage samples tokens, or scores, and sends the results back. Each
-stage runs another sweep, with other sequences; so KV slots, which rank 0 assigns, are the same in all stages, and all
-run the sweeps in one order.
+Rank 0 is the first stage. It schedules and packs each sweep as an engine alone does, broadcasts it, and computes its
+own layers. Activations go from stage to stage. The last stage samples tokens or computes scores, and sends them to rank
+0. At any moment each stage runs another sweep, with other sequences. All stages run the sweeps in the same order. Rank
+0 assigns KV slots, which are the same in all stages.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers [first, stop) of the model.
+    """The layers of one process of a pipeline, and their policy.
 
     Attributes:
-        first: Number of its first layer.
-        stop: Number after its last layer.
-        policy: The policy of these layers. Block, micro-batches, KV placements and admission are the same in all.
+        first: Index of the first layer.
+        stop: Index after the last layer.
+        policy: The policy of these layers. Block, micro-batches, KV placements and admission are the same in all
+            stages.
     """
 
     first: int
@@ -55,7 +56,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """Tokens that the last stage has sampled, with the interface of `sampler.Sampled`."""
+    """Tokens that the last stage has sampled, in place of `sampler.Sampled`."""
 
     sampled: list[SampledToken]
     token_ids = None  # no device of this process has them
@@ -65,7 +66,7 @@ class _Sampled:
 
 
 class _Scores:
-    """Scores of the last stage, with the interface of `scorer.Scorer`."""
+    """Scores that the last stage has computed, in place of `scorer.Scorer`."""
 
     needs_host = False
 
@@ -80,7 +81,7 @@ class _Scores:
 
 
 class _StageRanks:
-    """`AdjacentRanks` over a group of processes, a stage in each."""
+    """The previous and the next stage of a pipeline, as `AdjacentRanks`: it sends and receives activations."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
@@ -93,7 +94,7 @@ class _StageRanks:
 
 
 class PipelineRunner(RankZeroCounts):
-    """The `SweepRunner` of rank 0, which runs sweeps over all stages."""
+    """The `SweepRunner` of rank 0 in a pipeline: it runs each sweep over all stages."""
 
     _executor: Executor
 
@@ -112,7 +113,17 @@ class PipelineRunner(RankZeroCounts):
         vocabulary_chunks: bool,
         deferred_batches: DeferredBatches,
     ) -> Callable[[], None]:
-        """Launch a sweep; the returned function waits for the last stage's results and hands them to `on_logits`."""
+        """Launch a sweep over all stages.
+
+        Args:
+            batches: Packed micro-batches of the sweep.
+            on_logits: Function called with the last stage's results in place of logits.
+            vocabulary_chunks: Whether logits may be computed for a part of the vocabulary at a time.
+            deferred_batches: Not used: a pipeline has no deferred batches.
+
+        Returns:
+            Function that waits for the last stage's results and calls `on_logits` with them.
+        """
         number = self._num_launched
         rows = [row for batch in batches for row in batch.logits_rows]
         with self._noting():
@@ -141,7 +152,7 @@ class PipelineRunner(RankZeroCounts):
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """Note a failure: the other stages may be anywhere, so `close` does not wait for them."""
+        """Note that the block has failed: the other stages may be in any sweep, so `close` does not wait for them."""
         try:
             yield
         except BaseException:
@@ -201,7 +212,16 @@ def load_pipeline(
 
 
 def check_stages(request: LoadRequest, stages: Sequence[Stage], size: int) -> None:
-    """Check that stages can be run. Raises InputError."""
+    """Check that stages can run a model together.
+
+    Args:
+        request: The whole model to load.
+        stages: The stages.
+        size: Number of ranks.
+
+    Raises:
+        InputError: The stages cannot run the model; the message says why.
+    """
     if request.device.kind == "cuda":
         raise InputError("a pipeline does not run on CUDA: leave out --pipeline, or give --device cpu")
     if size != len(stages):
@@ -240,11 +260,11 @@ def _fewest(pools: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def serve_stage(group: RankGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan]]) -> dict[str, int]:
-    """Be one of the other stages, until rank 0 says that all is done.
+    """Load one of the stages after the first, and run the sweeps that rank 0 sends until rank 0 ends.
 
     Args:
         group: The processes of the pipeline.
-        loads: The part and the memory plan of each rank.
+        loads: The layers to load and the memory plan, for each rank.
 
     Returns:
         Peak bytes of each tier in this process.
@@ -333,7 +353,7 @@ def _receive(group: RankGroup, rank: int) -> Answers:
 
 
 def _sent(batch: PackedBatch) -> PackedBatch:
-    """A batch for other processes, with the parts of its sequences that sampling and scoring need."""
+    """A copy of a packed batch for the last stage, whose sequences have only what sampling and scoring need."""
     sent = {row.sequence: SentSequence.of(row.sequence) for row in batch.logits_rows}
     rows = [(cast("InFlight", sent[row.sequence]), row.position) for row in batch.logits_rows]
     return replace(batch, logits_rows=[LogitsRow(*row) for row in rows])

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Prefetch(Iterator[T]):
-    """The items of a source, made in another thread at most `ahead` items early.
+    """An iterator over the items of a source, which another thread makes at most `ahead` items early.
 
     An exception in the source is raised where its item would have come. `close` ends the thread.
     """
@@ -50,7 +50,7 @@ class Prefetch(Iterator[T]):
 
     @property
     def ready(self) -> bool:
-        """True where `next` would return, or raise, at once."""
+        """True where the next item, or the exception in its place, is there, so that `next` does not wait."""
         return self._done or not self._queue.empty()
 
     def __next__(self) -> T:

@@ -1,4 +1,4 @@
-"""The group of processes that run one model together, as the engine sees it, and rank 0's counts of their sweeps."""
+"""The interface of the group of processes that run one model together, and rank 0's counts of their sweeps."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ class RankGroup(Protocol):
         """Fill a contiguous tensor with the one that a rank sends."""
 
     def check(self) -> None:
-        """Raise BatchgenError where another rank has ended; for rank 0."""
+        """Raise BatchgenError where another rank has ended. Only rank 0 calls it."""
 
     def broadcast(self, message: bytes) -> None:
-        """Send a message to all other ranks without waiting for them; for rank 0."""
+        """Send a message to all other ranks, without waiting until they have got it. Only rank 0 calls it."""
 
     def receive_broadcast(self) -> bytes:
-        """Return the next message of rank 0. Raises EOFError where all is done."""
+        """The next message of rank 0. Raises EOFError where rank 0 has ended the group."""
 
     def ready(self) -> None:
-        """Report that the last message was carried out; rank 0 waits here for the reports of all others."""
+        """Report to rank 0 that the last message was carried out; as rank 0, wait for all these reports."""
 
     def fail(self, error: BaseException) -> None:
-        """Report to rank 0 why this rank ends."""
+        """Report to rank 0 the error that ends this rank."""
 
     def peaks(self) -> list[dict[str, int] | None]:
-        """Return the peak bytes of each tier of the other ranks, once the group is closed."""
+        """Peak bytes of each tier of each other rank, after the group was closed; None: a rank has not reported."""
 
     def close(self, *, done: bool = True) -> None:
-        """End the group; with `done` false the others end at once."""
+        """End the group. done: whether all work is complete; otherwise the other ranks are stopped at once."""
 
 
 class RankZeroCounts:
-    """The counts of a `SweepRunner` that several processes carry out: those of rank 0's own executor."""
+    """The counts (bytes, seconds, routed tokens) of a `SweepRunner` over several processes: those of rank 0 alone."""
 
     def __init__(self, executor: SweepRunner) -> None:
         self._executor = executor

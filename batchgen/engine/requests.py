@@ -1,4 +1,4 @@
-"""Conversion of a caller's values to requests; a value that cannot be one fails as a row."""
+"""Conversion of a caller's values to requests. A value that cannot be converted becomes a request with an error."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ def each_request(given: Any) -> Iterator[Request | None]:
     """Convert values to requests to generate.
 
     Args:
-        given: An iterable of requests and prompts, or one text or request. None from an iterator means that the next
-            value may take a while; in a list it fails as a row.
+        given: An iterable of requests and prompts, or a single text or Request. None from an iterator means that the
+            next value may take a while; None in a list fails as a row.
 
     Yields:
-        A request for each, with its prompts as text, lists of token ids or messages; and the Nones of an iterator.
+        A request for each value, whose prompts are texts, lists of token ids or lists of messages. None for each None
+            of an iterator.
 
     Raises:
         InputError: The value is not iterable.
@@ -39,7 +40,18 @@ def each_request(given: Any) -> Iterator[Request | None]:
 
 
 def each_score_request(given: Any) -> Iterator[ScoreRequest | None]:
-    """Convert values to requests to score; None from an iterator is passed on. Raises InputError."""
+    """Convert values to requests to score.
+
+    Args:
+        given: An iterable of ScoreRequests, or a single one. None from an iterator means that the next value may take a
+            while.
+
+    Yields:
+        A request for each value, and None for each None of an iterator.
+
+    Raises:
+        InputError: The value is not iterable.
+    """
     for one in _one_by_one(given, ScoreRequest):
         if (one is None and isinstance(given, Iterator)) or (isinstance(one, ScoreRequest) and one.error is not None):
             yield one
@@ -110,7 +122,7 @@ def _token_id(given: Any, what: str, kinds: str) -> int:
 
 
 def _check_texts(given: Any, what: str) -> None:
-    """Raise RowError for a text that is not valid Unicode: the tokenizer would refuse its whole chunk."""
+    """Raise RowError for text that is not valid Unicode, with which the tokenizer would refuse all texts of a chunk."""
     if isinstance(given, Mapping):
         given = list(given.values())
     if isinstance(given, list | tuple):

@@ -1,4 +1,4 @@
-"""Scoring: requests become sequences, logits become log-probabilities, and a request's sequences become its scores."""
+"""Scoring: requests become sequences, logits become log-probabilities, and sequences become scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from batchgen.core.request import (
     SamplingParams,
     Scored,
     ScoreRequest,
-    TokenLogprob,
     cut_overlong,
 )
 from batchgen.engine.encode import LengthLimit, Texts, begins_twice, check_vocabulary, chunks, encode_all, encode_pairs
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A request's token ids, four bytes each as many requests wait.
+    """The token ids of a request to score, in four bytes each, as many requests wait.
 
     Attributes:
         context: Tokens before the continuations: the request's own, or a beginning-of-text token.
         continuations: Tokens of each continuation.
-        given: Number of context tokens of the request itself.
-        rolling: Whether continuations may be longer than the model's context.
+        given: Number of context tokens that come from the request.
+        rolling: Whether continuations may be longer than the model's context; they are scored in windows.
     """
 
     context: array
@@ -47,7 +46,7 @@ class Tokens:
     rolling: bool
 
     def longest_path(self, context_len: int) -> int:
-        """Tokens of the longest sequence to run, in a context of `context_len` tokens."""
+        """Tokens of the longest sequence that scores this request. context_len: the model's context, in tokens."""
         longest = len(self.context) + max(map(len, self.continuations)) - 1
         return min(longest, context_len) if self.rolling else longest
 
@@ -67,10 +66,10 @@ class _InFlight:
     """A request some of whose sequences are still running.
 
     Attributes:
-        row: Number of its row, if it has one.
-        tokens: Its token ids.
-        sequences: Its sequences.
-        nodes: Node of each token of each continuation.
+        row: Number of the request's row in the input, if it has one.
+        tokens: Token ids of the request.
+        sequences: The sequences that score it.
+        nodes: The place of each score, for each token of each continuation.
         running: Number of sequences that are still running.
     """
 
@@ -88,6 +87,7 @@ class Scoring:
 
     def __init__(self, parts: EngineParts, on_overlong: str) -> None:
         self._parts, self._on_overlong = parts, on_overlong
+        self._limit = LengthLimit.of(parts.policy.max_model_len, on_overlong)
         self._begins_twice = False
         self._in_flight: dict[int, _InFlight] = {}
         assert parts.scorer is not None
@@ -96,10 +96,10 @@ class Scoring:
         self.non_finite = NonFiniteSequences()
 
     def prepare(self, requests: Iterable[ScoreRequest | None]) -> Iterator[_Prepared]:
-        """Tokenize requests, some at a time; runs in the input thread."""
+        """Tokenize requests, in chunks of several; yields the prepared requests. It runs in the input thread."""
         for chunk in chunks(each_score_request(requests)):
             fine = [request for _, request in chunk if request.error is None]
-            texts = encode_all(self._parts.tokenizer, fine, self._limit())
+            texts = encode_all(self._parts.tokenizer, fine, self._limit)
             for index, request in chunk:
                 row_id = index if request.id is None else request.id
                 if request.error is not None:
@@ -109,9 +109,6 @@ class Scoring:
                     yield _Prepared(index, row_id, request.row, request.logprobs, self._tokens(request, texts))
                 except (RowError, InputError) as problem:
                     yield _Prepared(index, row_id, request.row, error=str(problem))
-
-    def _limit(self) -> LengthLimit:
-        return LengthLimit.of(self._parts.policy.max_model_len, self._on_overlong)
 
     def _tokens(self, request: ScoreRequest, texts: Texts) -> Tokens:
         config, policy = self._parts.config, self._parts.policy
@@ -149,12 +146,12 @@ class Scoring:
         self._scorer.take(rows, logits, start)
 
     def end_sweep(self) -> Scorer:
-        """The scorer of the sweep in flight."""
+        """The scorer that holds the scores of the sweep that is being run."""
         scorer, self._scorer = self._scorer, self._new_scorer()
         return scorer
 
     def advance(self, scorer: Scorer, stats: EngineStats) -> list[Sequence]:
-        """Give sequences the scores of a sweep that has run; returns the sequences that have all of theirs."""
+        """Give sequences the scores of a sweep that has run; returns the sequences that have all their scores."""
         finished = []
         stats.begins_twice |= self._begins_twice
         for row, score in scorer.results():
@@ -177,7 +174,7 @@ class Scoring:
         return finished
 
     def finish(self, sequence: Sequence) -> Scored | None:
-        """Return the scores of a sequence's request, if the sequence was its last."""
+        """The scores of a sequence's request, if all its other sequences have ended; None: some still run."""
         flight = self._in_flight[sequence.request_index]
         flight.running -= 1
         if flight.running:
@@ -199,23 +196,20 @@ class Scoring:
         for token, (path, position, target) in zip(tokens, nodes, strict=True):
             score = sequences[path].scores[position]
             logprob = score.logprobs[target]
-            top = tuple(self._named(*pair) for pair in score.top)
-            positions.append(PositionLogprobs(self._named(token, logprob), top))
+            top = tuple(self._parts.token_logprob(*pair) for pair in score.top)
+            positions.append(PositionLogprobs(self._parts.token_logprob(token, logprob), top))
             total += logprob
             is_greedy = is_greedy and score.argmax == token
         return ContinuationScore(tokens, total, is_greedy, tuple(positions))
 
-    def _named(self, token_id: int, logprob: float) -> TokenLogprob:
-        return TokenLogprob(token_id, self._parts.tokenizer.token_text(token_id), logprob)
-
 
 def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, context_len: int, on_overlong: str) -> Tokens:
-    """The tokens of a request, cut to fit the model's context.
+    """The token ids of a request to score; a context that is too long is cut, or refused.
 
     Args:
         tokenizer: The model's tokenizer.
         request: The request to score.
-        texts: Texts that were encoded together with others.
+        texts: Texts that were encoded together with those of other requests.
         context_len: The model's context, in tokens. The last token of a continuation is not run and need not fit.
         on_overlong: "error", "truncate-left" or "truncate-right", for a context that is too long.
 
@@ -246,7 +240,15 @@ def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, context
 
 
 def paths_to_run(tokens: Tokens, context_len: int) -> tuple[list[Path], list[list[Node]]]:
-    """The paths to run, and the node of each token of each continuation."""
+    """The sequences that score a request.
+
+    Args:
+        tokens: Token ids of the request.
+        context_len: The model's context, in tokens; longer continuations are scored in windows.
+
+    Returns:
+        The sequences; and for each token of each continuation, the place of its score in them.
+    """
     paths: list[Path] = []
     nodes: list[list[Node]] = [[] for _ in tokens.continuations]
     fitting = []

@@ -1,9 +1,4 @@
-"""Tensor parallelism: each rank has a part of every layer (`models/shard.py`) and runs the sweeps of rank 0's engine.
-
-Rank 0 broadcasts every sweep's packed batches before it runs them itself. All ranks make the same Steps of them, each
-with its own heads and KV. Two all-reduces in each layer, after attention and after the MLP, give the same bits on all
-ranks.
-"""
+"""Tensor parallelism: each rank has a part of every layer (`models/shard.py`); all run the same sweeps."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchgen.core.device import Device
-from batchgen.core.dtypes import AUTO, CODE_GROUP, DEQUANTIZED, INT4, INT8, KEPT_FORMATS, NATIVE
+from batchgen.core.dtypes import AUTO, CODE_GROUP, DEQUANTIZED, INT4, INT8, NATIVE, NATIVE_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import MemoryPlan, Policy
@@ -39,7 +34,7 @@ KV_PLACEMENTS = tuple(p for p in KVPlacement if p is not KVPlacement.DEFERRED)
 
 
 def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Device, weights: str) -> Shard:
-    """Rank 0's part of a model.
+    """The part of a model's layers that rank 0 holds.
 
     Args:
         files: The model's files.
@@ -49,7 +44,7 @@ def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Devic
         weights: The value of `--weights`.
 
     Raises:
-        InputError: So many ranks cannot run the model; the message says which number can.
+        InputError: So many ranks cannot run the model; the message names a number that can.
     """
     if size < 1:
         raise InputError(f"--tensor-parallel must be at least 1, not {size}")
@@ -81,7 +76,7 @@ def _check_cuda(size: int) -> None:
 
 
 def check_hosts(device_kind: str, size: int, of_host: int) -> None:
-    """Raise InputError for tensor parallelism over the GPUs of several hosts.
+    """Raise InputError where GPUs of several hosts would share every layer.
 
     Args:
         device_kind: Kind of the compute device.
@@ -93,18 +88,18 @@ def check_hosts(device_kind: str, size: int, of_host: int) -> None:
 
 
 def shard_weights(shard: Shard, weights: str) -> str:
-    """The weights of a rank: those of the whole model, or dequantized where a shard would cut their blocks.
+    """The format of a rank's weights: that of the whole model, or dequantized where a shard would cut its blocks.
 
     Args:
         shard: A rank's part of the model.
-        weights: Resolved weights of the whole model.
+        weights: Resolved weight format of the whole model.
 
     Raises:
-        InputError: Groups of int4 would be cut.
+        InputError: The shard would cut groups of int4 weights.
     """
-    if weights not in (INT4, *KEPT_FORMATS) or shard.divides(weights):
+    if weights not in (INT4, *NATIVE_FORMATS) or shard.divides(weights):
         return weights
-    if weights in KEPT_FORMATS:
+    if weights in NATIVE_FORMATS:
         return DEQUANTIZED
     raise InputError(
         f"--tensor-parallel {shard.size} would cut groups of {CODE_GROUP} weights of int4: give fewer ranks,"
@@ -113,7 +108,7 @@ def shard_weights(shard: Shard, weights: str) -> str:
 
 
 def check_policy(policy: Policy) -> None:
-    """Raise InputError for a policy that ranks cannot run together."""
+    """Raise InputError for a policy that the ranks of tensor parallelism cannot run."""
     if policy.weight_format == INT8:
         raise InputError("--tensor-parallel does not cut weights of int8: make another plan")
     if other := [name for name, count in policy.kv_seqs.items() if count and name not in KV_PLACEMENTS]:
@@ -126,16 +121,16 @@ def load_on_ranks(
     shares: list[set[int]] | None = None,
     group: RankGroup | None = None,
 ) -> EngineParts:
-    """Load a model in this process; or, where the request has a shard, on all ranks.
+    """Load a model in this process or, where the request has a shard, on all ranks.
 
     Args:
         request: The model to load.
         tokenizer: Function that returns the tokenizer.
-        shares: Cores of each rank; None: they are shared out here.
-        group: The group of ranks that wait already; None: they are started.
+        shares: Set of CPU cores of each rank; None: this function divides the cores.
+        group: The group of ranks that a launcher has started; None: this function starts them.
 
     Raises:
-        BatchgenError: Something does not fit, is not supported or has failed; or another rank has.
+        BatchgenError: The model does not fit, is not supported or cannot be read; or another rank has failed.
     """
     if request.shard is None:
         return load_parts(request, tokenizer)
@@ -146,16 +141,17 @@ def load_on_ranks(
 
 
 def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer], ranks: RankGroup) -> EngineParts:
-    """Load a model on all ranks; for rank 0.
+    """Load a model on all ranks of a group, as rank 0.
 
     Args:
         request: The model to load, with rank 0's shard.
         tokenizer: Function that returns the tokenizer.
-        ranks: The group, whose other ranks wait. They end when the executor is closed, or where this fails.
+        ranks: The group, whose other ranks run `follow_sweeps`. They end when the executor is closed, or when loading
+            fails.
 
     Raises:
-        BatchgenError: Something does not fit, is not supported or has failed; or another rank has, which the message
-            names.
+        BatchgenError: The model does not fit, is not supported or cannot be read; or another rank, which the message
+            names, has failed.
     """
     check_policy(request.policy)
     for_others = replace(request, on_step=None, on_load=None)
@@ -177,18 +173,18 @@ def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer]
 
 
 def follow_sweeps(ranks: RankGroup, request: LoadRequest, memory: MemoryPlan) -> dict[str, int]:
-    """Be another rank than 0: load its part, and run the sweeps that rank 0 runs, until that ends.
+    """Load this rank's part of a model, and run the sweeps that rank 0 sends until rank 0 ends. Not for rank 0.
 
     Args:
-        ranks: The group.
-        request: The request of rank 0.
+        ranks: The group of ranks.
+        request: The model to load, with the shard of rank 0.
         memory: The memory plan of rank 0; all ranks' parts are equally large.
 
     Returns:
         Peak bytes of each tier in this process.
 
     Raises:
-        BatchgenError: The part cannot be loaded, or the others are lost.
+        BatchgenError: The part cannot be loaded, or the connection to the others is lost.
     """
     assert request.shard is not None
     shard = replace(request.shard, rank=ranks.rank)
@@ -209,7 +205,12 @@ def follow_sweeps(ranks: RankGroup, request: LoadRequest, memory: MemoryPlan) ->
 
 
 def rank_store(request: LoadRequest, shard: Shard) -> WeightStore:
-    """The weight store of a rank's part, which is made where there is none."""
+    """The weight store of a rank's part of a model. It is written where it does not exist.
+
+    Args:
+        request: The model to load.
+        shard: The rank's part.
+    """
     assert request.offload_dir is not None
     weight_format = request.policy.weight_format
     return find_or_convert(
@@ -237,7 +238,17 @@ class LeadingRunner(RankZeroCounts):
         vocabulary_chunks: bool,
         deferred_batches: DeferredBatches,
     ) -> None:
-        """Run a sweep on all ranks; it has run when this returns. Raises BatchgenError where a rank is lost."""
+        """Run a sweep on all ranks; the sweep has run when this returns.
+
+        Args:
+            batches: Packed micro-batches of the sweep.
+            on_logits: Function called with the logits of rank 0.
+            vocabulary_chunks: Whether logits may be computed for a part of the vocabulary at a time.
+            deferred_batches: Not used: ranks have no deferred batches.
+
+        Raises:
+            BatchgenError: A rank has ended.
+        """
         self._in_sweep = True
         self._ranks.broadcast(encode(SweepMessage([_for_others(batch) for batch in batches], vocabulary_chunks)))
         # Tokens are on rank 0's device alone: another sweep cannot begin with them before this one has run.
@@ -252,7 +263,7 @@ class LeadingRunner(RankZeroCounts):
         """Do nothing: ranks have no deferred batches."""
 
     def close(self) -> None:
-        """End the other ranks too; at once where a sweep was interrupted."""
+        """End the other ranks: at once where a sweep was interrupted, otherwise when they have run the last sweep."""
         self._executor.close()
         self._ranks.close(done=not self._in_sweep)
 

@@ -1,9 +1,4 @@
-"""The token tree of a context's continuations: the fewest sequences that score them, and the place of each score.
-
-A continuation's last token is never run, as only the tokens before it decide how likely it is. So a sequence for each
-leaf of the tree without last tokens is enough, and continuations of a single token need the context alone. Each node of
-the tree is scored in one sequence only.
-"""
+"""The token tree of a context's continuations: the fewest sequences that score them all."""
 
 from __future__ import annotations
 
@@ -19,11 +14,12 @@ Node = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Path:
-    """A sequence to run.
+    """A sequence that is run to score tokens: a path from the root of the token tree to a leaf.
 
     Attributes:
-        tokens: Its token ids.
-        targets: For each of its last positions, the token ids that may follow there and are scored.
+        tokens: Token ids of the sequence.
+        targets: For each of the last positions of the sequence, the token ids whose log-probability as next token is
+            computed.
     """
 
     tokens: tuple[int, ...]
@@ -31,7 +27,15 @@ class Path:
 
 
 def paths_of(context: Tokens, continuations: Sequence[Tokens]) -> tuple[list[Path], list[list[Node]]]:
-    """The paths to run, and for each continuation the node of each of its tokens. No continuation may be empty."""
+    """The fewest sequences that score all continuations of a context, and the place of each score.
+
+    Args:
+        context: Token ids of the context.
+        continuations: Token ids of each continuation, none of them empty.
+
+    Returns:
+        The sequences; and for each token of each continuation, the place of its score.
+    """
     context = tuple(context)
     runs = sorted({tuple(tokens[:-1]) for tokens in continuations})
     # In this order a run comes right before those that it is a prefix of, which score its tokens too.
@@ -60,15 +64,18 @@ def paths_of(context: Tokens, continuations: Sequence[Tokens]) -> tuple[list[Pat
 
 
 def windows_of(first: int, tokens: Tokens, length: int) -> Iterator[Path]:
-    """Windows over a text that is longer than the context, in which each of its tokens is a target once.
+    """Windows that score a text which is longer than the model's context: each of its tokens is a target once.
 
-    Every window but the first begins with a token before those that it scores, and the last one reaches back as far as
-    the context does: lm_eval's rolling windows.
+    These are lm_eval's rolling windows. A window starts one token before the tokens that it scores. The last window
+    scores only the rest of the text; it starts earlier, so that it has `length` tokens too.
 
     Args:
         first: Token id before the text.
         tokens: Token ids of the text.
-        length: Tokens of the context.
+        length: The model's context, in tokens.
+
+    Yields:
+        The windows, as sequences to run.
     """
     before = (first, *tokens)
     for start in range(0, len(tokens), length):

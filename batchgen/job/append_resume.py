@@ -9,7 +9,9 @@ from batchgen.job.source import RequestSource
 
 
 def appended_to(source: RequestSource) -> Callable[[dict[str, Any], dict[str, Any]], bool]:
-    """A function of the fingerprints of an earlier job and of this one: whether its rows begin this one's rows.
+    """A function that tells whether an earlier job's rows, made with the same settings, begin this job's rows.
+
+    It takes two fingerprints, that of the earlier job and that of this one.
 
     Args:
         source: This job's input.

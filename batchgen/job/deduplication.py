@@ -61,7 +61,11 @@ class Deduplication:
                 yield request
 
     def with_duplicates(self, results: Iterable[Any]) -> Iterator[Any]:
-        """Yield the results of `unique`, in their order, and those of duplicates as soon as there are any."""
+        """Yield each result, and then the results of duplicates that are known by now.
+
+        Args:
+            results: Results of the requests that `unique` has yielded, in any order, which is kept.
+        """
         for result in results:
             self._take(result)
             yield result

@@ -56,7 +56,7 @@ class Devices:
         return cls(count, name, hosts)
 
 
-def parse_kinds(text: str, hosts: int | None = None) -> tuple[Devices, ...]:
+def parse_kinds(text: str, hosts: int | None) -> tuple[Devices, ...]:
     """Parse "1x t4 + 2x a100", or devices of one kind. Raises InputError."""
     kinds = tuple(re.split(r"\s+\+\s+|\s*\+\s*(?=\d+\s*x)", text))
     if len(kinds) == 1:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device, parse_device
-from batchgen.core.dtypes import AUTO, KEPT_FORMATS, MIXED, weight_format_of
+from batchgen.core.dtypes import AUTO, MIXED, NATIVE_FORMATS, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import parse_rate, size_bytes
@@ -252,7 +252,7 @@ def _resolved(
         config=config,
         dtype=dtype,
         device=device,
-        native_format=stored if options.weights == AUTO and stored in KEPT_FORMATS else None,
+        native_format=stored if options.weights == AUTO and stored in NATIVE_FORMATS else None,
         context=resolve_context(config, options.max_model_len),
         offload_dir=Path(options.offload_dir or cache_dir()),
         gpu_memory=size(options.gpu_memory),

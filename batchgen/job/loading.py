@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from batchgen.core.dtypes import DEQUANTIZED, KEPT_FORMATS
+from batchgen.core.dtypes import DEQUANTIZED, NATIVE_FORMATS
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.tensor_parallel import load_on_ranks
@@ -122,9 +122,9 @@ def _load_stages(
 
 def _quantization(resolved: str, weight_format: str) -> str:
     """Weights of the plan, which may be block-quantized where the job's are dequantized, or the other way round."""
-    if weight_format in KEPT_FORMATS:
+    if weight_format in NATIVE_FORMATS:
         return weight_format
-    return DEQUANTIZED if resolved in KEPT_FORMATS else resolved
+    return DEQUANTIZED if resolved in NATIVE_FORMATS else resolved
 
 
 def _budgets(job: Job, plan: Plan) -> dict[str, int]:

@@ -82,7 +82,7 @@ _COMMANDS = "run plan bench"
 _ROWS = "run plan"  # those whose rows come from somewhere
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _KV_DTYPES = ("auto", *KV_CODE_BITS)
-_STYLES = ("auto", "plain", "none")
+STYLES = ("auto", "plain", "none")
 _MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
 _INPUT_HELP = (
     "Parquet, JSONL, JSON array or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset;"
@@ -441,7 +441,7 @@ class JobOptions:
         metavar="FILE",
         help="Write a timeline of every lane, for chrome://tracing: of the run, or what the plan expects.",
     )
-    progress: str = _option(RUN, f"{_COMMANDS} lm_eval helm", default="auto", choices=_STYLES)
+    progress: str = _option(RUN, f"{_COMMANDS} lm_eval helm", default="auto", choices=STYLES)
     dry_run: bool = _option(
         RUN,
         "run",
@@ -591,7 +591,7 @@ class ConvertOptions:
     overwrite: bool = _option(
         RUN, "convert", default=False, type=bool, help="Replace a store of another model or format."
     )
-    progress: str = _option(RUN, "convert", default="auto", choices=_STYLES)
+    progress: str = _option(RUN, "convert", default="auto", choices=STYLES)
 
 
 def seconds(value: str | float) -> float:
@@ -623,7 +623,7 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_COMMANDS} map", "temperature", float, "0 is greedy."),
     _sampling(f"{_COMMANDS} map", "top_p", float, "Keep the most likely tokens that together have this probability."),
     _sampling(f"{_COMMANDS} map", "top_k", int, "Keep the k most likely tokens; 0 is off."),
-    _sampling(f"{_COMMANDS} map", "min_p", float, "Keep tokens with this part of the first one's probability; comes first."),
+    _sampling(f"{_COMMANDS} map", "min_p", float, "Keep tokens with this part of the best one's probability."),
     _sampling(f"{_COMMANDS} map", "repetition_penalty", float),
     _sampling(f"{_ROWS} map", "presence_penalty", float, "Taken off the logits of tokens that the output has."),
     _sampling(f"{_ROWS} map", "frequency_penalty", float, "The same, for each time that it has them."),

@@ -21,8 +21,8 @@ from batchgen.core.screen import Screen, say
 from batchgen.core.text import visible, without_credentials
 from batchgen.core.units import format_seconds
 from batchgen.job.eta import Expected, Seen, progress_of, remaining_s
+from batchgen.job.options import STYLES
 
-STYLES = ("auto", "plain", "none")
 LOG_VARIABLE = "BATCHGEN_LOG"  # the least level of log records that are shown: DEBUG, INFO, WARNING or ERROR
 _RATE_WINDOW_S = 20.0  # tokens/s are those of the last seconds
 _PLAIN_EVERY_S = 10.0

@@ -324,7 +324,7 @@ def _fingerprint(job: _Job, identities: dict[str, Any]) -> dict[str, Any]:
         "model": identities["model"],
         "tokenizer": job.tokenizer().identity(),
         "prompt": job.source.identity,
-        "sampling": options.sampling.identity(),
+        "sampling": options.sampling.to_json(),
         "dtype": resolved.dtype,
         "max_model_len": options.max_model_len,
         "on_overlong": options.on_overlong,

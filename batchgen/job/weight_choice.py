@@ -2,8 +2,7 @@
 
 Both hold the same numbers but for rounding. Products with packed weights read less, so few tokens are faster; with many
 tokens, unpacking may take longer than that saves. So the measured rates of products decide, and memory: it must hold
-dequantized weights. A job that has finished rows keeps to the format of these where it can: in 16 bits both do not round
-alike.
+dequantized weights. A job that has finished rows keeps to their format where it can: in 16 bits both do not round alike.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KEPT_FORMATS, PACKED_FORMATS
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, NATIVE_FORMATS, PACKED_FORMATS, dtype_name
 from batchgen.models.config import ModelConfig
 from batchgen.models.cutting import cut_tensors, fill_share
 from batchgen.models.files import ModelFiles, read_config, stated_scheme, stored_weights, weight_tensors
@@ -119,14 +119,15 @@ class Checkpoint:
 
 
 def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard: Shard | None = None) -> Checkpoint:
-    """The model's weights.
+    """The model's weights, opened but not read.
 
-    Every tensor's presence and shape is checked here, before any is read; of a weight store the sizes of its files.
+    Every tensor's presence and shape is checked here, and of a weight store the sizes of its files.
 
     Args:
         files: Files of the model.
         config: Its configuration, where that has been read already.
-        shard: Part of each layer that is wanted, packed in a format that it `divides`; None: the whole.
+        shard: The part of each layer that is wanted; None: all of it. Packed weights can be loaded for a shard only in
+            a format for which `shard.divides` is true.
 
     Raises:
         InputError: The model is not supported, or a file is missing, corrupt or of another shape.
@@ -183,7 +184,7 @@ class _Parts:
     @property
     def packed_format(self) -> str | None:
         """`stored_format`, of a rank's part only where its rows can be cut: a row of int8 has one scale."""
-        return self.stored_format if self.shard is None or self.stored_format in KEPT_FORMATS else None
+        return self.stored_format if self.shard is None or self.stored_format in NATIVE_FORMATS else None
 
     def load(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         self._prefetch(which, layer)
@@ -212,7 +213,7 @@ class _Parts:
         """The parts of each tensor where layers stay in `packed_format`, and the form in which it is stored."""
         weight_format = self.packed_format
         assert weight_format is not None
-        stored = stored_tensors(self.config, which, layer, str(dtype).removeprefix("torch."), weight_format)
+        stored = stored_tensors(self.config, which, layer, dtype_name(dtype), weight_format)
         return packed_layout(self.config, which, layer, weight_format, unfused=self.of_gguf), stored
 
     def _prefetch(self, which: Which, layer: int) -> None:
@@ -266,7 +267,7 @@ class _StoreTensors:
     @property
     def packed_format(self) -> str | None:
         """Format of packed matrices, of a rank's part only where its rows can be cut: a row of int8 has one scale."""
-        packed = (INT4, *KEPT_FORMATS) if self.shard else PACKED_FORMATS
+        packed = (INT4, *NATIVE_FORMATS) if self.shard else PACKED_FORMATS
         return self.store.weight_format if self.store.weight_format in packed else None
 
     def load(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:

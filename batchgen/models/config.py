@@ -290,16 +290,6 @@ class ModelConfig:
         return {group: max(sizes[group] for sizes in kinds) for group in kinds[0]}
 
     @property
-    def layer_kinds(self) -> tuple[tuple[dict[str, tuple[tuple[int, int], ...]], dict[str, int]], ...]:
-        """`layer_matrices` and the number of other weights in each group, for layers with experts and without."""
-        kinds = []
-        for experts in self._kinds:
-            matrices, tensors = self._matrices(experts), self._tensors(experts)
-            rest = {g: tensors[g] - sum(map(math.prod, shapes)) for g, shapes in matrices.items()}
-            kinds.append((matrices, rest))
-        return tuple(kinds)
-
-    @property
     def layer_matrices(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """(rows, columns) of the matrices in each of the `layer_tensors`; experts stand one after the other.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from batchgen.core.dtypes import AUTO, DEQUANTIZED, KEPT_FORMATS, MIXED, NATIVE, WEIGHTS
+from batchgen.core.dtypes import AUTO, DEQUANTIZED, MIXED, NATIVE, NATIVE_FORMATS, WEIGHTS
 from batchgen.core.errors import InputError, naming_files, one_line
 from batchgen.models.config import ModelConfig
 from batchgen.models.downloads import HUB_PATTERNS, HUB_SMALL, demo_file, fetch_from_hub
@@ -169,14 +169,14 @@ def read_config(files: ModelFiles) -> ModelConfig:
 def stored_weights(files: ModelFiles) -> str | None:
     """The format of a model's layers as it is stored; None: they are in numbers, or have to be dequantized.
 
-    It is "int8" of compressed-tensors, or one of `KEPT_FORMATS`: of a GGUF, of a scheme in models/formats/schemes.py,
+    It is "int8" of compressed-tensors, or one of `NATIVE_FORMATS`: of a GGUF, of a scheme in models/formats/schemes.py,
     or of a store of one.
     """
     if files.kind == "gguf":
         return _gguf_format(files.path)
     if files.kind == "store":
         stored = read_store_manifest(files.path / STORE_MANIFEST)["weight_format"]
-        return stored if stored in KEPT_FORMATS else None
+        return stored if stored in NATIVE_FORMATS else None
     if (scheme := stated_scheme(files)) is None:
         return None
     matrices = _config_without_weights(files.path / "config.json").layer_matrices.values()
@@ -228,7 +228,7 @@ def resolve_weights(files: ModelFiles, weights: str, *, on_cpu: bool = True) -> 
         raise InputError(f"weights {weights!r} is not one of {', '.join(WEIGHTS)}")
     asked = NATIVE if weights == AUTO else weights
     resolved = stored if asked == NATIVE and stored else asked
-    if resolved in KEPT_FORMATS and not on_cpu:
+    if resolved in NATIVE_FORMATS and not on_cpu:
         if weights == NATIVE:
             raise InputError(f"--weights native: only CPUs multiply weights in {resolved} yet: leave out --weights")
         return DEQUANTIZED

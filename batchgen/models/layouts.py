@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 
 from batchgen.core.dtypes import (
     FORMAT_BYTES,
-    KEPT_FORMATS,
     MIXED,
+    NATIVE_FORMATS,
     PACKED_FORMATS,
     block_format,
     matrix_format,
@@ -218,9 +218,7 @@ def role(part: str) -> str:
     return _OF_EXPERT.sub("", part).rsplit(".", 1)[0]
 
 
-def packed_layout(
-    config: ModelConfig, which: Which, layer: int, weight_format: str, *, unfused: bool = False
-) -> Layout:
+def packed_layout(config: ModelConfig, which: Which, layer: int, weight_format: str, *, unfused: bool) -> Layout:
     """The layout of `layout_of`, with a tensor for each role where the parts of a matrix are in different formats."""
     layout = layout_of(config, which, layer, unfused=unfused)
     if which != "layer" or weight_format != MIXED:
@@ -261,8 +259,8 @@ def _format_of(  # all that it depends on
     config: ModelConfig, which: Which, layer: int, name: str, part: str, shape: Shape, dtype: str, weight_format: str
 ) -> str:
     if which != "layer":
-        as_found = dict(config.end_formats) if weight_format in KEPT_FORMATS else {}
-        return as_found.get(name.removesuffix(".weight"), dtype)
+        native = dict(config.end_formats) if weight_format in NATIVE_FORMATS else {}
+        return native.get(name.removesuffix(".weight"), dtype)
     if not is_quantized(name, shape):
         return dtype
     if weight_format == MIXED:
@@ -303,15 +301,15 @@ def output_row_bytes(config: ModelConfig, dtype: str, weight_format: str) -> int
 
 def output_format(config: ModelConfig, dtype: str, weight_format: str) -> str:
     """Format of the output matrix, which may be the embedding: a compute dtype, or one of `BLOCK_FORMATS`."""
-    as_found = dict(config.end_formats) if weight_format in KEPT_FORMATS else {}
-    return as_found.get("embed" if config.tied_embeddings else "lm_head", dtype)
+    native = dict(config.end_formats) if weight_format in NATIVE_FORMATS else {}
+    return native.get("embed" if config.tied_embeddings else "lm_head", dtype)
 
 
 @lru_cache(maxsize=64)
 def main_format(config: ModelConfig, weight_format: str) -> str:
     """The one of `BLOCK_FORMATS` that most of the layers' weights are in.
 
-    It is `weight_format` itself where that is none of `KEPT_FORMATS`.
+    It is `weight_format` itself where that is none of `NATIVE_FORMATS`.
     """
     if weight_format != MIXED:
         return block_format(weight_format)

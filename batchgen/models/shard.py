@@ -63,7 +63,7 @@ class Shard:
         """True where packed matrices can be split by columns: groups and blocks of a row stay whole.
 
         Args:
-            weight_format: int4, or one of `KEPT_FORMATS`. Those where each matrix has its own format are not split.
+            weight_format: int4, or one of `NATIVE_FORMATS`. Those where each matrix has its own format are not split.
         """
         if weight_format == MIXED:
             return False

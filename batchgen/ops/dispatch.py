@@ -31,7 +31,9 @@ from batchgen.ops.cpp import BlockWeight, BoundWeight, KernelWeight, PackedWeigh
 from batchgen.ops.sampling import Draws
 
 if TYPE_CHECKING:
-    from batchgen.ops.triton import Capacity, CutPlan, DevicePlan  # noqa: F401
+    from batchgen.ops.triton import Capacity as Capacity
+    from batchgen.ops.triton import CutPlan as CutPlan
+    from batchgen.ops.triton import DevicePlan as DevicePlan
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The columns that a job adds to its input's: their types, and how they are made of what parts keep."""
+"""The columns that a job adds to those of its input: their types, and their values from the rows of part files."""
 
 from __future__ import annotations
 
@@ -14,22 +14,30 @@ from batchgen.output.row_result import SAMPLE_LOGPROBS_TYPE
 
 
 class Columns(Protocol):
-    """The columns that a task adds to the rows of the input."""
+    """The columns that a kind of job (generate or score) adds to the rows of the input."""
 
     def types(self) -> dict[str, pa.DataType]:
-        """By name, in the order in which they are written."""
+        """The Arrow type of each added column by name, in the order in which the columns are written."""
 
     def arrays(self, rows: pa.RecordBatch, results: pa.RecordBatch) -> list[pa.Array]:
-        """The columns for some rows of the input and the results that parts have for them."""
+        """The added columns' values for some rows, in the order of `types`.
+
+        Args:
+            rows: The rows of the input.
+            results: The results of these rows, in the same order, as part files have them.
+        """
 
 
 @dataclass(frozen=True)
 class SampleColumns:
-    """The columns of generated texts.
+    """The output columns of a job that generates text.
 
-    With n > 1 samples a row, text, reasoning, finish_reason, generated_tokens and logprobs are lists.
+    With n > 1, the columns text, reasoning, finish_reason, generated_tokens and logprobs have lists of n entries.
 
-    reasoning: the model may think before it answers.
+    Attributes:
+        n: Samples of each row.
+        logprobs: True where log-probabilities are a column.
+        reasoning: True where the reasoning text is a column, as the model may reason before it answers.
     """
 
     n: int = 1
@@ -71,13 +79,15 @@ ONE_SAMPLE = SampleColumns()
 
 @dataclass(frozen=True)
 class ScoreColumns:
-    """Output columns of scored texts: lists with an entry a continuation, null in rows that failed.
+    """The output columns of a job that scores: lists with one entry per continuation, null in failed rows.
 
     Attributes:
-        whole: True where the prompt itself is scored: numbers instead of lists, and its perplexity.
-        choices: The continuations, where they are the same for every row.
-        choices_column: The input column of the continuations; with it or `choices`, the most likely one is a column.
-        token_logprobs: True where each token's log-probability is kept.
+        whole: True where the prompt itself is scored: the columns then have numbers instead of lists, and there is a
+            column of the perplexity.
+        choices: The continuations, where every row has the same.
+        choices_column: The input column of the continuations. With `choices_column` or `choices` there is a column of
+            the most likely continuation.
+        token_logprobs: True where each token's log-probability is a column.
     """
 
     whole: bool = False
@@ -126,7 +136,7 @@ class ScoreColumns:
 
 
 def _argmax(logprobs: list[float]) -> int:
-    """The first of the largest; NaN is none."""
+    """The index of the largest number, the first of equal ones; NaN is ignored."""
     return max(range(len(logprobs)), key=lambda i: -math.inf if math.isnan(logprobs[i]) else logprobs[i])
 
 

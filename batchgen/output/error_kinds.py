@@ -1,4 +1,4 @@
-"""Kinds of errors of failed rows, the commonest first."""
+"""Groups of similar errors of failed rows, the most frequent first."""
 
 from __future__ import annotations
 
@@ -19,17 +19,28 @@ _MOST_KINDS = 1000  # what is kept while counting: messages may quote their rows
 
 @dataclass(frozen=True)
 class ErrorKind:
-    """Errors that differ in nothing but their numbers. error: one of them; rows: how many rows have such a one."""
+    """A group of errors whose texts differ only in their numbers.
+
+    Attributes:
+        error: The text of one of the errors.
+        rows: Number of rows with such an error.
+    """
 
     error: str
     rows: int
 
 
 def error_kinds(parts_dir: Path, most: int = 3) -> list[ErrorKind]:
-    """The commonest kinds of error among finished rows, of which each counts with its newest result.
+    """The most frequent groups of similar errors among the rows in part files.
+
+    Of a row that was retried only the newest result counts.
+
+    Args:
+        parts_dir: The directory of the part files.
+        most: The most groups to return.
 
     Raises:
-        DamagedPart: A part is not what was written.
+        DamagedPart: A part file is damaged.
     """
     counts: Counter[str] = Counter()
     examples: dict[str, str] = {}

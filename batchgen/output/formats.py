@@ -1,6 +1,6 @@
-"""File formats of the final output: Parquet, JSON lines, CSV, Arrow, each written from a stream of batches.
+"""File formats of the final output (Parquet, JSON lines, CSV, Arrow), each written from a stream of batches.
 
-The bytes depend on the values and batch sizes alone, so an interrupted job ends in the same file.
+The bytes of the file depend only on the rows' values and the batch sizes, so an interrupted job ends in the same file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GROUP_BYTES = 32 << 20
 
 
 def output_format(path: Path) -> str:
-    """The extension, one of those in FORMATS. Raises InputError."""
+    """The file extension of an output path, one of FORMATS. Raises InputError for any other."""
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
         raise InputError(f"cannot write {path.name!r}: --output must end in {', '.join(FORMATS)}")
@@ -33,7 +33,7 @@ def output_format(path: Path) -> str:
 
 
 def check_writable(path: Path, schema: pa.Schema) -> None:
-    """Raise InputError where a column cannot be kept in this output format, before any work is done."""
+    """Raise InputError where the output format cannot hold a column of the schema. Called before the job runs."""
     if output_format(path) != ".parquet":
         return
     for field in schema:
@@ -48,7 +48,7 @@ def check_writable(path: Path, schema: pa.Schema) -> None:
 
 
 def _write_parquet(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
-    """Row groups end at a row count or a byte count, counted so that it depends on the values only."""
+    """Write a Parquet file. A row group ends at a number of rows or of bytes, both counted from the values alone."""
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         group: list[pa.RecordBatch] = []
         rows = size_bytes = 0
@@ -64,14 +64,14 @@ def _write_parquet(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.Recor
 
 
 def _write_arrow(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
-    """Arrow's stream format, in which `datasets` keeps its tables: it maps the file into memory as it is."""
+    """Write Arrow's stream format, which the library `datasets` can map into memory as it is."""
     with pa.ipc.new_stream(file, schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
 
 
 def _value_bytes(array: pa.Array) -> int:
-    """Bytes of an array's values, leaving out validity bitmaps, which Arrow may or may not keep."""
+    """Bytes of an array's values without validity bitmaps, which Arrow may or may not allocate."""
     kind = array.type
     if pa.types.is_list(kind):
         return 4 * len(array) + _value_bytes(array.flatten())
@@ -90,9 +90,9 @@ def _write_jsonl(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordB
 
 
 def _write_csv(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
-    """Write rows as CSV: nested columns as JSON text, times as in JSON lines, bytes in base64, null as an empty field.
+    """Write rows as CSV: nested columns as JSON text, times in ISO 8601, bytes in base64, null as an empty field.
 
-    An empty text is "".
+    An empty text is written as "", so that it differs from null.
     """
     plain = [_is_plain(f.type) for f in schema]
     kept = [f if p else pa.field(f.name, pa.string()) for f, p in zip(schema, plain, strict=True)]
@@ -116,7 +116,7 @@ def _as_text(column: pa.Array) -> pa.Array:
 
 
 def json_line(value: Any) -> bytes:
-    """One JSON value and a newline. NaN becomes null; bytes base64; dates ISO 8601."""
+    """A value as one line of JSON with a newline. NaN is written as null, bytes in base64, dates in ISO 8601."""
     return _json_text(value).encode("utf-8", "replace") + b"\n"
 
 
@@ -136,7 +136,7 @@ def _finite(value: Any) -> Any:
 
 
 def _jsonable(value: Any) -> Any:
-    """A value that JSON has no form for as text: bytes in base64, dates and times in ISO 8601."""
+    """The text for a value that JSON cannot hold: bytes in base64, dates and times in ISO 8601."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, datetime.date | datetime.time):

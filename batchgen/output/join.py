@@ -1,6 +1,6 @@
-"""The final file: input rows in input order, their columns kept, the results beside them.
+"""Writing of the final file: the input's rows in order, each with its own columns and its results.
 
-Everything here streams, and what is written depends on the rows alone, not on how they came to lie in parts.
+Rows are streamed. The content of the file depends on the rows alone, not on how part files divide them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FormatRow = Callable[[dict[str, Any], dict[str, Any]], tuple[str, Any]]
 
 
 class Dataset(Protocol):
-    """The part of an input that joining needs: batches of rows in order, each with the index of its first row."""
+    """The interface of an input that joining needs: batches of rows in order, each with the index of its first row."""
 
     @property
     def schema(self) -> pa.Schema: ...
@@ -34,16 +34,16 @@ class Dataset(Protocol):
 
 
 def output_prefix(input_schema: pa.Schema, columns: Columns, prefix: str = "") -> str:
-    """The text before the name of each output column.
+    """The prefix of the output columns' names.
 
     Args:
         input_schema: The input's columns that are kept.
         columns: The output columns.
-        prefix: The prefix that the job asks for. Where it is empty and the input has one of the names, all output
-            columns get `gen_`, or the first of `gen2_`, `gen3_` and so on that makes no name twice.
+        prefix: The prefix that the user chose. Where it is empty and the input already has one of the names, the result
+            is `gen_`, or the first of `gen2_`, `gen3_` and so on for which all names differ.
 
     Raises:
-        InputError: A name with the prefix that was asked for is taken.
+        InputError: The input already has a name with the prefix that the user chose.
     """
     names, there = list(columns.types()), set(input_schema.names)
     taken = [prefix + name for name in names if prefix + name in there]
@@ -58,7 +58,16 @@ def output_prefix(input_schema: pa.Schema, columns: Columns, prefix: str = "") -
 
 
 def output_schema(input_schema: pa.Schema, columns: Columns = ONE_SAMPLE, prefix: str = "") -> pa.Schema:
-    """The input's columns, then the output columns with their prefix. Raises InputError where a name is taken."""
+    """The schema of the final file: the input's columns, then the output columns with their prefix.
+
+    Args:
+        input_schema: The input's columns that are kept.
+        columns: The output columns.
+        prefix: The prefix of the output columns' names.
+
+    Raises:
+        InputError: The input already has a column with an output column's name.
+    """
     prefix = output_prefix(input_schema, columns, prefix)
     fields = [pa.field(prefix + name, kind) for name, kind in columns.types().items()]
     return pa.schema([*input_schema, *fields], metadata=input_schema.metadata)
@@ -74,22 +83,22 @@ def join(
     prefix: str,
     note: str,
 ) -> dict[str, int]:
-    """Write the final file of format `suffix` and return its totals.
+    """Write the final file in one of FORMATS and return its counts of rows and tokens.
 
-    A few row groups are held in memory, whatever the number of rows.
+    Memory holds a few row groups, whatever the number of rows.
 
     Args:
         dataset: The input.
-        parts_dir: The directory of the parts.
-        file: The file that is written.
-        suffix: The format, such as ".parquet".
+        parts_dir: The directory of the part files.
+        file: The file to write, open in binary mode.
+        suffix: The extension of the format, such as ".parquet".
         columns: The output columns.
-        prefix: The text before the name of each output column.
-        note: Text for a Parquet file's metadata under "batchgen".
+        prefix: The prefix of the output columns' names.
+        note: Text that a Parquet file's metadata gets under the key "batchgen".
 
     Raises:
         BatchgenError: Results are missing.
-        OSError: The disk fails.
+        OSError: The file cannot be written.
     """
     schema = output_schema(dataset.schema, columns, prefix)
     totals = _no_totals()
@@ -107,9 +116,15 @@ def join(
 def join_formatted(
     dataset: Dataset, parts_dir: Path, output: BinaryIO, errors: BinaryIO, format_row: FormatRow
 ) -> dict[str, int]:
-    """Write JSON lines of a caller's shape into two files and return the totals.
+    """Write a file of JSON lines for successful rows and one for failed rows; gives counts of rows and tokens.
 
-    format_row gets the input row and its result: RowResult's fields, lists with one entry a sample.
+    Args:
+        dataset: The input.
+        parts_dir: The directory of the part files.
+        output: The file for successful rows.
+        errors: The file for failed rows.
+        format_row: The function that makes a row's JSON value from the input row and its result. The result has the
+            fields of RowResult; its lists have one entry per sample.
     """
     totals = _no_totals()
     files = {"output": output, "errors": errors}
@@ -122,7 +137,7 @@ def join_formatted(
 
 
 def _with_results(dataset: Dataset, parts_dir: Path) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
-    """Input batches, each with the batch of its rows' results."""
+    """Yield each batch of input rows together with the batch of the same rows' results."""
     index = PartIndex(parts_dir)
     window: list[pa.RecordBatch] = []
     window_first = window_rows = window_bytes = 0

@@ -1,4 +1,4 @@
-"""The manifest of a run directory: which job it belongs to and how far that job is."""
+"""The manifest of a run directory: the record of the job that the directory belongs to, and of its progress."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN_CHARS = 48
 
 
 class DamagedManifest(InputError):
-    """A manifest that cannot be understood."""
+    """A manifest file whose content is not valid."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,17 @@ class Manifest:
     """The record of a job in its run directory.
 
     Attributes:
-        fingerprint: Nested dicts of JSON values that decide the output.
+        fingerprint: Everything that decides the job's output, as nested dicts of JSON values.
         state: "running" or "complete".
-        may_replace: True where an existing output may be replaced without asking, since the user said so or this job
-            wrote it.
-        totals: Counts of the output, once it is complete.
-        files: Bytes of the output's files by name, once it is complete.
-        kernels: Kernels that rows are made with; None: no row has been started.
-        weight_format: Format of the layers' weights that rows are made with; None: no row has been started.
-        parts: Number of parts when a run last ended in order; there may be more.
-        first: Hash of the first job's fingerprint, where a job goes on from the rows of smaller ones.
+        may_replace: True where an existing output file may be replaced without asking: the user allowed that, or this
+            job wrote the file.
+        totals: Counts of rows and tokens of a complete output; None before.
+        files: Bytes of each file of a complete output, by file name; None before.
+        kernels: Kernels that compute the rows; None: no row has been started.
+        weight_format: Format of the layers' weights that compute the rows; None: no row has been started.
+        parts: Number of part files when a run last ended in order. A run that was killed may have added more.
+        first: SHA-256 of the fingerprint of the first of several growing jobs, where this job reuses rows of smaller
+            ones.
     """
 
     fingerprint: dict[str, Any]
@@ -53,14 +54,19 @@ class Manifest:
     weight_format: str | None = None
 
     def write(self, path: Path) -> None:
-        """Put it at `path` atomically. Raises OSError."""
+        """Write the manifest to a file in one step. Raises OSError."""
         versions = {"batchgen": __version__, "python": platform.python_version(), "pyarrow": pa.__version__}
         record = {"format_version": _FORMAT_VERSION, "versions": versions, **asdict(self)}
         write_atomically(path, (json.dumps(record, indent=2, sort_keys=True) + "\n").encode())
 
     @classmethod
     def read(cls, path: Path) -> Manifest | None:
-        """None where there is none. Raises InputError where it is of another version, DamagedManifest."""
+        """Read a manifest; None where the file does not exist.
+
+        Raises:
+            InputError: Another version of batchgen wrote the manifest.
+            DamagedManifest: The content is not valid.
+        """
         try:
             record = parse_json(path.read_bytes())
             if record["format_version"] != _FORMAT_VERSION:
@@ -82,12 +88,12 @@ class Manifest:
 
 
 def read_kernels(values: Any) -> KernelChoice | None:
-    """The kernels that a manifest or a part records; None where it records none. Raises InputError."""
+    """Read the kernels that a manifest or a part file records; None where it records none. Raises InputError."""
     return None if values is None else read_typed(KernelChoice, values, "kernels")
 
 
 def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """The fields in which two fingerprints differ, as "sampling.seed was 0, now 1, ..."; "" where none do."""
+    """A text that lists the fields in which two fingerprints differ, such as "sampling.seed was 0, now 1"; "" for none."""
     was, now = _flat(old), _flat(new)
     changes = []
     for name in sorted(was.keys() | now.keys()):
@@ -98,14 +104,17 @@ def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def without_lists(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """A fingerprint whose size does not grow with the input: its files and partitions are a count and one digest."""
+    """A copy of a fingerprint whose size does not grow with the number of input files.
+
+    The lists of files and partitions are replaced by a count and one digest.
+    """
     given = fingerprint.get("input", {})
     lists = {name: {"count": len(v), "sha256": json_sha256(v)} for name, v in given.items() if isinstance(v, list)}
     return {**fingerprint, "input": given | lists} if lists else fingerprint
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, with dotted names."""
+    """Flatten nested dicts into one dict whose keys are joined by dots."""
     flat: dict[str, Any] = {}
     for name, item in value.items():
         if isinstance(item, dict) and item:
@@ -120,7 +129,7 @@ def _shown(fields: dict[str, Any], name: str) -> str:
 
 
 def _cut(text: str, other: str) -> str:
-    """`text`, or of a long one the stretch where it starts to differ from `other`."""
+    """Shorten a long text to the part where it starts to differ from `other`."""
     if len(text) <= _SHOWN_CHARS:
         return text
     same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(other))

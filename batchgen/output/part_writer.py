@@ -1,4 +1,4 @@
-"""A thread that puts finished rows on disk while the engine makes the next ones."""
+"""A thread that writes finished rows to part files while the engine computes further rows."""
 
 from __future__ import annotations
 
@@ -21,22 +21,27 @@ class _Row(NamedTuple):
 
 
 class _Barrier(NamedTuple):
-    """A wish to have everything before it written, and to hear so on `answer`."""
+    """A request in the writer's queue: write all rows that were queued before, then answer.
+
+    Attributes:
+        answer: The queue that gets the answer.
+        last: True where the thread ends after this request.
+    """
 
     answer: queue.SimpleQueue[None]
     last: bool
 
 
 class PartWriter:
-    """A thread that takes finished rows and flushes them as parts.
+    """A thread that collects finished rows and writes them to part files.
 
-    A part is flushed after `flush_interval_s`, `flush_rows` or `flush_bytes`, whichever comes first; it records
-    `origin`.
+    A part file is written after `flush_interval_s` seconds, `flush_rows` rows or `flush_bytes` bytes, whichever comes
+    first. It records `origin`, JSON values about the job.
 
-    add(), flush() and close() belong to one thread, stop() to any. An error in writing (a full disk) is raised there,
-    at the next call, as a BatchgenError; rows flushed before stay. Rows are marked in `done_rows` once they are on
-    stable storage. The calling thread holds no lock, so that after a KeyboardInterrupt anywhere close() can still write
-    what was added.
+    One thread calls add(), flush() and close(); any thread may call stop(). Where writing fails (a full disk), the next
+    call of the first three raises a BatchgenError; rows that were written before stay. Rows are marked in `done_rows`
+    once they are on stable storage. The calling thread holds no lock. So after a KeyboardInterrupt anywhere, close()
+    can still write all rows that were added.
     """
 
     def __init__(
@@ -67,7 +72,12 @@ class PartWriter:
         threading.Thread(target=self._run, name="part-writer", daemon=True).start()
 
     def add(self, row: int, result: Result) -> None:
-        """Hand over one finished row. Cheap; waits only while the disk is far behind."""
+        """Queue the result of one finished row. The call waits only where the disk is far behind.
+
+        Args:
+            row: Index of the row in the input.
+            result: The row's result.
+        """
         size_bytes = result.memory_bytes
         while self._added_bytes - self._settled_bytes > 2 * self._flush_bytes and self._failure is None:
             time.sleep(0.005)
@@ -76,11 +86,11 @@ class PartWriter:
         self._inbox.put(_Row(row, result, size_bytes))
 
     def check(self) -> None:
-        """Raise what went wrong in the writing, if anything did; for any thread."""
+        """Raise the error by which writing has failed, if it has. Any thread may call this method."""
         self._raise_failure()
 
     def flush(self) -> None:
-        """Return when everything added so far is on stable storage."""
+        """Write all rows that were added so far; returns when they are on stable storage."""
         self._check_open()
         answer: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._inbox.put(_Barrier(answer, last=False))
@@ -88,11 +98,11 @@ class PartWriter:
         self._raise_failure()
 
     def flush_soon(self) -> None:
-        """Have everything added so far written, and do not wait; for any thread."""
+        """Request that all rows added so far are written, without waiting for it. Any thread may call this method."""
         self._inbox.put(_Barrier(queue.SimpleQueue(), last=False))
 
     def close(self) -> None:
-        """Flush and end the thread. Raises what went wrong, unless an earlier call did."""
+        """Write all rows and end the thread. Raises the error of writing, unless an earlier call has raised it."""
         if not self._ended:
             self._inbox.put(_Barrier(self._farewell, last=True))
             self._farewell.get()
@@ -100,9 +110,9 @@ class PartWriter:
             self._raise_failure()
 
     def stop(self) -> None:
-        """Flush and end the thread, called by any thread.
+        """Write all rows and end the thread, as the last action of a process; any thread may call this method.
 
-        What goes wrong is not raised, and add() raises from now on: this is for a process that is about to end.
+        An error of writing is not raised here. Later calls of add() raise an error.
         """
         answer: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._inbox.put(_Barrier(answer, last=True))
@@ -151,7 +161,7 @@ class PartWriter:
                     return
 
     def _take(self, deadline_s: float | None) -> _Row | _Barrier | None:
-        """The next item; None when the deadline (time.monotonic) passes first."""
+        """Wait for the next item of the queue until a deadline (time.monotonic); None where the deadline passes."""
         try:
             timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             return self._inbox.get(timeout=timeout_s)
@@ -159,7 +169,7 @@ class PartWriter:
             return None
 
     def _write(self, results: dict[int, Result]) -> None:
-        """Write one part, unless an earlier one failed: then the caller has been told to start again."""
+        """Write one part file, unless an earlier one failed; its rows are then computed again after a restart."""
         if self._failure is not None:
             return
         try:
@@ -170,7 +180,7 @@ class PartWriter:
             self._failure = error
 
     def _save(self, results: dict[int, Result]) -> None:
-        """Put rows on stable storage, and mark them as done. Raises OSError."""
+        """Write rows to stable storage and mark them as done. Raises OSError."""
         batch = write_part(self._parts_dir, self._next_number, results, self._origin)
         self._next_number += 1
         failed = batch.column("error").is_valid().to_numpy(zero_copy_only=False)

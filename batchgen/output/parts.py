@@ -1,6 +1,6 @@
-"""Part files: finished rows on disk, a sorted Parquet file every few seconds, and where each row lies.
+"""Part files: Parquet files of finished rows, one every few seconds, and an index of the rows in them.
 
-A row may be in several parts (a retried row is); the part with the highest number has its newest result.
+A row may be in several part files, as a retried row is. The part with the highest number has its newest result.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _WINDOW_ROWS = 65536
 
 
 class DamagedPart(Exception):
-    """A part file that is not what was written; its rows have to be computed again."""
+    """A part file whose content is not valid. Its rows have to be computed again."""
 
 
 def part_paths(parts_dir: Path) -> list[Path]:
-    """The part files, oldest first."""
+    """The paths of the part files, oldest first."""
     found = [(int(m[1]), p) for p in parts_dir.iterdir() if (m := _PART_NAME.fullmatch(p.name)) and not m[2]]
     return [path for _, path in sorted(found)]
 
 
 def part_number(path: Path) -> int:
-    """The number of a part file; parts are counted in the order in which they were written."""
+    """The number of a part file. Parts are numbered in the order in which they were written."""
     found = _PART_NAME.fullmatch(path.name)
     if found is None:
         raise ValueError(f"{path} is no part")
@@ -51,13 +51,20 @@ def part_number(path: Path) -> int:
 
 
 def next_part_number(parts_dir: Path) -> int:
-    """One above every part ever kept here, damaged ones included."""
+    """The next unused part number: one above every part file that was ever in the directory, damaged ones included."""
     numbers = [int(m[1]) for p in parts_dir.iterdir() if (m := _PART_NAME.fullmatch(p.name))]
     return max(numbers, default=-1) + 1
 
 
 def missing_parts(parts_dir: Path, written: int) -> list[str]:
-    """The names of parts that somebody deleted: numbers have no gaps, and at least so many were `written`."""
+    """The names of part files that were deleted.
+
+    Part numbers have no gaps, so a missing number is a deleted file.
+
+    Args:
+        parts_dir: The directory of the part files.
+        written: The number of part files that are known to have been written.
+    """
     numbers = {int(m[1]) for p in parts_dir.iterdir() if (m := _PART_NAME.fullmatch(p.name))}
     wanted = range(max(written, 1 + max(numbers, default=-1)))
     return [f"part-{number:06d}.parquet" for number in wanted if number not in numbers]
@@ -66,16 +73,16 @@ def missing_parts(parts_dir: Path, written: int) -> list[str]:
 def write_part(
     parts_dir: Path, number: int, results: Mapping[int, Result], origin: dict[str, Any] | None = None
 ) -> pa.RecordBatch:
-    """Write one part of results of one kind atomically and return what it holds.
+    """Write a part file in one step and return its rows as an Arrow batch.
 
     Args:
-        parts_dir: The directory of the parts.
+        parts_dir: The directory of the part files.
         number: The number of the part.
-        results: Results by row.
-        origin: JSON values about the job that `part_origin` gives back.
+        results: Results of one type (generated or scored) by row index.
+        origin: JSON values about the job, which `part_origin` reads.
 
     Raises:
-        OSError: The disk fails; nothing is left behind.
+        OSError: The file cannot be written. No temporary file is left.
     """
     kind: Any = type(next(iter(results.values())))  # of all of them
     batch = kind.to_batch(results)
@@ -90,7 +97,7 @@ def write_part(
 
 
 def part_origin(path: Path) -> dict[str, Any]:
-    """The values about the job that `write_part` was given. Raises DamagedPart."""
+    """Read the JSON values about the job that a part file records. Raises DamagedPart."""
     with _open_part(path) as file:
         text = (file.schema_arrow.metadata or {}).get(_ORIGIN)
     try:
@@ -100,13 +107,20 @@ def part_origin(path: Path) -> dict[str, Any]:
 
 
 def quarantine(path: Path) -> None:
-    """Rename a damaged part, so that nobody counts on its rows and a person can still look at it."""
+    """Rename a damaged part file, so that it no longer counts as a part but can still be inspected."""
     replace_durably(path, path.with_name(path.name + ".damaged"))
 
 
 @dataclass(frozen=True)
 class PartGroup:
-    """One row group of a part. rows: int64 [n], ascending; failed: bool [n]; size_bytes: uncompressed."""
+    """The row indices of one Parquet row group of a part file.
+
+    Attributes:
+        number: Number of the row group in the file.
+        rows: Row indices, int64 [n], ascending.
+        failed: True for each row that failed, bool [n].
+        size_bytes: Uncompressed bytes of the row group.
+    """
 
     number: int
     rows: np.ndarray[Any, Any]
@@ -115,7 +129,7 @@ class PartGroup:
 
 
 def scan_part(path: Path) -> Iterator[PartGroup]:
-    """The rows that a part holds, read from those columns alone. Raises DamagedPart."""
+    """Yield the row indices of each row group of a part file; no other columns are read. Raises DamagedPart."""
     file = _open_part(path)
     with file:
         columns = [name for name in ("row", "error", "generated_tokens") if name in file.schema_arrow.names]
@@ -127,13 +141,13 @@ def scan_part(path: Path) -> Iterator[PartGroup]:
 
 
 def part_columns(path: Path, columns: list[str]) -> pa.Table:
-    """Some columns of a part. Raises DamagedPart."""
+    """Read some columns of a part file into a table. Raises DamagedPart."""
     with _open_part(path) as file:
         return _read(path, file, list(range(file.metadata.num_row_groups)), columns)
 
 
 def part_output_lens(path: Path) -> list[int]:
-    """Generated tokens of each sample in a part of generated texts. Raises DamagedPart."""
+    """Read the number of generated tokens of each sample from a part file of generated texts. Raises DamagedPart."""
     column = part_columns(path, ["generated_tokens"]).column(0)
     lengths: list[int] = column.combine_chunks().flatten().to_pylist()
     return lengths
@@ -159,14 +173,17 @@ def _read(path: Path, file: pq.ParquetFile, groups: list[int], columns: list[str
 
 
 def _damaged(path: Path, error: Exception) -> Exception:
-    """DamagedPart for contents that make no sense; the error itself where the system could not read."""
+    """The error to raise for a part file that cannot be read.
+
+    It is DamagedPart for invalid content, and the given error where the system failed to read the file.
+    """
     if isinstance(error, OSError) and error.errno is not None:
         return error
     return DamagedPart(f"{path.name}: {' '.join(str(error).split())}")
 
 
 class PartIndex:
-    """The part with the newest result of each row, in four bytes a row, and the rows themselves on demand."""
+    """An index of the part file that has the newest result of each row, in four bytes per row."""
 
     def __init__(self, parts_dir: Path) -> None:
         self._paths = part_paths(parts_dir)
@@ -183,9 +200,14 @@ class PartIndex:
         self.window_rows = int(min(_WINDOW_ROWS, max(1024, _WINDOW_BYTES / bytes_per_row)))
 
     def read(self, first_row: int, count: int) -> pa.RecordBatch:
-        """The newest results of `count` rows from `first_row`, in order, without gaps.
+        """Read the newest results of consecutive rows, in order.
 
-        Raises BatchgenError where a row has no result or a part turns out damaged.
+        Args:
+            first_row: Index of the first row.
+            count: Number of rows.
+
+        Raises:
+            BatchgenError: A row has no result, or a part file is damaged.
         """
         part_of_row = self._part_of_row.get(first_row, count)
         if not part_of_row.all():
@@ -219,7 +241,7 @@ def _read_groups(path: Path, numbers: list[int]) -> Iterator[pa.Table]:
 
 
 def _reporting_damage(path: Path, items: Iterator[Any]) -> Iterator[Any]:
-    """The items of an iterator; a damaged part is quarantined and becomes an error that says what to do."""
+    """Yield the items of an iterator; a DamagedPart quarantines the part file and becomes a BatchgenError."""
     try:
         yield from items
     except DamagedPart as error:

@@ -1,4 +1,4 @@
-"""Compact facts about rows, in arrays by row index."""
+"""Compact numbers and flags for each row of an input, in arrays over row indices."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import numpy as np
 
 
 class RowMap:
-    """A number for every row in one span of row indices, 0 where none was put: an array that grows both ways.
+    """A growing array that maps each row index to a number, 0 by default.
 
-    One thread may put while others get.
+    The array covers one span of row indices and grows at both ends. One thread may call `put` while others call `get`.
     """
 
     def __init__(self, dtype: type[Any]) -> None:
         self._span = (0, np.zeros(0, dtype))  # first row, values; replaced as one
 
     def put(self, rows: np.ndarray[Any, Any], values: np.ndarray[Any, Any] | int) -> None:
-        """Set rows (int64 [n]) to values ([n] or one for all)."""
+        """Set the numbers of some rows.
+
+        Args:
+            rows: Row indices, int64 [n].
+            values: The numbers [n], or one number for all rows.
+        """
         if not len(rows):
             return
         first, held = self._span
@@ -39,7 +44,12 @@ class RowMap:
         self._span = (first, held)
 
     def get(self, first_row: int, count: int) -> np.ndarray[Any, Any]:
-        """The values of rows first_row to first_row + count - 1, [count]."""
+        """The numbers of consecutive rows, [count].
+
+        Args:
+            first_row: Index of the first row.
+            count: Number of rows.
+        """
         first, held = self._span
         low, end = max(first_row, first), min(first_row + count, first + len(held))
         out = np.zeros(count, held.dtype)
@@ -59,7 +69,7 @@ class RowMap:
         held[held == old] = new
 
     def next_zero(self, row: int) -> int:
-        """The first row from `row` on that has no value."""
+        """The first row index, from `row` on, whose number is 0."""
         first, held = self._span
         if not first <= row < first + len(held):
             return row
@@ -68,7 +78,10 @@ class RowMap:
 
 
 class DoneRows:
-    """Rows that need no more work, a byte a row: `row in done`, `len(done)`, `done.ok`, `done.failed`."""
+    """The set of rows that need no more work, in one byte per row.
+
+    It supports `row in done` and `len(done)`. `done.ok` and `done.failed` count rows without and with an error.
+    """
 
     _OK, _FAILED = 1, 2
 
@@ -76,15 +89,20 @@ class DoneRows:
         self._state = RowMap(np.uint8)
 
     def mark(self, rows: np.ndarray[Any, Any], failed: np.ndarray[Any, Any]) -> None:
-        """Mark rows (int64 [n]) as done, and as failed where `failed` (bool [n]) is true; the last mark counts."""
+        """Mark rows as done. Where a row is marked several times, the last mark counts.
+
+        Args:
+            rows: Row indices, int64 [n].
+            failed: True for each row that failed, bool [n].
+        """
         self._state.put(rows, np.where(failed, self._FAILED, self._OK).astype(np.uint8))
 
     def forget_failed(self) -> None:
-        """Count failed rows as not done, so that they are run again."""
+        """Mark all failed rows as not done, so that they run again."""
         self._state.replace(self._FAILED, 0)
 
     def next_unfinished(self, row: int) -> int:
-        """The first row from `row` on that is not done."""
+        """The first row index, from `row` on, that is not done."""
         return self._state.next_zero(row)
 
     def __contains__(self, row: int, /) -> bool:

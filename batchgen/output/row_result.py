@@ -1,4 +1,4 @@
-"""The result of one input row, as the output keeps it, and as columns of an Arrow batch."""
+"""The result of one input row of a job that generates text, and its form as an Arrow batch."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ REASONING_SCHEMA = RESULT_SCHEMA.append(pa.field("reasoning", pa.list_(pa.string
 
 @dataclass(frozen=True)
 class RowResult:
-    """One finished row: either `error`, or one entry per sample in each tuple.
+    """The result of one input row: either an error, or tuples with one entry per sample.
 
     Attributes:
-        text: The generated texts.
+        text: The generated text of each sample.
         finish_reason: "stop" or "length" of each sample.
-        prompt_tokens: Tokens of the prompt.
+        prompt_tokens: Number of tokens of the prompt.
         generated_tokens: Number of generated tokens of each sample.
-        error: Reason why the row failed; None where it did not.
-        logprobs: Log-probabilities [samples][positions].
-        reasoning: Reasoning of each sample; None where no sample has any.
+        error: The reason why the row failed; None where it succeeded.
+        logprobs: Log-probabilities [samples][positions]; None where they were not asked for.
+        reasoning: The reasoning text of each sample; None where no sample has any.
     """
 
     text: tuple[str, ...]
@@ -75,14 +75,21 @@ class RowResult:
 
     @property
     def memory_bytes(self) -> int:
-        """About what it costs to hold; an estimate, for bounding buffers."""
+        """An estimate of the bytes that the result takes in memory, used to limit buffers."""
         texts = (self.error, *self.text, *(self.reasoning or ()))
         size_bytes = 500 + sum(2 * len(text or "") for text in texts)
         return size_bytes + positions_bytes(self.logprobs)
 
     @staticmethod
     def to_batch(results: Mapping[int, RowResult]) -> pa.RecordBatch:
-        """Results by row index as a batch of RESULT_SCHEMA, or REASONING_SCHEMA where there is any, sorted by row."""
+        """Convert results to an Arrow batch, sorted by row index.
+
+        Args:
+            results: Results by row index.
+
+        Returns:
+            A batch with REASONING_SCHEMA where a result has reasoning text, else with RESULT_SCHEMA.
+        """
         rows = sorted(results)
         ordered = [results[row] for row in rows]
         columns: list[list[Any]] = [
@@ -101,7 +108,7 @@ class RowResult:
 
 
 def make_batch(columns: list[list[Any]], schema: pa.Schema) -> pa.RecordBatch:
-    """Columns of Python values as a batch, in which text is always valid UTF-8."""
+    """Make an Arrow batch from columns of Python values; text that is not valid UTF-8 is repaired."""
     try:
         return _batch(columns, schema)
     except UnicodeEncodeError:  # a lone surrogate, as JSON's "\ud800" gives, has no UTF-8 form
@@ -114,12 +121,12 @@ def _batch(columns: list[list[Any]], schema: pa.Schema) -> pa.RecordBatch:
 
 
 def positions_bytes(logprobs: Positions | None) -> int:
-    """About what they cost to hold."""
+    """An estimate of the bytes that log-probabilities take in memory."""
     return sum(len(p) * 200 * (1 + (len(p[0].top) if p else 0)) for p in logprobs or ())
 
 
 def position_tuples(logprobs: Positions | None) -> list[Any] | None:
-    """[texts][positions] tuples in the field order of POSITION_TYPE."""
+    """Convert log-probabilities [texts][positions] to tuples in the field order of POSITION_TYPE."""
     if logprobs is None:
         return None
     return [

@@ -1,11 +1,11 @@
-"""The run directory beside an output: its holder, its finished rows, and the rows that are left.
+"""The run directory next to an output file: it locks the output, keeps finished rows, and allows a job to resume.
 
-`out.parquet.batchgen/` has `lock` (an flock, which the kernel releases however the process ends), `manifest.json` and
-`parts/` (finished rows). States, and transitions:
+For `out.parquet` the directory `out.parquet.batchgen/` has `lock` (an flock, which the kernel releases when the process
+ends), `manifest.json`, and `parts/` (finished rows). States of the job, and transitions:
 
     (nothing) --open--> running --finish--> complete --open with retry_failed, more rows, or output gone--> running
 
-An existing output is replaced only with `overwrite`, or where the manifest says that this job may.
+An existing output file is replaced only with `overwrite`, or where the manifest says that this job may.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ SHARE_FOLDER = "share"
 
 
 def errors_path(output_path: Path) -> Path:
-    """The file of the failed rows of a job in OpenAI batch format: `out.errors.jsonl` for `out.jsonl`."""
+    """The path of the file for failed rows in OpenAI batch format: `out.errors.jsonl` for `out.jsonl`."""
     return output_path.with_name(f"{output_path.stem}.errors.jsonl")
 
 
 def run_directory(output_path: Path) -> Path:
-    """The directory beside an output in which a job keeps its finished rows."""
+    """The directory next to an output file in which a job keeps its finished rows."""
     return output_path.with_name(output_path.name + ".batchgen")
 
 
 def target_path(output_path: Path) -> Path:
-    """The file that is written: what a link points to, and the link is kept."""
+    """The path of the file to write: the target where the output path is a symbolic link, which is kept."""
     return Path(os.path.realpath(output_path)) if os.path.islink(output_path) else output_path
 
 
@@ -89,22 +89,23 @@ def open_run(
     extends: Extends | None = None,
     keep_parts: bool = False,
 ) -> Run:
-    """Lock the run directory of an output, made where there is none, and find the rows that are left.
+    """Lock the run directory of an output, create it where it does not exist, and find the rows that are not finished.
 
     Args:
-        output_path: The output.
-        fingerprint: Nested dicts of JSON values; two runs with equal ones would give the same output.
-        resume: True to go on from finished rows; otherwise the run refuses to start while there are any.
-        overwrite: True to drop old progress; an old output stays until the new one is whole.
-        retry_failed: True to count failed rows as not done, so that they are run again.
-        errors_file: True where the output is JSON lines and comes with a second file at `errors_path(output_path)`.
-        shared: True where the caller is one of several workers, who has the lease for this; no lock is taken.
-        extends: Tells from which other jobs' rows this one goes on; None: from none.
-        keep_parts: True where another job may go on from this one's rows, once the output is complete.
+        output_path: The path of the output file.
+        fingerprint: Everything that decides the output, as nested dicts of JSON values. Two runs with equal
+            fingerprints give the same output.
+        resume: True to continue from finished rows. False: the run refuses to start where there are finished rows.
+        overwrite: True to discard earlier progress. An old output file stays until the new one is complete.
+        retry_failed: True to run failed rows again.
+        errors_file: True where the output is JSON lines with a second file for failed rows, `errors_path(output_path)`.
+        shared: True where the caller is one of several workers and holds their lease for opening. No lock is taken.
+        extends: The function that says whether this job may reuse the rows of another, smaller job; None: of no other.
+        keep_parts: True to keep part files after the output is complete, since another job may reuse the rows.
 
     Raises:
-        InputError: The output cannot be written or is something else's.
-        BatchgenError: Another process holds it.
+        InputError: The output cannot be written, or belongs to another job.
+        BatchgenError: Another process has the output locked.
     """
     output_path = target_path(Path(output_path))
     if output_format(output_path) != ".jsonl" and errors_file:
@@ -134,11 +135,16 @@ def open_run(
 
 
 def check_output(output_path: str | os.PathLike[str], *, overwrite: bool = False, shared: bool = False) -> None:
-    """Refuse what `open_run` refuses whatever the job is, without making anything.
+    """Check, before the job is known and without creating anything, that `open_run` can write to an output.
+
+    Args:
+        output_path: The path of the output file.
+        overwrite: True where an existing output file may be replaced.
+        shared: True where several workers share the output.
 
     Raises:
-        InputError: The output cannot be written or is something else's.
-        BatchgenError: Another process holds it.
+        InputError: The output cannot be written, or belongs to another job.
+        BatchgenError: Another process has the output locked.
     """
     target = target_path(Path(output_path))
     output_format(target)
@@ -149,7 +155,7 @@ def check_output(output_path: str | os.PathLike[str], *, overwrite: bool = False
 
 
 def _check_output(target: Path, *, overwrite: bool, shared: bool) -> None:
-    """`check_output` of a file that is written. Raises OSError as well."""
+    """Check that an output can be written, after links are resolved. Raises OSError, InputError, BatchgenError."""
     _check_targets((target,))
     directory = run_directory(target)
     if not directory.exists():
@@ -168,15 +174,15 @@ def _check_output(target: Path, *, overwrite: bool, shared: bool) -> None:
 
 
 class Run:
-    """One process's hold on an output, from open_run() to close().
+    """A process's exclusive hold on an output, from open_run() to close().
 
     Attributes:
-        complete: True where the output is there and nothing is to be done.
+        complete: True where the output file is complete and no row is left to run.
         totals: Counts of a complete output (`rows`, `rows_ok`, `rows_failed`, `prompt_tokens`, `generated_tokens`).
-        done_rows: Rows that need no work, growing as the writer flushes.
-        rows_resumed: Number of done rows at the start.
-        rows_of_others: Number of rows that other workers have added since.
-        notices: Lines that a person should see.
+        done_rows: Rows that need no more work. The part writer adds rows to it.
+        rows_resumed: Number of rows that were done when the run was opened.
+        rows_of_others: Number of rows that other workers have finished since.
+        notices: Messages to show to the user.
     """
 
     rows_of_others = 0
@@ -209,34 +215,42 @@ class Run:
         return self._manifest.state == "complete"
 
     def is_done(self, total_rows: int | None) -> bool:
-        """Tell whether all rows of a job of so many are saved."""
+        """True where all rows of the job are saved.
+
+        Args:
+            total_rows: Number of rows of the job; None: it is not known.
+        """
         return len(self.done_rows) == total_rows
 
     @property
     def kernels(self) -> KernelChoice | None:
-        """The kernels that its rows have been made with; None: nothing was recorded."""
+        """The kernels that computed the rows so far; None: none are recorded."""
         return self._manifest.kernels
 
     @property
     def weight_format(self) -> str | None:
-        """The format of the layers' weights that its rows have been made with; None: nothing was recorded."""
+        """The format of the layers' weights that computed the rows so far; None: none is recorded."""
         return self._manifest.weight_format
 
     @property
     def first(self) -> str | None:
-        """The fingerprint's sha256 of the smallest job whose rows this one goes on from; None: there is none."""
+        """SHA-256 of the fingerprint of the smallest job whose rows this job reuses; None: it reuses no rows."""
         return self._manifest.first
 
     def record_kernels(self, kernels: KernelChoice) -> None:
-        """Note what the rows from now on are made with, before the first of them. Raises BatchgenError."""
+        """Record the kernels of the next rows; called before the first of them. Raises BatchgenError."""
         self._record(replace(self._manifest, kernels=kernels))
 
     def record_weight_format(self, weight_format: str) -> None:
-        """Note what the weights of the rows from now on are in, before the first of them. Raises BatchgenError."""
+        """Record the weight format of the next rows; called before the first of them. Raises BatchgenError."""
         self._record(replace(self._manifest, weight_format=weight_format))
 
     def writer(self, **limits: Any) -> PartWriter:
-        """A PartWriter for this run's results; `limits` as PartWriter takes them."""
+        """Start a PartWriter for this run's results.
+
+        Args:
+            limits: The arguments of PartWriter that say when a part file is written.
+        """
         kernels = None if self.kernels is None else self.kernels.to_json()
         origin = {"fingerprint": json_sha256(self._manifest.fingerprint), "kernels": kernels}
         origin["weight_format"] = self.weight_format
@@ -246,9 +260,12 @@ class Run:
         return self._writer
 
     def save(self) -> int:
-        """Put all rows that the writer was given on stable storage, and take no more.
+        """Write all added rows to stable storage and refuse further rows, as the last action of a process.
 
-        Returns how many rows are finished. Any thread may call it, as the last thing before the process ends.
+        Any thread may call this method.
+
+        Returns:
+            The number of finished rows.
         """
         if self._writer is not None:
             self._writer.stop()
@@ -263,19 +280,20 @@ class Run:
         format_row: FormatRow | None = None,
         before_replacing: Callable[[], None] = lambda: None,
     ) -> dict[str, int]:
-        """Join the parts into the output, put it in place atomically, and return its totals.
+        """Write the output from the part files, put it in place in one step, and return its counts of rows and tokens.
 
         Args:
             dataset: The input.
             columns: The output columns.
-            prefix: The text before the name of each output column.
-            format_row: Function that makes the JSON lines of the output and the errors file; None: the output has
-                columns.
-            before_replacing: Called when all is written and nothing is in place yet; what it raises is raised.
+            prefix: The prefix of the output columns' names.
+            format_row: The function that makes the JSON values of the output and of the errors file; None: the output
+                has columns.
+            before_replacing: The function that is called after the new output is written and before it replaces the old
+                one. An exception that it raises stops the replacement.
 
         Raises:
-            BatchgenError: Rows are missing or the disk fails; all finished rows are kept, and the next run goes on from
-                them.
+            BatchgenError: Rows are missing, or the disk fails. All finished rows are kept, and the next run continues
+                from them.
         """
         joined = [self.directory / f"joined-{i}.tmp" for i in range(len(self._targets))]
         try:
@@ -309,7 +327,11 @@ class Run:
         return totals
 
     def output_lens(self, limit: int = 4096) -> list[int]:
-        """Generated tokens per sample of rows that are done, from the newest parts; at most about `limit`."""
+        """Read the numbers of generated tokens per sample from the newest part files.
+
+        Args:
+            limit: The approximate number of samples to read at most.
+        """
         lengths: list[int] = []
         for path in reversed(part_paths(self.parts_dir)):
             if len(lengths) >= limit:
@@ -318,13 +340,13 @@ class Run:
         return lengths
 
     def error_kinds(self) -> list[ErrorKind]:
-        """The three commonest kinds of errors of failed rows; those of damaged parts are not counted."""
+        """The three most frequent groups of similar errors of failed rows; damaged part files are left out."""
         with contextlib.suppress(DamagedPart):
             return error_kinds(self.parts_dir)
         return []
 
     def close(self) -> None:
-        """Let go of the output. The kernel does it too when the process ends."""
+        """Unlock the output. The kernel does so too when the process ends."""
         lock, self._lock = self._lock, None
         if lock is None:
             return
@@ -342,7 +364,7 @@ class Run:
         self.close()
 
     def _open(self, resume: bool, overwrite: bool, retry_failed: bool) -> None:
-        """Read what is there and leave the manifest saying what this run does."""
+        """Read the run directory and write a manifest for this run."""
         for folder in (self.directory, self.parts_dir):
             for leftover in folder.glob("*.tmp"):
                 if leftover.is_dir():  # what workers shared
@@ -394,16 +416,16 @@ class Run:
         self._write_manifest(replace(held, state="running", may_replace=held.may_replace or is_complete))
 
     def _grows(self, held: Manifest) -> bool:
-        """Tell whether the directory is of a job whose rows are the first ones of this one's."""
+        """True where the directory belongs to a smaller job whose rows are the first rows of this job."""
         now = self._manifest.fingerprint
         return self._extends is not None and held.fingerprint != now and self._extends(held.fingerprint, now)
 
     def _needs_parts(self, totals: dict[str, int]) -> bool:
-        """Tell whether a later run may go on from the parts of a complete output."""
+        """True where a later run may still use the part files of a complete output."""
         return self._keep_parts or totals["rows_failed"] > 0
 
     def _is_intact(self, held: Manifest) -> bool:
-        """Tell whether the output is complete and there. Raises InputError where it was changed since."""
+        """True where the output is complete and its files exist. Raises InputError where a file was changed."""
         if held.state != "complete":
             return False
         expected = {target: (held.files or {}).get(target.name) for target in self._targets}
@@ -416,10 +438,10 @@ class Run:
         return all(_size_bytes(target) == size_bytes for target, size_bytes in expected.items())
 
     def _belongs_here(self, held: Manifest, is_intact: bool, resume: bool) -> bool:
-        """Tell whether the directory is of this job; False where it is of another one that has no rows yet.
+        """True where the directory belongs to this job; False where it belongs to another job without any rows.
 
         Raises:
-            InputError: It has rows that this run may not go on from.
+            InputError: The directory has rows that this run may not reuse.
         """
         rows = held.totals["rows"] if held.totals and is_intact else len(self.done_rows)
         changes = describe_changes(held.fingerprint, self._manifest.fingerprint)
@@ -444,7 +466,7 @@ class Run:
         self._write_manifest(replace(self._manifest, may_replace=may_replace))
 
     def _read_manifest(self) -> Manifest | None:
-        """The manifest that is there. One that is damaged or gone is made again if all parts are of this very job."""
+        """Read the manifest. A damaged or deleted one is recreated where all part files are of this same job."""
         path = self.directory / "manifest.json"
         try:
             held = Manifest.read(path)
@@ -492,7 +514,7 @@ class Run:
         sync_directory(self.parts_dir)
 
     def _record(self, manifest: Manifest) -> None:
-        """Write the manifest where it says something new. Raises BatchgenError."""
+        """Write the manifest where it differs from the one on disk. Raises BatchgenError."""
         if manifest == self._manifest:
             return
         try:
@@ -534,7 +556,7 @@ def _size_bytes(path: Path) -> int | None:
 
 
 def _refuse_shared(directory: Path, output_path: Path) -> None:
-    """Raises InputError where workers share the job, and have not completed it."""
+    """Raise InputError where workers share the job of a run directory and have not completed it."""
     if not (directory / SHARE_FOLDER).exists():
         return
     held = Manifest.read(directory / "manifest.json")
@@ -545,9 +567,15 @@ def _refuse_shared(directory: Path, output_path: Path) -> None:
 
 
 def _lock(path: Path, output_path: Path, *, shared: bool = False) -> int:
-    """A file descriptor that holds the lock until it is closed. Raises BatchgenError naming who has it.
+    """Lock a file until its descriptor is closed. Raises BatchgenError, which names the process that has it locked.
 
-    shared: other processes may look for it at the same time.
+    Args:
+        path: The path of the lock file.
+        output_path: The path of the output, for the error message.
+        shared: True for a lock that several processes may hold at the same time.
+
+    Returns:
+        The descriptor of the lock file.
     """
     try:
         return lock_file(path, shared=shared)

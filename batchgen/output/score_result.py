@@ -1,4 +1,4 @@
-"""The result of one scored row, as parts keep it."""
+"""The result of one input row of a job that scores, and its form as an Arrow batch."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ SCORE_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """One finished row: either `error`, or one entry per continuation in each tuple.
+    """The result of one scored row: either an error, or tuples with one entry per continuation.
 
     Attributes:
         logprobs: Natural logarithm of each continuation's probability, summed over its tokens.
-        is_greedy: True where each of a continuation's tokens is the argmax.
+        is_greedy: For each continuation, True where each of its tokens is the most likely one.
         num_tokens: Number of tokens of each continuation.
-        prompt_tokens: Tokens of the context.
-        error: Reason why the row failed; None where it did not.
-        token_logprobs: Log-probabilities of each continuation's tokens; None where they are not asked for.
+        prompt_tokens: Number of tokens of the context.
+        error: The reason why the row failed; None where it succeeded.
+        token_logprobs: Log-probabilities [continuations][positions]; None where they were not asked for.
     """
 
     logprobs: tuple[float, ...]
@@ -52,12 +52,12 @@ class ScoreResult:
 
     @classmethod
     def from_scored(cls, scored: Scored, *, whole: bool, token_logprobs: bool) -> ScoreResult:
-        """The result of a scored row.
+        """Convert a `Scored` of the engine to the result that part files keep.
 
         Args:
-            scored: The scores.
-            whole: True where the row's prompt is what was scored.
-            token_logprobs: True where the log-probabilities of each token are kept.
+            scored: The engine's result.
+            whole: True where the row's prompt itself was scored.
+            token_logprobs: True to keep the log-probabilities of each token.
         """
         scores = scored.scores if scored.error is None else ()
         num_tokens = tuple(len(score.token_ids) for score in scores)
@@ -72,12 +72,12 @@ class ScoreResult:
 
     @property
     def memory_bytes(self) -> int:
-        """About what it costs to hold; an estimate, for bounding buffers."""
+        """An estimate of the bytes that the result takes in memory, used to limit buffers."""
         return 500 + 2 * len(self.error or "") + 100 * len(self.logprobs) + positions_bytes(self.token_logprobs)
 
     @staticmethod
     def to_batch(results: Mapping[int, ScoreResult]) -> pa.RecordBatch:
-        """Results by row index as a batch of SCORE_SCHEMA, sorted by row."""
+        """Convert results by row index to an Arrow batch with SCORE_SCHEMA, sorted by row index."""
         rows = sorted(results)
         ordered = [results[row] for row in rows]
         columns: list[list[Any]] = [

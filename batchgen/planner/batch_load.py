@@ -11,7 +11,7 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
 from batchgen.schedule.extents import runs_of
 from batchgen.schedule.micro_batches import placement_in_sweep
-from batchgen.schedule.scheduler import ScheduledSequence
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.step_graph import BatchFlow
 from batchgen.schedule.window_pool import NULL_BLOCK
 
@@ -33,21 +33,25 @@ class Attended:
 
 @dataclass(frozen=True)
 class BatchLoad:
-    """The load of one micro-batch of a sweep.
+    """Amounts that one micro-batch of a sweep computes and moves.
+
+    Amounts of KV are those of each layer.
 
     Attributes:
-        tokens: Tokens, with those of sequences that only begin a token in the sweep (`deferred`).
-        sampled: Sequences that reach their last token, in this sweep or a later one.
-        logits_rows: Rows of logits.
-        attended: Attention of the sequences of each placement in the sweep.
-        windowed: Attention of the sequences of each placement in layers with a sliding window, where no prefix is
-            shared.
-        host_blocks: KV blocks that come from the host's pool.
-        windowed_host_blocks: KV blocks that come from the host's pool in layers with a sliding window.
-        new_tokens: Tokens whose KV goes to the host's pool.
-        disk_reads: KV blocks that are read from disk, and runs of neighbouring ones.
-        disk_writes: KV blocks that are written to disk, and runs of neighbouring ones.
-        disk_blocks: KV blocks of sequences on disk that pass through the staging buffer.
+        tokens: Number of tokens. The token of a deferred sequence counts, though the sweep takes it no further than QKV
+            of the first layer (`deferred`).
+        sampled: Number of sequences whose last token is among these, so that a new one follows, in this sweep or, where
+            they are deferred, in a later one.
+        logits_rows: Number of rows of logits that are computed.
+        attended: Attention by KV placement, in layers without a sliding window.
+        windowed: Attention by KV placement, in layers with a sliding window; no prefix is shared there.
+        host_blocks: Number of KV blocks that are copied from the host's pool, in layers without a sliding window.
+        windowed_host_blocks: Number of KV blocks that are copied from the host's pool, in layers with a sliding window.
+        new_tokens: Number of tokens whose KV is copied to the host's pool.
+        disk_reads: (KV blocks, runs of neighbouring blocks) that are read from disk.
+        disk_writes: (KV blocks, runs of neighbouring blocks) that are written to disk.
+        disk_blocks: Number of KV blocks, old and new, of sequences on disk, all of which pass through the staging
+            buffer.
         hidden_on_host: Whether activations wait in host memory between layers.
     """
 

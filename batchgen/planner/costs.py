@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import singledispatch
 
-from batchgen.core.dtypes import INT8, KEPT_FORMATS
+from batchgen.core.dtypes import INT8, NATIVE_FORMATS
 from batchgen.core.hardware import ComputeRates, known
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.ops.attention_plan import MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS
@@ -349,14 +349,14 @@ def _dram_bytes(s: CostInputs, phase: Phase, at: Placement, moved: Mapping[str, 
     if s.on_gpu:
         crossing = moved["h2d"] + moved["d2h"] + on_disk + at.kv_cpu * kv_read
         return crossing + decode_kv_bytes(s, _attended_in_layer(s, phase))
-    weights = s.layer_bytes if s.weight_format in (INT8, *KEPT_FORMATS) else s.dequantized_layer_bytes
+    weights = s.layer_bytes if s.weight_format in (INT8, *NATIVE_FORMATS) else s.dequantized_layer_bytes
     return on_disk + (weights * (1 - experts_frac(s.model) * experts_skipped_frac(s, phase)) + kv_read)
 
 
 def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, Linear]) -> None:
     """Change the lanes of a layer to those of one whose experts on disk are read on demand.
 
-    The Steps are `read_dense`, `route` and `read_experts` of schedule/step_graph.py. What all tokens need is read ahead
+    The Steps are `read_dense`, `route` and `read_experts` of schedule/sweeps.py. What all tokens need is read ahead
     while the layer before routes, the experts when the router has chosen, and what comes after them waits. So neither
     matmuls nor the disk go on beside that: two chains. Of 4-bit weights only experts that were read are dequantized.
     """
@@ -384,7 +384,7 @@ def _chains(
 ) -> dict[str, Linear]:
     """Seconds of Steps that cannot overlap within one layer of one sweep, as they wait for or behind one another.
 
-    The Steps are those of schedule/step_graph.py. With K = 1 micro-batch, queries go out, the CPU attends, results come
+    The Steps are those of schedule/sweeps.py. With K = 1 micro-batch, queries go out, the CPU attends, results come
     back, and activations that wait in host memory come and go, all between the same batch's matmuls. With K >= 2 only
     activations are waited for, as they are fetched when the batch before has ended. Of two unequal batches (NEO) each
     waits for its own matmuls and then for its part of CPU attention.

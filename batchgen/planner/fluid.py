@@ -49,7 +49,16 @@ class Mean(NamedTuple):
 
 
 def flow_through(workload: Workload, settings: Sequence[Setting]) -> list[list[Mean]]:
-    """For each setting, the sweeps of the whole job in groups of like ones, in the order in which they come first."""
+    """Estimate the sweeps of a whole job under each setting of the scheduler.
+
+    Args:
+        workload: The job.
+        settings: Settings that are compared.
+
+    Returns:
+        For each setting, groups of sweeps that prefill and decode about as much, with their averages; groups come in
+            the order of their first sweeps.
+    """
     block = np.array([float(setting.max_num_seqs) for setting in settings])
     simulated = np.minimum(workload.num_seqs, _GENERATIONS * block)
     steps = _simulate(workload, settings, block, simulated)

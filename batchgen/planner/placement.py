@@ -107,7 +107,17 @@ class Rounding(Protocol):
         """The least whole number, at most `most`, that no share exceeds; a share is an amount over a number."""
 
     def if_any(self, amounts: Sequence[Linear], most: int, value: Linear, highest: float, lowest: Linear) -> Linear:
-        """The value if any of the amounts is above 0, else 0; it lies between `lowest` and `highest`."""
+        """The size `value` where any of the amounts is above 0, else 0.
+
+        For a MIP the result is a variable that is at least as large as this, and as `lowest`.
+
+        Args:
+            amounts: Numbers or linear expressions, none of them below 0.
+            most: The most that the amounts add up to.
+            value: The size where any amount is above 0.
+            highest: The most that `value` can be.
+            lowest: A lower bound of the result, whatever the amounts are.
+        """
 
 
 class _WholeNumbers:

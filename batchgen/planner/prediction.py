@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, KEPT_FORMATS, weight_row_bytes
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, NATIVE_FORMATS, weight_row_bytes
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
 from batchgen.models.config import ModelConfig
@@ -47,7 +47,7 @@ def loading_s(
     """
     rate = min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
     native_bytes, dequantized = 0, model.num_params
-    if weight_format in KEPT_FORMATS:
+    if weight_format in NATIVE_FORMATS:
         native_bytes = sum(map(sum, (sizes.values() for sizes in layer_sizes(model, dtype, weight_format))))
         here = {"embed": model.has_embeddings, "lm_head": model.has_head}  # a stage may be without
         ends = [end_format for name, end_format in model.end_formats if here[name]]

@@ -28,9 +28,10 @@ from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator, Timeline
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
-from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.sequence import Sequence
-from batchgen.schedule.step_graph import Sweeps
+from batchgen.schedule.sweeps import Sweeps
 from batchgen.schedule.trace import TraceWriter
 
 
@@ -231,11 +232,12 @@ class SimulatedJob:
         return self._scheduler.has_work
 
     def next_sweep(self) -> SimulatedSweep | None:
-        """Schedule the next sweep.
+        """Schedule the next sweep, and count it as run unless sweeps are in a pipeline.
 
-        The sweep is taken to have run, but for tokens that take more than one sweep (`end_sweep`). Where there are only
-        such, its one micro-batch is empty. In a pipeline the sweep is under way; where all sequences are in sweeps
-        under way, it has no micro-batch.
+        Sequences have their new tokens at once, except deferred ones, whose token takes several sweeps and comes with
+        `end_sweep`. Where nothing but such tokens is under way, the sweep has one empty micro-batch. In a pipeline
+        (`sweeps_in_flight` above 1) tokens come with `take_answers`. Where all sequences are in sweeps under way there,
+        the sweep has no micro-batch.
 
         Returns:
             The sweep; None when all rows are done.

@@ -81,7 +81,7 @@ class Sizes:
 
     @cached_property
     def slot_group_bytes(self) -> Mapping[str, int]:
-        """Bytes, by group, of a buffer that any layer's tensors fit into."""
+        """Bytes of a buffer that the tensors of any layer fit into, by group of tensors: "qkv", "out", "up", "down"."""
         return slot_bytes(self.model, self.compute_format, self.weight_format)
 
     @cached_property

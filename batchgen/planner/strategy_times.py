@@ -16,14 +16,16 @@ from batchgen.planner.strategies import NotApplicable, Strategy, best_candidates
 
 
 def best_plan(strategy: Strategy, problem: Problem) -> Plan:
-    """The best plan under a strategy, simulated.
+    """Simulate the best candidates of a strategy, and return the plan whose job takes the least time.
 
     Args:
         strategy: The strategy.
         problem: The planner's problem.
+        plan_of: Function of (candidate, seconds of all its sweeps) that makes it a plan; None for the seconds takes
+            those of the cost model.
 
     Raises:
-        NotApplicable: The strategy does not apply.
+        NotApplicable: The strategy does not apply, or the blocks of all its plans take longer than --max-block-latency.
         InputError: Nothing fits the budgets.
     """
     plans = [

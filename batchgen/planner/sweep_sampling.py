@@ -23,7 +23,8 @@ from batchgen.planner.simulation import SimulatedJob
 from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator
 from batchgen.schedule.deferred_batches import DeferredBatch, DeferredBatches
-from batchgen.schedule.step_graph import Step, Sweeps
+from batchgen.schedule.step_graph import Step
+from batchgen.schedule.sweeps import Sweeps
 
 _LAYER_STEPS = 6  # of one micro-batch in one layer, about
 

@@ -40,7 +40,7 @@ from batchgen.planner.search import search_space
 from batchgen.planner.step_seconds import before_attention_frac, elementwise_s
 from batchgen.profiler.timing import FULL, last_level_cache_bytes
 from batchgen.profiler.transfer import disk_rates
-from batchgen.schedule.scheduler import ScheduledSequence
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.sequence import Sequence as Generated
 from batchgen.schedule.step_graph import Step
 

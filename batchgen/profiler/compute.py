@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KVFormat, matmul_key, weight_row_bytes
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KVFormat, dtype_name, matmul_key, weight_row_bytes
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -223,7 +223,7 @@ def gemm_rates(
         kernels: Kernels of the models' shapes.
         as_stored: Whether weights are multiplied as they are stored, as those that stream are.
     """
-    stored_in = weight_format or _name(pool.dtype)
+    stored_in = weight_format or dtype_name(pool.dtype)
 
     def rates(model: ModelConfig) -> tuple:
         width, attention, inner = model.hidden_size, model.q_size, model.intermediate_size
@@ -273,7 +273,7 @@ def _weight(
         data = torch.full(
             (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
         )  # scales are numbers
-        weight = BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, _name(numbers.dtype)))
+        weight = BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, dtype_name(numbers.dtype)))
         return weight if as_stored else ops.pack_blocks(weight, numbers.dtype, gated=gated)
     stored = numbers
     if weight_format == INT8:
@@ -342,12 +342,8 @@ def prefill_rates(
     return Rates(("context",), device.rising_rates(effort.prefill_contexts, trial, effort))
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _attention_isa(kernels: KernelChoice, model: ModelConfig, pool: Tensor) -> str:
-    return kernels.attention_isa(model.num_heads, model.num_kv_heads, model.head_dim, _name(pool.dtype))
+    return kernels.attention_isa(model.num_heads, model.num_kv_heads, model.head_dim, dtype_name(pool.dtype))
 
 
 def paged_attention(
@@ -358,13 +354,14 @@ def paged_attention(
     dtype: torch.dtype,
     isa: str = "",
 ) -> Callable[[int], Tensor]:
-    """A function that runs attention of one layer over a window of the KV blocks, the next one in each run.
+    """A function of i that runs attention of one layer over the i-th window of the KV blocks.
 
-    The attention plan counts blocks from the window's first one, so that one plan serves all runs: making it takes
-    longer than many runs, and a sweep makes one for all its layers.
+    A window has as many blocks as the sequences need, or all that there are; after the last window comes the first
+    again. The attention plan counts blocks from the start of a window, so that one plan serves all runs: making it
+    takes longer than many runs, and a sweep makes one for all its layers.
 
     Args:
-        kv: KV blocks.
+        kv: KV blocks, as from `paged_kv`.
         kv_format: Format of the KV.
         model: The model whose heads attend.
         sequences: (new, cached) tokens of each sequence.
@@ -391,7 +388,7 @@ def paged_attention(
 
 def _stored_as(kv_format: str | None, pool: Tensor) -> KVFormat:
     """The KV format of this name, or that of the pool's numbers."""
-    return KVFormat.of(kv_format or _name(pool.dtype))
+    return KVFormat.of(kv_format or dtype_name(pool.dtype))
 
 
 def paged_kv(pool: Tensor, model: ModelConfig, kv_format: KVFormat) -> Tensor:

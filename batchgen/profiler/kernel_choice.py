@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, KVFormat, matmul_key
+from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, KVFormat, dtype_name, matmul_key
 from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice, Measured, attention_key, linear_key
 from batchgen.core.machine import available_memory_bytes, keep_freed_memory
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -56,11 +56,12 @@ Timer = Callable[[str, str, Trial], float]
 
 @dataclass(frozen=True)
 class Kernels:
-    """The candidates, and how they are timed.
+    """The kernels to choose from for each shape, and the function that times them.
 
     Attributes:
-        candidates: Instruction sets and TORCH, in order of preference; TORCH is for linear layers alone.
-        timer: Function that times a candidate.
+        candidates: Names of the CPU's instruction sets and TORCH, torch's own linear, in order of preference. TORCH is
+            a candidate for unquantized linear layers alone.
+        timer: Function of (candidate, name of the timed point, work) that gives the seconds of one run.
     """
 
     candidates: tuple[str, ...]
@@ -244,7 +245,7 @@ def _linear_shape(shape: tuple[int, int], dtype: torch.dtype, *, gated: bool, he
 
     options = {"activation": "silu_mul" if gated else None, "out_dtype": torch.float32 if head else None}
     points = _points(shape, dtype, depth * dtype.itemsize, weights, options)
-    return _Shape(linear_key(columns, depth, _name(dtype)), points, refuse)
+    return _Shape(linear_key(columns, depth, dtype_name(dtype)), points, refuse)
 
 
 def _blocks_shape(model: ModelConfig, weight_format: str, dtype_name: str) -> _Shape:
@@ -357,7 +358,3 @@ def _torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

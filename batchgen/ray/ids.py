@@ -76,7 +76,13 @@ def without_ids(batch: pa.Table, done: pa.Array, id_column: str) -> pa.Table:
 
 
 def rows_left(batch: pa.Table, done: Any, id_column: str) -> pa.Table:
-    """The rows whose id is not among the ids of a Ray object, which each machine has once. done: its reference."""
+    """The rows of a batch whose id is not among the ids of rows that are done.
+
+    Args:
+        batch: Rows of the input.
+        done: Ray's reference to an Arrow array of the ids that are done; Ray stores the array once per machine.
+        id_column: Name of the column with the ids.
+    """
     import ray
 
     return without_ids(batch, ray.get(done), id_column)

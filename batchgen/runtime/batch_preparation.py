@@ -30,7 +30,7 @@ def prepare_batches(context: StepContext, batches: Sequence[PackedBatch]) -> lis
 def prepare_in_buffers(context: StepContext, packed: PackedBatch, buffers: StaticBuffers) -> BatchState:
     """A micro-batch whose layers run over the static buffers of a CUDA graph."""
     positions = torch.from_numpy(packed.positions), upload(packed.positions, context.device)
-    return BatchState(packed, *positions, None, {}, None, False, buffers=buffers)
+    return BatchState(packed, *positions, None, {}, {}, False, buffers=buffers)
 
 
 def _prepare(context: StepContext, packed: PackedBatch, on_host: bool) -> BatchState:
@@ -42,16 +42,14 @@ def _prepare(context: StepContext, packed: PackedBatch, on_host: bool) -> BatchS
         if segment.placement is KVPlacement.DEFERRED:
             begins = _prepare_deferred(context, packed, segment, plans)
             continue
-        rows = _rows_on_host(context, segment) if segment.placement is KVPlacement.CPU else None
+        rows = _rows_on_host(context, segment) if segment.placement is KVPlacement.CPU else {}
         tokens, slots = slice(segment.start, segment.stop), _uploaded(context, segment.slots)
         parts[segment.placement] = BatchPart(tokens, slots, rows, plans)
     in_place = None
     if packed.in_place:
         plans, slots = _prepared_plans(context, packed.in_place, context.device), packed.in_place.slots
         in_place = replace(parts[KVPlacement.STREAMED], slots=_uploaded(context, slots), plans=plans)
-    moves = None
-    if packed.staging:
-        moves = for_each(packed.staging, lambda staging: context.kv_cache.prepare(staging, context.device))
+    moves = for_each(packed.staging or {}, lambda staging: context.kv_cache.prepare(staging, context.device))
     positions = torch.from_numpy(packed.positions), upload(packed.positions, context.device)
     indices = None  # all rows, in their order
     if len(packed.logits_rows) < packed.num_tokens or on_host:  # whose memory is the next batch's before the head

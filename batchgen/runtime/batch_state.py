@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from batchgen.core.kv_placement import KVPlacement
@@ -17,7 +18,11 @@ from batchgen.runtime.memory.kv_cache import Moves
 from batchgen.schedule.packed_batch import PackedBatch
 
 Plans = Mapping[int | None, ops.PreparedAttention]  # by sliding window
-A, B = TypeVar("A"), TypeVar("B")
+A = TypeVar("A")
+B = TypeVar("B")
+
+# Activations that a micro-batch has not got yet, or needs no more.
+RELEASED = torch.empty(0)
 
 
 def for_each(by_window: Mapping[int | None, A], make: Callable[[A], B]) -> dict[int | None, B]:
@@ -36,13 +41,13 @@ class BatchPart:
     Attributes:
         tokens: its tokens in the batch.
         slots: slots of new KV by sliding window, int64 [tokens], on the compute device.
-        rows: rows of the host's pool that K and V go to by themselves, by sliding window; None: they go to slots.
+        rows: rows of the host's pool that K and V go to by themselves, by sliding window; empty: they go to slots.
         plans: attention plans by sliding window.
     """
 
     tokens: slice
     slots: Mapping[int | None, Tensor]
-    rows: Mapping[int | None, tuple[Tensor, Tensor]] | None
+    rows: Mapping[int | None, tuple[Tensor, Tensor]]
     plans: Plans
 
 
@@ -56,7 +61,7 @@ class BatchState:
         positions: positions on the compute device.
         logits_indices: tokens whose logits are asked for, int64; None: all of them, in their order.
         parts: its segments by placement, but for the deferred one.
-        moves: KV that passes through the staging buffer, by sliding window.
+        moves: KV that passes through the staging buffer, by sliding window; empty: none does.
         on_host: Whether its activations wait in host memory between layers.
         hidden: activations, [tokens, hidden], on the compute device, or between layers in host memory.
         qkv: queries, keys and values of the layer.
@@ -72,19 +77,19 @@ class BatchState:
         routes: experts of each token, by chunk, in a layer whose experts are read on demand.
     """
 
-    packed: PackedBatch | None
-    host_positions: Tensor | None
+    packed: PackedBatch
+    host_positions: Tensor
     positions: Tensor
     logits_indices: Tensor | None
     parts: Mapping[KVPlacement, BatchPart]
-    moves: Mapping[int | None, Moves] | None
+    moves: Mapping[int | None, Moves]
     on_host: bool
-    hidden: Tensor | None = None
-    qkv: Tensor | None = None
+    hidden: Tensor = RELEASED
+    qkv: Tensor = RELEASED
     for_cpu: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     from_cpu: dict[int, Tensor] = field(default_factory=dict)
     attended: dict[KVPlacement, Tensor] = field(default_factory=dict)
-    logits: Tensor | None = None
+    logits: Tensor = RELEASED
     buffers: StaticBuffers | None = None
     begins: DeferredBatchState | None = None
     joined: list[DeferredBatchState] = field(default_factory=list)
@@ -94,7 +99,13 @@ class BatchState:
     @property
     def experts(self) -> list[int]:
         """The experts that any of its tokens is routed to."""
-        return sorted({expert for _, chosen in self.routes for expert in chosen.flatten().tolist()})
+        return sorted({expert for _, chosen in self.routes or () for expert in chosen.flatten().tolist()})
+
+    @property
+    def part_in_place(self) -> BatchPart:
+        """The streamed part in a layer in which its KV lies on the device."""
+        assert self.in_place is not None, "the batch has no KV that lies on the device in some layers"
+        return self.in_place
 
     def positions_of(self, tokens: slice) -> Tensor:
         return self.positions if tokens.stop - tokens.start == len(self.positions) else self.positions[tokens]

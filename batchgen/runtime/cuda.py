@@ -21,7 +21,7 @@ from batchgen.core.plan import PINNED_BYTES
 from batchgen.core.units import format_bytes
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import Passage, through
-from batchgen.runtime.memory.transfers import tensor_over
+from batchgen.runtime.memory.transfers import Link, tensor_over
 from batchgen.runtime.streams import STREAMS, Driver
 from batchgen.schedule.step_graph import LANES
 
@@ -216,6 +216,7 @@ class PinnedMemory:
         pages = aligned_buffer(math.prod(shape) * dtype.itemsize, _PinnedPages)
         tensor = tensor_over(pages, shape, dtype)
         if tensor.nbytes:
+            assert isinstance(pages, _PinnedPages)
             pages.pin(tensor.data_ptr())
             self._pinned.add(pages)
         return tensor
@@ -238,16 +239,16 @@ class PinnedMemory:
 COPY_BYTES = 16 << 20
 
 
-class CudaLink:
-    """Copies from one memory to another on the current stream, as `transfers.Link`, but asynchronously.
+class CudaLink(Link):
+    """Asynchronous copies from one memory to another, on the current stream.
 
     What is copied must not change until an event recorded later on the stream has come. The link keeps the memory that
     it is given, and that which it returns, until then.
     """
 
     def __init__(self, driver: Driver, to_gpu: bool) -> None:
+        super().__init__()
         self._driver, self._to_gpu = driver, to_gpu
-        self.moved_bytes = 0
 
     def copy(self, target: Tensor, source: Tensor) -> Tensor:
         """target[...] = source, both contiguous; the host's side is pinned."""
@@ -310,9 +311,6 @@ class CudaLink:
         self.borrow(index)
         self._driver.note_copy()
         ops.scatter_rows(target, index, source)
-
-    def reset_counts(self) -> None:
-        self.moved_bytes = 0
 
     def _count(self, moved: Tensor) -> None:
         self.moved_bytes += moved.numel() * moved.element_size()

@@ -43,7 +43,12 @@ class DeferredBatchState:
     attended: Tensor | None = None
 
     def leave(self, hidden: Tensor, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Takes along what it needs while it is in no batch. qkv: queries, keys and values as they are stored."""
+        """Leave the micro-batch, and keep what the sequences need until they join one again.
+
+        Args:
+            hidden: Activations, [rows, hidden]; they are copied.
+            qkv: Queries [rows, heads, head_dim], keys and values; the latter two in the format of the host's KV pool.
+        """
         q, k, v = qkv
         self.hidden = hidden.clone()
         # Kept until compute has waited for the CPU, which has waited for the copies.
@@ -51,6 +56,7 @@ class DeferredBatchState:
 
     def send(self, to_host: Link, pool: Tensor, window: int | None, queries: Tensor) -> None:
         """New KV to the host's pool of the layer, queries to their table."""
+        assert self.sending is not None, "the batch has not left"
         q, k, v = self.sending
         flat = pool.view(-1, pool.shape[-1])
         for rows, new in zip(self.kv_rows[window], (k, v), strict=True):
@@ -67,6 +73,7 @@ class DeferredBatchState:
 
     def join(self, from_host: Link, attended: Tensor) -> None:
         """Brings the results to the compute device."""
+        assert self.hidden is not None, "the batch has not left"
         self.attended = self.hidden.new_empty(len(self.rows), attended.shape[1])
         from_host.gather(self.attended, attended, self.slots_on_device)
         self.sending = None

@@ -1,6 +1,6 @@
 """Takes the micro-batches of a sweep through all layers, in the order of its Steps.
 
-The order of Steps and what they wait for is `schedule.step_graph`'s, running them `lanes`' and `streams`', the work of
+The order of Steps and what they wait for is `schedule.sweeps`', running them `lanes`' and `streams`', the work of
 each kind `steps.handlers`'. With everything in the compute device's memory all Steps are in one lane, and this is the
 plain serial order.
 """
@@ -34,7 +34,8 @@ from batchgen.runtime.warm_up_steps import clear_kv, layers_that_differ, numbere
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.packed_batch import PackedBatch, empty_batch
 from batchgen.schedule.sequence import PENDING
-from batchgen.schedule.step_graph import Step, Sweeps
+from batchgen.schedule.step_graph import Step
+from batchgen.schedule.sweeps import Sweeps
 
 
 class Executor:
@@ -91,7 +92,8 @@ class Executor:
         method = weakref.WeakMethod(self._perform)  # lanes' threads keep no engine alive that nobody has any more
 
         def perform(step: Step) -> None:
-            method()(step)
+            if (do_work := method()) is not None:
+                do_work(step)
 
         if driver is not None:
             return StreamLanes(perform, driver, serial=options.serial, on_step=options.on_step, on_thread=on_thread)
@@ -164,7 +166,7 @@ class Executor:
         context = self.context
         context.on_logits, context.vocabulary_chunks = on_logits, vocabulary_chunks
         layers = layers_that_differ(context)
-        step_graph, deferred_batches = sweeps_of_layers(context, layers), DeferredBatches()
+        graph, deferred_batches = sweeps_of_layers(context, layers), DeferredBatches()
         with self.lanes.one_by_one(), kernels_alone(), self._computing():
             for batches in sweeps:
                 to_run = batches
@@ -172,13 +174,13 @@ class Executor:
                     prepared: list[BatchState] = []
                     self.lanes.prepare(lambda: prepared.extend(prepare_batches(context, to_run)))  # noqa: B023
                     flows = [batch.packed.flow(batch.on_host) for batch in prepared]
-                    steps = numbered_before(step_graph.steps(flows, deferred_batches, lambda step_id: True), layers)
+                    steps = numbered_before(graph.steps(flows, deferred_batches, lambda step_id: True), layers)
                     self.lanes.execute(self._bound(steps, prepared))
                     self.lanes.drain()
                     to_run = [empty_batch()] if deferred_batches.waiting else []  # until they are through all layers
                 self._deferred_batches.clear()
-                self.lanes.prepare(lambda: [clear_kv(context, batch, layers) for batch in batches])  # noqa: B023
-        for counted in (self.weights, self.kv_cache, self.routing, *(context.links or ())):
+                self.lanes.prepare(partial(clear_kv, context, batches, layers))
+        for counted in (self.weights, self.kv_cache, self.routing, *(self._tiers.links or ())):
             counted.reset_counts()
 
     def _run(
@@ -214,8 +216,10 @@ class Executor:
         for step in steps:
             batch = self._batch_of[step.id] = batches[step.batch]
             if step.deferred_batch is not None:  # it may be through before a lane of the host comes to its Steps
-                deferred_batch = self._deferred_batches.setdefault(step.deferred_batch, batch.begins)
-                self.context.deferred_of[step.id] = deferred_batch
+                if step.deferred_batch not in self._deferred_batches:
+                    assert batch.begins is not None, f"nothing is deferred in the batch of {step}"
+                    self._deferred_batches[step.deferred_batch] = batch.begins
+                self.context.deferred_of[step.id] = self._deferred_batches[step.deferred_batch]
             yield step
 
     def _perform(self, step: Step) -> None:
@@ -243,7 +247,7 @@ class Executor:
             "disk_read": self.weights.disk_bytes_read + self.kv_cache.disk_bytes_read,
             "disk_write": self.kv_cache.disk_bytes_written,
         }
-        if links := self.context.links:
+        if links := self._tiers.links:
             moved |= {"h2d": links[0].moved_bytes, "d2h": links[1].moved_bytes}
         return moved
 

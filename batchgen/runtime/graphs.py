@@ -55,7 +55,10 @@ class StaticBuffers:
 
 
 class DecodeGraphs:
-    """CUDA graphs with their static buffers, by size; of many, the least recently used are given up.
+    """CUDA graphs of decode sweeps with their static buffers, by the size of the sweep.
+
+    A size is a number of tokens, rounded up, and the capacity of the attention plans. Where there are too many graphs,
+    the least recently used one is dropped.
 
     Invariant: the buffers of a graph hold one sweep at a time.
     """

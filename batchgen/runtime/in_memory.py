@@ -24,7 +24,8 @@ from batchgen.runtime.warm_up import dummy_sweeps
 from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.packed_batch import pack
 from batchgen.schedule.residency import WeightResidency
-from batchgen.schedule.scheduler import Scheduler, SchedulerLimits
+from batchgen.schedule.scheduler import Scheduler
+from batchgen.schedule.scheduler_limits import SchedulerLimits
 
 
 def in_memory(

@@ -297,6 +297,7 @@ def _closing(text: str) -> int | None:
 
 def _decimal(found: re.Match[str]) -> str:
     whole, most, before, after = (None if group is None else int(group) for group in found.groups())
+    assert most is not None, "the pattern always has it"
     digits = most - 1
     if digits > _MOST_DIGITS:
         return found[0]

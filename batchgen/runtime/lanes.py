@@ -12,9 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from batchgen.core.errors import BatchgenError, one_line
-from batchgen.schedule.step_graph import LANES, Step
+from batchgen.schedule.step_graph import LANES, Lane, Step
 
 # (step, start, end) in seconds of time.perf_counter; called from any lane's thread, one at a time.
 OnStep = Callable[[Step, float, float], None]
@@ -50,11 +51,11 @@ class Lanes:
         # A lane is woken only by what it waits for: every thread that wakes takes the interpreter from the computing
         # one.
         self._wakes = {lane: threading.Condition(self._lock) for lane in LANES}
-        self._waits_for: dict[str, int] = {}  # lane -> id of the Step it waits for
+        self._waits_for: dict[Lane, int] = {}  # lane -> id of the Step it waits for
         self._drained = threading.Condition(self._lock)
-        self._pending: dict[int, str] = {}  # id -> lane
-        self._queues: dict[str, deque[Step]] = {lane: deque() for lane in LANES if lane != "compute"}
-        self._threads: dict[str, threading.Thread] = {}
+        self._pending: dict[int, Lane] = {}  # id -> lane
+        self._queues: dict[Lane, deque[Step]] = {lane: deque() for lane in LANES if lane != "compute"}
+        self._threads: dict[Lane, threading.Thread] = {}
         self._failure: BaseException | None = None
         self._failure_raised = False
         self._closed = False
@@ -80,6 +81,7 @@ class Lanes:
             self._fail(error)
             self._failure_raised = True
             raise
+        return None
 
     @contextlib.contextmanager
     def one_by_one(self) -> Iterator[None]:
@@ -159,7 +161,7 @@ class Lanes:
             if step.lane not in self._waits_for:  # else it is waiting for a Step before this one
                 self._wakes[step.lane].notify()
 
-    def _work(self, lane: str) -> None:
+    def _work(self, lane: Lane) -> None:
         queue = self._queues[lane]
         self._on_thread(lane)
         while True:
@@ -174,12 +176,12 @@ class Lanes:
                 self._fail(error)
                 return
 
-    def _await_and_run(self, step: Step, thread: str) -> None:
+    def _await_and_run(self, step: Step, thread: Lane) -> None:
         """thread: the lane whose thread this is; with `serial`, compute's for all Steps."""
         self._await(step, thread)
-        takes_turns = self._cores is not None and step.lane in ("compute", "cpu_attention")
-        if takes_turns:
-            self._take_cores(step.lane)
+        cores = self._cores if step.lane in ("compute", "cpu_attention") else None
+        if cores is not None:
+            self._take_cores(cores, step.lane)
         try:
             self._check()
             if self._closed:
@@ -188,8 +190,8 @@ class Lanes:
             self._perform(step)
             ended = time.perf_counter()
         finally:
-            if takes_turns:
-                self._cores.release()
+            if cores is not None:
+                cores.release()
         with self._lock:
             self.busy_s[step.lane] += ended - started
             del self._pending[step.id]
@@ -202,13 +204,13 @@ class Lanes:
             if not self._pending:
                 self._drained.notify_all()
 
-    def _take_cores(self, lane: str) -> None:
+    def _take_cores(self, cores: threading.Lock, lane: Lane) -> None:
         began = time.perf_counter()
-        self._cores.acquire()
+        cores.acquire()
         if lane == "compute":
             self.stalled_s["cpu_attention"] += time.perf_counter() - began
 
-    def _await(self, step: Step, thread: str) -> None:
+    def _await(self, step: Step, thread: Lane) -> None:
         with self._lock:
             self._check()
             for earlier in step.after:
@@ -218,16 +220,15 @@ class Lanes:
                 started = time.perf_counter()
                 self._waits_for[thread] = earlier
                 try:
-                    self._wakes[thread].wait_for(
-                        lambda earlier=earlier: (
-                            self._closed or self._failure is not None or earlier not in self._pending
-                        )
-                    )
+                    self._wakes[thread].wait_for(partial(self._need_not_wait, earlier))
                 finally:
                     del self._waits_for[thread]
                 if step.lane == "compute":
                     self.stalled_s[lane] += time.perf_counter() - started
                 self._check()
+
+    def _need_not_wait(self, earlier: int) -> bool:
+        return self._closed or self._failure is not None or earlier not in self._pending
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -77,10 +77,10 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
     finite = ops.all_finite(logits)  # first: what is forbidden below is minus infinity
     logprobs = _Logprobs(logits, sequences)
     penalties = _Penalties(logits, sequences)
-    constrained = [i for i, s in enumerate(sequences) if s.constraint is not None]
-    if constrained:
-        masks = np.stack([sequences[i].constraint.mask() for i in constrained])
-        ops.forbid(logits, np.array(constrained), masks)
+    constraints = {i: s.constraint for i, s in enumerate(sequences) if s.constraint is not None}
+    if constraints:
+        masks = np.stack([constraint.mask() for constraint in constraints.values()])
+        ops.forbid(logits, np.array(list(constraints)), masks)
     chosen = ops.argmax(logits)
     drawn = [i for i, s in enumerate(sequences) if not s.sampling.is_greedy]
     if drawn:

@@ -87,14 +87,16 @@ class _Group:
     def results(self) -> Iterator[tuple[LogitsRow, ScoredPosition]]:
         # On the host: allocating memory of the device, outside of a sweep's streams, might wait for all that it has to
         # do.
-        lse = self._best[2].cpu()
+        assert self._best is not None, "no chunk has come"
+        best, _, best_lse = self._best
+        lse = best_lse.cpu()
         chosen = (self._chosen.cpu() - lse[self._rows.cpu()]).tolist()
-        argmax = self._best[0].cpu().where(self._finite.cpu(), NOT_FINITE).tolist()
+        argmax = best.cpu().where(self._finite.cpu(), NOT_FINITE).tolist()
         if self._top is not None:
             values, tokens = (self._top[0].cpu() - lse[:, None]).tolist(), self._top[1].tolist()
         first = 0
         for i, (row, targets) in enumerate(zip(self._logits_rows, self._targets, strict=True)):
-            top = ()
+            top: tuple[tuple[int, float], ...] = ()
             count = row.sequence.sampling.logprobs
             if count:
                 top = tuple(zip(tokens[i][:count], values[i][:count], strict=True))

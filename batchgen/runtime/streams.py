@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from batchgen.runtime.lanes import Lanes, OnStep
-from batchgen.schedule.step_graph import Step
+from batchgen.schedule.step_graph import Lane, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -252,7 +252,7 @@ class StreamLanes(Lanes):
             _, ended = self._layers.popleft()
             self._driver.synchronize(ended)
 
-    def _await(self, step: Step, thread: str) -> None:
+    def _await(self, step: Step, thread: Lane) -> None:
         for earlier in step.after:
             found = self._events.get(earlier)
             if found is not None:
@@ -290,6 +290,7 @@ class StreamLanes(Lanes):
 
     def _account(self) -> None:
         """Times of the Steps that have ended."""
+        assert self._clock is not None, "no Step was launched"
         event, at_s = self._clock
         left = []
         between = self._driver.seconds

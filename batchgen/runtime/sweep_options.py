@@ -65,3 +65,9 @@ class SweepOptions:
     serial: bool = False
     shared_cores: bool = False
     on_step: OnStep | None = None
+
+    @property
+    def ranks(self) -> AdjacentRanks:
+        """The adjacent ranks of a stage that has any."""
+        assert self.adjacent_ranks is not None, "there is one stage"
+        return self.adjacent_ranks

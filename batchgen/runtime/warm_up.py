@@ -14,7 +14,8 @@ import numpy as np
 
 from batchgen.core.request import SamplingParams
 from batchgen.schedule.packed_batch import PackedBatch
-from batchgen.schedule.scheduler import ScheduledSequence, Scheduler
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.sequence import LogitsRow, Sequence
 
 # Keys of a context that is long enough to be attended to in parts.
@@ -89,6 +90,8 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
 
 class _Anything:
     """A grammar that allows every token."""
+
+    error: str | None = None
 
     def __init__(self, vocab_size: int) -> None:
         self._mask = np.full(-(-vocab_size // 32), -1, dtype=np.int32)

@@ -11,7 +11,8 @@ import torch
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.runtime.steps.context import StepContext
 from batchgen.schedule.packed_batch import PackedBatch
-from batchgen.schedule.step_graph import Step, Sweeps
+from batchgen.schedule.step_graph import Step
+from batchgen.schedule.sweeps import Sweeps
 
 _BEFORE = 1 << 40  # Steps that warm up are numbered so far below the others
 
@@ -44,15 +45,20 @@ def numbered_before(steps: Iterable[Step], layers: Sequence[int]) -> Iterator[St
         )
 
 
-def clear_kv(context: StepContext, packed: PackedBatch, layers: Sequence[int]) -> None:
-    """Set to zero the blocks of memory that a micro-batch's new KV went to."""
+def clear_kv(context: StepContext, batches: Iterable[PackedBatch], layers: Sequence[int]) -> None:
+    """Set to zero the blocks of memory that the new KV of micro-batches went to."""
+    for packed in batches:
+        _clear_kv(context, packed, layers)
+
+
+def _clear_kv(context: StepContext, packed: PackedBatch, layers: Sequence[int]) -> None:
     kv_cache = context.kv_cache
     for segment in packed.segments:
         tier = context.compute_tier if segment.placement is KVPlacement.DEVICE else "cpu"
         for layer in layers:
             window = context.config.windows[layer]
             streamed = segment.placement is KVPlacement.STREAMED
-            slots = packed.staging[window].host_slots if streamed else segment.slots[window]
+            slots = (packed.staging or {})[window].host_slots if streamed else segment.slots[window]
             blocks = torch.from_numpy(np.unique(slots // kv_cache.shape.kv_block_size))
             if len(blocks):
                 pool = kv_cache.pools[tier][layer]

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.schedule.scheduler import Scheduler, SchedulerLimits
+from batchgen.schedule.scheduler import Scheduler
+from batchgen.schedule.scheduler_limits import SchedulerLimits
 
 _WINDOW_SWEEPS = 8  # measured together
 _SATURATED, _WAITING = 0.9, 0.05  # parts of a window's time
@@ -44,7 +46,7 @@ class Change:
     after: int
     why: str
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -104,7 +106,7 @@ class Adaptation:
             return
         rate = _rate(self._window)
         if self._undo is not None:
-            self._judge(rate)
+            self._judge(rate, *self._undo)
         self._follow_lengths()
         if self._undo is None:
             self._fit_block(rate)
@@ -113,9 +115,8 @@ class Adaptation:
         self._window = []
         self._preempted = self._scheduler.num_preempted
 
-    def _judge(self, rate: float) -> None:
-        """Pie's third condition, for either knob: throughput must not fall."""
-        what, before, limits = self._undo
+    def _judge(self, rate: float, what: str, before: float, limits: SchedulerLimits) -> None:
+        """Take a change back where throughput fell: Pie's third condition, for either knob."""
         self._undo = None
         if rate >= _FELL * before:
             return
@@ -148,18 +149,18 @@ class Adaptation:
         if "block" in self._settled or len(self._lengths) < min(self._enough, _MOST_LENGTHS):
             return
         length = sum(self._lengths) / len(self._lengths)
-        full = len(scheduler.running) >= limits.max_num_seqs and scheduler.waiting
+        full = len(scheduler.running) >= limits.max_num_seqs and bool(scheduler.waiting)
         shorter = length < _SHORTER * self._planned_len and full
         longer = length > _LONGER * self._planned_len and scheduler.num_preempted > self._preempted
         if not shorter and not longer:
             return
         mean = sum(self._footprints) / len(self._footprints)
         fitted = {}
-        for kv_placement, count in limits.kv_seqs.items():
+        for kv_placement, count in limits.quotas.items():
             pool = scheduler.pools.get(kv_placement.tier)
             if not count or pool is None:
                 continue
-            sharing = sum(n for c, n in limits.kv_seqs.items() if c.tier == kv_placement.tier)
+            sharing = sum(n for c, n in limits.quotas.items() if c.tier == kv_placement.tier)
             fits = int(pool.num_blocks * pool.kv_block_size / (mean + pool.kv_block_size / 2) * count / sharing)
             most = min(2 * count, _MOST_GROWTH * self._planned.quota(kv_placement))
             fitted[kv_placement] = max(1, min(fits, count)) if longer else max(count, min(fits, most))
@@ -174,7 +175,7 @@ class Adaptation:
     def _share_host_kv(self, rate: float) -> None:
         """Moves some sequences between attention on the CPU and streaming (Pie 3.4)."""
         limits = self._scheduler.limits
-        quotas = limits.kv_seqs
+        quotas = limits.quotas
         on_cpu, streamed = quotas.get(KVPlacement.CPU, 0), quotas.get(KVPlacement.STREAMED, 0)
         # Attention on the CPU needs buffers, which the plan has only where it was to be.
         if limits.compute_tier != "gpu" or on_cpu + streamed < 2 or not self._planned.quota(KVPlacement.CPU):

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 # Later sweeps are looked at in at most this many equal steps.
 _MOST_STEPS = 2048
 _ENDLESS = 1 << 40  # blocks
+Blocks = npt.NDArray[np.int64]
 
 
 class Growth(NamedTuple):  # one for each sequence in flight, in every sweep
@@ -71,7 +73,7 @@ class Projection:
         # At the end of each step, when most is held of it.
         self._sweeps = (np.arange(self._steps, dtype=np.int64) + 1) * self._step - 1
         self._net = np.zeros(self._steps, dtype=np.int64)
-        self._latest: tuple[Growth | None, np.ndarray] = None, self._net
+        self._latest: tuple[Growth | None, Blocks] = None, self._net
         decoding = [g for g in growths if not g.delayed]
         if decoding:
             self._net += self._summed(decoding)
@@ -90,14 +92,15 @@ class Projection:
     def _last(self, growth: Growth) -> int:
         return self._steps if growth.delayed else min(self._steps, -(-growth.num_sweeps // self._step))
 
-    def _allocated(self, growth: Growth, last: int) -> np.ndarray:
+    def _allocated(self, growth: Growth, last: int) -> Blocks:
         if growth != self._latest[0]:  # many that enter together are alike
             self._latest = growth, self._blocks_of(growth, last)
         return self._latest[1]
 
-    def _blocks_of(self, growth: Growth, last: int) -> np.ndarray:
+    def _blocks_of(self, growth: Growth, last: int) -> Blocks:
         tokens = np.minimum(growth.num_tokens + self._sweeps[:last], growth.most_tokens)
-        return self._grown(-(-tokens // self._block_size), growth)
+        blocks: Blocks = self._grown(-(-tokens // self._block_size), growth)
+        return blocks
 
     def _grown(self, blocks: Any, growth: Growth) -> Any:
         """Blocks that a sequence holds more than now when its table has so many."""
@@ -107,7 +110,7 @@ class Projection:
         """The most blocks of its table that count: with a longer one it frees as many as it gains."""
         return _ENDLESS if self._most_sole is None else growth.num_held - growth.num_sole + self._most_sole
 
-    def _summed(self, growths: Sequence[Growth]) -> np.ndarray:
+    def _summed(self, growths: Sequence[Growth]) -> Blocks:
         size, steps = self._block_size, self._steps
         tokens, sweeps, held, sole, _ = np.array(growths, dtype=np.int64).T
         last = np.minimum(steps, -(-sweeps // self._step)) - 1  # the last step in which each is there
@@ -115,7 +118,7 @@ class Projection:
         most = np.full_like(held, _ENDLESS) if self._most_sole is None else held - sole + self._most_sole
         growing = np.minimum(last, np.maximum(0, (most * size - tokens + 1) // self._step) - 1)
 
-        def until(step: np.ndarray, values: np.ndarray) -> np.ndarray:
+        def until(step: Blocks, values: Blocks) -> Blocks:
             """Sum over the sequences up to a step of their own, by step."""
             ending = np.bincount(step + 1, weights=values, minlength=steps + 1)
             return np.rint(np.cumsum(ending[::-1])[::-1]).astype(np.int64)[1:]
@@ -128,5 +131,6 @@ class Projection:
         total = until(growing, whole) + (there * grown).sum(0)
         if self._most_sole is not None:
             total += until(last, most) - until(growing, most)
-        given_back = sole.sum() - until(last, sole)
-        return total - until(last, held) - given_back
+        freed = sole.sum() - until(last, sole)
+        net: Blocks = total - until(last, held) - freed
+        return net

@@ -162,5 +162,7 @@ class BlockManager(BlockPool):
     def _evict(self, block: int) -> None:
         if self.windowed is not None:
             self.windowed.evict_node(self._node_of[block])
-        del self._trie[self._key_of[block]]
+        key = self._key_of[block]
+        assert key is not None, f"block {block} is not in the trie"
+        del self._trie[key]
         self._key_of[block], self._node_of[block] = None, _ROOT

@@ -52,8 +52,9 @@ class ExtentManager:
 
         after: its last block; the next one if that is free. Otherwise a new extent begins where it can grow longest.
         """
-        run = bisect_left(self._starts, after + 1) if after is not None else len(self._starts)
-        if run == len(self._starts) or self._starts[run] != after + 1:
+        next_block = -1 if after is None else after + 1
+        run = bisect_left(self._starts, next_block)
+        if run == len(self._starts) or self._starts[run] != next_block:
             run = max(range(len(self._lengths)), key=self._lengths.__getitem__)
         return self._take(run, 1)
 

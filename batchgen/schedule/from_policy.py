@@ -13,7 +13,8 @@ from batchgen.core.plan import MemoryPlan, Policy, window_blocks
 from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.micro_batches import placement_in_sweep, split_batches
-from batchgen.schedule.scheduler import ScheduledSequence, SchedulerLimits
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler_limits import SchedulerLimits
 from batchgen.schedule.window_pool import WindowPool
 
 
@@ -70,7 +71,11 @@ def longest_sequence(policy: Policy, memory: MemoryPlan, compute_tier: str) -> i
 def splitter(
     policy: Policy, memory: MemoryPlan, compute_tier: str
 ) -> Callable[[list[ScheduledSequence]], list[list[ScheduledSequence]]]:
-    """`split_batches` with the policy's numbers filled in."""
+    """A function that cuts a sweep's sequences into micro-batches, within the limits of the policy and its memory.
+
+    It is `split_batches` with all arguments but the sweep filled in. compute_tier: the tier of the compute device's
+    memory.
+    """
     return partial(
         split_batches,
         num_gpu_batches=policy.num_gpu_batches,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import first_batch_cpu_share
-from batchgen.schedule.scheduler import ScheduledSequence
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
 
 ORDERS = ("even", "mixed", "neo")
 

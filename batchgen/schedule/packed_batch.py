@@ -20,12 +20,11 @@ from batchgen.ops.attention_plan import (
     order_sequences,
     plan_attention,
 )
-from batchgen.schedule.extents import runs_of
 from batchgen.schedule.micro_batches import placement_in_sweep
-from batchgen.schedule.scheduler import ScheduledSequence
-from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.sequence import PENDING, LogitsRow, in_flight
+from batchgen.schedule.staging import Staging, Tables, has_window_tables, stage
 from batchgen.schedule.step_graph import BatchFlow
-from batchgen.schedule.window_pool import NULL_BLOCK
 
 # The order of the segments of a batch.
 SEGMENTS = (KVPlacement.DEVICE, KVPlacement.STREAMED, KVPlacement.CPU, KVPlacement.DEFERRED)
@@ -49,40 +48,6 @@ class Segment:
     stop: int
     slots: dict[int | None, np.ndarray]
     plans: dict[int | None, AttentionPlan]
-
-
-@dataclass(frozen=True)
-class Run:
-    """`count` neighbouring blocks: from `block` of the disk's pool, from `staged` of the staging buffer."""
-
-    block: int
-    staged: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Staging:
-    """The KV that passes through the staging buffer in a layer. First blocks are those that come from the host's pool.
-
-    Attributes:
-        num_blocks: staging blocks in use.
-        host_blocks: blocks of the host's pool to bring to staging blocks 0, 1, ..., int64.
-        new_slots: slots in staging of new tokens whose KV goes to the host's pool, int64.
-        host_slots: their slots there, int64.
-        reads: runs of blocks on disk that hold KV of earlier sweeps.
-        writes: runs of blocks with new tokens that go to disk.
-        disk_start: first staging block of sequences whose KV is on disk.
-        disk_stop: staging block after their last one.
-    """
-
-    num_blocks: int
-    host_blocks: np.ndarray
-    new_slots: np.ndarray
-    host_slots: np.ndarray
-    reads: tuple[Run, ...]
-    writes: tuple[Run, ...]
-    disk_start: int
-    disk_stop: int
 
 
 @dataclass(frozen=True)
@@ -142,49 +107,65 @@ def pack(
     compute_tier: str = "cpu",
     in_place: bool = False,
 ) -> PackedBatch:
-    """Packs one micro-batch.
+    """Pack one micro-batch.
 
-    key_bytes: bytes of one token's K in one layer. compute_tier: the tier that is the compute device's own memory.
-    in_place: whether in some layers KV of staged sequences lies on the compute device.
+    Args:
+        batch: Its scheduled sequences.
+        kv_block_size: Tokens of a KV block.
+        key_bytes: Bytes of one token's K in one layer.
+        windows: Sliding windows of the model's layers; None: full attention.
+        compute_tier: Tier that is the compute device's own memory.
+        in_place: Whether in some layers KV of staged sequences lies on the compute device.
     """
     by_placement: dict[KVPlacement, list[ScheduledSequence]] = {}
     for scheduled in batch:
         by_placement.setdefault(placement_in_sweep(scheduled, compute_tier), []).append(scheduled)
-    staged = _stage_all(by_placement.get(KVPlacement.STREAMED, []), windows, kv_block_size)
+    staged = stage(by_placement.get(KVPlacement.STREAMED, []), windows, kv_block_size)
     plans_of = partial(_plans, kv_block_size=kv_block_size, key_bytes=key_bytes)
     rows, segments = _Rows(), []
     on_device: Segment | None = None
     for placement in SEGMENTS:
         if placement not in by_placement:
             continue
-        streamed = placement is KVPlacement.STREAMED
-        members, tables = by_placement[placement], staged.tables if streamed else None
-        slices = _slices(members, False, tables)
-        groups = find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], kv_block_size)
-        order = order_sequences(slices, groups)
-        index_of = {i: index for index, i in enumerate(order)}
-        members, slices = [members[i] for i in order], [slices[i] for i in order]
-        groups = [SharedGroup(tuple(sorted(index_of[i] for i in g.members)), g.num_blocks) for g in groups]
+        tables = staged.tables if placement is KVPlacement.STREAMED else None
+        members, slices, groups = _in_order(by_placement[placement], tables, kv_block_size)
         start = rows.count
         for scheduled in members:
             rows.add(scheduled)
         by_window = _by_window(members, slices, windows, tables)
-        own = _slots(by_window, kv_block_size), plans_of(by_window, groups)
-        segments.append(Segment(placement, start, rows.count, *own))
-        if streamed and in_place:
+        slots = _slots(by_window, kv_block_size)
+        segments.append(Segment(placement, start, rows.count, slots, plans_of(by_window, groups)))
+        if in_place and placement is KVPlacement.STREAMED:
             by_window = _by_window(members, _slices(members, False, None), windows, None)
-            on_device = Segment(
-                placement, start, rows.count, _slots(by_window, kv_block_size), plans_of(by_window, groups)
-            )
+            slots = _slots(by_window, kv_block_size)
+            on_device = Segment(placement, start, rows.count, slots, plans_of(by_window, groups))
     return replace(rows.packed(tuple(segments), staged.by_window), in_place=on_device)
 
 
-Tables = dict[bool, dict[Sequence, np.ndarray]]  # of layers with a sliding window, or without -> block tables
-ByWindow = dict[int | None, list[SequenceSlice]]  # equal values are one
+def _in_order(
+    members: List[ScheduledSequence], tables: Tables | None, kv_block_size: int
+) -> tuple[list[ScheduledSequence], list[SequenceSlice], list[SharedGroup]]:
+    """(sequences, slices, groups with a shared prefix) of a segment, in the order that attention takes them."""
+    slices = _slices(members, False, tables)
+    groups = find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], kv_block_size)
+    order = order_sequences(slices, groups)
+    index_of = {i: index for index, i in enumerate(order)}
+    groups = [SharedGroup(tuple(sorted(index_of[i] for i in g.members)), g.num_blocks) for g in groups]
+    return [members[i] for i in order], [slices[i] for i in order], groups
+
+
+# Slices of sequences by sliding window, the same list for windows whose layers have the same block tables.
+ByWindow = dict[int | None, list[SequenceSlice]]
 
 
 def _slices(members: List[ScheduledSequence], windowed: bool, tables: Tables | None) -> list[SequenceSlice]:
-    """tables: in the staging buffer; None: in their pool."""
+    """The scheduled tokens of each sequence, with its block table, in some layers.
+
+    Args:
+        members: Scheduled sequences.
+        windowed: Whether the layers are those with a sliding window.
+        tables: Block tables in the staging buffer; None: KV is in its pool.
+    """
     return [
         SequenceSlice(
             s.num_tokens,
@@ -198,20 +179,15 @@ def _slices(members: List[ScheduledSequence], windowed: bool, tables: Tables | N
 def _by_window(
     members: List[ScheduledSequence], slices: list[SequenceSlice], windows: frozenset[int | None], tables: Tables | None
 ) -> ByWindow:
-    """slices: in layers without a sliding window."""
-    windowed = _slices(members, True, tables) if _gives_back(members) else slices
+    """The slices of sequences in the layers of each sliding window. slices: those in layers without one."""
+    windowed = _slices(members, True, tables) if has_window_tables(members) else slices
     return {window: slices if window is None else windowed for window in windows}
 
 
-def _gives_back(members: List[ScheduledSequence]) -> bool:
-    """Tell whether layers with a sliding window have blocks of their own."""
-    return any(s.sequence.window_table is not None for s in members)
-
-
 def _slots(by_window: ByWindow, kv_block_size: int) -> dict[int | None, np.ndarray]:
-    """Slots that new KV goes to, by sliding window."""
-    made = {id(slices): _slots_of(slices, kv_block_size) for slices in by_window.values()}
-    return {window: made[id(slices)] for window, slices in by_window.items()}
+    """Slots that new KV goes to, by sliding window, int64 [tokens]."""
+    by_slices = {id(slices): _slots_of(slices, kv_block_size) for slices in by_window.values()}
+    return {window: by_slices[id(slices)] for window, slices in by_window.items()}
 
 
 def _slots_of(slices: List[SequenceSlice], kv_block_size: int) -> np.ndarray:
@@ -238,12 +214,12 @@ def _plans(
 
 
 def empty_batch() -> PackedBatch:
-    """A micro-batch without tokens: of a sweep in which only sequences are computed whose attention was deferred."""
+    """A micro-batch without tokens, for a sweep that computes deferred batches alone."""
     return _Rows().packed((), None)
 
 
 class _Rows:
-    """The rows of a batch while it is packed: a token each."""
+    """The rows of a batch, a token each, while it is packed."""
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
@@ -260,17 +236,17 @@ class _Rows:
         return len(self._token_ids)
 
     def add(self, scheduled: ScheduledSequence) -> None:
-        """The tokens of one sequence."""
+        """Add the scheduled tokens of one sequence."""
         sequence, row = scheduled.sequence, self.count
         first, stop = sequence.num_computed, scheduled.num_keys
         self._token_ids.extend(sequence.tokens[first:stop])
         self._positions.extend(range(first, stop))
         if self._token_ids[-1] == PENDING:
             self._pending_rows.append(self.count - 1)
-            self._pending_slots.append(sequence.token_slot)
+            self._pending_slots.append(in_flight(sequence.token_slot))
         if scheduled.defers:
             self._deferred_rows.append(LogitsRow(sequence, first))
-            self._exchange_slots.append(sequence.exchange_slot)
+            self._exchange_slots.append(in_flight(sequence.exchange_slot))
         for position in scheduled.logits_positions:
             self._logits_rows.append(LogitsRow(sequence, position))
             self._logits_indices.append(row + position - first)
@@ -288,81 +264,3 @@ class _Rows:
             deferred_rows=self._deferred_rows,
             exchange_slots=np.array(self._exchange_slots, dtype=np.int64),
         )
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """tables: in the staging buffer. by_window: what moves, for each sliding window; equal values are one."""
-
-    tables: Tables
-    by_window: dict[int | None, Staging] | None
-
-
-def _stage_all(members: List[ScheduledSequence], windows: frozenset[int | None], kv_block_size: int) -> _Staged:
-    if not members:
-        return _Staged({}, None)
-    tables, stagings = {}, {}
-    tables[False], stagings[False] = _stage(members, kv_block_size, windowed=False)
-    if _gives_back(members):
-        tables[True], stagings[True] = _stage(members, kv_block_size, windowed=True)
-    return _Staged(tables, {w: stagings.get(w is not None, stagings[False]) for w in windows})
-
-
-def _stage(
-    members: List[ScheduledSequence], kv_block_size: int, *, windowed: bool
-) -> tuple[dict[Sequence, np.ndarray], Staging]:
-    """Gives each sequence's blocks a part of the staging buffer: block tables there, and what moves.
-
-    A prefix block that several sequences share comes over once. What has been given back does not come. windowed: in
-    layers with a sliding window.
-    """
-    on_host = [s for s in members if s.sequence.kv_placement is not KVPlacement.DISK]
-    on_disk = [s for s in members if s.sequence.kv_placement is KVPlacement.DISK]
-    staged_of: dict[int, int] = {}  # host block with history -> staging block
-    for s in on_host:
-        for block in s.sequence.table(windowed)[: -(-s.sequence.num_computed // kv_block_size)]:
-            if block != NULL_BLOCK:
-                staged_of.setdefault(block, len(staged_of))
-    tables: dict[Sequence, np.ndarray] = {}
-    new_slots, host_slots = [], []
-    num_blocks = len(staged_of)
-    for s in on_host:
-        sequence = s.sequence
-        used, old = -(-s.num_keys // kv_block_size), -(-sequence.num_computed // kv_block_size)
-        own = sequence.table(windowed)
-        table = [staged_of.get(b, NULL_BLOCK) for b in own[:old]] + list(range(num_blocks, num_blocks + used - old))
-        num_blocks += used - old
-        tables[sequence] = np.array(table, dtype=np.int32)
-        for position in range(sequence.num_computed, s.num_keys):
-            block, offset = divmod(position, kv_block_size)
-            new_slots.append(table[block] * kv_block_size + offset)
-            host_slots.append(own[block] * kv_block_size + offset)
-    disk_start = num_blocks
-    reads, writes = [], []
-    for s in on_disk:
-        sequence = s.sequence
-        used, old = -(-s.num_keys // kv_block_size), -(-sequence.num_computed // kv_block_size)
-        tables[sequence] = np.arange(num_blocks, num_blocks + used, dtype=np.int32)
-        reads += _runs(sequence.block_table[:old], num_blocks)
-        dirty = sequence.num_computed // kv_block_size
-        writes += _runs(sequence.block_table[dirty:used], num_blocks + dirty)
-        num_blocks += used
-    staging = Staging(
-        num_blocks=num_blocks,
-        host_blocks=np.fromiter(staged_of, dtype=np.int64, count=len(staged_of)),
-        new_slots=np.array(new_slots, dtype=np.int64),
-        host_slots=np.array(host_slots, dtype=np.int64),
-        reads=tuple(reads),
-        writes=tuple(writes),
-        disk_start=disk_start,
-        disk_stop=num_blocks,
-    )
-    return tables, staging
-
-
-def _runs(blocks: List[int], staged: int) -> list[Run]:
-    runs = []
-    for first, count in runs_of(blocks):
-        runs.append(Run(first, staged, count))
-        staged += count
-    return runs

@@ -1,4 +1,4 @@
-"""The next sweep: admission, chunked prefill, KV accounting. No tensors, no torch.
+"""The next sweep: who is in it, with how many tokens, and who is admitted or preempted. No tensors, no torch.
 
 `continuous` admission lets finished sequences leave and new ones in at every sweep; `static` fills a block and
 runs it to its end before the next (FlexGen's zig-zag block schedule). Admission is on projected peak KV: a
@@ -18,154 +18,64 @@ it leaves, and is preempted only for sequences of the same pool.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence as List
 from functools import cache
 from itertools import islice
-from typing import NamedTuple
 
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.schedule.block_manager import BlockManager
+from batchgen.schedule.block_tables import BlockTables, Pool
 from batchgen.schedule.extents import ExtentManager
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler_limits import SchedulerLimits
 from batchgen.schedule.sequence import PENDING, Sequence
 from batchgen.schedule.tier_admission import Expected, TierAdmission
-from batchgen.schedule.window_pool import NULL_BLOCK
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """Limits of what is in flight; they may be replaced between sweeps.
-
-    Attributes:
-        max_num_seqs: most sequences in flight.
-        max_num_batched_tokens: most tokens of one sweep; longer prompts are chunked.
-        admission: "continuous" or "static".
-        kv_seqs: most sequences of each KV placement in flight, none where it is missing; None: no limit per placement.
-        max_chunk_tokens: most tokens of one prompt in one sweep; None: no limit.
-        compute_tier: tier of the compute device's own memory.
-        deferred_rows: most sequences that enter placement DEFERRED in all; None: no limit. Those that enter it near the
-            end of a job would be in flight long after all others.
-        sweeps_in_flight: most sweeps under way at once, each in another stage of a pipeline; each has its part of the
-            sequences.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    admission: str = "continuous"
-    kv_seqs: Mapping[KVPlacement, int] | None = None
-    max_chunk_tokens: int | None = None
-    compute_tier: str = "cpu"
-    deferred_rows: int | None = None
-    sweeps_in_flight: int = 1
-
-    def __post_init__(self) -> None:
-        counts = (self.max_num_seqs, self.max_num_batched_tokens, self.max_chunk_tokens)
-        assert all(count is None or count >= 1 for count in counts), f"nothing could ever run: {self}"
-
-    def quota(self, kv_placement: KVPlacement) -> int:
-        return self.max_num_seqs if self.kv_seqs is None else self.kv_seqs.get(kv_placement, 0)
-
-
-class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in every sweep
-    """`num_tokens` tokens of a sequence, from `num_computed` on; `samples` if they reach its last one in this sweep.
-
-    logits_positions: those among them whose logits are made.
-    """
-
-    sequence: Sequence
-    num_tokens: int
-
-    @property
-    def num_keys(self) -> int:
-        """Tokens whose KV the sequence has once the sweep has run; until `commit`."""
-        return self.sequence.num_computed + self.num_tokens
-
-    @property
-    def decodes(self) -> bool:
-        return self.num_tokens == 1 and self.sequence.num_computed >= self.sequence.num_prompt
-
-    @property
-    def defers(self) -> bool:
-        """Tell whether the token only begins in this sweep: the last one there is, since those after it need its KV."""
-        return (
-            self.sequence.kv_placement is KVPlacement.DEFERRED
-            and self.decodes
-            and self.num_keys == len(self.sequence.tokens)
-        )
-
-    @property
-    def samples(self) -> bool:
-        return self.num_keys == len(self.sequence.tokens) and not self.defers
-
-    @property
-    def logits_positions(self) -> range:
-        if self.defers:
-            return range(0)
-        return range(max(self.sequence.num_computed, self.sequence.next_logits_position), self.num_keys)
-
-    @property
-    def num_logits(self) -> int:
-        """The number of `logits_positions`."""
-        sequence = self.sequence
-        if sequence.targets or sequence.kv_placement is KVPlacement.DEFERRED:
-            return len(self.logits_positions)
-        return int(sequence.num_computed + self.num_tokens == len(sequence.tokens))  # the last one's
-
-
-class TokenSlots:
-    """Slots of an engine's table: those in flight are distinct, whichever call of the engine they are of."""
-
-    def __init__(self, most: int | None = None) -> None:
-        """most: slots that there are; None: as many as are asked for."""
-        self._free: list[int] = []
-        self._count = 0
-        self._most = most
-
-    @property
-    def is_full(self) -> bool:
-        return not self._free and self._count == self._most
-
-    def take(self) -> int:
-        if self._free:
-            return self._free.pop()
-        self._count += 1
-        return self._count - 1
-
-    def free(self, slot: int) -> None:
-        self._free.append(slot)
+from batchgen.schedule.token_slots import TokenSlots
 
 
 class Scheduler:
-    """Invariant: in each pool, blocks reserved for sequences in flight never exceed the blocks available."""
+    """The sequences that wait and those in flight, and the sweeps that are made of them.
+
+    Attributes:
+        pools: pool of KV blocks by tier.
+        limits: limits of what is in flight; they may be replaced between sweeps.
+        tables: block tables of the sequences in flight.
+        waiting: sequences to be admitted, the next one first.
+        running: sequences in flight, in order of admission.
+        num_preempted: preemptions so far.
+        expected_output_len: tokens that a sequence is expected to generate.
+    """
 
     def __init__(
         self,
-        pools: Mapping[str, BlockManager | ExtentManager],
+        pools: Mapping[str, Pool],
         limits: SchedulerLimits,
         expected_output_len: Callable[[Sequence], int] | None = None,
         token_slots: TokenSlots | None = None,
         exchange_slots: TokenSlots | None = None,
     ) -> None:
-        """pools: by tier.
+        """Have nothing waiting and nothing in flight.
 
-        expected_output_len: tokens a sequence is expected to generate, for admission; by default max_tokens, with which
-        none is preempted unless long prompts hold others up. token_slots: shared by all that run on the same device at
-        a time; None: there is no other. exchange_slots: the same for sequences of placement "deferred".
+        Args:
+            pools: Empty pools of KV blocks, by tier.
+            limits: Limits of what is in flight.
+            expected_output_len: Tokens that a sequence is expected to generate, for admission; None: its max_tokens,
+                with which none is preempted unless long prompts hold others up.
+            token_slots: Slots of sampled tokens, shared by all that run on the same device at a time; None: there is
+                no other.
+            exchange_slots: Slots of sequences of placement DEFERRED, shared as these; None: there is no other.
         """
         self.pools = pools
         self.limits = limits
+        self.tables = BlockTables(pools)
         self.waiting: deque[Sequence] = deque()
         # By prefix source, which comes to this scheduler first and has the same sampling. Followers queue when they can
         # take over its blocks.
         self._followers: dict[Sequence, list[Sequence]] = {}
-        self.running: list[Sequence] = []  # in order of admission
+        self.running: list[Sequence] = []
         self.num_preempted = 0
         self.expected_output_len = expected_output_len or (lambda s: s.sampling.max_tokens)
-        self._reserved = dict.fromkeys(pools, 0)  # blocks, by tier
-        self._share_prefixes = any(pool.share_prefixes for pool in pools.values())
-        self._windowed = any(pool.windowed is not None for pool in pools.values())
         self._filling = True  # static admission: the current block still takes sequences
         self._token_slots = token_slots or TokenSlots()
         # Only where the first limits have a quota for them: their pool is then one where blocks are reserved
@@ -176,9 +86,9 @@ class Scheduler:
         self._entered_deferred = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence, whose prompt and output must fit `longest_tokens`."""
-        if self._waits_for_prefix(sequence):
-            self._followers.setdefault(sequence.prefix_source, []).append(sequence)
+        """Queue a sequence, whose prompt and output must fit `longest_tokens`."""
+        if (source := sequence.prefix_source) is not None and self._waits_for_prefix(sequence):
+            self._followers.setdefault(source, []).append(sequence)
         else:
             self.waiting.append(sequence)
 
@@ -202,13 +112,28 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next sweep, its blocks allocated. Empty only if there is no work, or all of it is on its way."""
+        self._free_before_windows()
         sweep: list[ScheduledSequence] = []
-        for sequence in self.running if self._windowed else ():
+        most, max_tokens = self._most_in_sweep(), self.limits.max_num_batched_tokens
+        # Decodes always ride along; prefills share what the token budget leaves.
+        self._decode(sweep, most)
+        budget = self._prefill(sweep, max_tokens - len(sweep), most)
+        while not sweep and self.running and not any(map(_on_its_way, self.running)):
+            # Prompts that wait for each other's blocks: only where outputs grew beyond what was expected.
+            self._preempt(self.running[-1])
+            budget = self._prefill(sweep, max_tokens, most)
+        self._admit(sweep, budget, most)
+        return sweep
+
+    def _free_before_windows(self) -> None:
+        """Free the blocks of layers with a sliding window that no later token sees."""
+        for sequence in self.running if self.tables.have_windows else ():
             # What is launched later comes after all that reads these blocks, but for tokens that take several sweeps.
             if sequence.kv_placement is not KVPlacement.DEFERRED or not _on_its_way(sequence):
-                self._free_before_window(sequence, sequence.num_computed)
-        # Decodes always ride along; prefills share what the token budget leaves.
-        most = self._most_in_sweep()
+                self.tables.free_before_window(sequence, sequence.num_computed)
+
+    def _decode(self, sweep: list[ScheduledSequence], most: int) -> None:
+        """Schedule the next token of sequences that decode, as far as there are blocks."""
         i = 0
         while i < len(self.running) and len(sweep) < most:  # preemption takes from behind, where the younger ones are
             sequence = self.running[i]
@@ -217,13 +142,6 @@ class Scheduler:
                     continue  # it was preempted itself; the next one has moved up
                 sweep.append(ScheduledSequence(sequence, 1))
             i += 1
-        budget = self._prefill(sweep, self.limits.max_num_batched_tokens - len(sweep), most)
-        while not sweep and self.running and not any(map(_on_its_way, self.running)):
-            # Prompts that wait for each other's blocks: only where outputs grew beyond what was expected.
-            self._preempt(self.running[-1])
-            budget = self._prefill(sweep, self.limits.max_num_batched_tokens, most)
-        self._admit(sweep, budget, most)
-        return sweep
 
     def _most_in_sweep(self) -> int:
         """Sequences that the next sweep may have: with several sweeps under way its part of those there are."""
@@ -231,16 +149,14 @@ class Scheduler:
         return -(-max(there_are, len(self.running)) // self.limits.sweeps_in_flight)
 
     def _prefill(self, sweep: list[ScheduledSequence], budget: int, most: int) -> int:
-        """More of the prompts that are under way, as far as there are blocks; returns what is left of the budget."""
+        """Schedule more of the prompts under way, as far as there are blocks; return what is left of the budget."""
         for sequence in self.running:
             if len(sweep) >= most:
                 break
             if sequence.num_remaining <= 1:
                 continue
-            pool = self._pool(sequence)
-            blocks = pool.num_available - self._reserved[sequence.kv_placement.tier] + sequence.reserved_blocks
-            headroom = (len(sequence.block_table) + blocks) * pool.kv_block_size - sequence.num_computed
-            count = min(self._chunk(sequence, budget), headroom, self._window_headroom(sequence))
+            capacity = min(self.tables.capacity(sequence), self.tables.window_capacity(sequence))
+            count = min(self._chunk(sequence, budget), capacity)
             if count > 0:
                 self._grow(sequence, count)
                 budget -= count
@@ -251,27 +167,15 @@ class Scheduler:
         """The sweep has been launched: its tokens' KV is there for all that is launched after it."""
         for sequence, num_tokens in sweep:
             sequence.num_computed += num_tokens
-            if self._share_prefixes:
-                self._insert_prompt_blocks(sequence, sequence.num_computed)
+            if self.tables.share_prefixes:
+                self.tables.insert_prompt(sequence, sequence.num_computed)
 
     def advance(self, num_tokens: int) -> int:
         """Let all sequences gain tokens as if they had been scheduled and sampled; 0: there are no blocks."""
-        needed = Counter[str]()
-        of_windows = Counter[str]()
-        for sequence in self.running:
-            tier, pool = sequence.kv_placement.tier, self._pool(sequence)
-            blocks = -(-(sequence.num_computed + num_tokens) // pool.kv_block_size)
-            needed[tier] += max(0, blocks - len(sequence.block_table) - sequence.reserved_blocks)
-            if sequence.window_table is not None:
-                table, first = sequence.window_table, pool.windowed.first_block(sequence.num_computed + num_tokens - 1)
-                of_windows[tier] += blocks - max(first, len(table))
-                of_windows[tier] -= pool.windowed.num_sole(table[sequence.num_freed : first])
-        if any(count > self.pools[tier].num_available - self._reserved[tier] for tier, count in needed.items()):
-            return 0
-        if any(count > self.pools[tier].windowed.num_available for tier, count in of_windows.items()):
+        if not self.tables.can_grow(self.running, num_tokens):
             return 0
         for sequence in self.running:
-            self._free_before_window(sequence, sequence.num_computed + num_tokens - 1)
+            self.tables.free_before_window(sequence, sequence.num_computed + num_tokens - 1)
         for sequence in self.running:
             self._grow(sequence, num_tokens)
             sequence.num_computed += num_tokens
@@ -295,13 +199,11 @@ class Scheduler:
             self._queue_followers(sequence)
 
     def invalidate_prefix(self, sequence: Sequence) -> None:
-        """No other sequence takes over the KV of this one's prompt, or of a part of it, from now on."""
-        for pool in self.pools.values():
-            if pool.share_prefixes:
-                pool.invalidate(pool.match([*sequence.tokens[: sequence.num_prompt], 0]))
+        """Have no other sequence take over the KV of this one's prompt, or of a part of it, from now on."""
+        self.tables.invalidate_prompt(sequence)
 
     def run_alone(self, sequence: Sequence) -> None:
-        """A sequence runs again from its beginning, perhaps after it has left, with KV that it computes itself."""
+        """Run a sequence again from its beginning, perhaps after it has left, with KV that it computes itself."""
         if sequence.token_slot is not None:
             try:
                 self._leave(sequence)
@@ -312,7 +214,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._release(sequence)
+        self.tables.release(sequence)
         if sequence.exchange_slot is not None:
             self._exchange_slots.free(sequence.exchange_slot)
             sequence.exchange_slot = None
@@ -328,16 +230,13 @@ class Scheduler:
         """The KV placements there are pools for, in order of preference."""
         return [c for c in KVPlacement if c.tier in self.pools]
 
-    def _pool(self, sequence: Sequence) -> BlockManager | ExtentManager:
-        return self.pools[sequence.kv_placement.tier]
-
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.num_remaining, budget, self.limits.max_chunk_tokens or budget)
 
     def _admit(self, sweep: list[ScheduledSequence], budget: int, most: int) -> None:
+        """Admit waiting sequences to a sweep, where the kind of admission allows it."""
         if self.limits.admission == "static":
-            if not self.running:
-                self._filling = True
+            self._filling = self._filling or not self.running
             if not self._filling:
                 return
         for source in [s for s, (first, *_) in self._followers.items() if not self._waits_for_prefix(first)][::-1]:
@@ -345,6 +244,7 @@ class Scheduler:
         self._admit_waiting(sweep, budget, most)
 
     def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, most: int) -> None:
+        """Admit waiting sequences, in their order, until one has to wait for blocks, a quota or tokens of a sweep."""
         in_placement = Counter(s.kv_placement for s in self.running)
 
         @cache
@@ -353,22 +253,20 @@ class Scheduler:
 
         @cache
         def admission(tier: str) -> TierAdmission:
-            """Made where a sequence comes to the tier: it looks at all that are in it."""
+            """The admission to a tier: made where a sequence comes to it, as it looks at all that are there."""
             return self._admission(tier, sweep, longest())
 
         while self.waiting and budget > 0 and len(sweep) < most:
             sequence = self.waiting[0]
-            full = len(self.running) >= self.limits.max_num_seqs
-            if full or not self._enter(sequence, in_placement, admission, self._chunk(sequence, budget)):
+            is_full = len(self.running) >= self.limits.max_num_seqs
+            if is_full or not self._insert(sequence, in_placement, admission, self._chunk(sequence, budget)):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
                 self._filling = False
                 return
             self.waiting.popleft()
             self.running.append(sequence)
-            if sequence.token_slot is None:
-                sequence.token_slot = self._token_slots.take()
             in_placement[sequence.kv_placement] += 1
-            count = min(self._chunk(sequence, budget), self._window_headroom(sequence))
+            count = min(self._chunk(sequence, budget), self.tables.window_capacity(sequence))
             self._grow(sequence, count)
             budget -= count
             sweep.append(ScheduledSequence(sequence, count))
@@ -380,73 +278,85 @@ class Scheduler:
         return islice(self.waiting, max(1, self.limits.max_num_seqs - len(self.running)))
 
     def _waits_for_prefix(self, sequence: Sequence) -> bool:
-        """Tell whether its prefix source, not gone for good, has yet to enter blocks that it could take over."""
+        """Tell whether a sequence's prefix source, not gone for good, has yet to insert blocks that it could take over."""
         source = sequence.prefix_source
-        if source is None or not self._share_prefixes:
+        if source is None or not self.tables.share_prefixes:
             return False
         if source.block_table:
-            pool = self._pool(source)
+            pool = self.tables.pool(source)
             return pool.share_prefixes and source.num_inserted_blocks < sequence.num_source_tokens // pool.kv_block_size
         return source.num_computed == 0
 
     def _queue_followers(self, source: Sequence) -> None:
-        """Its followers come next, behind those only that were preempted."""
+        """Queue the followers of a prefix source at the front, behind those only that were preempted."""
         preempted = []
         while self.waiting and self.waiting[0].token_slot is not None:
             preempted.append(self.waiting.popleft())
         self.waiting.extendleft(reversed(self._followers.pop(source)))
         self.waiting.extendleft(reversed(preempted))
 
-    def _enter(
+    def _insert(
         self,
         sequence: Sequence,
         in_placement: Mapping[KVPlacement, int],
         admission_to: Callable[[str], TierAdmission],
         chunk: int,
     ) -> bool:
-        """Admits the sequence to the first placement whose quota and pool allow it; False if none does."""
+        """Insert a sequence in the first placement whose quota and pool allow it; False if none does.
+
+        Args:
+            sequence: The sequence.
+            in_placement: Sequences in flight, by placement.
+            admission_to: Admission by tier.
+            chunk: Tokens of it that the sweep may have.
+        """
         expected = Expected(sequence, self._expected_len(sequence) - sequence.num_generated, delayed=False)
         length = sequence.num_prompt + self._expected_len(sequence)
         # The last token generated is never run, so its KV needs no block.
         num_tokens = max(length - 1, len(sequence.tokens))
-        placements = [c for c in self._placements() if in_placement[c] < self.limits.quota(c)]
-        if self.limits.deferred_rows is not None and self._entered_deferred >= self.limits.deferred_rows:
-            placements = [c for c in placements if c is not KVPlacement.DEFERRED]
-        if self._exchange_slots.is_full and KVPlacement.DEFERRED in placements:
-            # Another call of the engine has them: where nobody is in flight here, the row runs all the same.
-            placements = [c for c in placements if c is not KVPlacement.DEFERRED] + (
-                [] if self.running else [KVPlacement.STREAMED]
-            )
-        if not self.running:
-            # A row let in under earlier limits may fit only a placement that has no quota any more: it runs all the
-            # same.
-            placements += [c for c in self._placements() if c not in placements and c is not KVPlacement.DEFERRED]
-        for kv_placement in placements:
+        for kv_placement in self._open_placements(in_placement):
             tier = kv_placement.tier
-            pool, admission = self.pools[tier], admission_to(tier)
-            num_blocks = -(-num_tokens // pool.kv_block_size)
-            allocation = admission.admit(expected, chunk, num_blocks, self._reserved[tier])
+            admission, num_blocks = admission_to(tier), -(-num_tokens // self.pools[tier].kv_block_size)
+            allocation = admission.admit(expected, chunk, num_blocks, self.tables.num_reserved[tier])
             if allocation is not None:
                 sequence.kv_placement = kv_placement
-                sequence.exchange_slot = self._exchange_slots.take() if kv_placement is KVPlacement.DEFERRED else None
-                self._entered_deferred += kv_placement is KVPlacement.DEFERRED
-                sequence.block_table.extend(allocation.blocks)
-                if allocation.window_table is not None:
-                    sequence.window_table = array("i", allocation.window_table)
-                    sequence.num_freed = allocation.window_table.count(NULL_BLOCK)
-                if admission.reserves:
-                    sequence.reserved_blocks = num_blocks - len(allocation.blocks)
-                    self._reserved[tier] += sequence.reserved_blocks
-                matched = allocation.blocks[: allocation.num_matched]
-                sequence.num_computed = len(matched) * pool.kv_block_size
-                sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
-                sequence.num_matched_blocks = sequence.num_inserted_blocks = len(matched)
-                sequence.node = pool.node(matched[-1]) if matched else 0
+                self._take_slots(sequence)
+                num_reserved = num_blocks - len(allocation.blocks) if admission.reserves else 0
+                self.tables.open(sequence, allocation, num_reserved)
                 return True
         return False
 
+    def _take_slots(self, sequence: Sequence) -> None:
+        if sequence.token_slot is None:
+            sequence.token_slot = self._token_slots.take()
+        if sequence.kv_placement is KVPlacement.DEFERRED:
+            sequence.exchange_slot = self._exchange_slots.take()
+            self._entered_deferred += 1
+
+    def _open_placements(self, in_placement: Mapping[KVPlacement, int]) -> List[KVPlacement]:
+        """The placements that a sequence may enter, in order of preference, if their pools have blocks for it."""
+        placements = [c for c in self._placements() if in_placement[c] < self.limits.quota(c)]
+        deferred_rows, deferred = self.limits.deferred_rows, KVPlacement.DEFERRED
+        if deferred_rows is not None and self._entered_deferred >= deferred_rows and deferred in placements:
+            placements.remove(deferred)
+        if self._exchange_slots.is_full and deferred in placements:
+            # Another call of the engine has them: where nobody is in flight here, the row runs all the same.
+            placements.remove(deferred)
+            placements += [] if self.running else [KVPlacement.STREAMED]
+        if not self.running:
+            # A row let in under earlier limits may fit only a placement that has no quota any more: it runs all the
+            # same.
+            placements += [c for c in self._placements() if c not in placements and c is not deferred]
+        return placements
+
     def _admission(self, tier: str, sweep: list[ScheduledSequence], longest: int) -> TierAdmission:
-        """longest: tokens that any sequence that may enter is expected to generate."""
+        """The admission to a tier beside what is in flight there.
+
+        Args:
+            tier: The tier.
+            sweep: Sequences that are in the sweep so far.
+            longest: Most tokens that a sequence which may enter is expected to generate.
+        """
         pool = self.pools[tier]
         reserves = self.limits.admission == "static" or tier in self._reserving or isinstance(pool, ExtentManager)
         if reserves and pool.windowed is None:  # which asks for nobody's future
@@ -460,66 +370,22 @@ class Scheduler:
         return TierAdmission(pool, running, longest, reserves=reserves)
 
     def _expected_len(self, sequence: Sequence) -> int:
-        """Tokens it is expected to generate in all, at least one more."""
+        """Tokens that a sequence is expected to generate in all, at least one more than it has."""
         expected, most = self.expected_output_len(sequence), sequence.sampling.max_tokens
         return max(expected if expected < most else most, sequence.num_generated + 1)
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
-        """Blocks for `count` more tokens; False if the sequence itself had to be preempted."""
-        tier, pool = sequence.kv_placement.tier, self._pool(sequence)
-        needed = -(-(sequence.num_computed + count) // pool.kv_block_size)
-        while len(sequence.block_table) < needed:
-            if sequence.reserved_blocks:
-                sequence.reserved_blocks -= 1
-                self._reserved[tier] -= 1
-            while pool.num_available <= self._reserved[tier]:
-                if self._preempt_youngest(tier) is sequence:
-                    return False
-            sequence.block_table.append(pool.allocate(sequence.block_table[-1] if sequence.block_table else None))
-        while sequence.window_table is not None and len(sequence.window_table) < needed:
-            while not pool.windowed.num_available:
-                if self._preempt_youngest(tier) is sequence:
-                    return False
-            sequence.window_table.append(pool.windowed.allocate())
-        if self._share_prefixes and tier == self.limits.compute_tier:
+        """Allocate blocks for `count` more tokens; False if the sequence itself had to be preempted."""
+        tier = sequence.kv_placement.tier
+        while not self.tables.grow(sequence, count):
+            if self._preempt_youngest(tier) is sequence:
+                return False
+        if self.tables.share_prefixes and tier == self.limits.compute_tier:
             # All KV of a batch is written, layer by layer, before attention reads it, and batches run in the order of
             # the sweep: even a sequence of the same sweep may take these blocks. KV of other tiers is stored behind,
-            # so there `commit` enters them.
-            self._insert_prompt_blocks(sequence, sequence.num_computed + count)
+            # so there `commit` inserts them.
+            self.tables.insert_prompt(sequence, sequence.num_computed + count)
         return True
-
-    def _free_before_window(self, sequence: Sequence, position: int) -> None:
-        """Blocks of layers with a sliding window that no token from `position` on sees."""
-        table = sequence.window_table
-        if table is None:
-            return
-        windowed = self._pool(sequence).windowed
-        held, first = sequence.num_freed, windowed.first_block(position)
-        if first > held:
-            windowed.release(table[held:first])
-            table[held:first] = array("i", [NULL_BLOCK]) * (first - held)  # of a longer table than there is, too
-            sequence.num_freed = first
-
-    def _window_headroom(self, sequence: Sequence) -> int:
-        """Tokens of its prompt for which there are blocks in layers with a sliding window, in this sweep."""
-        if sequence.window_table is None:
-            return sequence.num_remaining
-        windowed = self._pool(sequence).windowed
-        blocks = len(sequence.window_table) + windowed.num_available
-        return blocks * windowed.kv_block_size - sequence.num_computed
-
-    def _insert_prompt_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Blocks filled with prompt tokens, up to token `num_tokens`, become findable."""
-        pool = self._pool(sequence)
-        if not pool.share_prefixes:
-            return
-        size = pool.kv_block_size
-        for b in range(sequence.num_inserted_blocks, min(num_tokens, sequence.num_prompt) // size):
-            tokens = sequence.tokens[b * size : (b + 1) * size]
-            sequence.node = pool.insert(sequence.node, tokens, sequence.block_table[b])
-            if sequence.window_table is not None:
-                pool.windowed.insert(sequence.node, sequence.window_table[b])
-            sequence.num_inserted_blocks = b + 1
 
     def _preempt_youngest(self, tier: str) -> Sequence:
         """Preempt the youngest sequence of a tier whose token is not on its way: the CPU may be reading its KV."""
@@ -535,23 +401,6 @@ class Scheduler:
     def _start_over(self, sequence: Sequence) -> None:
         sequence.num_computed = sequence.num_matched_blocks = sequence.num_inserted_blocks = sequence.node = 0
         self.waiting.appendleft(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        tier, pool = sequence.kv_placement.tier, self._pool(sequence)
-        self._reserved[tier] -= sequence.reserved_blocks
-        sequence.reserved_blocks = 0
-        if pool.share_prefixes:
-            # After a sweep that failed: what it was to write is not there to be found.
-            pool.invalidate(
-                sequence.block_table[sequence.num_computed // pool.kv_block_size : sequence.num_inserted_blocks]
-            )
-        pool.release(sequence.block_table)
-        sequence.block_table = array("i")
-        if sequence.window_table is not None:
-            held, unwritten = sequence.num_freed, sequence.num_computed // pool.kv_block_size
-            pool.windowed.invalidate(sequence.window_table[max(held, unwritten) :])
-            pool.windowed.release(sequence.window_table[held:])
-            sequence.window_table, sequence.num_freed = None, 0
 
 
 def _on_its_way(sequence: Sequence) -> bool:

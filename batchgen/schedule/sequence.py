@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -64,17 +64,17 @@ class Sequence:
     sample_index: int
     tokens: list[int]
     sampling: SamplingParams
-    kv_placement: KVPlacement | None = None  # set at admission
+    kv_placement: KVPlacement = KVPlacement.DEVICE  # of a sequence in flight: admission sets it
     num_prompt: int = 0
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens whose KV came from another sequence
-    block_table: array = field(default_factory=lambda: array("i"))
-    window_table: array | None = None  # of layers with a sliding window; None: they share the other table
+    block_table: array[int] = field(default_factory=lambda: array("i"))
+    window_table: array[int] | None = None  # of layers with a sliding window; None: they share the other table
     num_freed: int = 0  # leading null blocks of that
     num_matched_blocks: int = 0  # leading blocks taken from the prefix cache
     num_inserted_blocks: int = 0  # leading blocks entered in the prefix cache, and the trie node of the last
     node: int = 0
-    logprobs: list = field(default_factory=list)  # a SampledToken per step, if asked for
+    logprobs: list[Any] = field(default_factory=list)  # a SampledToken per step, if asked for
     reserved_blocks: int = 0  # blocks promised at admission and not yet allocated
     targets: tuple[tuple[int, ...], ...] = ()  # of the last tokens, one by one, where they are scored
     scores: list[ScoredPosition] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
 
-    def table(self, windowed: bool) -> array:
+    def table(self, windowed: bool) -> array[int]:
         """Its blocks in layers with a sliding window, or in the others."""
         return self.window_table if windowed and self.window_table is not None else self.block_table
 
@@ -126,6 +126,12 @@ class Sequence:
     @property
     def generated(self) -> list[int]:
         return self.tokens[self.num_prompt :]
+
+
+def in_flight(slot: int | None) -> int:
+    """The slot of a sequence in flight, which has one."""
+    assert slot is not None, "the sequence is not in flight"
+    return slot
 
 
 class LogitsRow(NamedTuple):

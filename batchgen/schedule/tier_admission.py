@@ -45,7 +45,7 @@ class TierAdmission:
         if (windowed := pool.windowed) is not None:
             growths = []
             for e in running:
-                table = e.sequence.window_table
+                table = e.sequence.table(windowed=True)
                 growth = _growth(e, table, windowed.num_sole(table[e.sequence.num_freed :]))
                 growths.append(growth._replace(delayed=e.delayed or reserves))
             sole = windowed.blocks_of_window
@@ -61,7 +61,8 @@ class TierAdmission:
             num_reserved: blocks that are promised to others.
         """
         pool, count = self._pool, len(entering.sequence.tokens)
-        tokens, added = entering.sequence.shareable, []
+        tokens = entering.sequence.shareable
+        added: list[tuple[Projection, Growth]] = []  # where the sequence is counted if it is admitted
         if isinstance(pool, ExtentManager):
             return pool.admit(tokens, num_blocks, num_reserved)
         windowed = pool.windowed
@@ -73,12 +74,12 @@ class TierAdmission:
             delayed = count - num_matched * pool.kv_block_size > chunk
             return Growth(count, entering.num_sweeps, num_matched, delayed=delayed)
 
-        def fits(num_shared: int) -> bool:
-            added.append((self._blocks, growth(num_shared)))
-            return self._blocks.fits(added[-1][1])
+        def counted_if_fits(projection: Projection, growth: Growth) -> bool:
+            added.append((projection, growth))
+            return projection.fits(growth)
 
         def window_fits(table: List[int]) -> bool:
-            if self._windows is None:
+            if self._windows is None or windowed is None:
                 return True
             found = [block for block in table if block != NULL_BLOCK]
             if windowed.num_available <= windowed.num_evictable_in(found):
@@ -86,13 +87,12 @@ class TierAdmission:
             # Those that only one has, or none, count as new: they would have been freed.
             new = sum(windowed.num_users(block) <= 1 for block in found)
             own = growth(len(table))._replace(num_held=len(table) - new)
-            added.append((self._windows, own._replace(delayed=own.delayed or self.reserves)))
-            return self._windows.fits(added[-1][1])
+            return counted_if_fits(self._windows, own._replace(delayed=own.delayed or self.reserves))
 
-        if self._blocks is None:
+        if (blocks := self._blocks) is None:
             allocation = pool.admit(tokens, num_blocks, num_reserved, window_fits)
         else:
-            allocation = pool.admit_if(tokens, fits, window_fits)
+            allocation = pool.admit_if(tokens, lambda shared: counted_if_fits(blocks, growth(shared)), window_fits)
         for projection, own in added if allocation is not None else ():
             projection.add(own)
         return allocation

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.private_files import NotPrivate
@@ -58,7 +59,7 @@ class TraceWriter:
                 with self._errors_named():
                     self._file.close()
 
-    def _event(self, event: dict) -> None:
+    def _event(self, event: dict[str, Any]) -> None:
         self._write(",\n" + json.dumps(event))
 
     def _write(self, text: str) -> None:

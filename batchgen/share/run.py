@@ -307,7 +307,7 @@ class SharedRun:
         self._changed.set()
 
     def saved(self) -> None:
-        """Rows are saved: perhaps these were the last ones."""
+        """Wake `claims` after rows have been saved: they may have been the last ones of the job."""
         self._changed.set()
 
     def open(self, rows: int) -> None:
@@ -337,7 +337,7 @@ class SharedRun:
             self._take_part(job)
 
     def give_up(self) -> None:
-        """Leave nothing behind of an output that was refused, unless others are at it."""
+        """Leave an output that could not be opened; remove its share/ folder unless it has a job or other workers."""
         self.close()
         with contextlib.suppress(OSError, BatchgenError):
             self.worker.table.refresh()

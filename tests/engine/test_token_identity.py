@@ -34,7 +34,7 @@ from tiny_models import (
     write_tiny_gguf,
 )
 
-from batchgen.core.dtypes import EXPERT_FORMATS, FORMAT_BYTES, GGUF_FORMATS, INT4, INT5, INT8, KEPT_FORMATS, MIXED
+from batchgen.core.dtypes import EXPERT_FORMATS, FORMAT_BYTES, GGUF_FORMATS, INT4, INT5, INT8, MIXED, NATIVE_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import Request, SamplingParams
@@ -337,7 +337,7 @@ def expected_as_found(tmp_path_factory):
 
 _AS_FOUND = [
     (weight_format, tier)
-    for weight_format in KEPT_FORMATS
+    for weight_format in NATIVE_FORMATS
     for tier in TIERS
     if weight_format != MIXED and (tier != "experts on demand" or weight_format in EXPERT_FORMATS)
 ]
@@ -455,7 +455,7 @@ def test_ranks_give_the_tokens_of_one_process_in_int4(family, tier, tiny_models,
 
 _AS_FOUND_ON_RANKS = [
     (weight_format, tier)
-    for weight_format in KEPT_FORMATS
+    for weight_format in NATIVE_FORMATS
     for tier in RANK_TIERS
     if weight_format != MIXED and (tier != "experts on demand" or weight_format in EXPERT_FORMATS)  # which ranks expand
 ]

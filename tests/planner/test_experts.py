@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from planner_cases import GIB, constant, cpu_box, gpu_box, opt
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT8, KEPT_FORMATS, MIXED, block_format
+from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED, NATIVE_FORMATS, block_format
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.routing import Routing
 from batchgen.core.workload import Workload
@@ -68,7 +68,7 @@ def test_routing_that_cannot_be_is_refused(fields):
         Routing(**fields)
 
 
-@pytest.mark.parametrize("weight_format", ["float16", "int4", INT8, *(f for f in KEPT_FORMATS if f != MIXED)])
+@pytest.mark.parametrize("weight_format", ["float16", "int4", INT8, *(f for f in NATIVE_FORMATS if f != MIXED)])
 def test_an_expert_has_its_bytes_in_every_format(weight_format):
     fields = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 512}
     sizes = SIZES | {"hidden_size": 512, "num_attention_heads": 8, "moe_intermediate_size": 512}

@@ -50,7 +50,8 @@ def test_a_long_job_takes_as_many_sweeps_as_the_scheduler_would():
 
     from batchgen.core.request import SamplingParams
     from batchgen.schedule.block_manager import BlockManager
-    from batchgen.schedule.scheduler import Scheduler, SchedulerLimits
+    from batchgen.schedule.scheduler import Scheduler
+    from batchgen.schedule.scheduler_limits import SchedulerLimits
     from batchgen.schedule.sequence import Sequence
 
     draw = random.Random(3)

@@ -37,9 +37,10 @@ from batchgen.planner.simulation import simulate_job, simulated_rows, trace_plan
 from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import Simulator, simulate
 from batchgen.runtime.lanes import Lanes
-from batchgen.schedule.scheduler import ScheduledSequence
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.sequence import Sequence
-from batchgen.schedule.step_graph import LANES, BatchFlow, Step, Streams, Sweeps
+from batchgen.schedule.step_graph import LANES, BatchFlow, Step, Streams
+from batchgen.schedule.sweeps import Sweeps
 
 
 def step(number, lane, *after, kind="work", sweep=0):

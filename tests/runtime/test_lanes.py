@@ -14,7 +14,8 @@ from timing import undisturbed
 from batchgen.core.errors import BatchgenError
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.runtime.lanes import Lanes
-from batchgen.schedule.step_graph import LANES, BatchFlow, Step, Streams, Sweeps
+from batchgen.schedule.step_graph import LANES, BatchFlow, Step, Streams
+from batchgen.schedule.sweeps import Sweeps
 
 STREAMS = Streams(True, (True, True, False), (True, False, False), vocabulary_chunks=3)
 DISK = BatchFlow(

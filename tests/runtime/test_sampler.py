@@ -14,7 +14,8 @@ from batchgen.runtime import sampler
 from batchgen.runtime.sampler import sample
 from batchgen.runtime.warm_up import dummy_sweeps
 from batchgen.schedule.block_manager import BlockManager
-from batchgen.schedule.scheduler import Scheduler, SchedulerLimits
+from batchgen.schedule.scheduler import Scheduler
+from batchgen.schedule.scheduler_limits import SchedulerLimits
 from batchgen.schedule.sequence import NOT_FINITE, PENDING, Sequence
 
 VOCAB = 500

@@ -10,7 +10,8 @@ from fake_device import FakeDevice, PlayedLanes
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.runtime import cuda
 from batchgen.runtime.streams import LAUNCH, STREAMS
-from batchgen.schedule.step_graph import LANES, BatchFlow, Step, Streams, Sweeps
+from batchgen.schedule.step_graph import LANES, BatchFlow, Step, Streams
+from batchgen.schedule.sweeps import Sweeps
 
 EVERYTHING = BatchFlow(
     frozenset({KVPlacement.DEVICE, KVPlacement.STREAMED, KVPlacement.CPU}),

@@ -6,7 +6,8 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import SamplingParams
 from batchgen.schedule.adaptation import Adaptation, Measured
 from batchgen.schedule.block_manager import BlockManager
-from batchgen.schedule.scheduler import Scheduler, SchedulerLimits
+from batchgen.schedule.scheduler import Scheduler
+from batchgen.schedule.scheduler_limits import SchedulerLimits
 from batchgen.schedule.sequence import Sequence
 from batchgen.schedule.step_graph import LANES
 

@@ -9,7 +9,9 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import SamplingParams
 from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.micro_batches import ORDERS, placement_in_sweep, split_batches, staged_blocks
-from batchgen.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler import Scheduler
+from batchgen.schedule.scheduler_limits import SchedulerLimits
 from batchgen.schedule.sequence import Sequence
 
 BLOCK = 4

@@ -14,7 +14,9 @@ from batchgen.core.plan import window_blocks
 from batchgen.core.request import SamplingParams
 from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.extents import ExtentManager
-from batchgen.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduler import Scheduler
+from batchgen.schedule.scheduler_limits import SchedulerLimits
 from batchgen.schedule.sequence import PENDING, Sequence
 from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
 
@@ -114,7 +116,7 @@ def check_accounts(scheduler):
         users = Counter(b for s in own for b in s.block_table)
         assert pool.num_used == len(users)
         assert 0 <= pool.num_used <= pool.num_blocks and all(0 <= b < pool.num_blocks for b in users)
-        assert sum(s.reserved_blocks for s in own) == scheduler._reserved[home] <= pool.num_available
+        assert sum(s.reserved_blocks for s in own) == scheduler.tables.num_reserved[home] <= pool.num_available
         if isinstance(pool, ExtentManager):
             assert set(users.values()) <= {1}, "two sequences in one block of the disk"
             free = {b for start, length in free_runs(pool) for b in range(start, start + length)}
@@ -242,7 +244,9 @@ def test_every_token_runs_once_and_no_block_leaks(load):
     assert all(len(done[i]) == wanted[i] for i in done)
     check_accounts(scheduler)
     for home, pool in pools.items():
-        assert pool.num_used == 0 and pool.num_available == load.pools[home] and scheduler._reserved[home] == 0
+        assert (
+            pool.num_used == 0 and pool.num_available == load.pools[home] and scheduler.tables.num_reserved[home] == 0
+        )
         if pool.windowed is not None:
             assert pool.windowed.num_used == 0 and pool.windowed.num_available == load.windowed[home]
     if "disk" in pools:

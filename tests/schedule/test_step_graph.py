@@ -19,14 +19,8 @@ from thorough import some_draws
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import kv_on_device
 from batchgen.schedule.deferred_batches import MOST_PASSED_BY, DeferredBatches
-from batchgen.schedule.step_graph import (
-    EXCHANGE_SLOTS,
-    HIDDEN_SLOTS,
-    LANES,
-    BatchFlow,
-    Streams,
-    Sweeps,
-)
+from batchgen.schedule.step_graph import EXCHANGE_SLOTS, HIDDEN_SLOTS, LANES, BatchFlow, Streams
+from batchgen.schedule.sweeps import Sweeps
 
 FEW = 10  # tokens of a sweep in which experts are read on demand
 

@@ -10,7 +10,8 @@ from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.planner.step_simulator import simulate
 from batchgen.runtime.lanes import Lanes
-from batchgen.schedule.step_graph import LANES, BatchFlow, Step, Streams, Sweeps
+from batchgen.schedule.step_graph import LANES, BatchFlow, Step, Streams
+from batchgen.schedule.sweeps import Sweeps
 from batchgen.schedule.trace import TraceWriter
 
 STREAMS = Streams(True, (True, True), (True, False), vocabulary_chunks=2)

@@ -17,6 +17,7 @@ import itertools
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -534,5 +535,4 @@ def _give_memory(executor, device):
         tensors.append(weights.embeddings)
     device.memory.keep([*held, *(t for named in tensors for t in named.values())])
     links = CudaLink(device, to_gpu=True), CudaLink(device, to_gpu=False)
-    executor.context.links = cache._links = links
-    weights._h2d = links[0]
+    executor._tiers = executor.context.tiers = cache._tiers = weights._tiers = replace(executor._tiers, links=links)

@@ -26,7 +26,7 @@ _NAMES = {"tab": "\t", "\\t": "\t"}  # as a shell's user writes it
 _SNIFFED_RECORDS = 20
 
 
-def csv_source(paths: list[str], limit: int | None, partitions: Partitions, delimiter: str | None = None) -> Source:
+def csv_source(paths: list[str], limit: int | None, partitions: Partitions, delimiter: str | None) -> Source:
     """CSV files as one input, all columns text.
 
     Args:

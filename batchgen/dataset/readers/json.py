@@ -67,7 +67,7 @@ def json_source(paths: list[str], limit: int | None, on_bad_line: str, partition
     return Source("jsonl", schema, total, read, files.identity, begins_with=files.begin_with, check=files.check_all)
 
 
-def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail") -> Source:
+def openai_source(paths: list[str], limit: int | None, on_bad_line: str) -> Source:
     """OpenAI batch files as one input; a row's faults show when it becomes a request."""
     seen, duplicates, total = set(), set(), 0
     files = InputFiles(paths, may_get_lines=True)
@@ -98,7 +98,7 @@ def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail"
     )
 
 
-def looks_like_openai(path: str, on_bad_line: str = "fail") -> bool:
+def looks_like_openai(path: str, on_bad_line: str) -> bool:
     """Tell whether the first valid line of a JSON lines file has all that a line of an OpenAI batch has."""
     with naming(path):
         rows = (row for _, row in _json_rows([path], on_bad_line) if not isinstance(row, BadLine))

@@ -10,6 +10,7 @@ from batchgen.job.pages.html_page import COLOURS, escaped
 
 _WIDTH, _LABEL, _VALUE, _ROW = 860, 190, 180, 24
 _PLOT_HEIGHT, _LEFT, _BOTTOM, _TOP = 260, 80, 42, 14
+_MOST_BINS = 40  # of a histogram
 _LEAST_PX = 0.5  # width below which Steps are merged
 Show = Callable[[float], str]
 
@@ -141,12 +142,12 @@ def timeline(title: str, lanes: Mapping[str, Sequence[Span]], show: Show) -> str
     return _svg(title, bottom + 20, shapes)
 
 
-def histogram(counts: Mapping[int, int], most_bins: int = 40) -> list[tuple[str, float]]:
+def histogram(counts: Mapping[int, int]) -> list[tuple[str, float]]:
     """Columns of a histogram: (range of lengths, count). counts: count of each length."""
     if not counts:
         return []
     low, high = min(counts), max(counts)
-    width = -(-(high - low + 1) // most_bins)
+    width = -(-(high - low + 1) // _MOST_BINS)
     bins = [0] * ((high - low) // width + 1)
     for length, count in counts.items():
         bins[(length - low) // width] += count

@@ -80,14 +80,9 @@ class RunPage:
         return next((at for number, at in self._sweep_s if number >= sweep), self._sweep_s[-1][1])
 
 
-def rates_over_time(moments: Sequence[tuple[float, int]], most: int = _SHOWN_MOMENTS) -> list[tuple[float, float]]:
-    """(seconds, tokens per second until then) at some of the moments.
-
-    Args:
-        moments: (seconds, tokens so far), rising.
-        most: The most moments that are kept.
-    """
-    step = max(1, -(-len(moments) // most))
+def rates_over_time(moments: Sequence[tuple[float, int]]) -> list[tuple[float, float]]:
+    """(seconds, tokens per second until then) at some of the moments, each (seconds, tokens so far), rising."""
+    step = max(1, -(-len(moments) // _SHOWN_MOMENTS))
     kept = [*moments[:-1:step], *moments[-1:]]
     pairs = itertools.pairwise(kept)
     return [(t1, max(0, n1 - n0) / (t1 - t0)) for (t0, n0), (t1, n1) in pairs if t1 > t0]

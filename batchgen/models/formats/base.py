@@ -80,7 +80,7 @@ class Scheme(ABC):
             columns: Columns of the layers' matrices.
 
         Returns:
-            int8, or one of `core.dtypes.KEPT_FORMATS`.
+            int8, or one of `core.dtypes.NATIVE_FORMATS`.
         """
         return None
 

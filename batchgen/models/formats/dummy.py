@@ -15,7 +15,7 @@ from batchgen.models.layouts import all_parts
 _VALUES = (1 << 22) + 3  # odd, so that rows of a power-of-two width all differ
 
 
-def dummy_parts(config: ModelConfig, seed: int = 0) -> dict[tuple[str, int], StoredPart]:
+def dummy_parts(config: ModelConfig, seed: int) -> dict[tuple[str, int], StoredPart]:
     """Every part of a model, by name and layer: normal with standard deviation 0.02, norms 1.
 
     Every tensor is a stretch of one pool of random numbers, so that even a large model is made at memory speed; seed,

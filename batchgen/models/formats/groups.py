@@ -58,7 +58,13 @@ class GroupScheme(Scheme):
 
     @abstractmethod
     def read_quants(self, quants: NamedTensor) -> ReadQuants:
-        """A function that reads rows of quantized values."""
+        """A function of (start, stop) that gives these rows of a matrix's 4-bit values, one value a byte.
+
+        Its result is uint8 [stop - start, columns, and up to 7 more].
+
+        Args:
+            quants: The tensor in the file that has the values, with its name.
+        """
 
     @abstractmethod
     def zero_points(self, words: Tensor) -> Tensor:

@@ -27,7 +27,14 @@ _ITEM = tl.constexpr(plans.COLUMNS)
 
 
 def supports_attention(head_dim: int, group: int, kv_block_size: int, device: torch.device) -> bool:
-    """Tell whether the kernels know these shapes. group: query heads of a KV head."""
+    """Tell whether the Triton attention kernels run on this device with these sizes.
+
+    Args:
+        head_dim: Size of a head.
+        group: Query heads per KV head.
+        kv_block_size: Tokens of a KV block.
+        device: The device that computes.
+    """
     return (
         card(device).has_products
         and head_dim % 2 == 0

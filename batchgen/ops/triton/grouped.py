@@ -57,10 +57,15 @@ def supports_grouped(device: torch.device) -> bool:
 
 
 def product_tile(dtype: torch.dtype, shared_memory: int, *, gated: bool) -> ProductTile:
-    """The tile of a product, the same for any number of rows.
+    """The tile that one program computes in a product of tokens and experts, whatever the number of rows.
 
-    With few rows an expert reads its weights once, so that memory is the limit whatever rows are added as padding; with
-    many, 64 rows are multiplied with each weight that comes from the cache. gated: of two matrices at once.
+    With few rows the time is that of reading each expert's weights once, so rows of padding cost nothing. With many,
+    each weight that is read from the cache is multiplied with all rows of the tile.
+
+    Args:
+        dtype: Dtype of both operands.
+        shared_memory: Bytes of shared memory that one block may use.
+        gated: Whether two matrices, gate and up, are multiplied at once; each then has half of the columns.
     """
     matrices = 2 if gated else 1
     if dtype == torch.float32:  # products without tensor cores, whose operands take many registers

@@ -60,7 +60,12 @@ def fifth_bits(group, i, N: tl.constexpr):
 
 @triton.jit
 def table_start(N: tl.constexpr, BITS: tl.constexpr):
-    """Bytes of a row before its table."""
+    """Offset in bytes, in a packed row, of the table with the scale and minimum of each group.
+
+    Args:
+        N: Number of values in the row.
+        BITS: Bits of a value, 4 or 5.
+    """
     half = (N % 64 + 1) // 2
     return N // 64 * (BITS * 8) + half + (2 * ((half + 7) // 8) if BITS == 5 else 0)
 

@@ -50,6 +50,7 @@ class DiskWeights:
         for layer, tiers in enumerate(residency.layers):
             stretches: list[Stretch] = []
             if "disk" in tiers.values():
+                assert store is not None, "weights on disk are in a weight store"
                 file = store.layers[config.first_layer + layer]
                 self._files[layer] = _open(file)
                 stretches = _stretches(file, [group for group in file.extents if tiers[group] == "disk"])
@@ -67,6 +68,7 @@ class DiskWeights:
         if (layer, slot) not in self._views:  # the buffers stay where they are
             tensors: dict[str, Tensor] = {}
             for stretch in self._stretches[layer]:
+                assert slot is not None, "what is on disk needs a buffer"
                 for extent in stretch.extents:
                     tensors |= views(extent, self._buffers[slot][stretch.place_of(extent.offset) :])
             self._views[layer, slot] = tensors

@@ -26,8 +26,8 @@ from batchgen.models.config import ModelConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
 from batchgen.runtime.memory.tiers import Tiers
-from batchgen.runtime.memory.transfers import Arena, Prefault, as_buffer
-from batchgen.schedule.packed_batch import Run, Staging
+from batchgen.runtime.memory.transfers import Arena, Link, Prefault, as_buffer
+from batchgen.schedule.staging import Run, Staging
 from batchgen.schedule.step_graph import KV_SLOTS
 
 
@@ -127,8 +127,7 @@ class KVCache:
         self._layers = config.num_layers
         self.on_device = tuple(on_device)
         tiers = tiers or Tiers()
-        arenas, links = tiers.arenas, tiers.links
-        self._compute_tier, self._links = tiers.compute_tier, links
+        arenas, self._tiers = tiers.arenas, tiers
         device = arenas[tiers.compute_tier]
 
         def arena(tier: str, layer: int) -> Arena:
@@ -152,7 +151,7 @@ class KVCache:
         self._passing: list[Tensor | None] = [None, None]
         if staging_blocks:
             # Where the host computes and blocks have a size for direct I/O, the disk's buffers are the staging buffers.
-            direct = links is None and shape.block_bytes == shape.disk_block_bytes
+            direct = tiers.links is None and shape.block_bytes == shape.disk_block_bytes
             for _ in range(KV_SLOTS):
                 self._staging.append(device.empty((staging_blocks, *shape.block), shape.dtype, "KV in transit"))
             if self._num_disk_blocks and not direct:
@@ -167,6 +166,7 @@ class KVCache:
                 for way in (0, 1) if padded else (1,):
                     self._passing[way] = device.empty((size,), torch.uint8, "KV in transit")
         if self._num_disk_blocks:
+            assert offload_dir is not None, "KV on disk needs a directory"
             self._file = self._make_file(offload_dir)
 
     @property
@@ -183,7 +183,8 @@ class KVCache:
             keys = ops.kv_rows(slots, shape.kv_heads, shape.kv_block_size)
             return upload(torch.cat((keys, keys + behind)).numpy(), device)
 
-        dirty, writes = [], []
+        dirty: list[int] = []
+        writes: list[Run] = []
         for run in staging.writes:
             writes.append(Run(run.block, len(dirty), run.count))
             dirty += range(run.staged, run.staged + run.count)
@@ -204,22 +205,23 @@ class KVCache:
         staging, raw = moves.staging, self._reads[slot]
         first = 0 if self._in_place else staging.disk_start
         self._transfer("read", layer, raw, staging.reads, first)
-        if self._links is None and not self._in_place:
+        if self._tiers.links is None and not self._in_place:
             self._unpad(self._staging[slot][staging.disk_start : staging.disk_stop], raw)
 
     def load(self, layer: int, slot: int, moves: Moves) -> None:
         """History from host memory into the accelerator's."""
-        staging, target, h2d = moves.staging, self._staging[slot], self._links[0]
+        staging, target, h2d = moves.staging, self._staging[slot], self._tiers.h2d
         if len(moves.host_blocks):
             h2d.gather(target[: len(moves.host_blocks)], self.pools["cpu"][layer], moves.host_blocks)
         if staging.reads:
             part = target[staging.disk_start : staging.disk_stop]
             raw = self._reads[slot][: len(part), : self.shape.block_bytes]
-            self._copy_blocks(0, part.view(torch.uint8).view(len(part), -1), raw, self._passing[0])
+            self._copy_blocks(h2d, part.view(torch.uint8).view(len(part), -1), raw, self._passing[0])
 
     def store(self, layer: int, slot: int, moves: Moves) -> None:
         """New KV from the accelerator's memory into the host's: for good, or on its way to disk."""
-        source, d2h = self._staging[slot], self._links[1]
+        source, d2h = self._staging[slot], self._tiers.d2h
+        assert self._passing[1] is not None, "there is no staging buffer"
         gathered, padded = self._passing[1].chunk(2)
         if len(moves.new_rows):
             flat = source.view(-1, self.shape.width)
@@ -235,7 +237,7 @@ class KVCache:
             count = len(gathered) // self.shape.disk_block_bytes
             raw = self._writes[slot][: len(moves.dirty), : self.shape.block_bytes]
             for target, dirty in zip(raw.split(count), moves.dirty.split(count), strict=True):
-                self._copy_blocks(1, target, _gathered(blocks, dirty, gathered), padded)
+                self._copy_blocks(d2h, target, _gathered(blocks, dirty, gathered), padded)
 
     def write(self, layer: int, slot: int, moves: Moves) -> None:
         """New KV to disk, in whole blocks. Raises BatchgenError."""
@@ -243,14 +245,14 @@ class KVCache:
         if self._in_place:
             self._transfer("write", layer, raw, moves.staging.writes)
             return
-        if self._links is None:
+        if self._tiers.links is None:
             blocks = self._staging[slot].view(torch.uint8).view(len(self._staging[slot]), -1)
             raw[: len(moves.dirty), : self.shape.block_bytes] = blocks.index_select(0, moves.dirty)
         self._transfer("write", layer, raw, moves.writes)
 
     def prefault(self, most_bytes: int) -> None:
         """Begins to have the pages of the pool that attention reads in place provided. most_bytes: of all layers."""
-        if pool := self.pools.get(self._compute_tier):
+        if pool := self.pools.get(self._tiers.compute_tier):
             self._prefault = Prefault(pool, most_bytes)
 
     def reset_counts(self) -> None:
@@ -271,12 +273,13 @@ class KVCache:
         """Tell whether the disk's buffers are the staging buffers."""
         return bool(self._reads) and self._reads is self._writes
 
-    def _copy_blocks(self, way: int, target: Tensor, source: Tensor, passing: Tensor | None) -> None:
+    def _copy_blocks(self, link: Link, target: Tensor, source: Tensor, passing: Tensor | None) -> None:
         """Between a staging buffer's blocks and the disk's buffers."""
         if self.shape.block_bytes == self.shape.disk_block_bytes:
-            self._links[way].copy(target, source)
+            link.copy(target, source)
         else:
-            self._links[way].copy_rows(target, source, passing)
+            assert passing is not None, "padded blocks need a buffer to pass through"
+            link.copy_rows(target, source, passing)
 
     def _unpad(self, target: Tensor, raw: Tensor) -> None:
         target.view(torch.uint8).view(len(target), -1).copy_(raw[: len(target), : self.shape.block_bytes])
@@ -289,6 +292,7 @@ class KVCache:
             ((start + run.block) * stride, buffer[(run.staged - first) * stride :][: run.count * stride])
             for run in runs
         ]
+        assert self._file is not None, "there is no KV on disk"
         try:
             if verb == "read":
                 self.disk_bytes_read += self._file.read(extents)

@@ -9,6 +9,7 @@ from torch import Tensor
 from batchgen.core.plan import VOCABULARY_CHUNKS
 from batchgen.models.config import ModelConfig
 from batchgen.ops import dispatch as ops
+from batchgen.ops.cpp import BlockWeight
 from batchgen.runtime.memory.transfers import Arena, Link
 from batchgen.runtime.memory.weight_packing import WeightPacker
 from batchgen.schedule.step_graph import HEAD_SLOTS
@@ -34,6 +35,7 @@ class OutputMatrix:
 
     def load(self, matrix: ops.Weight, chunk: int, slot: int, h2d: Link) -> None:
         """Copy a chunk of the matrix to the accelerator."""
+        assert not isinstance(matrix, ops.SplitWeight), "an output matrix is in one part"
         data = matrix if isinstance(matrix, Tensor) else matrix.data
         rows = data[chunk * self._chunk_rows : (chunk + 1) * self._chunk_rows]
         h2d.copy(self.buffers[slot][: len(rows)], rows)
@@ -44,9 +46,10 @@ class OutputMatrix:
         whole = (config.vocab_size, config.embed_size)  # which its chunks run as
         if not buffers:
             return 0, self._packer.bind(matrix, whole)
+        assert slot is not None, "a chunk needs a buffer"
         start = chunk * self._chunk_rows
         rows = buffers[slot][: max(0, min(start + self._chunk_rows, config.vocab_size) - start)]
-        part = replace(matrix, data=rows) if isinstance(matrix, ops.BlockWeight) else rows
+        part = replace(matrix, data=rows) if isinstance(matrix, BlockWeight) else rows
         return start, self._packer.bind(part, whole)
 
     def close(self) -> None:

@@ -21,11 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tiers:
-    """The memory of each tier, and how to reach it. Without arguments: the host alone, without a budget.
+    """The memory of each tier, the device that computes, and the links between the host and an accelerator.
 
-    compute_tier: the tier that is the compute device's own memory. arenas: tier -> its memory; none for "disk". links:
-    (to, from) an accelerator. device: what computes, as torch names it. driver: a CUDA card's streams. dedicated_core:
-    of an emulated accelerator that has one.
+    Without arguments: the host alone, without a budget.
+
+    Attributes:
+        compute_tier: The tier that is the compute device's own memory, "gpu" or "cpu".
+        arenas: The memory of each tier, by the tier's name; "disk" has none.
+        links: (link from the host to the accelerator, link back); None: there is no accelerator.
+        device: The device that computes, as torch names it.
+        driver: The streams of a CUDA card; None: there is no card.
+        dedicated_core: The CPU core that an emulated accelerator computes on; None: it has no core of its own.
     """
 
     compute_tier: str = "cpu"
@@ -35,8 +41,20 @@ class Tiers:
     driver: Driver | None = None
     dedicated_core: DedicatedCore | None = None
 
+    @property
+    def h2d(self) -> Link:
+        """The link from host memory to the accelerator, which there is."""
+        assert self.links is not None, "the host computes"
+        return self.links[0]
+
+    @property
+    def d2h(self) -> Link:
+        """The link from the accelerator to host memory, where there is an accelerator."""
+        assert self.links is not None, "the host computes"
+        return self.links[1]
+
     def close(self) -> None:
-        """Gives back what the host's memory has registered with a driver, and cores. Tensors stay."""
+        """Unregister host memory from a driver, and release cores. Tensors stay."""
         for arena in self.arenas.values():
             arena.memory.close()
         if self.dedicated_core is not None:

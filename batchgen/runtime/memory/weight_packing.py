@@ -15,6 +15,7 @@ from batchgen.models.layers import is_gated
 from batchgen.models.tensor_files.block_packer import BlockPacker
 from batchgen.models.tensor_files.rows_in_file import RowsInFile
 from batchgen.ops import dispatch as ops
+from batchgen.ops.cpp import BlockWeight, PackedWeight
 from batchgen.runtime.memory.tiers import Tiers
 
 Tensors = dict[str, ops.Weight]
@@ -68,12 +69,18 @@ class WeightPacker:
         return {name: self._packed(name, tensors.pop(name), blocks) for name in list(tensors)}
 
     def pack_table(self, embeddings: Tensors, table: str, blocks: BlockPacker) -> Tensors:
-        """Embeddings with their table, which is the output matrix, prepacked: rows are looked up there too.
+        """Embeddings with their token table prepacked; the table is also the output matrix.
 
-        Vectors beside it are copied, as by `pack`. Tensors are taken out of `embeddings`.
+        Embeddings are looked up in the prepacked table too. The table is taken out of `embeddings`, and tensors beside
+        it may be copied, for the reasons given at `pack`.
+
+        Args:
+            embeddings: Tensors before the layers, by name.
+            table: Name of the token table among them.
+            blocks: Packs matrices whose rows are still in the file.
         """
         packed = self._packed(table, embeddings.pop(table), blocks)
-        rest = {name: t.clone() if isinstance(packed, ops.PackedWeight) else t for name, t in embeddings.items()}
+        rest = {name: _copied(t) if isinstance(packed, PackedWeight) else t for name, t in embeddings.items()}
         return {table: packed, **rest}
 
     def bind(self, weight: ops.Weight, shape: tuple[int, int] | None = None) -> ops.Weight:
@@ -85,10 +92,13 @@ class WeightPacker:
         """
         if isinstance(weight, ops.SplitWeight):
             return ops.SplitWeight(tuple(map(self.bind, weight.parts)))
-        if isinstance(weight, ops.BlockWeight):
-            dtype = str(self._dtype).removeprefix("torch.")
-            return replace(weight, isa=self._kernels.blocks_isa(weight.weight_format, dtype))
+        if isinstance(weight, BlockWeight):
+            return self._bind_blocks(weight)
         return ops.bind_weight(weight, self._isa(shape or weight.shape, weight.dtype)) if _is_matrix(weight) else weight
+
+    def _bind_blocks(self, weight: BlockWeight) -> BlockWeight:
+        dtype = str(self._dtype).removeprefix("torch.")
+        return replace(weight, isa=self._kernels.blocks_isa(weight.weight_format, dtype))
 
     def _isa(self, shape: tuple[int, int], dtype: torch.dtype) -> str:
         return self._kernels.linear_isa(*shape, str(dtype).removeprefix("torch."))
@@ -96,13 +106,18 @@ class WeightPacker:
     def _packed(self, name: str, weight: ops.Weight, blocks: BlockPacker) -> ops.Weight:
         if isinstance(weight, ops.SplitWeight):  # of which none is gated by itself
             return ops.SplitWeight(tuple(self._packed("", part, blocks) for part in weight.parts))
-        if isinstance(weight, ops.BlockWeight) and isinstance(weight.data, RowsInFile):
-            return blocks.pack(self.bind(weight), gated=is_gated(name))
-        if isinstance(weight, ops.BlockWeight):
-            return ops.pack_blocks(self.bind(weight), self._dtype, gated=is_gated(name))
-        if not _is_matrix(weight):
-            return weight.clone() if weight.ndim == 1 else weight
+        if isinstance(weight, BlockWeight) and isinstance(weight.data, RowsInFile):
+            return blocks.pack(self._bind_blocks(weight), gated=is_gated(name))
+        if isinstance(weight, BlockWeight):
+            return ops.pack_blocks(self._bind_blocks(weight), self._dtype, gated=is_gated(name))
+        if not isinstance(weight, Tensor) or not _is_matrix(weight):
+            return _copied(weight) if len(weight.shape) == 1 else weight
         return ops.pack_weight(weight, gated=is_gated(name), isa=self._isa(weight.shape, weight.dtype))
+
+
+def _copied(weight: ops.Weight) -> ops.Weight:
+    """A vector in memory of its own."""
+    return weight.clone() if isinstance(weight, Tensor) else weight
 
 
 def _is_matrix(weight: ops.Weight) -> bool:

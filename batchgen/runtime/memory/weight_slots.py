@@ -45,7 +45,11 @@ class WeightSlots:
 
     def views(self, layer: int, slot: int | None, names: Iterable[str]) -> dict[str, Tensor]:
         """These tensors of a layer in a slot, in the form that they are stored in."""
-        return {name: _in_buffer(self.buffers[slot][name], self._layers[layer][name]) for name in names}
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            assert slot is not None, "what is not resident needs a buffer"
+            tensors[name] = _in_buffer(self.buffers[slot][name], self._layers[layer][name])
+        return tensors
 
 
 def _in_buffer(buffer: Tensor, stored: Stored) -> Tensor:

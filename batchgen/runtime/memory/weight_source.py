@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+from torch import Tensor
 
-from batchgen.core.dtypes import KEPT_FORMATS, PACKED_FORMATS
+from batchgen.core.dtypes import NATIVE_FORMATS, PACKED_FORMATS
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import Stored, Which, stored_tensors
 from batchgen.models.store.layout import StoreFile, WeightStore, layer_groups
 from batchgen.models.store.weight_store import read_extent
-from batchgen.ops import dispatch as ops
 from batchgen.schedule.residency import WeightResidency
 
-Tensors = dict[str, ops.Weight]
+Tensors = dict[str, Tensor]  # as they are stored
 
 SINKS = "sinks.weight"
 
@@ -49,7 +49,7 @@ class WeightSource:
         """
         self.store = store
         self._config, self._residency, self._dtype, self._compute_tier = config, residency, dtype, compute_tier
-        self._checkpoint = checkpoint
+        self._checkpoint: Checkpoint | None = checkpoint
         self.layers = [self.stored("layer", j) for j in range(config.num_layers)]
 
     def stored(self, which: Which, layer: int) -> dict[str, Stored]:
@@ -67,11 +67,11 @@ class WeightSource:
             return {}
         stored_format = self._residency.weight_format
         if self._packs_from_file:
-            tensors = self._checkpoint.load_unread("layer", layer_of_model, self._dtype)
+            tensors = self._load_unread("layer", layer_of_model)
         elif stored_format in PACKED_FORMATS:
-            tensors = self._checkpoint.load_packed("layer", layer_of_model, self._dtype, stored_format)
+            tensors = self._loader.load_packed("layer", layer_of_model, self._dtype, stored_format)
         else:
-            tensors = self._checkpoint.load_layer(layer_of_model, self._dtype)
+            tensors = self._loader.load_layer(layer_of_model, self._dtype)
         return {group: of_group for group, of_group in layer_groups(tensors).items() if group in groups}
 
     def embeddings(self) -> Tensors:
@@ -86,7 +86,7 @@ class WeightSource:
         """The attention sinks of all layers, for a stage of a pipeline that does not make logits."""
         if self.store is not None:
             return {SINKS: _whole(self.store.head)[SINKS]}
-        return {SINKS: self._checkpoint.load_sinks(self._dtype)}
+        return {SINKS: self._loader.load_sinks(self._dtype)}
 
     def is_packed_end(self, which: Which) -> bool:
         """Tell whether "embeddings" or "head" have the output matrix, and it is prepacked."""
@@ -95,20 +95,30 @@ class WeightSource:
 
     def close(self) -> None:
         """Let go of the checkpoint."""
-        del self._checkpoint
+        self._checkpoint = None
+
+    @property
+    def _loader(self) -> Checkpoint:
+        assert self._checkpoint is not None, "weights come from a checkpoint where there is no weight store"
+        return self._checkpoint
 
     @property
     def _packs_from_file(self) -> bool:
         """Tell whether block-quantized weights are packed while they are read."""
-        kept = self._residency.weight_format in KEPT_FORMATS
-        return kept and self.store is None and self._compute_tier == "cpu" and self._checkpoint.load_unread is not None
+        kept = self._residency.weight_format in NATIVE_FORMATS
+        return kept and self.store is None and self._compute_tier == "cpu" and self._loader.load_unread is not None
+
+    def _load_unread(self, which: Which, layer: int) -> Tensors:
+        load_unread = self._loader.load_unread
+        assert load_unread is not None, "the places of rows in files are known (`_packs_from_file`)"
+        return load_unread(which, layer, self._dtype)
 
     def _end(self, which: Which) -> Tensors:
         if self._packs_from_file and self.is_packed_end(which):
-            return self._checkpoint.load_unread(which, 0, self._dtype)
-        if self._residency.weight_format in KEPT_FORMATS:
-            return self._checkpoint.load_packed(which, 0, self._dtype, self._residency.weight_format)
-        return self._checkpoint.load(which, 0, self._dtype)
+            return self._load_unread(which, 0)
+        if self._residency.weight_format in NATIVE_FORMATS:
+            return self._loader.load_packed(which, 0, self._dtype, self._residency.weight_format)
+        return self._loader.load(which, 0, self._dtype)
 
 
 def _whole(file: StoreFile) -> Tensors:

@@ -27,9 +27,9 @@ from batchgen.runtime.memory.dequantized_weights import DequantizedWeights
 from batchgen.runtime.memory.disk_weights import DiskWeights
 from batchgen.runtime.memory.output_matrix import OutputMatrix
 from batchgen.runtime.memory.tiers import Tiers
-from batchgen.runtime.memory.weight_packing import WeightPacker
+from batchgen.runtime.memory.weight_packing import Tensors, WeightPacker
 from batchgen.runtime.memory.weight_slots import WeightSlots
-from batchgen.runtime.memory.weight_source import SINKS, Tensors, WeightSource
+from batchgen.runtime.memory.weight_source import SINKS, WeightSource
 from batchgen.schedule.residency import WeightResidency
 
 OUTPUT_MATRIX = "lm_head.weight"
@@ -84,7 +84,7 @@ class Weights:
         self.config, self.residency, self.dtype = config, residency, dtype
         tiers = tiers or Tiers()
         self._compute_tier, self.arenas = tiers.compute_tier, tiers.arenas
-        self._h2d = tiers.links and tiers.links[0]
+        self._tiers = tiers
         self.source = WeightSource(config, residency, dtype, tiers.compute_tier, checkpoint, store)
         self._packer = WeightPacker(config, residency.weight_format, dtype, tiers, kernels)
         self.output_matrix = OutputMatrix(config, self._packer)
@@ -104,7 +104,7 @@ class Weights:
                 if on_layer:
                     on_layer(j + 1, config.num_layers)
         away = {g for groups in residency.layers for g, tier in groups.items() if tier != self._compute_tier}
-        self.slots = WeightSlots(self.source.layers, away if self._h2d is not None else (), self.arenas["gpu"])
+        self.slots = WeightSlots(self.source.layers, away if tiers.links is not None else (), self.arenas["gpu"])
         self.disk = DiskWeights(config, residency, store, self.arenas["cpu"])
         num_dequantized = dequantized_slots if residency.weight_format == INT4 else 0
         self.dequantized = DequantizedWeights(config, dtype, num_dequantized, self.arenas[self._compute_tier])
@@ -157,7 +157,7 @@ class Weights:
         """Copy what is in host memory, or has been read there, to the accelerator."""
         target = self._brought(layer, slot)
         for name, tensor in {**self._on_host[layer], **self.disk.views(layer, slot)}.items():
-            self._h2d.copy(target[name], tensor)
+            self._tiers.h2d.copy(target[name], tensor)
 
     def dequantize(self, layer: int, slot: int | None, *, experts: bool) -> None:
         """Dequantize the 4-bit matrices of a layer. experts: whether those of experts that are there are among them."""
@@ -172,7 +172,7 @@ class Weights:
 
     def load_head(self, chunk: int, slot: int) -> None:
         """Copy a chunk of the output matrix to the accelerator."""
-        self.output_matrix.load(self._logits_matrix(), chunk, slot, self._h2d)
+        self.output_matrix.load(self._logits_matrix(), chunk, slot, self._tiers.h2d)
 
     def vocabulary_chunk(self, chunk: int, slot: int | None) -> tuple[int, ops.Weight]:
         """(first row, rows) of the output matrix on the compute device; the whole of it where it is resident."""
@@ -227,7 +227,7 @@ class Weights:
         for name, tensor in head.items():  # small tensors lie where they are used
             tier = self.residency.head if name == OUTPUT_MATRIX else self._compute_tier
             head[name] = self.arenas[tier].memory.keep(tensor)
-        if self._h2d is not None and self.residency.head != "gpu" and config.has_head:
+        if self._tiers.links is not None and self.residency.head != "gpu" and config.has_head:
             matrix = embeddings[_EMBEDDINGS] if config.tied_embeddings else head[OUTPUT_MATRIX]
             self.output_matrix.make_buffers(matrix, self.arenas["gpu"])
         return as_weights(source.stored("embeddings", 0), embeddings), as_weights(source.stored("head", 0), head)
@@ -241,7 +241,7 @@ class Weights:
 
     def _brought(self, layer: int, slot: int | None) -> Tensors:
         """The tensors of a layer that have been brought to the compute device."""
-        if self._h2d is None:
+        if self._tiers.links is None:
             return self.disk.views(layer, slot)
         if not self.slots.buffers:
             return {}

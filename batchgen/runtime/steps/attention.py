@@ -24,7 +24,7 @@ def attention(context: StepContext, step: Step, batch: BatchState) -> None:
         elif step.kv_slot is not None:
             kv = context.kv_cache.staging(step.kv_slot)
         else:  # in this layer the host's pool lies on the device
-            part, kv = batch.in_place, context.kv_cache.pools["cpu"][step.layer]
+            part, kv = batch.part_in_place, context.kv_cache.pools["cpu"][step.layer]
         options = context.rotary(step, batch.positions_of(part.tokens))
         qkv = batch.qkv if len(batch.parts) == 1 else batch.qkv[part.tokens]
         kv_format = context.kv_cache.shape.format
@@ -37,7 +37,7 @@ def send_qkv(context: StepContext, step: Step, batch: BatchState) -> None:
     """Send queries of sequences that the CPU attends to, and their new KV, to host memory."""
     # What is compute's here outlives this: before it is given up, compute waits for the CPU, which has waited for the
     # copies.
-    part, d2h = batch.parts[KVPlacement.CPU], context.links[1]
+    part, d2h = batch.parts[KVPlacement.CPU], context.tiers.d2h
     q, k, v = qkv_for_host(context, step, batch.qkv[part.tokens], batch.positions_of(part.tokens))
     pool = context.kv_cache.pools["cpu"][step.layer]
     flat = pool.view(-1, pool.shape[-1])
@@ -60,7 +60,7 @@ def load_attention(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy the results of CPU attention to the accelerator."""
     attended = batch.from_cpu.pop(step.layer).flatten(1)
     target = torch.empty(attended.shape, dtype=attended.dtype, device=context.device)
-    batch.attended[KVPlacement.CPU] = context.links[0].copy(target, attended)
+    batch.attended[KVPlacement.CPU] = context.tiers.h2d.copy(target, attended)
 
 
 def qkv_for_host(context: StepContext, step: Step, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

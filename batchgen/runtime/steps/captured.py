@@ -9,14 +9,16 @@ from batchgen.ops import dispatch as ops
 from batchgen.runtime.batch_state import BatchPart, BatchState
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
 from batchgen.runtime.steps.attention import attention
-from batchgen.runtime.steps.context import StepContext
+from batchgen.runtime.steps.context import Handler, StepContext
 from batchgen.runtime.steps.layer import post, pre
 from batchgen.runtime.streams import Driver
-from batchgen.schedule.step_graph import Step
+from batchgen.schedule.packed_batch import empty_batch
+from batchgen.schedule.step_graph import KINDS, Step, StepKind
 
 
 def all_layers(context: StepContext, step: Step, batch: BatchState) -> None:
     """Replay all layers over the micro-batch's static buffers."""
+    assert context.graphs is not None and batch.buffers is not None, "the sweep is no CUDA graph"
     batch.hidden = context.graphs.run(batch.buffers, batch.hidden)
 
 
@@ -29,7 +31,7 @@ def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> Dec
     return DecodeGraphs(
         partial(_launch_layers, context),
         driver.capture,
-        lambda plan: ops.cut_attention(plan, *context.attention_shape, context.device),
+        lambda plan: ops.cut_attention(plan, *context.attention_shape, device=context.device),
         most_tokens,
         config.hidden_size,
         context.weights.dtype,
@@ -39,9 +41,11 @@ def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> Dec
 
 def _launch_layers(context: StepContext, buffers: StaticBuffers) -> None:
     """Launch all layers over static buffers: the Steps of a sweep whose weights and KV are on the device."""
-    part = BatchPart(slice(0, len(buffers.hidden)), buffers.slots, None, buffers.plans)
+    part = BatchPart(slice(0, len(buffers.hidden)), buffers.slots, {}, buffers.plans)
     parts = {KVPlacement.DEVICE: part}
-    batch = BatchState(None, None, buffers.positions, None, parts, None, False, hidden=buffers.hidden)
+    positions = buffers.positions
+    batch = BatchState(empty_batch(), positions, positions, None, parts, {}, False, hidden=buffers.hidden)
+    handlers: dict[StepKind, Handler] = {"pre": pre, "attention": attention, "post": post}
     for layer in range(context.config.num_layers):
-        for kind, handler in (("pre", pre), ("attention", attention), ("post", post)):
-            handler(context, Step(-1, kind, "compute", -1, layer, 0, None, None, ()), batch)
+        for kind, handler in handlers.items():
+            handler(context, Step(-1, kind, KINDS[kind], -1, layer, 0, None, None, ()), batch)

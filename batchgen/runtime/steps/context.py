@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from batchgen.core.dtypes import KVFormat
 from batchgen.core.routing import RoutingCounts
 from batchgen.models import layers
 from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
+from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.graphs import DecodeGraphs
 from batchgen.runtime.memory.activations import Activations
@@ -22,7 +24,7 @@ from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sweep_options import OnLogits, SweepOptions
 from batchgen.runtime.token_table import TokenTable
-from batchgen.schedule.sequence import LogitsRow
+from batchgen.schedule.sequence import LogitsRow, in_flight
 from batchgen.schedule.step_graph import Step
 
 
@@ -30,7 +32,7 @@ class StepContext:
     """The model, its memory, and the sweep that is being run.
 
     Attributes:
-        links: links from host memory to the accelerator's and back; None: the host computes.
+        tiers: tiers that weights and KV are in.
         device: device that computes, as torch names it.
         compute_tier: tier of its own memory.
         activations: memory for activations that leave the accelerator.
@@ -48,7 +50,7 @@ class StepContext:
     ) -> None:
         """Make what all sweeps need: rotary tables and buffers for activations."""
         self.config, self.weights, self.kv_cache, self.options = config, weights, kv_cache, options
-        self.links, self.device, self.compute_tier = tiers.links, tiers.device, tiers.compute_tier
+        self.tiers, self.device, self.compute_tier = tiers, tiers.device, tiers.compute_tier
         self.dedicated_core = tiers.dedicated_core
         self.activations = Activations(
             config,
@@ -69,8 +71,8 @@ class StepContext:
         self._logits: Tensor | None = None
 
     @property
-    def attention_shape(self) -> tuple[Any, ...]:
-        """The shape that attention plans are prepared for: heads, KV heads, head size, KV block, dtype, and KV format."""
+    def attention_shape(self) -> tuple[int, int, int, int, torch.dtype, KVFormat]:
+        """The shape that attention plans are prepared for: heads, KV heads, head size, KV block, dtype, KV format."""
         config, shape = self.config, self.kv_cache.shape
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         return *heads, shape.kv_block_size, self.weights.dtype, shape.format
@@ -102,7 +104,7 @@ class StepContext:
         with contextlib.nullcontext() if core is None else core.hosts():
             chosen = self.on_logits(rows, logits, start)
         if chosen is not None and self.tokens is not None:
-            self.tokens.keep([row.sequence.token_slot for row in rows], chosen)
+            self.tokens.keep([in_flight(row.sequence.token_slot) for row in rows], chosen)
 
     def logits_buffer(self, x: Tensor, rows: ops.Weight) -> Tensor:
         """Memory for the logits of x, always the same: some that is new to the process costs more than filling it."""
@@ -121,12 +123,16 @@ class StepContext:
         del self.activations
 
 
+# The work of a kind of Step, on the Step's micro-batch.
+Handler = Callable[[StepContext, Step, BatchState], None]
+
+
 def rope_tables(
     config: ModelConfig, max_positions: int, device: torch.device
 ) -> dict[RopeConfig | None, layers.Rope | None]:
     """The (cos, sin) tables of each rotary embedding in the model, on the device that computes; None has none."""
     ropes: dict[RopeConfig | None, layers.Rope | None] = {None: None}
-    for rope in {config.rope_of(layer) for layer in range(config.num_layers)} - {None}:
+    for rope in filter(None, {config.rope_of(layer) for layer in range(config.num_layers)}):
         cos, sin = layers.rope_table(rope, config.head_dim, max_positions)
         ropes[rope] = cos.to(device), sin.to(device)
     return ropes

@@ -12,7 +12,7 @@ def send_deferred(context: StepContext, step: Step, batch: BatchState) -> None:
     """Send queries and new KV of a deferred batch to host memory."""
     pool, window = context.kv_cache.pools["cpu"][step.layer], context.config.windows[step.layer]
     queries, _ = context.activations.deferred
-    context.deferred_of.pop(step.id).send(context.links[1], pool, window, queries)
+    context.deferred_of.pop(step.id).send(context.tiers.d2h, pool, window, queries)
 
 
 def attend_deferred(context: StepContext, step: Step, batch: BatchState) -> None:
@@ -27,5 +27,5 @@ def join_deferred(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy a deferred batch's attention to the compute device, and let it go on with the micro-batch."""
     deferred_batch = context.deferred_of.pop(step.id)
     _, attended = context.activations.deferred
-    deferred_batch.join(context.links[0], attended)
+    deferred_batch.join(context.tiers.h2d, attended)
     batch.joined.append(deferred_batch)

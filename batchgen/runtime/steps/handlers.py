@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.steps import attention, captured, deferred, head, hidden, kv, layer, weights
-from batchgen.runtime.steps.context import StepContext
-from batchgen.schedule.step_graph import Step, StepKind
-
-Handler = Callable[[StepContext, Step, BatchState], None]
+from batchgen.runtime.steps.context import Handler
+from batchgen.schedule.step_graph import StepKind
 
 HANDLERS: Mapping[StepKind, Handler] = {
     "read_weight": weights.read_weight,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from batchgen.models import layers
-from batchgen.runtime.batch_state import BatchState
+from batchgen.runtime.batch_state import RELEASED, BatchState
 from batchgen.runtime.steps.context import StepContext
 from batchgen.schedule.step_graph import Step
 
@@ -13,7 +13,7 @@ from batchgen.schedule.step_graph import Step
 def head(context: StepContext, step: Step, batch: BatchState) -> None:
     """Compute the logits of the rows that ask for them, or those of one vocabulary chunk."""
     if not context.options.makes_logits:
-        batch.hidden = None
+        batch.hidden = RELEASED
         return
     config, weights = context.config, context.weights
     if step.layer == 0:
@@ -34,4 +34,4 @@ def head(context: StepContext, step: Step, batch: BatchState) -> None:
         if stop == config.vocab_size:
             context.take_logits(wanted, batch.logits, 0)
     if stop == config.vocab_size:
-        batch.hidden = batch.logits = None
+        batch.hidden = batch.logits = RELEASED

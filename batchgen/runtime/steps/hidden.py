@@ -6,18 +6,19 @@ import torch
 
 from batchgen.models import layers
 from batchgen.ops.host_copy import upload
-from batchgen.runtime.batch_state import BatchState
+from batchgen.runtime.batch_state import RELEASED, BatchState
 from batchgen.runtime.steps.context import StepContext
 from batchgen.schedule.step_graph import Step
 
 
 def embed(context: StepContext, step: Step, batch: BatchState) -> None:
     """Look up the embeddings of the micro-batch's tokens."""
-    on_device, links = context.weights.embeds_on_device, context.links
+    on_device, links = context.weights.embeds_on_device, context.tiers.links
     token_ids, positions = torch.from_numpy(batch.packed.token_ids), batch.host_positions
     if on_device:
         token_ids, positions = upload(batch.packed.token_ids, context.device), batch.positions
     if len(batch.packed.pending_rows):
+        assert context.tokens is not None, "sampled tokens are on the host"
         context.tokens.fill(token_ids, batch.packed.pending_rows, batch.packed.pending_slots)
     hidden = layers.embed(context.config, context.weights.embeddings, token_ids, positions, context.weights.dtype)
     if links and batch.on_host:
@@ -31,28 +32,29 @@ def embed(context: StepContext, step: Step, batch: BatchState) -> None:
 def receive(context: StepContext, step: Step, batch: BatchState) -> None:
     """Receive activations from the previous stage."""
     shape = batch.packed.num_tokens, context.config.hidden_size
-    waits = context.links and batch.on_host
+    links = context.tiers.links
+    waits = links and batch.on_host
     if waits:
         hidden = context.activations.waiting(step.batch, shape[0])
     else:
         hidden = torch.empty(shape, dtype=context.weights.dtype)
-    context.options.adjacent_ranks.receive_from_previous(hidden)
-    batch.hidden = context.links[0].bring(hidden) if context.links and not waits else hidden
+    context.options.ranks.receive_from_previous(hidden)
+    batch.hidden = links[0].bring(hidden) if links and not waits else hidden
 
 
 def send(context: StepContext, step: Step, batch: BatchState) -> None:
     """Send activations to the next stage."""
-    hidden, batch.hidden = batch.hidden, None
-    if context.links:
-        hidden = context.links[1].copy(torch.empty(hidden.shape, dtype=hidden.dtype), hidden)
-    context.options.adjacent_ranks.send_to_next(hidden)
+    hidden, batch.hidden = batch.hidden, RELEASED
+    if context.tiers.links:
+        hidden = context.tiers.d2h.copy(torch.empty(hidden.shape, dtype=hidden.dtype), hidden)
+    context.options.ranks.send_to_next(hidden)
 
 
 def load_hidden(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy activations that wait in host memory to the accelerator."""
-    batch.hidden = context.links[0].copy(context.activations.fetched(len(batch.hidden)), batch.hidden)
+    batch.hidden = context.tiers.h2d.copy(context.activations.fetched(len(batch.hidden)), batch.hidden)
 
 
 def store_hidden(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy activations to host memory, where they wait for the next layer."""
-    batch.hidden = context.links[1].copy(context.activations.waiting(step.batch, len(batch.hidden)), batch.hidden)
+    batch.hidden = context.tiers.d2h.copy(context.activations.waiting(step.batch, len(batch.hidden)), batch.hidden)

@@ -10,22 +10,26 @@ from batchgen.schedule.step_graph import Step
 
 def read_cache(context: StepContext, step: Step, batch: BatchState) -> None:
     """Read KV from disk."""
-    context.kv_cache.read(step.layer, step.kv_slot, _moves(context, step, batch))
+    context.kv_cache.read(step.layer, step.kv_buffer, _moves(context, step, batch))
 
 
 def load_cache(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Copy KV from host memory to the accelerator."""
-    context.kv_cache.load(step.layer, step.kv_slot, _moves(context, step, batch))
+    """Copy the KV of earlier sweeps that a micro-batch reads in one layer from host memory to the accelerator.
+
+    The Step names the layer and the staging buffer (`kv_slot`) that the KV goes to. KV on disk is in host memory by
+    then.
+    """
+    context.kv_cache.load(step.layer, step.kv_buffer, _moves(context, step, batch))
 
 
 def store_cache(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy new KV from the staging buffer to host memory."""
-    context.kv_cache.store(step.layer, step.kv_slot, _moves(context, step, batch))
+    context.kv_cache.store(step.layer, step.kv_buffer, _moves(context, step, batch))
 
 
 def write_cache(context: StepContext, step: Step, batch: BatchState) -> None:
     """Write new KV to disk."""
-    context.kv_cache.write(step.layer, step.kv_slot, _moves(context, step, batch))
+    context.kv_cache.write(step.layer, step.kv_buffer, _moves(context, step, batch))
 
 
 def _moves(context: StepContext, step: Step, batch: BatchState) -> Moves:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from batchgen.models import layers
-from batchgen.runtime.batch_state import BatchState
+from batchgen.runtime.batch_state import RELEASED, BatchState
 from batchgen.runtime.deferred import DeferredBatchState, slices, with_deferred
 from batchgen.runtime.steps.attention import qkv_for_host
 from batchgen.runtime.steps.context import StepContext
@@ -67,9 +67,9 @@ def post(context: StepContext, step: Step, batch: BatchState) -> None:
     is_last = step.layer == context.config.num_layers - 1
     num_of_batch = len(hidden) - sum(len(d.rows) for d in batch.joined)
     tensors = context.weights.layer(step.layer, step.weight_slot)
-    options = {"reduce": context.options.reduce, "on_counts": context.routing.add}
+    reduce, on_counts = context.options.reduce, context.routing.add
     for part, attended in context.chunks(hidden, attention):
-        layers.post_attention(context.config, tensors, part, attended, part, **options)
+        layers.post_attention(context.config, tensors, part, attended, part, reduce=reduce, on_counts=on_counts)
     if batch.joined and not is_last:
         for deferred_batch, part in zip(batch.joined, slices(num_of_batch, batch.joined), strict=True):
             deferred_batch.hidden, deferred_batch.attended = hidden[part], None
@@ -82,7 +82,7 @@ def _through_experts(context: StepContext, step: Step, batch: BatchState) -> Non
     context.weights.dequantize_experts(step.layer, step.weight_slot, batch.experts)
     tensors = context.weights.layer(step.layer, step.weight_slot)
     parts = context.chunks(batch.hidden) if batch.routes else ()
-    for (part,), routes in zip(parts, batch.routes, strict=True):
+    for (part,), routes in zip(parts, batch.routes or (), strict=True):
         layers.add_experts(context.config, tensors, part, routes, context.options.reduce, context.routing.add)
     batch.routes = None
 
@@ -93,7 +93,7 @@ def _rows_after_attention(context: StepContext, step: Step, batch: BatchState) -
     Returns:
         Two tensors of [tokens, ...]; None: there are no tokens.
     """
-    batch.qkv = None  # memory for the other batches
+    batch.qkv = RELEASED  # memory for the other batches
     attended, hidden = [batch.attended.pop(placement) for placement in batch.parts], batch.hidden
     if not attended and not batch.joined:
         return None

@@ -10,22 +10,22 @@ from batchgen.schedule.step_graph import Step
 
 def read_weight(context: StepContext, step: Step, batch: BatchState) -> None:
     """Read what a layer has on disk."""
-    context.weights.read(step.layer, step.weight_slot)
+    context.weights.read(step.layer, step.weight_buffer)
 
 
 def read_dense(context: StepContext, step: Step, batch: BatchState) -> None:
     """Read what a layer has on disk, but for its experts."""
-    context.weights.read_dense(step.layer, step.weight_slot)
+    context.weights.read_dense(step.layer, step.weight_buffer)
 
 
 def read_experts(context: StepContext, step: Step, batch: BatchState) -> None:
     """Read the experts that the micro-batch's tokens are routed to."""
-    context.weights.read_experts(step.layer, step.weight_slot, batch.experts)
+    context.weights.read_experts(step.layer, step.weight_buffer, batch.experts)
 
 
 def load_weight(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy what a layer has in host memory to the accelerator."""
-    context.weights.load(step.layer, step.weight_slot)
+    context.weights.load(step.layer, step.weight_buffer)
 
 
 def expand_weight(context: StepContext, step: Step, batch: BatchState) -> None:
@@ -35,7 +35,7 @@ def expand_weight(context: StepContext, step: Step, batch: BatchState) -> None:
 
 def load_head(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy a vocabulary chunk of the output matrix to the accelerator."""
-    context.weights.load_head(step.layer, step.weight_slot)
+    context.weights.load_head(step.layer, step.weight_buffer)
 
 
 def dequantizes_after_router(context: StepContext, step: Step) -> bool:

@@ -15,7 +15,7 @@ from batchgen.models.hf.config import config_of_hf
 from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Link
-from batchgen.schedule.packed_batch import Run, Staging
+from batchgen.schedule.staging import Run, Staging
 
 LAYERS, HOST_BLOCKS, DISK_BLOCKS, STAGING = 2, 7, 12, 10
 # K and V of a block of 16 tokens have 4,096 bytes in fp32; other blocks, and packed ones, do not fill whole disk
@@ -76,14 +76,14 @@ def fill(tensor, seed):
 
 
 def write_out(cache, layer, slot, moves):
-    if cache._links:
+    if cache._tiers.links:
         cache.store(layer, slot, moves)
     cache.write(layer, slot, moves)
 
 
 def read_in(cache, layer, slot, moves):
     cache.read(layer, slot, moves)
-    if cache._links:
+    if cache._tiers.links:
         cache.load(layer, slot, moves)
 
 

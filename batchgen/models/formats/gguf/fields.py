@@ -82,9 +82,12 @@ class Place:
 
 
 def place_of(config: ModelConfig, part: str, layer: int) -> Place:
-    """The place of a part in the file.
+    """Tell which tensor of a GGUF file has a part of the model, and which of the tensor's rows or experts it is.
 
-    part: of `layouts.layout_of`, unfused: "experts.3.gate.weight".
+    Args:
+        config: Configuration of the model.
+        part: Name in `layouts.layout_of` with `unfused`, such as "experts.3.gate.weight".
+        layer: Number of the layer; of no meaning for parts before and after the layers.
     """
     stem, suffix = part.rsplit(".", 1)
     if suffix == "sinks":  # "attention.{layer}"

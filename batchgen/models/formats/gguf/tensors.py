@@ -90,7 +90,7 @@ class GgufPart(StoredPart):
 
     name: str
     info: TensorInfo
-    interleaved: int | None = None
+    interleaved: int | None
 
     def fill(self, out: Tensor) -> None:
         """Dequantize whole rows, or where `out` is uint8 take them as they are; of interleaved ones whole heads."""

@@ -1,0 +1,161 @@
+"""The block tables of sequences in flight: filled token by token, found by others, and released. No tensors."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from batchgen.schedule.block_manager import Allocation, BlockManager
+from batchgen.schedule.extents import ExtentManager
+from batchgen.schedule.sequence import Sequence
+from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
+
+Pool = BlockManager | ExtentManager
+
+
+class BlockTables:
+    """The block tables of sequences in flight.
+
+    Invariant: in each pool, blocks reserved for sequences in flight never exceed the blocks available.
+
+    Attributes:
+        num_reserved: blocks promised to sequences in flight and not yet allocated, by tier.
+        share_prefixes: Whether sequences take over KV of others in any tier.
+        have_windows: Whether layers with a sliding window have pools of their own in any tier.
+    """
+
+    def __init__(self, pools: Mapping[str, Pool]) -> None:
+        """Keep the tables of sequences whose blocks are in these pools, by tier."""
+        self._pools = pools
+        self.num_reserved = dict.fromkeys(pools, 0)
+        self.share_prefixes = any(pool.share_prefixes for pool in pools.values())
+        self.have_windows = any(pool.windowed is not None for pool in pools.values())
+
+    def pool(self, sequence: Sequence) -> Pool:
+        """The pool that a sequence in flight has its blocks from."""
+        return self._pools[sequence.kv_placement.tier]
+
+    def open(self, sequence: Sequence, allocation: Allocation, num_reserved: int) -> None:
+        """Begin the tables of a sequence that has been admitted to its placement.
+
+        Args:
+            sequence: The sequence.
+            allocation: Blocks that it starts with.
+            num_reserved: Blocks that are promised to it beyond these.
+        """
+        pool, matched = self.pool(sequence), allocation.blocks[: allocation.num_matched]
+        sequence.block_table.extend(allocation.blocks)
+        if allocation.window_table is not None:
+            sequence.window_table = array("i", allocation.window_table)
+            sequence.num_freed = allocation.window_table.count(NULL_BLOCK)
+        sequence.reserved_blocks = num_reserved
+        self.num_reserved[sequence.kv_placement.tier] += num_reserved
+        sequence.num_computed = len(matched) * pool.kv_block_size
+        sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+        sequence.num_matched_blocks = sequence.num_inserted_blocks = len(matched)
+        sequence.node = pool.node(matched[-1]) if matched and isinstance(pool, BlockManager) else 0
+
+    def grow(self, sequence: Sequence, count: int) -> bool:
+        """Allocate blocks for `count` more tokens; False if the pool has not enough, after all it has."""
+        tier, pool = sequence.kv_placement.tier, self.pool(sequence)
+        table = sequence.block_table
+        needed = -(-(sequence.num_computed + count) // pool.kv_block_size)
+        while len(table) < needed:
+            if sequence.reserved_blocks:
+                sequence.reserved_blocks -= 1
+                self.num_reserved[tier] -= 1
+            elif pool.num_available <= self.num_reserved[tier]:
+                return False
+            table.append(pool.allocate(table[-1] if table else None))
+        while sequence.window_table is not None and len(sequence.window_table) < needed:
+            windows = self._windows(tier)
+            if not windows.num_available:
+                return False
+            sequence.window_table.append(windows.allocate())
+        return True
+
+    def can_grow(self, sequences: Iterable[Sequence], num_tokens: int) -> bool:
+        """Tell whether there are blocks for `num_tokens` more tokens of each of these sequences."""
+        needed = Counter[str]()
+        of_windows = Counter[str]()
+        for sequence in sequences:
+            tier, pool = sequence.kv_placement.tier, self.pool(sequence)
+            blocks = -(-(sequence.num_computed + num_tokens) // pool.kv_block_size)
+            needed[tier] += max(0, blocks - len(sequence.block_table) - sequence.reserved_blocks)
+            if sequence.window_table is not None:
+                table, windows = sequence.window_table, self._windows(tier)
+                first = windows.first_block(sequence.num_computed + num_tokens - 1)
+                of_windows[tier] += blocks - max(first, len(table))
+                of_windows[tier] -= windows.num_sole(table[sequence.num_freed : first])
+        return all(
+            count <= self._pools[tier].num_available - self.num_reserved[tier] for tier, count in needed.items()
+        ) and all(count <= self._windows(tier).num_available for tier, count in of_windows.items())
+
+    def capacity(self, sequence: Sequence) -> int:
+        """Tokens beyond those computed for which a sequence has blocks, or can have them, in layers without window."""
+        pool = self.pool(sequence)
+        blocks = pool.num_available - self.num_reserved[sequence.kv_placement.tier] + sequence.reserved_blocks
+        return (len(sequence.block_table) + blocks) * pool.kv_block_size - sequence.num_computed
+
+    def window_capacity(self, sequence: Sequence) -> int:
+        """Tokens of a prompt for which there are blocks in layers with a sliding window, in this sweep."""
+        if sequence.window_table is None:
+            return sequence.num_remaining
+        windows = self._windows(sequence.kv_placement.tier)
+        blocks = len(sequence.window_table) + windows.num_available
+        return blocks * windows.kv_block_size - sequence.num_computed
+
+    def free_before_window(self, sequence: Sequence, position: int) -> None:
+        """Free blocks of layers with a sliding window that no token from `position` on sees."""
+        table = sequence.window_table
+        if table is None:
+            return
+        windows = self._windows(sequence.kv_placement.tier)
+        held, first = sequence.num_freed, windows.first_block(position)
+        if first > held:
+            windows.release(table[held:first])
+            table[held:first] = array("i", [NULL_BLOCK]) * (first - held)  # of a longer table than there is, too
+            sequence.num_freed = first
+
+    def insert_prompt(self, sequence: Sequence, num_tokens: int) -> None:
+        """Make blocks findable that are filled with prompt tokens, up to token `num_tokens`."""
+        pool = self.pool(sequence)
+        if not isinstance(pool, BlockManager) or not pool.share_prefixes:
+            return
+        size = pool.kv_block_size
+        for b in range(sequence.num_inserted_blocks, min(num_tokens, sequence.num_prompt) // size):
+            tokens = sequence.tokens[b * size : (b + 1) * size]
+            sequence.node = pool.insert(sequence.node, tokens, sequence.block_table[b])
+            if sequence.window_table is not None:
+                self._windows(sequence.kv_placement.tier).insert(sequence.node, sequence.window_table[b])
+            sequence.num_inserted_blocks = b + 1
+
+    def invalidate_prompt(self, sequence: Sequence) -> None:
+        """Have no other sequence find the KV of this one's prompt, or of a part of it, from now on."""
+        for pool in self._pools.values():
+            if isinstance(pool, BlockManager) and pool.share_prefixes:
+                pool.invalidate(pool.match([*sequence.tokens[: sequence.num_prompt], 0]))
+
+    def release(self, sequence: Sequence) -> None:
+        """Release all blocks of a sequence, and those reserved for it."""
+        tier, pool = sequence.kv_placement.tier, self.pool(sequence)
+        self.num_reserved[tier] -= sequence.reserved_blocks
+        sequence.reserved_blocks = 0
+        written = sequence.num_computed // pool.kv_block_size
+        if isinstance(pool, BlockManager) and pool.share_prefixes:
+            # After a sweep that failed: what it was to write is not there to be found.
+            pool.invalidate(sequence.block_table[written : sequence.num_inserted_blocks])
+        pool.release(sequence.block_table)
+        sequence.block_table = array("i")
+        if sequence.window_table is not None:
+            windows, held = self._windows(tier), sequence.num_freed
+            windows.invalidate(sequence.window_table[max(held, written) :])
+            windows.release(sequence.window_table[held:])
+            sequence.window_table, sequence.num_freed = None, 0
+
+    def _windows(self, tier: str) -> WindowPool:
+        """The pool of layers with a sliding window, of a tier that has one."""
+        windows = self._pools[tier].windowed
+        assert windows is not None, f"no layer has a pool of its own in tier {tier}"
+        return windows

@@ -1,0 +1,54 @@
+"""A sequence's tokens in one sweep. No tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.schedule.sequence import Sequence
+
+
+class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in every sweep
+    """`num_tokens` tokens of a sequence, from `num_computed` on; `samples` if they reach its last one in this sweep.
+
+    logits_positions: those among them whose logits are made.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens whose KV the sequence has once the sweep has run; until `commit`."""
+        return self.sequence.num_computed + self.num_tokens
+
+    @property
+    def decodes(self) -> bool:
+        return self.num_tokens == 1 and self.sequence.num_computed >= self.sequence.num_prompt
+
+    @property
+    def defers(self) -> bool:
+        """Tell whether the token only begins in this sweep: the last one there is, since those after it need its KV."""
+        return (
+            self.sequence.kv_placement is KVPlacement.DEFERRED
+            and self.decodes
+            and self.num_keys == len(self.sequence.tokens)
+        )
+
+    @property
+    def samples(self) -> bool:
+        return self.num_keys == len(self.sequence.tokens) and not self.defers
+
+    @property
+    def logits_positions(self) -> range:
+        if self.defers:
+            return range(0)
+        return range(max(self.sequence.num_computed, self.sequence.next_logits_position), self.num_keys)
+
+    @property
+    def num_logits(self) -> int:
+        """The number of `logits_positions`."""
+        sequence = self.sequence
+        if sequence.targets or sequence.kv_placement is KVPlacement.DEFERRED:
+            return len(self.logits_positions)
+        return int(sequence.num_computed + self.num_tokens == len(sequence.tokens))  # the last one's

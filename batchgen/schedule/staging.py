@@ -1,0 +1,144 @@
+"""The KV of a micro-batch that passes through a staging buffer: block tables there, and what moves. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.schedule.extents import runs_of
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.sequence import Sequence
+from batchgen.schedule.window_pool import NULL_BLOCK
+
+# Block tables by sequence, of layers with a sliding window and of those without.
+Tables = dict[bool, dict[Sequence, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` neighbouring blocks: from `block` of the disk's pool, from `staged` of the staging buffer."""
+
+    block: int
+    staged: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Staging:
+    """The KV that passes through the staging buffer in a layer. First blocks are those that come from the host's pool.
+
+    Attributes:
+        num_blocks: staging blocks in use.
+        host_blocks: blocks of the host's pool to bring to staging blocks 0, 1, ..., int64.
+        new_slots: slots in staging of new tokens whose KV goes to the host's pool, int64.
+        host_slots: their slots there, int64.
+        reads: runs of blocks on disk that hold KV of earlier sweeps.
+        writes: runs of blocks with new tokens that go to disk.
+        disk_start: first staging block of sequences whose KV is on disk.
+        disk_stop: staging block after their last one.
+    """
+
+    num_blocks: int
+    host_blocks: np.ndarray
+    new_slots: np.ndarray
+    host_slots: np.ndarray
+    reads: tuple[Run, ...]
+    writes: tuple[Run, ...]
+    disk_start: int
+    disk_stop: int
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The staged sequences of a micro-batch.
+
+    Attributes:
+        tables: block tables in the staging buffer.
+        by_window: KV that moves, by sliding window, the same object for windows with the same tables; None: none does.
+    """
+
+    tables: Tables
+    by_window: dict[int | None, Staging] | None
+
+
+def stage(members: List[ScheduledSequence], windows: frozenset[int | None], kv_block_size: int) -> Staged:
+    """Give staged sequences blocks of the staging buffer, in the layers of each sliding window."""
+    if not members:
+        return Staged({}, None)
+    tables, stagings = {}, {}
+    tables[False], stagings[False] = _stage_layers(members, kv_block_size, windowed=False)
+    if has_window_tables(members):
+        tables[True], stagings[True] = _stage_layers(members, kv_block_size, windowed=True)
+    return Staged(tables, {w: stagings.get(w is not None, stagings[False]) for w in windows})
+
+
+def _stage_layers(
+    members: List[ScheduledSequence], kv_block_size: int, *, windowed: bool
+) -> tuple[dict[Sequence, np.ndarray], Staging]:
+    """Give each sequence's blocks a part of the staging buffer: block tables there, and what moves.
+
+    A prefix block that several sequences share comes over once. Freed blocks do not come.
+
+    Args:
+        members: Staged sequences.
+        kv_block_size: Tokens of a KV block.
+        windowed: Whether the layers are those with a sliding window.
+    """
+    on_host = [s for s in members if s.sequence.kv_placement is not KVPlacement.DISK]
+    on_disk = [s for s in members if s.sequence.kv_placement is KVPlacement.DISK]
+    staged_of: dict[int, int] = {}  # host block with history -> staging block
+    for s in on_host:
+        for block in s.sequence.table(windowed)[: -(-s.sequence.num_computed // kv_block_size)]:
+            if block != NULL_BLOCK:
+                staged_of.setdefault(block, len(staged_of))
+    tables: dict[Sequence, np.ndarray] = {}
+    new_slots, host_slots = [], []
+    num_blocks = len(staged_of)
+    for s in on_host:
+        sequence = s.sequence
+        used, old = -(-s.num_keys // kv_block_size), -(-sequence.num_computed // kv_block_size)
+        own = sequence.table(windowed)
+        table = [staged_of.get(b, NULL_BLOCK) for b in own[:old]] + list(range(num_blocks, num_blocks + used - old))
+        num_blocks += used - old
+        tables[sequence] = np.array(table, dtype=np.int32)
+        for position in range(sequence.num_computed, s.num_keys):
+            block, offset = divmod(position, kv_block_size)
+            new_slots.append(table[block] * kv_block_size + offset)
+            host_slots.append(own[block] * kv_block_size + offset)
+    disk_start = num_blocks
+    reads, writes = [], []
+    for s in on_disk:
+        sequence = s.sequence
+        used, old = -(-s.num_keys // kv_block_size), -(-sequence.num_computed // kv_block_size)
+        tables[sequence] = np.arange(num_blocks, num_blocks + used, dtype=np.int32)
+        reads += _runs(sequence.block_table[:old], num_blocks)
+        dirty = sequence.num_computed // kv_block_size
+        writes += _runs(sequence.block_table[dirty:used], num_blocks + dirty)
+        num_blocks += used
+    staging = Staging(
+        num_blocks=num_blocks,
+        host_blocks=np.fromiter(staged_of, dtype=np.int64, count=len(staged_of)),
+        new_slots=np.array(new_slots, dtype=np.int64),
+        host_slots=np.array(host_slots, dtype=np.int64),
+        reads=tuple(reads),
+        writes=tuple(writes),
+        disk_start=disk_start,
+        disk_stop=num_blocks,
+    )
+    return tables, staging
+
+
+def _runs(blocks: List[int], staged: int) -> list[Run]:
+    runs = []
+    for first, count in runs_of(blocks):
+        runs.append(Run(first, staged, count))
+        staged += count
+    return runs
+
+
+def has_window_tables(members: List[ScheduledSequence]) -> bool:
+    """Tell whether sequences have block tables of their own in layers with a sliding window."""
+    return any(s.sequence.window_table is not None for s in members)
