@@ -15,7 +15,8 @@ from batchgen.planner.memory import peak_bytes
 from batchgen.planner.mip import solve
 from batchgen.planner.phases import deferral_of, phases_of
 from batchgen.planner.problem import Problem
-from batchgen.planner.search import Candidate, Prune, integer_candidate, max_num_seqs_choices, prune_nothing
+from batchgen.planner.search import Candidate, Prune, integer_candidate, prune_nothing
+from batchgen.planner.search_space import max_num_seqs_choices
 from batchgen.planner.step_seconds import query_bytes
 
 # The part of the CPU's idle time that is given to deferred attention: sweeps are not all equally long.

@@ -27,7 +27,8 @@ from batchgen.planner.memory import kv_bytes, peak_bytes, plan_memory
 from batchgen.planner.mip import solve
 from batchgen.planner.placement import Counts
 from batchgen.planner.problem import Allowed, Problem
-from batchgen.planner.search import block_latency_s, frontier, search, search_space
+from batchgen.planner.search import block_latency_s, frontier, search
+from batchgen.planner.search_space import search_space
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from flexgen_check import FlexGenInputs

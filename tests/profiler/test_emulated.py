@@ -19,7 +19,8 @@ from batchgen.planner.costs import head_lanes, layer_lanes, moved_bytes, phase_m
 from batchgen.planner.phases import Phase, phases_of
 from batchgen.planner.placement import Counts
 from batchgen.planner.problem import Problem
-from batchgen.planner.search import search, search_space
+from batchgen.planner.search import search
+from batchgen.planner.search_space import search_space
 from batchgen.profiler.emulated import copy_overhead_s, dedicated_core_profile, emulated_profile, piece_times
 from batchgen.runtime.memory.transfers import Link
 
