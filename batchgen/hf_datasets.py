@@ -1,4 +1,4 @@
-"""The API for the `datasets` library: a dataset in and a dataset out, and a function for `Dataset.map`."""
+"""The API for the `datasets` library: `run_dataset` for a whole dataset, `MapFunction` for `Dataset.map`."""
 
 from __future__ import annotations
 
@@ -35,23 +35,24 @@ def run_dataset(
     output: str | Path | None = None,
     **options: Any,
 ) -> datasets.Dataset:
-    """Run every row of a dataset.
+    """Run every row of a dataset through a model.
 
-    The result is mapped into memory from its file, however large it is. The same call goes on after an interruption,
-    and returns at once when all is done.
+    The result is memory-mapped from its file, however large it is. After an interruption, the same call goes on; after
+    the job is complete, it returns at once.
 
     Args:
         model: The model, as `batchgen.run` takes it.
         dataset: The input.
-        output: An .arrow file; None: a file in the cache directory, named by all that decides the rows. A stream needs
-            a file, since only its first rows are known beforehand.
+        output: An .arrow file. None: a file in the cache directory, named by a hash of all that the rows depend on. For
+            a stream a file is required, since only its first rows are known beforehand.
         **options: Options of `batchgen.run`.
 
     Returns:
-        The dataset with the output columns, its features kept.
+        The dataset with the output columns added; the types of its other columns are kept.
 
     Raises:
-        BatchgenError: The job cannot be run or completed; JobStopped where `max_time` came first.
+        JobStopped: `max_time` has ended the job.
+        BatchgenError: The job cannot be run or completed.
     """
     import datasets
 
@@ -77,15 +78,16 @@ class MapFunction:
         dataset.map(batchgen.MapFunction("demo", prompt_column="question", max_tokens=32), batched=True)
 
     It adds the columns of a job: text, finish_reason, prompt_tokens, generated_tokens, error and, if asked for,
-    logprobs; lists where n > 1. Where the dataset has one of these names they all get the prefix gen_. `datasets` fixes
-    a column's type by the first batch, so there are no nulls: error is "" for a row that is fine, text is "" for a
-    failed row. Empty lists of logprobs have no type: with logprobs, give `map` the `features` of the result as well.
+    logprobs. With n > 1 they hold lists. If the dataset has a column with one of these names, all get the prefix gen_.
+    `datasets` infers a column's type from the first batch, so no column has nulls: error is "" for a row that has not
+    failed, text is "" for a failed row. An empty list of logprobs has no type: with logprobs, also pass
+    `features=function.features(dataset.features)` to `map`.
 
-    The engine is loaded at the first call in a process, with the model in memory, and closed with `close`, at the end
-    of a `with` block or of the process. Equal options, and a model whose files are the same, have equal hashes in every
-    process, so that the cache of `map` finds earlier results. A pickle does not have the engine.
+    The engine is loaded at the first call in a process, with the model in memory. It is closed by `close`, at the end
+    of a `with` block, or with the process. Functions with equal options and equal model files have equal hashes in
+    every process, so that the cache of `map` finds earlier results. A pickle of the function does not hold the engine.
 
-    Random draws belong to rows: with a temperature, name an id_column, or call map(..., with_indices=True).
+    Random draws are seeded by row: with a temperature, give an id_column, or call map(..., with_indices=True).
 
     Args:
         model: The model, as `batchgen run --model` takes it.
@@ -95,7 +97,8 @@ class MapFunction:
             max_num_batched_tokens, max_model_len, share_prefixes, expected_output_len and on_overlong.
 
     Raises:
-        InputError: An option is invalid; before weights are read where possible.
+        TypeError: There is no such option.
+        InputError: An option is invalid.
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
@@ -120,7 +123,12 @@ class MapFunction:
         self._forget_engine()
 
     def __call__(self, batch: Mapping[str, Sequence] | pa.Table, indices: Sequence[int] | None = None) -> dict:
-        """Output columns of a batch of rows, given as columns; indices: the rows' numbers in the dataset."""
+        """The output columns of a batch of rows.
+
+        Args:
+            batch: The rows, as columns.
+            indices: Numbers of the rows in the dataset, which seed random draws; None: an id_column seeds them.
+        """
         if not self._sampling.is_greedy and self._id_column is None and indices is None:
             raise InputError("draws belong to rows: give an id_column, or map(..., with_indices=True)")
         names, read = _columns(batch)
@@ -139,7 +147,11 @@ class MapFunction:
         return {prefix + name: [row[name] for row in rows] for name in added.types()}
 
     def features(self, features: datasets.Features) -> datasets.Features:
-        """The features of a mapped dataset, for `map(features=...)` with logprobs. features: those of the dataset."""
+        """The features of the mapped dataset, for `map(features=...)`, which outputs with logprobs need.
+
+        Args:
+            features: The features of the dataset.
+        """
         import datasets
 
         schema = output_schema(features.arrow_schema, self._output_columns(), self._prefix)
@@ -147,7 +159,7 @@ class MapFunction:
         return datasets.Features(features | datasets.Features.from_arrow_schema(pa.schema(list(added.items()))))
 
     def close(self) -> None:
-        """Close the engine and free its memory; another call loads it again."""
+        """Close the engine and free its memory. A later call loads the model again."""
         if self._finalizer is not None:
             self._finalizer()
         self._forget_engine()
@@ -159,7 +171,7 @@ class MapFunction:
         self.close()
 
     def __getstate__(self) -> dict:
-        """All that decides what a call returns, as one text that is the same in every process."""
+        """All values that the outputs depend on, as one text that is the same in every process."""
         if self._identity is None:
             self._identity = self._model_identity()
         state = {
@@ -197,7 +209,7 @@ class MapFunction:
         self._finalizer: weakref.finalize | None = None
 
     def _engine_here(self) -> Engine:
-        """This process's engine: a fork has none of its parent's threads."""
+        """The engine of this process, loaded at the first use. A forked process loads its own."""
         if self._engine is None or self._process != os.getpid():
             from batchgen.engine.engine import Engine
 
@@ -243,7 +255,10 @@ def _close_in(process: int, engine: Engine) -> None:
 
 
 def _columns(batch: Mapping[str, Sequence] | pa.Table) -> tuple[list[str], Callable[[str], Sequence]]:
-    """The names of a batch's columns, and a function that reads one, as columns may be costly to decode.
+    """The names of a batch's columns, and a function that reads a column by name: columns may be costly to decode.
+
+    Args:
+        batch: The rows, as columns.
 
     Raises:
         InputError: The batch is a single row.
@@ -263,9 +278,15 @@ def _columns(batch: Mapping[str, Sequence] | pa.Table) -> tuple[list[str], Calla
 
 
 def _schema(names: list[str], read: Callable[[str], Sequence], prompts: PromptSpec, id_column: str | None) -> pa.Schema:
-    """The schema for `compile_prompts`: all names, and the types of columns with prompts or ids.
+    """The schema from which prompts are compiled: all column names, with types of the columns that are used.
 
-    A column that holds only nulls in this batch may well be text: its rows fail one by one.
+    A column with nulls only is declared as text, as its values in other batches may be text.
+
+    Args:
+        names: Names of the batch's columns.
+        read: Function that reads a column.
+        prompts: Options of prompts.
+        id_column: Name of the column with ids; None: there is none.
     """
     typed = {prompts.column, prompts.messages_column, id_column}
     if prompts.template is None and typed <= {None, id_column}:
@@ -282,7 +303,7 @@ def _schema(names: list[str], read: Callable[[str], Sequence], prompts: PromptSp
 
 
 def _logprobs(sample: Sample) -> list[dict]:
-    """A sample's positions with the fields of the output's `logprobs` column."""
+    """Log-probabilities at each position of a sample, with the fields of the output's `logprobs` column."""
 
     def fields(token) -> dict:
         return {"token": token.token, "token_id": token.token_id, "logprob": token.logprob}

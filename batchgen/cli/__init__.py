@@ -1,4 +1,4 @@
-"""The console script. Interruptions are handled before anything is imported that takes long."""
+"""The console script `batchgen`. It handles interruptions before it imports anything that takes long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchgen.core.screen import claim_standard_streams, leave_standard_output
 
 
 def main() -> None:
-    """Run the command line: one line and an exit code for whatever goes wrong."""
+    """Run the command line. Any error prints one line and sets the exit code."""
     claim_standard_streams()
     with guarded():
         from batchgen.cli.commands import run_cli

@@ -1,4 +1,4 @@
-"""The commands, for click."""
+"""The commands of `batchgen`, declared with click."""
 
 from __future__ import annotations
 
@@ -145,7 +145,11 @@ def status(output: str, as_json: bool) -> None:
 
 
 def _follow(ranks: int) -> None:
-    """Run the work of a rank other than 0 and exit, where a launcher has started this process as one."""
+    """In a process that a launcher has started as a rank other than 0: do that rank's work, then exit.
+
+    Args:
+        ranks: Number of ranks of the job.
+    """
     from batchgen.distributed.launch import rank_of_environment
 
     place = rank_of_environment() if ranks > 1 else None
@@ -160,18 +164,23 @@ def _follow(ranks: int) -> None:
 
 
 def _before_rows(output: str) -> str:
-    """The line at an interruption of a job that has not opened its run directory yet."""
+    """The message for an interruption before a job's run directory exists. output: the output's name."""
     begun = os.path.exists(os.path.realpath(output) + ".batchgen/manifest.json")
     return "no row was run yet, those of earlier runs are kept" if begun else "no rows are finished yet"
 
 
 def _taken(options: dict[str, Any], owner: type) -> dict[str, Any]:
-    """Remove the options that are fields of a dataclass from `options`, and return them."""
+    """Remove the options that are fields of a dataclass from a dictionary of options, and return them.
+
+    Args:
+        options: Options by name, from which the fields are removed.
+        owner: The dataclass.
+    """
     return {f.name: options.pop(f.name) for f in fields(owner) if f.name in options}
 
 
 def _job(options: dict[str, Any]) -> JobOptions:
-    """The job's options from the command line's, with files such as --json-schema's read."""
+    """The job's options from those of the command line; files that options such as --json-schema name are read."""
     options, read = dict(options), []
     if (config := options.pop("config")) is not None:
         read.append(("--config", config))
@@ -200,7 +209,7 @@ for _command in (run, status, plan, bench, profile, convert):
 
 
 def run_cli() -> int:
-    """Run the command of `sys.argv`; returns its exit code, after one line for whatever went wrong."""
+    """Run the command of `sys.argv`; returns its exit code. Any error prints one line."""
     try:
         # Not by click's main(), which ends without a word where any pipe or socket has broken.
         with naming_files(errors=PermissionError), cli.make_context("batchgen", sys.argv[1:]) as context:

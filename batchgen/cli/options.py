@@ -1,4 +1,4 @@
-"""Options for click, and job files. Flags keep vLLM's names where vLLM has one."""
+"""The options of commands, declared to click, and job files. Flags keep vLLM's names where vLLM has the option."""
 
 from __future__ import annotations
 
@@ -22,9 +22,14 @@ _READ = {option.name: option.reads for option in options_of("run") if option.rea
 
 
 def read_job_file(path: str | Path) -> dict[str, Any]:
-    """The options in a TOML file, by their names with underscores. Raises InputError.
+    """The options in a TOML file, by their names with underscores.
 
-    A file that it names is looked for beside it first, wherever the command is run.
+    Args:
+        path: The job file. File names in it are relative to its folder, if there is such a file, and else to the
+            working directory.
+
+    Raises:
+        InputError: The file cannot be read, or is not valid TOML.
     """
     if sys.version_info >= (3, 11):
         import tomllib
@@ -41,7 +46,7 @@ def read_job_file(path: str | Path) -> dict[str, Any]:
 
 
 def _config_file(context: click.Context, _: click.Parameter, path: str | None) -> str | None:
-    """Callback of --config: the file's values become defaults, which flags override."""
+    """Callback of --config: the values in the job file become defaults, which flags override."""
     if path is None:
         return None
     values = read_job_file(path)
@@ -58,10 +63,15 @@ def _config_file(context: click.Context, _: click.Parameter, path: str | None) -
 
 
 def _checked(where: str, parameter: click.Parameter, value: Any) -> Any:
-    """A checked value of a job file for click, which would convert `true` to a number, and anything to text.
+    """A value of a job file, checked by type, since click would convert `true` to a number, and anything to text.
+
+    Args:
+        where: Noun phrase that names the value in a message.
+        parameter: click's parameter for the option.
+        value: The value.
 
     Raises:
-        InputError: The value has the wrong type; the message begins with `where`.
+        InputError: The value has the wrong type.
     """
     if isinstance(value, dict) and isinstance(parameter, click.Option) and parameter.metavar == "JSON":
         return json.dumps(value, default=str)  # a TOML date becomes text
@@ -101,13 +111,13 @@ def _beside(config: str | Path, key: str, value: Any) -> Any:
 
 
 class _Text(click.types.StringParamType):
-    """The type of options that are text, which must be usable as the name of a file or in a prompt."""
+    """The click type of options with text, which must be valid in a file name or in a prompt."""
 
     def __init__(self, option: Option) -> None:
         self._option = option
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> str:
-        """Check a text. Raises InputError."""
+        """Check that a text is valid; returns it. Raises InputError."""
         text, flag = str(super().convert(value, parameter, context)), self._option.flag
         if "\x00" in text:
             raise InputError(f"{flag} has a NUL character, which nothing can be named after or made of")
@@ -129,10 +139,10 @@ _CONFIG = Option(
 
 
 class Command(click.Command):
-    """A command whose help shows its options group by group.
+    """A click command whose help shows its options in groups.
 
     Attributes:
-        groups: Group of each option by name.
+        groups: Group of each option, by the option's name.
     """
 
     groups: dict[str, str]
@@ -148,7 +158,12 @@ class Command(click.Command):
 
 
 def takes_options(taker: str, *, config: bool = False) -> Callable[[Callable], Command]:
-    """A decorator that makes a function a command with the options of `taker`. config: whether it has --config too."""
+    """A decorator that makes a click command of a function.
+
+    Args:
+        taker: Name of the command in the options' `takers`; the command gets these options.
+        config: Whether the command also has --config.
+    """
     options = [_for_command(taker, option) for option in options_of(taker)]
     if config:
         options.insert(1, _CONFIG)  # after the model
@@ -165,7 +180,7 @@ def takes_options(taker: str, *, config: bool = False) -> Callable[[Callable], C
 
 
 def _for_command(taker: str, option: Option) -> Option:
-    """An option for a command: plans need no input."""
+    """An option as a command declares it; `batchgen plan` does not require an input."""
     if taker != "plan" or option.name != "input":
         return option
     return replace(option, required=False, help=f"{option.help} Or --num-prompts, --input-len and --output-len.")

@@ -1,8 +1,12 @@
-"""KV placements: where the KV of a sequence lies, and which device computes its decode attention."""
+"""Tiers and KV placements: where the KV of a sequence lies, and which device computes its decode attention."""
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import Literal, get_args
+
+Tier = Literal["gpu", "cpu", "disk"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
 class KVPlacement(str, Enum):
@@ -33,7 +37,7 @@ class KVPlacement(str, Enum):
         return str.__format__(self, spec)
 
     @property
-    def tier(self) -> str:
+    def tier(self) -> Tier:
         """The tier where the KV lies: "gpu", "cpu" or "disk"."""
         return _TIERS[self]
 
@@ -54,7 +58,7 @@ class KVPlacement(str, Enum):
         return self if attended_on_cpu and decodes else KVPlacement.STREAMED
 
 
-_TIERS = {
+_TIERS: dict[KVPlacement, Tier] = {
     KVPlacement.DEVICE: "gpu",
     KVPlacement.CPU: "cpu",
     KVPlacement.STREAMED: "cpu",

@@ -8,11 +8,10 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
-from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.kv_placement import TIERS, KVPlacement
 from batchgen.core.typed_json import read_typed
 from batchgen.core.workload import Workload
 
-TIERS = ("gpu", "cpu", "disk")
 # Chunks of the vocabulary in which an output matrix that is not on the accelerator comes over, two at a time.
 VOCABULARY_CHUNKS = 8
 # Tokens of a KV block, unless somebody asks for others.
@@ -261,9 +260,9 @@ class Stage:
 
     seconds: float
     tokens: float
-    name: str = ""
-    sweeps: float = 0.0
-    bottleneck: str = ""
+    name: str
+    sweeps: float
+    bottleneck: str
 
 
 @dataclass(frozen=True)
@@ -307,10 +306,10 @@ class Prediction:
     memory_bytes: Mapping[str, Mapping[str, float]]
     memory_price_s: Mapping[str, float]
     lane_price_s: Mapping[str, float]
-    stages: tuple[Stage, ...] = ()
-    disk_written_bytes: Mapping[str, float] = field(default_factory=dict)
-    search_gap: float | None = None
-    break_even_tokens: int = 0
+    stages: tuple[Stage, ...]
+    disk_written_bytes: Mapping[str, float]
+    search_gap: float
+    break_even_tokens: int
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,9 +1,9 @@
-"""The input side of a job: whatever holds the rows, read as Arrow batches, and each row into a `Request`.
+"""The input side of a job: datasets are read as Arrow batches, and each row becomes a `Request`.
 
-`open_dataset` (opening) finds the files and chooses a reader: Parquet, CSV, JSON lines or `datasets`. Every
-reader streams, so that what is held in memory does not grow with the number of rows; each makes a `Source`,
-over which `Dataset` lays `limit` and `shard`. Rows become requests in `prompts` (text columns, templates,
-chat messages) or `openai_batch`; `openai_response` writes the answers to the latter.
+`open_dataset` (opening) finds the files and chooses a reader: Parquet, CSV, JSON lines or `datasets`. Every reader
+streams, so memory does not grow with the number of rows. A reader makes a `Source`; a `Dataset` applies `limit` and
+`shard` to it. Rows become requests in `prompts` (text columns, templates, chat messages) or `openai_batch`, and
+`openai_response` writes the results of the latter.
 """
 
 from batchgen.dataset.dataset import Dataset

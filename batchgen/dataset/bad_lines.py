@@ -1,6 +1,7 @@
-"""Lines of the input that are no rows: they are kept as rows that fail, with the fault and the line itself.
+"""Invalid lines of an input, which become rows that fail; the row's error has the fault and the line.
 
-The texts travel in the metadata of the record batch that has their rows, so that memory does not grow with them.
+The errors are stored in the metadata of the record batch that has their rows, so memory does not grow with their
+number.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ _KEY = b"batchgen.bad_lines"
 
 
 class BadLine(dict[str, Any]):
-    """A row without columns, in the place of a line that is none.
+    """A placeholder for the row of an invalid line; it has no columns.
 
     Attributes:
-        error: The line's number, its fault, and the line.
+        error: A text with the line's number, its fault, and the line itself.
     """
 
     def __init__(self, error: str) -> None:
@@ -29,7 +30,12 @@ class BadLine(dict[str, Any]):
 
 
 def with_bad_lines(batch: pa.RecordBatch, errors: Mapping[int, str]) -> pa.RecordBatch:
-    """A batch with the errors of some of its rows. errors: by the row's number in the input."""
+    """Add the errors of invalid lines to a batch's metadata.
+
+    Args:
+        batch: The rows, with a row for each invalid line.
+        errors: Errors by the row's index in the input.
+    """
     if not errors:
         return batch
     metadata = {**(batch.schema.metadata or {}), _KEY: json.dumps(errors).encode()}
@@ -37,6 +43,9 @@ def with_bad_lines(batch: pa.RecordBatch, errors: Mapping[int, str]) -> pa.Recor
 
 
 def bad_lines(batch: pa.RecordBatch) -> dict[int, str]:
-    """The errors that `with_bad_lines` was given; a slice of a batch has those of the whole batch."""
+    """The errors of invalid lines by the row's index in the input, from a batch's metadata.
+
+    A slice of a batch has the errors of the whole batch.
+    """
     text = (batch.schema.metadata or {}).get(_KEY)
     return {} if text is None else {int(row): error for row, error in json.loads(text).items()}

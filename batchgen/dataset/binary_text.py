@@ -1,4 +1,4 @@
-"""Columns of bytes in place of text, in Parquet and Arrow files; their values are UTF-8, or no text."""
+"""Binary columns of Parquet and Arrow files that are used as text: their values are decoded from UTF-8."""
 
 from __future__ import annotations
 
@@ -12,28 +12,33 @@ from batchgen.core.text import NotText
 
 
 def is_binary(kind: pa.DataType) -> bool:
-    """Tell whether values of a type are bytes."""
+    """True where an Arrow type is binary (bytes)."""
     tests = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
     return any(test(kind) for test in tests)
 
 
 @functools.lru_cache(maxsize=1024)
 def has_binary(kind: pa.DataType) -> bool:
-    """Tell whether values of a type are bytes, or have some inside."""
+    """True where an Arrow type is binary, or contains a binary type at any depth."""
     if pa.types.is_dictionary(kind):
         return has_binary(kind.value_type)
     return is_binary(kind) or any(has_binary(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def checked_text(value: Any, column: str) -> Any:
-    """A value whose bytes are decoded. Raises RowError where they are no UTF-8."""
+    """A value with its bytes decoded from UTF-8. Raises RowError where they are not valid UTF-8.
+
+    Args:
+        value: A value of a column.
+        column: Name of the column, for the error message.
+    """
     if isinstance(value, NotText):
         raise RowError(f"column {column!r} has bytes that are not UTF-8 text")
     return value
 
 
 def decoded(value: Any) -> Any:
-    """A value whose bytes are decoded at any depth; those that are no UTF-8 become `NotText`."""
+    """A value with its bytes decoded from UTF-8 at any depth; bytes that are not valid UTF-8 become `NotText`."""
     if isinstance(value, bytes):
         try:
             return value.decode()

@@ -1,4 +1,4 @@
-"""Types of columns and their contents: text, token ids, messages."""
+"""Tests of column types: text, token ids, and chat messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ DELIMITERS = (";", "\t", "|", ",")
 
 
 def value_type(schema: pa.Schema, column: str, flag: str) -> pa.DataType:
-    """The type of a column's values. Raises InputError where there is no such column."""
+    """The Arrow type of a column's values. Raises InputError where the schema has no such column.
+
+    Args:
+        schema: The input's columns.
+        column: Name of the column.
+        flag: The command-line option that names the column, for the error message.
+    """
     if column not in schema.names:
         raise InputError(f"{flag} {column!r}: no such column{closest(column, schema)}")
     column_type = schema.field(column).type
@@ -25,14 +31,14 @@ def value_type(schema: pa.Schema, column: str, flag: str) -> pa.DataType:
 
 
 def closest(name: str, schema: pa.Schema) -> str:
-    """ "; did you mean ...? (columns: ...)"."""
+    """The end of an error message that suggests a column's name: "; did you mean ...? (columns: ...)"."""
     by_lower = {column.lower(): column for column in schema.names}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return (f"; did you mean {by_lower[close[0]]!r}?" if close else "") + listed(schema)
 
 
 def listed(schema: pa.Schema) -> str:
-    """The columns as " (columns: ...)", with a hint where they look like something else than columns."""
+    """The end of an error message that lists the columns: " (columns: ...)", with a hint where they look wrong."""
     text = f" (columns: {', '.join(schema.names)})"
     if len(schema) == 1 and any(delimiter in schema.names[0] for delimiter in DELIMITERS):
         return f"{text}; if its header was read as one column, give --csv-delimiter"
@@ -48,7 +54,7 @@ def listed(schema: pa.Schema) -> str:
 
 
 def is_text(column_type: pa.DataType) -> bool:
-    """Tell whether values are texts, or bytes, which are read as UTF-8."""
+    """True where an Arrow type is text, or binary, which is decoded from UTF-8."""
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, is_binary)
     return any(test(column_type) for test in tests)
 
@@ -67,13 +73,13 @@ def is_message_list(column_type: pa.DataType) -> bool:
 
 
 def is_sharegpt(column_type: pa.DataType) -> bool:
-    """Tell whether a column holds lists of ShareGPT's {from, value} and no others."""
+    """True where an Arrow type is a list of ShareGPT messages, {from, value}."""
     names = _fields_of_items(column_type)
     return {"from", "value"} <= names and "role" not in names
 
 
 def _fields_of_items(column_type: pa.DataType) -> set[str]:
-    """The fields of the structs in a list; none of other types."""
+    """The field names of the structs in a list type; the empty set for other types."""
     if not is_list(column_type) or not pa.types.is_struct(column_type.value_type):
         return set()
     item = column_type.value_type

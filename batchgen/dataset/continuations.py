@@ -1,4 +1,4 @@
-"""Continuations that a job scores: those of a column, equal choices for every row, or the prompt itself."""
+"""The continuations that a job scores: from a column, the same choices for every row, or the prompt itself."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Continuations = tuple[str | list[int], ...]
 
 @dataclass(frozen=True)
 class ContinuationSpec:
-    """The source of continuations; with no field the prompt itself is scored.
+    """The source of the continuations to score. Without any attribute, the prompt itself is scored.
 
     Attributes:
-        column: Column of a text, a list of texts, token ids, or a list of these.
-        choices: Continuations of every row.
+        column: Column that has a text, a list of texts, token ids, or a list of lists of token ids.
+        choices: Texts that are the continuations of every row.
         choices_column: Column of lists of texts.
 
     Raises:
-        InputError: More than one is given.
+        InputError: More than one attribute is given.
     """
 
     column: str | None = None
@@ -49,18 +49,18 @@ class ContinuationSpec:
         return not (self.column or self.choices or self.choices_column)
 
     def identity(self) -> dict[str, Any]:
-        """The JSON values that decide the continuations."""
+        """The JSON values that identify the source of continuations in a job's fingerprint."""
         return {"column": self.column, "choices": list(self.choices), "choices_column": self.choices_column}
 
 
 @dataclass(frozen=True)
 class CompiledContinuations:
-    """A checked spec.
+    """A source of continuations that was checked against the input's columns.
 
     Attributes:
         columns: Columns that it reads.
-        of_row: Function from {column: value} to continuations, which raises RowError; None: the prompt itself is
-            scored.
+        of_row: The function that gives a row's continuations from {column: value} and raises RowError; None: the prompt
+            itself is scored.
     """
 
     columns: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class CompiledContinuations:
 
 
 def compile_continuations(spec: ContinuationSpec, schema: pa.Schema) -> CompiledContinuations:
-    """Check the spec against the columns of the input. Raises InputError."""
+    """Check a source of continuations against the columns of the input. Raises InputError."""
     if spec.whole:
         return CompiledContinuations()
     if spec.choices:

@@ -1,4 +1,4 @@
-"""`Dataset`: the rows of a `Source` that one job is about, with `limit` and `shard` laid over it."""
+"""`Dataset`: the rows of one input that a job runs, after `limit` and `shard`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from batchgen.dataset.source import Source
 
 
 class Dataset:
-    """The rows of one input that this job is about.
+    """The rows of one input that a job runs. `open_dataset` makes it.
 
-    Made by `open_dataset`.
-
-    Row indices count from 0 over the whole input, whatever `limit` and `shard` leave of it. It may be iterated any
-    number of times.
+    Row indices count from 0 over the whole input, also where `limit` or `shard` leaves rows out. The rows can be read
+    any number of times.
     """
 
     def __init__(self, source: Source, limit: int | None, shard: tuple[int, int] | None) -> None:
@@ -28,12 +26,12 @@ class Dataset:
 
     @property
     def format(self) -> str:
-        """One of `FORMATS`."""
+        """The input format, one of `FORMATS`."""
         return self._source.format
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Lines on how the input was understood, where a person should know."""
+        """Messages for the user about the way in which the input was read."""
         return self._source.notices
 
     @property
@@ -43,17 +41,17 @@ class Dataset:
 
     @property
     def duplicate_rows(self) -> frozenset[int]:
-        """Rows of OpenAI batches whose custom_id an earlier row already has; empty for other formats."""
+        """Indices of rows in OpenAI batch files whose custom_id an earlier row has; empty for other formats."""
         return self._source.duplicates
 
     @property
     def num_rows(self) -> int | None:
-        """Number of rows after limit and shard; None where only `count_rows()` can tell."""
+        """The number of rows after limit and shard; None where the input must be read to know it."""
         begin, stop = self._bounds()
         return None if self._total is None or stop is None else stop - begin
 
     def count_rows(self) -> int:
-        """Number of rows after limit and shard, with one pass over the input where that is needed."""
+        """The number of rows after limit and shard; reads the whole input where that is needed."""
         if self._total is None:
             counts = (batch.num_rows for _, batch in self._clipped(0, self._limit, 1024, self.schema.names[:1]))
             self._total = sum(counts)
@@ -64,12 +62,16 @@ class Dataset:
     def batches(
         self, start_row: int = 0, batch_rows: int = 1024, columns: Collection[str] | None = None
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yield (index of the first row, batch) in input order, from row `start_row` on.
+        """Yield batches of rows in input order, each with the index of its first row.
 
         Args:
-            start_row: The first row.
-            batch_rows: The most rows of a batch; batches are cut where the reader finds it cheapest.
-            columns: Columns that are read, where the schema has them; None: all. The first column stands in for none.
+            start_row: Index of the first row to yield.
+            batch_rows: The most rows of a batch. Batches may be smaller.
+            columns: Names of the columns to read; names that the schema lacks are ignored. None: all columns. Where no
+                column remains, the first column of the schema is read.
+
+        Yields:
+            Pairs (index of the first row, Arrow batch).
 
         Raises:
             InputError: A file is corrupt, or has changed since `identity` was called.
@@ -81,25 +83,29 @@ class Dataset:
         return self._clipped(max(begin, start_row), stop, batch_rows, names)
 
     def identity(self) -> dict[str, Any]:
-        """The values, as JSON has them, that decide whether this is the same input: names, sizes, hashes, columns.
+        """The JSON values that identify the input: names, sizes, hashes and columns of its files.
 
-        It is told by all of the files' contents, not by a sample. No absolute path and no time stamp, so that a copied
-        input is the same input; and not the limit or the shard, which belong to the job.
+        All content of the files is hashed. Absolute paths and time stamps are left out, so that a copy has the same
+        identity. Limit and shard are left out too, since they belong to the job.
         """
         columns = {field.name: str(field.type) for field in self.schema}
         return {"format": self.format, "columns": columns, **self._source.identity()}
 
     def check(self) -> None:
-        """Raise InputError where a file of the input is not what it was when `identity` was called."""
+        """Raise InputError where a file of the input has changed since `identity` was called."""
         self._source.check()
 
     @property
     def may_grow(self) -> bool:
-        """True where a later job may have these rows and then more."""
+        """True where a later job's input may be these rows followed by more."""
         return self._shard is None and (self._limit is not None or self._source.begins_with is not None)
 
     def begins_with(self, was: dict[str, Any]) -> bool:
-        """Tell whether the input's first rows are all those of the input with identity `was`; columns may differ."""
+        """True where this input starts with all rows of an earlier input; its columns may differ.
+
+        Args:
+            was: The `identity` of the earlier input.
+        """
         now = self.identity()
         if {**now, "columns": None} == {**was, "columns": None}:
             return True
@@ -107,7 +113,7 @@ class Dataset:
         return was["format"] == self.format and begins_with is not None and begins_with(now, was)
 
     def _bounds(self) -> tuple[int, int | None]:
-        """The first row and the one after the last; None: to the end."""
+        """The index of the first row, and the index after the last row, which is None for the end of the input."""
         if self._total is None:
             return 0, self._limit
         index, shards = self._shard or (0, 1)

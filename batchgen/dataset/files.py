@@ -1,4 +1,4 @@
-"""The files that an input's name stands for, and the format that a file's name tells."""
+"""Finding the files of an input by its name, and the input format by a file's extension."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ _QUERY = re.compile(r"\?[^/?=]+=[^/]*$")
 
 
 def find_files(name: str, input_format: str | None) -> tuple[list[str], Partitions]:
-    """Files that a path, URL, directory or glob stands for, by name, and the columns of a directory's partitions."""
+    """Find the files of an input, sorted by name, and the columns of its partition directories.
+
+    Args:
+        name: A path, URL, directory or glob.
+        input_format: One of `FORMATS`; None: file extensions decide.
+    """
     with naming(name):
         if is_file(name):
             return [name], Partitions()
@@ -48,7 +53,7 @@ def _in_folder(name: str, input_format: str | None) -> tuple[list[str], Partitio
 
 
 def _walk(folder: str) -> Iterator[str]:
-    """The files in a directory and in those that are its partitions, by name."""
+    """Yield the files of a directory and of its partition directories, sorted by name."""
     for entry in entries(folder):
         path = os.path.join(folder, entry)
         if entry.startswith((".", "_")):
@@ -60,7 +65,7 @@ def _walk(folder: str) -> Iterator[str]:
 
 
 def format_of(path: str) -> str | None:
-    """The format that a file name's extension stands for, before the query that a URL may have."""
+    """The input format that a file's extension stands for; None: no known one. The query of a URL is ignored."""
     name = _QUERY.sub("", path) if is_url(path) else path
     stem, extension = os.path.splitext(name.lower())
     if extension in _COMPRESSED:
@@ -70,7 +75,7 @@ def format_of(path: str) -> str | None:
 
 
 def suggestion(name: str) -> str:
-    """ "; did you mean ...?" with names in the same directory, or which directory is missing."""
+    """The end of an error message for a missing path: similar names in its directory, or the missing directory."""
     parent, base = os.path.split(name)
     if glob.has_magic(parent) or is_url(name):
         return ""

@@ -1,4 +1,4 @@
-"""The identity of files: whether they are as before, or have more after what they had, by names, sizes and contents."""
+"""The identity of an input's files by name, size and content, and checks that they are unchanged or only grew."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _TRIES = 5
 
 @dataclass
 class _File:
-    """A file of an input.
+    """The state of one file of an input.
 
     Attributes:
-        path: Its path or URL.
-        size_bytes: Its size.
-        stamp: The value of `_stamp` at the time of its digest.
-        digest: Digest of its bytes, by algorithm.
-        next_s: Time of time.monotonic at which it may be compared again.
+        path: Path or URL of the file.
+        size_bytes: Size in bytes.
+        stamp: The value of `_stamp` when the digest was computed.
+        digest: Digest of the content by algorithm.
+        next_s: Value of time.monotonic() from which on the file may be compared again.
     """
 
     path: str
@@ -46,14 +46,14 @@ class _File:
 
 
 class InputFiles:
-    """The files of one input: their identity, and whether they have stayed as they were.
+    """The files of one input, with their identity and checks for changes.
 
-    Their sizes are taken when this is made, so that what is appended later counts as rows to come.
+    Sizes are read when the object is created; lines that are appended later are not part of this input.
 
     Args:
         paths: Local paths or URLs, in the order in which they are read.
-        partitions: Columns of their directories.
-        may_get_lines: True for files of text, which may be appended to.
+        partitions: Columns of the files' partition directories.
+        may_get_lines: True for text files, to which lines may be appended.
     """
 
     def __init__(self, paths: list[str], partitions: Partitions | None = None, *, may_get_lines: bool = False) -> None:
@@ -62,9 +62,9 @@ class InputFiles:
         self._may_get_lines = may_get_lines
 
     def identity(self) -> dict[str, Any]:
-        """JSON values that tell these files from others, wherever they lie: see `Dataset.identity`.
+        """The JSON values that identify the files by name, size and content, wherever they lie.
 
-        All bytes of the files decide it. A file whose size, times and inode are what they were at the last call is not
+        All bytes of the files are hashed. A file whose size, times and inode are unchanged since the last call is not
         read again.
         """
         identity: dict[str, Any] = {"files": [self._of_file(file) for file in self._files.values()]}
@@ -73,16 +73,17 @@ class InputFiles:
         return identity
 
     def check(self, path: str) -> None:
-        """Raise InputError where a local file is not what it was when `identity` was called, if it was.
+        """Raise InputError where a local file has changed since `identity` was called.
 
-        A file that was appended to is what it was. To be called after something was read of it and before that is used.
+        Appended lines are no change. Readers call this method after they have read from the file and before they use
+        the data.
         """
         file = self._files[path]
         if not is_url(path) and time.monotonic() >= file.next_s:
             self._check(file)
 
     def check_all(self) -> None:
-        """`check` all files, those at URLs among them, and however often that was done lately."""
+        """Check all files for changes, also those at URLs and those that were compared lately. Raises InputError."""
         for file in self._files.values():
             self._check(file)
 
@@ -111,13 +112,13 @@ class InputFiles:
         return len(self._files)
 
     def begin_with(self, now: dict[str, Any], was: dict[str, Any]) -> bool:
-        """Tell whether the first rows of the files are all those that they had before.
+        """True where the files start with all rows of an earlier state of the input.
 
-        That is so where more files come after those, in the order of names, and where the last of those has more lines.
+        That is so where files with later names were added, or lines were appended to the last file.
 
         Args:
-            now: Identity now.
-            was: Identity before.
+            now: The identity of the files now.
+            was: The earlier identity.
         """
         old, new = was["files"], now["files"]
         if len(old) > len(new) or old[:-1] != new[: len(old) - 1]:
@@ -134,7 +135,7 @@ class InputFiles:
         return {"name": _name(file.path), "size_bytes": file.size_bytes, **file.digest}
 
     def _find_digest(self, file: _File) -> None:
-        """Find the digest of a file as it is now. Raises InputError where it is changed again and again meanwhile."""
+        """Compute the digest of a file's current content. Raises InputError where the file keeps changing meanwhile."""
         for _ in range(_TRIES):
             with naming(file.path):
                 before, stamp = file.digest, _settled_stamp(file.path)
@@ -145,7 +146,11 @@ class InputFiles:
         raise InputError(f"{file.path} is written to while it is read: wait until it is whole, or read a copy of it")
 
     def _digest(self, file: _File) -> dict[str, str]:
-        """A tag of the file system for a file at a URL that is not appended to; else a digest of its bytes."""
+        """The digest of a file's content by algorithm.
+
+        For a file at a URL that is not a text file, the filesystem's tag of the content is used where there is one. All
+        other files are hashed.
+        """
         if is_url(file.path) and not self._may_get_lines and (tag := content_tag(file.path)) is not None:
             return {"version": tag}
         with open_raw(file.path) as opened:
@@ -154,7 +159,12 @@ class InputFiles:
 
 
 def _got_lines(path: str, was: dict[str, Any]) -> bool:
-    """Tell whether a file has what it had and then whole lines; of a compressed file that cannot be told."""
+    """True where a file has its earlier content followed by whole lines; False for compressed files.
+
+    Args:
+        path: The path of the file.
+        was: The file's earlier identity.
+    """
     size_bytes = was["size_bytes"]
     algorithm = _algorithm(size_bytes)
     with naming(path), open_raw(path) as file:
@@ -180,7 +190,7 @@ def _algorithm(size_bytes: int) -> str:
 
 
 def _content_digest(file: BinaryIO, size_bytes: int, algorithm: str) -> dict[str, str]:
-    """The digest of a file's first bytes, by its algorithm."""
+    """The hash of the first `size_bytes` bytes of a file, as {algorithm: hexadecimal digits}."""
     digest: Any = hashlib.sha256()
     if algorithm != "sha256":
         import xxhash  # not everywhere that a job of small files runs
@@ -195,7 +205,7 @@ def _content_digest(file: BinaryIO, size_bytes: int, algorithm: str) -> dict[str
 
 
 def _stamp(path: str) -> Any:
-    """A value that differs once a file was written to, found without reading it; None where there is none."""
+    """A value that changes when a file is written to, found without reading the file; None where there is none."""
     if is_url(path):
         found_version = version(path)
         return found_version if found_version.partition(" ")[2] else None
@@ -204,7 +214,7 @@ def _stamp(path: str) -> Any:
 
 
 def _settled_stamp(path: str) -> Any:
-    """The stamp of a file, once a clock tick has passed since it was last written to: a later write shows in it."""
+    """The stamp of a file, taken at least one clock tick after the last write, so that any later write changes it."""
     if not is_url(path):
         age_ns = time.time_ns() - os.stat(path).st_ctime_ns
         if 0 <= age_ns < _CLOCK_TICK_NS:

@@ -1,4 +1,4 @@
-"""A JSON array, read one element after the other, however long it is."""
+"""Streaming reader for a JSON array of any length: one element after the other."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ _BLANKS = " \t\r\n"
 
 
 def array_elements(text: TextIO, block_chars: int = _BLOCK_CHARS) -> Iterator[Any]:
-    """Yield the elements of the one array in a text; no more of the text is held than its longest element takes.
+    """Yield the elements of a text that is one JSON array. Memory holds about one element and one block of text.
+
+    Args:
+        text: The text, open for reading.
+        block_chars: Characters that are read at a time.
 
     Raises:
-        ValueError: The text is no array, its JSON is not valid, or something follows it.
+        ValueError: The text is not an array, its JSON is not valid, or the array is followed by more text.
         RecursionError: An element is nested too deeply.
     """
     window = _Window(text, block_chars)
@@ -41,10 +45,10 @@ def array_elements(text: TextIO, block_chars: int = _BLOCK_CHARS) -> Iterator[An
 
 
 class _Window:
-    """The part of a text that is held.
+    """The part of a text that is in memory.
 
     Attributes:
-        at: Position at which its unread rest begins.
+        at: Position in this part at which the unread text begins.
     """
 
     def __init__(self, text: TextIO, block_chars: int) -> None:
@@ -52,7 +56,7 @@ class _Window:
         self._text, self._block_chars, self._held = text, block_chars, ""
 
     def next_char(self) -> str:
-        """The next character that is no blank, which stays unread; "" at the end."""
+        """The next character that is not whitespace, without reading past it; "" at the end of the text."""
         while True:
             while self.at < len(self._held):
                 if self._held[self.at] not in _BLANKS:
@@ -62,7 +66,7 @@ class _Window:
                 return ""
 
     def value(self) -> Any:
-        """Read one value. Raises ValueError."""
+        """Read one JSON value. Raises ValueError."""
         self.next_char()
         while True:
             try:
@@ -79,7 +83,7 @@ class _Window:
             return value
 
     def _read_on(self) -> bool:
-        """Hold more of the text, and nothing of what was read; gives True where there was more."""
+        """Drop the text that was read and load more; True where there was more."""
         rest = self._held[self.at :]
         more = self._text.read(max(self._block_chars, len(rest)))  # twice as much: long values are tried a few times
         self._held, self.at = rest + more, 0

@@ -1,4 +1,4 @@
-"""Rows without a schema: one Arrow type per column that holds for all of them."""
+"""Inference of one Arrow type per column from JSON rows without a schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_FIELDS = 2000  # an object with more different keys than this is a map, not
 
 
 class _Kind(Enum):
-    """A JSON scalar's type. A float holds every INT without loss, but not every LONG."""
+    """The type of a JSON scalar. FLOAT can hold every INT without loss, but not every LONG."""
 
     BOOL, INT, LONG, FLOAT, STRING, MIXED = range(6)  # MIXED: no single Arrow type holds the values
 
@@ -31,7 +31,15 @@ _SCALARS = {
 
 
 def infer_schema(rows: Iterable[dict[str, Any]], name: str) -> tuple[pa.Schema, int]:
-    """The schema that holds all rows, and their number. A column that no one type holds is text."""
+    """Infer a schema that fits all rows, and count the rows. A column with values of mixed types becomes text.
+
+    Args:
+        rows: Rows as {column: value}.
+        name: Name of the input, for error messages.
+
+    Returns:
+        The schema, and the number of rows.
+    """
     kinds: Any = {}
     total = 0
     for row in rows:
@@ -44,10 +52,13 @@ def infer_schema(rows: Iterable[dict[str, Any]], name: str) -> tuple[pa.Schema, 
 
 
 def _widen(kind: Any, value: Any, depth: int = 0) -> Any:
-    """The narrowest kind that holds `value` and everything that `kind` holds.
+    """The narrowest kind that holds `value` and all values of `kind`.
 
-    A kind is None (only nulls so far), a `_Kind`, another Arrow type, [kind] for lists or {key: kind} for objects.
-    Lists and objects are widened in place.
+    Args:
+        kind: None (only nulls so far), a `_Kind`, another Arrow type, [kind] for lists, or {key: kind} for objects.
+            Kinds of lists and objects are changed in place.
+        value: A JSON value.
+        depth: Depth of the value in nested lists and objects.
     """
     if value is None or kind is _Kind.MIXED:
         return kind
@@ -94,7 +105,7 @@ def _scalar_kind(value: Any) -> Any:
 
 
 def _arrow_type(kind: Any) -> pa.DataType | None:
-    """The Arrow type of a kind; None for mixed values inside, and for objects without keys (Parquet has none)."""
+    """The Arrow type of a kind; None where it contains mixed values, or an object without keys (Parquet has none)."""
     if kind is None:
         return pa.null()
     if isinstance(kind, list):

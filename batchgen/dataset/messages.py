@@ -1,4 +1,4 @@
-"""Chat messages as people write them, into the one form that the rest works with."""
+"""Conversion of chat messages, in the forms that datasets use, to one form."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SHAREGPT_ROLES = {
 
 
 def normalize_messages(value: Any) -> list[dict[str, Any]]:
-    """Chat messages as [{"role", "content"}], content a text.
+    """Convert chat messages to [{"role": ..., "content": text}].
 
-    Content in text parts is joined by newlines. ShareGPT's {"from", "value"} is read as well: human is the user, gpt
-    the assistant.
+    Text parts of a message's content are joined by newlines. ShareGPT's {"from", "value"} is accepted too: "human"
+    becomes "user", "gpt" becomes "assistant".
 
     Raises:
-        RowError: The value is no non-empty list of such messages, or they carry what a text model cannot take (images,
-            tool calls).
+        RowError: The value is not a non-empty list of such messages, or has content that a text model cannot take
+            (images, tool calls).
     """
     if not isinstance(value, list) or not value:
         raise RowError("messages are not a list of {role, content} objects, or it is empty")

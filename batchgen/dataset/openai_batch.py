@@ -1,7 +1,7 @@
-"""OpenAI batch files: a line of the input into a `Request`.
+"""OpenAI batch files as input: each line becomes a `Request`.
 
-Bodies of /v1/chat/completions and /v1/completions are read, with vLLM's additions to them. A parameter that
-would change the answer and is not supported fails its row by name; none is dropped silently.
+Bodies of /v1/chat/completions and /v1/completions are read, with vLLM's additional parameters. A parameter that would
+change the result and is not supported fails its row with a message that names it. No parameter is ignored silently.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def line_to_row(line: dict[str, Any]) -> dict[str, str | None]:
-    """The columns of one line's object; None where a value is missing or no string. The body as JSON."""
+    """Convert the JSON object of a line to the columns `COLUMNS`; the body becomes JSON text.
+
+    A value is None where it is missing, or is not a string.
+    """
     row = {name: line.get(name) if isinstance(line.get(name), str) else None for name in COLUMNS}
     body = line.get("body")
     return {**row, "body": None if body is None else json.dumps(body, ensure_ascii=False)}
@@ -59,15 +62,15 @@ def rows_to_requests(
     duplicate_rows: frozenset[int] = frozenset(),
     chat: ChatOptions = PLAIN_CHAT,
 ) -> Iterator[Request]:
-    """Yield one Request per row of a batch of `COLUMNS`.
+    """Yield one Request per row of a batch of OpenAI batch lines.
 
     Args:
-        batch: The rows.
-        first_row: Number of the batch's first row in the input.
-        sampling: Parameters whose `max_tokens` and `seed` are those of bodies without their own; all else has OpenAI's
-            defaults (temperature 1).
-        duplicate_rows: Rows that fail because an earlier one has their custom_id.
-        chat: Variables for the chat template, beside which bodies may have their own.
+        batch: Rows with the columns `COLUMNS`.
+        first_row: Index of the batch's first row in the input.
+        sampling: Parameters that give `max_tokens` and `seed` where a body has none. All other parameters default to
+            OpenAI's values (temperature 1).
+        duplicate_rows: Indices of rows that fail because an earlier row has the same custom_id.
+        chat: Variables for the chat template; those in a body override them.
     """
     bad = bad_lines(batch)
     for index, row in enumerate(batch.select(list(COLUMNS)).to_pylist(), first_row):
@@ -94,7 +97,16 @@ def rows_to_requests(
 def parse_row(
     row: dict[str, str | None], sampling: SamplingParams, chat: ChatOptions
 ) -> tuple[list[Any], SamplingParams, ChatOptions]:
-    """(prompts, sampling, how messages become a prompt) of a row of `COLUMNS`. Raises RowError, naming the field."""
+    """Parse a row with the columns `COLUMNS`. Raises RowError, which names the invalid field.
+
+    Args:
+        row: Values by column.
+        sampling: Parameters that give `max_tokens` and `seed` where the body has none.
+        chat: Variables for the chat template; those in the body override them.
+
+    Returns:
+        The prompts, the sampling parameters, and the options for rendering chat messages.
+    """
     if not row["custom_id"]:
         raise RowError("custom_id is missing or not a string")
     if row["method"] != "POST":
@@ -111,9 +123,15 @@ def parse_row(
 
 
 def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tuple[list[Any], SamplingParams]:
-    """(prompts, sampling) of a request body; a prompt is text, token ids or chat messages, of which there is one.
+    """Parse the body of a request. Raises RowError, which names the invalid field.
 
-    `max_tokens` and `seed` come from `sampling` where the body has none. Raises RowError, naming the field.
+    Args:
+        url: The request's endpoint, such as "/v1/completions".
+        body: The decoded JSON body.
+        sampling: Parameters that give `max_tokens` and `seed` where the body has none.
+
+    Returns:
+        The prompts (texts, lists of token ids, or one list of chat messages), and the sampling parameters.
     """
     chat = url == CHAT_URL
     of_chat = _OF_CHAT if chat else ()
@@ -167,7 +185,12 @@ _OF_CHAT = ("chat_template_kwargs", "reasoning_effort", "continue_final_message"
 
 
 def _chat_options(body: dict[str, Any], given: ChatOptions) -> ChatOptions:
-    """The options of a body's messages. given: variables that the body's own override. Raises RowError."""
+    """The options for rendering a body's chat messages. Raises RowError.
+
+    Args:
+        body: The decoded JSON body.
+        given: The job's options, which variables in the body override.
+    """
     fields = {name: body[name] for name in _OF_CHAT if body.get(name) is not None}
     continues = _take(fields, "continue_final_message", _is_bool, "true or false", False)
     if _take(fields, "add_generation_prompt", _is_bool, "true or false", not continues) is continues:
@@ -193,7 +216,15 @@ def _role(message: Any) -> Any:
 
 
 def _take(fields: dict[str, Any], name: str, valid: Callable[[Any], bool], rule: str, default: Any = None) -> Any:
-    """Remove a field and return its value, or the default. Raises RowError where it is not valid."""
+    """Remove a field from a body and return its value, or the default where it is missing. Raises RowError.
+
+    Args:
+        fields: The body's remaining fields.
+        name: Name of the field.
+        valid: The function that says whether a value is valid.
+        rule: A text for the error message that says which values are valid.
+        default: The value of a missing field.
+    """
     if name not in fields:
         return default
     value = fields.pop(name)
@@ -235,7 +266,7 @@ def _is_bias(value: Any) -> bool:
 
 
 def _completion_prompts(given: Any) -> list[str | list[int]]:
-    """Texts or token ids, of one prompt or a list of them."""
+    """The prompts of a completion body: texts or lists of token ids, given as one prompt or as a list of prompts."""
     several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
     prompts: list[Any] = given if several else [given]
     for prompt in prompts:
@@ -255,7 +286,7 @@ def _chat_logprobs(fields: dict[str, Any]) -> int | None:
 
 
 def _grammar(fields: dict[str, Any]) -> dict[str, Any]:
-    """json_schema or regex, of OpenAI's response_format or vLLM's structured_outputs."""
+    """The json_schema or regex of a body, from OpenAI's response_format or vLLM's structured_outputs."""
     wanted = _take(fields, "response_format", _is_response_format, "of type text, json_object or json_schema", {})
     own = _take(fields, "structured_outputs", _is_structured_outputs, 'an object with "json" or "regex"', {})
     found = {name: own[key] for key, name in (("json", "json_schema"), ("regex", "regex")) if key in own}

@@ -1,4 +1,4 @@
-"""OpenAI batch files: what came of a request into a line of the success or the error file."""
+"""OpenAI batch files as output: each result becomes a line of the success file or of the error file."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _LOWEST_LOGPROB = -9999.0  # what OpenAI writes for tokens of no probability; JS
 def format_response(
     custom_id: str | None, body: str | dict[str, Any], completion_row: dict[str, Any], model_name: str, row_index: int
 ) -> dict[str, Any]:
-    """A line of the success file.
+    """The JSON value of a line of the success file.
 
-    Ids come from `custom_id` and `row_index`, and `created` is 0, so that the line is equal whenever it is written.
+    Ids are derived from `custom_id` and `row_index`, and `created` is 0, so that the line does not depend on the time.
 
     Args:
-        custom_id: The request's id.
+        custom_id: The request's custom_id.
         body: The request's body, which tells a chat from a completion.
         completion_row: {"samples": [{"text", "reasoning": None or a text, "finish_reason", "logprobs": None or
             [{"token", "token_id", "logprob", "top": [{"token", "token_id", "logprob"}]}]}], "prompt_tokens": int,
             "generated_tokens": [int]}.
         model_name: Name of the model in the line.
-        row_index: Number of the request's row.
+        row_index: Index of the request's row in the input.
     """
     chat = "messages" in (json.loads(body) if isinstance(body, str) else body)
     digest = _digest(custom_id, row_index)
@@ -54,7 +54,13 @@ def format_response(
 
 
 def format_error(custom_id: str | None, message: str, row_index: int) -> dict[str, Any]:
-    """A line of the error file: the message as a status 400 response and as the line's own `error`."""
+    """The JSON value of a line of the error file: a response with status 400, and the message as `error`.
+
+    Args:
+        custom_id: The request's custom_id.
+        message: The text of the error.
+        row_index: Index of the request's row in the input.
+    """
     digest = _digest(custom_id, row_index)
     details = {"message": message, "type": "invalid_request_error", "param": None, "code": "row_failed"}
     return {

@@ -1,4 +1,4 @@
-"""`open_dataset`: which reader an input is for."""
+"""`open_dataset`: finds the files of an input and chooses the reader for their format."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ def open_dataset(
     on_bad_line: str = "fail",
     csv_delimiter: str | None = None,
 ) -> Dataset:
-    """Open an input and check all of it that can be checked without keeping it in memory.
+    """Open an input and check it as far as possible without holding its rows in memory.
 
-    An input may have no rows; where its format has the columns in its rows, it then has no columns either.
+    An input may have no rows. Where its format has no schema (JSON lines), it then has no columns either.
 
     Args:
-        source: A file, a glob or a directory of Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson, .json) or CSV
-            (.csv, .tsv) files, the last two also with .gz or .zst, here or at a URL of fsspec's (s3://, hf://, ...); a
-            JSON file may also be one array of objects; directories called `column=value` in a directory give their
-            files such a column; a directory written by `datasets.save_to_disk`; a hub dataset id; or a `datasets`
-            object. The files of one input are read in the order of their names and must have equal columns.
-        input_format: One of `FORMATS`, where the name does not tell.
+        source: The input: a file, glob or directory of Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson, .json) or
+            CSV (.csv, .tsv) files, at a path or a URL that fsspec can read (s3://, hf://, ...); a directory written by
+            `datasets.save_to_disk`; a dataset id of the Hugging Face hub; or an object of the library `datasets`. JSON
+            and CSV files may be compressed (.gz, .zst). A JSON file may also be one array of objects. Subdirectories
+            with names like `column=value` add such a column to their files. The files of an input are read in order of
+            their names and must have the same columns.
+        input_format: One of `FORMATS`; None: file extensions decide.
         split: Split of a `datasets` dataset.
-        limit: The most rows that are read.
-        shard: (i, n), the i-th of n contiguous parts of what `limit` leaves.
-        on_bad_line: "skip" makes rows that fail (`bad_lines`) of lines that are no JSON objects.
+        limit: The most rows to read.
+        shard: (i, n): only the i-th, from 0, of n contiguous parts of the rows that `limit` leaves.
+        on_bad_line: "fail" raises InputError for a line that is not a JSON object; "skip" makes it a row that fails
+            (`bad_lines`).
         csv_delimiter: Character between the fields of CSV files.
 
     Raises:
-        InputError: Nothing is found, it cannot be read, or it is not what its name says.
+        InputError: The input does not exist, cannot be read, or has another format than its name says.
     """
     if input_format is not None and input_format not in FORMATS:
         raise InputError(f"--input-format {input_format!r} is not one of {', '.join(FORMATS)}")

@@ -1,4 +1,4 @@
-"""Hive's partitions: the columns that a file's directories stand for (`year=2024/month=05/rows.parquet`)."""
+"""Hive partitions: columns that a file gets from its directories' names (`year=2024/month=05/rows.parquet`)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 @dataclass(frozen=True)
 class Partitions:
-    """The columns of an input's directories; an input may have none.
+    """The partition columns of an input's files; an input may have none.
 
     Attributes:
-        fields: The columns: of integers where all values are, else of texts.
-        values: Their values in each file, in the order of `fields`.
+        fields: The columns: integers where all values are integers, else text.
+        values: The columns' values for each file path, in the order of `fields`.
     """
 
     fields: tuple[pa.Field, ...] = ()
@@ -30,7 +30,15 @@ class Partitions:
 
     @classmethod
     def of(cls, paths: Sequence[str], root: str) -> Partitions:
-        """The partitions of files in a directory. Raises InputError where their directories have different columns."""
+        """Find the partition columns of files below a directory.
+
+        Args:
+            paths: Paths of the files.
+            root: The directory.
+
+        Raises:
+            InputError: The files have different partition columns.
+        """
         pairs = {path: _pairs(path[len(root) :]) for path in paths}
         names = [name for name, _ in pairs[paths[0]]]
         for path, found in pairs.items():
@@ -55,11 +63,11 @@ class Partitions:
         return cls(tuple(fields), values)
 
     def row(self, path: str) -> dict[str, Value]:
-        """The columns of the rows in a file."""
+        """The partition columns' values, by name, of the rows of a file."""
         return dict(zip((field.name for field in self.fields), self.values.get(path, ()), strict=True))
 
     def check_names(self, names: Iterable[str], path: str) -> None:
-        """Raise InputError where a file has a column of its directories, too."""
+        """Raise InputError where a file also has a column with the name of a partition column."""
         both = sorted({field.name for field in self.fields}.intersection(names))
         if both:
             raise InputError(
@@ -67,23 +75,28 @@ class Partitions:
             )
 
     def extend(self, batch: pa.RecordBatch, path: str) -> pa.RecordBatch:
-        """The rows of a file with the columns of its directories after their own."""
+        """Append the partition columns to rows of a file.
+
+        Args:
+            batch: Rows of the file.
+            path: Path of the file.
+        """
         for column, value in zip(self.fields, self.values.get(path, ()), strict=True):
             batch = batch.append_column(column, pa.array([value] * batch.num_rows, column.type))
         return batch
 
 
 def is_partition(folder: str) -> bool:
-    """Tell whether a directory's name is that of a partition."""
+    """True where a directory's name has the form `column=value`."""
     return _FOLDER.fullmatch(folder) is not None
 
 
 def _pairs(path: str) -> list[tuple[str, str | None]]:
-    """(column, text) of each directory of a path."""
+    """The (column, text) pairs of a path's directories."""
     split = (unquote(folder).partition("=") for folder in path.strip("/").split("/")[:-1])
     return [(name, None if value == _NULL else value) for name, _, value in split]
 
 
 def _is_integer(text: str | None) -> bool:
-    """Tell whether a text is written as integers are: "05" is not, and stays as it is."""
+    """True where a text is an integer in plain form; "05" is not, and remains text."""
     return text is None or re.fullmatch(r"0|-?[1-9]\d{0,17}", text) is not None

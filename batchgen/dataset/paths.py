@@ -1,4 +1,4 @@
-"""The place of an input on disk, to tell whether a file that is written somewhere would be a part of it."""
+"""The files and folders of an input on disk, to find out whether an output path would be a part of the input."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from batchgen.dataset.storage import is_url
 
 @dataclass(frozen=True)
 class InputPaths:
-    """The files of an input, and the name that stands for them.
+    """The files of an input on disk, and the folder or glob that names them.
 
     Attributes:
-        files: Files that are read.
-        folder: The name that was given, if it is a folder; what comes to lie there later is read by the next run.
-        pattern: The name that was given, if it is a glob.
+        files: Paths of the files.
+        folder: The folder that the user gave; None where it was not a folder. A later run also reads files that are
+            added to it.
+        pattern: The glob that the user gave; None where it was not a glob.
     """
 
     files: tuple[str, ...] = ()
@@ -29,7 +30,7 @@ class InputPaths:
 
     @classmethod
     def of(cls, source: Any) -> InputPaths:
-        """The paths of an input that `open_dataset` takes. One that is not on disk, or not there, has none."""
+        """The paths of an input that `open_dataset` takes; none for an input that is not on disk or does not exist."""
         if not isinstance(source, (str, os.PathLike)):
             return cls(tuple(files_behind(source)))
         name = os.path.expanduser(os.fspath(source)).removeprefix("file://")
@@ -45,7 +46,11 @@ class InputPaths:
         return cls()
 
     def includes(self, path: str | os.PathLike[str]) -> str | None:
-        """The end of a sentence that says how a file at `path` would be a part of the input; None: it would not."""
+        """The end of an error message that says how a file would be a part of the input; None where it would not be.
+
+        Args:
+            path: The path of the file, which need not exist.
+        """
         if any(same_file(path, file) for file in self.files):
             return "is a file of the input"
         if self.folder is not None and is_in(path, self.folder):
@@ -56,14 +61,14 @@ class InputPaths:
 
 
 def same_file(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> bool:
-    """Tell whether two paths lead to one file or folder: through links of either kind, and before it is there."""
+    """True where two paths lead to the same file or folder, also through links, and also before it exists."""
     if os.path.realpath(a) == os.path.realpath(b):
         return True
     return os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
 
 
 def is_in(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is a folder or leads into it, at any depth."""
+    """True where a path is a folder or lies in the folder, at any depth."""
     path = os.path.realpath(path)
     while True:
         if same_file(path, folder):
@@ -74,10 +79,14 @@ def is_in(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Tell whether `glob` would find a file at a real path if it were there.
+    """True where `glob` would find a file at a real path if the file existed.
 
-    Some components of the pattern are tried on the disk, as there may be links among the folders, and the rest on the
-    names, as folders of the path may not be there yet.
+    The first components of the pattern are expanded on disk, since folders may be links. The remaining components are
+    matched by name, since folders of the path may not exist yet.
+
+    Args:
+        path: The real path of the file.
+        pattern: The glob.
     """
     parts = [part for part in os.path.join(os.getcwd(), pattern).split("/") if part not in ("", ".")]
     first = next(i for i, part in enumerate(parts) if glob.has_magic(part))

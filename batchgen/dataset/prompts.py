@@ -1,6 +1,6 @@
-"""A row of the input into a `Request` or `ScoreRequest`.
+"""Conversion of input rows to a `Request` or `ScoreRequest`.
 
-Its prompt comes from a column of text or token ids, a Jinja template, or a column of chat messages.
+The prompt of a row comes from a column of text or token ids, a Jinja template, or a column of chat messages.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _ROW_IS_WHOLE = '"row" in the prompt template is the whole row: the column of th
 
 @dataclass(frozen=True)
 class PromptSpec:
-    """The source of prompts: one of `column`, `template` and `messages_column`.
+    """The source of prompts: at most one of `column`, `template` and `messages_column` is given.
 
-    With none of them, the column "prompt" is taken, or else "messages", or else "conversations" where it holds
-    messages.
+    With none of them, the prompts are in the column "prompt"; where there is none, in "messages"; and else in
+    "conversations", if it holds chat messages.
 
     Attributes:
-        column: Column of text, taken as it is, or of token ids.
-        template: Jinja over the columns (see `compile_prompts`); "@file" is read at once and replaced by the file's
-            text.
-        messages_column: Column of lists of {role, content}, or of their JSON as text.
-        system_prompt: Message before every row's messages that do not begin with their own.
-        chat: True where text is a user's message to the model's chat template, which `system_prompt` implies.
+        column: Column of text, which is used unchanged, or of token ids.
+        template: Jinja template over the columns (see `compile_prompts`). "@file" is replaced by the text of the file
+            when the object is created.
+        messages_column: Column of lists of {role, content}, or of such lists as JSON text.
+        system_prompt: System message that is put before a row's messages, unless they begin with a system message.
+        chat: True where a text becomes the user's message in the model's chat template. `system_prompt` implies it.
         chat_template_kwargs: Variables for the chat template.
-        continue_final: True where the model goes on with a last message of the assistant's.
+        continue_final: True where the model continues a last message of the assistant.
 
     Raises:
         InputError: Values contradict each other, or a file cannot be read.
@@ -79,16 +79,16 @@ class PromptSpec:
 
     @property
     def chat_options(self) -> ChatOptions:
-        """The options of how messages become a prompt."""
+        """The options for rendering chat messages into a prompt."""
         return ChatOptions(self.chat_template_kwargs or {}, self.continue_final)
 
     @property
     def makes_chat(self) -> bool:
-        """True where text becomes a chat message."""
+        """True where a text becomes a chat message."""
         return self.chat or self.system_prompt is not None
 
     def identity(self) -> dict[str, Any]:
-        """The JSON values that decide the prompts; the template's text, not its file's name."""
+        """The JSON values that identify the prompts in a job's fingerprint, with the text of a template file."""
         return {
             "column": self.column,
             "template": self.template,
@@ -101,15 +101,15 @@ class PromptSpec:
 
 @dataclass(frozen=True)
 class CompiledPrompts:
-    """A checked `PromptSpec`.
+    """A source of prompts that was checked against the input's columns.
 
     Attributes:
         columns: Columns that prompts are made of.
-        render: Makes prompts of rows, each {column: value}; one that has none comes back as RowError, and a row that is
-            an exception as it is.
-        uses_chat: True where prompts are messages, for which the model must have a chat template.
-        chat: Options that say how messages become a prompt.
-        notices: Lines that a user should see on how the columns are read.
+        render: The function that makes the prompts of rows, each {column: value}. It yields a RowError for a row
+            without a valid prompt. An exception in place of a row is yielded unchanged.
+        uses_chat: True where prompts are chat messages, for which the model must have a chat template.
+        chat: Options for rendering chat messages into a prompt.
+        notices: Messages for the user about the way in which the columns are read.
     """
 
     columns: tuple[str, ...]
@@ -122,23 +122,22 @@ class CompiledPrompts:
 def compile_prompts(
     spec: PromptSpec, schema: pa.Schema, id_column: str | None = None, *, may_be_empty: bool = False
 ) -> CompiledPrompts:
-    """Check the spec and the id column against the columns of the input.
+    """Check a source of prompts, and the column of row ids, against the columns of the input.
 
-    Templates: the variables are the columns, and `row` is all of them as a mapping, for names that are no identifiers:
-    `{{ row["Zip Code"] }}`. A null is printed as nothing. One newline at the end of the template is dropped, because
-    editors add it and a prompt that ends in one makes models answer differently. `tojson` writes plain JSON, not the
-    kind escaped for HTML. All else is as Jinja has it. Templates are sandboxed, and anything undefined is an error of
-    the row, as is more time or text than `TemplateLimits` has.
+    The variables of a template are the columns. `row` is a mapping of all columns, for names that are not identifiers:
+    `{{ row["Zip Code"] }}`. Null is rendered as nothing. One newline at the end of the template is dropped, since
+    editors add it and models answer differently after it. `tojson` writes plain JSON, not escaped for HTML. All else is
+    standard Jinja in a sandbox. An undefined name is an error of the row, and so is exceeding `TemplateLimits`.
 
     Args:
         spec: The source of prompts.
         schema: The input's columns.
-        id_column: Column of the rows' ids.
-        may_be_empty: True where an empty prompt is no error.
+        id_column: Column of the rows' ids; None: row indices are the ids.
+        may_be_empty: True where an empty prompt is valid.
 
     Raises:
-        InputError: A column or variable does not exist, a type is wrong, or a template has a syntax error (with its
-            line).
+        InputError: A column or variable does not exist, a type is wrong, or a template has a syntax error; the message
+            has the line of the error.
     """
     if id_column is not None:
         id_type = value_type(schema, id_column, "--id-column")
@@ -168,7 +167,10 @@ def compile_prompts(
 
 
 def _each(convert: Callable[[Any], Any]) -> Callable[[Iterable[Any]], Iterator[Any]]:
-    """Make a function that converts each value there is, and hands on those that are exceptions."""
+    """Make a function that applies `convert` to each value of an iterable.
+
+    An exception in place of a value is yielded unchanged; a RowError of `convert` is yielded in place of the result.
+    """
 
     def convert_each(values: Iterable[Any]) -> Iterator[Any]:
         for value in values:
@@ -188,10 +190,17 @@ def rows_to_requests(
     id_column: str | None = None,
     sampling_column: SamplingColumn | None = None,
 ) -> Iterator[Request]:
-    """One Request per row of `batch`, whose first row is row `first_row` of the input.
+    """Yield one Request per row of a batch.
 
-    Its id is the value of `id_column`, or the row's index where there is no such column or it is null; its sampling
-    parameters are `sampling`, or what the row's own make of them.
+    The id of a request is the row's value in `id_column`, or the row's index where there is no value.
+
+    Args:
+        batch: The rows.
+        first_row: Index of the batch's first row in the input.
+        compiled: The source of prompts.
+        sampling: The job's sampling parameters.
+        id_column: Column of the rows' ids.
+        sampling_column: Column of sampling parameters, which override the job's.
     """
     more = () if sampling_column is None else (sampling_column.name,)
     for row_id, row, prompt in _rows(batch, first_row, compiled, more, id_column):
@@ -212,7 +221,18 @@ def rows_to_score_requests(
     logprobs: int | None = None,
     id_column: str | None = None,
 ) -> Iterator[ScoreRequest]:
-    """One ScoreRequest per row, with the prompt as its context, or as what is scored; else as `rows_to_requests`."""
+    """Yield one ScoreRequest per row of a batch: the prompt is the context, or itself the text to score.
+
+    The id of a request is the row's value in `id_column`, or the row's index where there is no value.
+
+    Args:
+        batch: The rows.
+        first_row: Index of the batch's first row in the input.
+        compiled: The source of prompts.
+        continuations: The source of continuations.
+        logprobs: Number of most likely tokens to report at each position; None: none.
+        id_column: Column of the rows' ids.
+    """
     for row_id, row, prompt in _rows(batch, first_row, compiled, continuations.columns, id_column):
         try:
             if isinstance(prompt, Exception):
@@ -229,7 +249,15 @@ def rows_to_score_requests(
 def _rows(
     batch: pa.RecordBatch, first_row: int, compiled: CompiledPrompts, more: tuple[str, ...], id_column: str | None
 ) -> Iterator[tuple[str | int, dict[str, Any], Prompt | Exception]]:
-    """(id, columns, prompt or what is wrong) of each row; `more` columns than the prompt needs."""
+    """Yield (id, columns, prompt or exception) of each row of a batch.
+
+    Args:
+        batch: The rows.
+        first_row: Index of the batch's first row in the input.
+        compiled: The source of prompts.
+        more: Columns to read besides those of the prompt.
+        id_column: Column of the rows' ids.
+    """
     bad = bad_lines(batch)
     ids: deque[str | int] = deque()  # of rows that were read, and whose prompts have not come
     read: deque[dict[str, Any]] = deque()
@@ -266,7 +294,11 @@ def _read_template(path: str) -> str:
 
 
 def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
-    """(column, whether it holds messages). Raises InputError if it is not there or has the wrong type."""
+    """The column of prompts, and True where it holds chat messages.
+
+    Raises:
+        InputError: The column does not exist, or has an unsuitable type.
+    """
     if spec.messages_column is not None:
         column, flag, messages = spec.messages_column, "--messages-column", True
     elif spec.column is not None:
@@ -290,7 +322,7 @@ def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
 
 
 def _default_column(schema: pa.Schema) -> str:
-    """The column of prompts where none is named. Raises InputError."""
+    """The column of prompts where the user named none. Raises InputError where there is no suitable column."""
     conversations = [name for name in schema.names if is_message_list(schema.field(name).type)]
     names = ["prompt", "messages", *(["conversations"] if "conversations" in conversations else [])]
     found = next((name for name in names if name in schema.names), None)
@@ -353,7 +385,10 @@ def _ids_of(value: list[Any] | None, column: str, may_be_empty: bool) -> list[in
 
 
 def _value(batch: pa.RecordBatch, column: str, index: int) -> Any:
-    """One cell as a Python value, bytes as text; one by one, so that a cell that is none spoils only its row."""
+    """One value of a column as a Python value, with bytes decoded as text.
+
+    Values are converted one by one, so that an invalid value fails only its own row.
+    """
     try:
         values = batch.column(column)
         value = values[index].as_py()

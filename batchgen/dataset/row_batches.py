@@ -1,4 +1,4 @@
-"""Arrow batches of a known schema from rows as Python values."""
+"""Conversion of rows that are Python dicts to Arrow batches of a known schema."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ def row_reader(
     total_rows: int,
     check: Callable[[str], None] = lambda path: None,
 ) -> ReadRows:
-    """A `Source.read` over rows as dicts; keys that a row does not have are null, and all of a `BadLine`.
+    """Make a `Source.read` function for rows that are dicts.
 
-    It stops after `total_rows`: the first pass has not seen the rows beyond.
+    Missing keys become null; a `BadLine` becomes a row of nulls. Rows after `total_rows` are not read, since the check
+    of the input has not seen them.
 
     Args:
-        rows_from: Function from the first row's number to (file, row) for each row from there on.
+        rows_from: The function that yields (file, row) from a given row index on.
         schema: The columns.
         total_rows: Number of rows.
-        check: Called with a file once rows of it have been read and before they are handed on.
+        check: The function that is called with a file's path after rows of the file were read and before they are
+            yielded.
     """
 
     def read(start_row: int, batch_rows: int, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -57,7 +59,7 @@ def row_reader(
 def _chunk(
     rows: Iterator[tuple[str, dict[str, Any]]], batch_rows: int, names: list[str]
 ) -> Iterator[tuple[str, list[Any], str | None]]:
-    """(file, values of the wanted columns, error) of the rows of one batch."""
+    """Yield (file, values of the wanted columns, error of an invalid line or None) for the rows of one batch."""
     size_bytes = 0
     for path, row in itertools.islice(rows, batch_rows):
         values = [row.get(name) for name in names]
@@ -68,7 +70,7 @@ def _chunk(
 
 
 def _size_bytes(value: Any, depth: int = 0) -> int:
-    """Estimated bytes of a value."""
+    """An estimate of the bytes that a value takes."""
     if isinstance(value, str | bytes):
         return _VALUE_BYTES + len(value)
     if isinstance(value, dict):
@@ -85,5 +87,5 @@ def _to_array(values: list[Any], column_type: pa.DataType) -> pa.Array:
 
 
 def to_json(value: Any) -> str:
-    """Any value as JSON text; values that JSON has no form for as `str` shows them."""
+    """A value as JSON text; objects that JSON cannot hold become the text of `str`."""
     return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,4 +1,4 @@
-"""A column of sampling parameters: those that a row has replace the job's."""
+"""A column of sampling parameters, by which a row overrides those of the job."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from batchgen.dataset.column_types import is_text, value_type
 
 @dataclass(frozen=True)
 class SamplingColumn:
-    """A checked column of structs, or of JSON objects as text, whose fields are those of SamplingParams.
+    """A checked column of sampling parameters: structs, or JSON objects as text, with fields of SamplingParams.
 
-    Nulls, of a field or of all, leave the job's values.
+    A null value or field leaves the job's parameters unchanged.
+
+    Attributes:
+        name: Name of the column.
+        job: The job's sampling parameters.
     """
 
     name: str
     job: SamplingParams
 
     def of_row(self, value: Any) -> SamplingParams:
-        """The row's parameters. Raises RowError."""
+        """The sampling parameters of a row from its value in the column. Raises RowError."""
         if isinstance(value, str):
             try:
                 value = json.loads(value)
@@ -56,12 +60,21 @@ class SamplingColumn:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Structs have the fields of all rows, nulls where a row has none."""
+    """A dict without its null values; other values unchanged.
+
+    Arrow structs have the fields of all rows, with null for fields that a row does not have.
+    """
     return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 def compile_sampling_column(name: str, schema: pa.Schema, job: SamplingParams) -> SamplingColumn:
-    """Check the column's type and the names of its fields. Raises InputError."""
+    """Check the type and the field names of a column of sampling parameters. Raises InputError.
+
+    Args:
+        name: Name of the column.
+        schema: The input's columns.
+        job: The job's sampling parameters.
+    """
     kind = value_type(schema, name, "--sampling-column")
     if pa.types.is_struct(kind):
         unknown = [field.name for field in kind if field.name not in SamplingParams.names()]
@@ -98,7 +111,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _typed(name: str, value: Any) -> Any:
-    """The value, if it is of the parameter's type. Raises RowError."""
+    """The value of a sampling parameter, unchanged. Raises RowError where it has the wrong type."""
     kind = next(str(f.type) for f in fields(SamplingParams) if f.name == name).removesuffix(" | None")
     test, words = _KINDS[kind]
     if not test(value):

@@ -1,6 +1,6 @@
-"""The `Source` that every reader makes: a schema, and a function that reads from a given row.
+"""`Source`, the value that every reader returns: a schema, and a function that reads rows from a given index on.
 
-Readers share these too: files opened and errors named in one way, columns checked and put in order.
+The module also has what readers share: errors that name the file, and checks and ordering of columns.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ ReadRows = Callable[[int, int, list[str]], Iterator[tuple[int, pa.RecordBatch]]]
 
 @dataclass(frozen=True)
 class Source:
-    """One input of a known format, before limit and shard.
+    """An input of a known format, before limit and shard are applied.
 
     Attributes:
-        format: One of `FORMATS`.
+        format: The input format, one of `FORMATS`.
         schema: The input's columns.
-        total_rows: Number of rows; None where only a full pass can tell.
-        read: Yields batches in order, of about `BATCH_BYTES` at most, with the columns that are asked for, one or more,
-            in the schema's order; others are not decoded where the format allows. It may begin with rows before
-            `start_row` where that is cheaper than cutting, and batches may be larger than `batch_rows`.
-        identity: Gives the JSON values that decide whether this is the same input.
-        duplicates: Rows whose id an earlier row has.
-        begins_with: Tells from (identity now, identity before) whether its first rows are all those that it had before.
-            None: it gets no more rows.
-        check: Raises InputError where the input is not what it was when `identity` was called.
-        notices: Lines on how it was understood, where a person should know.
+        total_rows: Number of rows; None where the input must be read to know it.
+        read: The function that yields Arrow batches in input order, of at most about `BATCH_BYTES`, with the requested
+            columns (at least one) in the schema's order. It may start with rows before `start_row` and exceed
+            `batch_rows` where that is cheaper. Other columns are not decoded where the format allows that.
+        identity: The function that gives the JSON values that identify the input.
+        duplicates: Indices of rows whose id an earlier row has.
+        begins_with: The function that says, from (identity now, identity before), whether the input starts with all
+            rows that it had before. None: the input never grows.
+        check: The function that raises InputError where the input has changed since `identity` was called.
+        notices: Messages for the user about the way in which the input was read.
     """
 
     format: str
@@ -58,7 +58,12 @@ class Source:
 
 @contextmanager
 def naming(path: str, *more_errors: type[Exception]) -> Iterator[None]:
-    """Turn what a reader raises about `path` into one line that names it."""
+    """Turn an exception that a reader raises within the block into an InputError that names the file.
+
+    Args:
+        path: Path of the file.
+        more_errors: Types of exceptions to turn, besides the usual ones.
+    """
     # File systems behind URLs have errors of their own.
     errors = (Exception,) if is_url(path) else (*_READ_ERRORS, *more_errors)
     try:
@@ -77,7 +82,11 @@ def naming(path: str, *more_errors: type[Exception]) -> Iterator[None]:
 
 
 def check_same_columns(columns: Mapping[str, Iterable[str]]) -> None:
-    """Raise InputError unless every file of {path: column names} has the same ones, in any order."""
+    """Raise InputError where files have different column names; the order of columns does not matter.
+
+    Args:
+        columns: The column names by file.
+    """
     (first, expected), *others = ((path, set(names)) for path, names in columns.items())
     for path, names in others:
         if names != expected:
@@ -89,25 +98,31 @@ def check_same_columns(columns: Mapping[str, Iterable[str]]) -> None:
 
 
 def check_unique(names: list[str], path: str) -> None:
-    """Raise InputError where two columns have the same name."""
+    """Raise InputError where two columns of a file have the same name."""
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise InputError(f"{path} has more than one column named {', '.join(map(repr, twice))}: rename one")
 
 
 def schema_of(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
-    """Some columns of a schema, in its order."""
+    """The columns of a schema that have the given names, in the schema's order."""
     wanted = set(names)
     return pa.schema([field for field in schema if field.name in wanted], metadata=schema.metadata)
 
 
 def rows_of_batch(size_bytes: int, rows: int, batch_rows: int) -> int:
-    """Number of rows of a batch, at most `batch_rows`, where `rows` rows take `size_bytes`."""
+    """The number of rows per batch, at most `batch_rows`, for batches of about `BATCH_BYTES`.
+
+    Args:
+        size_bytes: Bytes of `rows` rows.
+        rows: Number of rows that take `size_bytes`.
+        batch_rows: The most rows of a batch.
+    """
     return max(1, min(batch_rows, BATCH_BYTES * max(rows, 1) // max(size_bytes, 1)))
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch with the columns in the schema's order and types."""
+    """A batch with the columns of a schema, in its order and types."""
     columns = ((batch.column(field.name), field.type) for field in schema)
     arrays = [array if array.type == wanted else array.cast(wanted) for array, wanted in columns]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)

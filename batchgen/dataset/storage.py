@@ -1,4 +1,4 @@
-"""Files of an input, on this machine's disks or wherever fsspec reaches (`s3://`, `gs://`, `hf://`, ...)."""
+"""Access to input files, on local disks or at any URL that fsspec can read (`s3://`, `gs://`, `hf://`, ...)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TIME_TAGS = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
 def is_url(name: object) -> bool:
-    """Tell whether a name is a URL of fsspec's, rather than a path."""
+    """True where a name is a URL for fsspec, not a local path."""
     return isinstance(name, str) and "://" in name
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The file system that fsspec has for a URL, and the path there. Raises InputError where there is none for it."""
+    """The fsspec filesystem of a URL, and the path in it. Raises InputError where fsspec has none for the URL."""
     import fsspec  # type: ignore[import-untyped]
 
     if url.startswith(("http://", "https://")):
@@ -42,7 +42,7 @@ def _reason(error: Exception, url: str) -> str:
 
 
 def open_raw(path: str) -> BinaryIO:
-    """The bytes of a file, which can seek. Raises OSError."""
+    """Open a file or URL for reading bytes, with seek. Raises OSError."""
     if not is_url(path):
         return open(path, "rb")
     system, inner = file_system(path)
@@ -50,9 +50,9 @@ def open_raw(path: str) -> BinaryIO:
 
 
 def open_bytes(path: str) -> BinaryIO:
-    """The bytes of a file, decompressed if the first ones say gzip or Zstandard; `peek` shows some of them.
+    """Open a file or URL for reading bytes, decompressed where it is gzip or Zstandard. Raises OSError.
 
-    Raises OSError.
+    The returned file has `peek`, which shows the next bytes without reading them.
     """
     import gzip
 
@@ -68,13 +68,13 @@ def open_bytes(path: str) -> BinaryIO:
 
 
 def is_compressed(file: BinaryIO) -> bool:
-    """Tell whether bytes are gzip or Zstandard."""
+    """True where a file's content is gzip or Zstandard."""
     magic = _magic(file)
     return magic.startswith(_GZIP) or magic == _ZSTD
 
 
 def _magic(file: BinaryIO) -> bytes:
-    """The first four bytes, after which the file is at its beginning."""
+    """The first four bytes of a file, which is then rewound to its beginning."""
     file.seek(0)
     magic = file.read(4)
     file.seek(0)
@@ -82,7 +82,7 @@ def _magic(file: BinaryIO) -> bytes:
 
 
 def is_file(path: str) -> bool:
-    """Tell whether there is a file."""
+    """True where a path or URL is a file."""
     if not is_url(path):
         return os.path.isfile(path)
     system, inner = file_system(path)
@@ -90,7 +90,7 @@ def is_file(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Tell whether there is a directory."""
+    """True where a path or URL is a directory."""
     if not is_url(path):
         return os.path.isdir(path)
     system, inner = file_system(path)
@@ -98,12 +98,12 @@ def is_folder(path: str) -> bool:
 
 
 def there(path: str) -> bool:
-    """Tell whether a path leads to anything that may be looked at."""
+    """True where a local path exists and may be accessed; always True for a URL."""
     return is_url(path) or os.path.exists(path)
 
 
 def _check_folders(pattern: str) -> None:
-    """Raise OSError where a glob would pass by a directory that may not be read, whose files nobody would miss."""
+    """Raise OSError where a glob would silently skip a directory that may not be read."""
     while glob.has_magic(pattern):
         for folder in glob.glob(os.path.join(pattern, ""), recursive=True):
             if os.path.basename(os.path.dirname(folder)) != "lost+found":  # at the root of file systems
@@ -112,7 +112,7 @@ def _check_folders(pattern: str) -> None:
 
 
 def entries(folder: str) -> list[str]:
-    """The names in a directory, in order. Raises OSError."""
+    """The names in a directory, sorted. Raises OSError."""
     if not is_url(folder):
         return sorted(os.listdir(folder))
     system, inner = file_system(folder)
@@ -120,7 +120,7 @@ def entries(folder: str) -> list[str]:
 
 
 def matches(pattern: str) -> list[str]:
-    """The files that a glob finds, by name. Raises OSError where it may not look into a directory."""
+    """The files that a glob finds, sorted by name. Raises OSError where a directory may not be read."""
     if not is_url(pattern):
         found = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path) or not there(path)]
         _check_folders(os.path.dirname(pattern))
@@ -130,18 +130,26 @@ def matches(pattern: str) -> list[str]:
 
 
 def content_tag(url: str) -> str | None:
-    """The tag that a URL's file system has for a file's contents, such as its ETag; None where it has none."""
+    """The filesystem's tag of the content at a URL, such as an ETag; None where there is none."""
     return _tag(url, _CONTENT_TAGS)[1]
 
 
 def version(url: str) -> str:
-    """A value that differs once the file at a URL does; "" where there is none. Raises whatever a file system does."""
+    """A text that changes when the file at a URL changes; "" where there is none. Raises the filesystem's errors."""
     size_bytes, tag = _tag(url, _CONTENT_TAGS + _TIME_TAGS)
     return "" if size_bytes is None else f"{size_bytes} {'' if tag is None else tag}"
 
 
 def _tag(url: str, names: tuple[str, ...]) -> tuple[int | None, str | None]:
-    """(size, the first of some entries that a file system has of a file); (None, None) where there is no file."""
+    """The size of the file at a URL, and the first known entry of the filesystem's information about it.
+
+    Args:
+        url: The URL.
+        names: Names of the entries to look for, in order.
+
+    Returns:
+        The size in bytes and the entry; (None, None) where there is no file.
+    """
     system, inner = file_system(url)
     system.invalidate_cache()
     if not system.exists(inner):

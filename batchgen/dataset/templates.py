@@ -17,19 +17,20 @@ _JINJAS_OWN = "self"  # the template's blocks, whatever a row has of that name
 def compile_template(
     text: str, schema: pa.Schema, limits: TemplateLimits = DEFAULT_LIMITS
 ) -> tuple[tuple[str, ...], Callable[[Iterable[Row]], Iterator[str | Exception]]]:
-    """Check a template against the columns of the input.
+    """Check a Jinja template for prompts against the columns of the input.
 
     Args:
         text: The template.
         schema: The input's columns.
-        limits: Limits for one row.
+        limits: Limits of time, memory and length for one row.
 
     Returns:
-        The columns that it uses, and a function from rows, each {column: value}, to texts: an exception in place of a
-            row comes back as it is, and a row that cannot be rendered as RowError.
+        The columns that the template uses, and a function that renders rows, each {column: value}, into texts. The
+            function yields a RowError for a row that cannot be rendered. An exception in place of a row is yielded
+            unchanged.
 
     Raises:
-        InputError: It is no valid template, or uses a name that is no column.
+        InputError: The template is not valid, or uses a name that is not a column.
     """
     template = SafeTemplate("rows", text, limits)
     try:

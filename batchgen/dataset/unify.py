@@ -1,4 +1,4 @@
-"""One type for a column whose files have several: the narrowest that holds all their values as they are."""
+"""Unification of column types over several files: the narrowest type that holds all values unchanged."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from batchgen.dataset.column_types import is_list
 
 
 def unify_schemas(first: pa.Schema, second: pa.Schema) -> pa.Schema:
-    """The columns of two files that have the same ones, in the first one's order.
+    """Unify the schemas of two files with the same columns; the result has the first file's order of columns.
 
-    Texts of all kinds go together (of 32 and 64 bits, views, dictionaries), and so do integers, floats, decimals and
-    times of several widths, lists of all kinds, and objects; nulls go with everything; what one file may leave out both
-    may. Numbers that would be written in another way (an integer as a float, a decimal
-    of another scale) do not.
+    Compatible types are: texts of all kinds (32 and 64 bits, views, dictionaries); integers, floats, decimals and times
+    of several widths; lists of all kinds; and objects. Null is compatible with every type. A column is nullable where
+    it is in one of the files. Numbers that would be written differently are not compatible: an integer and a float, or
+    decimals of different scales.
 
     Raises:
-        pa.ArrowException: A column's types do not go together.
+        pa.ArrowException: A column's types are not compatible.
     """
     return pa.schema([_unified(field, second.field(field.name)) for field in first])
 
@@ -32,7 +32,7 @@ def _unified(a: pa.Field, b: pa.Field) -> pa.Field:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type with what dictionaries stand for, and without views, at any depth."""
+    """The type without dictionary encoding and views, at any depth."""
     if pa.types.is_dictionary(kind):
         return _plain(kind.value_type)
     if pa.types.is_string_view(kind):
@@ -51,7 +51,13 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _check_numbers(name: str, a: pa.DataType, b: pa.DataType) -> None:
-    """Raise pa.ArrowTypeError where no type holds the numbers of both, written as they are."""
+    """Raise pa.ArrowTypeError where no type can hold the numbers of both types unchanged.
+
+    Args:
+        name: Name of the column.
+        a: The type in the first file.
+        b: The type in the second file.
+    """
     if is_list(a) and is_list(b):
         _check_numbers(name, a.value_type, b.value_type)
     elif pa.types.is_struct(a) and pa.types.is_struct(b):

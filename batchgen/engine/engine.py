@@ -186,10 +186,11 @@ class _Call:
 
 
 class Engine:
-    """A model held in memory, ready to complete any number of requests, or to score texts.
+    """A model held in memory, which generates completions for any number of requests, or scores texts.
 
-    Nothing is measured: on a CPU all kernels run on its first instruction set (amx, avx512_bf16, avx512, avx2, scalar),
-    or on the one that BATCHGEN_ISA names. Jobs run each shape on the fastest set in the machine's profile.
+    An engine does not measure the machine. On a CPU all kernels use the first of the instruction sets amx, avx512_bf16,
+    avx512, avx2 and scalar that the CPU has, or the one that BATCHGEN_ISA names. (A job, in contrast, uses for each
+    matrix shape the set that is fastest in the machine's profile.)
 
     Args:
         model: A local Hugging Face directory, a `.gguf` file, a hub id, or "demo".

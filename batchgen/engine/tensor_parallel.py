@@ -1,4 +1,9 @@
-"""Tensor parallelism: each rank has a part of every layer (`models/shard.py`); all run the same sweeps."""
+"""Tensor parallelism: each rank has a part of every layer (`models/shard.py`); all run the same sweeps.
+
+Rank 0 broadcasts the packed batches of each sweep before it runs them itself. All ranks run the same Steps, each with
+its own attention heads and KV. After attention and after the MLP of each layer, an all-reduce sums the ranks' results;
+all ranks get the same bits.
+"""
 
 from __future__ import annotations
 

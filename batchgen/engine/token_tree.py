@@ -1,4 +1,9 @@
-"""The token tree of a context's continuations: the fewest sequences that score them all."""
+"""The token tree of a context's continuations: the fewest sequences that score them all.
+
+The log-probability of a token depends only on the tokens before it, so the last token of a continuation is never run.
+The tree holds all continuations without their last tokens. One sequence for each leaf is enough; continuations of a
+single token need the context alone. Each node of the tree is scored in one sequence only.
+"""
 
 from __future__ import annotations
 

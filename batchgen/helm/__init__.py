@@ -1,7 +1,8 @@
-"""HELM (crfm-helm 0.5.16) on batchgen: `runner.BatchgenRunner`, `client.BatchgenClient`, `tokenizer.BatchgenTokenizer`.
+"""HELM (crfm-helm 0.5.16) on batchgen: a runner, a client and a tokenizer for HELM.
 
     helm-run --runner-class-name batchgen.helm.runner.BatchgenRunner --local-path DIR ...
 
-where DIR/model_deployments.yaml names the client and DIR/tokenizer_configs.yaml the tokenizer (recipes/helm has both).
-`rows` and `jobs` do not import HELM: the rows of a request, and the jobs that answer them.
+DIR/model_deployments.yaml names the client `batchgen.helm.client.BatchgenClient`, and DIR/tokenizer_configs.yaml the
+tokenizer `batchgen.helm.tokenizer.BatchgenTokenizer`; recipes/helm has both files. The modules `rows` and `jobs`, which
+convert requests to rows and run jobs, do not import HELM.
 """

@@ -1,4 +1,4 @@
-"""The client of a HELM deployment that batchgen answers, for `model_deployments.yaml` and any of HELM's runners."""
+"""The client of a HELM deployment that batchgen answers, for `model_deployments.yaml` and any HELM runner."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ENGINE_VARIABLE = "BATCHGEN_HELM_ENGINE"
 
 
 class BatchgenClient(CachingClient):
-    """The client of a deployment.
+    """The client of a HELM deployment whose requests batchgen answers.
 
-    With `BatchgenRunner` all requests are answered by jobs beforehand, and looked up here. With any other runner an
-    engine in this process answers the requests of its threads (helm-run -n) together.
+    With `BatchgenRunner`, jobs answer all requests beforehand, and the client looks the answers up. With any other
+    runner, an engine in this process answers the requests of all of HELM's threads (helm-run -n) together.
 
     Args:
         cache_config: HELM's cache.
@@ -37,8 +37,8 @@ class BatchgenClient(CachingClient):
         model: The model, as `batchgen run --model` takes it.
         apply_chat_template: Whether prompts go through the model's chat template; None: if it has one, as HELM's
             Hugging Face client decides.
-        engine: "in-process"; the path of the batchgen program of another environment; or "files", with which jobs are
-            written and run elsewhere. None: $BATCHGEN_HELM_ENGINE, else "in-process".
+        engine: "in-process"; the path of the batchgen program of another environment; or "files", with which job files
+            are only written, for runs elsewhere. None: $BATCHGEN_HELM_ENGINE, else "in-process".
         **options: Options of `batchgen run`, with underscores (dtype, cpu_memory, max_time, ...).
 
     Raises:
@@ -68,15 +68,16 @@ class BatchgenClient(CachingClient):
         self._live: LiveEngine | None = None
 
     def prefetch(self, requests: Iterable[Request], folder: Path) -> None:
-        """Answer requests by jobs, unless a job has answered them already.
+        """Run jobs that answer all given requests without an answer.
 
         Args:
-            requests: All requests of the deployment. Requests that cannot be run are left to `make_request`, which says
+            requests: All requests of the deployment. Requests that cannot be run are skipped; `make_request` reports
                 why.
             folder: Directory of the jobs.
 
         Raises:
-            BatchgenError: A job failed; JobStopped where it is not complete.
+            JobStopped: A job is not complete.
+            BatchgenError: A job failed.
         """
         if self._jobs is None:
             self._jobs = Jobs(folder / self._identity(), self._options, self._engine)
@@ -118,7 +119,7 @@ class BatchgenClient(CachingClient):
         )
 
     def _ask(self, want: Wanted) -> RequestResult:
-        """The result of a request through HELM's cache, which keeps answers for the next run."""
+        """The result of a request, from HELM's cache or else from batchgen; HELM's cache keeps it for the next run."""
         if self._live is None:
             if self._engine != IN_PROCESS:
                 raise InputError(
@@ -145,7 +146,7 @@ class BatchgenClient(CachingClient):
         )
 
     def _identity(self) -> str:
-        """Name of the folder of the jobs with these options, of which only those that decide results count."""
+        """Name of the folder for jobs with these options: a hash of the options that decide results."""
         deciding = [option.name for option in options_of("helm") if option.decides_results]
         identity = {name: self._options.get(name) for name in deciding}
         return json_sha256(identity)[:16]

@@ -1,7 +1,7 @@
-"""The jobs that answer a deployment's rows.
+"""Jobs that answer the rows of a HELM deployment.
 
-They run in this process, by a program of another environment, or elsewhere from their files. A job that was stopped in
-any way goes on where it was, and rows that any job has answered are never run again (`results` has the files).
+A job runs in this process, by a program of another environment, or elsewhere from its files. A job that was interrupted
+goes on from its finished rows. A row that any job has answered is not run again (`results` describes the files).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _MOST_TOGETHER = 32  # prompts scored in one row
 
 
 class Jobs:
-    """The jobs of one deployment, and their results.
+    """The jobs of one HELM deployment, and their results.
 
     Args:
         folder: Directory of the jobs.
         options: Options of the jobs by name, "model" among them.
-        engine: IN_PROCESS; the path of the batchgen program of another environment; or FILES, with which jobs are
-            written and run elsewhere.
+        engine: IN_PROCESS; the path of the batchgen program of another environment; or FILES, with which job files are
+            only written, for runs elsewhere.
     """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], engine: str = IN_PROCESS) -> None:
@@ -60,10 +60,16 @@ class Jobs:
         self.found = frozenset(self.results)  # answered before this process began
 
     def answer(self, rows: Iterable[Row]) -> None:
-        """Run all rows without a result, one job for each kind; unfinished jobs whose rows are all wanted go on first.
+        """Run all given rows that have no result yet.
+
+        Unfinished jobs go on first, if all of their rows are among the given ones. Then a new job of each kind runs the
+        other rows.
+
+        Args:
+            rows: Rows whose results are needed.
 
         Raises:
-            JobStopped: Jobs wait to be run elsewhere, or a time limit came first.
+            JobStopped: Jobs must be run elsewhere, or a time limit has ended a job.
             BatchgenError: A job failed.
         """
         missing = {row.id: row for row in rows if row.id not in self.results}
@@ -88,7 +94,12 @@ class Jobs:
             self._unfinished = [other for other in self._unfinished if other != job]
 
     def _write(self, kind: str, rows: list[Row]) -> Path:
-        """Write the requests of a job, atomically."""
+        """Write the request file of a new job atomically; returns the job's folder.
+
+        Args:
+            kind: GENERATE or SCORE.
+            rows: The job's rows, all of this kind.
+        """
         # Prompts with a common beginning stand together.
         rows = sorted(rows, key=lambda row: (json.dumps(row.prompt) if kind == GENERATE else row.prompt, row.id))
         digest = hashlib.sha256("".join(row.id for row in rows).encode()).hexdigest()[:16]
@@ -137,7 +148,7 @@ class Jobs:
 
 
 def _own_options(kind: str, rows: list[Row]) -> dict[str, Any]:
-    """The options that the requests decide."""
+    """The job options that depend on its rows."""
     shared = {"task": kind, "logprobs": 0}
     if kind == SCORE:
         return {**shared, "prompt_column": "context", "continuations_column": "continuations"}
@@ -147,10 +158,13 @@ def _own_options(kind: str, rows: list[Row]) -> dict[str, Any]:
 
 
 def _to_score(rows: list[Row]) -> Iterator[dict[str, Any]]:
-    """Table rows of prompts that are sorted by their tokens.
+    """Rows of a score job's table, each for one or several prompts.
 
-    Prompts that share half of their tokens, as the choices of a question do, go into one row, so that the shared part
-    is computed once.
+    Prompts that share half of their tokens, as the choices of a question do, become one row, so that the shared part is
+    computed once.
+
+    Args:
+        rows: Rows to score, sorted by the tokens of their prompts.
     """
     together: list[Row] = []
     for row in rows:

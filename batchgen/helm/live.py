@@ -1,6 +1,6 @@
-"""An engine in this process that answers rows for HELM's own runner.
+"""An engine in this process that answers requests for HELM's own runner.
 
-The runner asks for one request at a time from each of several threads: requests that wait at the same time run
+Each of the runner's threads asks for one request at a time. The engine runs the requests that wait at the same time
 together.
 """
 
@@ -23,7 +23,7 @@ _making = Lock()
 
 
 def live_engine(options: Mapping[str, Any]) -> LiveEngine:
-    """The engine with these options, one a process: HELM's threads may each make a client of the same deployment."""
+    """The engine of this process with given options; HELM's threads may each make a client of one deployment."""
     key = json.dumps(options, sort_keys=True, default=str)
     with _making:
         if key not in _engines:
@@ -32,13 +32,13 @@ def live_engine(options: Mapping[str, Any]) -> LiveEngine:
 
 
 class LiveEngine:
-    """An engine that is loaded with the first rows.
+    """An engine that loads its model when the first rows come.
 
     Args:
         options: "model", "seed" and further options of `batchgen.Engine`.
 
     Raises:
-        InputError: An option is one of jobs alone.
+        InputError: An option is for jobs only.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -56,7 +56,14 @@ class LiveEngine:
         self._waiting: list[tuple[Sequence[Row], Future]] = []
 
     def answer(self, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-        """Results by row id, in the form of `results.Results`. Threads may call this at once. Raises BatchgenError."""
+        """The results of rows by row id, in the form of `results.Results`. Several threads may call this at once.
+
+        Args:
+            rows: Rows to generate or score.
+
+        Raises:
+            BatchgenError: The model cannot be loaded or run.
+        """
         future: Future = Future()
         with self._lock:
             self._waiting.append((rows, future))

@@ -1,10 +1,11 @@
-"""Results of jobs by row id, and the files of a job.
+"""Results of HELM jobs by row id, and the files of a job.
 
-A job is a folder named by the hash of its rows:
+A job is a folder whose name is a hash of its rows:
 
-    requests.parquet    what to generate, a row a Row with its id; or what to score, a row some Rows with their ids
+    requests.parquet    the job's input: a table row for each Row to generate, or for several Rows to score; with their
+        ids
     job.toml            the job's options: `cd` there and `batchgen run --config job.toml`
-    results.parquet     the job's output, whole or not there; results.parquet.batchgen while it runs
+    results.parquet     the job's output, written when it is complete; results.parquet.batchgen while the job runs
     report.json         the job's report
 """
 
@@ -32,22 +33,28 @@ _COLUMNS = {GENERATE: ["text", "finish_reason", "logprobs", "error"], SCORE: ["t
 
 @dataclass(frozen=True)
 class Timing:
-    """Number of Rows that the last process of a job ran, and its seconds."""
+    """The work of the last process that ran a job.
+
+    Attributes:
+        rows: Number of Rows that it ran.
+        wall_s: Seconds that it took.
+    """
 
     rows: int
     wall_s: float
 
 
 def read_requests(job: Path) -> tuple[dict[str, Any], list[list[str]]]:
-    """A job's own options, and in order the ids of the Rows in each row of its table."""
+    """The options of a job that depend on its rows; and for each row of its table, the ids of the Rows in it."""
     options = json.loads(pq.read_schema(job / REQUESTS).metadata[METADATA_KEY])
     return options, _ids(pq.read_table(job / REQUESTS, columns=[ID_COLUMN[options["task"]]]))
 
 
 class Results(Mapping[str, dict[str, Any]]):
-    """Results by Row id: {"logprobs": positions, "error": text or None}, and if generated "text", "finish_reason".
+    """Results of Rows by Row id.
 
-    They are kept as Arrow tables; a result is converted to Python values when it is looked up.
+    A result is {"logprobs": positions, "error": text or None}; a generated one has "text" and "finish_reason" too.
+    Results are kept as Arrow tables, and converted to Python values at each look-up.
     """
 
     def __init__(self) -> None:
@@ -71,7 +78,7 @@ class Results(Mapping[str, dict[str, Any]]):
         self._tables.append((table.drop_columns([ID_COLUMN[task]]), _timing(job, rows_each)))
 
     def timing(self, row_id: str) -> Timing | None:
-        """The timing of the job that has the Row; None: the job has no report."""
+        """The timing of the job that ran a Row; None: the job has no report."""
         return self._tables[self._positions[row_id][0]][1]
 
     def __getitem__(self, row_id: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""HELM requests as rows of engine jobs, and completions from the rows' results. HELM itself is not needed here.
+"""Conversion of HELM requests to rows of batchgen jobs, and of the rows' results to HELM completions.
 
-A completion is a row of a generate job; the log-probabilities of the prompt's own tokens (`echo_prompt`) are a row of a
-score job. A row's id is a hash of all that it asks for: equal requests share a row, and as draws depend on the id, a
-request has the same completions in any run.
+A completion is a row of a generate job. The log-probabilities of the prompt's own tokens (`echo_prompt`) are a row of a
+score job. A row's id is a hash of all that it asks for, so equal requests share a row. Random draws depend on the id,
+so a request has the same completions in any run. This module does not import HELM.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ GENERATE, SCORE = "generate", "score"  # the kinds of rows: --task of their jobs
 
 
 class PromptTokenizer(Protocol):
-    """The model's tokenizer.
+    """The interface of the model's tokenizer.
 
-    `encode` adds the special tokens around a prompt; `encode_chat` renders the chat template up to the beginning of the
-    answer.
+    `encode` adds the special tokens that a prompt has. `encode_chat` renders the chat template up to the point where
+    the answer begins.
     """
 
     def encode(self, text: str) -> list[int]: ...
@@ -34,7 +34,7 @@ class PromptTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a job.
+    """A row of a generate job or of a score job.
 
     Attributes:
         kind: GENERATE or SCORE.
@@ -51,11 +51,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The rows of a request.
+    """The rows that answer a HELM request.
 
     Attributes:
         num_completions: Number of completions.
-        generated: The row of each completion, the same row where decoding is greedy; none where no token is asked for.
+        generated: The row of each completion, the same row where decoding is greedy; empty where no token is to be
+            generated.
         prompt_text: Text of the echoed prompt; None: it is not echoed.
         prompt_ids: Token ids of the echoed prompt; None: it is not echoed.
         first_token: Text of the prompt's first token.
@@ -73,17 +74,17 @@ class Wanted:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Each row once."""
+        """The rows that must be run, each once."""
         rows = [*self.generated, *([self.scored] if self.scored else [])]
         return tuple({row.id: row for row in rows}.values())
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion.
+    """A completion of a HELM request.
 
     Attributes:
-        text: Its text.
+        text: Text of the completion.
         tokens: Text and natural log-probability of each token.
         finish_reason: HELM's "stop" (a stop sequence), "endoftext" or "length".
     """
@@ -94,7 +95,7 @@ class Answer:
 
 
 def wanted(request: Any, tokenizer: PromptTokenizer, chat: bool) -> Wanted:
-    """The rows of a request.
+    """The rows that answer a HELM request.
 
     Args:
         request: A helm.common.request.Request.
@@ -124,12 +125,12 @@ def wanted(request: Any, tokenizer: PromptTokenizer, chat: bool) -> Wanted:
 
 
 def answers(want: Wanted, results: Mapping[str, Mapping[str, Any]]) -> list[Answer]:
-    """The completions of a request.
+    """The completions of a HELM request, made from the results of its rows.
 
     Args:
         want: The rows of the request.
-        results: {"text", "finish_reason", "logprobs", "error"} by row id, in the form of output columns; of rows that
-            score the last two.
+        results: Results by row id: "text", "finish_reason", "logprobs" and "error", as output columns have them; of
+            rows that score, the last two.
 
     Raises:
         RowError: A row has failed.
@@ -150,7 +151,7 @@ def answers(want: Wanted, results: Mapping[str, Mapping[str, Any]]) -> list[Answ
 
 
 def _check(request: Any) -> None:
-    """Raise RowError where the request asks for something else than text, or is out of range."""
+    """Raise RowError where a request asks for something other than text, or for a value that is out of range."""
     for field in ("embedding", "multimodal_prompt", "image_generation_parameters"):
         if getattr(request, field, None):
             raise RowError(f"requests with {field} are not supported: this deployment generates plain text")
@@ -204,11 +205,16 @@ def _completion(result: Mapping[str, Any], stop: Sequence[str]) -> Answer:
 
 
 def _before_the_stop(tokens: Sequence[str], text: str, stop: Sequence[str]) -> tuple[int, bool]:
-    """The number of tokens that begin before the end of the text, and whether a stop string ended it.
+    """The number of a sample's tokens that begin before the end of its text, and whether a stop string ended it.
 
-    The last token ended the sample: it is the end of text, or it completes a stop string, which may have begun in
-    earlier tokens. Offsets are counted in the tokens' texts, not in `text`, where bytes of a character may have become
-    one.
+    The last token of a sample is the end-of-text token, or it completes a stop string, which may begin in earlier
+    tokens. Offsets are counted in the joined token texts, since in `text` the bytes of one character may have been
+    joined.
+
+    Args:
+        tokens: Text of each token.
+        text: Text of the sample, without the stop string.
+        stop: Stop strings.
     """
     begins = [0]
     for token in tokens:

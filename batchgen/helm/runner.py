@@ -1,9 +1,9 @@
-"""helm-run on batchgen: one job of each kind answers the requests of all run entries; then HELM runs entry by entry.
+"""The runner for helm-run: jobs answer the requests of all run entries, before HELM runs each entry.
 
     helm-run --runner-class-name batchgen.helm.runner.BatchgenRunner ...
 
-HELM's scenarios and adapters make an entry's requests twice: to collect them, and to run the entry, when answers are
-looked up. Between the two only the requests of an entry are kept.
+HELM's scenarios and adapters make the requests of an entry twice. First the runner collects them for the jobs, one of
+each kind. Then the entry is run, and its answers are looked up. In between only the requests are kept.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _FOLDER = "batchgen"  # folder of jobs in the output path
 
 
 class _Collected(Exception):
-    """Raised where the requests of an entry have been collected, to end its run."""
+    """The exception that ends the run of an entry after its requests have been collected."""
 
 
 class BatchExecutor(Executor):
-    """HELM's executor, with the requests of batchgen's deployments answered all together beforehand."""
+    """HELM's executor; jobs answer the requests of batchgen's deployments before it runs them."""
 
     def __init__(self, executor: Executor, folder: Path) -> None:
         self.execution_spec, self.context = executor.execution_spec, executor.context
@@ -51,7 +51,14 @@ class BatchExecutor(Executor):
         return super().execute(scenario_state)
 
     def collect(self, runner: Runner, run_specs: Iterable[RunSpec]) -> list[Request]:
-        """The requests of all entries. An entry that fails here fails again when it is run, and is reported then."""
+        """The requests of all run entries, for which each entry is run until its requests are known.
+
+        An entry that fails here is left out; it fails again when it is run, and HELM reports it then.
+
+        Args:
+            runner: The runner.
+            run_specs: The run entries.
+        """
         self._collected = []
         try:
             for run_spec in run_specs:
@@ -69,10 +76,13 @@ class BatchExecutor(Executor):
             self._collected = None
 
     def prefetch(self, requests: Iterable[Request]) -> None:
-        """Answer by jobs the requests of batchgen's deployments that no job has answered yet.
+        """Run jobs for the requests of batchgen's deployments that have no answer yet.
+
+        Args:
+            requests: Requests of any deployments.
 
         Raises:
-            JobStopped: Jobs are not complete; those of all deployments are written by then.
+            JobStopped: Some jobs are not complete. The jobs of all deployments have been written by then.
             BatchgenError: A job failed.
         """
         by_deployment: dict[str, list[Request]] = {}
@@ -92,7 +102,7 @@ class BatchExecutor(Executor):
 
 
 class BatchgenRunner(Runner):
-    """The runner for helm-run --runner-class-name; deployments of other clients run as with HELM's own runner."""
+    """The runner for helm-run --runner-class-name. Other clients' deployments run as with HELM's own runner."""
 
     executor: BatchExecutor
 

@@ -1,4 +1,4 @@
-"""A HELM tokenizer from a model's own files, GGUF included, without the hub."""
+"""A HELM tokenizer that is loaded from a model's own files, GGUF included, without the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ _loading = Lock()
 
 
 class BatchgenTokenizer(HuggingFaceTokenizer):
-    """The tokenizer for tokenizer_configs.yaml. model: the deployment's model, as `batchgen run --model` takes it."""
+    """The tokenizer class to name in tokenizer_configs.yaml.
+
+    Args:
+        model: The deployment's model, as `batchgen run --model` takes it.
+    """
 
     def __init__(self, cache_config: CacheConfig, tokenizer_name: str, model: str) -> None:
         super().__init__(cache_config=cache_config, tokenizer_name=tokenizer_name)
@@ -38,7 +42,7 @@ class BatchgenTokenizer(HuggingFaceTokenizer):
 
 
 class PromptTokens:
-    """A `rows.PromptTokenizer` over a HELM tokenizer that wraps one of transformers."""
+    """A `rows.PromptTokenizer` that uses a HELM tokenizer which wraps a transformers tokenizer."""
 
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
         self._wrapped = tokenizer.get_wrapped_tokenizer()
@@ -54,7 +58,7 @@ class PromptTokens:
             return list(hf(text).input_ids)
 
     def encode_chat(self, messages: list[dict]) -> list[int]:
-        """The tokens of a conversation. Raises RowError where the chat template refuses it."""
+        """The token ids of chat messages. Raises RowError where the chat template refuses them."""
         from batchgen.models.tokenizers.chat_template import Chat, ChatTemplate
 
         with self._wrapped as hf:

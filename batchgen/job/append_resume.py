@@ -1,4 +1,7 @@
-"""Append-resume: a job that goes on from the rows of a smaller one, `--limit 5` before, or an input that has grown."""
+"""Append-resume: a job goes on from the finished rows of a smaller job, whose input begins this job's input.
+
+The smaller job had a lower `--limit`, or the input has grown since.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from batchgen.job.source import RequestSource
 
 
 def appended_to(source: RequestSource) -> Callable[[dict[str, Any], dict[str, Any]], bool]:
-    """A function that tells whether an earlier job's rows, made with the same settings, begin this job's rows.
+    """A function that tells whether the finished rows of an earlier job are the first rows of this job.
 
-    It takes two fingerprints, that of the earlier job and that of this one.
+    The function takes the fingerprint of the earlier job and that of this job. It returns true where all settings are
+    equal and the input of the earlier job begins this job's input.
 
     Args:
         source: This job's input.

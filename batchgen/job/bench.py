@@ -1,4 +1,4 @@
-"""`batchgen bench`: random rows of equal lengths through a model or dummy weights, measured beside the prediction."""
+"""`batchgen bench`: it runs random rows of equal lengths, and compares the measured time with the prediction."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from batchgen.planner.explain import headline
 
 
 def run_bench(options: BenchOptions) -> dict[str, Any]:
-    """Measure a model on random rows.
+    """Measure a model on random rows of equal lengths.
 
     Args:
-        options: The model and the rows.
+        options: The model, and the number and lengths of the rows.
 
     Returns:
         The report, which is also written to `options.job.report`.
@@ -71,7 +71,7 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
 
 
 def _measured(options: BenchOptions) -> JobOptions:
-    """The job's options, all of whose samples have the measured length."""
+    """The job's options, changed so that every sample has the output length that is to be measured."""
     sampling = replace(options.job.sampling, max_tokens=options.output_len, ignore_eos=True)
     return replace(options.job, sampling=sampling)
 
@@ -124,7 +124,7 @@ def _report(
 
 
 def summary(report: dict[str, Any]) -> list[str]:
-    """The closing lines of a benchmark, for a person."""
+    """The lines that `batchgen bench` prints at its end. report: the report of the benchmark."""
     measured, predicted = report["generation_s"], report["predicted_generation_s"]
     loading_s = report["wall_s"] - measured
     return [

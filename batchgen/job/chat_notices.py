@@ -24,7 +24,12 @@ _SAME_PROMPT = "the model's chat template does not read the messages: every row 
 
 
 def watch_chats(requests: Iterable[R], tokenizer: Callable[[], Tokenizer]) -> Iterator[R]:
-    """Pass requests on, and log once what users may not expect of the prompts made of their chat messages."""
+    """Pass requests on unchanged, and log warnings about the prompts made of their chat messages, each once.
+
+    Args:
+        requests: The job's requests.
+        tokenizer: Function that returns the tokenizer.
+    """
     first = begins_another = True
     for request in requests:
         if isinstance(request, Request | ScoreRequest) and request.error is None:

@@ -1,4 +1,4 @@
-"""Checks of a job's options that need no model and no input."""
+"""Checks of a job's options that need neither model nor input."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _MOST_OF_OTHERS = (1 << 31) - 1
 
 
 def check_job(options: JobOptions) -> None:
-    """Refuse mistakes that show within a second, before the model's libraries are imported.
+    """Refuse mistakes that can be found within a second, before the libraries that run models are imported.
 
     Raises:
-        BatchgenError: The options contradict each other, the output cannot be written or another process holds it, or
-            the memory is too small for any model.
+        BatchgenError: The options contradict each other, the output cannot be written, another process holds it, or the
+            memory is too small for any model.
     """
     check_options(options)
     if (destination := Destination.of(options)) is not None:
@@ -154,7 +154,12 @@ def _check_task(options: JobOptions) -> None:
 
 
 def check_path(flag: str, path: str | None) -> None:
-    """Raise InputError now, rather than after hours of running, for a file that cannot be written at the end."""
+    """Raise InputError for a file that cannot be written, before a job begins that would write it at its end.
+
+    Args:
+        flag: Flag of the option that names the file.
+        path: The file; None: the option is not given.
+    """
     if not path or path == STANDARD_OUTPUT or is_device(path):
         return
     parent, reason = Path(path).absolute().parent, None

@@ -1,4 +1,4 @@
-"""`batchgen convert`: a model into a weight store."""
+"""`batchgen convert`: it writes a model's weights into a weight store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchgen.models.files import resolve_model, resolve_weights
 
 
 def run_convert(options: ConvertOptions) -> str:
-    """Convert a model into a weight store; returns the closing line. Raises BatchgenError."""
+    """Write a model's weights into a weight store; returns the command's closing line. Raises BatchgenError."""
     with Progress(options.progress) as progress:
         return _converted(options, progress)
 

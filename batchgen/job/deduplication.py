@@ -1,4 +1,4 @@
-"""Deduplication: identical greedy requests of a job are computed once, and later ones get the result of the first."""
+"""Deduplication: of identical greedy requests of a job one is computed, and the others get its result."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MOST_WAITING = 1 << 16
 
 @dataclass
 class _First:
-    """The first of identical requests.
+    """The request that is computed for a group of identical requests.
 
     Attributes:
-        result: Its result, once it is there.
+        result: Its result; None: it still runs.
         result_bytes: Approximate bytes of the result.
         waiting: Duplicates that wait for the result.
     """
@@ -34,13 +34,13 @@ class _First:
 
 
 class Deduplication:
-    """Removes duplicates from a job's requests, and adds their results to the others'.
+    """A filter that removes duplicates from a job's requests, and adds their results to those of the other requests.
 
-    Greedy completions depend on the prompt and the sampling parameters alone, so rows get what they would have got. One
-    thread reads `unique` while another reads `with_duplicates`.
+    Greedy completions depend on the prompt and the sampling parameters alone, so a duplicate's result is what it would
+    have been. One thread reads `unique` while another reads `with_duplicates`.
 
     Attributes:
-        count: Number of rows that were not computed.
+        count: Number of duplicates, which were not computed.
     """
 
     def __init__(self, sampling: SamplingParams) -> None:
@@ -54,17 +54,17 @@ class Deduplication:
         self._lock = threading.Lock()
 
     def unique(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Yield the requests that have to be computed."""
+        """Yield the requests that must be computed: all but duplicates."""
         for request in requests:
             key = self._key(request)
             if key is None or not self._is_duplicate(key, request):
                 yield request
 
     def with_duplicates(self, results: Iterable[Any]) -> Iterator[Any]:
-        """Yield each result, and then the results of duplicates that are known by now.
+        """Yield all results: those of computed requests, and those of their duplicates as soon as they are known.
 
         Args:
-            results: Results of the requests that `unique` has yielded, in any order, which is kept.
+            results: Results of the requests that `unique` has yielded, in any order; their order is kept.
         """
         for result in results:
             self._take(result)
@@ -73,7 +73,7 @@ class Deduplication:
         yield from self._drain()
 
     def _key(self, request: Any) -> bytes | None:
-        """Hash that identical requests have in common; None for a request that must be computed."""
+        """Hash of a request that is equal for identical requests; None for a request that may not be a duplicate."""
         if not isinstance(request, Request) or request.error is not None or request.row is None:
             return None
         sampling = request.sampling or self._sampling
@@ -118,7 +118,7 @@ class Deduplication:
                 self._result_bytes -= self._firsts.pop(oldest).result_bytes
 
     def _oldest(self) -> Iterator[bytes]:
-        """Keys of the results to evict, so that the others stay within the limit."""
+        """Keys of the oldest results, which are dropped so that the others take no more memory than the limit."""
         kept_bytes = self._result_bytes
         for key, first in self._firsts.items():
             if kept_bytes <= _MOST_RESULT_BYTES:

@@ -1,8 +1,8 @@
-"""Outputs that are not local files: standard output, and URLs of fsspec's.
+"""Outputs that are not local files: standard output, and URLs that fsspec can write.
 
-Such a job has its output and run directory in the cache directory, where it can be resumed as any other. The complete
-output is copied to its destination. The version of each copy, as its file system tells it, is noted beside the output:
-a copy that somebody changed is not replaced, and one that is gone is made again.
+Such a job writes its output and its run directory in the cache directory, so that it can be resumed as any other job.
+The complete output is copied to its destination. For each copy, a version that its file system reports is noted next to
+the local output. So a copy that somebody changed is not replaced, and a deleted copy is written again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STANDARD_OUTPUT = "-"
 
 
 def local_output(name: str) -> str | Path:
-    """The local file of an `--output`. Raises InputError for standard output, whose file only its own job knows."""
+    """The local file of an `--output` name. Raises InputError for "-", as only its own job knows the local file."""
     if name == STANDARD_OUTPUT:
         raise InputError("jobs of standard output are not told apart by it: status is for outputs with a name")
     return Destination(name).local_path() if is_url(name) else name
@@ -49,7 +49,11 @@ def make_output_folder(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Destination:
-    """The destination of an output, which is called "-" or a URL."""
+    """An output that is not a local file.
+
+    Attributes:
+        name: "-" for standard output, or a URL.
+    """
 
     name: str
 
@@ -64,11 +68,15 @@ class Destination:
         return self.name == STANDARD_OUTPUT
 
     def local(self, options: JobOptions) -> JobOptions:
-        """The options with a local file as output; None for standard output, whose file is named by the fingerprint."""
+        """The job's options with a local file as output; None for standard output: the fingerprint names the file."""
         return replace(options, output=None if self.is_stdout else self.local_path())
 
     def check(self, options: JobOptions) -> None:
-        """Raise InputError where it cannot be reached, has another job's output, or this job's copy was changed."""
+        """Check that a destination can be written, before the job begins.
+
+        Raises:
+            InputError: It cannot be reached, has another job's output, or has this job's output changed by others.
+        """
         if self.is_stdout:
             if options.report == STANDARD_OUTPUT:
                 raise InputError("--output - and --report - are both standard output: give one of them a file")
@@ -99,7 +107,12 @@ class Destination:
         make_output_folder(path.parent)
 
     def names(self, output: Path, *, errors_file: bool) -> dict[str, Any]:
-        """Names of the output and its file of errors in a report."""
+        """The names of the output and of its file of errors, as fields of a report.
+
+        Args:
+            output: The local output.
+            errors_file: Whether the output has a file of errors.
+        """
         names = [self.name, self._errors_url(output) if errors_file and not self.is_stdout else None]
         output_name, errors_name = (name and without_credentials(name) for name in names)
         return {"output": output_name, "errors_output": errors_name}
@@ -108,10 +121,14 @@ class Destination:
         return f"{self.name.rpartition('/')[0]}/{errors_path(output).name}"
 
     def put(self, output: Path, *, errors_file: bool) -> bool:
-        """Copy a complete output and its file of errors there, unless they are there already.
+        """Copy a complete output and its file of errors to the destination, unless they are there already.
+
+        Args:
+            output: The local output.
+            errors_file: Whether the output has a file of errors.
 
         Returns:
-            Whether the destination is a URL, and a file was missing there.
+            True where the destination is a URL, and a file was missing there.
 
         Raises:
             BatchgenError: The destination cannot be written; the same command tries again.
@@ -156,7 +173,7 @@ def _to_standard_output(path: Path) -> None:
 
 
 def _copy(files: dict[str, Path], output: Path) -> bool:
-    """Copy files to their URLs unless the noted copies are there. Raises whatever a file system does."""
+    """Copy files to their URLs, unless noted copies are there unchanged. Raises whatever a file system raises."""
     here = {url: f"{path.stat().st_size} {path.stat().st_mtime_ns}" for url, path in files.items()}
     if _copies(output) == _copies_now(here):
         return False
@@ -170,7 +187,7 @@ def _copy(files: dict[str, Path], output: Path) -> bool:
 
 
 def _copies_now(here: dict[str, str]) -> dict[str, dict[str, str]]:
-    """The note on copies that are there now. here: version of each copied local file, by its URL."""
+    """The note on the copies that exist now. here: version of each copied local file, by the URL of its copy."""
     return {without_credentials(url): {"here": here[url], "there": version(url)} for url in here}
 
 
@@ -179,7 +196,7 @@ def _note(output: Path) -> Path:
 
 
 def _copies(output: Path) -> dict[str, dict[str, str]]:
-    """The note on copies, by the URL without credentials: versions of the local file and of its copy."""
+    """The note on earlier copies: versions of the local file and of its copy, by the copy's URL without credentials."""
     with contextlib.suppress(OSError, ValueError):
         copies: dict[str, dict[str, str]] = json.loads(_note(output).read_bytes())
         return copies

@@ -1,6 +1,6 @@
-"""`plan --devices`: a job's time on several devices by each strategy of using them together, and the fastest strategy.
+"""`plan --devices`: predicted times of a job on several devices, for each strategy of using them together.
 
-The strategies are the rows of `ALTERNATIVES`.
+The strategies are the rows of the table `ALTERNATIVES`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _HERE = "cpu"  # a name of the machine that is planned for
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices of one kind.
+    """A number of devices of one kind.
 
     Attributes:
         count: Number of devices.
-        hardware: Name of the profile of each; None: the plan's hardware.
-        hosts: Number of hosts that they are in, evenly; devices of a host share the memory, cores and disk of one
-            profile.
+        hardware: Name of the hardware profile of each host; None: the plan's hardware.
+        hosts: Number of hosts that have the devices, as many each. The devices of a host share the memory, cores and
+            disk of one profile.
     """
 
     count: int
@@ -45,7 +45,15 @@ class Devices:
 
     @classmethod
     def parse(cls, text: str, hosts: int | None = None) -> Devices:
-        """Parse "2x t4" or "2". hosts: number of hosts; None: one for each device. Raises InputError."""
+        """Parse text such as "2x t4" or "2".
+
+        Args:
+            text: Number of devices, and perhaps the name of their hardware profile.
+            hosts: Number of hosts that have them; None: one for each device.
+
+        Raises:
+            InputError: The text is not of this form.
+        """
         parts = re.fullmatch(r"\s*(\d+)\s*(?:x\s*(\S.*?)\s*)?", text)
         if parts is None or not 1 <= int(parts[1]) <= _MOST:
             raise InputError(f"--devices {text!r}: give how many and of what, as in '2x t4', or how many")
@@ -57,7 +65,15 @@ class Devices:
 
 
 def parse_kinds(text: str, hosts: int | None) -> tuple[Devices, ...]:
-    """Parse "1x t4 + 2x a100", or devices of one kind. Raises InputError."""
+    """Parse text such as "1x t4 + 2x a100", or "2x t4" for devices of a single kind.
+
+    Args:
+        text: Number and hardware profile of the devices of each kind.
+        hosts: Number of hosts that have them; None: one for each device.
+
+    Raises:
+        InputError: The text is not of this form.
+    """
     kinds = tuple(re.split(r"\s+\+\s+|\s*\+\s*(?=\d+\s*x)", text))
     if len(kinds) == 1:
         return (Devices.parse(text, hosts),)
@@ -71,7 +87,13 @@ def parse_kinds(text: str, hosts: int | None) -> tuple[Devices, ...]:
 
 @dataclass(frozen=True)
 class Split:
-    """A split of a job over processes: of its rows (workers), of every layer (ranks), or of the layers (stages)."""
+    """The numbers of processes among which a job is split, by the thing that is split.
+
+    Attributes:
+        workers: Processes that each run a part of the rows.
+        tensor_parallel: Processes (ranks) that each have a part of every layer.
+        pipeline: Processes (stages) that each have some of the layers.
+    """
 
     workers: int = 1
     tensor_parallel: int = 1
@@ -82,7 +104,7 @@ class Split:
         return max(self.workers, self.tensor_parallel, self.pipeline)
 
     def of(self, options: JobOptions) -> JobOptions:
-        """The options of one of the processes."""
+        """The job's options for one of the processes."""
         return replace(options, tensor_parallel=self.tensor_parallel, pipeline=self.pipeline)
 
 
@@ -93,12 +115,12 @@ ProblemOf = Callable[[Split, int], tuple[Job, Problem]]
 
 @dataclass(frozen=True)
 class Alternative:
-    """A strategy of using devices for one job.
+    """A strategy of using several devices for one job.
 
     Attributes:
-        name: Name in text and JSON, with {} for the number of devices.
+        name: Name in text and JSON, with {} in place of the number of devices.
         words: Description for a person.
-        split: Function from the number of devices to the split.
+        split: Function from the number of devices to the split of the job.
     """
 
     name: str
@@ -108,18 +130,18 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The plan of a job by one strategy.
+    """The result of planning a job by one strategy.
 
     Attributes:
         name: Name of the strategy.
         words: Description of the strategy.
-        seconds: Time of the whole job; None: there is no plan, for the reason given.
-        total_tokens_per_s: Prompt and output tokens per second of the whole job; None: there is no plan.
+        seconds: Predicted time of the whole job; None: there is no plan, for the given reason.
+        total_tokens_per_s: Predicted prompt and output tokens per second of the whole job; None: there is no plan.
         memory_bytes: Peak bytes of each tier, for each device.
-        reason: Why there is no plan.
-        not_run: Why this version does not run the plan; "" where it does.
-        command: Command that runs it, on each host or for each worker.
-        shares: Part of the rows that the workers of each kind of device have.
+        reason: Reason why there is no plan.
+        not_run: Reason why this version cannot run the plan; "": it can.
+        command: Command that runs the plan, on each host or for each worker.
+        shares: Part of the rows that all workers of a kind of device get, by kind.
     """
 
     name: str
@@ -135,14 +157,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The strategies beside each other.
+    """The plans of one job by all strategies of using several devices.
 
     Attributes:
         count: Number of devices.
         hosts: Number of hosts.
         hardware: Name of the devices.
-        recommended: Name of the fastest strategy that this version runs; None: none fits.
-        outcomes: The plan of each strategy.
+        recommended: Name of the fastest strategy that this version runs; None: no strategy has a plan.
+        outcomes: The result of each strategy.
     """
 
     count: int
@@ -152,7 +174,7 @@ class Comparison:
     outcomes: tuple[Outcome, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as JSON values, for "devices" of the plan's JSON."""
+        """The comparison as JSON values: the field "devices" of the plan's JSON."""
         return asdict(self)
 
 
@@ -165,9 +187,9 @@ ALTERNATIVES = (
 
 
 def plan_split(job: Job, problem: Problem, split: Split) -> Plan:
-    """The plan of one process of a job over several, with the time of the whole job.
+    """The plan of one of several processes of a job; its time is that of the whole job.
 
-    Each worker has a part of the rows, reads the whole model and computes shared prefixes itself.
+    Each worker runs a part of the rows, reads the whole model and computes shared prefixes itself.
 
     Args:
         job: The job of one process.
@@ -181,13 +203,13 @@ def plan_split(job: Job, problem: Problem, split: Split) -> Plan:
 
 
 def compare_devices(problem_for: ProblemOf, options: JobOptions, devices: Devices, hardware: str) -> Comparison:
-    """Plan a job by each strategy of using devices.
+    """Plan a job by each strategy of using several devices of one kind.
 
     Args:
-        problem_for: Function that returns the job and the problem of one process.
+        problem_for: Function from a split job's options to the job and the problem of one process.
         options: The job's options on one device.
         devices: The devices.
-        hardware: Name of each device.
+        hardware: Name of the devices' hardware profile.
     """
     outcomes = tuple(_outcome(way, problem_for, options, devices) for way in ALTERNATIVES)
     return Comparison(devices.count, devices.hosts, hardware, _fastest(outcomes), outcomes)
@@ -217,11 +239,11 @@ def _outcome(way: Alternative, problem_for: ProblemOf, options: JobOptions, devi
 
 
 def compare_kinds(kinds: Sequence[tuple[Devices, str, ProblemOf]], options: JobOptions) -> Comparison:
-    """Plan a job by each strategy of using devices of several kinds, each device with a host of its own.
+    """Plan a job by each strategy of using devices of several kinds, each device in a host of its own.
 
     Args:
-        kinds: Devices of each kind, their name, and the function that returns the job and the problem of a process
-            there.
+        kinds: For each kind: its devices, their name, and a function that returns the job and the problem of a process
+            on such a device.
         options: The job's options on one device.
     """
     alone = [_outcome(ALTERNATIVES[0], problem_for, options, Devices(1)) for _, _, problem_for in kinds]
@@ -239,7 +261,7 @@ def compare_kinds(kinds: Sequence[tuple[Devices, str, ProblemOf]], options: JobO
 
 
 def _workers(kinds: Sequence[tuple[Devices, str, ProblemOf]], options: JobOptions, count: int) -> Outcome:
-    """A worker on each device of several kinds."""
+    """The result of planning a job with one worker on each device, of several kinds."""
     name = ALTERNATIVES[1].name.format(f"{count:,}")
     try:
         known = []
@@ -268,7 +290,7 @@ def _workers(kinds: Sequence[tuple[Devices, str, ProblemOf]], options: JobOption
 
 
 def _tokens(problem: Problem) -> float:
-    """Tokens of all prompts and outputs."""
+    """Number of tokens of all prompts and outputs of a problem."""
     workload = problem.workload
     outputs = workload.output_len.mean if workload.task == "generate" else 0.0
     return workload.num_seqs * (workload.prompt_len.mean + outputs)
@@ -287,7 +309,7 @@ def _command(job: Job, options: JobOptions, plan: Plan, split: Split, of_host: i
 
 
 def _fastest(outcomes: tuple[Outcome, ...]) -> str | None:
-    """Name of the first strategy that is not slower than any other that runs."""
+    """Name of the fastest strategy that this version runs; of equally fast ones, the first."""
     seconds = {o.name: o.seconds for o in outcomes if o.seconds is not None and not o.not_run}
     fastest = min(seconds.values(), default=math.inf)
     # Of equal times that of fewer devices is the better choice.
@@ -295,7 +317,7 @@ def _fastest(outcomes: tuple[Outcome, ...]) -> str | None:
 
 
 def device_lines(comparison: Comparison) -> list[str]:
-    """The comparison for a person."""
+    """The lines that show a comparison of strategies to a person."""
     rows = [[_where(comparison), "time", "tokens/s", "memory of each", ""]]
     for outcome in comparison.outcomes:
         time = "-" if outcome.seconds is None else format_seconds(outcome.seconds)
@@ -320,7 +342,7 @@ def _where(comparison: Comparison) -> str:
 
 
 def _started(outcome: Outcome, comparison: Comparison) -> str:
-    """Text on where and how often the command is started."""
+    """Text that says on which hosts, and how many times on each, a strategy's command must be started."""
     if "--share" in outcome.command:
         each = comparison.count // comparison.hosts
         if outcome.shares:

@@ -1,4 +1,4 @@
-"""Time left of a running job: the stages of its plan, corrected by the job's own speed so far."""
+"""Prediction of the time left of a running job: its plan's times, corrected by the job's own speed so far."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _PRIOR_FRAC = 0.05
 
 @dataclass(frozen=True)
 class Expected:
-    """A plan's prediction for the rows that are left when a job starts.
+    """A plan's prediction for the rows that are not done when a job starts.
 
     Attributes:
-        rows: Number of rows.
-        stages: Stages of sweeps, with their seconds and tokens.
-        output_len: Mean tokens that a row generates.
-        is_bound: Whether rows may generate fewer, as nothing but the limit is known.
+        rows: Number of these rows.
+        stages: Stages of sweeps, with their predicted seconds and tokens.
+        output_len: Mean number of tokens that a row generates.
+        is_bound: True where only the most tokens that a row may generate are known, so that outputs may be shorter.
     """
 
     rows: int
@@ -28,11 +28,11 @@ class Expected:
 
     @classmethod
     def of(cls, plan: Plan, rows: int | None, seqs_per_row: float | None = None) -> Expected | None:
-        """A plan's prediction for so many rows; None where it is unknown.
+        """A plan's prediction for a number of rows; None where it cannot be known.
 
         Args:
             plan: The job's plan.
-            rows: Number of rows that are left; None: unknown.
+            rows: Number of rows that are not done; None: unknown.
             seqs_per_row: Sequences of each row, where the plan was made for other rows; None: it was made for these.
         """
         workload, stages = plan.workload, plan.prediction.stages
@@ -48,15 +48,15 @@ class Expected:
 
 @dataclass(frozen=True)
 class Seen:
-    """A job's counts since its first sweep.
+    """A running job's counts since its first sweep.
 
     Attributes:
-        seconds: Seconds since then.
-        rows: Rows that are done.
+        seconds: Seconds since the first sweep began.
+        rows: Number of rows that are done.
         tokens: Tokens that went through the layers.
         generated: Generated tokens of all rows, those in flight included.
         finished: Generated tokens of rows that are done.
-        repeated: Rows among those done that got a duplicate's result.
+        repeated: Number of the done rows that got a duplicate's result.
     """
 
     seconds: float
@@ -68,10 +68,15 @@ class Seen:
 
 
 def progress_of(expected: Expected, seen: Seen) -> tuple[float, float]:
-    """Predicted seconds of the work that is done, and of the work that is left.
+    """Predicted seconds of the work that is done, and predicted seconds of the work that is left.
 
-    Outputs of the rows left are as long as planned. Where only a bound was planned, they are as long as those so far,
-    where rows in flight count with the tokens they have: the maximum-likelihood mean of censored lengths.
+    The rows that are left get outputs as long as planned. If only a bound was planned, they get the mean output length
+    so far. It counts the tokens of unfinished rows too, but divides by finished rows only: the maximum-likelihood mean
+    of censored lengths.
+
+    Args:
+        expected: The plan's prediction.
+        seen: The job's counts.
     """
     planned_s = sum(stage.seconds for stage in expected.stages)
     planned_tokens = sum(stage.tokens for stage in expected.stages)
@@ -89,14 +94,19 @@ def progress_of(expected: Expected, seen: Seen) -> tuple[float, float]:
 
 
 def remaining_s(expected: Expected, seen: Seen) -> float:
-    """Seconds left: the predicted ones of the remaining work, scaled by the job's own speed."""
+    """Predicted seconds until the job ends: those of the work that is left, scaled by the job's own speed so far.
+
+    Args:
+        expected: The plan's prediction.
+        seen: The job's counts.
+    """
     done_s, left_s = progress_of(expected, seen)
     prior_s = _PRIOR_FRAC * (done_s + left_s)
     return left_s * (seen.seconds + prior_s) / (done_s + prior_s) if left_s else 0.0
 
 
 def _reached_s(stages: tuple[Stage, ...], tokens: float) -> float:
-    """Predicted seconds until so many tokens have gone through the layers."""
+    """Predicted seconds until `tokens` tokens have gone through the layers."""
     passed_s = 0.0
     for stage in stages:
         if tokens < stage.tokens:

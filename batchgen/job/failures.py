@@ -1,4 +1,4 @@
-"""The limit of failed rows, `--max-failed`: a job with more of them stops."""
+"""The limit of failed rows, `--max-failed`: a job with more failed rows stops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = TypeVar("R", bound=Request | ScoreRequest)
 
 @dataclass(frozen=True)
 class FailureLimit:
-    """The value of `--max-failed`; by default neither all rows nor all of the first hundred may fail.
+    """The value of `--max-failed`. By default a job stops if all its rows, or its first hundred, fail.
 
     Attributes:
         rows: Number of rows that may fail.
@@ -40,7 +40,7 @@ class FailureLimit:
         return limit
 
     def exceeded(self, failed: int, total: int | None) -> str | None:
-        """The reason why a job must stop, given its failed rows; None: it need not.
+        """The reason why a job must stop for its failed rows; None: it need not.
 
         Args:
             failed: Number of rows that have failed so far.
@@ -56,7 +56,7 @@ class FailureLimit:
 
 
 class FailedRows:
-    """The failed rows of a running job, counted against its limit.
+    """The failed rows of a running job, compared with its limit.
 
     Attributes:
         failed: Number of rows that failed in this run.
@@ -71,7 +71,11 @@ class FailedRows:
         self._first_failed: set[int] | None = set() if limit == FailureLimit() else None
 
     def watch(self, requests: Iterable[R | None]) -> Iterator[R | None]:
-        """Pass requests on, and note the first ones; a None, for a request that may take a while, is passed on too."""
+        """Pass requests on unchanged, and note the numbers of the first rows.
+
+        Args:
+            requests: Requests, and None where the next one may take a while.
+        """
         for request in requests:
             if request is not None and len(self._first) < _FIRST_ROWS and request.row is not None:
                 self._first.append(request.row)

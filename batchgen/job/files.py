@@ -1,4 +1,4 @@
-"""Checks that a command writes no file that it reads: an input is never replaced, nor does it grow by its output."""
+"""Checks of the files that a command writes: it must not write a file that it reads."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ def check_files(
 
 
 def is_device(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is a device such as /dev/null, which is not replaced; False where that cannot be seen."""
+    """Tell whether a path is a device such as /dev/null, which no file may replace; false if it cannot be read."""
     with contextlib.suppress(OSError):
         return stat.S_ISCHR(os.stat(path).st_mode)
     return False
 
 
 def write_text(text: str, path: str, flag: str) -> None:
-    """Write a file atomically, or to a device.
+    """Write text to a file atomically; to a device such as /dev/null, directly.
 
     Args:
         text: The file's content.
         path: The file.
-        flag: Option that named the path.
+        flag: Flag of the option that named the file.
 
     Raises:
         InputError: The file cannot be written.
@@ -107,7 +107,13 @@ def _check_run_directory(job: JobOptions, output: Path, inputs: InputPaths, writ
 
 
 def _written(job: JobOptions, texts: dict[str, str | None], errors_file: bool) -> Iterator[tuple[str, Path]]:
-    """(flag, file) of each written file; the disk tier and the cache use unique names. texts: paths by flag."""
+    """(flag, file) of each file that a job writes, but those with unique names in the disk tier and in the cache.
+
+    Args:
+        job: The job's options.
+        texts: Further written files, by flag.
+        errors_file: Whether the output has a file of errors.
+    """
     if job.output is not None:
         yield "--output", Path(job.output)
         if errors_file:
@@ -121,7 +127,7 @@ def _written(job: JobOptions, texts: dict[str, str | None], errors_file: bool) -
 
 
 def _read(job: JobOptions) -> Iterator[tuple[str, Path]]:
-    """(flag, file) of each file that is read beside the input."""
+    """(flag, file) of each file that a job reads, but for its input."""
     for option in options_of("run"):
         value = getattr(job, option.name, None)  # options of SamplingParams have been read before
         if option.name == "input" or option.reads is None or not value:

@@ -1,4 +1,4 @@
-"""`--plan FILE`: a plan that `batchgen plan -o` has written, read and held against the job that is to run by it."""
+"""`--plan FILE`: a plan from `batchgen plan -o` is read, and compared with the job that is to run by it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ def read_plan(path: str) -> Plan:
 
 
 def runnable(plan: Plan, job: Job) -> Plan:
-    """The plan, if it is for this job and this machine. Raises InputError."""
+    """A given plan, after checks that it is for this job and this machine.
+
+    Args:
+        plan: The given plan.
+        job: The job.
+
+    Raises:
+        InputError: The plan is for another model, dtype, context or device, or needs too much memory.
+    """
     model, options = job.files.name, job.options
     if (plan.model, plan.dtype) != (model, job.dtype):
         raise InputError(

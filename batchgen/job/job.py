@@ -1,4 +1,4 @@
-"""A job's options as they are meant for its model on its machine: worked out once, handed over frozen."""
+"""A job's options, resolved for its model and its machine: each value is computed once."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from batchgen.planner.parallel import check_stages, largest_stage
 
 @dataclass(frozen=True)
 class Job:
-    """A job: what is asked for, and what that comes to for its model on its machine.
+    """A job: its options, and the values that they have for its model on its machine.
 
     Attributes:
         options: The options, with the device's default values filled in; `options.weights` is a format, or "native" or
             "dequantized" for the compute dtype.
         files: The model's files.
         config: The model's configuration; with tensor parallelism that of rank 0's part.
-        dtype: The dtype that is computed in.
-        device: The device that computes.
+        dtype: The compute dtype.
+        device: The compute device.
         context: The longest prompt plus output, in tokens.
         offload_dir: The directory of the disk tier.
-        gpu_memory: Bytes of GPU memory of each process; None: left open.
-        cpu_memory: Bytes of host memory of all processes of a host; None: left open.
-        disk_memory: Bytes of disk of all processes of a host; None: left open.
+        gpu_memory: Bytes of GPU memory of each process; None: not given.
+        cpu_memory: Bytes of host memory of all processes of a host; None: not given.
+        disk_memory: Bytes of disk of all processes of a host; None: not given.
         shard: Rank 0's part of the model; None: one process has all layers whole.
         native_format: The packed format of the model's weights, where they may stay in it or be dequantized.
-        dequantized_format: The packed format of weights that tensor parallelism has dequantized.
+        dequantized_format: The packed format of the model's weights, where tensor parallelism requires dequantizing.
         weights_reason: The sentence that says why `--weights auto` has chosen the format.
-        of_host: Processes that share a host's memory, disk and cores.
-        shares: The cores of each process of this host.
+        of_host: Number of processes that share a host's memory, disk and cores.
+        shares: Set of CPU cores of each process of this host.
     """
 
     options: JobOptions
@@ -66,7 +66,7 @@ class Job:
 
     @cached_property
     def budgets(self) -> Mapping[str, int]:
-        """Bytes of each tier that one process may use; what is free is looked at once. Raises InputError."""
+        """Bytes of each tier that one process may use. Free memory is read at the first use. Raises InputError."""
         return resolve_budgets(
             self.device,
             cpu_memory=self.cpu_memory,
@@ -78,22 +78,22 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """Ranks, or stages, that run the model together."""
+        """Number of ranks or stages that run the model together; 1 without them."""
         return max(self.options.tensor_parallel, self.options.pipeline)
 
     @property
     def open_format(self) -> str | None:
-        """The packed format that weights may stay in or be dequantized from; None: there is no choice."""
+        """The packed format in which weights may stay, or from which they may be dequantized; None: no choice."""
         return None if self.shard is not None else self.native_format
 
     @property
     def weight_format(self) -> str:
-        """The format of the layers' matrices."""
+        """The format in which the layers' matrices are held."""
         return weight_format_of(self.dtype, self.options.weights)
 
     @property
     def process_memory(self) -> dict[str, int | None]:
-        """The budgets of one process in bytes, by the names of their options; None: left open."""
+        """The memory budgets of one process in bytes, by the names of their options; None: not given."""
 
         def part(size: int | None) -> int | None:
             return None if size is None else size // self.of_host
@@ -103,13 +103,13 @@ class Job:
 
     @property
     def process_config(self) -> ModelConfig:
-        """The shape of what one process has of the model: of the largest stage, or `config`."""
+        """The configuration of the part of the model that one process has; in a pipeline, that of the largest stage."""
         stages = self.options.pipeline
         return self.config if stages == 1 else largest_stage(self.config, stages)
 
     @property
     def link_bytes_per_s(self) -> float | None:
-        """Bytes a second of the link between the processes, where the options give it."""
+        """Bytes per second of the network between the processes, if the options give it; None: not given."""
         given = self.options.link_bandwidth
         return None if given is None else parse_rate(given, "--link-bandwidth")
 
@@ -117,16 +117,16 @@ class Job:
 def resolve_job(
     options: JobOptions, files: ModelFiles, config: ModelConfig | None = None, of_host: int | None = None
 ) -> Job:
-    """Resolve options for the machine that this is.
+    """Resolve a job's options for this machine.
 
     Args:
-        options: The job's.
+        options: The job's options.
         files: The files of the model that the options name.
         config: The model's configuration; None: it is read from `files`.
-        of_host: Processes on this host; None: those that share the model here.
+        of_host: Processes on this host; None: all processes that share the model.
 
     Raises:
-        InputError: A value means nothing here, or the model is not supported.
+        InputError: A value is invalid on this machine, or the model is not supported.
     """
     config = config or read_config(files)
     device = parse_device(options.device)
@@ -149,19 +149,19 @@ def resolve_job(
 def resolve_for(
     hardware: HardwareProfile, options: JobOptions, files: ModelFiles, config: ModelConfig, of_host: int | None = None
 ) -> Job:
-    """Resolve options for another machine, of which there is only a profile.
+    """Resolve a job's options for another machine, which is known by its hardware profile.
 
-    What does not run on its device yet is resolved all the same: `why_not_run` tells.
+    A job that this version cannot run on that machine's device is resolved too; `why_not_run` says so.
 
     Args:
         hardware: The profile of each host.
-        options: The options of the job.
+        options: The job's options.
         files: The files of the model that the options name.
         config: The model's configuration.
-        of_host: Processes on each host; None: all that share the model.
+        of_host: Processes on each host; None: all processes that share the model.
 
     Raises:
-        InputError: A value means nothing there.
+        InputError: A value is invalid on that machine.
     """
     config, shard = _split(options, files, config, Device("cpu"))
     dtype = options.dtype
@@ -178,9 +178,11 @@ def resolve_for(
 
 
 def why_not_run(job: Job, of_host: int | None = None) -> str:
-    """Say why this version does not run the processes of a job on its device; "" where it does.
+    """The reason why this version cannot run a job's processes on its device; "": it can.
 
-    of_host: how many a host has; None: all.
+    Args:
+        job: The job.
+        of_host: Number of processes on each host; None: all.
     """
     size = job.options.tensor_parallel
     try:
@@ -194,7 +196,7 @@ def why_not_run(job: Job, of_host: int | None = None) -> str:
 def _split(
     options: JobOptions, files: ModelFiles, config: ModelConfig, device: Device
 ) -> tuple[ModelConfig, Shard | None]:
-    """Shape and shard of rank 0, where ranks share every layer; stages are checked. Raises InputError."""
+    """The configuration and the shard of rank 0 under tensor parallelism; for a pipeline, its stages are checked."""
     check_stages(config, options.pipeline, device)
     if options.tensor_parallel == 1:
         return config, None
@@ -218,7 +220,7 @@ def _in_shards(job: Job, shard: Shard | None) -> Job:
 
 
 def dequantized_line(job: Job) -> list[str]:
-    """That ranks have packed weights expanded, and what that costs; nothing where they do not."""
+    """A line that says that ranks hold packed weights dequantized, and at what cost; no line where they do not."""
     if not job.dequantized_format:
         return []
     why = (

@@ -1,4 +1,4 @@
-"""The kernels of a job: the planned ones, those that made its finished rows, or those that BATCHGEN_ISA names."""
+"""The kernels of a job: those of its plan, those of its finished rows, or those that BATCHGEN_ISA names."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def kernels_here(planned: KernelChoice) -> KernelChoice:
-    """The planned choice as far as this machine has the instruction sets in it; BATCHGEN_ISA overrides it.
+    """The planned kernels, without those that this machine lacks; BATCHGEN_ISA overrides the plan.
 
-    A set that is missing here is logged, and replaced by the machine's first one.
+    A missing instruction set is logged, and replaced by the machine's first one.
+
+    Args:
+        planned: The kernel of each shape in the plan.
 
     Raises:
         InputError: BATCHGEN_ISA names a set that is missing here, or BATCHGEN_NUM_THREADS is not a number of threads.
@@ -38,12 +41,12 @@ def kernels_here(planned: KernelChoice) -> KernelChoice:
 
 
 def kernels_of_rows(recorded: KernelChoice) -> KernelChoice:
-    """The kernels for the remaining rows of a job, which come out as if the job had never stopped.
+    """The kernels for the remaining rows of a job: those that computed its finished rows.
 
-    Where this machine lacks one of the recorded kernels, that is logged.
+    So results do not depend on where the job was interrupted. Kernels that this machine lacks are logged.
 
     Args:
-        recorded: The kernels that made the finished rows.
+        recorded: The kernels that computed the finished rows.
     """
     usable = kernels_here(recorded)
     if usable.default != recorded.default or usable.names() != recorded.names():
@@ -52,5 +55,5 @@ def kernels_of_rows(recorded: KernelChoice) -> KernelChoice:
 
 
 def kernels_report(kernels: KernelChoice) -> dict[str, Any]:
-    """The choice as JSON values, with the instruction sets of the CPU that cannot be used and the reasons."""
+    """The kernels as JSON values, and the instruction sets of the CPU that cannot be used with the reasons."""
     return kernels.to_json() | {"unavailable": unavailable()}

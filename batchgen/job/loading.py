@@ -1,4 +1,4 @@
-"""Loading the engine of a job, as its plan says."""
+"""Loading of a job's engine according to its plan."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def load_engine(
     on_step: OnStep | None,
     group: Group | None = None,
 ) -> Engine:
-    """Load the model as the plan says, from a weight store where it needs one.
+    """Load the model of a job as its plan says, from a weight store where the plan needs one.
 
     Args:
         job: The job.
-        plan: Its plan.
+        plan: The job's plan.
         tokenizer: Function that returns the tokenizer; called before weights are read.
-        progress: Display of what is loaded.
-        on_step: Function called for every Step of the run, as `tracing` yields it; None: there is no timeline.
-        group: Group of ranks that a launcher has started; None: ranks are started here.
+        progress: Display of the number of loaded layers.
+        on_step: Function called for every Step of the run, as `tracing` yields it; None: no timeline is written.
+        group: Group of ranks that a launcher has started; None: this function starts ranks where the job has any.
 
     Raises:
         BatchgenError: The model is broken, or memory or disk do not suffice.
@@ -105,7 +105,7 @@ def load_engine(
 def _load_stages(
     job: Job, plan: Plan, request: LoadRequest, tokenizer: Callable[[], Tokenizer], group: Group | None
 ) -> EngineParts:
-    """Load the stages of a pipeline in this process and the other ranks, which are started unless there is a group."""
+    """Load the stages of a pipeline in this process and in the other ranks, which are started if `group` is None."""
     from batchgen.distributed.group import lead
     from batchgen.engine.messages import WORK
     from batchgen.engine.pipeline import Stage, load_pipeline
@@ -128,7 +128,7 @@ def _quantization(resolved: str, weight_format: str) -> str:
 
 
 def _budgets(job: Job, plan: Plan) -> dict[str, int]:
-    """The job's budgets; of the disk the plan's, as a weight store has perhaps been written since."""
+    """The job's memory budgets. For the disk it is the plan's budget, as a new weight store has taken space since."""
     budgets = dict(job.budgets)
     if job.options.plan is None:
         budgets["disk"] = min(budgets["disk"], plan.budgets["disk"])
@@ -137,7 +137,7 @@ def _budgets(job: Job, plan: Plan) -> dict[str, int]:
 
 @contextlib.contextmanager
 def tracing(job: Job) -> Iterator[OnStep | None]:
-    """Yield the function to call for every Step, or None without `--trace`; the file is complete after the block."""
+    """Yield the function that records every Step for `--trace`, or None without it; the file is complete at the end."""
     if job.options.trace is None:
         yield None
         return

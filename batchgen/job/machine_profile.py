@@ -1,4 +1,4 @@
-"""The machine that a job runs on: its profile, with the device and the part of the host that each process has."""
+"""The hardware profile of the machine that a job runs on, or of the part of it that one process has."""
 
 from __future__ import annotations
 
@@ -34,10 +34,13 @@ _MEMORY_FRAC_WITHOUT_DISK = 0.5
 
 
 def profile_here(job: Job) -> HardwareProfile:
-    """The profile of one process's part of this machine, with the job's device; measured where it was not before.
+    """The profile of one process's part of this machine, with the job's device. It is measured if it is not cached.
+
+    Args:
+        job: The job.
 
     Raises:
-        InputError: The machine cannot be measured, or has not the device that the job names.
+        InputError: The machine cannot be measured, or does not have the job's device.
     """
     device, memory_bytes = job.device, job.budgets["cpu"]
     size = store_bytes(job.process_config, job.dtype, job.options.weights)
@@ -74,11 +77,11 @@ def profile_here(job: Job) -> HardwareProfile:
 
 
 def find_for(device: Device, find: Callable[..., HardwareProfile]) -> tuple[HardwareProfile, HardwareProfile | None]:
-    """The profile of the CPU's cores, and that of an emulated device's core where it has one of its own.
+    """The profile of the CPU's cores, and for an emulated device with a dedicated core, the profile of that core.
 
     Args:
-        device: The device that computes.
-        find: `find_hardware` with all arguments but `cores`.
+        device: The compute device.
+        find: `find_hardware` with all arguments bound but `cores`.
 
     Raises:
         InputError: The machine cannot be measured.
@@ -103,25 +106,24 @@ def find_hardware(
     memory_bytes: int | None = None,
     cores: frozenset[int] | None = None,
 ) -> HardwareProfile:
-    """Find the profile of a machine.
+    """Find the hardware profile of a machine. This machine is measured if its profile is not cached.
 
     Args:
-        name: A file, or a profile that ships with the package; "": this machine's; None: the one that
-            $BATCHGEN_HARDWARE names, or else this machine's. The other arguments are about this machine's, which is
-            measured at its first use.
-        dtype: To compute in.
+        name: A file, or the name of a profile that ships with the package; "": this machine's profile; None: the one
+            that $BATCHGEN_HARDWARE names, or else this machine's. All other arguments are for this machine's profile.
+        dtype: Compute dtype.
         offload_dir: Directory of the disk tier, whose disk is measured.
         device: "cpu" or "cuda".
-        weight_formats: Further formats of weights: "int4", "int8", one of `BLOCK_FORMATS`.
-        kv_formats: Further formats of KV, of `KV_CODE_BITS`.
-        as_stored: Formats of weights that are multiplied as they are stored.
-        refresh: Measure again.
-        model: Whose layers' shapes are measured; None: rates for models of any size.
-        memory_bytes: Bytes of host memory that measuring and this process may take; None: what is free.
-        cores: To measure on; None: all that this process may use.
+        weight_formats: Formats of weights besides the compute dtype: "int4", "int8", one of `BLOCK_FORMATS`.
+        kv_formats: Formats of KV besides the compute dtype, keys of `KV_CODE_BITS`.
+        as_stored: Formats of weights that stream: their GEMMs are measured on weights as they are stored.
+        refresh: Whether cached rates are measured again.
+        model: Model whose layers alone are measured; None: models of several usual sizes.
+        memory_bytes: Bytes of host memory that measuring and this process may use together; None: the free memory.
+        cores: CPU cores to measure; None: all that this process may use.
 
     Raises:
-        InputError: There is no such profile, or it cannot be measured.
+        InputError: There is no such profile, or the machine cannot be measured.
     """
     origin = "--hardware"
     if name is None:
@@ -148,23 +150,29 @@ def find_hardware(
 
 
 def process_profile(hardware: HardwareProfile, job: Job, *, whole: bool) -> HardwareProfile:
-    """The profile of one process's part of a machine. whole: True where the profile is of one process already."""
+    """The profile of the part of a machine that one of a job's processes has.
+
+    Args:
+        hardware: The profile of the machine.
+        job: The job.
+        whole: Whether `hardware` is the profile of one process's part already.
+    """
     part = part_of_host(hardware, job.of_host, whole=whole)
     return part if job.shard is None else with_all_reduce(part, job.shard.size, link_between(hardware, job))
 
 
 def link_between(hardware: HardwareProfile, job: Job) -> Link:
-    """The link between the processes of a job."""
+    """The network link between the processes of a job that run a model together."""
     gpus_of_a_host = job.device.kind == "cuda" and job.processes <= job.of_host
     return link_of(hardware, job.link_bytes_per_s, gpus_of_a_host=gpus_of_a_host)
 
 
 def weight_formats_measured(job: Job, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Formats of weights that a plan needs rates of, and those that stream as they are stored.
+    """The weight formats whose rates a plan needs, and those among them that stream as they are stored.
 
     Args:
         job: The job.
-        may_stream: Whether memory may not hold the weights.
+        may_stream: Whether the weights may be larger than the memory.
     """
     config, weights = job.process_config, job.open_format or job.options.weights
     layers, output = main_format(config, weights), output_format(config, job.dtype, weights)
@@ -179,6 +187,6 @@ def weight_formats_measured(job: Job, *, may_stream: bool) -> tuple[tuple[str, .
 
 
 def on_this_machine(hardware: HardwareProfile) -> HardwareProfile:
-    """The profile's rates with this machine's memory, for a job that runs here wherever its rates came from."""
+    """A profile with its own rates and this machine's memory sizes, for a job that runs on this machine."""
     here = available_memory_bytes() + resident_bytes()
     return replace(hardware, cpu_memory_bytes=max(here, 1))

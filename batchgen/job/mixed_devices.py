@@ -1,4 +1,4 @@
-"""`plan --devices "1x t4 + 1x a100"`: workers on devices of several kinds share the rows by their speed."""
+"""`plan --devices "1x t4 + 1x a100"`: workers on devices of several kinds share a job's rows by their speed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _TOGETHER = 1.01  # most ratio of the end times of two kinds that have the right
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a job that the workers on the devices of one kind do.
+    """The part of a job that the workers on all devices of one kind run.
 
     Attributes:
-        count: Number of devices, each with a worker.
-        sequences: Sequences of each worker.
-        plan: Plan of each worker; None: it would begin when the others have done all.
+        count: Number of devices, each with one worker.
+        sequences: Number of sequences of each worker.
+        plan: Plan of each worker; None: it gets no rows, as it would begin after the others have run all.
     """
 
     count: int
@@ -31,29 +31,32 @@ class Part:
 
     @property
     def start_s(self) -> float:
-        """Seconds until a worker's first sweep."""
+        """Predicted seconds until a worker's first sweep begins."""
         return self.plan.prediction.startup_s if self.plan else 0.0
 
     @property
     def end_s(self) -> float:
-        """Seconds until a worker's last row."""
+        """Predicted seconds until a worker's last row is done."""
         return self.plan.prediction.total_s if self.plan else 0.0
 
     @property
     def rate(self) -> float:
-        """Sequences per second of all workers."""
+        """Predicted sequences per second of all workers of this kind together."""
         busy_s = self.end_s - self.start_s
         return self.count * self.sequences / busy_s if busy_s > 0 else 0.0
 
 
 def share_out(kinds: Sequence[tuple[int, Job, Problem, Plan]]) -> list[Part]:
-    """Plans for workers on devices of several kinds, whose rows are such that all end together, as with `--share`.
+    """Share a job's rows among workers on devices of several kinds, so that all end together, and plan each worker.
 
     Args:
-        kinds: Number of devices, job and problem of a worker with all rows, and its plan; one entry a kind.
+        kinds: For each kind: number of devices, job and problem of one worker with all rows, and the plan for this.
+
+    Returns:
+        The part of the workers of each kind.
 
     Raises:
-        InputError: Workers of two kinds would make different rows, or no plan fits.
+        InputError: Workers of two kinds would compute different rows, or no plan fits.
     """
     if len(dtypes := dict.fromkeys(plan.dtype for _, _, _, plan in kinds)) > 1:
         raise InputError(
@@ -74,9 +77,13 @@ def share_out(kinds: Sequence[tuple[int, Job, Problem, Plan]]) -> list[Part]:
 
 
 def _sequences_of_each(parts: Sequence[Part], total: int) -> list[int]:
-    """Sequences of a worker of each kind with which all end at the same moment, if they keep to their rates.
+    """Number of sequences of one worker of each kind, such that all workers end at the same moment at their rates.
 
-    Workers that would begin later than that have none.
+    Workers whose first sweep would begin after that moment get none.
+
+    Args:
+        parts: The workers of each kind, with plans from which their rates come.
+        total: Number of sequences of the whole job.
     """
     working = [part for part in parts if part.rate]
     while True:
@@ -93,5 +100,5 @@ def _sequences_of_each(parts: Sequence[Part], total: int) -> list[int]:
 
 
 def with_sequences(problem: Problem, sequences: int) -> Problem:
-    """The problem of a part of the rows."""
+    """A problem with a part of its sequences. sequences: their number."""
     return replace(problem, workload=replace(problem.workload, num_seqs=sequences))

@@ -1,4 +1,4 @@
-"""A plan for a job: its problem on this machine or on another, and the fastest plan that solves it."""
+"""Planning of a job: its planning problem on this machine or another one, and the fastest plan that solves it."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def make_plan(
     *,
     started_s: float,
 ) -> Plan:
-    """The plan that a job is run by: the one it was given, or else the fastest on this machine.
+    """The plan by which a job is run: the plan that its options name, or else the fastest one for this machine.
 
     Args:
         job: The job.
-        estimate: Gives the job's workload; called where no plan is given.
+        estimate: Function that returns the job's workload; called where the options name no plan.
         started_s: Time of time.monotonic at which the command started.
 
     Raises:
-        InputError: The given plan is for something else, or no plan fits.
+        InputError: The named plan is for another job or machine, or no plan fits.
     """
     if job.options.plan is not None:
         plan = runnable(read_plan(job.options.plan), job)
@@ -53,12 +53,12 @@ def make_plan(
 
 
 def plan_job(job: Job, problem: Problem, *, compare_strategies: bool = False) -> Plan:
-    """The fastest plan for a job; where the job has stages, that of the largest stage with the time of all.
+    """The fastest plan for a job; for a pipeline, the plan of its largest stage with the time of all stages.
 
     Args:
         job: The job.
-        problem: The job's problem.
-        compare_strategies: True for a plan that has the job's time under each strategy, where there are no stages.
+        problem: The job's planning problem.
+        compare_strategies: Whether the plan also has the job's time under each other strategy; not for a pipeline.
 
     Raises:
         InputError: No plan fits.
@@ -73,7 +73,7 @@ def plan_job(job: Job, problem: Problem, *, compare_strategies: bool = False) ->
 
 
 def problem_here(job: Job, estimated: EstimatedWorkload, *, started_s: float) -> tuple[Job, Problem]:
-    """A job on this machine, measured where it was not before, and the problem of planning it.
+    """The planning problem of a job on this machine, which is measured if its profile is not cached.
 
     Args:
         job: The job.
@@ -81,10 +81,10 @@ def problem_here(job: Job, estimated: EstimatedWorkload, *, started_s: float) ->
         started_s: Time of time.monotonic at which the command started.
 
     Returns:
-        The job, with its weights in the faster format and its budgets as they are now; and the problem.
+        The job, with its weights in the faster format and its budgets as of now; and the problem.
 
     Raises:
-        InputError: The machine cannot be measured, or has not the device that the job names.
+        InputError: The machine cannot be measured, or does not have the job's device.
     """
     hardware, budgets = profile_here(job), job.budgets
     # What was free when the job began may be taken by others since.
@@ -116,16 +116,16 @@ def problem_of_job(
     to_write_bytes: int | None = None,
     has_int4_store: bool = False,
 ) -> Problem:
-    """The problem of planning a job on a machine.
+    """The planning problem of a job on a machine that is given by its profile.
 
     Args:
         job: The job.
         hardware: The profile of one process's part of the machine.
         estimated: The job's workload.
-        startup_s: Seconds from the start of the command to where weights are loaded.
-        process_bytes: Host memory of a process before any of the model's.
-        to_write_bytes: Bytes of the weight store that must be written first; None: there is none yet.
-        has_int4_store: True where there is a weight store in 4 bits.
+        startup_s: Seconds from the start of the command until weights begin to load.
+        process_bytes: Host memory of a process before it loads any part of the model.
+        to_write_bytes: Bytes of the weight store that must be written first; None: the whole store.
+        has_int4_store: Whether there is a weight store in 4 bits.
 
     Raises:
         InputError: The job's budgets contradict the machine.

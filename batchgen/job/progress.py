@@ -33,7 +33,7 @@ _FIRST_FRAC = 0.03  # part of the work that is done when the first estimate is n
 
 @dataclass(frozen=True)
 class Counts:
-    """Rows and tokens so far.
+    """Numbers of rows and tokens of a running job so far.
 
     Attributes:
         total_rows: Rows of the job; None: unknown.
@@ -44,8 +44,8 @@ class Counts:
         generated_tokens: Generated tokens.
         computed_tokens: Tokens that went through the layers.
         finished_tokens: Generated tokens of rows that are done.
-        repeated: Rows among those done that got a duplicate's result.
-        others: Rows that other workers have finished meanwhile.
+        repeated: Number of the done rows that got a duplicate's result.
+        others: Rows that other workers have finished since this run began.
     """
 
     total_rows: int | None
@@ -61,10 +61,10 @@ class Counts:
 
 
 class TokenClock:
-    """Token rates over the recent past, and the time left.
+    """Token rates of the last seconds, and the predicted time left of a job.
 
-    The time left follows the stages of the plan, where there is one. Otherwise it is estimated by tokens rather than
-    rows: long rows tend to end last, so rows alone promise too little.
+    With a plan, the time left comes from its predicted stages. Without a plan, it comes from the tokens per row so far,
+    as long rows tend to end last.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -72,7 +72,7 @@ class TokenClock:
         self.restart()
 
     def restart(self, expected: Expected | None = None) -> None:
-        """Count from now on: what came before was loading. expected: the plan's prediction, if there is one."""
+        """Forget all counts, which were of loading. expected: the plan's prediction; None: there is no plan."""
         self._expected = expected
         self._started_s = self._now()
         self._past: deque[tuple[float, int, int]] = deque([(self._started_s, 0, 0)])
@@ -84,16 +84,16 @@ class TokenClock:
             self._past.popleft()
 
     def rates(self) -> tuple[float, float]:
-        """Prompt and generated tokens per second."""
+        """Prompt tokens per second and generated tokens per second, over the last seconds."""
         (t0, p0, g0), (t1, p1, g1) = self._past[0], self._past[-1]
         elapsed = t1 - t0
         return ((p1 - p0) / elapsed, (g1 - g0) / elapsed) if elapsed > 0 else (0.0, 0.0)
 
     def remaining_s(self, counts: Counts) -> float | None:
-        """Seconds left; None: unknown.
+        """Predicted seconds until the job ends; None: unknown.
 
-        Without a plan the remaining rows take as many tokens as the finished ones, at the rate of the whole run: a
-        sweep may take seconds, so the rate of the recent past jumps too much.
+        Without a plan, each remaining row is taken to have as many tokens as the finished rows have on average. The
+        rate is that of the whole run: a sweep may take seconds, so the rate of the last seconds varies too much.
         """
         if self._expected is not None and counts.computed_tokens:
             return remaining_s(self._expected, self._seen(counts))
@@ -105,7 +105,7 @@ class TokenClock:
         return max(0.0, expected - tokens) / rate * counts.done / (counts.done + counts.others)
 
     def done_frac(self, counts: Counts) -> float:
-        """Part of the work that is done, by the plan's seconds; 0 without a plan."""
+        """Part of the job's predicted seconds that is done, 0 to 1; 0 without a plan."""
         if self._expected is None:
             return 0.0
         done_s, left_s = progress_of(self._expected, self._seen(counts))
@@ -144,7 +144,7 @@ class _LogLines(logging.Handler):
 
 @contextlib.contextmanager
 def log_lines(say: Callable[[str], None] | None) -> Iterator[None]:
-    """Show the package's log records as lines, each once: handlers of the root logger do not get them meanwhile.
+    """Show the package's log records as lines while the block runs; handlers of the root logger do not get them.
 
     Args:
         say: Function that shows a line; None: no line is shown, and the root logger's handlers get the records.
@@ -175,11 +175,10 @@ def _log_level() -> str:
 
 
 class Progress:
-    """Display of a job's `Counts` and lines, on standard error. As a context manager it shows log records as well.
+    """Display of a job's `Counts` and of lines, on standard error; as a context manager also of log records.
 
     Attributes:
-        estimated_s: Seconds that the whole job was estimated to take when 3 % of it were done; None before, or without
-            a plan.
+        estimated_s: Predicted seconds of the whole job, noted when 3 % of it were done; None before, or without a plan.
     """
 
     def __init__(
@@ -198,11 +197,11 @@ class Progress:
         self._log = contextlib.ExitStack()
 
     def start(self, expected: Expected | None = None) -> None:
-        """Count rates and the time left from here. expected: the plan's prediction, if there is one."""
+        """Begin to count token rates and the time left. expected: the plan's prediction; None: there is no plan."""
         self._clock.restart(expected)
 
     def say(self, line: str) -> None:
-        """Show a line, above the bar if there is one: control characters made visible, credentials of URLs hidden."""
+        """Show a line, on a terminal above the bar. Control characters are made visible, credentials of URLs hidden."""
         if self._silent:
             return
         line = without_credentials(line)
@@ -212,7 +211,7 @@ class Progress:
             say(line, self._stream)
 
     def update(self, counts: Counts) -> None:
-        """Take new counts; they are shown at most a few times a second, as plain lines every ten seconds."""
+        """Take new counts. A bar shows them at most a few times a second, plain lines every ten seconds."""
         self._clock.update(counts.prompt_tokens, counts.generated_tokens)
         now = self._now()
         if self.estimated_s is None and self._clock.done_frac(counts) >= _FIRST_FRAC:
@@ -225,7 +224,7 @@ class Progress:
 
     @contextlib.contextmanager
     def layers(self) -> Iterator[Callable[[int, int], None]]:
-        """Yield a function that shows (layers done, layers in all): a bar on a terminal, lines elsewhere."""
+        """Yield a function that shows (layers loaded, layers in all), as a bar on a terminal or else as lines."""
         if self._terminal:
             from tqdm import tqdm
 

@@ -65,7 +65,9 @@ def make_report(
     started_s: float,
     outcome: str,
 ) -> dict[str, Any]:
-    """Report the end of a run. Rows are those of the whole output; tokens, times and bytes are this run's.
+    """The report of a run that has ended, as JSON values.
+
+    Numbers of rows are those of the whole output; tokens, times and bytes are those of this run.
 
     Args:
         options: The job's options.
@@ -75,9 +77,6 @@ def make_report(
         plan: The job's plan; None: no row was left to run.
         started_s: Start of the command, of time.monotonic.
         outcome: "complete", "already complete" or "stopped".
-
-    Returns:
-        JSON values.
     """
     totals = state.totals or {"rows_ok": state.done_rows.ok, "rows_failed": state.done_rows.failed}
     rows = totals["rows_ok"] + totals["rows_failed"]
@@ -98,15 +97,14 @@ def make_report(
 
 
 def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> dict[str, Any]:
-    """Report an engine's work, its prediction and its machine.
+    """The part of a report about the engine: its work, its predicted time and its machine, as JSON values.
+
+    Times are in seconds, sizes in bytes.
 
     Args:
         engine: The engine; None: there was nothing to run.
-        plan: Its plan, if there was one.
+        plan: The engine's plan; None: there was none.
         wall_s: Seconds since the command started.
-
-    Returns:
-        JSON values. Times are in seconds, sizes in bytes.
     """
     from batchgen.engine.parts import EngineStats, process_peaks
 
@@ -150,13 +148,13 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
 
 
 def _routing(executor: SweepRunner | None) -> dict[str, float] | None:
-    """Fitted distribution of a mixture's tokens over its experts; None: unknown."""
+    """The distribution that was fitted to how many tokens each expert of a layer got, as JSON values; None: unknown."""
     fitted = executor.routing.fitted() if executor else None
     return asdict(fitted) if fitted else None
 
 
 def summary(report: dict[str, Any]) -> list[str]:
-    """The closing lines of a run, for a person."""
+    """The lines that `batchgen run` prints at its end. report: the report of the run."""
     lines = []
     ok, failed, resumed = report["rows_ok"], report["rows_failed"], report["rows_resumed"]
     rows = f"{ok:,} rows ok, {failed:,} failed" + (f", {resumed:,} of them from before" if resumed else "")
@@ -205,6 +203,6 @@ def _other_processes(processes: list[dict[str, Any]]) -> list[str]:
 
 
 def _at_first(report: dict[str, Any]) -> str:
-    """The job's own first estimate of its time, as text."""
+    """Text with the time that was predicted for the job near its start."""
     estimated_s = report.get("estimated_wall_s")
     return "" if estimated_s is None else f", {format_seconds(estimated_s)} when 3% were through"

@@ -1,4 +1,4 @@
-"""Routing statistics of mixtures of experts, counted by a model's last job and cached for the next plan."""
+"""Routing statistics of mixture-of-experts models, counted in a job and cached for the model's next plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchgen.models.files import ModelFiles
 
 
 def known_routing(files: ModelFiles, config: ModelConfig) -> Routing:
-    """The cached routing statistics of a model; without any, tokens draw their experts independently."""
+    """The cached routing statistics of a model; without any, tokens are taken to choose experts independently."""
     if not config.num_experts:
         return INDEPENDENT
     path = _path_of(files, config)
@@ -31,7 +31,7 @@ def known_routing(files: ModelFiles, config: ModelConfig) -> Routing:
 
 
 def keep_routing(files: ModelFiles, config: ModelConfig, counts: RoutingCounts) -> None:
-    """Cache a job's routing counts where there are enough of them, but for dummy weights; a full disk is no failure."""
+    """Cache the routing counts of a job with real weights and enough tokens; errors of the disk are ignored."""
     fitted = counts.fitted()
     if fitted is None or files.kind == "dummy":
         return

@@ -1,6 +1,6 @@
-"""`batchgen run`: a dataset through a model into a file, resumable at any moment.
+"""`batchgen run`: it runs a dataset through a model into a file, and can be resumed at any moment.
 
-The composition of everything else: dataset -> requests -> engine -> part writer -> join.
+The parts are composed here: dataset -> requests -> engine -> part writer -> join.
 """
 
 from __future__ import annotations
@@ -64,23 +64,23 @@ if TYPE_CHECKING:
 
 
 def run(model: str, input: Any, output: str | Path | None = None, **options: Any) -> dict[str, Any]:
-    """Run a job.
+    """Run every row of a dataset through a model.
 
     Args:
         model: A Hugging Face directory or hub id, a .gguf file, a weight store, or "demo".
         input: A file, glob, directory or dataset, as `batchgen run --input` takes it, or a `datasets.Dataset` or
             `IterableDataset`.
-        output: A .parquet, .jsonl, .csv or .arrow file. None: a file in the cache directory, where the same job finds
-            it again; the report has its name.
-        **options: Options of the command line, with underscores, and fields of `SamplingParams`. Nothing is shown
-            unless `progress` says so.
+        output: A .parquet, .jsonl, .csv or .arrow file. None: a file in the cache directory, named in the report, where
+            the same job finds it again.
+        **options: Options of the command line, with underscores, and fields of `SamplingParams`. Nothing is printed
+            unless `progress` is given.
 
     Returns:
         The report, as `--report` writes it.
 
     Raises:
-        BatchgenError: The job cannot be run or completed; `TooManyFailed` (which has the `report`) where more rows
-            failed than `max_failed` allows, or all of them.
+        BatchgenError: The job cannot be run or completed.
+        TooManyFailed: More rows failed than `max_failed` allows, or all of them; its `report` is the report.
         TypeError: There is no such option.
     """
     sampling = {name: options.pop(name) for name in SamplingParams.names() if name in options}
@@ -102,7 +102,7 @@ _BEGINS_TWICE = (
 
 @dataclass(frozen=True)
 class _Job:
-    """A run that has begun.
+    """The state of a run after it has begun.
 
     Attributes:
         resolved: The job's resolved options.
@@ -160,7 +160,7 @@ class _Job:
 
 
 def run_job(options: JobOptions) -> dict[str, Any]:
-    """Run, resume or finish a job.
+    """Run a job, or resume it where an earlier run has stopped.
 
     Args:
         options: The job's options.
@@ -180,7 +180,14 @@ def run_job(options: JobOptions) -> dict[str, Any]:
 
 
 def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], group: Group | None) -> dict[str, Any]:
-    """Run a job. shares: cores of each rank. group: group of ranks that a launcher has started."""
+    """Run a job; returns its report.
+
+    Args:
+        options: The job's options.
+        started_s: Start of the command, of time.monotonic.
+        shares: Set of CPU cores of each rank.
+        group: Group of ranks that a launcher has started; None: there is none.
+    """
     check_job(options)
     destination = Destination.of(options)
     if destination is not None:
@@ -370,10 +377,15 @@ def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
 
 
 def _plan_in(weight_format: str | None, job: _Job, state: Run | SharedRun) -> tuple[_Job, Plan]:
-    """The plan for the rows that are left, with weights in the format of the finished rows where that is possible.
+    """The plan for the rows that are left, with weights in the format of the finished rows if that is possible.
+
+    Args:
+        weight_format: Format of the weights that computed the finished rows; None: no row is finished.
+        job: The run.
+        state: The run directory.
 
     Returns:
-        The job, with that format alone where it is possible, and its plan.
+        The run and its plan; the run's job allows that format only, if that is possible.
     """
     if weight_format is None:
         return job, _plan(job, state)
@@ -409,10 +421,10 @@ def _workload(job: _Job, state: Run | SharedRun | None) -> EstimatedWorkload:
 
 
 def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> str | None:
-    """Run the rows that are left into parts.
+    """Run the rows that are left, and write their results into parts.
 
     Returns:
-        None where all are done, else the reason: the deadline, or too many failed rows.
+        The reason why some rows are still left, which is the deadline or too many failed rows; None: all are done.
     """
     options, total_rows = job.options, job.source.dataset.num_rows
     rows = FailedRows(FailureLimit.parse(options.max_failed), state.done_rows.failed, total_rows)

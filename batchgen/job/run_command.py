@@ -1,4 +1,4 @@
-"""The command line that runs a job as it was planned."""
+"""The command line that runs a planned job."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _PLACEHOLDERS = {"input": "INPUT", "output": "OUTPUT"}
 
 
 def run_command(options: JobOptions, **more: Any) -> str:
-    """`batchgen run` with all options that are not defaults; credentials of URLs are hidden.
+    """The text of a `batchgen run` command, with all options that differ from their defaults.
+
+    Credentials in URLs are hidden.
 
     Args:
-        options: The job's options; a missing input or output is shown as a word in capitals.
+        options: The job's options. A missing input or output is shown as a word in capitals.
         more: Further options, by name.
     """
     files = dict(options.read_before)
@@ -36,7 +38,15 @@ def run_command(options: JobOptions, **more: Any) -> str:
 
 
 def torchrun_command(command: str, hosts: int, of_host: int) -> str:
-    """A `batchgen run` command over several hosts, as each of them starts it; each fills in the words in capitals."""
+    """The text of a `torchrun` command that starts a job's ranks on one of several hosts.
+
+    Words in capitals are different on each host, and are for the user to fill in.
+
+    Args:
+        command: The job's `batchgen run` command.
+        hosts: Number of hosts.
+        of_host: Number of ranks on each host.
+    """
     rest = command.removeprefix("batchgen ")
     return (
         f"torchrun --nnodes {hosts} --nproc-per-node {of_host} --node-rank RANK --master-addr HOST --master-port 29500"

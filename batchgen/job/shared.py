@@ -1,4 +1,4 @@
-"""A job's output and remaining requests, for a job alone and for a worker that shares the job with others."""
+"""The run directory and the remaining requests of a job, run by one process or shared by several workers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ if TYPE_CHECKING:
 def open_output(
     options: JobOptions, output: str | Path, fingerprint: dict[str, Any], source: RequestSource, *, named: bool
 ) -> Run | SharedRun:
-    """Open a job's output, alone or as one of several workers. Raises BatchgenError.
+    """Open the run directory of a job's output, for this process alone or for one of several workers.
 
     Args:
         options: The job's options.
-        output: The output.
-        fingerprint: All that decides the rows.
+        output: The output file.
+        fingerprint: All values that the rows' results depend on.
         source: The job's input.
-        named: Whether the options name the output; otherwise its name has the fingerprint, and no other job's.
+        named: Whether the options name the output. Otherwise its name contains the fingerprint, so that no other job
+            has it.
+
+    Raises:
+        BatchgenError: The output is another job's, or cannot be opened.
     """
     extends = appended_to(source) if named else None
     keep_parts = named and source.dataset.may_grow
@@ -56,13 +60,15 @@ def open_output(
 def requests_left(
     source: RequestSource, state: Run | SharedRun, ahead: int, should_stop: Callable[[], bool]
 ) -> Iterator[Request | ScoreRequest | None]:
-    """Yield the requests of the rows that this process runs; for a worker, None where it waits for rows.
+    """Yield the requests of the rows that this process must run.
+
+    In a worker, None is yielded while it waits until it can claim rows.
 
     Args:
-        source: The input.
-        state: The output.
-        ahead: Number of rows that a worker claims ahead.
-        should_stop: Function that tells whether a worker claims no more.
+        source: The job's input.
+        state: The job's run directory.
+        ahead: Number of rows that a worker claims before it needs them.
+        should_stop: Function that returns true when a worker is to claim no more rows.
     """
     if isinstance(state, Run):
         yield from source.requests(state.done_rows)
@@ -80,7 +86,7 @@ def requests_left(
 
 
 class _Reader:
-    """A reader of row ranges, which reads the input once while ranges ascend."""
+    """A reader of row ranges of an input. While ranges ascend, it reads the input once."""
 
     def __init__(self, source: RequestSource) -> None:
         self._source = source

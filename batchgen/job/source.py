@@ -1,4 +1,4 @@
-"""A job's input and its requests: prompts over a dataset, or the requests of an OpenAI batch."""
+"""A job's input and the requests made of its rows, with prompts from a dataset or from an OpenAI batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class DoneRows(Protocol):
-    """The set of rows that are done."""
+    """The interface of a set with the numbers of rows that are done."""
 
     def __contains__(self, row: int) -> bool: ...
 
@@ -41,20 +41,20 @@ class DoneRows(Protocol):
 
 @dataclass(frozen=True)
 class RequestSource:
-    """The input, and how its rows become requests.
+    """A job's input, and the functions that make requests of its rows.
 
     Attributes:
         dataset: The input.
-        requests_of: Function from (record batch, its first row) to the requests of its rows.
-        identity: All that decides the prompts, as JSON values.
+        requests_of: Function from (record batch, number of its first row) to the requests of its rows.
+        identity: All values that the prompts depend on, as JSON values.
         needs_chat_template: Whether prompts are chat messages.
         columns: Columns that the output adds.
-        reads: Columns of the input that requests are made of.
-        scores_prompts: Whether the prompts themselves are scored.
+        reads: Names of the input's columns that requests are made of.
+        scores_prompts: Whether the prompts themselves are scored, not continuations of them.
         format_row: Function that formats the output of an OpenAI batch; None: the input is not one.
         chat: Options for chat messages.
-        notices: Lines for a person on how columns are read.
-        reasoning_apart: Whether a model's thoughts between tags are taken out of its texts into a column of their own.
+        notices: Lines that tell a person how columns are read.
+        reasoning_apart: Whether a model's thoughts between tags get a column of their own, apart from the text.
     """
 
     dataset: Dataset
@@ -74,14 +74,30 @@ class RequestSource:
         return self.format_row is not None
 
     def output_names(self, options: JobOptions) -> list[str]:
-        """Names of the columns that the output adds; none for an OpenAI batch. Raises InputError where one is taken."""
+        """Names of the columns that the output adds to the input's; none for an OpenAI batch.
+
+        Args:
+            options: The job's options.
+
+        Raises:
+            InputError: The input has a column of such a name.
+        """
         if self.is_openai:
             return []
         schema = output_schema(self.dataset.schema, self.columns, options.output_prefix)
         return list(schema.names[len(self.dataset.schema) :])
 
     def for_model(self, config: ModelConfig, tokenizer: Tokenizer, options: JobOptions) -> RequestSource:
-        """The source with the columns that the model adds. Raises InputError where their names are taken."""
+        """The source with the output columns that the model requires, such as that of its thoughts.
+
+        Args:
+            config: The model's configuration.
+            tokenizer: The model's tokenizer.
+            options: The job's options.
+
+        Raises:
+            InputError: The input has a column of such a name.
+        """
         if not isinstance(self.columns, SampleColumns):
             return self
         thinks = options.reasoning_column and Thinking.of(tokenizer, options.sampling.regex) is not None
@@ -92,11 +108,16 @@ class RequestSource:
         return source
 
     def batches(self, start_row: int = 0, batch_rows: int = 1024) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Record batches of the dataset, with the columns that requests are made of."""
+        """(number of the first row, record batch) of the dataset, with the columns that requests are made of.
+
+        Args:
+            start_row: Number of the row to begin at.
+            batch_rows: The most rows of a record batch.
+        """
         return self.dataset.batches(start_row, batch_rows, self.reads)
 
     def requests(self, done: DoneRows) -> Iterator[Request | ScoreRequest]:
-        """Requests of every row not in `done`, each with its row's number."""
+        """The requests of all rows that are not in `done`, each with the number of its row."""
         for first, batch in self.batches(done.next_unfinished(0)):
             needed = [row not in done for row in range(first, first + batch.num_rows)]
             if not any(needed):
@@ -106,20 +127,20 @@ class RequestSource:
                     yield self.numbered(request, first + offset)
 
     def numbered(self, request: Request | ScoreRequest, row: int) -> Request | ScoreRequest:
-        """The request of a row, with its number."""
+        """The request with the number of its row, which the result has too."""
         if isinstance(request, ScoreRequest):
             return replace(request, row=row)
         return replace(request, row=row, reasoning_apart=request.reasoning_apart and self.reasoning_apart)
 
 
 def open_source(options: JobOptions) -> RequestSource:
-    """Open a job's input, and check it, its prompts and the columns of the output as far as possible.
+    """Open a job's input, and check the input, its prompts and the names of the output columns.
 
     Args:
         options: The job's options.
 
     Raises:
-        InputError: The input cannot be read, or lacks what the options name.
+        InputError: The input cannot be read, or lacks a column that the options name.
     """
     given = StandardInput(options.input_format) if options.input == STANDARD_INPUT else None
     dataset = open_dataset(
@@ -159,7 +180,7 @@ def open_source(options: JobOptions) -> RequestSource:
 
 
 def _source_without_rows(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
-    """The source of an input without rows, whose columns may be unknown or without types: they are not checked."""
+    """The source of an input without rows. Its columns are not checked, as they may be unknown or have no types."""
     return RequestSource(dataset, lambda batch, first: iter(()), _identity(options, spec), False, _columns(options))
 
 
@@ -209,7 +230,7 @@ def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) ->
 
 
 def _chat_of(compiled: CompiledPrompts) -> ChatOptions:
-    """Return how chat messages become prompts. Raises InputError where it is said and there are none."""
+    """The options for chat messages. Raises InputError where such an option is given, but prompts are not messages."""
     if not compiled.uses_chat and (given := compiled.chat.identity()):
         flag = "--" + next(iter(given)).replace("_", "-")
         raise InputError(f"{flag} is for chat messages, and these prompts are none: add --chat, or leave it out")

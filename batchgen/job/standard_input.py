@@ -1,4 +1,4 @@
-"""Standard input as a job's input, kept in a temporary file, as inputs are read more than once."""
+"""Standard input as a job's input: it is copied to a temporary file, since inputs are read more than once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SUFFIXES = {"parquet": ".parquet", "csv": ".csv"}
 
 
 class StandardInput:
-    """All of standard input, in a file that is deleted with this value or at the end of the process.
+    """A file with all of standard input, which is deleted by `close` or at the end of the process.
 
     Attributes:
-        path: The file. Its name is the same every time, as names are a part of an input's identity.
+        path: The file. Its name is always the same, since an input's name is part of the job's fingerprint.
     """
 
     def __init__(self, input_format: str | None) -> None:

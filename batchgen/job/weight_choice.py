@@ -1,8 +1,9 @@
-"""The format of a model's weights with `--weights auto`: the model's own, or the compute dtype.
+"""The format of a model's weights with `--weights auto`: the model's own packed format, or the compute dtype.
 
-Both hold the same numbers but for rounding. Products with packed weights read less, so few tokens are faster; with many
-tokens, unpacking may take longer than that saves. So the measured rates of products decide, and memory: it must hold
-dequantized weights. A job that has finished rows keeps to their format where it can: in 16 bits both do not round alike.
+Packed and dequantized weights hold the same numbers but for rounding. GEMMs with packed weights read fewer bytes, so
+they are faster with few tokens. With many tokens, unpacking may take longer than that saves. So the measured rates of
+GEMMs decide; and dequantized weights must fit the memory. A job that has finished rows keeps the format of those rows
+if it can, as the two formats round differently in 16 bits.
 """
 
 from __future__ import annotations
@@ -23,16 +24,13 @@ _PROMPT_TOKENS, _MOST_SEQS = 1024, 256
 
 
 def with_faster_weights(job: Job, hardware: HardwareProfile, workload: Workload) -> Job:
-    """The job with its weights in the format whose matrix products take less time.
+    """The job with its weights in the format whose GEMMs take less time, if memory holds it; with the reason.
 
     Args:
-        job: The job. It stays as it is where its options give the format, or where the machine's rates of products with
-            weights in the model's own format are not known.
+        job: The job. It is returned unchanged where its options give the format, or where the machine's rates of GEMMs
+            with weights in the model's own format are not known.
         hardware: The profile of one process's part of the machine.
         workload: The job's rows.
-
-    Returns:
-        The job, with the reason for the choice.
     """
     if job.open_format is None:
         return job
@@ -55,10 +53,15 @@ def with_faster_weights(job: Job, hardware: HardwareProfile, workload: Workload)
 
 
 def in_format_of_rows(job: Job, weight_format: str) -> Job | None:
-    """The job with weights in the format that its finished rows were made with, and in no other.
+    """The job with weights in the format that computed its finished rows, and in no other.
+
+    Args:
+        job: The job.
+        weight_format: The format of the weights that computed the finished rows.
 
     Returns:
-        None where the job cannot have it: another one is asked for, or memory does not hold dequantized weights.
+        None where the job cannot have the format: its options give another one, or memory does not hold dequantized
+            weights.
     """
     if job.native_format is None:
         return None
@@ -72,7 +75,7 @@ def in_format_of_rows(job: Job, weight_format: str) -> Job | None:
 
 
 def dequantized_fit(job: Job, memory_bytes: int) -> bool:
-    """True where this much memory holds the job's weights in the compute dtype."""
+    """True where a memory holds the job's weights in the compute dtype. memory_bytes: bytes of the memory."""
     return store_bytes(job.process_config, job.dtype, DEQUANTIZED) <= memory_bytes
 
 
@@ -81,7 +84,7 @@ def _in_format(job: Job, weights: str, reason: str) -> Job:
 
 
 def _memory_bytes(job: Job, hardware: HardwareProfile) -> int:
-    """Bytes of all memories together that one process may use."""
+    """Bytes of GPU memory and host memory together that one process may use."""
     given = job.process_memory
     host = hardware.cpu_memory_bytes // job.of_host if given["cpu_memory"] is None else given["cpu_memory"]
     device = (hardware.gpu_memory_bytes or 0) if given["gpu_memory"] is None else given["gpu_memory"]
@@ -89,7 +92,7 @@ def _memory_bytes(job: Job, hardware: HardwareProfile) -> int:
 
 
 def _products_s(job: Job, hardware: HardwareProfile, workload: Workload, key: str) -> float:
-    """Seconds of the layers' matrix products for all tokens of a job, at the rates of one kind of products."""
+    """Seconds of the layers' GEMMs for all tokens of a job, at the rates of one kind of GEMMs."""
     config, rates = job.process_config, hardware.compute.rates("gemm_flops_per_s", key)
     decoded = workload.num_seqs * workload.output_len.mean
     prompts = workload.num_seqs * workload.computed_prompt_len

@@ -1,4 +1,4 @@
-"""`plan --what-if`: a machine with some of its sizes or rates changed."""
+"""`plan --what-if`: the plan for a machine with some changed sizes or rates."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _RATES = {
 
 
 def what_if(job: Job, hardware: HardwareProfile, changes: Mapping[str, str]) -> tuple[Job, HardwareProfile]:
-    """The job and the machine with some sizes or rates changed; a changed size is the machine's and the budget's alike.
+    """A job and its machine with some changed sizes or rates. A changed memory size is also the job's budget.
 
     Args:
         job: The job.
-        hardware: Resources of one process.
+        hardware: The hardware profile of one process's part of the machine.
         changes: Changes by name: {"gpu-memory": "48GiB", "cpu-memory": "+64GiB", "disk-read": "7GB/s", "h2d": "x2"}.
 
     Raises:
-        InputError: The machine has no such size or rate, or a value is none of it.
+        InputError: The machine has no such size or rate, or a value cannot be read.
     """
     for name, text in changes.items():
         if name not in _SIZES | _RATES:
@@ -54,7 +54,15 @@ def what_if(job: Job, hardware: HardwareProfile, changes: Mapping[str, str]) -> 
 
 
 def _change(name: str, text: str) -> Callable[[float], float]:
-    """A function from a size in bytes, or a rate in bytes/s, to the changed one. Raises InputError."""
+    """A function that applies a change such as "+64GiB" or "x2" to a number of bytes or of bytes per second.
+
+    Args:
+        name: Name of the changed size or rate.
+        text: The change.
+
+    Raises:
+        InputError: The change cannot be read.
+    """
     if factor := re.fullmatch(r"x\s*([0-9]*\.?[0-9]+)", text):
         times = float(factor[1])
         if times <= 0:

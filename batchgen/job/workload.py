@@ -28,11 +28,16 @@ _ENOUGH_FINISHED = 32
 
 
 class NoUsableRow(InputError):
-    """Raised where no sampled row gives a prompt."""
+    """The error for a job none of whose sampled rows makes a prompt."""
 
 
 class EstimatedWorkload(NamedTuple):
-    """A workload, and whether its output lengths are known or only bounded by max_tokens."""
+    """An estimated workload.
+
+    Attributes:
+        workload: The workload.
+        output_len_known: Whether output lengths are known. Otherwise they are bounded by max_tokens only.
+    """
 
     workload: Workload
     output_len_known: bool
@@ -47,17 +52,17 @@ def measure_workload(
     rows_left: int | None,
     finished_output_lens: Sequence[int] = (),
 ) -> EstimatedWorkload:
-    """Estimate the workload of the rows that are left.
+    """Estimate the workload of the rows that are left, from a sample that is tokenized.
 
-    Rows that would fail are left out, and the same part of the rows that are not sampled.
+    Sampled rows that would fail are left out; the same part of all other rows is taken to fail.
 
     Args:
-        source: The input.
+        source: The job's input.
         tokenizer: The model's tokenizer.
         options: The job's options.
         context: The longest prompt plus output, in tokens.
-        rows_left: Number of rows that are to be run; None: it is not known.
-        finished_output_lens: Tokens generated for rows that are done already.
+        rows_left: Number of rows that are to be run; None: unknown.
+        finished_output_lens: Numbers of tokens generated for rows that are done already.
 
     Raises:
         NoUsableRow: No sampled row makes a prompt.
@@ -113,11 +118,11 @@ def _sampled_rows(
 
 @dataclass(frozen=True)
 class _Sampled:
-    """A sequence of a sampled row.
+    """A sequence that a sampled row needs.
 
     Attributes:
         tokens: The token ids of the prompt, or of all that is scored.
-        limit: The most tokens that it generates.
+        limit: The most tokens that the sequence generates.
         copies: The number of samples of the same prompt.
         scored: The number of last positions whose logits are needed; None: the sequence generates.
     """
@@ -129,7 +134,7 @@ class _Sampled:
 
     @property
     def shareable(self) -> int:
-        """Tokens that may be taken over from other sequences."""
+        """Number of first tokens whose KV may be reused from other sequences."""
         return len(self.tokens) - (self.scored or 1)
 
 
@@ -160,7 +165,10 @@ def _sample(source: RequestSource) -> Iterator[Iterator[Request | ScoreRequest]]
 
 
 def _sampled_batches(source: RequestSource) -> Iterator[tuple[int, Any]]:
-    """Stretches spread over a Parquet file, which can be read from anywhere; the first rows of anything else."""
+    """Record batches of the sampled rows, each with the number of its first row.
+
+    The rows are spread over a Parquet file; of other inputs, they are the first rows.
+    """
     rows = source.dataset.num_rows
     if source.dataset.format != "parquet" or rows is None or rows <= _STRETCHES * _STRETCH_ROWS:
         yield from _first_rows(source.batches(0, _STRETCH_ROWS), _STRETCHES * _STRETCH_ROWS)
@@ -180,9 +188,10 @@ def _first_rows(batches: Iterator[tuple[int, Any]], count: int) -> Iterator[tupl
 
 
 def _shared_part(sequences: list[_Sampled], copies: float) -> float:
-    """The part of all prompt tokens that an earlier sequence has computed; the first half of the sample only warms up.
+    """The part of all prompt tokens whose KV an earlier sequence has computed.
 
-    Further copies of a sequence take over all of its prompt but the last block.
+    It is measured in the second half of the sample, after the first half has filled the prefix cache. Further copies of
+    a sequence reuse all of its prompt but the last block.
     """
     block = DEFAULT_KV_BLOCK_SIZE  # prefixes are shared in whole blocks
     nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # (node of the prefix, next block) -> node

@@ -9,7 +9,7 @@ from batchgen.core.screen import claim_standard_streams, say
 
 
 def main() -> None:
-    """Run `lm_eval` with the model `batchgen` registered; one line and an exit code where batchgen cannot go on."""
+    """Run `lm_eval` with the model `batchgen` registered; errors of batchgen print one line and set an exit code."""
     claim_standard_streams()
     with guarded():
         _evaluate()

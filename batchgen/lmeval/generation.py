@@ -1,4 +1,4 @@
-"""lm_eval's generation keywords as fields of SamplingParams."""
+"""Conversion of lm_eval's generation keywords to fields of SamplingParams."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "skip_special_tokens": Tr
 
 @dataclass(frozen=True)
 class Generation:
-    """Generation settings of a request.
+    """Generation settings of an lm_eval request.
 
     Attributes:
         fields: Fields of SamplingParams that differ from the job's.
-        until: Texts that end it.
+        until: Texts that end the generated text.
     """
 
     fields: dict[str, Any]
@@ -30,16 +30,16 @@ class Generation:
 
 
 def generation(gen_kwargs: dict[str, Any], max_gen_toks: int, special_ids: dict[str, int], thinks: bool) -> Generation:
-    """The settings of a request's generation keywords.
+    """The generation settings of an lm_eval request.
 
     Args:
         gen_kwargs: Keywords of `--gen_kwargs` and of the task.
-        max_gen_toks: The most generated tokens, where the keywords name none.
-        special_ids: Ids of special tokens by their text, which `until` may have.
-        thinks: Whether texts in `until` end the answer, not the thoughts before it.
+        max_gen_toks: The most generated tokens, where the keywords give no number.
+        special_ids: Ids of special tokens by their text, as `until` may name them.
+        thinks: Whether texts in `until` end only the answer, not the thoughts before it.
 
     Raises:
-        InputError: A keyword is unknown here, or has an invalid value.
+        InputError: A keyword is not supported, or has an invalid value.
     """
     try:
         given = dict(normalize_gen_kwargs(gen_kwargs, max_gen_toks))

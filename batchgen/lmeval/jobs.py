@@ -1,4 +1,4 @@
-"""Requests of one type as one job: files of rows and results, from which an interrupted evaluation goes on."""
+"""A job for all lm_eval requests of one type, whose files let an interrupted evaluation go on."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Workplace:
-    """The directory and the options of an evaluation's jobs.
+    """The directory and the options of the jobs of an evaluation.
 
     Attributes:
         model: The model, as `batchgen.run` takes it.
         options: Options of `batchgen.run`.
-        identity: JSON values that decide the results, beside the rows.
-        directory: Directory with a folder for each job, named by its kind and a hash of all that decides its results.
-        resume: Whether results of earlier calls are used.
+        identity: JSON values that the results depend on, besides the rows.
+        directory: Directory with a folder for each job, named by its kind and a hash of all that its results depend on.
+        resume: Whether results of earlier evaluations are used.
     """
 
     model: str
@@ -40,12 +40,12 @@ class Workplace:
     resume: bool = True
 
     def run(self, kind: str, rows: pa.Table, results: Sequence[str], **options: Any) -> pa.Table:
-        """Run a job; rows that an earlier call has finished are not run again.
+        """Run a job for requests of one type. Rows that an earlier call has finished are not run again.
 
         Args:
             kind: Type of the requests.
             rows: Rows of the job.
-            results: Columns of the output to return.
+            results: Names of the output columns to return.
             **options: Further options of the job.
 
         Returns:
@@ -90,19 +90,19 @@ class Workplace:
 
 
 def token_lists(rows: Sequence[bytes]) -> pa.ListArray:
-    """A list<int32> array of rows of token ids. rows: token ids of each row, four bytes each."""
+    """A list<int32> Arrow array of token ids. rows: the token ids of each row as bytes, four for each."""
     offsets = np.cumsum([0, *(len(row) // 4 for row in rows)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.frombuffer(b"".join(rows), np.int32)))
 
 
 def nested_token_lists(rows: Sequence[Sequence[bytes]]) -> pa.ListArray:
-    """A list<list<int32>> array of rows of several lists of token ids, four bytes each."""
+    """A list<list<int32>> Arrow array of token ids. rows: for each row several lists, four bytes for each token id."""
     offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), token_lists([ids for row in rows for ids in row]))
 
 
 def _add(array: pa.Array, digest: Any) -> None:
-    """Add an array's values and list lengths to a digest, text as JSON."""
+    """Add the values and list lengths of an Arrow array to a hash, text as JSON."""
     while pa.types.is_list(array.type):
         digest.update(np.asarray(array.value_lengths()).tobytes())
         array = array.flatten()
@@ -111,7 +111,7 @@ def _add(array: pa.Array, digest: Any) -> None:
 
 
 def _write(rows: pa.Table, path: Path) -> None:
-    """Write Parquet atomically, in row groups, of which a resumed job reads only those that it needs."""
+    """Write a Parquet file atomically, in row groups so small that a resumed job reads only those that it needs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_atomically(path) as file:
         pq.write_table(rows, file, row_group_size=_ROW_GROUP)

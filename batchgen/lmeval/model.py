@@ -1,4 +1,4 @@
-"""The model `batchgen` of lm-evaluation-harness: requests become rows of jobs, whose results return in order."""
+"""The model `batchgen` of lm-evaluation-harness: it runs an evaluation's requests as rows of batchgen jobs."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ class BatchgenLM(TemplateLM):
 
     Args:
         pretrained: The model, as `batchgen run --model` takes it.
-        max_length: Longest context in tokens; None: the model's.
+        max_length: Length of the context in tokens; None: the model's.
         max_model_len: Another name of max_length.
-        max_gen_toks: The most generated tokens, where a request names none.
-        seed: Seed of draws; None: the torch seed of lm_eval's `--seed`.
+        max_gen_toks: The most generated tokens, where a request gives no number.
+        seed: Seed of random draws; None: the torch seed of lm_eval's `--seed`.
         add_bos_token: Whether texts begin with the beginning-of-text token; None: as the tokenizer does.
-        prefix_token_id: Token id before texts without a context; None: beginning of text, or else end of text.
+        prefix_token_id: Id of the token before texts without a context; None: beginning of text, or else end of text.
         chat_template_args: Variables of the chat template.
         enable_thinking: Variable of the chat template.
-        think_end_token: Text after which the answer begins.
+        think_end_token: Text that separates a model's thoughts from its answer.
         work_dir: Directory of the jobs; None: `lmeval` in batchgen's cache directory.
         resume: Whether results of earlier evaluations are used.
         device: The compute device, as `batchgen run --device` takes it; lm_eval's default "cuda:0" is "auto" here.
         batch_size: Ignored.
         max_batch_size: Ignored.
         trust_remote_code: Ignored.
-        **options: Further options of jobs, those in JOB_OPTIONS.
+        **options: Further options of the jobs, named in JOB_OPTIONS.
 
     Raises:
         InputError: An option is invalid, or the model is unsupported or broken.
@@ -146,22 +146,22 @@ class BatchgenLM(TemplateLM):
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Information that lm_eval puts beside the results."""
+        """Information about the model that lm_eval stores with the results."""
         return self._info | {"work_dir": str(self._work.directory)}
 
     @property
     def tokenizer_name(self) -> str:
-        """Name under which lm_eval caches prompts that were made with the chat template."""
+        """Name under which lm_eval caches prompts made with this model's chat template."""
         return self._tokenizer_name
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model sees at once."""
+        """Length of the model's context, in tokens."""
         return self._max_length
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-text token."""
+        """Id of the end-of-text token."""
         return self.tokenizer.eos_token_id
 
     @property
@@ -170,11 +170,23 @@ class BatchgenLM(TemplateLM):
         return self._texts.prefix_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text; see `add_bos_token`. One that begins with that token's text does not get it twice."""
+        """The token ids of a text.
+
+        Args:
+            string: The text. If it begins with the text of the beginning-of-text token, that token is not added again.
+            add_special_tokens: Whether special tokens are added; None: as `add_bos_token` says.
+            **kwargs: Ignored.
+        """
         return list(next(self._texts.encode([string], add_special_tokens)))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as one text, up to the beginning of the answer, or to where it goes on."""
+        """Chat messages as one text.
+
+        Args:
+            chat_history: Messages with "role" and "content".
+            add_generation_prompt: Whether the text ends where an answer begins; otherwise it ends where the last
+                message can go on.
+        """
         options = ChatOptions(self._template_args, continue_final=not add_generation_prompt)
         self._tokens.require_chat_template(options)
         try:
@@ -199,7 +211,7 @@ class BatchgenLM(TemplateLM):
         )
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each text, in windows where it is longer than the context."""
+        """The log-probability of each request's text, computed in windows where the text is longer than the context."""
         windows: list[_Pair] = []
         owners: list[int] = []
         texts = [request.args[0] for request in requests]
@@ -215,7 +227,7 @@ class BatchgenLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text generated after each request's context, up to the end that its keywords name."""
+        """The text generated after each request's context, up to one of the texts in its keyword `until`."""
         rows: dict[tuple, int] = {}  # row by prompt, parameters and, where draws differ, the request
         row_of: list[int] = []
         untils, limits, cut = [], [1], 0
@@ -263,10 +275,18 @@ class BatchgenLM(TemplateLM):
         return answers
 
     def _score(self, kind: str, requests: Iterable[_Pair]) -> list[tuple[float, bool]]:
-        """(log-probability, is greedy) of each pair.
+        """(log-probability, is greedy) of each pair's continuation after its context.
 
-        Continuations of one context are one row, which computes the context once. Where the context is a single token,
-        each continuation has a row of its own: there is nothing to gain, and a row is done or not as a whole.
+        Continuations of one context are one row of the job, so that the context is computed once. If the context is a
+        single token, each continuation is a row of its own: a shared row would save nothing, and could only be resumed
+        as a whole.
+
+        Args:
+            kind: Type of the requests.
+            requests: Pairs of context and continuation.
+
+        Returns:
+            The log-probability, and whether each token of the continuation is the most likely one.
         """
         rows: dict[
             tuple, tuple[int, dict[bytes, int]]

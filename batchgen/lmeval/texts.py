@@ -13,12 +13,12 @@ _CHUNK = 1024  # texts tokenized at once
 
 
 class Texts:
-    """Tokenizer for lm_eval, whose tokens are arrays of four bytes each, as an evaluation may have many.
+    """A tokenizer for lm_eval's texts. Token ids are in arrays of four bytes each, as an evaluation may have many.
 
     Args:
         tokenizer: The model's tokenizer.
         add_bos_token: Whether texts begin with the beginning-of-text token; None: as the tokenizer does.
-        prefix_token_id: Token id before a text without a context; None: beginning of text, or else end of text.
+        prefix_token_id: Id of the token before a text without a context; None: beginning of text, or else end of text.
 
     Raises:
         InputError: The model has no such token.
@@ -39,7 +39,7 @@ class Texts:
         self._prefix_text = tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
 
     def encode(self, texts: Iterable[str], add_special_tokens: bool | None = None) -> Iterator[array]:
-        """The tokens of each text.
+        """The token ids of each text.
 
         Args:
             texts: Texts.
@@ -59,10 +59,14 @@ class Texts:
             yield from (next(apart[has]) for has in begun)
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> Iterator[tuple[array, array]]:
-        """(context, continuation) of each pair of texts, split as lm_eval does.
+        """The token ids of each pair of context and continuation, split as lm_eval splits them.
 
-        Blanks between the two belong to the continuation. Its tokens are those of the whole text after as many as the
-        context has, even where the whole text is tokenized otherwise at the border. Each context is tokenized once.
+        Blanks between context and continuation belong to the continuation. The context and the whole text are
+        tokenized; if the context has n tokens, the continuation gets the tokens of the whole text after the first n.
+        Each context is tokenized once.
+
+        Args:
+            texts: Pairs of texts.
         """
         split = []
         for context, continuation in texts:

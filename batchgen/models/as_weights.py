@@ -1,6 +1,6 @@
-"""Weights that linear layers take, from tensors as they are stored.
+"""The conversion of stored tensors to the weights that linear layers take.
 
-They are block-quantized rows, and matrices whose parts are in different formats.
+Two kinds of tensors need it: block-quantized rows, and matrices whose parts are stored in different formats.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from batchgen.ops.cpp import BlockWeight
 
 
 def as_weights(stored: Mapping[str, Stored], tensors: Mapping[str, Tensor]) -> dict[str, ops.Weight]:
-    """Tensors of a layer, or of those before and after, under the names that the model's layers use.
+    """Weights for linear layers, from the stored tensors of a layer, or from those before or after the layers.
 
     Args:
-        stored: Form in which each is stored. "qkv.q.weight", "qkv.k.weight" and "qkv.v.weight" become one "qkv.weight",
-            in this order.
-        tensors: The tensors by name.
+        stored: Form in which each tensor is stored, by name.
+        tensors: The stored tensors, by name.
+
+    Returns:
+        Weights by the name that the model's layers use. "qkv.q.weight", "qkv.k.weight" and "qkv.v.weight" become one
+            "qkv.weight" with these parts, in the order of `stored`.
     """
     parts: dict[str, list[ops.Weight]] = {}
     for name, tensor in tensors.items():

@@ -1,6 +1,6 @@
-"""A model's weights under one set of names, whatever file they come from, a layer at a time.
+"""The weights of a model, loaded a layer at a time under one set of tensor names, whatever files they are in.
 
-A layout (`layouts.py`) says which parts make up each tensor; a format (`formats/`) only has to fill one part.
+A layout (`layouts.py`) names the parts of each tensor. A file format (`formats/`) only has to fill one part.
 """
 
 from __future__ import annotations
@@ -44,18 +44,24 @@ _LoadUnread = Callable[[Which, int, torch.dtype], dict[str, Tensor | RowsInFile]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Weights to be loaded piece by piece; each call reads again and keeps nothing.
+    """The weights of a model, loaded piece by piece. Each call reads the files again and keeps nothing.
 
-    Tensors come back contiguous, in the dtype asked for, in memory of their own; beside them only a few MB are held.
-    Calls raise InputError naming file and tensor where reading fails; of a weight store BatchgenError naming file and
-    group, also where a checksum does not fit.
+    Loaded tensors are contiguous and have memory of their own. While a tensor is loaded, only a few MB of further
+    memory are used.
 
     Attributes:
-        config: Configuration of the model, or of the rank's part of it.
-        load: Loads tensors in the compute dtype.
-        weight_format: Format of the layers' matrices, where they can be had as they are stored.
-        load_stored: Loads tensors, matrices in `weight_format`.
-        load_unread: Loads tensors, but gives block-quantized rows as places in files; None where these are not known.
+        config: Configuration of the model, or of the shard of a tensor-parallel rank.
+        load: Function that loads tensors in the compute dtype.
+        weight_format: Format of the layers' matrices, if `load_stored` can load them without a conversion; None
+            otherwise.
+        load_stored: Function that loads tensors with matrices in `weight_format`, or None.
+        load_unread: Function that returns block-quantized rows as places in files (`RowsInFile`) and all other tensors
+            loaded; None: the rows cannot be left in the files.
+
+    Raises:
+        InputError: A tensor cannot be read; the message names file and tensor.
+        BatchgenError: A group of a weight store cannot be read, or its checksum is wrong; the message names file and
+            group.
     """
 
     config: ModelConfig
@@ -65,32 +71,51 @@ class Checkpoint:
     load_unread: _LoadUnread | None = None
 
     def load_embeddings(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Tensors before the layers, by name.
+        """The tensors before the first layer, by name.
 
-        "embed.weight" [vocab, embed]; where the model has them "positions.weight" [max_position + offset, hidden] and
-        "embed_proj.weight" [hidden, embed].
+        "embed.weight" is [vocab, embed]. If the model has them, "positions.weight" is [max_position + offset, hidden]
+        and "embed_proj.weight" is [hidden, embed].
+
+        Args:
+            dtype: Dtype of the loaded tensors.
         """
         return self.load("embeddings", 0, dtype)
 
     def load_layer(self, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """One layer's tensors, by name.
+        """The tensors of one layer, by name.
 
-        "input_norm", "qkv" [(heads + 2 kv_heads) head_dim, hidden] (q, k, v), "q_norm" and "k_norm" [head_dim], "out",
-        "out_norm" and "down_norm" where `output_norms`, "post_norm", "gate_up" [2 intermediate, hidden] (gate, up) or
-        "up", and "down". With experts their rows follow each other, and there is "router" [experts, hidden]; of the
-        expert that all tokens share "shared_gate" [1, hidden], "shared_gate_up" and "shared_down". Each has ".weight"
-        and, where the model has it, ".bias".
+        A name is one of the following with ".weight", and, if the model has a bias, with ".bias". Tensors that the
+        model does not have are left out.
+
+            input_norm, post_norm     [hidden]
+            qkv                       [(heads + 2 kv_heads) head_dim, hidden]: rows of queries, keys, values
+            q_norm, k_norm            [head_dim]
+            out                       [hidden, heads head_dim]
+            out_norm, down_norm       [hidden], with `output_norms`
+            gate_up                   [2 intermediate, hidden]: rows of gate, up
+            up                        [intermediate, hidden], without a gate
+            down                      [hidden, intermediate]
+            router                    [experts, hidden]
+            shared_gate               [1, hidden]: gate of the shared expert
+            shared_gate_up            matrix of the shared expert, as gate_up
+            shared_down               matrix of the shared expert, as down
+
+        With experts, the rows of gate_up and of down are those of all experts, one expert after the other.
+
+        Args:
+            layer: Number of the layer.
+            dtype: Dtype of the loaded tensors.
         """
         return self.load("layer", layer, dtype)
 
     def load_packed(self, which: Which, layer: int, dtype: torch.dtype, weight_format: str) -> dict[str, Tensor]:
-        """Tensors of a layer, or of those before or after the layers, with packed matrices (`layouts.stored_tensors`).
+        """The tensors of a layer, or before or after the layers, with packed matrices (`layouts.stored_tensors`).
 
         Args:
             which: "embeddings", "layer" or "head".
             layer: Number of the layer.
-            dtype: Compute dtype.
-            weight_format: "int8", or the checkpoint's own.
+            dtype: Compute dtype, in which all other tensors are loaded.
+            weight_format: Format of the matrices: "int8", or the checkpoint's own format.
         """
         if weight_format == INT8:
             return self.load_int8_layer(layer, dtype) if which == "layer" else self.load(which, layer, dtype)
@@ -98,39 +123,49 @@ class Checkpoint:
         return self.load_stored(which, layer, dtype)
 
     def load_int8_layer(self, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """One layer's tensors, matrices in rows of 8 bits (`ops.int8`): as they are stored, or else quantized."""
+        """The tensors of one layer, with matrices as int8 rows (`ops.int8`).
+
+        Matrices that the checkpoint stores as int8 are loaded without a conversion. Others are quantized.
+
+        Args:
+            layer: Number of the layer.
+            dtype: Dtype of all other tensors.
+        """
         if self.load_stored is not None and self.weight_format == INT8:
             return self.load_stored("layer", layer, dtype)
         tensors = self.load_layer(layer, dtype)
         return {name: int8.quantize(t) if is_quantized(name, tuple(t.shape)) else t for name, t in tensors.items()}
 
     def load_head(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Tensors after the layers, by name.
+        """The tensors after the last layer, by name.
 
-        Those that the model has of "final_norm.weight" and ".bias" [hidden], "head_proj.weight" [embed, hidden],
-        "sinks.weight" [layers * heads] and "lm_head.weight" [vocab, embed]; where it is tied, the embedding stands in
-        for the last.
+        "lm_head.weight" is the output matrix [vocab, embed]; it is the token embedding if that is tied. If the model
+        has them, "final_norm.weight" and "final_norm.bias" are [hidden], "head_proj.weight" is [embed, hidden], and
+        "sinks.weight" is [layers * heads].
+
+        Args:
+            dtype: Dtype of the loaded tensors.
         """
         return self.load("head", 0, dtype)
 
     def load_sinks(self, dtype: torch.dtype) -> Tensor | None:
-        """Sinks of the attention of all layers, [layers * heads]; None: the model has none."""
+        """Attention sinks of all layers, [layers * heads] of dtype `dtype`; None: the model has none."""
         return self.load("sinks", 0, dtype)["sinks.weight"] if self.config.sinks else None
 
 
 def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard: Shard | None = None) -> Checkpoint:
-    """The model's weights, opened but not read.
+    """Open the weights of a model without reading them.
 
-    Every tensor's presence and shape is checked here, and of a weight store the sizes of its files.
+    The presence and shape of every tensor are checked; for a weight store, also the sizes of its files.
 
     Args:
         files: Files of the model.
-        config: Its configuration, where that has been read already.
-        shard: The part of each layer that is wanted; None: all of it. Packed weights can be loaded for a shard only in
-            a format for which `shard.divides` is true.
+        config: Configuration of the model, if it has been read already. None: it is read.
+        shard: Part of each layer that a tensor-parallel rank needs; None: the whole layer. Packed weights can be loaded
+            for a shard only in a format for which `shard.divides` is true.
 
     Raises:
-        InputError: The model is not supported, or a file is missing, corrupt or of another shape.
+        InputError: The model is not supported, or a file is missing, corrupt or has tensors of a wrong shape.
     """
     if files.kind == "store":
         return _store_checkpoint(open_store(files.path), shard)
@@ -147,27 +182,27 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard:
 
 
 def dummy_checkpoint(config: ModelConfig, seed: int = 0, shard: Shard | None = None) -> Checkpoint:
-    """Dummy weights of any shape, for benchmarks (`formats/dummy.py`).
+    """Pseudorandom weights for a model of any shape, for benchmarks (`formats/dummy.py`).
 
     Args:
         config: Configuration of the whole model.
         seed: Seed of the weights.
-        shard: Part of each layer that is wanted; None: the whole.
+        shard: Part of each layer that a tensor-parallel rank needs; None: the whole layer.
     """
     return _checkpoint_of(_Parts(config, dummy_parts(config, seed), shard=shard))
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of a model, put together into tensors.
+    """The stored parts of a model, and the methods that join them to tensors.
 
     Attributes:
         whole: Configuration of the whole model.
-        parts: Every part, by name and layer.
-        stored_format: Format in which rows can be taken as they are.
-        shard: Part of each layer that is wanted; None: the whole.
-        of_gguf: Whether parts are single matrices, whose block-quantized rows can be left in the file.
-        read_ahead: Begins to bring a layer's tensors into memory.
+        parts: Every stored part, by name and layer.
+        stored_format: Format in which rows of matrices can be loaded without a conversion; None: there is none.
+        shard: Part of each layer that a tensor-parallel rank needs; None: the whole layer.
+        of_gguf: Whether each part is a single matrix of a GGUF, whose block-quantized rows can be left in the file.
+        read_ahead: Function that starts reading a layer's tensors into the page cache, or None.
     """
 
     whole: ModelConfig
@@ -183,7 +218,10 @@ class _Parts:
 
     @property
     def packed_format(self) -> str | None:
-        """`stored_format`, of a rank's part only where its rows can be cut: a row of int8 has one scale."""
+        """The format in which matrices are loaded without a conversion; None: there is none.
+
+        For a tensor-parallel rank it is `stored_format` only if the rank's part can be cut out of packed rows.
+        """
         return self.stored_format if self.shard is None or self.stored_format in NATIVE_FORMATS else None
 
     def load(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -210,20 +248,30 @@ class _Parts:
         }
 
     def _packed(self, which: Which, layer: int, dtype: torch.dtype) -> tuple[Layout, dict[str, Stored]]:
-        """The parts of each tensor where layers stay in `packed_format`, and the form in which it is stored."""
+        """The parts of each tensor, and the form in which it is stored, if matrices stay in `packed_format`."""
         weight_format = self.packed_format
         assert weight_format is not None
         stored = stored_tensors(self.config, which, layer, dtype_name(dtype), weight_format)
         return packed_layout(self.config, which, layer, weight_format, unfused=self.of_gguf), stored
 
     def _prefetch(self, which: Which, layer: int) -> None:
-        """Begin to read this layer and the next one."""
+        """Start reading this layer and the next one into the page cache."""
         if self.read_ahead and which == "layer":
             self.read_ahead(layer)
             self.read_ahead(layer + 1)
 
     def _filled(self, which: Which, layout: Layout, layer: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors, each part of which is read into its rows."""
+        """Fill allocated tensors: read each part into its rows of the tensor.
+
+        Args:
+            which: "embeddings", "layer", "head" or "sinks".
+            layout: Parts of each tensor.
+            layer: Number of the layer.
+            tensors: Allocated tensors, by name.
+
+        Returns:
+            `tensors`.
+        """
         whole = layout_of(self.whole, which, layer, unfused=self.of_gguf) if self.shard else {}
         for name, parts in layout.items():
             pieces = tensors[name].split([shape[0] for _, shape in parts])
@@ -244,7 +292,10 @@ def _checkpoint_of(parts: _Parts) -> Checkpoint:
 
 
 def _space(stored: Stored) -> Tensor:
-    """Memory for a tensor as it is stored; between the codes of int8 and their scales there are zeros."""
+    """Memory for a tensor in its stored form.
+
+    The memory of int8 rows is zeroed, because a row has padding before its scale.
+    """
     if not stored.is_packed:
         return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     if stored.dtype == INT8:
@@ -254,11 +305,11 @@ def _space(stored: Stored) -> Tensor:
 
 @dataclass(frozen=True)
 class _StoreTensors:
-    """The tensors of a weight store.
+    """The methods that load tensors from a weight store.
 
     Attributes:
-        store: The store.
-        shard: Part of each layer that is wanted; None: the whole.
+        store: The weight store.
+        shard: Part of each layer that a tensor-parallel rank needs; None: the whole layer.
     """
 
     store: WeightStore
@@ -266,7 +317,10 @@ class _StoreTensors:
 
     @property
     def packed_format(self) -> str | None:
-        """Format of packed matrices, of a rank's part only where its rows can be cut: a row of int8 has one scale."""
+        """The format in which matrices are loaded without a conversion; None: there is none.
+
+        For a tensor-parallel rank it is the store's format only if the rank's part can be cut out of packed rows.
+        """
         packed = (INT4, *NATIVE_FORMATS) if self.shard else PACKED_FORMATS
         return self.store.weight_format if self.store.weight_format in packed else None
 
@@ -304,9 +358,15 @@ def _store_checkpoint(store: WeightStore, shard: Shard | None) -> Checkpoint:
 
 
 def joined(config: ModelConfig, layer: int, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The tensor of a layer that is stored in several, by role (`layouts.packed_layout`).
+    """A tensor of a layer, joined from the tensors of its roles that are stored one by one (`layouts.packed_layout`).
 
-    Rows of experts follow each other again.
+    The rows of each expert become contiguous again.
+
+    Args:
+        config: Configuration of the model.
+        layer: Number of the layer.
+        name: Name of the joined tensor: "gate_up.weight".
+        tensors: The stored tensors, by name: "gate_up.gate.weight" and "gate_up.up.weight".
     """
     stem = name.removesuffix("weight")
     parts = [tensor for other, tensor in tensors.items() if other.startswith(stem) and other.endswith(".weight")]

@@ -1,6 +1,7 @@
-"""The configuration of a model: its shape, its family's switches, and every byte and FLOP count that follows.
+"""The configuration of a model: its shape, its family's switches, and its counts of weights, bytes and FLOPs.
 
-Families differ by flags, not classes. Nothing here reads a file or imports torch.
+One class describes all families. A family is a set of values of its switches. Nothing here reads a file or imports
+torch.
 """
 
 from __future__ import annotations
@@ -29,54 +30,62 @@ _OFTEN_EMPTY = ("first_layer", "model_layers", "layer_formats", "end_formats")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and switches of a decoder-only model. Raises InputError where the numbers cannot be a model.
+    """Shape and switches of a decoder-only language model, or of a pipeline stage of one.
 
     Attributes:
-        architecture: Name of the class in transformers.
-        family: One of `families.ARCHITECTURES`.
-        num_layers: Decoder layers.
+        architecture: Name of the model's class in transformers, such as "LlamaForCausalLM".
+        family: Name of the family, one of the values of `families.ARCHITECTURES`.
+        num_layers: Number of decoder layers.
         hidden_size: Width of the hidden states.
-        intermediate_size: Width of an MLP, or of each expert.
-        num_heads: Query heads.
-        num_kv_heads: Heads of keys and values.
-        head_dim: Values of a head.
-        vocab_size: Rows of the embedding.
+        intermediate_size: Width of the MLP; in a mixture of experts, of the MLP of each expert.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads.
+        head_dim: Number of values in one head.
+        vocab_size: Number of rows of the token embedding.
         max_position: Longest context, in tokens.
-        norm: "rms" or "layer".
-        norm_eps: Number added to the mean square or variance.
-        activation: "silu", "relu", "gelu", "gelu_tanh" or "swiglu_oai".
-        gated_mlp: Whether the activation is that of a gate.
-        qkv_bias, out_bias, mlp_bias: Whether linear layers have biases.
-        qk_norm: Whether queries and keys are normed, head by head.
-        tied_embeddings: Whether the embedding is the output matrix too.
-        rope: Rotary positions; None: positions are learned, and looked up at position + `position_offset`.
-        windows: Positions that a token sees in each layer, itself included; None: all of them.
-        embed_size: Width of the token embedding; where it differs from hidden_size, projections lead in and out.
-        position_offset: Rows of the position embedding before that of position 0.
-        norm_first: False puts each norm after its residual add (OPT-350m).
-        final_norm: Whether there is a norm before the head.
-        bos_token_id: Token that begins a text.
+        norm: "rms" (RMSNorm) or "layer" (LayerNorm).
+        norm_eps: Number that a norm adds to the mean square or to the variance.
+        activation: Activation of the MLP: "silu", "relu", "gelu", "gelu_tanh" or "swiglu_oai".
+        gated_mlp: Whether the MLP multiplies the activated gate with an up projection.
+        qkv_bias, out_bias, mlp_bias: Whether these linear layers have biases.
+        qk_norm: Whether each head's queries and keys are normed.
+        tied_embeddings: Whether the token embedding is also the output matrix.
+        rope: Rotary positions. None: position embeddings are learned, and the embedding of a position is in row
+            position + `position_offset`.
+        windows: Sliding window of each layer: the number of positions that a token attends to, its own included. None:
+            all positions.
+        embed_size: Width of the token embedding. If it differs from hidden_size, a projection follows the embedding,
+            and another one precedes the output matrix.
+        position_offset: Number of rows of the position embedding before the row of position 0.
+        norm_first: Whether norms precede attention and MLP. False: they follow the residual add (OPT-350m).
+        final_norm: Whether there is a norm after the last layer.
+        bos_token_id: Token that begins a text; None: there is none.
         eos_token_ids: Tokens that end a text.
-        dtype: Dtype that the checkpoint states.
-        local_rope: Rotary positions of layers with a window, where they differ from those of the others.
-        output_norms: Whether the outputs of attention and MLP are normed before they are added (Gemma 2).
-        embedding_scale: Factor of embeddings.
-        query_scale: Factor of queries; None: head_dim ** -0.5.
-        attention_softcap, logit_softcap: Caps; scores and logits x become cap * tanh(x / cap). 0: they stay.
-        num_experts: MLPs of which a router chooses some for each token; 0: one MLP.
-        experts_per_token: Experts chosen for each token.
-        norm_topk: Whether the weights of those chosen add up to 1.
-        shared_expert_size: Width of one more expert, which all tokens go through, with a weight by a gate of its own
-            (Qwen2-MoE); 0: there is none.
-        dense_layers: Layers with one MLP in place of experts.
-        dense_size: Width of these MLPs.
+        dtype: Dtype of the weights that the checkpoint states.
+        local_rope: Rotary positions of layers with a sliding window, if they differ from `rope`; None: all layers use
+            `rope`.
+        output_norms: Whether the outputs of attention and of MLP are normed before the residual add (Gemma 2).
+        embedding_scale: Factor of token embeddings.
+        query_scale: Factor of queries. None: head_dim ** -0.5.
+        attention_softcap, logit_softcap: Caps. An attention score or logit x becomes cap * tanh(x / cap). 0: no cap.
+        num_experts: Number of experts of a layer: MLPs of which a router chooses some for each token. 0: one MLP.
+        experts_per_token: Number of experts that the router chooses for each token.
+        norm_topk: Whether the weights of a token's chosen experts are scaled to a sum of 1.
+        shared_expert_size: Width of the shared expert, which all tokens go through and whose result is weighted by a
+            gate of its own (Qwen2-MoE). 0: there is none.
+        dense_layers: Numbers of layers with one MLP in a model whose other layers have experts.
+        dense_size: Width of the MLP of `dense_layers`.
         router_bias: Whether the router has a bias.
-        sinks: Whether each head has a score that takes its part of the softmax and has no value (gpt-oss).
-        first_layer: The model's layer that is the first of this stage of a pipeline (`stage`).
-        model_layers: Layers of the whole model, where this is a stage of it; 0: this is the whole model.
-        layer_formats: Block formats (`core.dtypes.BLOCK_FORMATS`) of each layer's matrices by role (`layouts.role`),
-            where they differ; matrices that are not named are in numbers.
-        end_formats: Block formats of "embed" and "lm_head", where they have one.
+        sinks: Whether each head has an attention sink: a further score that is part of the softmax's sum but has no
+            value (gpt-oss).
+        first_layer: Number in the whole model of the first layer of this pipeline stage (`stage`).
+        model_layers: Number of layers of the whole model, if this is a pipeline stage. 0: this is the whole model.
+        layer_formats: For each layer, the block format (`core.dtypes.BLOCK_FORMATS`) of matrices by their role
+            (`layouts.role`), if matrices differ in format. Matrices without an entry are stored as numbers.
+        end_formats: Block formats of "embed" and "lm_head"; those without an entry are stored as numbers.
+
+    Raises:
+        InputError: The numbers cannot describe a model.
     """
 
     architecture: str
@@ -159,24 +168,30 @@ class ModelConfig:
             raise InputError(f"dtype {self.dtype!r} is not supported; supported: {', '.join(DTYPES)}")
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values from which `from_json` makes the same configuration."""
+        """The configuration as JSON values, from which `from_json` makes an equal configuration."""
         values = asdict(self)
         return {k: v for k, v in values.items() if v or k not in _OFTEN_EMPTY}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelConfig:
-        """The configuration that `to_json` wrote. Raises InputError, or ValueError where it is something else."""
+        """The configuration that JSON values from `to_json` describe.
+
+        Raises:
+            InputError: The numbers cannot describe a model.
+            ValueError: The value is not from `to_json`.
+        """
         config: ModelConfig = read_typed(cls, value, "the configuration")
         return config
 
     def first_layers(self, count: int) -> ModelConfig:
-        """The model with its first `count` layers alone."""
+        """The configuration of a model that has only the first `count` layers of this one."""
         return self._of_layers(0, count)
 
     def stage(self, first: int, stop: int) -> ModelConfig:
-        """A stage of a pipeline: layers [first, stop).
+        """The configuration of a pipeline stage that has layers [first, stop) of this model.
 
-        The first stage has the embeddings, the last one the head.
+        The stage with layer 0 also has the embeddings. The stage with the last layer also has the final norm and output
+        matrix.
         """
         return replace(self._of_layers(first, stop), first_layer=first, model_layers=self.num_layers)
 
@@ -193,63 +208,63 @@ class ModelConfig:
 
     @property
     def embeds(self) -> bool:
-        """True where tokens come in here, and not the activations of a stage before."""
+        """True for the whole model and for the first pipeline stage: the input is tokens, not activations."""
         return self.first_layer == 0
 
     @property
     def has_head(self) -> bool:
-        """True where logits come out here, and not the activations for a stage behind."""
+        """True for the whole model and for the last pipeline stage: the output is logits, not activations."""
         return self.model_layers in (0, self.first_layer + self.num_layers)
 
     @property
     def has_embeddings(self) -> bool:
-        """True where the embeddings are used here: to embed tokens, or as the output matrix."""
+        """True where the token embedding is used: to embed tokens, or as the tied output matrix."""
         return self.embeds or (self.has_head and self.tied_embeddings)
 
     def rope_of(self, layer: int) -> RopeConfig | None:
-        """Rotary positions of a layer; None: its positions are learned."""
+        """Rotary positions of layer number `layer`; None: position embeddings are learned."""
         return self.rope if self.windows[layer] is None or self.local_rope is None else self.local_rope
 
     @property
     def has_channels(self) -> bool:
-        """True where the model thinks in a channel of its own before it answers (`tokenizers/harmony.py`).
+        """True where the model marks its reasoning and its answer as channels (gpt-oss; `tokenizers/harmony.py`).
 
-        Others think between tags (`tokenizers/thinking.py`).
+        Other reasoning models put their reasoning between tags (`tokenizers/thinking.py`).
         """
         return self.family == "gpt_oss"
 
     @property
     def attention_scale(self) -> float:
-        """Factor of queries."""
+        """Factor of queries, by which attention scores are scaled."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     @property
     def mlp_activation(self) -> str:
-        """Name of the MLP's activation in `ops.linear`."""
+        """Name of the MLP's activation as an argument of `ops.linear`, such as "silu_mul"."""
         return f"{self.activation}_mul" if self.gated_mlp else self.activation
 
     @property
     def q_size(self) -> int:
-        """Numbers in a token's queries of all heads, and in its attention's result."""
+        """Number of values in the queries of one token, all heads together; also the width of the attention output."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Numbers in a token's keys of all heads, and as many in its values."""
+        """Number of values in the keys of one token, all heads together. The token's values have as many."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def qkv_size(self) -> int:
-        """Rows of the fused query, key and value projection."""
+        """Number of rows of the fused query, key and value projection."""
         return self.q_size + 2 * self.kv_size
 
     def has_experts(self, layer: int) -> bool:
-        """True where a layer has a mixture of experts, and not one MLP."""
+        """True where layer number `layer` has a mixture of experts instead of one MLP."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @cached_property
     def window_layers(self) -> dict[int | None, int]:
-        """Number of layers with each sliding window; None: those without one."""
+        """Number of layers for each sliding window, in positions. Key None: layers without a window."""
         return dict(Counter(self.windows))
 
     @cached_property
@@ -259,15 +274,15 @@ class ModelConfig:
 
     @property
     def matmul_params_per_layer(self) -> int:
-        """Weights of one layer that a token is multiplied with, the mean where layers differ.
+        """Number of a layer's weights that one token is multiplied with, as a mean over all layers.
 
-        Of a mixture those of the router and of the experts chosen count.
+        In a mixture of experts, only the router and the experts that are chosen for the token count.
         """
         return self._matmul_params // self.num_layers
 
     @cached_property
     def _matmul_params(self) -> int:
-        """Weights of all layers that a token is multiplied with."""
+        """Number of weights in all layers that one token is multiplied with."""
         total = 0
         for experts, layers in self._kinds.items():
             matrices = sum(math.prod(shape) for shapes in self._matrices(experts).values() for shape in shapes)
@@ -277,35 +292,36 @@ class ModelConfig:
 
     @property
     def expert_params(self) -> int:
-        """Weights of one expert that take part in matrix products."""
+        """Number of weights in the matrices of one expert."""
         return sum(math.prod(self.matmul_shapes[name]) for name in ("up", "down"))
 
     @cached_property
     def layer_tensors(self) -> dict[str, int]:
-        """The number of weights in each tensor of a layer, fused as they are loaded: what can be placed on its own.
+        """Number of weights in each group of a layer's tensors: "qkv", "out", "up" and "down".
 
-        Biases go with their matrix, norms with "qkv". Of each the largest, where layers differ.
+        A group is the unit that is placed on a device. A bias belongs to the group of its matrix. Norms belong to
+        "qkv". The router belongs to "up". If layers differ in size, this is the largest size of each group.
         """
         kinds = [self._tensors(experts) for experts in self._kinds]
         return {group: max(sizes[group] for sizes in kinds) for group in kinds[0]}
 
     @property
     def layer_matrices(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """(rows, columns) of the matrices in each of the `layer_tensors`; experts stand one after the other.
+        """Shapes (rows, columns) of the matrices in each group of `layer_tensors`. Rows of experts are stacked.
 
-        The rest of a group is biases, norms and what chooses experts.
+        If layers differ in size, these are the shapes for the largest size of each group.
         """
         kinds = [(self._tensors(experts), self._matrices(experts)) for experts in self._kinds]
         return {group: max(kinds, key=lambda kind: kind[0][group])[1][group] for group in kinds[0][0]}
 
     @cached_property
     def _kinds(self) -> dict[bool, int]:
-        """Number of layers with experts (True) and without (False), where there are any."""
+        """Number of layers with experts (key True) and without (key False). A kind without layers has no entry."""
         kinds = {True: self.expert_layers, False: self.num_layers - self.expert_layers}
         return {experts: layers for experts, layers in kinds.items() if layers}
 
     def _tensors(self, experts: bool) -> dict[str, int]:
-        """`layer_tensors` of a layer with experts, or of one without."""
+        """Number of weights in each group of `layer_tensors`, for a layer with experts or for one without."""
         matrices = self._matrices(experts)
         biased = {"qkv": self.qkv_bias, "out": self.out_bias, "up": self.mlp_bias, "down": self.mlp_bias}
         sizes = {
@@ -317,7 +333,7 @@ class ModelConfig:
         return sizes
 
     def _matrices(self, experts: bool) -> dict[str, tuple[tuple[int, int], ...]]:
-        """`layer_matrices` of a layer with experts, or of one without."""
+        """Shapes of the matrices in each group of `layer_tensors`, for a layer with experts or for one without."""
         shapes = self.matmul_shapes
         matrices: dict[str, tuple[tuple[int, int], ...]] = {group: (shapes[group],) for group in ("qkv", "out")}
         for group in ("up", "down"):
@@ -331,15 +347,14 @@ class ModelConfig:
         return matrices
 
     def _router_params(self, experts: bool) -> int:
-        """Weights that choose experts: a row for each, and one that weighs the shared expert."""
+        """Number of weights that choose experts: one row for each expert, and one for the gate of a shared expert."""
         return (self.num_experts + (self.shared_expert_size > 0)) * self.hidden_size if experts else 0
 
     @cached_property
     def matmul_shapes(self) -> dict[str, tuple[int, int]]:
-        """The (N, K) of each matmul of a layer; of experts, that of one of them.
+        """N and K of each matrix product of a layer, by name. For experts, N and K of one expert.
 
-        "shared_up" and "dense_up" are those of the shared expert, and of layers without experts in a model that has
-        some.
+        "shared_up" belongs to the shared expert. "dense_up" belongs to `dense_layers`.
         """
         shapes = {
             "qkv": (self.qkv_size, self.hidden_size),
@@ -354,30 +369,34 @@ class ModelConfig:
 
     @property
     def widest_mlp(self) -> int:
-        """Intermediate size of the widest MLP."""
+        """Width of the widest MLP of the model."""
         return max(self.intermediate_size, self.shared_expert_size, self.dense_size)
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(rows, columns) of the matrices of a layer and of the output matrix, each once."""
+        """Distinct shapes (rows, columns) of the matrices of a layer and of the output matrix."""
         return tuple(dict.fromkeys([*self.matmul_shapes.values(), (self.vocab_size, self.embed_size)]))
 
     def kernel_keys(self, dtype: str) -> list[str]:
-        """Names that `KernelChoice` has for the shapes."""
+        """Keys by which a `KernelChoice` names the matrices and the attention of this model.
+
+        Args:
+            dtype: Compute dtype.
+        """
         linear = [linear_key(*shape, dtype) for shape in self.linear_shapes]
         return [*linear, attention_key(self.num_heads, self.num_kv_heads, self.head_dim, dtype)]
 
     @cached_property
     def params_per_layer(self) -> int:
-        """Weights of one layer, biases and norms included.
+        """Number of weights of one layer, biases and norms included.
 
-        Where layers differ, those of a layer with the largest of each tensor.
+        If layers differ in size, this is the sum of the largest sizes of the groups (`layer_tensors`).
         """
         return sum(self.layer_tensors.values())
 
     @property
     def embedding_params(self) -> int:
-        """Token and position embeddings, and the projection that leads in."""
+        """Number of weights before the first layer: token and position embeddings, and the projection after them."""
         if not self.has_embeddings:
             return 0
         positions = 0 if self.rope else (self.max_position + self.position_offset) * self.hidden_size
@@ -385,7 +404,7 @@ class ModelConfig:
 
     @property
     def head_params(self) -> int:
-        """Final norm, the projection that leads out, sinks, and the output matrix unless it is the embedding."""
+        """Number of weights after the last layer: final norm, projection, sinks and an untied output matrix."""
         output = 0 if self.tied_embeddings else self.vocab_size * self.embed_size
         sinks = self.sinks * self.num_layers * self.num_heads
         if not self.has_head:
@@ -394,12 +413,12 @@ class ModelConfig:
 
     @property
     def num_params(self) -> int:
-        """All weights; a tied embedding counts once."""
+        """Number of all weights. A tied embedding counts once."""
         return self.embedding_params + self.layer_params + self.head_params
 
     @property
     def layer_params(self) -> int:
-        """Weights of all layers."""
+        """Number of weights of all layers together."""
         return sum(layers * sum(self._tensors(experts).values()) for experts, layers in self._kinds.items())
 
     @property
@@ -411,27 +430,38 @@ class ModelConfig:
         return 0 if self.embed_size == self.hidden_size else self.embed_size * self.hidden_size
 
     def weight_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of all weights at `dtype_bytes` each."""
+        """Bytes of all weights, at `dtype_bytes` bytes for each."""
         return self.num_params * dtype_bytes
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of keys and values one token leaves in the cache, all layers together."""
+        """Bytes of the keys and values of one token in all layers, at `dtype_bytes` bytes for each number."""
         return self.num_layers * 2 * self.kv_size * dtype_bytes
 
     def flops_per_token(self, context: int) -> int:
-        """FLOPs of one token and its logits, attending to `context` positions, itself included."""
+        """FLOPs of the forward pass of one token, logits included.
+
+        Args:
+            context: Number of positions that the token attends to, its own included.
+        """
         weights = self._matmul_params
         weights += self.vocab_size * self.embed_size + 2 * self._projection_params
         seen = sum(context if window is None else min(context, window) for window in self.windows)
         return 2 * weights + 4 * self.q_size * seen
 
     def elementwise_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Activations that one token reads and writes in one layer outside of matrix products and attention.
+        """Bytes of activations that one token reads and writes in one layer, outside of matrix products and attention.
 
-        Each operation counts its operands once in and its result once out, at `dtype_bytes` a number: two norms
-        and the norms of q and k (1 in, 1 out), rotary embedding of q and k or, without it, the scaling of q (1, 1),
-        the write of k and v to the cache (1, 1), the activation (gate and up, or up alone, in; one out) and two
-        residual adds (2, 1). Weights of the norms and intermediate fp32 values do not count.
+        Each operation reads each operand once and writes its result once, at `dtype_bytes` bytes for each number. The
+        operations, with (operands, results):
+
+            both norms, and the norms of queries and keys    (1, 1)
+            rotary embedding of queries and keys             (1, 1)
+            scaling of queries, without rotary embedding     (1, 1)
+            storing keys and values in the KV                (1, 1)
+            activation of the MLP                            (gate and up, or up alone; 1)
+            both residual adds                               (2, 1)
+
+        The weights of norms and intermediate fp32 values do not count.
         """
         q, kv = self.q_size, self.kv_size
         norms = (4 if self.output_norms else 2) * 2 * self.hidden_size + self.qk_norm * 2 * (q + kv)

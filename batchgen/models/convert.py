@@ -1,7 +1,8 @@
-"""Conversion of any model into a weight store, a file at a time.
+"""The conversion of a model into a weight store, one file at a time.
 
-Each file is written under a temporary name, synced, renamed and noted, with its checksums, in an unfinished manifest,
-which becomes the manifest when the last file is there. So whatever happens, the next call keeps what is whole.
+Each file is written under a temporary name, synced and renamed. Then it is added, with its checksums, to an unfinished
+manifest. When the last file is written, the unfinished manifest is renamed to the manifest. So after an interruption
+the next call keeps every finished file.
 """
 
 from __future__ import annotations
@@ -51,11 +52,10 @@ _OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head)\.safetensors|tokenizer"
 # Bytes that manifest, tokenizer and the file system's own records may take beside the weights.
 _SMALL_FILES_BYTES = 8 << 20
 _DIRTY_BYTES = 256 << 20  # written before it is pushed to the disk
-_LOCK_POLL_S = 1.0
 
 
 def no_progress(done: int, total: int) -> None:
-    """Show nobody how many layers are done."""
+    """Ignore the progress of a conversion: `done` of `total` layers."""
 
 
 def convert(
@@ -69,25 +69,28 @@ def convert(
     on_layer: Callable[[int, int], None] = no_progress,
     shard: Shard | None = None,
 ) -> WeightStore:
-    """Put the model's weights into a weight store.
+    """Convert a model into a weight store, or complete a store whose conversion was interrupted.
 
-    Where the directory holds part of it, or all of it, every file is checked against its checksums, and only what is
-    missing or damaged is written. Peak memory is about one layer, or the embeddings.
+    Files that are already in the directory are compared with their checksums. Only missing or damaged files are
+    written. Peak memory is about the size of one layer, or of the embeddings.
 
     Args:
         files: Files of the model.
         target: Directory of the store.
         dtype: Compute dtype.
-        weights: Format of the layers' matrices (`models.files.resolve_weights`): "int4" and "int8" pack them, "native"
-            leaves them packed as the model has them, "dequantized" does not.
-        overwrite: Whether a store of something else is replaced.
-        on_start: Called when no other process is at it.
-        on_layer: Called after each layer with how many are done, and of how many.
-        shard: Part of the model that the store is to have; in int4 it comes from a store of the whole.
+        weights: Format of the layers' matrices (`models.files.resolve_weights`). "int4" and "int8" quantize them.
+            "native" keeps the model's own format. "dequantized" stores them in the compute dtype.
+        overwrite: Whether a store of another model or format in `target` is replaced.
+        on_start: Function that is called when this process has the lock of the directory.
+        on_layer: Function that is called after each layer with the number of finished layers and of all layers.
+        shard: Part of the model to be stored; None: the whole model. A part in int4 is cut out of a whole store.
+
+    Returns:
+        The finished store.
 
     Raises:
-        InputError: The model is broken, or the directory holds something else.
-        BatchgenError: The disk is full, or another process is at it.
+        InputError: The model is broken, or the directory has other files.
+        BatchgenError: The disk is full, or another process converts into the directory.
     """
     from batchgen.models.checkpoint import open_checkpoint
     from batchgen.models.store.weight_store import open_store
@@ -127,9 +130,9 @@ def convert(
 
 
 def _check_apart(files: ModelFiles, target: Path) -> None:
-    """Raise InputError where the store would lie in the model, or the model in the store.
+    """Raise InputError if the store's directory is the model's, or one of the two is inside the other.
 
-    Files of its names are replaced.
+    Otherwise the conversion could overwrite files of the model that have the names of a store's files.
     """
     model, destination = files.path.resolve(), target.resolve()
     if destination == model or (target.exists() and target.samefile(model)):
@@ -146,13 +149,13 @@ def source_identity(files: ModelFiles, shard: Shard | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _PlannedFile:
-    """A file to be written.
+    """A file of the store that is to be written.
 
     Attributes:
         which: "embeddings", "layer" or "head".
         layer: Number of the layer.
-        layout: Places of its tensors; checksums are not known yet.
-        header: Bytes before the first tensor.
+        layout: Offsets of its tensors, without checksums.
+        header: Bytes of the file before the first tensor.
     """
 
     which: Which
@@ -166,7 +169,7 @@ class _PlannedFile:
 
 
 def _plan_files(checkpoint: Checkpoint, target: Path, dtype: str, weight_format: str) -> list[_PlannedFile]:
-    """All files of the store, in the order of writing."""
+    """All files of the store, in the order in which they are written."""
     from batchgen.models.layouts import stored_tensors
     from batchgen.models.store.layout import EMBEDDINGS_FILE, HEAD_FILE, lay_out, layer_file_name, layer_groups
 
@@ -186,13 +189,13 @@ def _plan_files(checkpoint: Checkpoint, target: Path, dtype: str, weight_format:
 
 
 class _Conversion:
-    """One directory on its way to being a store.
+    """The state of a conversion in one directory.
 
     Attributes:
-        target: The directory.
-        header: The manifest without the list of files.
-        planned: All files, in the order of writing.
-        finished: Files that the manifest on disk lists.
+        target: Directory of the store.
+        header: The manifest without its list of files.
+        planned: All files, in the order in which they are written.
+        finished: Files that the manifest on the disk lists, by name.
     """
 
     def __init__(self, target: Path, header: dict[str, Any], planned: list[_PlannedFile]) -> None:
@@ -203,14 +206,16 @@ class _Conversion:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes of the files that are not finished."""
+        """Number of bytes of the files that are not finished."""
         return sum(p.layout.num_bytes for p in self.planned if p.path.name not in self.finished)
 
     def start(self, overwrite: bool) -> None:
-        """Find out what is there already; remove what belongs to another model, or was left by a crash.
+        """Find the finished files in the directory, and remove files that are of no use.
+
+        These are temporary files and, with `overwrite`, the files of another store.
 
         Raises:
-            InputError: The directory is not ours to change.
+            InputError: The directory has other files, or a store of another model or format that is not to be replaced.
         """
         from batchgen.models.store.layout import file_from_json
 
@@ -231,7 +236,7 @@ class _Conversion:
                         self.finished[planned.path.name] = file
 
     def check_space(self) -> None:
-        """Raise BatchgenError where what is missing does not fit the disk."""
+        """Raise BatchgenError if the missing files do not fit on the disk."""
         missing, free = self.missing_bytes, shutil.disk_usage(self.target).free
         if missing and free < missing + _SMALL_FILES_BYTES:
             needed = missing + _SMALL_FILES_BYTES
@@ -242,7 +247,7 @@ class _Conversion:
             )
 
     def run(self, checkpoint: Checkpoint, on_layer: Callable[[int, int], None]) -> None:
-        """Check what is there and write the rest."""
+        """Compare finished files with their checksums, and write missing and damaged ones."""
         import torch
 
         from batchgen.models.store.weight_store import is_intact
@@ -266,7 +271,12 @@ class _Conversion:
     def _read(
         self, checkpoint: Checkpoint, dtype: torch.dtype
     ) -> Iterator[tuple[_PlannedFile, dict[str, Tensor] | None, dict[str, Tensor]]]:
-        """Each file, its tensors (None where it is finished), and the importance of the columns of 4-bit matrices."""
+        """Load the tensors of the store's files, one file after the other.
+
+        Yields:
+            A file; its tensors by name, or None if the file is finished; the importance of the columns of its 4-bit
+                matrices.
+        """
         from batchgen.models.importance import ChannelImportance, random_tokens
 
         missing = [p.path.name not in self.finished for p in self.planned]
@@ -298,7 +308,7 @@ class _Conversion:
         return checkpoint.load(planned.which, planned.layer, dtype)
 
     def _held_manifest(self, overwrite: bool) -> dict[str, Any] | None:
-        """The manifest of this same store, complete or not; None where it begins, or begins afresh."""
+        """The manifest of this store, finished or not, that the directory has; None: no file of it can be kept."""
         manifests = [self.target / name for name in (STORE_MANIFEST, STORE_UNFINISHED) if (self.target / name).exists()]
         if not manifests:
             others = [path.name for path in self.target.iterdir() if path.name != _LOCK]
@@ -322,7 +332,10 @@ class _Conversion:
         raise InputError(f"{self.target} {what}: give another directory, or replace it with --overwrite")
 
     def _note(self) -> None:
-        """Put `finished` on disk. The store is not complete from here until `run` says so."""
+        """Write the unfinished manifest with the list of finished files.
+
+        Until `run` renames it, the directory is not a finished store.
+        """
         from batchgen.models.store.layout import file_to_json
 
         names = [p.path.name for p in self.planned if p.path.name in self.finished]
@@ -333,7 +346,7 @@ class _Conversion:
 
 
 def _describe(manifest: dict[str, Any]) -> str:
-    """ "SmolLM2 in int4 for bfloat16"."""
+    """Model, weight format and dtype of a manifest, for messages: "SmolLM2 in int4 for bfloat16"."""
     dtype, weight_format = manifest["dtype"], manifest["weight_format"]
     return f"{manifest['source']['name']} in {dtype if dtype == weight_format else f'{weight_format} for {dtype}'}"
 
@@ -343,12 +356,18 @@ def _without_checksums(file: StoreFile) -> StoreFile:
 
 
 def _write_file(planned: _PlannedFile, tensors: dict[str, Tensor], importance: dict[str, Tensor]) -> StoreFile:
-    """Write and sync one file; its name is on stable storage when the next manifest is. Raises OSError.
+    """Write and sync one file of the store. Its name is only durable when the next manifest is written.
 
     Args:
         planned: The file.
-        tensors: Its tensors, which are taken out of the mapping one by one.
-        importance: Importance of the columns of each 4-bit matrix.
+        tensors: Its tensors, which are removed from the mapping one by one.
+        importance: Importance of the columns of each 4-bit matrix, by name.
+
+    Returns:
+        The file with its checksums.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     temporary = planned.path.with_name(f"{planned.path.name}.tmp")
     with staged(temporary, 0o644) as out:
@@ -362,14 +381,18 @@ def _write_file(planned: _PlannedFile, tensors: dict[str, Tensor], importance: d
 
 
 def _drop_behind(out: BinaryIO) -> None:
-    """Push what is written so far to the disk, and out of the page cache, where it would crowd out what is of use."""
+    """Write a file's buffered bytes to the disk and drop them from the page cache, to leave it to other data."""
     out.flush()
     os.fdatasync(out.fileno())
     os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], importance: dict[str, Tensor]) -> str:
-    """Write one group. Returns its checksum."""
+    """Write one group of a file's tensors, with its padding.
+
+    Returns:
+        Checksum of the written bytes.
+    """
     import torch
     import xxhash
 
@@ -400,7 +423,12 @@ def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], imp
 
 
 class AnotherConverts(BatchgenError):
-    """Another process has the lock of `target`. holder: text that says which (`LockHeld.holder`)."""
+    """The error that another process has the lock of a store's directory.
+
+    Attributes:
+        target: The directory.
+        holder: Text that names the other process (`LockHeld.holder`).
+    """
 
     def __init__(self, target: Path, holder: str) -> None:
         super().__init__(f"another batchgen is converting into {target} ({holder}): wait for it, or stop it")
@@ -409,11 +437,11 @@ class AnotherConverts(BatchgenError):
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Make the directory and hold its lock.
+    """Make the directory of a store, and hold its lock within a `with` block.
 
     Raises:
-        InputError: It cannot be written.
-        BatchgenError: Another process holds the lock.
+        InputError: The directory cannot be written.
+        BatchgenError: Another process has the lock.
     """
     try:
         target.mkdir(mode=0o755, parents=True, exist_ok=True)

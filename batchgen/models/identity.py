@@ -1,4 +1,4 @@
-"""The identity of a model: what makes a resumed job the same job, wherever the files lie."""
+"""The identity of a model: values that show whether a resumed job has the same model, wherever its files are."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ _VOLATILE_KEYS = {"_name_or_path", "transformers_version", "use_cache"}
 
 
 def model_identity(files: ModelFiles) -> dict[str, Any]:
-    """The values, as JSON has them, that make two models the same for a resumed job, wherever the files lie.
+    """The identity of a model as JSON values: two models are equal to a resumed job if their identities are equal.
 
-    Weight files of more than 64 MiB are sampled, not read whole: head, tail, 64 ranges between, and the middle of their
-    tensors. Of a store the manifest, which has the checksums of all it holds, is enough.
+    Weight files of more than 64 MiB are not read whole. Their first and last 64 KiB, 64 evenly spread blocks, and a
+    block in the middle of each tensor are read. For a weight store only the manifest is read, because it has checksums
+    of all files.
+
+    Args:
+        files: Files of the model.
     """
     if files.kind == "store":
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
@@ -49,7 +53,12 @@ def model_identity(files: ModelFiles) -> dict[str, Any]:
 
 
 def _weights_identity(paths: list[Path], tensors: Mapping[str, TensorInfo]) -> list[dict[str, Any]]:
-    """The values that tell each file from others. tensors: all tensors of these files."""
+    """The identity of each weight file: values that differ if its content differs.
+
+    Args:
+        paths: Weight files.
+        tensors: All tensors of these files.
+    """
     identities = []
     for path in paths:
         version = version_of(path)
@@ -71,8 +80,8 @@ def _content_sha256(path: Path, version: FileVersion, middles: tuple[int, ...]) 
 
     Args:
         path: The file.
-        version: Its version, with which the digest changes.
-        middles: Offsets of blocks, beside 64 that are spread evenly.
+        version: Version of the file; the digest is computed again if it has changed.
+        middles: Offsets of blocks in the file, besides 64 evenly spread blocks.
     """
     size, edge, block, samples = version.size_bytes, 1 << 16, 1 << 12, 64
     with path.open("rb") as file:

@@ -1,8 +1,9 @@
-"""The importance of each input channel of a layer's matrices, by which 4-bit weights are fitted.
+"""The importance of each input channel of a layer's matrices, for the quantization of their weights to 4 bits.
 
-A few channels of a language model's activations are far larger than the rest, whatever it reads, so errors in the
-weights that these meet cost the most (AWQ: Lin et al., 2023, section 3.1). The mean square of each channel is measured
-on random tokens, which needs no text and serves any vocabulary, while a model is read layer by layer.
+A few channels of a language model's activations are far larger than the rest, for any input. Errors of the weights that
+are multiplied with them cost the most (AWQ: Lin et al., 2023, section 3.1). The importance of a channel is the mean
+square of its activations for random tokens, which need no text and exist for any vocabulary. It is measured while the
+model is read layer by layer.
 """
 
 from __future__ import annotations
@@ -21,24 +22,27 @@ _LEAST_FRAC = 1e-3
 
 
 def random_tokens(config: ModelConfig) -> Tensor:
-    """Random tokens, int64 [seqs, tokens], the same for every model of this vocabulary."""
+    """Random token ids, int64 [seqs, tokens], which are equal for all models with this size of vocabulary."""
     generator = torch.Generator().manual_seed(_SEED)
     return torch.randint(config.vocab_size, (_SEQS, min(_TOKENS, config.max_position)), generator=generator)
 
 
 class ChannelImportance:
-    """Measures a model layer by layer. Invariant: `_hidden` is the input of the layer that comes next."""
+    """The measurement of the importance of input channels, one layer after the other.
+
+    Invariant: `_hidden` is the input of the next layer.
+    """
 
     def __init__(
         self, config: ModelConfig, embeddings: Weights, token_ids: Tensor, sinks: Tensor | None = None
     ) -> None:
-        """Begin at the first layer.
+        """Begin the measurement before the first layer.
 
         Args:
             config: Configuration of the model.
             embeddings: Tensors before the first layer (`Checkpoint.load_embeddings`).
-            token_ids: int64 [seqs, tokens] to measure with.
-            sinks: Sinks of all layers (`Checkpoint.load_sinks`).
+            token_ids: Tokens whose activations are measured, int64 [seqs, tokens].
+            sinks: Attention sinks of all layers (`Checkpoint.load_sinks`); or None.
         """
         self._config = config
         self._seqs, self._tokens = token_ids.shape
@@ -50,10 +54,13 @@ class ChannelImportance:
         self._layer = 0
 
     def next_layer(self, tensors: Weights) -> dict[str, Tensor]:
-        """Mean squares of the inputs of each matrix [out, in] of the next layer, fp32 [in], above zero.
+        """Run the next layer, and return the mean square of each input channel of its matrices.
 
         Args:
-            tensors: Tensors of the layer (`Checkpoint.load_layer`); all layers in turn.
+            tensors: Tensors of the layer (`Checkpoint.load_layer`). The calls must have all layers in order.
+
+        Returns:
+            Mean squares, fp32 [in] and above zero, by the name of the matrix [out, in].
         """
         config = self._config
         weights = split_experts(config, tensors, self._layer)
@@ -80,13 +87,14 @@ class ChannelImportance:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float, sinks: Tensor | None) -> Tensor:
-    """Causal attention [seqs, heads, tokens, head_dim], in one piece.
+    """Causal attention of whole sequences, without paged KV.
 
     Args:
-        q, k, v: Queries, scaled, keys and values.
-        window: Positions that a token sees; None: all.
-        softcap: Cap of scores; 0: none.
-        sinks: fp32 [heads].
+        q: Queries, scaled, [seqs, heads, tokens, head_dim].
+        k, v: Keys and values, [seqs, heads, tokens, head_dim].
+        window: Number of positions that a token attends to; None: all.
+        softcap: Cap of the scores; 0: no cap.
+        sinks: Attention sinks, fp32 [heads]; or None.
     """
     group = q.shape[1] // k.shape[1]
     scores = q.float() @ k.float().repeat_interleave(group, 1).transpose(2, 3)
@@ -103,7 +111,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float,
 
 
 def _bounded(mean_squares: Tensor) -> Tensor:
-    """Finite and above zero; all alike where activations left the dtype's range."""
+    """Mean squares made finite and positive; all equal if activations were beyond the range of their dtype."""
     if not mean_squares.isfinite().all() or mean_squares.max() == 0:
         return torch.ones_like(mean_squares)
     return mean_squares.clamp(min=_LEAST_FRAC * mean_squares.mean().item())

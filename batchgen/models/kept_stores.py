@@ -1,4 +1,4 @@
-"""The weight stores that jobs make of models, kept for later jobs."""
+"""The weight stores that jobs make of models and keep for later jobs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,19 @@ _LOCK_POLL_S = 1.0
 
 
 def store_path(offload_dir: Path, files: ModelFiles, dtype: str, weights: str, shard: Shard | None = None) -> Path:
-    """Path of the store that jobs make of a model, or of a rank's part of it.
+    """Path of the weight store that jobs make of a model, or of a tensor-parallel rank's part of it.
 
-    Where another user has made what is there, or may write to it, this user's store is beside it.
+    If another user owns or can write what is at the usual path, the path with this user's id appended is used.
+
+    Args:
+        offload_dir: Directory that has the stores.
+        files: Files of the model.
+        dtype: Compute dtype.
+        weights: Format of the layers' matrices.
+        shard: Part of the model; None: the whole model.
 
     Raises:
-        InputError: The path beside it is not this user's alone, either.
+        InputError: Another user owns or can write this user's path, too.
     """
     path = _common_path(offload_dir, files, dtype, weights, shard)
     if why_untrusted(path, path) is None:
@@ -62,9 +69,9 @@ def find_or_convert(
     on_layer: Callable[[int, int], None] = no_progress,
     shard: Shard | None = None,
 ) -> WeightStore:
-    """A store of the model: the model itself where it is one of that kind, one that was made before, or a new one.
+    """A weight store of a model: the model itself if it is a store, one of an earlier job, or a new one.
 
-    Where another process makes the same store, this one waits for it: workers and ranks that start together find one
+    If another process makes the same store, this process waits for it. So workers and ranks that start together use one
     store.
 
     Args:
@@ -72,8 +79,8 @@ def find_or_convert(
         offload_dir: Directory that has the stores.
         dtype: Compute dtype.
         weights: Format of the layers' matrices (`models.files.resolve_weights`).
-        on_layer: Called after each layer with how many are done, and of how many.
-        shard: Part of the model that the store is to have.
+        on_layer: Function that is called after each layer with the number of finished layers and of all layers.
+        shard: Part of the model to be stored; None: the whole model.
 
     Raises:
         InputError: The model is broken.
@@ -104,7 +111,7 @@ def find_or_convert(
 
 
 def made_before(target: Path) -> WeightStore | None:
-    """The store that an earlier job made in `target`; None where there is none, or not all of it."""
+    """The finished store that an earlier job made in a directory; None: there is none."""
     from batchgen.models.store.weight_store import open_store
 
     if (target / STORE_MANIFEST).exists():
@@ -122,7 +129,10 @@ def _make_store(
     on_layer: Callable[[int, int], None],
     shard: Shard | None,
 ) -> WeightStore:
-    """Converts the model, or a rank's part of it; a part in int4 from a store of the whole."""
+    """Convert a model, or a tensor-parallel rank's part of it, into a store.
+
+    A part in int4 is cut out of a store of the whole model.
+    """
     source = files
     if shard is not None and weights == INT4:  # the importance of columns is measured on the whole model
         whole = find_or_convert(files, offload_dir, dtype, weights, on_layer=on_layer)

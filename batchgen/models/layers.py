@@ -1,8 +1,8 @@
-"""The parts of a decoder layer, as functions of a ModelConfig and one layer's tensors.
+"""The computations of a decoder layer before and after attention, as functions of a ModelConfig and tensors.
 
-A layer is cut where attention happens: `pre_attention` (norm, QKV), then rotary embedding and
-attention over paged KV, then `post_attention` (output projection, MLP). Families differ by flags of the
-configuration only. Tensor names are those of `checkpoint.py`.
+`pre_attention` computes norm and QKV projection. Rotary embedding and attention over paged KV follow (`ops`).
+`post_attention` computes output projection and MLP. Switches of the configuration distinguish families. `checkpoint.py`
+describes the tensors and their names.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ Reduce = Callable[[Tensor], None]
 
 
 def is_gated(name: str) -> bool:
-    """True for the matrix of a gate and of what it is multiplied with, of an expert perhaps."""
+    """True for the name of a matrix, of a layer or an expert, that consists of a gate and an up projection."""
     return name.startswith(("gate_up.", "shared_gate_up."))
 
 
 def linear(weights: Weights, name: str, x: Tensor, on_input: OnInput | None = None, **options: Any) -> Tensor:
-    """Product x @ weightᵀ (+ bias), [tokens, out].
+    """Compute a linear layer, x @ weightᵀ (+ bias).
 
     Args:
-        weights: Tensors of the layer.
-        name: Name of the linear layer: "qkv".
-        x: [tokens, in].
-        on_input: Called with the weight's name and x.
-        options: Options of `ops.linear`.
+        weights: Tensors of the layer, by name.
+        name: Name of the linear layer, such as "qkv".
+        x: Activations [tokens, in].
+        on_input: Function that is called with the weight's name and x before the product; or None.
+        options: Further arguments of `ops.linear`.
+
+    Returns:
+        Activations [tokens, out].
     """
     if on_input:
         on_input(f"{name}.weight", x)
@@ -50,9 +53,9 @@ def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor, out: Tenso
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Rope:
-    """Cos and sin, fp32 [num_positions, head_dim / 2], with the attention scaling in them.
+    """Tables of cos and sin for rotary embedding, each fp32 [num_positions, head_dim / 2].
 
-    Pairs that are not rotated have 1 and 0.
+    Both are multiplied by the attention scaling of `rope`. Pairs of values that are not rotated have cos 1 and sin 0.
     """
     inv_freq = torch.tensor(rope.inv_freq(head_dim, num_positions), dtype=torch.float32)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
@@ -62,14 +65,17 @@ def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Rope:
 
 
 def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Hidden states of tokens, [tokens, hidden].
+    """Hidden states of tokens: their embeddings, with learned positions and a projection if the model has them.
 
     Args:
         config: Configuration of the model.
-        weights: Tensors before the first layer.
-        token_ids: [tokens].
-        positions: [tokens].
+        weights: Tensors before the first layer, by name.
+        token_ids: Token ids, int64 [tokens].
+        positions: Position of each token, int64 [tokens].
         dtype: Compute dtype.
+
+    Returns:
+        Hidden states [tokens, hidden].
     """
     hidden = ops.embedding(token_ids, weights["embed.weight"], dtype)
     if config.embedding_scale != 1:
@@ -89,19 +95,30 @@ def pre_attention(
     out: Tensor | None = None,
     on_input: OnInput | None = None,
 ) -> Tensor:
-    """Fused queries, keys and values [tokens, qkv] of hidden [tokens, hidden]."""
+    """Compute a layer's fused queries, keys and values from its input.
+
+    Args:
+        config: Configuration of the model.
+        weights: Tensors of the layer, by name.
+        hidden: Input of the layer, [tokens, hidden].
+        out: Tensor for the result. None: a new tensor.
+        on_input: Function that is called with the name of each weight and its input; or None.
+
+    Returns:
+        Queries, keys and values [tokens, (heads + 2 kv_heads) head_dim].
+    """
     x = norm(config, weights, "input_norm", hidden) if config.norm_first else hidden
     return linear(weights, "qkv", x, on_input, out=out)
 
 
 def rotary_options(config: ModelConfig, weights: Weights, rope: Rope | None, positions: Tensor) -> dict[str, Any]:
-    """Options of `ops.rotary` and `ops.rotary_store` that hold for a layer.
+    """The arguments of `ops.rotary` and `ops.rotary_store` that follow from a layer and its tokens' positions.
 
     Args:
         config: Configuration of the model.
-        weights: Tensors of the layer.
-        rope: Table of the layer's rotary positions; None: positions are learned.
-        positions: [tokens].
+        weights: Tensors of the layer, by name.
+        rope: Cos and sin of the layer's rotary positions (`rope_table`); None: positions are learned.
+        positions: Position of each token, int64 [tokens].
     """
     return {
         "scale": config.attention_scale,
@@ -123,18 +140,21 @@ def post_attention(
     reduce: Reduce | None = None,
     on_counts: OnCounts | None = None,
 ) -> Tensor:
-    """The layer's output [tokens, hidden].
+    """Compute a layer's output from the result of its attention: output projection, residual adds, norms and MLP.
 
     Args:
         config: Configuration of the model.
-        weights: Tensors of the layer.
+        weights: Tensors of the layer, by name.
         hidden: Input of the layer, [tokens, hidden].
         attention: Result of the attention, [tokens, heads * head_dim].
-        out: Tensor for the output, `hidden` perhaps.
-        on_input: Called with the name of each weight and its input.
-        reduce: All-reduce where the weights are a rank's part of the layer; called for attention's result and for the
-            MLP's.
-        on_counts: Called with the tokens of each expert.
+        out: Tensor for the output, which may be `hidden`. None: a new tensor.
+        on_input: Function that is called with the name of each weight and its input; or None.
+        reduce: All-reduce over tensor-parallel ranks, which is called for the output projection and for the MLP. None:
+            the weights are those of the whole layer.
+        on_counts: Function that is called with the number of tokens of each expert; or None.
+
+    Returns:
+        Output of the layer, [tokens, hidden].
     """
     hidden = _with_attention(config, weights, hidden, attention, out, on_input, reduce)
     x = _mlp_input(config, weights, hidden)
@@ -151,9 +171,17 @@ def post_attention(
 def route_tokens(
     config: ModelConfig, weights: Weights, hidden: Tensor, attention: Tensor, reduce: Reduce | None = None
 ) -> Routes:
-    """The experts of each token of a layer: `post_attention` up to where the experts are needed.
+    """Compute `post_attention` of a layer up to the router: choose each token's experts, without computing them.
 
-    `hidden` becomes what the MLPs add to.
+    Args:
+        config: Configuration of the model.
+        weights: Tensors of the layer, by name.
+        hidden: Input of the layer, [tokens, hidden]. It is overwritten with the sum of input and attention.
+        attention: Result of the attention, [tokens, heads * head_dim].
+        reduce: All-reduce over tensor-parallel ranks; or None.
+
+    Returns:
+        Weights of each token's experts, fp32, and their numbers, int64: each [tokens, experts_per_token].
     """
     hidden = _with_attention(config, weights, hidden, attention, hidden, reduce=reduce)
     return route(config, weights, _mlp_input(config, weights, hidden))
@@ -167,7 +195,16 @@ def add_experts(
     reduce: Reduce | None = None,
     on_counts: OnCounts | None = None,
 ) -> None:
-    """The rest of `post_attention` behind `route_tokens`: adds to `hidden` the output of the experts."""
+    """Compute the rest of `post_attention` after `route_tokens`: add the experts' output to `hidden`, in place.
+
+    Args:
+        config: Configuration of the model.
+        weights: Tensors of the layer, by name.
+        hidden: Sum of input and attention, [tokens, hidden], from `route_tokens`.
+        routes: Result of `route_tokens`.
+        reduce: All-reduce over tensor-parallel ranks; or None.
+        on_counts: Function that is called with the number of tokens of each expert; or None.
+    """
     y = experts(config, weights, _mlp_input(config, weights, hidden), routes=routes, on_counts=on_counts)
     if reduce:
         reduce(y)
@@ -201,7 +238,10 @@ def _added(
     on_input: OnInput | None,
     reduce: Reduce | None,
 ) -> Tensor:
-    """`hidden` plus the output of a linear layer, summed over the ranks, and normed where the model does so."""
+    """`hidden` plus a linear layer of x.
+
+    The linear layer's output is first summed over tensor-parallel ranks, and normed if the model norms it.
+    """
     if not config.output_norms and reduce is None:
         return linear(weights, name, x, on_input, residual=hidden, out=out)
     y = linear(weights, name, x, on_input)
@@ -213,19 +253,19 @@ def _added(
 
 
 def before_logits(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tensor:
-    """Input of the output matrix, [tokens, embed], for the last layer's hidden [tokens, hidden]."""
+    """Compute the input of the output matrix, [tokens, embed], from the last layer's output [tokens, hidden]."""
     x = norm(config, weights, "final_norm", hidden) if config.final_norm else hidden
     return linear(weights, "head_proj", x) if "head_proj.weight" in weights else x
 
 
 def logits(config: ModelConfig, x: Tensor, rows: ops.Weight, out: Tensor | None = None) -> Tensor:
-    """fp32 logits [tokens, rows].
+    """Compute logits, fp32 [tokens, rows], for all or some rows of the output matrix.
 
     Args:
         config: Configuration of the model.
-        x: Input of the output matrix, [tokens, embed].
+        x: Result of `before_logits`, [tokens, embed].
         rows: Rows of the output matrix, [rows, embed].
-        out: Tensor for the logits.
+        out: Tensor for the logits. None: a new tensor.
     """
     scores = ops.linear(x, rows, out=out, out_dtype=torch.float32)
     return scores.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap) if config.logit_softcap else scores

@@ -1,8 +1,9 @@
-"""The tensors of a model: the parts that each is made of, and the format that each is stored in. No torch here.
+"""The layout of a model's tensors: the parts that each tensor consists of, and the format in which it is stored.
 
-Query, key and value are fused into `qkv`, gate and up into `gate_up`, stacked by rows; experts stand one after the
-other in the rows. Where parts of a fused matrix are in different formats, there is a tensor for each of them:
-"qkv.q.weight" and so on.
+Query, key and value projections are fused into the tensor "qkv"; gate and up projections into "gate_up". Parts of a
+fused tensor are stacked by rows. The matrices of experts are stacked by rows too. If the parts of a fused tensor have
+different formats, they are stored as one tensor for each part: "qkv.q.weight", "qkv.k.weight" and "qkv.v.weight".
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _OF_EXPERT = re.compile(r"experts\.\d+\.")
 
 
 def embedding_layout(config: ModelConfig) -> Layout:
-    """Tensors before the first layer."""
+    """Parts of each tensor before the first layer."""
     layout = _linear("embed", {"embed": config.vocab_size}, config.embed_size, bias=False)
     if config.rope is None:
         rows = config.max_position + config.position_offset
@@ -47,12 +48,12 @@ def embedding_layout(config: ModelConfig) -> Layout:
 
 
 def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> Layout:
-    """Tensors of a layer.
+    """Parts of each tensor of a layer.
 
     Args:
         config: Configuration of the model.
         layer: Number of the layer.
-        unfused: Whether parts are single matrices of one expert each, whatever the family's own files have fused.
+        unfused: Whether each part is a single matrix of one expert, even if the family's own files fuse experts.
     """
     hidden, dim = config.hidden_size, config.head_dim
     inner = config.dense_size if layer in config.dense_layers else config.intermediate_size
@@ -77,7 +78,7 @@ def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> L
 
 
 def _experts_layout(config: ModelConfig, unfused: bool) -> Layout:
-    """The router, the experts' matrices one after the other in the rows, and those of the shared expert."""
+    """Parts of the tensors of a mixture of experts: the router, the stacked experts, and the shared expert."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, range(config.num_experts)
     layout = _linear("router", {"router": config.num_experts}, hidden, bias=config.router_bias)
     biased = config.family == "gpt_oss"
@@ -94,7 +95,10 @@ def _experts_layout(config: ModelConfig, unfused: bool) -> Layout:
 
 
 def _fused_experts_layout(config: ModelConfig) -> Layout:
-    """Experts in the files of gpt-oss (`formats/fused_experts.py`): all experts of a layer in one part."""
+    """Parts of the tensors of experts in the files of gpt-oss: one part has all experts of a layer.
+
+    `formats/fused_experts.py` reads them.
+    """
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
     return {
         "gate_up.weight": (("experts.gate_up_proj", (experts * 2 * inner, hidden)),),
@@ -105,7 +109,7 @@ def _fused_experts_layout(config: ModelConfig) -> Layout:
 
 
 def head_layout(config: ModelConfig) -> Layout:
-    """Tensors after the last layer."""
+    """Parts of each tensor after the last layer."""
     layout = _norm(config, "final_norm") if config.final_norm else {}
     if config.embed_size != config.hidden_size:
         layout |= _linear("head_proj", {"head_proj": config.embed_size}, config.hidden_size, bias=False)
@@ -130,18 +134,18 @@ def _norm(config: ModelConfig, name: str) -> Layout:
 
 
 def tensor_shapes(layout: Layout) -> dict[str, Shape]:
-    """The shape of each tensor, its parts stacked."""
+    """The shape of each tensor of a layout, whose parts are stacked by rows."""
     return {name: (sum(shape[0] for _, shape in parts), *parts[0][1][1:]) for name, parts in layout.items()}
 
 
 def layout_of(config: ModelConfig, which: Which, layer: int, *, unfused: bool = False) -> Layout:
-    """Tensors of a layer, or of those before and after the layers.
+    """Parts of each tensor of a layer, or before or after the layers.
 
     Args:
         config: Configuration of the model.
-        which: "embeddings", "layer", "head", or "sinks", the attention's sinks alone.
+        which: "embeddings", "layer", "head", or "sinks" (only the attention sinks).
         layer: Number of the layer.
-        unfused: Whether parts are single matrices of one expert each.
+        unfused: Whether each part is a single matrix of one expert, even if the family's own files fuse experts.
     """
     if which == "layer":
         return layer_layout(config, layer, unfused=unfused)
@@ -152,13 +156,13 @@ def layout_of(config: ModelConfig, which: Which, layer: int, *, unfused: bool = 
 
 
 class Part(NamedTuple):
-    """A part of a tensor.
+    """A part of a tensor: a matrix or vector that a checkpoint's file stores under one name.
 
     Attributes:
-        name: Name in a layout: "q.weight".
-        shape: Its own shape.
-        layer: Number of the layer; 0 before and after the layers.
-        in_layer: Whether it is of a layer.
+        name: Name in a layout, such as "q.weight".
+        shape: Shape of the part.
+        layer: Number of the layer; 0 for parts before and after the layers.
+        in_layer: Whether the part belongs to a layer.
     """
 
     name: str
@@ -168,7 +172,12 @@ class Part(NamedTuple):
 
 
 def all_parts(config: ModelConfig, *, unfused: bool = False) -> Iterator[Part]:
-    """Every part of a model's tensors. unfused: whether parts of layers are single matrices of one expert each."""
+    """Every part of all tensors of a model.
+
+    Args:
+        config: Configuration of the model.
+        unfused: Whether each part is a single matrix of one expert, even if the family's own files fuse experts.
+    """
     layouts = [(embedding_layout(config), 0, False), (head_layout(config), 0, False)]
     of_layers = range(config.num_layers)
     layouts += [(layout_of(config, "layer", layer, unfused=unfused), layer, True) for layer in of_layers]
@@ -186,7 +195,7 @@ class Stored:
     """The form in which a tensor is stored.
 
     Attributes:
-        shape: Shape of its numbers.
+        shape: Shape of the tensor as numbers.
         dtype: A compute dtype, "int4", "int8" or one of `BLOCK_FORMATS`.
     """
 
@@ -195,12 +204,12 @@ class Stored:
 
     @property
     def is_packed(self) -> bool:
-        """True where it has rows of bytes, and not numbers."""
+        """True where the tensor is stored as packed rows of bytes, not as numbers."""
         return self.dtype in PACKED_FORMATS
 
     @property
     def stored_shape(self) -> Shape:
-        """Shape of what is stored: rows of bytes where it is packed."""
+        """Shape of the stored tensor. For packed rows, the last dimension is the bytes of a row."""
         return (self.shape[0], weight_row_bytes(self.shape[1], self.dtype)) if self.is_packed else self.shape
 
     @property
@@ -209,17 +218,25 @@ class Stored:
 
 
 def is_quantized(name: str, shape: Shape) -> bool:
-    """True for the matrices of a layer that formats of few bits are for: all but the router and the shared gate."""
+    """True for matrices of a layer that are quantized: all but the router and the gate of the shared expert."""
     return len(shape) == 2 and name not in ("router.weight", "shared_gate.weight")
 
 
 def role(part: str) -> str:
-    """The role of a part of a matrix, be it a layer's or an expert's: "experts.3.gate.weight" is a "gate"."""
+    """The role of a matrix in its layer or expert, from its name: "experts.3.gate.weight" has the role "gate"."""
     return _OF_EXPERT.sub("", part).rsplit(".", 1)[0]
 
 
 def packed_layout(config: ModelConfig, which: Which, layer: int, weight_format: str, *, unfused: bool) -> Layout:
-    """The layout of `layout_of`, with a tensor for each role where the parts of a matrix are in different formats."""
+    """Parts of each tensor, with one tensor for each role if the parts of a matrix have different formats.
+
+    Args:
+        config: Configuration of the model.
+        which: "embeddings", "layer" or "head".
+        layer: Number of the layer.
+        weight_format: Format of the layers' matrices.
+        unfused: Whether each part is a single matrix of one expert, even if the family's own files fuse experts.
+    """
     layout = layout_of(config, which, layer, unfused=unfused)
     if which != "layer" or weight_format != MIXED:
         return layout
@@ -238,7 +255,7 @@ def packed_layout(config: ModelConfig, which: Which, layer: int, weight_format: 
 
 
 def stored_tensors(config: ModelConfig, which: Which, layer: int, dtype: str, weight_format: str) -> dict[str, Stored]:
-    """Every tensor of a layer, or before or after the layers, with the form in which it is stored.
+    """Every tensor of a layer, or before or after the layers, by name, with the form in which it is stored.
 
     Args:
         config: Configuration of the model.
@@ -270,7 +287,7 @@ def _format_of(  # all that it depends on
 
 @lru_cache(maxsize=64)
 def layer_sizes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[Mapping[str, int], ...]:
-    """Stored bytes of every tensor, by name, for every layer."""
+    """Stored bytes of every tensor of every layer: one mapping by name for each layer."""
     sizes: dict[tuple[object, ...], Mapping[str, int]] = {}  # layers that are alike, once
     layers = []
     for j in range(config.num_layers):
@@ -284,7 +301,10 @@ def layer_sizes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[Ma
 
 @lru_cache(maxsize=64)
 def end_bytes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[int, int]:
-    """Stored bytes of the tensors before and after the layers that this stage of a pipeline has."""
+    """Stored bytes of the tensors before the first layer, and of those after the last layer.
+
+    For a pipeline stage, only the tensors that this stage has count.
+    """
 
     def total(which: Which) -> int:
         return sum(stored.num_bytes for stored in stored_tensors(config, which, 0, dtype, weight_format).values())
@@ -295,21 +315,24 @@ def end_bytes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[int,
 
 
 def output_row_bytes(config: ModelConfig, dtype: str, weight_format: str) -> int:
-    """Stored bytes of a row of the output matrix, which may be the embedding."""
+    """Stored bytes of one row of the output matrix (of the token embedding, if that is tied)."""
     return weight_row_bytes(config.embed_size, output_format(config, dtype, weight_format))
 
 
 def output_format(config: ModelConfig, dtype: str, weight_format: str) -> str:
-    """Format of the output matrix, which may be the embedding: a compute dtype, or one of `BLOCK_FORMATS`."""
+    """Format of the output matrix, or of the token embedding if the output matrix is tied to it.
+
+    It is a compute dtype or one of `BLOCK_FORMATS`.
+    """
     native = dict(config.end_formats) if weight_format in NATIVE_FORMATS else {}
     return native.get("embed" if config.tied_embeddings else "lm_head", dtype)
 
 
 @lru_cache(maxsize=64)
 def main_format(config: ModelConfig, weight_format: str) -> str:
-    """The one of `BLOCK_FORMATS` that most of the layers' weights are in.
+    """The block format (one of `BLOCK_FORMATS`) that most of the layers' weights have.
 
-    It is `weight_format` itself where that is none of `NATIVE_FORMATS`.
+    If `weight_format` is not one of `NATIVE_FORMATS`, it is returned unchanged.
     """
     if weight_format != MIXED:
         return block_format(weight_format)

@@ -1,4 +1,4 @@
-"""The versions of a model's files: tests that they are still those whose identity, headers and weights were read."""
+"""The versions of a model's files, by which changes of the files during a run are found."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ ModelVersions = Mapping[Path, FileVersion]
 
 
 def model_versions(files: ModelFiles) -> ModelVersions:
-    """The versions of all files that say what a model is. Raises InputError where one cannot be read.
+    """The current version of each file that determines what the model is.
 
-    Of a store that is its manifest, which has the checksums of the others.
+    For a weight store this is the manifest, which has the checksums of the other files.
+
+    Raises:
+        InputError: A file cannot be read.
     """
     with naming_files(str(files.path)):
         if files.kind == "hf":
@@ -33,7 +36,7 @@ def model_versions(files: ModelFiles) -> ModelVersions:
 
 
 def changed_file(versions: ModelVersions) -> Path | None:
-    """The first of a model's files that is another than it was, or is gone."""
+    """The first of a model's files that has been changed or removed since its version was read; or None."""
     for path, version in versions.items():
         try:
             if version_of(path) != version:
@@ -44,9 +47,9 @@ def changed_file(versions: ModelVersions) -> Path | None:
 
 
 def check_unchanged(versions: ModelVersions) -> None:
-    """Raise InputError unless the files are those of `versions`.
+    """Raise InputError if a model's files have changed since their versions were read.
 
-    It is called when everything of them that counts has been read.
+    It is called after everything that depends on the files has been read.
     """
     if (path := changed_file(versions)) is not None:
         raise InputError(f"{path} was changed while the model was loaded: run the same command again once it is whole")

@@ -1,4 +1,4 @@
-"""Rotary position frequencies and the ways they are scaled for longer contexts."""
+"""The frequencies of rotary positions (RoPE), and their scaling for longer contexts."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions: the base frequency and its scaling for longer contexts.
+    """Rotary positions of a model: the base of the frequencies, and their scaling for longer contexts.
 
     Attributes:
         theta: Base of the frequencies.
-        kind: One of ROPE_KINDS.
+        kind: Kind of scaling, one of ROPE_KINDS.
         factor: Ratio of the longer context to the original one.
-        low_freq_factor, high_freq_factor: Bounds of the blended frequencies (llama3).
+        low_freq_factor, high_freq_factor: Bounds of the frequencies that are blended (llama3).
         original_max_position: Context length before scaling, in tokens (llama3, yarn, longrope).
-        beta_fast, beta_slow: Rotations between which frequencies are blended (yarn).
-        attention_factor: Multiplier of cos and sin (yarn, longrope); None: it follows from the factor.
-        mscale, mscale_all_dim: Weights of that multiplier (yarn).
-        truncate: Whether the bounds of the blended pairs are whole numbers (yarn).
-        factors: Divisor per frequency, `head_dim // 2` of them (a GGUF's `rope_freqs` tensor).
-        short_factors, long_factors: Divisors per frequency for contexts within original_max_position, and for longer
-            ones (longrope).
-        rotated: Number of a head's first values that are rotated; None: all.
+        beta_fast, beta_slow: Numbers of rotations between which frequencies are blended (yarn).
+        attention_factor: Factor of cos and sin (yarn, longrope). None: it is computed from `factor`.
+        mscale, mscale_all_dim: Weights in that computation (yarn).
+        truncate: Whether the bounds of the blended pairs are rounded to whole numbers (yarn).
+        factors: Divisor of each frequency, head_dim // 2 numbers (the tensor `rope_freqs` of a GGUF); or None.
+        short_factors, long_factors: Divisors of each frequency for contexts within original_max_position, and for
+            longer contexts (longrope); or None.
+        rotated: Number of values at the beginning of a head that are rotated. None: all.
     """
 
     theta: float
@@ -66,14 +66,14 @@ class RopeConfig:
             raise InputError("rope_type 'llama3' needs high_freq_factor above low_freq_factor")
 
     def inv_freq(self, head_dim: int, context: int = 0) -> tuple[float, ...]:
-        """Radians per position of each rotated pair, float32 values: `head_dim // 2` of them, or `rotated // 2`.
+        """Radians per position of each rotated pair of values: head_dim // 2 or rotated // 2 float32 numbers.
 
-        Follows transformers operation by operation in float32. The powers are correctly rounded, where those of torch
-        may be one unit in the last place off, differently on each instruction set.
+        The computation follows transformers operation by operation in float32. Powers are correctly rounded. Those of
+        torch may differ in the last place between instruction sets.
 
         Args:
-            head_dim: Values of a head.
-            context: Longest context of the sequences, in tokens, which longrope's factors are chosen by.
+            head_dim: Number of values in one head.
+            context: Longest context of the sequences, in tokens. It selects the divisors of longrope.
         """
         head_dim = self.rotated or head_dim
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
@@ -93,7 +93,7 @@ class RopeConfig:
         return tuple(freqs.tolist())
 
     def row_order(self, head_dim: int) -> tuple[int, ...]:
-        """Order of a head's values in which value i is rotated with value i + head_dim / 2."""
+        """An order of a head's values in which value i is rotated together with value i + head_dim / 2."""
         rotated = self.rotated or head_dim
         half, rest = rotated // 2, (head_dim - rotated) // 2
         first = (*range(half), *range(rotated, rotated + rest))
@@ -105,7 +105,7 @@ class RopeConfig:
         return self.original_max_position
 
     def _llama3(self, freqs: np.ndarray) -> np.ndarray:
-        """Wavelengths beyond the original context are stretched, short ones kept, those between blended."""
+        """Frequencies scaled as in Llama 3: low ones divided by `factor`, high ones kept, those between blended."""
         context = self._original
         low, high = self.low_freq_factor, self.high_freq_factor
         wavelengths = 1 / freqs * (2 * math.pi)  # torch divides a number by a tensor in these two steps
@@ -115,7 +115,15 @@ class RopeConfig:
         return np.where(wavelengths > context / low, freqs / self.factor, kept_or_blended)
 
     def _yarn(self, powers: np.ndarray, head_dim: int) -> np.ndarray:
-        """Pairs that turn often in the original context are kept, rare ones interpolated, a ramp between."""
+        """Frequencies scaled by YaRN: fast ones kept, slow ones divided by `factor`, others blended.
+
+        A pair of values is fast if it makes more than `beta_fast` rotations in the original context, and slow if fewer
+        than `beta_slow`.
+
+        Args:
+            powers: theta to the power of 2 i / head_dim, for each pair i.
+            head_dim: Number of values in one head.
+        """
 
         def correction_dim(rotations: float) -> float:
             turns = self._original / (rotations * 2 * math.pi)
@@ -133,7 +141,7 @@ class RopeConfig:
         return blended
 
     def attention_scaling(self) -> float:
-        """Multiplier on cos and sin (so its square is on the attention scores); 1 except for yarn and longrope."""
+        """Factor of cos and sin, whose square is a factor of the attention scores; 1 except for yarn and longrope."""
         if self.kind == "longrope":
             if self.attention_factor is not None:
                 return self.attention_factor
@@ -151,5 +159,5 @@ class RopeConfig:
 
 
 def rotates_part(rope: RopeConfig | None, part: str) -> bool:
-    """True for parts with rows of heads of which only some values are rotated; `RopeConfig.row_order` is for these."""
+    """True for a part whose rows belong to heads of which only some values are rotated (`RopeConfig.row_order`)."""
     return rope is not None and rope.rotated is not None and part.split(".")[0] in ("q", "k", "qkv")

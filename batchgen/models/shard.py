@@ -1,9 +1,10 @@
-"""A part of a model for each of several ranks that run every layer together.
+"""The part of a model's layers that each tensor-parallel rank has.
 
-This is tensor parallelism (Megatron-LM: Shoeybi et al., 2019, section 3). Queries, keys and values are split by heads,
-gate and up by rows of their matrix; so what a rank attends to and activates is its own. The matrices behind these,
-`out` and `down`, are split by columns: each rank has a summand of the layer's result. Each expert is split in this way.
-All else every rank has whole. Biases of what is added up are in the first rank's summand.
+All ranks compute every layer together (Megatron-LM: Shoeybi et al., 2019, section 3). The rows of the query, key and
+value projections are split by heads, and the rows of gate and up by columns of the MLP's hidden state. So each rank has
+the attention of its own heads, and its own part of that hidden state. The matrices "out" and "down" are split by
+columns. Each rank computes one summand of their output, and an all-reduce adds the summands. Every expert is split in
+this way. Only the first rank has the biases of "out" and "down". All other tensors are whole on every rank.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _BY_COLUMNS = ("out", "down", "shared_down")
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of every layer of a model.
+    """The part of every layer of a model that one tensor-parallel rank has.
 
     Attributes:
         rank: Number of the rank, from 0 on.
@@ -48,7 +49,7 @@ class Shard:
 
     @property
     def config(self) -> ModelConfig:
-        """Shape of the part: that of a model with fewer heads and narrower MLPs. The vocabulary is whole."""
+        """Configuration of the rank's part: the model with fewer heads and a narrower MLP. The vocabulary is whole."""
         whole, size = self.whole, self.size
         return replace(
             whole,
@@ -60,10 +61,10 @@ class Shard:
         )
 
     def divides(self, weight_format: str) -> bool:
-        """True where packed matrices can be split by columns: groups and blocks of a row stay whole.
+        """True if packed matrices of a format can be split by columns without splitting a group or block.
 
         Args:
-            weight_format: int4, or one of `NATIVE_FORMATS`. Those where each matrix has its own format are not split.
+            weight_format: int4, or one of `NATIVE_FORMATS`. For `MIXED` the result is False.
         """
         if weight_format == MIXED:
             return False
@@ -75,10 +76,10 @@ class Shard:
         return all(count % values == 0 for count in columns)
 
     def cut(self, name: str, part: str) -> Cut:
-        """The share of a part that this rank has.
+        """The rank's share of a stored part.
 
         Args:
-            name: Name of the tensor, as `layouts.py` has it.
+            name: Name of the tensor in a layout (`layouts.py`).
             part: Name of the part.
         """
         stem, kind = name.rsplit(".", 1)
@@ -91,7 +92,7 @@ class Shard:
         return Cut(self.rank, self.size, by_columns=True)
 
     def _sections(self, part: str) -> tuple[int, ...]:
-        """Rows of each section of a part; sections are split one by one. (0,): the part is one section."""
+        """Number of rows of each section of a part; each section is split by itself. (0,): the part is one section."""
         whole, stem = self.whole, part.rsplit(".", 1)[0]
         if stem == "qkv":
             heads = whole.num_heads, whole.num_kv_heads, whole.num_kv_heads
@@ -105,14 +106,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class Cut:
-    """The share of a tensor's part that a rank has.
+    """The share of a stored part that one tensor-parallel rank has.
 
     Attributes:
         rank: Number of the rank.
         size: Number of ranks.
-        sections: Rows of each section, whose rows are split; (0,): all rows are one section; empty: rows are not split.
+        sections: Number of rows of each section; the rows of each section are split among the ranks. (0,): all rows are
+            one section. Empty: rows are not split.
         by_columns: Whether columns are split.
-        zero: Whether the share is zeros.
+        zero: Whether the rank's share is zeros, as for a bias that only the first rank has.
     """
 
     rank: int
@@ -123,18 +125,23 @@ class Cut:
 
     @property
     def whole(self) -> bool:
-        """True where the rank has all of it."""
+        """True if the rank's share is the whole part."""
         return not (self.sections or self.by_columns or self.zero)
 
     @property
     def is_stretch(self) -> bool:
-        """True where the share is rows that are neighbours in the whole."""
+        """True if the rank's share is one range of contiguous rows of the part."""
         return self.sections == (0,)
 
     def of_int4(self, packed: Tensor, n: int) -> Tensor:
-        """The rank's share of rows of `n` weights in int4 (`ops/quant.py`).
+        """The rank's share of packed rows in int4 (`ops/quant.py`).
 
-        A row has codes, then scales and minimums, each of whole groups.
+        A packed row has the codes of all groups, then their scales and minimums. The share has whole groups of each
+        row.
+
+        Args:
+            packed: Packed rows of the whole part, uint8 [rows, bytes of a row].
+            n: Number of weights in a row.
         """
         if not self.by_columns:
             return self.of(packed)
@@ -144,7 +151,10 @@ class Cut:
         return torch.cat([self.of(packed[:, :codes]), self.of(packed[:, codes:])], dim=1)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The rank's rows, one after the other, or its columns, of the whole part; of packed rows its blocks."""
+        """The rank's share of a whole part: its rows, joined, or its columns.
+
+        Of block-quantized rows it has whole blocks.
+        """
         if self.by_columns:
             return tensor.chunk(self.size, dim=1)[self.rank]
         if self.is_stretch:
@@ -156,10 +166,15 @@ class Cut:
 
 
 def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
-    """A rank's part of a model.
+    """The part of a model that one of `size` tensor-parallel ranks has.
+
+    Args:
+        config: Configuration of the whole model.
+        rank: Number of the rank, from 0 on.
+        size: Number of ranks.
 
     Raises:
-        InputError: Heads or MLPs cannot be divided by so many; it says which numbers do.
+        InputError: Heads or MLPs cannot be divided by `size`; the message has numbers of ranks that divide them.
     """
     counts = {
         "key/value heads": config.num_kv_heads,

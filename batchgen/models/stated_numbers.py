@@ -1,4 +1,4 @@
-"""Numbers that a model's files state: what they may be, and how a message shows them."""
+"""Checks of numbers that a model's files state, and their form in messages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ def is_index(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite number of JSON."""
+    """True for a finite JSON number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def require_positive(name: str, value: Any) -> None:
-    """Raise InputError unless it is a whole number of at least 1, and no more than any model has."""
+    """Raise InputError unless a value is a whole number of at least 1 and not larger than that of any model.
+
+    Args:
+        name: Name of the number, for the message.
+        value: The value.
+    """
     if not is_count(value):
         raise InputError(f"{name} must be a whole number of at least 1, not {shown(value)}")
     if value > (most := _MOST.get(name, _MOST_COUNTED)):
@@ -37,7 +42,7 @@ def require_positive(name: str, value: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON writes it, cut where that is long."""
+    """A value as JSON writes it, for messages; a long text is cut."""
     known = {None: "null", True: "true", False: "false"}
     text = known[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,9 +1,8 @@
-"""The plan of one sweep's attention, cut into products, as data: no tensors, no device.
+"""The plan of a sweep's attention: the sweep's tokens and their KV blocks, cut into work items. No torch here.
 
-The packed tokens of a sweep are ordered so that every item covers a contiguous range of them. A token's
-keys are attended to in one part (its own item), or, where many sequences share a prompt prefix, in two:
-the shared prefix once for all of them (`SharedItem`) and the rest in its own item; the two are merged by
-their log-sum-exp.
+The packed tokens of a sweep are ordered so that every item has a contiguous range of them. A token's item has the keys
+that it attends to. If many sequences share a prompt prefix, a `SharedItem` has the keys of the prefix, once for all of
+them, and each token's own item has the remaining keys. The results of both items are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -23,9 +22,12 @@ MIN_SHARED_SEQUENCES = 4
 
 @dataclass(frozen=True)
 class SequenceSlice:
-    """One sequence's part in a sweep: `num_queries` new tokens after `num_cached` tokens already in the KV.
+    """One sequence's part of a sweep.
 
-    blocks: its block table, int32 [num_blocks], long enough for all of them.
+    Attributes:
+        num_queries: Number of the sequence's tokens in this sweep.
+        num_cached: Number of earlier tokens, whose keys and values are in the KV.
+        blocks: Block table of the sequence, int32 [num_blocks], with blocks for all these tokens.
     """
 
     num_queries: int
@@ -39,9 +41,12 @@ class SequenceSlice:
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Sequences with one query token each, tokens [start, stop), of similar context length.
+    """Tokens [start, stop) of a sweep, each the only token of its sequence, with contexts of similar length.
 
-    blocks: int32 [sequences, blocks]; sequence i sees keys first_key[i] <= key < num_keys[i] of its blocks.
+    Attributes:
+        start, stop: Range of the packed tokens.
+        blocks: KV blocks of each sequence, int32 [sequences, blocks].
+        num_keys, first_key: Sequence i attends to keys first_key[i] <= key < num_keys[i] of its blocks.
     """
 
     start: int
@@ -53,7 +58,14 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class PrefillItem:
-    """Several query tokens [start, stop) of one sequence; query i stands at key query_offset + i of `blocks`."""
+    """Several tokens [start, stop) of one sequence.
+
+    Attributes:
+        start, stop: Range of the packed tokens.
+        blocks: KV blocks of the sequence, int32 [blocks].
+        query_offset: Key of the first token in `blocks`. Token i attends to keys up to query_offset + i.
+        window: Sliding window: number of keys that a token attends to, its own included. None: all.
+    """
 
     start: int
     stop: int
@@ -64,7 +76,7 @@ class PrefillItem:
 
 @dataclass(frozen=True)
 class SharedItem:
-    """Tokens [start, stop) of several sequences that all see every key of `blocks`."""
+    """Tokens [start, stop) of several sequences with a shared prefix, which all attend to every key of `blocks`."""
 
     start: int
     stop: int
@@ -73,7 +85,13 @@ class SharedItem:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The work items of one attention call, by kind."""
+    """The work items of a sweep's attention, by kind.
+
+    Attributes:
+        shared: Shared prefixes.
+        decode: Groups of sequences with one token each.
+        prefill: Sequences with several tokens.
+    """
 
     shared: tuple[SharedItem, ...]
     decode: tuple[DecodeGroup, ...]
@@ -82,7 +100,12 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class SharedGroup:
-    """Sequences (by index) whose block tables start with the same `num_blocks` blocks."""
+    """Sequences with a shared prefix.
+
+    Attributes:
+        members: Indices of the sequences.
+        num_blocks: Number of KV blocks of the prefix; the block tables of all members begin with the same blocks.
+    """
 
     members: tuple[int, ...]
     num_blocks: int
@@ -91,10 +114,18 @@ class SharedGroup:
 def find_shared_groups(
     slices: Sequence[SequenceSlice], matched_blocks: Sequence[int], kv_block_size: int
 ) -> list[SharedGroup]:
-    """Groups of sequences with a common prefix long enough to attend to once, the most saving one first.
+    """Find groups of sequences with a shared prefix that is long enough to be attended to once for all of them.
 
-    matched_blocks: per sequence, how many leading blocks it took from the prefix cache. A block belongs to one
-    prefix only, so equal blocks at equal depth mean equal prefixes; where matches end is where groups can end.
+    A block belongs to one prefix. So sequences with the same block in the same place have the same prefix up to there.
+    Prefixes are only compared at the ends of prefix cache matches.
+
+    Args:
+        slices: Sequences of the sweep.
+        matched_blocks: For each sequence, the number of leading blocks that it took from the prefix cache.
+        kv_block_size: Number of tokens in a KV block.
+
+    Returns:
+        Groups without common members. The group that saves the most reads of blocks is first.
     """
     ends = {
         (n, int(s.blocks[n - 1]))
@@ -131,7 +162,11 @@ def find_shared_groups(
 
 
 def order_sequences(slices: Sequence[SequenceSlice], groups: Sequence[SharedGroup]) -> list[int]:
-    """The packing order: by shared group, then decode before prefill, then by context length."""
+    """The order in which the sequences of a sweep are packed, as indices.
+
+    Members of a shared group are neighbours. Within a group, decode precedes prefill, and short contexts precede long
+    ones.
+    """
     group_of = {i: g for g, group in enumerate(groups) for i in group.members}
     return sorted(
         range(len(slices)),
@@ -147,10 +182,14 @@ def plan_attention(
     key_bytes: int,
     window: int | None = None,
 ) -> AttentionPlan:
-    """The items for sequences already in packing order.
+    """The attention plan of sequences that are in packing order (`order_sequences`).
 
-    groups: shared groups over these indices; ignored under a sliding window, which ends before the prefix.
-    key_bytes: bytes of one token's K in one layer.
+    Args:
+        slices: Sequences of the sweep, in packing order.
+        groups: Shared groups, with indices in packing order. They are ignored if there is a sliding window.
+        kv_block_size: Number of tokens in a KV block.
+        key_bytes: Bytes of one token's keys in one layer.
+        window: Sliding window, in tokens; None: all keys.
     """
     starts = np.concatenate([[0], np.cumsum([s.num_queries for s in slices])]).tolist()
     skip = [0] * len(slices)  # leading blocks covered by a shared item
@@ -184,7 +223,14 @@ def plan_attention(
 
 @dataclass
 class _Pending:
-    """A decode group in the making. members: (index of the sequence, its first and last block that are read)."""
+    """A decode group to which sequences are being added.
+
+    Attributes:
+        start: First packed token of the group.
+        most: Largest number of blocks of a member.
+        total: Number of blocks of all members.
+        members: Members: index of the sequence, first block to read, and the block after the last one to read.
+    """
 
     start: int = 0
     most: int = 0  # blocks of a member

@@ -1,8 +1,9 @@
-"""The C++ kernels (csrc/) on torch tensors of the CPU. `ops` chooses between these and the reference in torch.
+"""The C++ kernels (csrc/) as functions of torch tensors on the CPU.
 
-Rows of tensors are contiguous; results are new tensors where none is given. Linear layers and attention run on the
-instruction set that their weight or plan names. Everything else runs on the process's: the set that the environment's
-BATCHGEN_ISA names, or the machine's first.
+`dispatch` calls these functions, or the torch operations of `reference`. Rows of tensors must be contiguous. A function
+without `out` returns a new tensor. A linear layer or an attention runs on the instruction set that its weight or plan
+names. All other kernels run on the process's instruction set: the one that the environment variable BATCHGEN_ISA names,
+or else the fastest that the machine has.
 """
 
 from __future__ import annotations
@@ -42,23 +43,29 @@ MAX_HEAD_DIM = 256
 
 
 def instruction_sets() -> list[str]:
-    """Instruction sets that this machine can run, the fastest first."""
+    """Names of the instruction sets that this machine can run, the fastest first."""
     return _kernels.instruction_sets()
 
 
 def built() -> list[str]:
-    """Instruction sets that the library was built with, also ones that this machine lacks."""
+    """Names of all instruction sets that the library was built for, including those that this machine lacks."""
     return _kernels.built()
 
 
 def plain_twins() -> list[str]:
-    """Instruction sets emulated in plain C++, for tests on machines that lack them. None is chosen by itself."""
+    """Names of instruction sets that plain C++ emulates, for tests. batchgen never chooses one unless it is named."""
     return _kernels.plain_twins()
 
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """Run the process's kernels on another instruction set meanwhile, for tests. No kernel may run as it changes."""
+    """Run kernels on another instruction set within a `with` block, for tests.
+
+    No kernel may be running when the block begins or ends.
+
+    Args:
+        name: Name of the instruction set.
+    """
     before = instruction_set()
     _kernels.use(name)
     try:
@@ -71,14 +78,14 @@ _of_thread = threading.local()
 
 
 def run_alone() -> None:
-    """Run loops of the calling thread by that thread alone from now on."""
+    """From now on, run the kernels that this thread calls on this thread alone."""
     _of_thread.alone = True
     _kernels.set_alone(True)
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Run loops of the calling thread by that thread alone meanwhile."""
+    """Within a `with` block, run the kernels that this thread calls on this thread alone."""
     run_alone()
     try:
         yield
@@ -88,22 +95,27 @@ def alone() -> Iterator[None]:
 
 
 def num_threads() -> int:
-    """Threads that share a loop of the calling thread, itself included."""
+    """Number of threads that execute a kernel called by this thread, itself included."""
     return 1 if getattr(_of_thread, "alone", False) else _process.num_threads()
 
 
 def set_num_threads(count: int) -> None:
-    """Have `count` threads share a loop from now on, of any thread that does not run its loops alone."""
+    """Set the number of threads that execute a kernel, for all callers but the threads that called `run_alone`."""
     _kernels.set_num_threads(count)
 
 
 def supports_head_dim(head_dim: int) -> bool:
-    """Tell whether the kernels know heads of this size."""
+    """Tell whether the C++ kernels support attention heads of `head_dim` values."""
     return head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
 
 
 def supports_attention(head_dim: int, group: int) -> bool:
-    """Tell whether the kernels know these shapes. group: query heads of a KV head."""
+    """Tell whether the C++ kernels support attention of these shapes.
+
+    Args:
+        head_dim: Number of values in one head.
+        group: Number of query heads that share a KV head.
+    """
     return supports_head_dim(head_dim) and group <= _kernels.MAX_GROUP
 
 
@@ -113,15 +125,15 @@ def supports_attention(head_dim: int, group: int) -> bool:
 def attention_plan(
     plan: plans.AttentionPlan, kv_heads: int, group: int, kv_block_size: int, row_bytes: int, isa: str = ""
 ) -> AttentionPlan:
-    """A sweep's attention in items, as the kernels take it.
+    """The attention plan of a sweep as the work items of the C++ kernels.
 
     Args:
-        plan: Attention of the sweep.
-        kv_heads: Key and value heads.
-        group: Query heads of a KV head.
-        kv_block_size: Tokens of a KV block.
-        row_bytes: Bytes of the K of a token and KV head.
-        isa: Instruction set that attends; "": the process's.
+        plan: Attention plan of the sweep.
+        kv_heads: Number of key and value heads.
+        group: Number of query heads that share a KV head.
+        kv_block_size: Number of tokens in a KV block.
+        row_bytes: Bytes of the key of one token and one KV head, as the KV stores it.
+        isa: Instruction set that computes the attention. "": the process's instruction set.
     """
     items = AttentionPlan(kv_heads, group, kv_block_size, row_bytes)
     items.isa = isa
@@ -137,7 +149,7 @@ def attention_plan(
 
 
 def _kv_type(kv: Tensor, bits: int) -> int:
-    """Number of the type that KV is stored in."""
+    """Number by which the kernels know the type of stored KV."""
     assert (kv.dtype == torch.uint8) == bool(bits)
     return PACKED_KV_TYPES[bits] if bits else TYPES[kv.dtype]
 
@@ -151,16 +163,19 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of queries [tokens, heads, head_dim] to paged KV, as `dispatch.paged_attention` describes it.
+    """Causal attention of a sweep's queries to paged KV (`dispatch.paged_attention`) by the C++ kernels.
 
     Args:
-        q: Queries, with heads one after the other.
-        kv: [num_blocks, 2, kv_heads, kv_block_size, width].
-        plan: Items of the sweep, with an instruction set.
-        out: Memory of the result, of q's shape.
-        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
-        softcap: Bound of the scores; 0: none.
-        sinks: fp32 [heads].
+        q: Queries [tokens, heads, head_dim]; the heads of a token are contiguous.
+        kv: KV of the layer, [num_blocks, 2, kv_heads, kv_block_size, width].
+        plan: Work items of the sweep, from `attention_plan`.
+        out: Tensor for the result, of q's shape. None: a new tensor.
+        bits: Bits of each quantized value of packed KV. 0: KV is stored as numbers.
+        softcap: Bound of the scores. 0: no bound.
+        sinks: One further score for each head, fp32 [heads]; or None.
+
+    Returns:
+        Attention output [tokens, heads, head_dim].
     """
     out = torch.empty_like(q) if out is None else out
     (_, _, head_dim), (stride, head_stride, unit) = q.shape, q.stride()
@@ -186,14 +201,14 @@ def attention(
 
 
 class _Operand(NamedTuple):
-    """A weight as the matmul kernel is told of it, but for its address.
+    """Description of a weight matrix for the matmul kernel: all arguments but its address.
 
     Attributes:
-        stride: Distance of rows, in numbers or bytes.
-        coded: Whether it has rows of 8 bits.
-        packed: Whether it is prepacked.
-        block_type: One of `BLOCK_TYPES`; 0: it is not block-quantized.
-        isa: Instruction set that multiplies it; "": the process's.
+        stride: Distance between rows, in numbers, or in bytes for rows of bytes.
+        coded: Whether the weight is int8 rows (`int8`).
+        packed: Whether the weight is prepacked.
+        block_type: One of the values of `BLOCK_TYPES`; 0: the weight is not block-quantized.
+        isa: Instruction set that multiplies the weight. "": the process's instruction set.
     """
 
     stride: int
@@ -205,17 +220,17 @@ class _Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [N, K] prepacked in the order in which the kernels of one instruction set read it.
+    """A weight [N, K] prepacked into panels, in the order in which the kernels of one instruction set read it.
 
     Attributes:
-        data: Panels, uint8.
+        data: The panels, uint8 [bytes].
         columns: N.
-        depth: K; of int8 rounded up to a multiple of four.
-        dtype: int8 of rows of 8 bits (ops/int8.py); of block-quantized weights the dtype of activations; else the
-            numbers' dtype.
-        gated: Whether it is for a gated activation.
-        isa: Instruction set that multiplies it.
-        weight_format: One of `BLOCK_FORMATS`; "": numbers, or rows of 8 bits.
+        depth: K; for int8 rows, K rounded up to a multiple of four.
+        dtype: int8 for int8 rows (`int8`). For block-quantized weights, the dtype of the activations that they are
+            multiplied with. Otherwise the dtype of the weights.
+        gated: Whether the weight is for a gated activation.
+        isa: Instruction set that multiplies the weight.
+        weight_format: One of `BLOCK_FORMATS`; "": the weight is not block-quantized.
     """
 
     data: Tensor
@@ -228,12 +243,12 @@ class PackedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and K."""
+        """N (rows) and K (columns) of the weight."""
         return self.columns, self.depth
 
     @cached_property
     def operand(self) -> _Operand:
-        """The weight as the matmul kernel is told of it."""
+        """Description of this weight for the matmul kernel."""
         stride, block_type = self.depth, 0
         if self.weight_format:
             stride, block_type = _block_operand(self.weight_format, self.depth)
@@ -242,11 +257,11 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class BoundWeight:
-    """A weight [N, K] as it lies.
+    """A weight in its original memory, bound to the instruction set that multiplies it.
 
     Attributes:
-        data: The weight.
-        isa: Instruction set that multiplies it, or TORCH.
+        data: The weight [N, K] of numbers, or int8 rows [N, int8.row_bytes(K)].
+        isa: Instruction set that multiplies the weight; or TORCH, torch's own linear.
     """
 
     data: Tensor
@@ -254,30 +269,31 @@ class BoundWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and K, or bytes of a row of 8 bits."""
+        """N (rows), and K (columns) or the bytes of one int8 row."""
         n, k = self.data.shape
         return n, k
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weight."""
+        """The dtype of the weight's tensor."""
         return self.data.dtype
 
     @cached_property
     def operand(self) -> _Operand:
-        """The weight as the matmul kernel is told of it."""
+        """Description of this weight for the matmul kernel."""
         assert self.isa != TORCH, "torch's own linear is not here: dispatch.linear"
         return _Operand(self.data.stride(0), self.dtype == torch.int8, False, 0, self.isa)
 
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A block-quantized weight [N, K], which matmul dequantizes as it needs it.
+    """A block-quantized weight [N, K]. The matmul kernel dequantizes it while it multiplies.
 
     Attributes:
-        data: uint8 [N, bytes of a row], contiguous. While a model loads it may have a shape alone (`RowsInFile`).
+        data: Rows, uint8 [N, bytes of a row], contiguous. While a model loads it may be a `RowsInFile`, which has a
+            shape but no bytes in memory.
         weight_format: One of `BLOCK_FORMATS`.
-        isa: Instruction set that multiplies it; "": the process's.
+        isa: Instruction set that multiplies the weight. "": the process's instruction set.
     """
 
     data: Tensor
@@ -286,7 +302,7 @@ class BlockWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and K."""
+        """N (rows) and K (columns) of the weight."""
         values, num_bytes = BLOCK_FORMATS[self.weight_format]
         return len(self.data), self.data.shape[1] // num_bytes * values
 
@@ -297,36 +313,44 @@ class BlockWeight:
 
     @cached_property
     def operand(self) -> _Operand:
-        """The weight as the matmul kernel is told of it."""
+        """Description of this weight for the matmul kernel."""
         assert self.data.is_contiguous() and self.isa != TORCH
         return _Operand(self.data.shape[1], False, False, BLOCK_TYPES[self.weight_format.upper()], self.isa)
 
 
 def _block_operand(weight_format: str, k: int) -> tuple[int, int]:
-    """Bytes of a row of K block-quantized weights, and the number of their type."""
+    """Bytes of a row of k block-quantized weights, and the number by which the kernels know the format."""
     return weight_row_bytes(k, weight_format), BLOCK_TYPES[weight_format.upper()]
 
 
 def packed_bytes(columns: int, depth: int, dtype: torch.dtype, *, gated: bool = False, isa: str = "") -> int:
-    """Bytes of a prepacked weight [columns, depth]: those of the weight itself, rounded up.
+    """Number of bytes that a weight takes when it is prepacked.
 
-    16-bit numbers take twice as many where the instruction set multiplies them as 32-bit ones.
+    This is the size of the weight, rounded up. It is twice the size for 16-bit weights if the instruction set
+    multiplies them as 32-bit numbers.
+
+    Args:
+        columns: N, the rows of the weight.
+        depth: K, the columns of the weight.
+        dtype: Dtype of the weight; int8 for int8 rows.
+        gated: Whether the weight is for a gated activation.
+        isa: Instruction set that multiplies the weight. "": the process's instruction set.
     """
     return _kernels.packed_bytes(columns, depth, *_kind(dtype), _gate(gated), isa)
 
 
 def packed_grows(dtype: torch.dtype, isa: str = "") -> bool:
-    """Tell whether prepacked weights take twice as much memory."""
+    """Tell whether a weight of this dtype takes twice as many bytes when it is prepacked for an instruction set."""
     return dtype == torch.float16 or (dtype == torch.bfloat16 and not _kernels.fast_bf16(isa))
 
 
 def pack(weight: Tensor, *, gated: bool = False, isa: str = "") -> PackedWeight:
-    """Prepack a weight [N, K] for `linear`.
+    """Prepack a weight into panels for `linear`.
 
     Args:
-        weight: Numbers, or rows of 8 bits.
-        gated: Whether it is for a gated activation.
-        isa: Instruction set that reads it; "": the process's.
+        weight: Weight [N, K] of numbers, or int8 rows [N, int8.row_bytes(K)].
+        gated: Whether the weight is for a gated activation.
+        isa: Instruction set that will multiply it. "": the process's instruction set.
     """
     columns, depth = len(weight), _depth(weight)
     assert weight.stride(1) == 1
@@ -346,12 +370,12 @@ def pack(weight: Tensor, *, gated: bool = False, isa: str = "") -> PackedWeight:
 
 
 def pack_blocks(weight: BlockWeight, dtype: torch.dtype, *, gated: bool = False) -> PackedWeight:
-    """Prepack a block-quantized weight for `linear`, in as many bytes, rounded up.
+    """Prepack a block-quantized weight into panels for `linear`, of as many bytes, rounded up to whole panels.
 
     Args:
-        weight: The weight, for the instruction set that it names, or else the process's.
-        dtype: Dtype of activations.
-        gated: Whether it is for a gated activation.
+        weight: The weight. Its `isa` is the instruction set that will multiply it.
+        dtype: Dtype of the activations that it will be multiplied with.
+        gated: Whether the weight is for a gated activation.
     """
     assert weight.data.is_contiguous()
     memory = torch.empty(block_panels_bytes(weight, gated=gated), dtype=torch.uint8)
@@ -361,36 +385,37 @@ def pack_blocks(weight: BlockWeight, dtype: torch.dtype, *, gated: bool = False)
 
 
 def block_panels_bytes(weight: BlockWeight, *, gated: bool = False) -> int:
-    """Bytes of the panels of a block-quantized weight, whose data may have a shape alone."""
+    """Number of bytes that a block-quantized weight takes when it is prepacked. Its rows need not be in memory."""
     columns, row_bytes = weight.data.shape
     return _kernels.arranged_bytes(row_bytes, columns, _gate(gated), weight.isa or instruction_set())
 
 
 def block_panels(weight: BlockWeight, dtype: torch.dtype, memory: Tensor, *, gated: bool = False) -> PackedWeight:
-    """Panels of a block-quantized weight, not filled yet.
+    """A prepacked weight with empty panels in given memory, for `fill_panels` to fill.
 
     Args:
-        weight: The weight, whose data may have a shape alone.
-        dtype: Dtype of activations.
-        memory: uint8, of `block_panels_bytes`.
-        gated: Whether it is for a gated activation.
+        weight: The block-quantized weight. Its rows need not be in memory.
+        dtype: Dtype of the activations that it will be multiplied with.
+        memory: Memory for the panels, uint8 [block_panels_bytes(weight)].
+        gated: Whether the weight is for a gated activation.
     """
     (columns, depth), isa = weight.shape, weight.isa or instruction_set()
     return PackedWeight(memory, columns, depth, dtype, gated, isa, weight.weight_format)
 
 
 def rows_of_panel(isa: str) -> int:
-    """Rows of a block-quantized weight in one panel. Half of a gated weight's are the gate's."""
+    """Number of rows of a block-quantized weight in one panel. For a gated activation half of them are the gate's."""
     return _kernels.arranged_bytes(1, 1, _gate(False), isa)
 
 
 def fill_panels(panels: PackedWeight, first: int, rows: np.ndarray) -> None:
-    """Fill some panels of `block_panels`. Threads may each fill some.
+    """Fill consecutive panels of a prepacked weight from `block_panels`. Several threads may fill different panels.
 
     Args:
         panels: The prepacked weight.
         first: Number of the first panel to fill.
-        rows: uint8, contiguous: rows of whole panels, or the last ones; of a gated weight the gate's before the others.
+        rows: Rows of these panels, uint8 [rows, bytes of a row], contiguous. The last panel of the weight may have
+            fewer rows than the others. For a gated activation the gate's rows come first.
     """
     row_bytes = weight_row_bytes(panels.depth, panels.weight_format)
     skipped = first * rows_of_panel(panels.isa) * row_bytes
@@ -408,17 +433,17 @@ def fill_panels(panels: PackedWeight, first: int, rows: np.ndarray) -> None:
 
 
 def packed_rows(weight: PackedWeight, rows: Tensor) -> Tensor:
-    """Some rows of a prepacked weight [N, K] as numbers again. Blocks give those of `unpack_blocks`, bit for bit.
+    """Selected rows of a prepacked weight as numbers. Block-quantized rows equal those of `unpack_blocks`, bit for bit.
 
     Args:
-        weight: A weight that is neither gated nor of rows of 8 bits.
+        weight: A prepacked weight [N, K], not for a gated activation and not of int8 rows.
         rows: Numbers of the rows, int64 [count].
 
     Returns:
-        [count, K], of the weight's dtype.
+        The rows [count, K], in the weight's dtype.
 
     Raises:
-        IndexError: There is no such row.
+        IndexError: A row number is negative, or N or more.
     """
     assert not weight.gated and weight.dtype != torch.int8 and rows.dtype == torch.int64
     columns, depth = weight.shape
@@ -444,14 +469,22 @@ KernelWeight: TypeAlias = Tensor | PackedWeight | BoundWeight | BlockWeight
 
 
 def _operand_of(weight: KernelWeight) -> _Operand:
-    """The weight as the matmul kernel is told of it."""
+    """Description of a weight for the matmul kernel."""
     if isinstance(weight, Tensor):
         return _Operand(weight.stride(0), weight.dtype == torch.int8, False, 0, "")
     return weight.operand
 
 
 def _check_operand(weight: KernelWeight, operand: _Operand, depth: int, dtype: torch.dtype, gated: bool) -> None:
-    """Assert that x [M, depth] of this dtype can be multiplied with a weight, with a gated activation or not."""
+    """Assert that activations can be multiplied with a weight.
+
+    Args:
+        weight: The weight.
+        operand: Description of the weight.
+        depth: K of the activations [M, K].
+        dtype: Dtype of the activations.
+        gated: Whether the activation function is gated.
+    """
     if operand.coded:
         assert (weight.shape[1] if operand.packed else _depth(weight)) == -(-depth // 4) * 4
     else:
@@ -470,16 +503,26 @@ def linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute activation(x weightᵀ + bias) + residual, for x [M, K] and weight [N, K].
+    """Compute activation(x weightᵀ + bias) + residual by the C++ kernels.
 
-    With a gated activation the weight has the gate's rows before those it is multiplied with, and the result has N / 2
-    columns. Sums are in fp32, each in the same order whatever M is; those of a weight in rows of 8 bits are described
-    in ops/int8.py.
+    Sums are in fp32. Their order does not depend on M. `int8` describes the sums for int8 rows.
 
-    Block-quantized weights are dequantized to x's dtype first: sums are those of the dequantized weight. Where x is
-    bf16 and the CPU has products of bytes (for FP8, of bf16), their quantized values are multiplied and scales applied
-    to sums in fp32: there weights are not rounded, and x is rounded to 2^-15 of the largest number of its run of 16 or
-    32.
+    A block-quantized weight is dequantized to x's dtype before it is multiplied, with one exception: x is bf16 and the
+    CPU has products of bytes (for FP8 weights, products of bf16). Then the quantized values are multiplied, and the
+    scales are applied to the fp32 sums. In this case weights are not rounded, but x is rounded to 2^-15 of the largest
+    absolute value of its 16 or 32 neighbours.
+
+    Args:
+        x: Activations [M, K].
+        weight: Weight [N, K]. For a gated activation rows [0, N / 2) are the gate's.
+        bias: Bias [N], or None.
+        activation: Name of an activation of `dispatch.linear`, or None.
+        residual: Tensor of the result's shape, which is added last; or None.
+        out: Tensor for the result. None: a new tensor.
+        out_dtype: Dtype of a new result. None: x's dtype.
+
+    Returns:
+        The result [M, N]; with a gated activation [M, N / 2].
     """
     operand = _operand_of(weight)
     (rows, depth), (x_stride, x_unit), dtype = x.shape, x.stride(), x.dtype
@@ -522,15 +565,15 @@ def grouped_linear(
     activation: str | None = None,
     out: Tensor,
 ) -> Tensor:
-    """Multiply `counts[i]` rows of x with weight i, add bias i and apply the activation, for all weights in one loop.
+    """Multiply groups of rows of x with one weight for each group, in one loop that the threads share.
 
     Args:
-        x: [M, K]: the rows of the first weight, then those of the second, and so on.
-        weights: One or more weights, which `lie_alike`.
-        counts: Rows of x for each weight.
-        biases: [N] or None, for each weight.
-        activation: An activation that `linear` knows.
-        out: Memory of the result, [M, N], or half of N with a gated activation.
+        x: Activations [M, K]: the rows of the first weight, then the rows of the second, and so on.
+        weights: One or more weights [N, K] for which `lie_alike` is true.
+        counts: Number of rows of x for each weight.
+        biases: Bias [N] or None, for each weight.
+        activation: Name of an activation of `dispatch.linear`, or None.
+        out: Tensor for the result, [M, N]; with a gated activation [M, N / 2].
     """
     operand, (columns, _) = _operand_of(weights[0]), weights[0].shape
     (rows, depth), (x_stride, x_unit), (out_stride, out_unit) = x.shape, x.stride(), out.stride()
@@ -561,7 +604,7 @@ def grouped_linear(
 
 
 def lie_alike(weights: Sequence[KernelWeight]) -> bool:
-    """Tell whether `grouped_linear` takes weights: they are of one kind, shape and dtype, for one instruction set."""
+    """Tell whether `grouped_linear` supports weights: all have one class, shape, dtype, format and instruction set."""
     kinds = {(weight.shape, weight.dtype, getattr(weight, "gated", None), _operand_of(weight)) for weight in weights}
     return len(kinds) == 1
 
@@ -570,7 +613,15 @@ def lie_alike(weights: Sequence[KernelWeight]) -> bool:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
-    """RMSNorm of the rows of x [..., columns], or with a bias LayerNorm."""
+    """Normalise rows of x [..., columns] by the C++ kernels: RMSNorm without a bias, LayerNorm with one.
+
+    Args:
+        x: Tensor [..., columns].
+        weight: Factor of each column, [columns].
+        bias: Summand of each column, [columns], or None.
+        eps: Number added to the mean square (or variance) before the square root.
+        out: Tensor for the result, which may be x. None: a new tensor.
+    """
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
@@ -592,18 +643,18 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
 
 
 def sort_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Sort tokens by the experts that they go through, those of one expert in their own order.
+    """Sort the pairs of token and chosen expert by expert. Pairs of one expert stay in the order of tokens.
 
     Args:
-        chosen: The experts of each token, int64 [tokens, choices].
-        num_experts: Experts of the layer.
+        chosen: Numbers of each token's experts, int64 [tokens, choices].
+        num_experts: Number of experts of the layer.
 
     Returns:
-        The token of each row, int64 [tokens * choices]; the row of each token and choice, int64 [tokens, choices]; and
-        the number of rows of each expert.
+        Token of each sorted pair, int64 [tokens * choices]; place of each pair in the sorted order, int64 [tokens,
+            choices]; number of pairs of each expert.
 
     Raises:
-        IndexError: There is no such expert.
+        IndexError: An expert's number is negative, or `num_experts` or more.
     """
     assert chosen.dtype == torch.int64 and chosen.is_contiguous()
     token_of_row, row_of_choice = torch.empty(chosen.numel(), dtype=torch.int64), torch.empty_like(chosen)
@@ -614,7 +665,13 @@ def sort_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, li
 
 
 def gather_rows(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-    """Copy rows of x [count, columns], by their numbers, int64, to out [rows, columns]. They must exist."""
+    """Copy rows of x to `out`: out[i] = x[rows[i]].
+
+    Args:
+        x: Tensor [count, columns].
+        rows: Row numbers in x, int64; they are not checked.
+        out: Tensor for the copies, [len(rows), columns].
+    """
     assert rows.dtype == torch.int64 and rows.is_contiguous() and x.stride(1) == 1
     assert out.is_contiguous() and out.shape == (len(rows), x.shape[1]) and out.dtype == x.dtype
     size = x.element_size()
@@ -625,16 +682,16 @@ def gather_rows(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
 
 
 def weighted_sums(made: Tensor, rows: Tensor, shares: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Weighted sums of some rows for each token, in their order, in fp32.
+    """For each token, the weighted sum of its experts' results, in fp32 and in the order of the choices.
 
     Args:
         made: Results of experts, [rows, columns].
-        rows: Numbers of the rows of each token, int64 [tokens, choices]. They must exist.
-        shares: Weights of the rows, fp32 [tokens, choices].
-        out_dtype: Dtype of the sums, `made`'s or fp32.
+        rows: Row number in `made` for each token and choice, int64 [tokens, choices]; they are not checked.
+        shares: Weights of these rows, fp32 [tokens, choices].
+        out_dtype: Dtype of the returned sums: `made`'s dtype or fp32.
 
     Returns:
-        [tokens, columns].
+        Sums [tokens, columns].
     """
     assert made.is_contiguous() and rows.is_contiguous() and shares.is_contiguous() and rows.shape == shares.shape
     assert rows.dtype == torch.int64 and shares.dtype == torch.float32 and out_dtype in (made.dtype, torch.float32)
@@ -670,22 +727,25 @@ def rotary_store(  # the operands of one kernel
     slots: Tensor | None = None,
     bits: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Norm, rotate and scale queries and keys of fused QKV, and store or return keys and values.
+    """Split fused QKV; norm and rotate queries and keys; scale queries; store keys and values, or return them.
 
     Args:
-        qkv: [tokens, (heads + 2 kv_heads) * head_dim].
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        head_dim: Numbers of a head.
+        qkv: Output of the QKV projection, [tokens, (heads + 2 kv_heads) * head_dim].
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
+        head_dim: Number of values in one head.
         scale: Factor of queries.
-        rope: cos and sin, fp32 [positions, head_dim / 2].
-        positions: int64 [tokens].
-        norms: RMSNorm weights of the heads of q and k, [head_dim] each.
-        eps: Epsilon of the norms.
-        rotation: Matrix that queries and keys are rotated with, fp32 [head_dim, head_dim].
-        kv: KV of a layer; None: keys and values are returned.
-        slots: int64 [tokens].
-        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
+        rope: Tables of cos and sin, each fp32 [positions, head_dim / 2]. None: the model has no rotary positions.
+        positions: Position of each token, int64 [tokens].
+        norms: RMSNorm weights for each head's queries and keys, each [head_dim]. None: they are not normed.
+        eps: Epsilon of these norms.
+        rotation: Matrix by which queries and keys are also multiplied, fp32 [head_dim, head_dim]; or None.
+        kv: KV of the layer in which keys and values are stored. None: they are returned.
+        slots: Place of each token in the KV, int64 [tokens]: block number * kv_block_size + offset in the block.
+        bits: Bits of each quantized value of packed KV. 0: KV is stored as numbers.
+
+    Returns:
+        Queries [tokens, heads, head_dim]; keys and values [tokens, kv_heads, head_dim] if `kv` is None.
     """
     tokens, (stride, unit) = qkv.shape[0], qkv.stride()
     q = qkv.new_empty(tokens, heads, head_dim)
@@ -723,7 +783,15 @@ def rotary_store(  # the operands of one kernel
 
 
 def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
-    """Quantize rows [..., n] to groups of values with `bits` each, as `quant.quantize` does without importance."""
+    """Quantize rows of numbers in groups, with the result of `quant.quantize` without importance.
+
+    Args:
+        x: Numbers [..., n].
+        bits: Bits of each quantized value.
+
+    Returns:
+        Packed rows, uint8 [..., quant.row_bytes(n, bits)].
+    """
     x = x.contiguous()
     columns = x.shape[-1]
     packed = torch.empty(*x.shape[:-1], quant.row_bytes(columns, bits), dtype=torch.uint8)
@@ -733,21 +801,27 @@ def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
 
 
 def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
-    """Dequantize rows of 4-bit values into `out` [..., n]. Both are contiguous."""
+    """Dequantize packed rows of 4-bit values.
+
+    Args:
+        packed: Packed rows, uint8 [..., quant.row_bytes(n)], contiguous.
+        n: Number of values in a row.
+        out: Tensor for the numbers, [..., n], contiguous.
+    """
     rows = packed.numel() // packed.shape[-1]
     _kernels.dequantize(packed.data_ptr(), packed.shape[-1], rows, n, TYPES[out.dtype], out.data_ptr())
     return out
 
 
 def unpack_blocks(packing: str, packed: Tensor, out: Tensor, interleaved: int = 0) -> Tensor:
-    """Dequantize block-quantized rows, of a GGUF or others.
+    """Dequantize block-quantized rows, of a GGUF file or another format.
 
     Args:
-        packing: One of `BLOCK_TYPES`.
-        packed: uint8 [rows, bytes of a row], as in the file.
-        out: [rows, columns], contiguous.
-        interleaved: Rows that are interleaved halves, in turn 0, n/2, 1, n/2 + 1, ..., and are put into order; 0: all
-            are in order.
+        packing: Name of the block type, a key of `BLOCK_TYPES`.
+        packed: Rows as the file has them, uint8 [rows, bytes of a row].
+        out: Tensor for the numbers, [rows, columns], contiguous.
+        interleaved: Number n of rows in each head, if the file has a head's rows in the order 0, n/2, 1, n/2 + 1, ...;
+            `out` gets them in the order 0, 1, 2, .... 0: the rows of the file are in order.
     """
     rows, columns = out.shape
     assert packed.is_contiguous() and out.is_contiguous() and len(packed) == rows
@@ -766,9 +840,14 @@ def unpack_blocks(packing: str, packed: Tensor, out: Tensor, interleaved: int = 
 
 
 def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The first of the largest of each row, its value, and the log of the sum of exponentials.
+    """Find the largest logit of each row, the first one of equals, and compute the log-sum-exp if wanted.
 
-    logits: fp32 [rows, columns]. Returns int64, fp32 and fp32 [rows]; None for the last unless want_lse.
+    Args:
+        logits: fp32 [rows, columns].
+        want_lse: Whether the log-sum-exp is computed.
+
+    Returns:
+        Index of the largest logit, int64 [rows]; its value, fp32 [rows]; the log-sum-exp, fp32 [rows], or None.
     """
     rows, columns = logits.shape
     index, maximum = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
@@ -780,7 +859,14 @@ def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, T
 
 
 def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
-    """Draw a token at random from each of some rows of fp32 logits, into int64 `out` at these rows."""
+    """Draw a random token from each of some rows of logits.
+
+    Args:
+        logits: Logits, fp32 [.., columns].
+        rows: Numbers of the rows to draw from, int64 [draws].
+        draws: Sampling parameters for each of these rows.
+        out: Tensor for token ids, int64 [..]; the token drawn from row r is stored in element r.
+    """
     if len(rows) < len(logits):
         logits = logits.index_select(0, torch.from_numpy(rows))
     index = torch.empty(len(rows), dtype=torch.int64)
@@ -789,23 +875,29 @@ def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
 
 
 def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
-    """Set fp32 logits of tokens that are not allowed to minus infinity, in place, in the rows that have a mask."""
+    """Set the logits of forbidden tokens to minus infinity, in place.
+
+    Args:
+        logits: Logits, fp32 [.., columns].
+        rows: Numbers of the rows that have a mask, int64 [masks].
+        allowed: Masks, int32 [masks, words]: one bit for each token, 1 where the token is allowed.
+    """
     assert allowed.shape[1] * 32 >= logits.shape[1] and len(allowed) == len(rows)
     _kernels.forbid(logits.data_ptr(), logits.stride(0), logits.shape[1], rows, allowed)
 
 
 def _address(tensor: Tensor | None) -> int:
-    """Address of a tensor; 0 of None."""
+    """Address of a tensor's data; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def _kind(dtype: torch.dtype) -> tuple[int, bool]:
-    """Type number of a weight, and whether it has rows of 8 bits, whose matmul does not depend on the type."""
+    """Number by which the kernels know a dtype, and whether the weight is int8 rows."""
     return (0, True) if dtype == torch.int8 else (TYPES[dtype], False)
 
 
 def _depth(weight: Tensor | PackedWeight | BoundWeight | BlockWeight) -> int:
-    """K of a weight. A row of 8 bits has so many values before its scale."""
+    """K of a weight. For int8 rows it is the number of values, without the bytes of the scale."""
     if isinstance(weight, PackedWeight):
         return weight.depth
     if isinstance(weight, BlockWeight):
@@ -814,5 +906,5 @@ def _depth(weight: Tensor | PackedWeight | BoundWeight | BlockWeight) -> int:
 
 
 def _gate(gated: bool) -> int:
-    """Number of an activation that is gated, or not."""
+    """Number by which the kernels know a gated activation, or none."""
     return ACTIVATIONS["silu_mul" if gated else None]

@@ -1,11 +1,13 @@
-"""The one API to compute: linear layers, norms, rotary embedding, attention over paged KV, 4-bit groups.
+"""The operations of the model's forward pass and sampler, each sent to the kernels of the tensor's device.
 
-On the CPU these are the C++ kernels (`cpp`), on a CUDA card Triton's (`triton`) where Triton is installed; elsewhere,
-and for shapes and cards that the kernels do not know, torch (`reference`).
+The operations are linear layers, norms, rotary embedding, attention over paged KV, group quantization and sampling.
+Tensors of the CPU go to the C++ kernels (`cpp`). Tensors of a CUDA GPU go to the Triton kernels (`triton`) if Triton is
+installed. All else goes to torch (`reference`): other devices, and shapes or GPUs that the kernels do not support.
 
-KV of one layer is one tensor [num_blocks, 2, kv_heads, kv_block_size, width], K before V: a block is contiguous, so
-that it moves between tiers in one piece, and within it each head's K and V are pages. width is head_dim, or, with
-packed KV, the bytes of a packed row (`quant`). Keys of int5 and int4 KV are kept rotated (`rotation`).
+The KV of one layer is one tensor [num_blocks, 2, kv_heads, kv_block_size, width]. Index 0 of the second dimension is K,
+index 1 is V. A block is contiguous, so it moves between tiers as one piece. Within a block, the K of one head is a
+contiguous page, and so is its V. `width` is head_dim where KV is stored as numbers. For quantized KV it is the bytes of
+a packed row (`quant`). Keys of int5 and int4 KV are stored rotated (`rotation`).
 """
 
 from __future__ import annotations
@@ -38,17 +40,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SplitWeight:
-    """A weight [N, K] whose N rows are in several parts, each in a format of its own.
+    """A weight matrix [N, K] stored as several row ranges, each in its own weight format.
 
     Attributes:
-        parts: Parts one after the other, [N of the part, K] each.
+        parts: The row ranges from top to bottom, each a weight [rows, K]; their rows add up to N.
     """
 
     parts: tuple[KernelWeight, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and K of the whole weight."""
+        """N (rows) and K (columns) of the whole matrix."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
 
@@ -63,7 +65,10 @@ _GATED_ROWS = 512  # rows of a gate in several parts that are in fp32 at once
 
 @lru_cache
 def _triton() -> ModuleType | None:
-    """Triton's kernels, if Triton is installed. They are imported when first asked for, which takes a second."""
+    """The package of Triton kernels; None if Triton is not installed.
+
+    The first call imports the package, which takes a second.
+    """
     if find_spec("triton") is None:
         return None
     from batchgen.ops import triton as triton_kernels
@@ -72,14 +77,14 @@ def _triton() -> ModuleType | None:
 
 
 def _card_kernels() -> ModuleType:
-    """Triton's kernels, where something was prepared by them before."""
+    """The package of Triton kernels, for operations whose operands only this package can have prepared."""
     triton_kernels = _triton()
     assert triton_kernels is not None
     return triton_kernels
 
 
 def _device_kernels(device: torch.device) -> ModuleType | None:
-    """The kernels for tensors of a device other than the CPU, or None where torch computes."""
+    """The package of Triton kernels for tensors of a GPU; None where torch computes. Not for tensors of the CPU."""
     triton_kernels = _triton() if device.type == "cuda" else None
     return triton_kernels if triton_kernels and triton_kernels.card(device).has_kernels else None
 
@@ -101,19 +106,20 @@ def linear(
 
     Args:
         x: Activations, [M, K].
-        weight: [N, K], perhaps prepacked for an instruction set of the CPU (`pack_weight`, `bind_weight`); or rows of 8
-            bits, int8 [N, int8.row_bytes(K)], which x is multiplied with as integers (`int8`); or, on the CPU alone,
-            block-quantized rows. Each part of a `SplitWeight` is multiplied by itself.
-        bias: [N].
-        activation: None, "relu", "gelu", "gelu_tanh", or gated: "silu_mul", silu of the first half of N times the
-            second one, "gelu_tanh_mul", or "swiglu_oai_mul" of gpt-oss: with both halves within 7, x sigmoid(1.702 x)
-            of the first times one more than the second.
-        residual: Added at the end, of the result's shape.
-        out: Memory of the result, of x's dtype or fp32. It may be the residual itself.
-        out_dtype: Dtype of a new result; None: x's.
+        weight: Weight matrix [N, K]. It may be prepacked for an instruction set of the CPU (`pack_weight`), bound to
+            one (`bind_weight`), or int8 rows [N, int8.row_bytes(K)], with which x is multiplied as integers (`int8`).
+            On the CPU it may be block-quantized. The parts of a `SplitWeight` are multiplied one by one.
+        bias: Bias [N], or None.
+        activation: None, "relu", "gelu" or "gelu_tanh"; or a gated activation, where rows [0, N / 2) of the weight are
+            the gate and rows [N / 2, N) are the up projection. "silu_mul" is silu(gate) * up. "gelu_tanh_mul" is
+            gelu_tanh(gate) * up. "swiglu_oai_mul", of gpt-oss, is g * sigmoid(1.702 g) * (u + 1), where g is the gate
+            limited to at most 7, and u is up limited to [-7, 7].
+        residual: Tensor of the result's shape, which is added last; or None.
+        out: Tensor for the result, in x's dtype or fp32. It may be the residual itself. None: a new tensor.
+        out_dtype: Dtype of a new result. None: x's dtype.
 
     Returns:
-        [M, N], or half of N with a gated activation.
+        The result [M, N]; with a gated activation [M, N / 2].
     """
     options = {"activation": activation, "residual": residual, "out": out, "out_dtype": out_dtype}
     if isinstance(weight, SplitWeight):
@@ -138,15 +144,17 @@ def grouped_linear(
     activation: str | None = None,
     out: Tensor,
 ) -> Tensor:
-    """Multiply each row of x with one of several weights, in one loop on the CPU. Bit for bit the result is `linear`'s.
+    """Multiply groups of rows of x with one weight for each group. Results equal those of `linear` bit for bit.
+
+    On the CPU the products of all groups are one loop that the threads share.
 
     Args:
-        x: Activations, [M, K]: the rows of the first weight, then those of the second, and so on.
-        weights: [N, K] each.
-        counts: Rows of x for each weight.
-        biases: [N] or None, for each weight.
-        activation: An activation that `linear` knows.
-        out: Memory of the result, [M, N], or half of N with a gated activation.
+        x: Activations, [M, K]: the rows of the first weight, then the rows of the second, and so on.
+        weights: One weight [N, K] for each group.
+        counts: Number of rows of x for each weight.
+        biases: Bias [N] or None, for each weight.
+        activation: Name of an activation, one that `linear` supports; or None.
+        out: Tensor for the result, [M, N]; with a gated activation [M, N / 2].
     """
     if not weights:
         return out
@@ -172,7 +180,10 @@ def _split_linear(
     out: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """The product with a weight in parts. With a gated activation it is in fp32 first, for some rows at a time."""
+    """The result of `linear` for a weight in several parts.
+
+    With a gated activation the products are first in fp32, for at most `_GATED_ROWS` rows of x at a time.
+    """
     n = weight.shape[0]
     gated = activation in kernels.GATED
     if gated and len(x) > _GATED_ROWS:
@@ -208,15 +219,15 @@ def _split_linear(
 
 
 def embedding(token_ids: Tensor, rows: Weight, dtype: torch.dtype) -> Tensor:
-    """Look up embeddings.
+    """Look up the embeddings of tokens.
 
     Args:
-        token_ids: int64 [tokens].
-        rows: The table [vocab, embed], perhaps prepacked.
-        dtype: Dtype of the result where the table is block-quantized; otherwise the result has the table's.
+        token_ids: Token ids, int64 [tokens].
+        rows: Embedding table [vocab, embed], which may be prepacked or block-quantized.
+        dtype: Dtype of the result if the table is block-quantized. Otherwise the result has the table's dtype.
 
     Returns:
-        [tokens, embed].
+        Embeddings [tokens, embed].
     """
     if isinstance(rows, PackedWeight):
         return kernels.packed_rows(rows, token_ids)
@@ -229,7 +240,10 @@ def embedding(token_ids: Tensor, rows: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, **options) -> Tensor:
-    """Torch's linear on the CPU, with as many threads as the kernels have: in a sweep torch itself has one."""
+    """Torch's linear on the CPU, with as many threads as the C++ kernels use.
+
+    During a sweep torch's own operations have one thread.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(kernels.num_threads())
     try:
@@ -250,7 +264,7 @@ def _in_parts(
     out: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Torch's linear, TORCH_ROWS rows at a time."""
+    """Torch's linear on the CPU for more than `TORCH_ROWS` rows of x, in parts of `TORCH_ROWS` rows."""
     n = len(weight) // 2 if activation in kernels.GATED else len(weight)
     if out is None:
         out = x.new_empty(len(x), n, dtype=out_dtype)
@@ -262,15 +276,18 @@ def _in_parts(
 
 
 def pack_weight(weight: Tensor, *, gated: bool = False, isa: str = "") -> Weight:
-    """Prepack a weight as `linear` reads it fastest, in about as many bytes.
+    """Prepack a weight matrix in the order in which `linear` reads it fastest.
+
+    The prepacked weight takes about as many bytes as the weight. It is not prepacked on a GPU, for torch's own linear,
+    or where it would take twice as many bytes.
 
     Args:
-        weight: [N, K], or rows of 8 bits.
-        gated: Whether it is for a gated activation: the gate's rows stand before those it is multiplied with.
-        isa: Instruction set of the CPU that is to multiply it, or TORCH; "": the process's set.
+        weight: Weight matrix [N, K] of numbers, or int8 rows [N, int8.row_bytes(K)].
+        gated: Whether the weight is for a gated activation. Then its first N / 2 rows are the gate's.
+        isa: Instruction set of the CPU that will multiply the weight, or TORCH. "": the process's instruction set.
 
     Returns:
-        The prepacked weight; or the weight bound to the set, where it is read fastest as it is.
+        The prepacked weight; or the weight as it is, bound to `isa` if that is not "".
     """
     if weight.device.type != "cpu" or isa == TORCH or kernels.packed_grows(weight.dtype, isa):
         return bind_weight(weight, isa)
@@ -278,17 +295,25 @@ def pack_weight(weight: Tensor, *, gated: bool = False, isa: str = "") -> Weight
 
 
 def pack_blocks(weight: BlockWeight, dtype: torch.dtype, *, gated: bool = False) -> PackedWeight:
-    """Prepack a block-quantized weight into panels of as many bytes, to be multiplied with activations of `dtype`."""
+    """Prepack a block-quantized weight into panels of about as many bytes, for activations of dtype `dtype`."""
     return kernels.pack_blocks(weight, dtype, gated=gated)
 
 
 def bind_weight(weight: Tensor, isa: str) -> Weight:
-    """The weight as it lies, bound to an instruction set or TORCH. On a card, or where `isa` is "", it is not bound."""
+    """The weight, in unchanged memory, bound to an instruction set or to torch's own linear.
+
+    Args:
+        weight: Weight [N, K] of numbers, or int8 rows.
+        isa: Instruction set, or TORCH. "": the weight is not bound.
+
+    Returns:
+        The bound weight; on a GPU the weight itself.
+    """
     return BoundWeight(weight, isa) if isa and weight.device.type == "cpu" else weight
 
 
 def weight_bytes(weight: Weight) -> int:
-    """Bytes of a weight in memory."""
+    """Number of bytes that a weight takes in memory."""
     if isinstance(weight, SplitWeight):
         return sum(weight_bytes(part) for part in weight.parts)
     return (weight if isinstance(weight, Tensor) else weight.data).nbytes
@@ -298,9 +323,13 @@ def weight_bytes(weight: Weight) -> int:
 
 
 def groups_experts(x: Tensor, *weights: Weight) -> bool:
-    """Tell whether `grouped_experts` has kernels for x and these matrices of all experts.
+    """Tell whether `grouped_experts` supports activations x and these weight matrices.
 
-    They need numbers of x's dtype, on a card with matrix products.
+    The matrices must be numbers of x's dtype, not quantized. The GPU must have units for matrix products.
+
+    Args:
+        x: Activations of one layer, on the device that computes.
+        weights: Matrices of a layer, each with the rows of all experts.
     """
     triton_kernels = _device_kernels(x.device)
     known = all(isinstance(weight, Tensor) and weight.dtype == x.dtype for weight in weights)
@@ -317,40 +346,43 @@ def grouped_experts(  # the operands of two products
     down_bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """Multiply each token with its experts and add their results, weighted, in the order of `chosen`.
+    """Compute the MLP of a mixture of experts on a GPU: for each token, the weighted sum of its experts' results.
 
-    It needs operands that `groups_experts` accepts.
-
-    The host waits for nothing, and launches are the same for any routes. A row's result does not depend on its batch.
+    A token's results are added in the order of `chosen`, so they do not depend on the other tokens. The host does not
+    wait for the GPU. The launched kernels are the same for any choice of experts. `groups_experts` must be true for the
+    operands.
 
     Args:
-        x: [tokens, hidden].
+        x: Activations, [tokens, hidden].
         shares: Weight of each expert's result, fp32 [tokens, experts of a token].
-        chosen: Number of each expert, int64 [tokens, experts of a token].
-        gate_up: [experts * 2 * intermediate, hidden], one expert after the other, of each the gate first.
-        gate_up_bias: [experts * 2 * intermediate].
-        down: [experts * hidden, intermediate].
-        down_bias: [experts * hidden].
-        activation: A gated activation.
+        chosen: Number of each expert in the layer, int64 [tokens, experts of a token].
+        gate_up: Matrix [experts * 2 * intermediate, hidden], one expert after the other; an expert's gate is before its
+            up projection.
+        gate_up_bias: Bias [experts * 2 * intermediate], or None.
+        down: Matrix [experts * hidden, intermediate], one expert after the other.
+        down_bias: Bias [experts * hidden], or None.
+        activation: Name of a gated activation, one that `linear` supports.
 
     Returns:
-        fp32 [tokens, hidden].
+        Sums, fp32 [tokens, hidden].
     """
     return _card_kernels().grouped_experts(x, shares, chosen, gate_up, gate_up_bias, down, down_bias, activation)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
-    """Normalise the last dimension: x / rms(x) * weight (RMSNorm), or with a bias LayerNorm. Sums are in fp32.
+    """Normalise the last dimension of x: RMSNorm, x / rms(x) * weight, without a bias; LayerNorm with one.
+
+    Sums are in fp32.
 
     Args:
-        x: [..., columns].
-        weight: [columns].
-        bias: [columns], or None for RMSNorm.
-        eps: Epsilon below the root.
-        out: Memory of the result, perhaps x.
+        x: Tensor [..., columns].
+        weight: Factor of each column, [columns].
+        bias: Summand of each column, [columns], for LayerNorm; None for RMSNorm.
+        eps: Number added to the mean square (or variance) before the square root.
+        out: Tensor for the result, which may be x. None: a new tensor.
 
     Returns:
-        The result, of x's shape.
+        The normalised tensor, of x's shape.
     """
     if x.is_cpu:
         return kernels.norm(x, weight, bias, eps, out)
@@ -374,21 +406,23 @@ def rotary(  # the operands of one kernel
     eps: float = 0.0,
     rotate_keys: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm, rotate and scale queries and keys of fused QKV (RoPE: Su et al., 2021).
+    """Split fused QKV into queries, keys and values; norm and rotate queries and keys; scale queries.
+
+    The rotation is rotary position embedding (RoPE: Su et al., 2021).
 
     Args:
-        qkv: [tokens, (heads + 2 kv_heads) * head_dim].
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        scale: Scale of queries, that of the softmax.
-        rope: cos and sin, fp32 [positions, head_dim / 2]; None: positions are not rotary.
-        positions: int64 [tokens].
-        norms: RMSNorm weights of the heads of q and k, [head_dim] each.
-        eps: Epsilon of the norms.
-        rotate_keys: Whether queries and keys are multiplied with `rotation`, as int5 and int4 KV have it.
+        qkv: Output of the QKV projection, [tokens, (heads + 2 kv_heads) * head_dim].
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
+        scale: Factor of queries, usually head_dim ** -0.5, so that attention need not scale scores.
+        rope: Tables of cos and sin, each fp32 [positions, head_dim / 2]. None: the model has no rotary positions.
+        positions: Position of each token, int64 [tokens].
+        norms: RMSNorm weights for each head's queries and keys, each [head_dim]. None: they are not normed.
+        eps: Epsilon of these norms.
+        rotate_keys: Whether queries and keys are also multiplied by the matrix of `rotation`, for int5 and int4 KV.
 
     Returns:
-        q [tokens, heads, head_dim]; k and v [tokens, kv_heads, head_dim].
+        Queries [tokens, heads, head_dim]; keys and values, each [tokens, kv_heads, head_dim].
     """
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     options: dict[str, Any] = {
@@ -408,19 +442,19 @@ def rotary(  # the operands of one kernel
 
 
 def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, kv_format: KVFormat, **options: Any) -> Tensor:
-    """Norm, rotate and scale queries and keys of fused QKV, and store keys and values in a layer's KV.
+    """Compute `rotary` of fused QKV, store the new keys and values in a layer's KV, and return the queries.
 
     Args:
-        qkv: [tokens, (heads + 2 kv_heads) * head_dim].
-        heads: Query heads.
-        kv: KV of the layer.
-        slots: int64 [tokens], block * kv_block_size + offset. Where `can_capture`, tokens with a slot below 0 are not
-            stored.
-        kv_format: Format of the KV.
-        options: Further arguments of `rotary`, but for `rotate_keys`.
+        qkv: Output of the QKV projection, [tokens, (heads + 2 kv_heads) * head_dim].
+        heads: Number of query heads.
+        kv: KV of the layer, [num_blocks, 2, kv_heads, kv_block_size, width].
+        slots: Place of each token in the KV, int64 [tokens]: block number * kv_block_size + offset in the block. Where
+            `can_capture` is true, a token with a slot below 0 is not stored.
+        kv_format: Format in which the KV is stored.
+        options: Further arguments of `rotary`, except `rotate_keys`.
 
     Returns:
-        q [tokens, heads, head_dim].
+        Queries [tokens, heads, head_dim].
     """
     kv_heads, bits, rotate_keys = kv.shape[2], kv_format.bits, kv_format.rotates_keys
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
@@ -449,18 +483,21 @@ def prepare_attention(  # shapes of one launch
     device: torch.device = CPU,
     isa: str = "",
 ) -> PreparedAttention:
-    """The plan as `paged_attention` takes it, made once per sweep and used by every layer.
+    """Turn the attention plan of a sweep into the form that `paged_attention` takes, once for all layers.
 
     Args:
-        plan: Attention of the sweep.
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        head_dim: Numbers of a head.
-        kv_block_size: Tokens of a KV block.
+        plan: Attention plan of the sweep.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
+        head_dim: Number of values in one head.
+        kv_block_size: Number of tokens in a KV block.
         dtype: Dtype of queries.
-        kv_format: Format of the KV.
-        device: Device of queries and KV.
-        isa: Instruction set that attends on the CPU; "": the process's.
+        kv_format: Format in which the KV is stored.
+        device: Device that has queries and KV.
+        isa: Instruction set that computes attention on the CPU. "": the process's instruction set.
+
+    Returns:
+        A plan for the kernels of this device and these shapes, or for torch.
     """
     group = heads // kv_heads
     if device.type != "cpu":
@@ -485,25 +522,34 @@ def cut_attention(
     kv_format: KVFormat,
     device: torch.device,
 ) -> CutPlan:
-    """The plan cut for a card, but not on it yet, where `can_capture`.
+    """Cut a sweep's attention plan into work items for a GPU, in the host's memory, where `can_capture` is true.
 
-    So plans of several sweeps can be written into the same memory, for CUDA graphs. Arguments are those of
-    `prepare_attention`.
+    A CUDA graph is replayed for several sweeps, so their plans are later copied to the same memory on the GPU.
+
+    Args:
+        plan: Attention plan of the sweep.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
+        head_dim: Number of values in one head.
+        kv_block_size: Number of tokens in a KV block.
+        dtype: Dtype of queries.
+        kv_format: Format in which the KV is stored.
+        device: GPU that has queries and KV.
     """
     return _card_kernels().cut_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device)
 
 
 def can_capture(device: torch.device, head_dim: int, group: int, kv_block_size: int) -> bool:
-    """Tell whether decode sweeps can be CUDA graphs.
+    """Tell whether decode sweeps on a device can be captured in CUDA graphs.
 
-    All that layers do must be launches whose shapes do not depend on the sweep, and tokens with a slot below 0 must not
-    be stored.
+    A graph needs kernels whose launches do not depend on the sweep, and which do not store tokens with a slot below 0.
+    Only the Triton kernels fulfil this.
 
     Args:
         device: Device that computes.
-        head_dim: Numbers of a head.
-        group: Query heads of a KV head.
-        kv_block_size: Tokens of a KV block.
+        head_dim: Number of values in one head.
+        group: Number of query heads that share a KV head.
+        kv_block_size: Number of tokens in a KV block.
     """
     triton_kernels = _device_kernels(device)
     return bool(
@@ -523,21 +569,24 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally from packed query tokens to paged KV, prefill and decode in one call.
+    """Compute causal attention of a sweep's query tokens to paged KV, for prefill and decode in one call.
 
     Args:
-        q: [tokens, heads, head_dim], as `rotary` gives it; heads is a multiple of kv_heads (grouped-query attention).
-        kv: [num_blocks, 2, kv_heads, kv_block_size, width]; the tokens' own K and V are already there.
-        plan: A plan of `prepare_attention`, with KV blocks (PagedAttention: Kwon et al., 2023) and shared prefixes.
-        out: Memory of the result, of q's shape.
-        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
-        softcap: Bound of the scores, which become softcap * tanh(score / softcap) before the softmax (Gemma 2, Gemma
-            Team, 2024, section 2); 0: none.
-        sinks: fp32 [heads] on q's device, a score of each head that takes its part of the softmax and has no value
-            (gpt-oss, 2025; attention sinks: Xiao et al., 2023).
+        q: Queries [tokens, heads, head_dim], as `rotary` returns them. `heads` is a multiple of kv_heads (grouped-query
+            attention).
+        kv: KV of the layer, [num_blocks, 2, kv_heads, kv_block_size, width]. It already contains K and V of the query
+            tokens.
+        plan: Result of `prepare_attention`: KV blocks of each sequence (PagedAttention: Kwon et al., 2023) and shared
+            prefixes.
+        out: Tensor for the result, of q's shape. None: a new tensor.
+        bits: Bits of each quantized value of packed KV. 0: KV is stored as numbers.
+        softcap: Bound of the scores: they become softcap * tanh(score / softcap) before the softmax (Gemma 2, Gemma
+            Team, 2024, section 2). 0: no bound.
+        sinks: One further score for each head, fp32 [heads] on q's device. It is part of the softmax's sum, but has no
+            value (gpt-oss, 2025; attention sinks: Xiao et al., 2023).
 
     Returns:
-        [tokens, heads * head_dim].
+        Attention output [tokens, heads * head_dim].
     """
     if isinstance(plan, kernels.AttentionPlan):
         compute = kernels.attention
@@ -550,11 +599,15 @@ def paged_attention(
 
 @lru_cache
 def rotation(n: int, device: torch.device = CPU) -> Tensor:
-    """An orthogonal matrix [n, n], fp32, that keys of int5 and int4 KV are rotated with, and queries alike.
+    """The orthogonal matrix, fp32 [n, n], that queries and keys are multiplied by if KV is stored as int5 or int4.
 
-    Hadamard's where n is a power of two, else the cosine transform's. Some channels of keys are far larger than the
-    rest, and would take all quantized values for themselves; rotated, what is in one channel spreads over all. The
-    products stay the same.
+    It is the Hadamard matrix if n is a power of two, otherwise the matrix of the cosine transform. Some channels of
+    keys are far larger than the rest, and would determine the scale of their whole group. The rotation spreads them
+    over all channels. Products of queries and keys do not change.
+
+    Args:
+        n: Number of values in one head.
+        device: Device of the matrix.
     """
     if n & (n - 1) == 0:
         matrix = torch.ones(1, 1)
@@ -568,7 +621,7 @@ def rotation(n: int, device: torch.device = CPU) -> Tensor:
 
 
 def _has_kernels(x: Tensor, head_dim: int) -> bool:
-    """Tell whether the C++ kernels take heads of this size where x lies."""
+    """Tell whether x is on the CPU and the C++ kernels support heads of `head_dim` values."""
     return x.is_cpu and kernels.supports_head_dim(head_dim)
 
 
@@ -576,17 +629,17 @@ def _has_kernels(x: Tensor, head_dim: int) -> bool:
 
 
 def kv_rows(slots: np.ndarray | Tensor, kv_heads: int, kv_block_size: int) -> Tensor:
-    """Rows of a [num_blocks * 2 * kv_heads * kv_block_size, width] view of the KV that hold each token's K.
+    """Row numbers of tokens' keys in a layer's KV, seen as [num_blocks * 2 * kv_heads * kv_block_size, width].
 
-    V lies kv_heads * kv_block_size rows behind.
+    The row of a token's value is kv_heads * kv_block_size after the row of its key.
 
     Args:
-        slots: Slot of each token, block * kv_block_size + offset.
-        kv_heads: Key and value heads.
-        kv_block_size: Tokens of a block.
+        slots: Place of each token in the KV, [tokens]: block number * kv_block_size + offset in the block.
+        kv_heads: Number of key and value heads.
+        kv_block_size: Number of tokens in a KV block.
 
     Returns:
-        int64 [tokens * kv_heads], on the device of `slots`.
+        Row numbers, int64 [tokens * kv_heads], on the device of `slots`.
     """
     slots = torch.as_tensor(slots).long()[:, None]
     heads = torch.arange(kv_heads, device=slots.device)
@@ -595,7 +648,14 @@ def kv_rows(slots: np.ndarray | Tensor, kv_heads: int, kv_block_size: int) -> Te
 
 
 def write_kv(kv: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store new tokens' K and V [tokens, kv_heads, width], in the format of the KV, at `kv_rows` of a layer's KV."""
+    """Store keys and values of new tokens in a layer's KV.
+
+    Args:
+        kv: KV of the layer, [num_blocks, 2, kv_heads, kv_block_size, width].
+        rows: Row numbers of the keys, from `kv_rows`.
+        k: Keys [tokens, kv_heads, width], already in the format of the KV.
+        v: Values [tokens, kv_heads, width], already in the format of the KV.
+    """
     _, _, kv_heads, kv_block_size, width = kv.shape
     flat = kv.view(-1, width)
     flat.index_copy_(0, rows, k.reshape(-1, width))
@@ -603,7 +663,13 @@ def write_kv(kv: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def gather_rows(target: Tensor, source: Tensor, index: Tensor) -> None:
-    """Compute target[i] = source[index[i]] along the first dimension. The device of `index` reaches all."""
+    """Compute target[i] = source[index[i]] along the first dimension.
+
+    Args:
+        target: Tensor to fill, [len(index), ...].
+        source: Tensor with the rows, of target's dtype.
+        index: Row numbers in `source`, int64. If it is on a GPU, this GPU must be able to access all three tensors.
+    """
     triton_kernels = _device_kernels(index.device)
     if triton_kernels:
         triton_kernels.gather_rows(target, source, index)
@@ -612,7 +678,13 @@ def gather_rows(target: Tensor, source: Tensor, index: Tensor) -> None:
 
 
 def scatter_rows(target: Tensor, index: Tensor, source: Tensor) -> None:
-    """Compute target[index[i]] = source[i] along the first dimension. The device of `index` reaches all."""
+    """Compute target[index[i]] = source[i] along the first dimension.
+
+    Args:
+        target: Tensor whose rows are overwritten.
+        index: Row numbers in `target`, int64. If it is on a GPU, this GPU must be able to access all three tensors.
+        source: Tensor with the new rows, [len(index), ...].
+    """
     triton_kernels = _device_kernels(index.device)
     if triton_kernels:
         triton_kernels.scatter_rows(target, index, source)
@@ -624,50 +696,68 @@ def scatter_rows(target: Tensor, index: Tensor, source: Tensor) -> None:
 
 
 def all_finite(logits: Tensor) -> Tensor:
-    """Tell rows whose logits [rows, columns] are all finite, bool [rows]. The host waits for nothing."""
+    """Tell for each row of logits [rows, columns] whether all its logits are finite: bool [rows].
+
+    The host does not wait for a GPU.
+    """
     return logits.amax(-1).isfinite() & logits.amin(-1).isfinite()  # both keep a NaN; a sum could overflow
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The first of the largest of each row, int64 [rows], of fp32 logits [rows, columns]."""
+    """Index of the largest logit of each row, the first one of equals.
+
+    Args:
+        logits: fp32 [rows, columns].
+
+    Returns:
+        Indices, int64 [rows].
+    """
     return _of_logits(logits).argmax(logits)[0]
 
 
 def lse(logits: Tensor) -> Tensor:
-    """The log of the sum of exponentials of each row, fp32 [rows], of fp32 logits [rows, columns]."""
+    """The log-sum-exp of each row of logits: fp32 [rows], for fp32 logits [rows, columns]."""
     return argmax_with_lse(logits)[2]
 
 
 def argmax_with_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `argmax`, the largest values, fp32 [rows], and `lse`, in one pass where there are kernels."""
+    """Compute argmax, maximum and log-sum-exp of each row of logits. The kernels need only one pass.
+
+    Args:
+        logits: fp32 [rows, columns].
+
+    Returns:
+        Index of the largest logit, int64 [rows]; its value, fp32 [rows]; the log-sum-exp, fp32 [rows].
+    """
     return _of_logits(logits).argmax(logits, want_lse=True)
 
 
 def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
-    """Draw a token at random from each of some rows of logits. The host waits for nothing.
+    """Draw a random token from each of some rows of logits. The host does not wait for a GPU.
 
     Args:
-        logits: fp32 [.., columns].
-        rows: int64, the row of each draw.
-        draws: Sampling parameters of each row.
-        out: int64 [..]; tokens go to its elements `rows`.
+        logits: Logits, fp32 [.., columns].
+        rows: Numbers of the rows to draw from, int64 [draws].
+        draws: Sampling parameters for each of these rows.
+        out: Tensor for token ids, int64 [..]; the token drawn from row r is stored in element r.
     """
     _of_logits(logits).draw(logits, rows, draws, out)
 
 
 def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
-    """Set logits of tokens that are not allowed to minus infinity, in place. The host waits for nothing.
+    """Set the logits of forbidden tokens to minus infinity, in place. The host does not wait for a GPU.
 
     Args:
-        logits: fp32 [.., columns].
-        rows: int64, the row of each mask.
-        allowed: int32 [rows, words], a bit for each token, lowest first; at least as many bits as there are columns.
+        logits: Logits, fp32 [.., columns].
+        rows: Numbers of the rows that have a mask, int64 [masks].
+        allowed: Masks, int32 [masks, words]: one bit for each token, 1 where the token is allowed. The lowest bit of a
+            word is first. There are at least as many bits as columns.
     """
     _of_logits(logits).forbid(logits, rows, allowed)
 
 
 def _of_logits(logits: Tensor) -> ModuleType:
-    """The module that computes with these logits."""
+    """The module with the kernels, or torch operations, for the device of these logits."""
     return kernels if logits.is_cpu else _device_kernels(logits.device) or reference
 
 
@@ -675,12 +765,28 @@ def _of_logits(logits: Tensor) -> ModuleType:
 
 
 def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
-    """Quantize rows [..., n] to [..., quant.row_bytes(n, bits)], with `bits` for each value."""
+    """Quantize rows of numbers in groups (`quant`).
+
+    Args:
+        x: Numbers [..., n] of any float dtype.
+        bits: Bits of each quantized value.
+
+    Returns:
+        Packed rows, uint8 [..., quant.row_bytes(n, bits)].
+    """
     return (kernels if x.device.type == "cpu" else _device_kernels(x.device) or quant).quantize(x, bits)
 
 
 def dequantize(packed: Tensor, out: Tensor) -> Tensor:
-    """Dequantize rows of 4-bit codes into `out` [..., n]."""
+    """Dequantize packed rows of 4-bit values.
+
+    Args:
+        packed: Packed rows, uint8 [..., quant.row_bytes(n)].
+        out: Tensor for the numbers, [..., n], of any float dtype.
+
+    Returns:
+        `out`.
+    """
     compute = kernels if packed.device.type == "cpu" else _device_kernels(packed.device)
     if compute and packed.is_contiguous() and out.is_contiguous():
         return compute.dequantize(packed, out.shape[-1], out)

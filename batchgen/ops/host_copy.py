@@ -1,7 +1,7 @@
-"""Small arrays between the host and a device, for which nobody waits.
+"""Copies of small arrays between the host and a GPU for which the host does not wait.
 
-A copy from or to a GPU that nobody waits for needs pinned memory, and asking for some may wait for all that the GPU has
-to do. So an engine brings its own (`Passage`), made before its first sweep; without one, torch provides it.
+Such copies need pinned memory. Allocating pinned memory may wait until the GPU is idle. So an engine allocates a
+`Passage` before its first sweep. Without a `Passage`, torch allocates pinned memory for each copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _of_thread = threading.local()
 
 @contextlib.contextmanager
 def through(passage: Passage | None) -> Iterator[None]:
-    """Has copies of this thread to and from a device go through a passage meanwhile, those of one stream."""
+    """Within a `with` block, send this thread's copies to and from a GPU through a `Passage`.
+
+    Args:
+        passage: Pinned memory for copies of one stream; None: torch allocates memory for each copy.
+    """
     before = getattr(_of_thread, "passage", None)
     _of_thread.passage = passage
     try:
@@ -35,10 +39,14 @@ def through(passage: Passage | None) -> Iterator[None]:
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a tensor of the device.
+    """Copy an array to a device. The host does not wait: the copy goes through pinned memory.
 
-    A copy to a GPU goes through pinned memory, so the host waits for nothing: from pageable memory it would wait for
-    all that is launched before. On the CPU the tensor shares the array's memory.
+    Args:
+        array: The array, which may be changed after the call unless the device is the CPU.
+        device: The device.
+
+    Returns:
+        Tensor on the device. On the CPU it shares the array's memory.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
@@ -50,7 +58,12 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def download(tensor: Tensor) -> Tensor:
-    """The tensor in the host's memory, once the device has come so far; itself, where it is there."""
+    """Start the copy of a tensor to the host's memory.
+
+    Returns:
+        Tensor on the host, which is filled when the device has computed the tensor and copied it. A tensor of the CPU
+            is returned as it is.
+    """
     if tensor.device.type == "cpu":
         return tensor
     passage = getattr(_of_thread, "passage", None)
@@ -60,18 +73,20 @@ def download(tensor: Tensor) -> Tensor:
 
 
 class Passage:
-    """Pinned memory between the host and one stream of a device. Where it is full, the host waits for the stream.
+    """Pinned memory through which one stream of a GPU exchanges small tensors with the host.
 
-    Invariant: what the stream has still to copy from or to is not given out again, nor what the host has still to read.
+    If it is full, the host waits for the stream.
+
+    Invariant: memory is not used again while the stream still has to copy it, or while the host holds a result in it.
     """
 
     def __init__(self, memory: Tensor, record: Callable[[], Any], synchronize: Callable[[Any], None]) -> None:
-        """A passage for one stream.
+        """Use pinned memory for the copies of one stream.
 
         Args:
-            memory: pinned, uint8; three quarters of it for uploads, the rest for downloads.
-            record: gives an event, what has been launched on the stream so far.
-            synchronize: returns when an event has come; other threads run meanwhile.
+            memory: Pinned memory, uint8 [bytes]. Three quarters are for uploads, the rest is for downloads.
+            record: Function that returns an event after all work that was launched on the stream so far.
+            synchronize: Function that waits for such an event, while other threads run.
         """
         self.num_copies = 0  # that were launched, so far
         self._record, self._synchronize = record, synchronize
@@ -87,7 +102,15 @@ class Passage:
         self._let_go: deque[int] = deque()  # pages, by finalizers of any thread
 
     def upload(self, source: Tensor, target: Tensor) -> Tensor:
-        """target[...] = source, behind the caller's back; the source may change at once. Both are contiguous."""
+        """Start the copy of `source`, on the host, to `target`, on the GPU. `source` may be changed at once.
+
+        Args:
+            source: Contiguous tensor on the host.
+            target: Contiguous tensor on the GPU, of the same shape and dtype.
+
+        Returns:
+            `target`.
+        """
         if not source.numel():
             return target
         source, left = _bytes_of(source), _bytes_of(target)
@@ -114,7 +137,11 @@ class Passage:
         return self._sections[self._section]
 
     def download(self, source: Tensor) -> Tensor:
-        """The tensor in the host's memory, once the stream has come so far."""
+        """Start the copy of a tensor to the host.
+
+        Returns:
+            Tensor on the host, which is filled when the stream has executed the copy.
+        """
         found = self._window(source.nbytes)
         if found is None:
             return source.cpu()
@@ -124,7 +151,7 @@ class Passage:
         return window
 
     def _window(self, num_bytes: int) -> Tensor | None:
-        """Free memory of a page; None where too much is held, or needed."""
+        """Free memory for a download, uint8 [num_bytes]; None if the results that the host holds leave too little."""
         while self._let_go:
             self._held[self._let_go.popleft()] -= 1
         for page in (self._page, *(p for p in range(_PAGES) if p != self._page)):

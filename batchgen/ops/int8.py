@@ -1,14 +1,16 @@
-"""Weights of 8 bits: the layout of their rows, and in torch what the kernels make of them, bit for bit.
+"""Int8 rows, the format of weights of 8 bits: their layout, and a reference in torch.
 
-A matrix [rows, n] is int8 [rows, row_bytes(n)]: each row has n codes, zeros up to a multiple of four, and a scale, a
-little-endian fp32. A weight is code * scale; scale = largest / 127, of the row's largest absolute value. With a
-negative scale the codes are those of the row rotated (`rotate`), and |scale| counts; the rows of a matrix are all
-alike.
+Results of the reference equal those of the kernels bit for bit.
 
-`linear` makes codes of each row of x in the same way, rotated where the weight is, so that sums are those of integers,
-exact in any order. What follows is done in fp32, each operation rounded to nearest even by itself, in the order of
-`_finished`. The kernels do the same on every instruction set (csrc/matmul/int8.h): a result does not depend on the
-machine, nor on the rows beside it.
+A weight matrix [rows, n] is stored as int8 [rows, row_bytes(n)]. A row has n codes, zeros up to a multiple of four, and
+a scale (little-endian fp32). A weight is code * scale, and scale = largest / 127, where `largest` is the largest
+absolute value in the row. If scales are negative, the rows were rotated (`rotate`) before they were quantized, and the
+scale is |scale|. Either all rows of a matrix are rotated or none.
+
+`linear` quantizes each row of x in the same way, and rotates it first if the weight is rotated. Products of codes are
+summed as integers, so sums are exact in any order. All later operations are in fp32, each rounded to nearest even, in
+the order of `_finished`. The kernels do the same on every instruction set (csrc/matmul/int8.h). So a result depends
+neither on the machine nor on other rows of x.
 """
 
 from __future__ import annotations
@@ -30,15 +32,21 @@ _BLOCK = 64  # values that are rotated together
 
 
 def row_bytes(n: int) -> int:
-    """Bytes of a row of `n` weights."""
+    """Bytes of an int8 row of `n` weights, its scale included."""
     return weight_row_bytes(n, INT8)
 
 
 def to_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize rows symmetrically: x [rows, n] of any float dtype -> codes int8 [rows, n], scales fp32 [rows, 1].
+    """Quantize rows symmetrically to 8 bits.
 
-    The code is x * (127 / largest), rounded to nearest even. A row that has a NaN or an infinity has codes of zero and
-    a scale of NaN.
+    A code is x * (127 / largest), rounded to nearest even. A row with a NaN or an infinity gets codes of zero and the
+    scale NaN.
+
+    Args:
+        x: Numbers [rows, n] of any float dtype.
+
+    Returns:
+        Codes, int8 [rows, n]; scales, fp32 [rows, 1].
     """
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)
@@ -51,7 +59,7 @@ def to_codes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(codes: Tensor, scale: Tensor) -> Tensor:
-    """Rows of weights, int8 [rows, row_bytes(n)], of codes int8 [rows, n] and scales fp32 [rows, 1]."""
+    """Int8 rows, [rows, row_bytes(n)], from codes, int8 [rows, n], and scales, fp32 [rows, 1]."""
     n = codes.shape[1]
     rows = codes.new_zeros(len(codes), row_bytes(n))
     rows[:, :n] = codes
@@ -60,15 +68,16 @@ def join(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def split(rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Codes int8 [rows, n], a view, and scales fp32 [rows, 1]."""
+    """Codes, a view int8 [rows, n], and scales, fp32 [rows, 1], of int8 rows of n weights."""
     return rows[:, :n], rows[:, -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Multiply each whole block of 64 of x's last dimension by Hadamard's matrix over 8, in fp32; what is left stays.
+    """Multiply each whole block of 64 values of x's last dimension by the Hadamard matrix / 8, in fp32.
 
-    A product of two rotated rows is that of the rows. A value far larger than its neighbours is spread over 64 of them,
-    so that it no longer takes all codes for itself (QuaRot: Ashkboos et al., 2024). The matrix is its own inverse.
+    Values after the last whole block do not change. The product of two rotated rows equals the product of the rows. A
+    value far larger than its neighbours is spread over 64 values, so it no longer determines the scale of the row alone
+    (QuaRot: Ashkboos et al., 2024). The matrix is its own inverse.
     """
     x = x.float()
     whole = x.shape[-1] // _BLOCK * _BLOCK
@@ -82,12 +91,12 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def is_rotated(rows: Tensor) -> Tensor:
-    """Tell whether rows were rotated before they were quantized, bool []. Their scales are negative then."""
+    """Tell whether int8 rows were rotated before they were quantized: bool []. Their scales are then negative."""
     return rows[0, -1] < 0  # the byte with the sign
 
 
 def quantize(x: Tensor) -> Tensor:
-    """Quantize a matrix [rows, n] of any float dtype, rotated, into rows int8 [rows, row_bytes(n)]."""
+    """Rotate and quantize a matrix [rows, n] of any float dtype to int8 rows, [rows, row_bytes(n)]."""
     packed = torch.empty(len(x), row_bytes(x.shape[1]), dtype=torch.int8, device=x.device)
     for some in _parts(len(x), x.shape[1]):
         codes, scale = to_codes(rotate(x[some]))
@@ -96,7 +105,7 @@ def quantize(x: Tensor) -> Tensor:
 
 
 def dequantize(rows: Tensor, n: int, out: Tensor) -> Tensor:
-    """Rows int8 [rows, row_bytes(n)] as numbers in `out` [rows, n], of any float dtype."""
+    """Dequantize int8 rows, [rows, row_bytes(n)], into `out` [rows, n] of any float dtype. A rotation is reversed."""
     for some in _parts(len(rows), n):
         codes, scale = split(rows[some], n)
         values = codes * scale.abs()
@@ -114,7 +123,17 @@ def linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute activation(x weightᵀ + bias) + residual for a weight in rows of 8 bits. Sums are exact in fp64."""
+    """Compute activation(x weightᵀ + bias) + residual for a weight of int8 rows. Sums of products are exact.
+
+    Args:
+        x: Activations [M, K].
+        weight: Int8 rows [N, row_bytes(K)].
+        bias: Bias [N], or None.
+        activation: Name of an activation of `dispatch.linear`, or None.
+        residual: Tensor of the result's shape, which is added last; or None.
+        out: Tensor for the result. None: a new tensor.
+        out_dtype: Dtype of a new result. None: x's dtype.
+    """
     columns = len(weight) // 2 if activation in _GATES else len(weight)
     if out is None:
         out = torch.empty(len(x), columns, dtype=out_dtype or x.dtype, device=x.device)
@@ -128,7 +147,7 @@ def linear(
 
 
 def _scaled_sums(codes: Tensor, weight: Tensor) -> Tensor:
-    """Sums of products of codes, rounded to fp32, times the scales of the weight's rows."""
+    """Sums of products of codes, rounded to fp32 and multiplied by the scales of the weight's rows."""
     wide = codes.double()
     scaled = torch.empty(len(codes), len(weight), device=codes.device)
     for some in _parts(len(weight), codes.shape[1]):
@@ -163,7 +182,7 @@ def _polynomial(x: Tensor, first: float, *others: float) -> Tensor:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """The exponential function, of x bounded to 87."""
+    """The exponential function of x, where x is limited to [-87, 87], with the operations of the kernels."""
     bounded = x.clamp(-87.0, 87.0)
     n = (bounded * 1.44269504).round_()
     r = n * 2.12194440e-4 + (n * -0.693359375 + bounded)
@@ -176,7 +195,7 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 
 def _erf(x: Tensor) -> Tensor:
-    """Abramowitz and Stegun 7.1.26."""
+    """The error function by formula 7.1.26 of Abramowitz and Stegun, with the operations of the kernels."""
     sign = torch.where(x < 0, -1.0, 1.0)
     a = x * sign
     t = torch.ones_like(a) / (a * 0.3275911 + 1.0)

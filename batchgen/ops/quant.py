@@ -1,15 +1,22 @@
-"""Group quantization (FlexGen section 5) of rows to 4, 5 or 8 bits: the layout, and a reference in torch.
+"""Group quantization (FlexGen, section 5) of rows to 4, 5 or 8 bits: the layout, and a reference in torch.
 
-A row of n values is cut into groups of 64, the last one perhaps shorter. Packed, it is
+A row of n values is cut into groups of 64 values; the last group may be shorter. A packed row is
 
     [codes of group 0, of group 1, ...] [scale, minimum of group 0] [scale, minimum of group 1] ...
 
-With 4 bits a group of g values has h = ceil(g / 2) bytes: byte i holds value i in its low half and value i + h in its
-high half, so that unpacking a vector gives two runs. With 5 bits these bytes hold the lower four, and 2 ceil(h / 8)
-more the fifth bits, lowest first: ceil(h / 8) bytes of the first h values, as many of the others. With 8 bits byte i
-holds value i. Scales and minimums are little-endian fp16. A value is minimum + code * scale.
+A value is minimum + code * scale. Scales and minimums are little-endian fp16. The codes of a group of g values are
+packed as follows.
 
-Weights have codes of 4 bits, KV those of its `KVFormat`. Tensors of packed rows are uint8, whatever the bits.
+With 4 bits there are h = ceil(g / 2) bytes. Byte i has value i in its low half and value i + h in its high half, so
+that unpacking a vector gives two contiguous ranges.
+
+With 5 bits, the lower four bits of each code are packed as with 4 bits. The fifth bits follow, lowest bit first: ceil(h
+/ 8) bytes for the first h values, and as many bytes for the other values.
+
+With 8 bits, byte i has value i.
+
+Weights have codes of 4 bits. KV has the bits of its `KVFormat`. Tensors of packed rows are uint8 for all numbers of
+bits.
 """
 
 from __future__ import annotations
@@ -33,23 +40,28 @@ _THREAD_VALUES, _DEVICE_VALUES = 1 << 16, 1 << 24
 
 
 def row_bytes(n: int, bits: int = WEIGHT_CODE_BITS) -> int:
-    """Bytes of a packed row of `n` values."""
+    """Bytes of a packed row of `n` values with `bits` bits for each."""
     return formats.packed_bytes(n, bits)
 
 
 def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS, *, importance: Tensor | None = None) -> Tensor:
-    """Packs rows of numbers: x [..., n] of any float dtype, on any device -> [..., row_bytes(n, bits)].
+    """Quantize rows of numbers in groups, and pack them.
 
-    bits: of a code, 4, 5 or 8.
-    importance: [n], above zero: scale and minimum are fitted to each group by least squares, each value's error
-        weighted by
-    its column's importance. That takes several times as long: for weights, which are packed once. The bound below then
-    holds for the weighted mean square of a group's errors.
+    With scale = (maximum - minimum) / m in a group, where m = 2**bits - 1 is the largest code, a value is reproduced
+    within scale / 2, plus the errors of rounding the minimum and m * scale to fp16 (each at most 2**-10 of its size, or
+    m * 2**-25). A group that repeats one value reproduces it at least as precisely as fp16 does. Values beyond the
+    range of fp16 are limited to it. A NaN makes only its own group NaN.
 
-    With scale = (maximum - minimum) / most of its group, most being the largest code, 2**bits - 1, a value comes back
-    within scale / 2, plus the rounding of the minimum and of `most` scales to fp16 (each at most 2**-10 of its size, or
-    most * 2**-25). Groups of one value repeated come back at least as close to it as fp16 is. Values beyond fp16's
-    range count as its ends; a NaN spoils its group and nothing else.
+    Args:
+        x: Numbers [..., n] of any float dtype, on any device.
+        bits: Bits of a code: 4, 5 or 8.
+        importance: Importance of each column, [n] and above zero. Then each group's scale and minimum are fitted by
+            least squares, with errors weighted by importance. This takes several times as long, and is for weights,
+            which are quantized once. The bound above then holds for the weighted mean square of a group's errors. None:
+            no fit.
+
+    Returns:
+        Packed rows, uint8 [..., row_bytes(n, bits)].
     """
     n = x.shape[-1]
     width = row_bytes(n, bits)
@@ -77,9 +89,19 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     bits: int = WEIGHT_CODE_BITS,
 ) -> Tensor:
-    """Dequantize rows [..., row_bytes(n, bits)] to [..., n], in `out` and its dtype if given.
+    """Dequantize packed rows.
 
-    Computed in fp32 and rounded once to the result's dtype; finite in all of them.
+    The computation is in fp32 and rounds once to the result's dtype. A NaN makes only its group NaN.
+
+    Args:
+        packed: Packed rows, uint8 [..., row_bytes(n, bits)].
+        n: Number of values in a row.
+        out: Tensor for the numbers, [..., n]. None: a new tensor.
+        dtype: Dtype of a new tensor.
+        bits: Bits of a code.
+
+    Returns:
+        Numbers [..., n].
     """
     if out is None:
         out = torch.empty(*packed.shape[:-1], n, dtype=dtype, device=packed.device)
@@ -101,10 +123,15 @@ def dequantize(
 
 
 def _pack_groups(x: Tensor, bits: int, importance: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes and their scales of whole groups.
+    """Quantize groups of equal size.
 
-    x fp32 [rows, groups, size], importance [groups, size] -> codes uint8 [rows, groups, code_bytes(size)], table fp16
-    [rows, groups, 2].
+    Args:
+        x: Numbers, fp32 [rows, groups, size].
+        bits: Bits of a code.
+        importance: Importance of each column, [groups, size]; or None.
+
+    Returns:
+        Packed codes, uint8 [rows, groups, code_bytes(size, bits)]; scales and minimums, fp16 [rows, groups, 2].
     """
     most = 2**bits - 1
     low, high = torch.aminmax(x, dim=-1)  # [rows, groups]
@@ -120,7 +147,7 @@ def _pack_groups(x: Tensor, bits: int, importance: Tensor | None) -> tuple[Tenso
 
 
 def _joined(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [rows, groups, size] as they are stored, [rows, groups, code_bytes(size, bits)]."""
+    """Pack the codes of groups: uint8 [rows, groups, size] to uint8 [rows, groups, code_bytes(size, bits)]."""
     if bits == 8:
         return codes
     size = codes.shape[-1]
@@ -137,7 +164,7 @@ def _joined(codes: Tensor, bits: int) -> Tensor:
 
 
 def _apart(stored: Tensor, bits: int, size: int) -> Tensor:
-    """The inverse of `_joined`: codes uint8 [rows, groups, size]."""
+    """Unpack the codes of groups, from uint8 [rows, groups, code_bytes(size, bits)] to uint8 [rows, groups, size]."""
     if bits == 8:
         return stored
     half = (size + 1) // 2
@@ -151,9 +178,12 @@ def _apart(stored: Tensor, bits: int, size: int) -> Tensor:
 
 
 def _quantized(x: Tensor, scale: Tensor, minimum: Tensor, most: int) -> Tensor:
-    """The code (quantized value, 0 to `most`) of each value of x [rows, groups, size], as fp32.
+    """The code, 0 to `most`, of each value of x [rows, groups, size], as fp32.
 
-    scale, minimum: fp16 [rows, groups].
+    Args:
+        x: Numbers, fp32 [rows, groups, size].
+        scale, minimum: Scales and minimums, fp16 [rows, groups].
+        most: The largest code.
     """
     # What is left of a group narrower than fp16 can tell is its minimum.
     steps = torch.where(scale > 0, scale.float().reciprocal(), 0.0)
@@ -161,11 +191,16 @@ def _quantized(x: Tensor, scale: Tensor, minimum: Tensor, most: int) -> Tensor:
 
 
 def _fitted(x: Tensor, weights: Tensor, scale: Tensor, minimum: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Scales and minimums, fp16 [rows, groups], with smaller weighted squared errors than those given, group by group.
+    """Scales and minimums, fp16 [rows, groups], whose weighted squared error is at most that of the given ones.
 
-    weights: [groups, size], 1 in sum.
+    The search begins with ranges somewhat narrower than the group's range. Then it alternates: codes are computed for
+    the scale and minimum, and scale and minimum are fitted to the codes by least squares.
 
-    From ranges somewhat narrower than the group's, codes and line are fitted to each other in turn.
+    Args:
+        x: Numbers, fp32 [rows, groups, size].
+        weights: Weight of each column's error, [groups, size]; their sum in a group is 1.
+        scale, minimum: Scales and minimums to improve, fp16 [rows, groups].
+        most: The largest code.
     """
 
     def squared_error(scale: Tensor, minimum: Tensor) -> Tensor:
@@ -198,13 +233,20 @@ def _fitted(x: Tensor, weights: Tensor, scale: Tensor, minimum: Tensor, most: in
 
 
 def _unpack_groups(codes: Tensor, bits: int, scale: Tensor, minimum: Tensor, size: int) -> Tensor:
-    """Codes of `_pack_groups`, scale and minimum fp32 [rows, groups, 1] -> fp32 [rows, groups, size]."""
+    """Dequantize the packed codes of groups of equal size, to fp32 [rows, groups, size].
+
+    Args:
+        codes: Packed codes, uint8 [rows, groups, code_bytes(size, bits)].
+        bits: Bits of a code.
+        scale, minimum: Scales and minimums, fp32 [rows, groups, 1].
+        size: Number of values in a group.
+    """
     x = _apart(codes, bits, size).float()
     return torch.addcmul(minimum, x, scale, out=x)
 
 
 def _spans(n: int, bits: int) -> Iterator[tuple[slice, slice]]:
-    """(values of a row, their codes' bytes): of the whole groups together, and of a shorter last one."""
+    """The columns of all whole groups, and of a shorter last group, each with the bytes of their codes."""
     whole = n // CODE_GROUP * CODE_GROUP
     if whole:
         yield slice(0, whole), slice(0, code_bytes(whole, bits))

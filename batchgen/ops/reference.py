@@ -1,9 +1,10 @@
-"""The operations of `ops` in torch, on any device: the reference of the kernels, which runs where there are none.
+"""The operations of `ops` in torch, on any device: the reference for the kernels, and used without kernels.
 
-KV of one layer is one tensor [num_blocks, 2, kv_heads, kv_block_size, width], K before V: a block is contiguous, so
-that it moves between tiers in one piece, and within it each head's K and V are pages, so that the KV of any sequence is
-gathered a page at a time, straight into the operand of a batched matrix product. Gathers are kept small enough to stay
-in cache, so KV crosses the memory bus once. width is head_dim, or, with packed KV, the bytes of a packed row (`quant`).
+The KV of one layer is one tensor [num_blocks, 2, kv_heads, kv_block_size, width]. Index 0 of the second dimension is K,
+index 1 is V. A block is contiguous, so it moves between tiers as one piece. Within a block, the K of one head is a
+contiguous page, and so is its V. The KV of a sequence is gathered page by page into the operand of a batched matrix
+product. Each gather is small enough to stay in the cache, so KV is read from memory once. `width` is head_dim where KV
+is stored as numbers. For quantized KV it is the bytes of a packed row (`quant`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ _SCORE_TILE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class DeviceAttentionPlan:
-    """An AttentionPlan with its indices and masks as tensors, made once per sweep and used by every layer."""
+    """An AttentionPlan with its indices and masks as tensors on a device, made once per sweep.
+
+    Attributes:
+        shared: Shared prefixes, each with the numbers of its pages [kv_heads * blocks].
+        decode: Decode groups, each with the numbers of its pages, and an additive mask [sequences, 1, 1, keys] or None.
+        prefill: Prefill items, each with the numbers of its pages.
+    """
 
     shared: tuple[tuple[SharedItem, Tensor], ...]  # pages [kv_heads * blocks]
     decode: tuple[tuple[DecodeGroup, Tensor, Tensor | None], ...]  # pages, mask [seqs, 1, 1, keys]
@@ -43,14 +50,14 @@ def prepare_attention(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> DeviceAttentionPlan:
-    """Turn block numbers into page numbers and lengths into additive masks.
+    """Turn an attention plan's block numbers into page numbers, and its lengths into additive masks, on a device.
 
     Args:
-        plan: Attention of the sweep.
-        kv_heads: Key and value heads.
-        kv_block_size: Tokens of a KV block.
+        plan: Attention plan of the sweep.
+        kv_heads: Number of key and value heads.
+        kv_block_size: Number of tokens in a KV block.
         dtype: Dtype of queries.
-        device: Device of queries and KV; None: the CPU.
+        device: Device that has queries and KV. None: the CPU.
     """
 
     def pages(blocks: np.ndarray) -> Tensor:  # [..., blocks] -> [..., kv_heads, blocks], flat
@@ -83,16 +90,19 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally from packed query tokens to paged KV, in torch.
+    """Compute causal attention of a sweep's query tokens to paged KV, in torch.
 
     Args:
-        q: [tokens, heads, head_dim].
-        kv: [num_blocks, 2, kv_heads, kv_block_size, width].
-        plan: Attention of the sweep.
-        out: Memory of the result, of q's shape.
-        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
-        softcap: Bound of the scores; 0: none.
-        sinks: fp32 [heads].
+        q: Queries [tokens, heads, head_dim].
+        kv: KV of the layer, [num_blocks, 2, kv_heads, kv_block_size, width].
+        plan: Result of `prepare_attention`.
+        out: Tensor for the result, of q's shape. None: a new tensor.
+        bits: Bits of each quantized value of packed KV. 0: KV is stored as numbers.
+        softcap: Bound of the scores. 0: no bound.
+        sinks: One further score for each head, fp32 [heads]; or None.
+
+    Returns:
+        Attention output [tokens, heads, head_dim].
     """
     tokens, heads, _ = q.shape
     out = torch.empty_like(q) if out is None else out
@@ -111,7 +121,7 @@ def paged_attention(
 
 
 def _gather(q: Tensor, kv: Tensor, bits: int, pages: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """The pages' K and V as [batch, keys, head_dim] in q's dtype, batch running over (sequence,) kv head."""
+    """Keys and values of pages, each [batch, keys, head_dim] in q's dtype. `batch` counts (sequence,) KV head."""
     blocks, _, kv_heads, kv_block_size, width = kv.shape
     flat = kv.view(blocks * 2 * kv_heads, kv_block_size * width)
     gathered = (flat.index_select(0, which).view(batch, -1, width) for which in (pages, pages + kv_heads))
@@ -123,9 +133,15 @@ def _gather(q: Tensor, kv: Tensor, bits: int, pages: Tensor, batch: int) -> tupl
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, want_lse: bool, softcap: float
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax(q kᵀ + mask) v for q [batch, rows, dim], k and v [batch, keys, dim]; and the log-sum-exp.
+    """softmax(q kᵀ + mask) v, and the log-sum-exp of the scores if `want_lse`.
 
-    mask: additive [a, b, c, m] over scores seen as [a, ., c or broadcast, keys], for the last m keys.
+    Args:
+        q: Queries [batch, rows, dim].
+        k, v: Keys and values [batch, keys, dim].
+        mask: Additive mask [a, b, c, m] for the last m keys of scores that are viewed as [a, ., c or broadcast, keys];
+            or None.
+        want_lse: Whether the log-sum-exp is computed.
+        softcap: Bound of the scores. 0: no bound.
     """
     scores = torch.bmm(q, k.transpose(1, 2))
     if softcap:
@@ -153,13 +169,13 @@ def _decode_group(q, kv, bits: int, group: DecodeGroup, pages, mask, out, lse, s
 
 
 def _by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
-    """[tokens, heads, dim] -> [kv_heads, heads / kv_heads * tokens, dim]."""
+    """Queries [tokens, heads, dim] reordered to [kv_heads, heads / kv_heads * tokens, dim]."""
     tokens, _, head_dim = q.shape
     return q.view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
 
 
 def _by_token(x: Tensor, tokens: int) -> Tensor:
-    """The inverse of `_by_kv_head`, for [kv_heads, group * tokens, ...] results."""
+    """Results [kv_heads, heads / kv_heads * tokens, ...] reordered to [tokens, heads, ...]."""
     return x.view(x.shape[0], -1, tokens, *x.shape[2:]).movedim(2, 0).flatten(1, 2)
 
 
@@ -169,9 +185,9 @@ def _tile_rows(q: Tensor, num_keys: int) -> int:
 
 @lru_cache(maxsize=64)
 def _causal_mask(queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Mask [1, 1, queries, columns] of the last `queries` of `keys` positions.
+    """Additive causal mask [1, 1, queries, columns] for queries at the last `queries` of `keys` positions.
 
-    Without a window only the last `queries` columns, since all keys before the first query are visible.
+    Without a window it only has the last `queries` columns, because every query attends to all earlier keys.
     """
     columns = queries if window is None else keys
     distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys - columns, keys)
@@ -199,7 +215,7 @@ def _prefill_item(q, kv, bits: int, item: PrefillItem, pages, out, lse, softcap)
 
 
 def _shared_item(q, kv, bits: int, item: SharedItem, pages, out, lse, softcap) -> None:
-    """Attention of many sequences' tokens over one shared prefix: K and V are read once for all of them."""
+    """Attention of the tokens of many sequences to a shared prefix, whose K and V are read once for all of them."""
     kv_heads = kv.shape[2]
     k, v = _gather(q, kv, bits, pages, kv_heads)
     step = _tile_rows(q, k.shape[1])
@@ -223,7 +239,17 @@ def linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute activation(x weightᵀ + bias) + residual in torch. weight: [N, K], or rows of 8 bits."""
+    """Compute activation(x weightᵀ + bias) + residual in torch.
+
+    Args:
+        x: Activations [M, K].
+        weight: Weight [N, K] of numbers, or int8 rows [N, int8.row_bytes(K)].
+        bias: Bias [N], or None.
+        activation: Name of an activation of `dispatch.linear`, or None.
+        residual: Tensor of the result's shape, which is added last; or None.
+        out: Tensor for the result. None: a new tensor.
+        out_dtype: Dtype of a new result. None: x's dtype.
+    """
     if weight.dtype == torch.int8:
         return int8.linear(x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
     y = F.linear(x, weight, bias)
@@ -235,7 +261,15 @@ def linear(
 def gate(
     both: Tensor, activation: str, *, residual: Tensor | None, out: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """Apply a gated activation and add the residual. both: [M, N], the gate's columns before the others."""
+    """Apply a gated activation and add the residual.
+
+    Args:
+        both: Output of the fused projection, [M, 2 n]: columns [0, n) are the gate, the others the up projection.
+        activation: Name of the gated activation.
+        residual: Tensor [M, n], which is added last; or None.
+        out: Tensor for the result, [M, n]. None: a new tensor.
+        out_dtype: Dtype of a new result. None: the dtype of `both`.
+    """
     first, second = both.chunk(2, dim=-1)
     return _finished(_GATES[activation](first, second), residual, out, out_dtype)
 
@@ -265,7 +299,7 @@ def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
-    """RMSNorm of the rows of x [..., columns], or with a bias LayerNorm. Sums are in fp32."""
+    """Normalise rows of x [..., columns]: RMSNorm without a bias, LayerNorm with one. Sums are in fp32."""
     shape = (x.shape[-1],)
     y = F.rms_norm(x, shape, weight, eps) if bias is None else F.layer_norm(x, shape, weight, bias, eps)
     return y if out is None else out.copy_(y)
@@ -283,7 +317,10 @@ def rotary(  # the operands of one kernel
     eps: float,
     rotation: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm, rotate and scale queries and keys of fused QKV, in torch. rotation: matrix that both are rotated with."""
+    """Split fused QKV; norm and rotate queries and keys; scale queries. `dispatch.rotary` describes the arguments.
+
+    `rotation` is a matrix [head_dim, head_dim] by which queries and keys are also multiplied, or None.
+    """
     q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), dim=1)
     if norms is not None:
         q, k = (norm(x, weight, None, eps) for x, weight in zip((q, k), norms, strict=True))
@@ -299,7 +336,7 @@ def rotary(  # the operands of one kernel
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates halves (x1, x2) of the last dimension by the tokens' angles; x [tokens, heads, head_dim]."""
+    """Rotary embedding of x [tokens, heads, head_dim]: the halves of a head are rotated by each token's angles."""
     x1, x2 = x.float().chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
@@ -309,16 +346,28 @@ _DRAWN_AT_ONCE = 32
 
 
 def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The first of the largest of each row of fp32 logits, int64, and its value.
+    """Find the largest logit of each row, the first one of equals, and compute the log-sum-exp if wanted.
 
-    If wanted, also the log of the sum of exponentials.
+    Args:
+        logits: fp32 [rows, columns].
+        want_lse: Whether the log-sum-exp is computed.
+
+    Returns:
+        Index of the largest logit, int64 [rows]; its value, fp32 [rows]; the log-sum-exp, fp32 [rows], or None.
     """
     values, index = logits.max(-1)
     return index, values, logits.logsumexp(-1) if want_lse else None
 
 
 def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
-    """Draw a token at random from each of some rows of fp32 logits, into int64 `out` at these rows."""
+    """Draw a random token from each of some rows of logits, fp32 [.., columns].
+
+    Args:
+        logits: Logits, fp32 [.., columns].
+        rows: Numbers of the rows to draw from, int64 [draws].
+        draws: Sampling parameters for each of these rows.
+        out: Tensor for token ids, int64 [..]; the token drawn from row r is stored in element r.
+    """
     where, *per_row = (upload(x, logits.device) for x in (rows, *draws))
     for some in (slice(i, i + _DRAWN_AT_ONCE) for i in range(0, len(rows), _DRAWN_AT_ONCE)):
         tokens = _draw(logits.index_select(0, where[some]), *(x[some, None] for x in per_row))
@@ -326,7 +375,13 @@ def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
 
 
 def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
-    """Set fp32 logits of tokens that are not allowed to minus infinity, in place, in the rows that have a mask."""
+    """Set the logits of forbidden tokens to minus infinity, in place.
+
+    Args:
+        logits: Logits, fp32 [.., columns].
+        rows: Numbers of the rows that have a mask, int64 [masks].
+        allowed: Masks, int32 [masks, words]: one bit for each token, 1 where the token is allowed.
+    """
     columns, bits = logits.shape[1], torch.arange(8, dtype=torch.uint8, device=logits.device)
     where, octets = upload(rows, logits.device), upload(allowed.view(np.uint8), logits.device)
     for some in (slice(i, i + _DRAWN_AT_ONCE) for i in range(0, len(rows), _DRAWN_AT_ONCE)):

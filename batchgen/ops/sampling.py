@@ -1,4 +1,4 @@
-"""Sampling parameters of a batch of rows. No torch."""
+"""The sampling parameters of the rows of a batch, as arrays. No torch here."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 
 
 class Draws(NamedTuple):
-    """Sampling parameters, one of each kind for every row.
+    """Sampling parameters of the rows that a token is drawn from; each attribute has one value for each row.
 
-    Of equally likely tokens top-k and top-p keep the first.
+    If tokens are equally likely, top-k and top-p keep those with the smaller ids.
 
     Attributes:
-        temperature: fp32, normal and finite.
-        top_k: int64; 0: all tokens.
-        top_p: fp64; 1: all tokens.
-        min_p: fp64.
-        uniform: fp64 in [0, 1). The token drawn is the one at this part of the cumulative probabilities, in the order
-            of tokens, of those that min-p, then top-k, then top-p leave in.
+        temperature: Temperature, fp32; positive, normal and finite.
+        top_k: Number of most likely tokens that are kept, int64. 0: all tokens.
+        top_p: Cumulative probability of the most likely tokens that are kept, fp64. 1: all tokens.
+        min_p: Least probability of a token that is kept, as a fraction of the largest probability, fp64.
+        uniform: Random number, fp64 in [0, 1). min-p, then top-k, then top-p are applied. Then the token is drawn at
+            which the cumulative probability, in the order of ids, passes this number.
     """
 
     temperature: np.ndarray

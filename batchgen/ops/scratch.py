@@ -1,4 +1,7 @@
-"""Large intermediate results in memory that is used again: new pages cost more to get than to fill."""
+"""Memory for large intermediate results that each thread keeps and uses again.
+
+New pages of memory cost more time than filling them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,15 @@ _of_thread = threading.local()
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory of the calling thread, with anything in it, until the thread's next call with this name, or `release`."""
+    """Memory of this thread for an intermediate result, with undefined content.
+
+    It is valid until this thread calls `scratch` with the same name again, or `release`.
+
+    Args:
+        name: Name of the memory.
+        shape: Shape of the returned tensor.
+        dtype: Dtype of the returned tensor.
+    """
     size = math.prod(shape) * dtype.itemsize
     kept: dict[str, Tensor] = _of_thread.__dict__.setdefault("kept", {})
     if name not in kept or kept[name].numel() < size:
@@ -22,5 +33,5 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def release() -> None:
-    """Give the calling thread's memory back."""
+    """Free all memory that this thread keeps."""
     _of_thread.__dict__.pop("kept", None)

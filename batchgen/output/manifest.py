@@ -93,7 +93,7 @@ def read_kernels(values: Any) -> KernelChoice | None:
 
 
 def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """A text that lists the fields in which two fingerprints differ, such as "sampling.seed was 0, now 1"; "" for none."""
+    """The fields in which two fingerprints differ, as text such as "sampling.seed was 0, now 1"; "" for none."""
     was, now = _flat(old), _flat(new)
     changes = []
     for name in sorted(was.keys() | now.keys()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from batchgen.core.plan import TIERS
+from batchgen.core.kv_placement import TIERS
 from batchgen.planner.costs import can_delegate, layer_lanes, phase_decode_attention_s, slowest_s
 from batchgen.planner.linear import number
 from batchgen.planner.memory import peak_bytes

@@ -137,6 +137,7 @@ def _predict(
         memory_price_s=candidate.relaxed.memory_price_s,
         lane_price_s={k: v for k, v in candidate.relaxed.lane_price_s.items() if k in lane_s},
         stages=_stages(candidate, at, sweeps_s + rows_s),
+        disk_written_bytes={},
         break_even_tokens=break_even_tokens(s, _weights_s(s, at), number(at.w_streamed if s.on_gpu else at.w_disk)),
     )
 

@@ -98,7 +98,7 @@ class Explanation:
     disk_written_bytes: Mapping[str, float]
     sentences: tuple[str, ...]
     prices: tuple[Price, ...]
-    search_gap: float | None = None
+    search_gap: float
     cost: float | None = None
     energy_kwh: float | None = None
 
@@ -156,7 +156,7 @@ def explanation_of(
 
 def _stages(plan: Plan) -> tuple[Stage, ...]:
     """The plan's stages, those of one name as one, bound by what binds the longest of them."""
-    stages = [Stage(plan.prediction.startup_s, 0.0, "start-up")]
+    stages = [Stage(plan.prediction.startup_s, 0.0, "start-up", 0.0, "")]
     for name in STAGES:
         of_name = [stage for stage in plan.prediction.stages if stage.name == name]
         if of_name:
@@ -264,11 +264,10 @@ def total_lines(explained: Explanation) -> list[str]:
     if explained.energy_kwh is not None:
         wh = explained.energy_kwh * 1000
         lines.append(f"energy: {explained.energy_kwh:,.3g} kWh, {wh / millions:,.3g} Wh for a million tokens")
-    if explained.search_gap is not None:
-        lines.append(
-            f"by the cost model the placement takes at most {explained.search_gap:.2%} longer than"
-            " the best for these blocks, micro-batches, sweeps and KV placements"
-        )
+    lines.append(
+        f"by the cost model the placement takes at most {explained.search_gap:.2%} longer than"
+        " the best for these blocks, micro-batches, sweeps and KV placements"
+    )
     return lines
 
 

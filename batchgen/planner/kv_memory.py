@@ -75,7 +75,7 @@ def kv_pools(
     seqs: dict[str, int] = {}
     for kv_placement, count in policy.kv_seqs.items():
         if count:
-            tier = KVPlacement(kv_placement).tier
+            tier: str = KVPlacement(kv_placement).tier
             seqs[tier] = seqs.get(tier, 0) + count
     least = -(-demand.min_tokens // kv_block_size)
     capacity = {tier: budgets[tier] - sum(fixed.values()) for tier, fixed in parts.items()}

@@ -14,16 +14,8 @@ from typing import NamedTuple
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import INT4
-from batchgen.core.kv_placement import KVPlacement
-from batchgen.core.plan import (
-    PINNED_BYTES,
-    TIERS,
-    VOCABULARY_CHUNKS,
-    MemoryPlan,
-    Policy,
-    passing_bytes,
-    spread_layers,
-)
+from batchgen.core.kv_placement import TIERS, KVPlacement
+from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, MemoryPlan, Policy, passing_bytes, spread_layers
 from batchgen.models.config import ModelConfig
 from batchgen.planner.kv_memory import Demand, kv_pools
 from batchgen.planner.linear import Linear, number, total
@@ -297,7 +289,8 @@ def plan_memory(
 def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, process_bytes: int) -> Held:
     """Contents of a policy, with each layer as large as it is."""
     layers, slots = group_bytes_of_layers(s.model, s.compute_format, s.weight_format), s.slot_group_bytes
-    weights, stream_buffer, read_buffer = dict.fromkeys(TIERS, 0), 0, 0
+    weights: dict[str, int] = dict.fromkeys(TIERS, 0)
+    stream_buffer = read_buffer = 0
     for group, counts in policy.weight_layers.items():
         groups = [(tier, sizes[group]) for tier, sizes in zip(spread_layers(counts), layers, strict=True)]
         for tier, size in groups:

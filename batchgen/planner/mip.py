@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from batchgen.core.kv_placement import KVPlacement
-from batchgen.core.plan import TIERS
+from batchgen.core.kv_placement import TIERS, KVPlacement
 from batchgen.core.units import GIB
 from batchgen.planner.costs import can_delegate, head_lanes, job_seconds, layer_lanes, sweep_overhead_s
 from batchgen.planner.linear import Expression, Linear, number, total

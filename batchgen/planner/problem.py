@@ -13,8 +13,8 @@ from typing import Any
 from batchgen.core.dtypes import NATIVE, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
-from batchgen.core.kv_placement import KVPlacement
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, most_batch_seqs, most_batch_tokens, window_blocks
+from batchgen.core.kv_placement import TIERS, KVPlacement
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, most_batch_seqs, most_batch_tokens, window_blocks
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.kv_memory import chunk_blocks, giving_window

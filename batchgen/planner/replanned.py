@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from batchgen.core.plan import TIERS, Prediction
+from batchgen.core.kv_placement import TIERS
+from batchgen.core.plan import Prediction
 from batchgen.core.units import GIB
 from batchgen.planner.problem import Problem
 

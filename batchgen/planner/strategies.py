@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
-from batchgen.core.kv_placement import KVPlacement
-from batchgen.core.plan import TIERS, Policy
+from batchgen.core.kv_placement import TIERS, KVPlacement
+from batchgen.core.plan import Policy
 from batchgen.core.units import format_bytes
 from batchgen.planner.deferred_attention import may_defer, with_deferred_attention
 from batchgen.planner.kv_memory import giving_window

@@ -1,1 +1,1 @@
-"""Measures a machine into a HardwareProfile; profiles that ship with the package."""
+"""Measuring of a machine into a HardwareProfile, and the profiles that ship with the package."""

@@ -1,4 +1,4 @@
-"""Cache of measured profiles, as files: a machine is measured before its first job and not again."""
+"""Cache of measured hardware profiles, in files: a machine is measured once, before its first job."""
 
 from __future__ import annotations
 
@@ -52,17 +52,18 @@ _SHAPE = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head
 
 @dataclass(frozen=True)
 class Wanted:
-    """The rates that jobs need.
+    """The rates that a hardware profile must have for a job.
 
     Attributes:
-        device: Device of the GEMMs, "cpu" or "cuda".
-        dtypes: Compute dtypes; further formats are measured beside the first one.
-        weight_formats: Other formats of weights: "int4", "int8", one of `BLOCK_FORMATS`.
-        kv_formats: Other formats of KV, of `KV_CODE_BITS`.
-        model: Model whose layers alone are measured, corrected by whole sweeps on a CPU; None: models of any size.
+        device: Device that runs the GEMMs, "cpu" or "cuda".
+        dtypes: Compute dtypes. Rates of other weight and KV formats are measured with the first one.
+        weight_formats: Formats of weights besides the compute dtype: "int4", "int8", one of `BLOCK_FORMATS`.
+        kv_formats: Formats of KV besides the compute dtype, keys of `KV_CODE_BITS`.
+        model: Model whose layers alone are measured, corrected by whole sweeps on a CPU; None: models of several usual
+            sizes.
         effort: Grid points and time limits of the measurement.
-        kernels_of: Model whose shapes kernels are chosen for; None: `model`, or else models of any size.
-        as_stored: Formats of weights that are multiplied as they are stored: those that stream.
+        kernels_of: Model for whose shapes kernels are chosen; None: `model`, or else models of several usual sizes.
+        as_stored: Formats of weights that stream: their GEMMs are measured on weights as they are stored.
     """
 
     device: str
@@ -76,17 +77,17 @@ class Wanted:
 
     @property
     def dequantizes(self) -> bool:
-        """True where weights may be stored in 4 bits, which are dequantized before they are multiplied."""
+        """True where weights may be stored in 4 bits and dequantized before GEMMs."""
         return INT4 in self.weight_formats
 
     @property
     def block_formats(self) -> tuple[str, ...]:
-        """The block-quantized formats of weights that are multiplied without being dequantized."""
+        """The block-quantized formats whose GEMMs run on the quantized weights."""
         return tuple(dict.fromkeys(name for name in (*self.weight_formats, *self.as_stored) if name in BLOCK_FORMATS))
 
     @property
     def products(self) -> dict[str, tuple[str, bool]]:
-        """Weights' format, and whether they are multiplied as stored, by the name of each further GEMM rate."""
+        """The GEMM rates besides those of the compute dtype: (weight format, whether weights are as stored) by name."""
         multiplied = [(name, False) for name in self.weight_formats if name in (INT8, *BLOCK_FORMATS)]
         multiplied += [(name, True) for name in self.as_stored]
         return {
@@ -95,7 +96,12 @@ class Wanted:
 
 
 def recall(wanted: Wanted, *, cache_dir: Path, offload_dir: Path) -> HardwareProfile | None:
-    """This machine's cached profile with its sizes as they are now; None where rates are missing.
+    """This machine's cached profile, with its memory and disk sizes measured now; None where rates are missing.
+
+    Args:
+        wanted: Rates that the profile must have.
+        cache_dir: Directory with the cached profiles.
+        offload_dir: Directory of the disk tier.
 
     Raises:
         InputError: The device is missing, a dtype is unknown or offload_dir is unusable.
@@ -109,16 +115,16 @@ def recall(wanted: Wanted, *, cache_dir: Path, offload_dir: Path) -> HardwarePro
 
 
 def load_or_measure(wanted: Wanted, *, cache_dir: Path, offload_dir: Path, refresh: bool) -> HardwareProfile:
-    """Return this machine's profile: cached rates, rates measured where they are missing, and sizes as they are now.
+    """This machine's profile: cached rates, newly measured ones where they are missing, and sizes as of now.
 
-    Measured rates are cached. Where the machine was busy meanwhile, this is logged, and the next call measures again:
-    three times in all, as some machines always are busy.
+    New rates are cached. Where other work kept the machine busy during the measurement, this is logged, and the next
+    call measures again. After three measurements the rates are kept, as some machines are always busy.
 
     Args:
         wanted: Rates that the profile must have.
         cache_dir: Directory with the cached profiles.
         offload_dir: Directory of the disk tier, made where it does not exist; its disk is measured.
-        refresh: Whether to measure even cached rates.
+        refresh: Whether cached rates are measured again.
 
     Raises:
         InputError: The device is missing, a dtype is unknown or offload_dir is unusable.
@@ -156,15 +162,15 @@ def _complete(
     offload_dir: Path,
     cache_dir: Path | None,
 ) -> HardwareProfile:
-    """Measure the rates that a profile lacks, or a new profile.
+    """Add the missing rates to a cached profile, or measure a new profile.
 
     Args:
         wanted: Rates that the profile must have.
         profile: The cached profile; None: there is none.
         path: The file of the profile.
         offload_dir: Directory of the disk tier.
-        cache_dir: Directory with other profiles of this machine, whose rates of disk and memory are taken; None: none
-            are.
+        cache_dir: Directory with other profiles of this machine, whose rates of disk and memory are reused; None: they
+            are measured.
     """
     device, dtypes, effort = wanted.device, wanted.dtypes, wanted.effort
     how: dict[str, Any] = {"model": wanted.model, "effort": effort}
@@ -257,7 +263,7 @@ def _unknown_shapes(wanted: Wanted, known: KernelChoice) -> Iterator[str]:
 
 
 def _kernels(wanted: Wanted, kept: HardwareProfile | None) -> KernelChoice:
-    """The kernels of the wanted shapes: those of the cached profile, and else measured now."""
+    """The kernels of the wanted shapes: those of the cached profile; kernels of other shapes are measured."""
     from batchgen.profiler.kernel_choice import Kernels, measure_kernels
 
     known = _known_kernels(kept)
@@ -271,7 +277,7 @@ def _kernels(wanted: Wanted, kept: HardwareProfile | None) -> KernelChoice:
 
 
 def _shapes(wanted: Wanted, model: ModelConfig | None) -> Shapes:
-    """Shapes of the model, or of models of any size. Beside a GPU the CPU computes attention alone."""
+    """Shapes of the model, or of models of usual sizes. On a machine with a GPU, the CPU runs attention only."""
     from batchgen.profiler.compute import subjects_of
     from batchgen.profiler.kernel_choice import Shapes
 
@@ -284,13 +290,13 @@ def _shapes(wanted: Wanted, model: ModelConfig | None) -> Shapes:
 def profile_path(
     cache_dir: Path, device: str, offload_dir: Path, model: ModelConfig | None = None, dtypes: Sequence[str] = ()
 ) -> Path:
-    """The file of this machine's profile with this offload directory.
+    """The cache file of this machine's profile.
 
     Args:
         cache_dir: The cache directory.
         device: "cpu" or "cuda".
         offload_dir: Directory of the disk tier.
-        model: Model whose layers were measured; None: models of any size.
+        model: Model whose layers were measured; None: models of several usual sizes.
         dtypes: Compute dtypes of those layers.
     """
     shape = model and [*dtypes, *(getattr(model, name) for name in _SHAPE)]

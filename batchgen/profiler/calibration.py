@@ -1,8 +1,9 @@
-"""Calibration of a measured profile by whole sweeps.
+"""Calibration of a measured profile: its rates are scaled so that they predict the time of whole sweeps.
 
-In a sweep every operation finds the caches as the one before left them, so it takes longer than by itself, over and
-over, which is how curves are measured. The executor runs a few sweeps of known composition on a few layers of the model
-with dummy weights. Each kind of cost gets the factor with which the cost terms come closest to all of the times.
+The rates of a profile are measured by running one operation many times. In a sweep another operation has used the
+caches in between, so each takes longer. Calibration runs a few sweeps of known sequences on a few layers of the model,
+with dummy weights. It fits one factor for each kind of cost (GEMMs, attention, element-wise work), so that the
+predicted times come closest to the measured times.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ _LEAST, _MOST = 0.5, 3.0  # factors of rates
 
 @dataclass(frozen=True)
 class _Sweep:
-    """A sweep of equal sequences.
+    """A sweep of equal sequences, which calibration times.
 
     Attributes:
         count: Number of sequences.
-        new: New tokens of each.
-        cached: Tokens of each that have been computed before.
-        shared: Whether the cached tokens are a prefix that all sequences share.
+        new: New tokens of each sequence.
+        cached: Tokens of each sequence whose KV is there already.
+        shared: Whether the cached tokens are one prefix that all sequences share.
     """
 
     count: int
@@ -94,17 +95,18 @@ _SWEEPS = (
 
 
 def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str, until_s: float = math.inf) -> HardwareProfile:
-    """Scale the compute curves of a profile by whole sweeps.
+    """A profile whose compute rates are scaled to the measured times of whole sweeps.
 
     Args:
         profile: A profile that was measured operation by operation.
-        model: Model whose sweeps are run, on as many of its layers as fit the memory.
+        model: Model whose sweeps are run, with as many of its layers as fit the memory.
         dtype: Compute dtype.
-        until_s: Time of time.perf_counter after which no further round begins; there are two at least.
+        until_s: Time of time.perf_counter after which no further round of sweeps begins; two rounds are run in any
+            case.
 
     Returns:
-        The profile; `measured` has the factors of time, and the `spread` of equal runs: the longest in terms of the
-        shortest.
+        The profile. Its `measured` has the factors of time, and the `spread`: the longest time of equal runs divided by
+            the shortest.
     """
     itemsize = FORMAT_BYTES[dtype]
     layer_bytes = int(model.params_per_layer * itemsize)
@@ -148,7 +150,9 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str, until_s
 def affordable_sweeps(
     sweeps: list[_Sweep], layers: int, layer_bytes: int, token_bytes: int, memory_bytes: int
 ) -> tuple[int, list[_Sweep]]:
-    """The number of layers and the sweeps that fit the memory: at least two layers, where any sweep fits with them.
+    """The number of layers and the sweeps whose weights and KV fit the memory.
+
+    There are at least two layers, if any sweep fits with two. Sweeps with too much KV for them are left out.
 
     Args:
         sweeps: The wanted sweeps.
@@ -166,15 +170,16 @@ def affordable_sweeps(
 
 
 def _kv_tokens(sweep: _Sweep) -> int:
-    """Tokens of KV that a sweep has blocks for."""
+    """Number of tokens for which a sweep needs KV blocks."""
     return sweep.count * -(-(sweep.new + sweep.cached) // DEFAULT_KV_BLOCK_SIZE) * DEFAULT_KV_BLOCK_SIZE
 
 
 def probe_s(dtype: str) -> float:
-    """Seconds of a fixed piece of work, half arithmetic and half memory traffic: a spot benchmark of the CPU.
+    """Seconds that a fixed piece of work takes now, half arithmetic and half memory traffic: a spot benchmark.
 
-    It compares one moment with another: on a machine shared with others the same work takes up to a third longer at
-    times. Takes half a second. Of torch's threads it has no more than the calling thread may use cores.
+    On a machine shared with others, the same work takes up to a third longer at some moments. The benchmark takes half
+    a second, on at most as many of torch's threads as the calling thread may use cores. dtype: compute dtype of the
+    work.
     """
     import torch
 
@@ -205,9 +210,14 @@ def _probe_s(dtype: str) -> float:
 
 
 def corrected_by_probe(profile: HardwareProfile, dtype: str) -> HardwareProfile:
-    """A calibrated profile, its compute rates corrected by a spot benchmark of the machine as it is now.
+    """A calibrated profile whose compute rates are corrected for the speed of the CPU at this moment.
 
-    By the square root of the difference, as half of what one moment shows does not last.
+    The rates are scaled by the square root of the speed relative to that at calibration, as half of a momentary change
+    does not last.
+
+    Args:
+        profile: The calibrated profile.
+        dtype: Compute dtype of the spot benchmark.
     """
     then = profile.measured.get("pulse_s", {}).get(dtype)
     if then is None:
@@ -217,9 +227,13 @@ def corrected_by_probe(profile: HardwareProfile, dtype: str) -> HardwareProfile:
 
 
 def corrected_by_disk_probe(profile: HardwareProfile, offload_dir: Path) -> HardwareProfile:
-    """A profile measured with this directory, its disk's rates corrected by a spot benchmark in the same way.
+    """A profile whose disk rates are corrected for the speed of the disk at this moment.
 
-    It is left alone where the disk has no space to measure in. Takes a second.
+    The measurement takes a second. The profile stays as it is where the disk has no space for it.
+
+    Args:
+        profile: The profile, measured with this directory.
+        offload_dir: Directory of the disk tier.
     """
     if profile.measured.get("offload_dir") != str(offload_dir.resolve()):
         return profile
@@ -235,7 +249,7 @@ def corrected_by_disk_probe(profile: HardwareProfile, offload_dir: Path) -> Hard
 
 
 def _half_of(ratio: float, most: float) -> float:
-    """The square root of a ratio, at most `most` and at least its inverse."""
+    """The square root of a ratio, limited to the range from 1 / `most` to `most`."""
     return min(most, max(1 / most, ratio**0.5))
 
 

@@ -1,7 +1,7 @@
 """Measuring of a compute device's rates: GEMMs, attention and element-wise work.
 
-All is measured with the functions that jobs run (`ops`), on operands that rotate through a pool larger than the caches,
-as weights and KV do in a sweep.
+The measured functions are those that jobs run (`ops`). Their operands rotate through a pool larger than the caches, as
+weights and KV do in a sweep.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Subjects:
     """The models whose layers are measured.
 
     Attributes:
-        products: Models whose GEMMs are measured, one for each width.
-        attention: Models whose decode attention is measured, one for each size of a head group.
+        products: Models whose GEMMs are measured, one for each hidden size.
+        attention: Models whose decode attention is measured, one for each number of query heads per KV head.
         main: Model for all other rates.
-        kernels: Kernels of their shapes on the CPU.
+        kernels: Kernels of the models' shapes on the CPU.
     """
 
     products: tuple[ModelConfig, ...]
@@ -57,7 +57,14 @@ class Subjects:
 def subjects_of(
     device: str, effort: Effort, model: ModelConfig | None, kernels: KernelChoice = PROCESS_SET
 ) -> Subjects:
-    """The model itself, where its rates are wanted; else llamas of several sizes that are usual on such a device."""
+    """The models to measure: the given one, or else Llama models of sizes that are usual on the device.
+
+    Args:
+        device: "cpu" or "cuda".
+        effort: Grid points of the measurement.
+        model: Model whose rates are wanted; None: models of several usual sizes.
+        kernels: Kernels of the models' shapes on the CPU.
+    """
     if model is not None:
         return Subjects((model,), (model,), model, kernels)
     width, kv_heads, head_dim = _GENERIC[device]
@@ -72,7 +79,15 @@ _GENERIC = {"cpu": (1024, 4, 64), "cuda": (4096, 8, 128)}
 
 @torch.inference_mode()
 def measure_compute(device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed) -> ComputeRates:
-    """Measure all rates of the device that runs the GEMMs, for one dtype."""
+    """Measure all rates of the device that runs the GEMMs, for one compute dtype.
+
+    Args:
+        device: The compute device.
+        dtype_name: Compute dtype.
+        subjects: Models whose layers are measured.
+        effort: Grid points and time limits.
+        timed: Function that runs a measurement under a name.
+    """
     dtype = getattr(torch, dtype_name)
     where, kernels = f"in {dtype_name} on {device.kind}", subjects.kernels
     pool = device.pool(dtype, effort)
@@ -103,7 +118,7 @@ def measure_decode_attention(
     timed: Timed,
     kv_format: str | None = None,
 ) -> ComputeRates:
-    """Measure a CPU's decode attention, the work it does beside a GPU.
+    """Measure a CPU's rate of decode attention, for machines whose GPU runs everything else.
 
     Args:
         device: The CPU.
@@ -111,7 +126,7 @@ def measure_decode_attention(
         subjects: Models whose layers are measured.
         effort: Grid points and time limits.
         timed: Function that runs a measurement under a name.
-        kv_format: One of `KV_CODE_BITS`; None: the compute dtype.
+        kv_format: Format of the KV, a key of `KV_CODE_BITS`; None: the compute dtype.
     """
     pool = device.pool(getattr(torch, dtype_name), effort)
     kind = kv_format or dtype_name
@@ -124,7 +139,16 @@ def measure_decode_attention(
 def measure_packed_kv(  # what is measured, how, and for how long
     device: Device, dtype_name: str, kv_format: str, subjects: Subjects, effort: Effort, timed: Timed
 ) -> ComputeRates:
-    """Rates of attention to packed KV and of writing it, with queries in `dtype_name`."""
+    """Measure the rates of attention over quantized KV, and of writing such KV.
+
+    Args:
+        device: The compute device.
+        dtype_name: Compute dtype, which queries have.
+        kv_format: Format of the KV, a key of `KV_CODE_BITS`.
+        subjects: Models whose layers are measured.
+        effort: Grid points and time limits.
+        timed: Function that runs a measurement under a name.
+    """
     pool = device.pool(getattr(torch, dtype_name), effort)
     where, kernels = f"with {kv_format} and {dtype_name} on {device.kind}", subjects.kernels
     decode = timed(
@@ -147,7 +171,15 @@ def measure_packed_kv(  # what is measured, how, and for how long
 def measure_dequantizing(
     device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed
 ) -> ComputeRates:
-    """The rate of dequantizing 4-bit weights to `dtype_name`."""
+    """Measure the rate of dequantizing 4-bit weights to the compute dtype.
+
+    Args:
+        device: The compute device.
+        dtype_name: Compute dtype.
+        subjects: Models whose layers are measured.
+        effort: Grid points and time limits.
+        timed: Function that runs a measurement under a name.
+    """
     pool = device.pool(getattr(torch, dtype_name), effort)
     name = f"expanding weights with {INT4} and {dtype_name} on {device.kind}"
     rate = timed(name, lambda: dequantize_rate(device, pool, subjects.main, effort))
@@ -165,7 +197,7 @@ def measure_products(  # what is measured, how, and for how long
     *,
     as_stored: bool = False,
 ) -> ComputeRates:
-    """Measure GEMMs with weights in another format than the compute dtype.
+    """Measure the rates of GEMMs whose weights are quantized, or in the compute dtype as they are stored.
 
     Args:
         device: The compute device.
@@ -174,7 +206,7 @@ def measure_products(  # what is measured, how, and for how long
         subjects: Models whose layers are measured.
         effort: Grid points and time limits.
         timed: Function that runs a measurement under a name.
-        as_stored: Whether weights are multiplied as they are stored, as those that stream are.
+        as_stored: Whether weights are in the layout in which they stream from disk, not prepacked.
     """
     pool = device.pool(getattr(torch, dtype_name), effort)
     name = f"matrix products with {weight_format} weights{' in rows' * as_stored} and {dtype_name} on {device.kind}"
@@ -188,7 +220,14 @@ def measure_products(  # what is measured, how, and for how long
 
 
 def dequantize_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> float:
-    """Bytes per second written by dequantizing a layer's 4-bit matrices, as many rows of each as fit the pool."""
+    """Bytes per second that dequantizing a layer's 4-bit matrices writes.
+
+    Args:
+        device: The compute device.
+        pool: Numbers that the matrices are made of; matrices are cut to the rows that fit the pool.
+        model: Model whose layer is measured.
+        effort: Time limits.
+    """
     packed, targets = [], []
     for rows, columns in itertools.chain(*model.layer_matrices.values()):
         rows = min(rows, pool.numel() // columns)
@@ -212,16 +251,16 @@ def gemm_rates(
     *,
     as_stored: bool = False,
 ) -> Rates:
-    """FLOP/s of a layer's GEMMs over width and tokens, with the chosen kernels, activation and residual adds included.
+    """FLOP/s of a layer's GEMMs, by hidden size and number of tokens; activation and residual adds are included.
 
     Args:
         device: The compute device.
         pool: Numbers that weights are made of.
-        models: Models whose GEMMs are measured, one for each width.
+        models: Models whose GEMMs are measured, one for each hidden size.
         effort: Grid points and time limits.
-        weight_format: "int8", one of `BLOCK_FORMATS`, or the pool's dtype, which None stands for too.
+        weight_format: "int8", one of `BLOCK_FORMATS`, or the pool's dtype; None: the pool's dtype.
         kernels: Kernels of the models' shapes.
-        as_stored: Whether weights are multiplied as they are stored, as those that stream are.
+        as_stored: Whether weights are in the layout in which they stream from disk, not prepacked.
     """
     stored_in = weight_format or dtype_name(pool.dtype)
 
@@ -267,7 +306,10 @@ def gemm_rates(
 def _weight(
     numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated: bool, as_stored: bool = False
 ) -> ops.Weight:
-    """A matrix prepacked for GEMMs; with other numbers where quantizing takes long, as the timing is the same."""
+    """A prepacked matrix for GEMMs.
+
+    Where quantizing takes long, the matrix has other numbers than the given ones, which does not change the timing.
+    """
     rows, columns = numbers.shape
     if weight_format in BLOCK_FORMATS:
         data = torch.full(
@@ -291,14 +333,14 @@ def decode_rates(
     kv_format: str | None = None,
     kernels: KernelChoice = PROCESS_SET,
 ) -> Rates:
-    """Bytes of KV read per second by decode attention, over group, batch and context.
+    """Bytes of KV that decode attention reads per second, by query heads per KV head, batch size and context length.
 
     Args:
         device: The compute device.
         pool: Numbers that KV is made of.
-        models: Models whose attention is measured, one for each size of a head group.
+        models: Models whose attention is measured, one for each number of query heads per KV head.
         effort: Grid points and time limits.
-        kv_format: One of `KV_CODE_BITS`; None: the pool's dtype.
+        kv_format: Format of the KV, a key of `KV_CODE_BITS`; None: the pool's dtype.
         kernels: Kernels of the models' attention.
     """
     stored_as = _stored_as(kv_format, pool)
@@ -330,7 +372,16 @@ def prefill_rates(
     kv_format: str | None = None,
     kernels: KernelChoice = PROCESS_SET,
 ) -> Rates:
-    """FLOP/s of causal attention of a whole prompt to itself, over its length; masked keys are not counted."""
+    """FLOP/s of the causal attention of a whole prompt to itself, by prompt length; masked keys are not counted.
+
+    Args:
+        device: The compute device.
+        pool: Numbers that KV is made of.
+        model: Model whose attention is measured.
+        effort: Grid points and time limits.
+        kv_format: Format of the KV, a key of `KV_CODE_BITS`; None: the pool's dtype.
+        kernels: Kernels of the model's attention.
+    """
     isa = _attention_isa(kernels, model, pool)
     stored_as = _stored_as(kv_format, pool)
     kv = paged_kv(pool, model, stored_as)
@@ -354,17 +405,17 @@ def paged_attention(
     dtype: torch.dtype,
     isa: str = "",
 ) -> Callable[[int], Tensor]:
-    """A function of i that runs attention of one layer over the i-th window of the KV blocks.
+    """A function that runs the attention of one layer on another part of the KV at each call.
 
-    A window has as many blocks as the sequences need, or all that there are; after the last window comes the first
-    again. The attention plan counts blocks from the start of a window, so that one plan serves all runs: making it
-    takes longer than many runs, and a sweep makes one for all its layers.
+    Call number i attends to the i-th window of the KV blocks; after the last window comes the first again, when its KV
+    has left the caches. A window has as many blocks as the sequences need, or all blocks. One attention plan serves all
+    calls, as in a sweep, where it serves all layers: it counts blocks from the start of the window.
 
     Args:
-        kv: KV blocks, as from `paged_kv`.
+        kv: KV blocks, made by `paged_kv`.
         kv_format: Format of the KV.
         model: The model whose heads attend.
-        sequences: (new, cached) tokens of each sequence.
+        sequences: (new tokens, cached tokens) of each sequence.
         dtype: Dtype of the queries.
         isa: Instruction set of attention on the CPU; "": the process's.
     """
@@ -387,12 +438,22 @@ def paged_attention(
 
 
 def _stored_as(kv_format: str | None, pool: Tensor) -> KVFormat:
-    """The KV format of this name, or that of the pool's numbers."""
+    """The KV format of a name; for None, the format of the pool's dtype."""
     return KVFormat.of(kv_format or dtype_name(pool.dtype))
 
 
 def paged_kv(pool: Tensor, model: ModelConfig, kv_format: KVFormat) -> Tensor:
-    """The pool as KV: [blocks, 2, kv_heads, block tokens, head_dim], or quantized rows in place of the last one."""
+    """KV blocks made of the numbers of a pool.
+
+    Args:
+        pool: Numbers, in the compute dtype.
+        model: Model whose heads the KV is for.
+        kv_format: Format of the KV.
+
+    Returns:
+        Blocks [blocks, 2, kv_heads, tokens of a block, head_dim]; the last dimension is a quantized row in a quantized
+            format.
+    """
     block = (2, model.num_kv_heads, DEFAULT_KV_BLOCK_SIZE, model.head_dim)
     size = math.prod(block)
     kv = pool[: pool.numel() // size * size].view(-1, *block)
@@ -402,10 +463,18 @@ def paged_kv(pool: Tensor, model: ModelConfig, kv_format: KVFormat) -> Tensor:
 def elementwise_rates(
     device: Device, pool: Tensor, model: ModelConfig, effort: Effort, kv_format: str | None = None
 ) -> Rates:
-    """Rates of a decoder layer's work outside of GEMMs and attention, in activation bytes per second, over tokens.
+    """Rates of a decoder layer's work outside of GEMMs and attention, by number of tokens.
 
-    They depend on the number of tokens: activations of many leave the caches between one operation and the next. Bytes
-    of work that is fused into GEMMs count here (`ModelConfig.elementwise_bytes_per_token`), its time there.
+    A rate is in bytes of activations per second. It depends on the number of tokens: the activations of many tokens do
+    not stay in the caches between two operations. Work that is fused into GEMMs counts in the bytes
+    (`ModelConfig.elementwise_bytes_per_token`), but its time is measured with the GEMMs.
+
+    Args:
+        device: The compute device.
+        pool: Numbers that activations and KV are made of.
+        model: Model whose layer is measured.
+        effort: Grid points and time limits.
+        kv_format: Format of the KV that is written, a key of `KV_CODE_BITS`; None: the pool's dtype.
     """
     most = max(1, pool.numel() // (8 * model.intermediate_size))
     counts = sorted({min(tokens, most) for tokens in effort.elementwise_tokens})
@@ -419,7 +488,7 @@ def elementwise_rates(
 
 
 def _elementwise(pool: Tensor, kv: Tensor, kv_format: KVFormat, model: ModelConfig, tokens: int) -> Trial:
-    """Element-wise work of one layer of a llama as wide as `model`, on inputs from the pool."""
+    """Element-wise work of one Llama layer with the hidden size of `model`, on inputs from the pool."""
     heads, kv_heads, width = model.num_heads, model.num_kv_heads, model.hidden_size
     config = _llama(width, heads, kv_heads, model.head_dim, model.intermediate_size)
     qkvs = pieces(pool, tokens, config.qkv_size)
@@ -440,7 +509,7 @@ def _elementwise(pool: Tensor, kv: Tensor, kv_format: KVFormat, model: ModelConf
 
 
 def _llama(width: int, heads: int, kv_heads: int, head_dim: int, inner: int | None = None) -> ModelConfig:
-    """A llama of one layer."""
+    """Configuration of a Llama model of one layer."""
     return ModelConfig(
         architecture="LlamaForCausalLM",
         family="llama",

@@ -10,11 +10,11 @@ _MOST_OTHERS_FRAC, _MOST_STOLEN_FRAC, _MOST_SPREAD = 0.15, 0.05, 1.5
 
 
 def contention_reason(before: CpuTime | None, after: CpuTime | None, spread: float) -> str | None:
-    """The reason why a measurement cannot be trusted, as a part of a line; None: there was no contention.
+    """The reason why a measurement cannot be trusted, as part of a log line; None: no other work disturbed it.
 
     Args:
-        before, after: CPU times when it began and ended; None where the system does not tell.
-        spread: The longest of equal runs in terms of the shortest.
+        before, after: CPU times when the measurement began and ended; None where the system does not give them.
+        spread: The longest time of equal runs divided by the shortest.
     """
     if before is not None and after is not None and after.total_s > before.total_s:
         cores_s = after.total_s - before.total_s

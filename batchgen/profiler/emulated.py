@@ -1,4 +1,4 @@
-"""The profile of an emulated accelerator: rates of the CPU's cores behind links that are measured in use."""
+"""The profile of an emulated accelerator: compute on CPU cores, and links that are throttled copies."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _WAKINGS, _WAKING_WIDTH, _WAKING_LAYERS, _LEAST_SLEEP_S = 60, 512, 16, 5e-4
 
 
 def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile | None = None) -> HardwareProfile:
-    """Add an emulated accelerator to the profile of a machine without a GPU. Takes less than a second.
+    """The profile of a machine without a GPU, with an emulated accelerator added. Takes less than a second.
 
-    Its memory is taken from the host's. Unless the device has a dedicated core, compute and CPU attention share the
-    cores, and copies use them for as long as they would last unthrottled: a throttled link sleeps for the rest of its
-    time. (Measured on two cores: copies at 2, 6 and 19 GB/s make a GEMM take 1.05, 1.2 and 1.8 times as long, at 35 to
-    40 GB/s unthrottled.)
+    The accelerator's memory is taken from the host's. Unless the device has a dedicated core, its compute and CPU
+    attention share the cores. Copies use the cores only for as long as they would take without throttling: a throttled
+    link sleeps for the rest of its time. (Measured on two cores: copies at 2, 6 and 19 GB/s make a GEMM take 1.05, 1.2
+    and 1.8 times as long; unthrottled copies ran at 35 to 40 GB/s.)
 
     Args:
-        cpu: Profile of all cores, or of the others where the device has a dedicated core.
+        cpu: Profile of all cores; with a dedicated core, of the cores besides it.
         device: The emulated accelerator.
         core: Profile of the device's dedicated core; None: it has none.
     """
@@ -61,13 +61,15 @@ def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile
 def dedicated_core_profile(
     profile: HardwareProfile, device: Device, core: HardwareProfile, waking: float = 0.0
 ) -> HardwareProfile:
-    """A machine whose emulated device computes on a dedicated core, which its copies use while it sleeps.
+    """The profile of a machine whose emulated device computes on a dedicated CPU core.
+
+    Copies of the device run on that core too, while it sleeps to be as slow as the emulated device.
 
     Args:
         profile: Profile with a `gpu` that computes on the CPU's cores; the extra time of its layers is kept.
         device: The emulated device, which is slower than its core.
-        core: Profile of that core, as a CPU.
-        waking: Seconds by which a computation takes longer after a sleep; the device sleeps to be slower than its core.
+        core: Profile of the core, as a CPU.
+        waking: Seconds by which a computation takes longer after such a sleep.
     """
     assert profile.gpu is not None and device.slowdown is not None
     waits_s = profile.gpu.step_overhead_s - profile.cpu.step_overhead_s
@@ -88,7 +90,7 @@ def dedicated_core_profile(
 
 
 def piece_times(bytes_per_s: float | None) -> list[float]:
-    """Seconds per byte of pieces that cross a link throttled to this rate; None: an unthrottled link."""
+    """Seconds per byte of pieces of a copy over a link. bytes_per_s: throttled rate; None: an unthrottled link."""
     import torch
 
     from batchgen.runtime.memory.transfers import Link, untouched
@@ -108,7 +110,7 @@ def piece_times(bytes_per_s: float | None) -> list[float]:
 
 
 def copy_overhead_s(device: Device) -> float:
-    """Fixed seconds of a copy of tokens' rows from an emulated device while the device computes."""
+    """Fixed seconds of a copy of KV rows from an emulated device to host memory, while the device computes."""
     import torch
 
     from batchgen.runtime.dedicated_core import DedicatedCore
@@ -158,16 +160,17 @@ def copy_overhead_s(device: Device) -> float:
 
 
 def _small_weights() -> list[ops.Weight]:
-    """Weights of layers that compute no longer than a copy takes."""
+    """Weights of layers whose computation takes no longer than a copy."""
     import torch
 
     return [ops.pack_weight(torch.ones(_WAKING_WIDTH, _WAKING_WIDTH)) for _ in range(_WAKING_LAYERS)]
 
 
 def waking_s(slowdown: float) -> float:
-    """Seconds by which a computation takes longer after a sleep than after another computation.
+    """Seconds by which a computation takes longer after a sleep than right after another computation.
 
-    By then the core has other things in its caches, and has to wake up.
+    A core has to wake up after a sleep, and finds other data in its caches. slowdown: how many times slower than its
+    core the device is, which decides how long it sleeps.
     """
     import torch
 
@@ -188,7 +191,7 @@ def waking_s(slowdown: float) -> float:
 
 
 def handover_s() -> float:
-    """Seconds between the end of a Step and the start of a computation on another lane that waits for it."""
+    """Seconds from the end of a Step to the start of a Step on another lane that waits for it."""
     from batchgen.runtime.lanes import Lanes
     from batchgen.schedule.step_graph import Step
 

@@ -1,4 +1,4 @@
-"""Measuring of this machine's profile in a subprocess, within a memory budget that the job's process is a part of."""
+"""Measuring of this machine's profile in a subprocess, within the job's memory budget."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def recall_or_measure(
     refresh: bool,
     memory_bytes: int | None,
 ) -> HardwareProfile:
-    """Return this machine's profile from the cache, or measure in a subprocess the rates that are missing there.
+    """This machine's profile from the cache; rates that are missing there are measured in a subprocess.
 
     Args:
         wanted: Rates that the profile must have.
         cache_dir: Directory with the cached profiles.
         offload_dir: Directory of the disk tier.
-        refresh: Whether to measure even cached rates.
+        refresh: Whether cached rates are measured again.
         memory_bytes: Resident bytes that this process and the subprocess may have together; None: the free memory.
 
     Raises:
@@ -97,7 +97,7 @@ def _answer(command: list[str], task: Any) -> HardwareProfile:
 
 
 def _wait_for_end(process: subprocess.Popen[bytes]) -> None:
-    """Give a process whose output has ended the time to end by itself, so that its exit code is its own."""
+    """Wait a short time for a subprocess to end by itself after its output ended, so that its exit code says why."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=10)
 
@@ -119,7 +119,7 @@ def _too_small(needed_bytes: int) -> InputError:
 
 
 def main() -> None:
-    """Measure the task on standard input; lines of JSON on standard output are log records, then the result."""
+    """The subprocess: measure the task on standard input; write log records, then the profile, as lines of JSON."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print
 
@@ -153,7 +153,7 @@ def main() -> None:
 
 
 class _SentRecords(logging.Handler):
-    """Log records sent to the process that asked for the profile, which logs them as its own."""
+    """A log handler that sends records to the parent process, which logs them as its own."""
 
     def __init__(self, say: Callable[[str, Any], None]) -> None:
         super().__init__()
@@ -164,6 +164,6 @@ class _SentRecords(logging.Handler):
 
 
 def _end_with_parent() -> None:
-    """End this process when the parent does, however that ends: the other end of standard input is closed then."""
+    """End this process when its parent has ended in any way, since that closes standard input."""
     os.read(0, 1)
     os._exit(1)

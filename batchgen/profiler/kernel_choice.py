@@ -1,8 +1,9 @@
-"""Choice of the kernel of each shape of a model: every instruction set of the CPU and torch's own linear are timed.
+"""Choice of the fastest kernel for each shape of a model, by timing.
 
-There is one choice for each shape and dtype, and for each block-quantized format, whatever the number of tokens:
-instruction sets sum in different orders, so a row whose kernel depended on the size of its batch would round
-differently in another batch. Of candidates that differ by less than noise the first by name is taken.
+The candidates are the kernels of the CPU's instruction sets, and torch's own linear. There is one choice for each shape
+and dtype, and for each block-quantized format. It does not depend on the number of tokens: instruction sets sum in
+different orders, so otherwise a row would be rounded differently in batches of different sizes. Where candidates are
+equally fast but for noise, the first in the order of preference is chosen.
 """
 
 from __future__ import annotations
@@ -69,18 +70,19 @@ class Kernels:
 
     @classmethod
     def here(cls) -> Kernels:
-        """The candidates of this machine, timed by its clock."""
+        """The kernels that this machine can run, timed by its clock."""
         return cls((*cpp.instruction_sets(), TORCH), best_seconds)
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """A shape whose kernel is chosen.
+    """A matrix shape or an attention shape for which a kernel is chosen.
 
     Attributes:
         key: Name of the shape in a `KernelChoice`.
-        points: For each timed point, a function that returns the work of a candidate there.
-        refuse: Function that tells why a candidate may not be chosen; None: it may.
+        points: By the name of each timed point, a function that prepares it: it returns a function from a candidate to
+            the work that is timed.
+        refuse: Function from a candidate to the reason why it may not be chosen; None: all may.
     """
 
     key: str
@@ -90,7 +92,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The models whose shapes kernels are chosen for.
+    """The models for whose shapes kernels are chosen.
 
     Attributes:
         products: Models whose linear layers run on the CPU.
@@ -103,7 +105,7 @@ class Shapes:
     formats: tuple[str, ...] = ()
 
     def keys(self, dtype: str) -> list[str]:
-        """Names of all shapes in a `KernelChoice`."""
+        """Names of all shapes in a `KernelChoice`. dtype: compute dtype."""
         keys = [linear_key(*shape, dtype) for model in self.products for shape in _matrices(model)]
         keys += [matmul_key(name, dtype) for name in self.formats if self.products]
         heads = [(m.num_heads, m.num_kv_heads, m.head_dim) for m in self.attention if _has_attention(m)]
@@ -111,16 +113,16 @@ class Shapes:
 
 
 def measure_kernels(shapes: Shapes, dtype: str, kernels: Kernels, known: KernelChoice = PROCESS_SET) -> KernelChoice:
-    """Choose the kernels of linear layers and attention. Takes a second or two for each model.
+    """Choose the kernels of linear layers and attention, which takes a second or two for each model.
 
     Args:
         shapes: The models whose shapes are timed.
         dtype: Compute dtype.
-        kernels: The candidates.
-        known: Choice whose shapes are not timed again.
+        kernels: The kernels to choose from, and their timer.
+        known: Earlier choice, whose shapes are not timed again.
 
     Returns:
-        The known choice with all shapes added.
+        The earlier choice with all other shapes added.
     """
     keep_freed_memory()  # as jobs do
     linear, attention = dict(known.linear), dict(known.attention)
@@ -152,7 +154,13 @@ def _has_attention(model: ModelConfig) -> bool:
 
 
 def best_seconds(candidate: str, point: str, trial: Trial) -> float:
-    """Seconds of a run: short ones are repeated to make up a sample."""
+    """Seconds of one run of a kernel. Short runs are repeated and timed together, as a single one is mostly noise.
+
+    Args:
+        candidate: Name of the kernel.
+        point: Name of the timed point.
+        trial: The work to time.
+    """
     trial.run(0)
     started = time.perf_counter()
     trial.run(1)
@@ -167,11 +175,12 @@ def best_seconds(candidate: str, point: str, trial: Trial) -> float:
 
 
 def choose(rates: Mapping[str, Mapping[str, float]], refused: Mapping[str, str]) -> str:
-    """The first of the candidates that are fastest but for noise, by the geometric mean of their rates.
+    """The fastest candidate, by the geometric mean of its rates; of candidates equal but for noise, the first.
 
     Args:
-        rates: Rate of each point by candidate, candidates in order of preference.
-        refused: Candidates that may not be chosen. Points of candidates that were pruned beside these alone count.
+        rates: Rate at each timed point, by candidate, in order of preference.
+        refused: Candidates that may not be chosen, with the reason. A point counts if all candidates that may be chosen
+            were timed there.
     """
     allowed = {name: of_points for name, of_points in rates.items() if name not in refused}
     points = max(map(len, allowed.values()))
@@ -203,7 +212,7 @@ def _larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
 
 
 def _rates(shape: _Shape, candidates: Sequence[str], timer: Timer) -> dict[str, dict[str, float]]:
-    """Time the candidates in turn; the best round of each counts."""
+    """Time each candidate in several rounds; returns the best rate of each at each timed point."""
     rates: dict[str, dict[str, float]] = {name: {} for name in candidates}
     kept = list(candidates)
     for point, prepare in shape.points.items():
@@ -309,7 +318,12 @@ def _points(
 
 
 def rows_depend(weight: Tensor, linear: Callable[[Tensor, Tensor], Tensor] = F.linear) -> bool:
-    """Tell whether a GEMM with weight [N, K] gives a row other bits among other numbers of rows or at other places."""
+    """Tell whether a GEMM computes a row to other bits in a batch of another size, or at another place in it.
+
+    Args:
+        weight: The weight, [N, K].
+        linear: The GEMM: function of (rows [M, K], weight) that returns [M, N].
+    """
     x = torch.randn(dispatch.TORCH_ROWS, weight.shape[1]).to(weight.dtype)
     whole = linear(x, weight)
     return any(
@@ -343,7 +357,7 @@ def _attention_shape(model: ModelConfig, dtype_name: str) -> _Shape:
 
 
 def _spread(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    """Normally distributed operands of this shape, some megabytes in all: a repeated pattern, as drawing takes long."""
+    """Operands of one shape, normally distributed, some megabytes in all: a repeated pattern, as drawing takes long."""
     size = math.prod(shape)
     count = max(1, -(-_SPREAD_BYTES // (size * dtype.itemsize)))
     pattern = torch.randn(1 << 16).to(dtype)

@@ -1,4 +1,4 @@
-"""Measuring of this machine into a HardwareProfile: its rates within some 15 s, its sizes at once."""
+"""Measuring of this machine into a HardwareProfile: rates, in about 15 s, and sizes, at once."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _TABLES = (
 
 @dataclass(frozen=True)
 class Overheads:
-    """Rates that only a running engine can show.
+    """Rates that can be measured only in a running engine, named like the fields of HardwareProfile.
 
-    Fields are those of HardwareProfile; step_overhead_s belongs to its compute device.
+    step_overhead_s belongs to the profile's compute device.
     """
 
     sweep_overhead_s: float
@@ -87,18 +87,18 @@ def measure(
     kernels: KernelChoice = PROCESS_SET,
     like: HardwareProfile | None = None,
 ) -> HardwareProfile:
-    """Measure all rates of a profile, for jobs in these dtypes.
+    """Measure all rates of a hardware profile.
 
     Args:
         device: "cpu" or "cuda".
         offload_dir: Directory of the disk tier, made where it does not exist; its disk is measured.
         dtypes: Compute dtypes.
-        overheads: Rates that a running engine has shown.
-        model: Model whose layers alone are measured; None: models of any size.
+        overheads: Rates that were measured in a running engine.
+        model: Model whose layers alone are measured; None: models of several usual sizes.
         effort: Grid points and time limits.
         kernels: Kernels of each shape on the CPU.
         like: Profile of this machine and directory for other models or dtypes, whose rates of disk, memory and copies
-            are taken over.
+            are reused; None: they are measured.
 
     Raises:
         InputError: The device is missing, a dtype is unknown or offload_dir is unusable.
@@ -144,7 +144,7 @@ _MOVING = (
 
 
 def _moving(device: str, offload_dir: Path, effort: Effort, watch: _Stopwatch) -> dict[str, Any]:
-    """Rates of disk, memory and copies, by the names in `_MOVING`."""
+    """Rates of disk, host memory and copies to and from a GPU, by the names in `_MOVING`."""
     disk = watch(f"disk at {offload_dir}", lambda: disk_rates(offload_dir, effort))
     rates = {f"disk_{name}": value for name, value in asdict(disk).items()}
     rates["dram_bytes_per_s"] = watch("memory", lambda: dram_read_rate(effort))
@@ -162,7 +162,7 @@ def add_dtypes(
     model: ModelConfig | None = None,
     effort: Effort = FULL,
 ) -> HardwareProfile:
-    """Measure the rates of more dtypes, and merge them into a profile of this machine."""
+    """A profile of this machine with newly measured rates of more compute dtypes."""
     from batchgen.profiler.compute import subjects_of
 
     device = "cuda" if profile.gpu else "cpu"
@@ -186,7 +186,15 @@ def add_packed_kv(
     model: ModelConfig | None = None,
     effort: Effort = FULL,
 ) -> HardwareProfile:
-    """Measure the rates of quantized KV beside computing in `dtype`, and merge them into a profile of this machine."""
+    """A profile of this machine with newly measured rates of quantized KV.
+
+    Args:
+        profile: The profile.
+        dtype: Compute dtype.
+        kv_format: Format of the KV, a key of `KV_CODE_BITS`.
+        model: Model whose layers alone are measured; None: models of several usual sizes.
+        effort: Grid points and time limits.
+    """
     from batchgen.profiler.compute import measure_decode_attention, measure_packed_kv, subjects_of
 
     device = "cuda" if profile.gpu else "cpu"
@@ -210,7 +218,7 @@ def add_dequantizing(
     model: ModelConfig | None = None,
     effort: Effort = FULL,
 ) -> HardwareProfile:
-    """A profile of this machine with the rate of dequantizing 4-bit weights to `dtype`, merged in."""
+    """A profile of this machine with the newly measured rate of dequantizing 4-bit weights to `dtype`."""
     from batchgen.profiler.compute import measure_dequantizing, subjects_of
 
     device = "cuda" if profile.gpu else "cpu"
@@ -230,15 +238,15 @@ def add_products(
     effort: Effort = FULL,
     as_stored: bool = False,
 ) -> HardwareProfile:
-    """Measure the GEMM rates of weights in another format, and merge them into a profile of this machine.
+    """A profile of this machine with newly measured rates of GEMMs whose weights are in another format.
 
     Args:
         profile: The profile.
         dtype: Compute dtype.
-        weight_format: "int8", one of `BLOCK_FORMATS`, or with as_stored the dtype too.
-        model: Model whose layers alone are measured; None: models of any size.
+        weight_format: "int8", one of `BLOCK_FORMATS`; with as_stored, the compute dtype too.
+        model: Model whose layers alone are measured; None: models of several usual sizes.
         effort: Grid points and time limits.
-        as_stored: Whether weights are multiplied as they are stored, as those that stream are.
+        as_stored: Whether weights are in the layout in which they stream from disk, not prepacked.
     """
     from batchgen.profiler.compute import measure_products, subjects_of
 
@@ -262,13 +270,13 @@ def _with_rates(profile: HardwareProfile, rates: ComputeRates, watch: _Stopwatch
 
 
 def merged(a: ComputeRates, b: ComputeRates) -> ComputeRates:
-    """The tables of both; those of b where both have one."""
+    """The rate tables of two ComputeRates in one; where both have a table, that of `b`."""
     tables = {name: getattr(a, name) | getattr(b, name) for name in _TABLES}
     return replace(a, expand_bytes_per_s=b.expand_bytes_per_s or a.expand_bytes_per_s, **tables)
 
 
 def sizes(device: str, offload_dir: Path) -> dict[str, Any]:
-    """The profile's size fields as they are now: the bytes that a job of this process could use. Raises InputError."""
+    """The size fields of this machine's profile: bytes of memory and disk that a job can use now. Raises InputError."""
     import shutil
 
     gpu_memory = None
@@ -287,7 +295,7 @@ _METHOD = 4  # version of the way in which rates are measured
 
 
 def identity(device: str) -> dict[str, Any]:
-    """Values that decide the rates, besides the offload directory."""
+    """Values that identify a machine: profiles with the same values and offload directory have the same rates."""
     from batchgen._version import __version__
 
     return {
@@ -320,7 +328,7 @@ class _Stopwatch:
 def _compute_rates(
     device: str, dtypes: Sequence[str], subjects: Subjects, effort: Effort, watch: _Stopwatch
 ) -> tuple[ComputeRates, ComputeRates | None]:
-    """Rates of the CPU and the GPU. Beside a GPU only the CPU's decode attention matters."""
+    """Rates of the CPU and the GPU. On a machine with a GPU, only decode attention is measured on the CPU."""
     from batchgen.profiler.compute import measure_compute, measure_decode_attention
 
     cpu = gpu = ComputeRates()

@@ -1,4 +1,4 @@
-"""Overheads of the engine itself beside the kernels, measured on a model that computes next to nothing."""
+"""Overheads of the engine outside of its kernels, measured on a model so small that it computes almost nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PASSING_BYTES = 64 << 20  # more than cores have caches for, and read as fast a
 
 
 def measure_overheads(device: str) -> Overheads:
-    """Measure an engine that computes on the device, "cpu" or "cuda". Takes a few seconds."""
+    """Measure the overheads of an engine, in a few seconds. device: compute device, "cpu" or "cuda"."""
     _sweep_s(device, 1, 1)  # warm-up
     one, deep, many = _sweep_s(device, 1, 1), _sweep_s(device, _LAYERS, 1), _sweep_s(device, 1, _MANY)
     step_s = max(0.0, (deep - one) / (_LAYERS - 1))
@@ -109,7 +109,7 @@ def _requests(count: int, output_tokens: int) -> list[Request]:
 
 
 def _sweep_s(device: str, layers: int, sequences: int) -> float:
-    """Median seconds of a decode sweep, which finds the caches as a model's weights leave them."""
+    """Median seconds of a decode sweep, with caches emptied between sweeps as a model's weights would empty them."""
     import torch
 
     begun: list[float] = []
@@ -130,7 +130,7 @@ def _sweep_s(device: str, layers: int, sequences: int) -> float:
 
 
 def _row_s(device: str) -> float:
-    """Seconds that a row adds when it generates a single token, without its share of sweeps."""
+    """Seconds per row of a job whose rows generate a single token each."""
     with _engine(device, 1) as engine:
         started = time.perf_counter()
         for _ in engine.generate(_requests(_ROWS_OF_ONE_TOKEN, 1)):
@@ -214,7 +214,7 @@ def _gguf_load_bytes_per_s() -> float | None:
 
 
 def _bytes_loaded_per_s(path: Path) -> float:
-    """Bytes per second of loading a model in bfloat16, the second time."""
+    """Bytes per second of loading a model in bfloat16 from the page cache: the second of two loads is timed."""
     import torch
 
     from batchgen.models.checkpoint import open_checkpoint

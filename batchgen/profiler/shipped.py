@@ -1,6 +1,6 @@
-"""The hardware profiles that ship with the package, for planning on machines that one does not own.
+"""The hardware profiles that ship with the package, for planning on machines that the user does not have.
 
-Each is a JSON file in `profiles/`, every figure with its source; docs/hardware_profiles.md explains them.
+Each is a JSON file in `profiles/` with the source of each number; docs/hardware_profiles.md explains them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Timing of a rate on a device: effort, operands larger than the caches, and the median of several runs."""
+"""Timing of work on a device: grid points and time limits, operands larger than the caches, and medians of runs."""
 
 from __future__ import annotations
 
@@ -23,26 +23,24 @@ _GPU_POOL_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class Effort:
-    """Grid points, sizes and time limits of a measurement.
-
-    The defaults take about 15 s on two cores.
+    """Grid points, sizes and time limits of a measurement. The defaults take about 15 s on two cores.
 
     Attributes:
         widths: Hidden sizes of GEMMs.
         tokens: Numbers of tokens of GEMMs.
         elementwise_tokens: Numbers of tokens of element-wise work.
-        groups: Query heads for each KV head.
+        groups: Numbers of query heads per KV head in decode attention.
         batches: Numbers of sequences in decode attention.
         contexts: Context lengths of decode attention, in tokens.
         prefill_contexts: Prompt lengths of prefill attention, in tokens.
         point_s: Seconds for one grid point, warm-up not included.
-        call_s: Seconds of a single run above which a point is not measured.
-        sample_s: Seconds of a sample, which short runs are repeated to make up.
-        disk_s: Seconds for each of disk reads and writes.
-        disk_bytes: The most bytes of the file that is written.
-        touch_bytes: The most bytes of fresh memory that is touched.
+        call_s: The most seconds of a single run; grid points that are expected to take longer are not measured.
+        sample_s: Least seconds of one timed sample; shorter runs are repeated in a sample.
+        disk_s: Seconds for reads and as many for writes of the disk.
+        disk_bytes: The most bytes of the file that is written to measure the disk.
+        touch_bytes: The most bytes of fresh memory that are written to measure first use.
         pool_bytes: Bytes that operands are spread over; None: several times the caches.
-        until_s: Time of time.perf_counter after which points have two runs each, the first a warm-up.
+        until_s: Time of time.perf_counter after which each point has only two runs, the first a warm-up.
     """
 
     widths: tuple[int, ...] = (512, 2048, 4096)
@@ -63,7 +61,7 @@ class Effort:
 
     @property
     def late(self) -> bool:
-        """True once `until_s` is over."""
+        """True after the time `until_s`."""
         return time.perf_counter() > self.until_s
 
 
@@ -85,12 +83,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Device:
-    """A device to allocate on and to time, of kind "cpu" or "cuda"."""
+    """A device that measurements allocate memory on and time: kind "cpu" or "cuda"."""
 
     kind: str
 
     def seconds(self, run: Callable[[int], object], first: int, count: int) -> float:
-        """Seconds of run(first) to run(first + count - 1) together."""
+        """Seconds that `count` runs take together: run(first) to run(first + count - 1)."""
         if self.kind == "cpu":
             started = time.perf_counter()
             for i in range(first, first + count):
@@ -107,7 +105,11 @@ class Device:
         return start.elapsed_time(stop) / 1000
 
     def rate(self, trial: Trial, effort: Effort) -> float:
-        """Work per second: the median of at least three samples after a warm-up, or of one run when it is late."""
+        """Work per second of a trial.
+
+        The rate is the median of at least three samples after a warm-up. When `effort.late` is true, it is that of one
+        run.
+        """
         self.seconds(trial.run, 0, 1)
         once = self.seconds(trial.run, 1, 1)
         if effort.late:
@@ -122,9 +124,15 @@ class Device:
         return trial.work / statistics.median(samples)
 
     def rising_rates(self, sizes: Iterable[int], trial: Callable[[int], Trial], effort: Effort) -> tuple:
-        """(size, rate) for ascending sizes.
+        """The rate of a trial at each of several ascending sizes, as (size, rate).
 
-        Once a run would take too long, the last rate is carried on: rates have levelled off by then.
+        A size whose run would take longer than `effort.call_s` at the last rate is not measured: it gets the last rate,
+        as rates have levelled off by then.
+
+        Args:
+            sizes: Sizes, ascending.
+            trial: Function from a size to the work to time.
+            effort: Time limits.
         """
         points: list[tuple[int, float]] = []
         for size in sizes:
@@ -134,7 +142,7 @@ class Device:
         return tuple(points)
 
     def pool_bytes(self, effort: Effort) -> int:
-        """Bytes to spread operands over: several times the last-level cache, but a fraction of the free memory."""
+        """Bytes to spread operands over: several times the last-level cache, but at most a part of the free memory."""
         if effort.pool_bytes is not None:
             return effort.pool_bytes
         if self.kind == "cpu":
@@ -146,7 +154,7 @@ class Device:
         return min(wanted, free // 8)
 
     def pool(self, dtype: torch.dtype, effort: Effort) -> torch.Tensor:
-        """Normally distributed numbers [pool_bytes / itemsize]: a repeated pattern, as drawing them all takes long."""
+        """Normally distributed numbers [pool_bytes / itemsize], in a repeated pattern, as drawing all takes long."""
         import torch
 
         keep_freed_memory()  # as jobs do
@@ -156,7 +164,7 @@ class Device:
 
 
 def pieces(pool: torch.Tensor, *shape: int) -> list[torch.Tensor]:
-    """All tensors of this shape that the pool holds side by side, at least one."""
+    """Tensors of one shape that lie in the pool one after the other, as many as fit, at least one."""
     size = math.prod(shape)
     count = pool.numel() // size
     assert count, f"{shape} does not fit a pool of {pool.numel()} numbers"
@@ -164,7 +172,7 @@ def pieces(pool: torch.Tensor, *shape: int) -> list[torch.Tensor]:
 
 
 def last_level_cache_bytes() -> int:
-    """Bytes of the last-level caches of this process's cores; a usual size where the system does not tell."""
+    """Bytes of the last-level caches of this process's cores; a usual size where the system does not report it."""
     sizes: dict[tuple[int, str], int] = {}  # by level and the cores that share it
     try:
         for core in os.sched_getaffinity(0):

@@ -1,4 +1,4 @@
-"""Rates of transfers: from and to disk, out of host memory, between host and GPU."""
+"""Measuring of transfer rates: disk reads and writes, reads of host memory, copies between host and GPU."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ _LEAST_READ_BYTES = 8 << 20  # however little memory is left
 
 @dataclass(frozen=True)
 class _File:
-    """An open file without a name, and aligned buffers of _REQUEST_BYTES.
+    """An open file without a name, with aligned buffers of _REQUEST_BYTES for its requests.
 
     Attributes:
         descriptor: The file's descriptor.
-        direct: Whether the page cache is bypassed; on a filesystem that cannot, it is emptied of the file instead.
-        buffers: Aligned buffers, more than most caches hold; each request in flight has its own.
+        direct: Whether I/O bypasses the page cache. A filesystem may not support that; then the file's pages are
+            dropped from the cache.
+        buffers: Aligned buffers, together larger than most caches; requests in flight use different ones.
     """
 
     descriptor: int
@@ -62,14 +63,14 @@ class _File:
 
 @dataclass(frozen=True)
 class DiskRates:
-    """Rates of a disk with several requests in flight.
+    """Rates of a disk with several requests in flight, and fixed times of a request.
 
     Attributes:
         read_bytes_per_s: Bytes per second of large reads.
         write_bytes_per_s: Bytes per second of large writes.
         read_overhead_s: Fixed seconds of a read.
         write_overhead_s: Fixed seconds of a write.
-        cpu_overhead_s: Seconds of a core that a small request takes.
+        cpu_overhead_s: Seconds of CPU time that a small request takes.
     """
 
     read_bytes_per_s: float
@@ -80,9 +81,16 @@ class DiskRates:
 
 
 def disk_rates(directory: Path, effort: Effort) -> DiskRates:
-    """Measure the disk of a directory with direct I/O. Raises InputError.
+    """Measure the disk of a directory with direct I/O.
 
-    It writes an unnamed file of at most `effort.disk_bytes`, which is gone afterwards.
+    The measurement writes an unnamed file of at most `effort.disk_bytes`, which does not remain.
+
+    Args:
+        directory: The directory.
+        effort: Time limits and size of the file.
+
+    Raises:
+        InputError: The directory cannot be written.
     """
     with offload_errors(directory), _open_file(directory) as file, ThreadPoolExecutor(_IN_FLIGHT) as workers:
 
@@ -147,7 +155,7 @@ def _open_file(directory: Path) -> Iterator[_File]:
 
 
 def _make_direct(descriptor: int, buffer: mmap.mmap) -> bool:
-    """Switch the file to direct I/O if its filesystem takes a request that way, which warms it up too."""
+    """Switch a file to direct I/O; returns whether its filesystem supports it. The test request also warms it up."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -161,7 +169,7 @@ def _make_direct(descriptor: int, buffer: mmap.mmap) -> bool:
 
 
 def _stretches(file_bytes: int) -> list[list[int]]:
-    """Offsets of the requests that make up the file, a list for each run."""
+    """Offsets of the requests that cover a file of `file_bytes` bytes, grouped in timed runs."""
     offsets = list(range(0, max(1, file_bytes // _REQUEST_BYTES) * _REQUEST_BYTES, _REQUEST_BYTES))
     return [offsets[i : i + _STRETCH_REQUESTS] for i in range(0, len(offsets), _STRETCH_REQUESTS)]
 
@@ -172,7 +180,7 @@ def _timed_stretches(
     limit_s: float,
     request_bytes: int = _REQUEST_BYTES,
 ) -> list[float]:
-    """Bytes per second of each run of requests, as many as there is time for and at least one."""
+    """Bytes per second of each timed run of requests, as many runs as the time limit allows and at least one."""
     rates: list[float] = []
     deadline = time.perf_counter() + limit_s
     for offsets in stretches:
@@ -192,9 +200,9 @@ def dram_read_rate(effort: Effort) -> float:
 
 
 def first_touch_rate(effort: Effort) -> float:
-    """Bytes per second of memory used for the first time, as KV pools are.
+    """Bytes per second of writing to memory for the first time, as happens to KV pools.
 
-    The kernel clears its pages, and a virtual machine may have to ask its host for them.
+    The kernel clears each page first, and a virtual machine may have to get it from its host.
     """
     size = min(effort.touch_bytes, max(1 << 20, available_memory_bytes() // 4) // mmap.PAGESIZE * mmap.PAGESIZE)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -207,7 +215,7 @@ def first_touch_rate(effort: Effort) -> float:
 
 
 def copy_rates(device: Device, effort: Effort, copy_bytes: int = _COPY_BYTES) -> tuple[float, float]:
-    """(host to device, device to host) in bytes per second, from and to pinned memory in large pieces."""
+    """Bytes per second of copies from host to device, and from device to host, in large pieces of pinned memory."""
     import torch
 
     pinned = device.kind == "cuda"

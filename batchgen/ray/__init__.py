@@ -1,6 +1,6 @@
-"""Ray Data: `Dataset.map_batches(batchgen.ray.Generate, ...)`, `batchgen.ray.run` and a processor like vLLM's.
+"""Batchgen on Ray Data: a class for `Dataset.map_batches`, jobs from Parquet to Parquet, and a processor.
 
-It needs the extra `ray`.
+The package needs the extra `ray`.
 """
 
 from batchgen import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The class that Ray Data's actors hold: tables in, the same tables with the output columns out."""
+"""The class `Generate` for Ray Data's actors: it gets tables, and returns them with the output columns added."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PROMPT_OPTIONS = {  # option -> field of PromptSpec
 
 
 class Generate:
-    """Generation for every row of a table, in Ray Data's actors.
+    """The class to give to `Dataset.map_batches` of Ray Data: it generates for every row of a table.
 
         dataset.repartition(target_num_rows_per_block=64).map_batches(
             batchgen.ray.Generate,
@@ -38,20 +38,20 @@ class Generate:
             compute=ray.data.ActorPoolStrategy(size=2, max_concurrent_calls_per_actor=8),
         )
 
-    Rows come out in their order, with their columns and those of `batchgen run`: text, finish_reason, prompt_tokens,
-    generated_tokens, error, reasoning of models that think before they answer, and logprobs if asked for; lists where n
-    > 1. A failed row has its error there.
+    Rows keep their order and their columns. The columns of `batchgen run` are added: text, finish_reason,
+    prompt_tokens, generated_tokens, error, reasoning for models that think before they answer, and logprobs if asked
+    for. With n > 1 they hold lists. A failed row has its error in the column error.
 
-    The model is loaded at the first call in a process. Calls may overlap, as many as Ray is told to make at a time:
-    rows of the next batch run beside the last rows of the one before. Pickling keeps the options alone.
+    The model is loaded at the first call in a process. Calls may overlap: rows of the next batch then run together with
+    the last rows of the previous batch. A pickle of this object holds its options only.
 
-    The engine keeps to the cores that Ray has given to the actor, and to its memory (`memory=...`), or else to the same
-    part of Ray's memory on the machine.
+    The engine uses the cores and the memory that Ray has given to the actor (`num_cpus=...`, `memory=...`). Without
+    `memory` it may use the same part of Ray's memory on the machine as of Ray's cores.
 
     Args:
         model: The model, as `batchgen run --model` takes it.
-        plans: Plan for each kind of machine, from `batchgen.ray.cluster_plans`; without one the model is in memory,
-            with 256 samples in flight.
+        plans: Plan for each kind of machine, from `batchgen.ray.cluster_plans`. Without a plan for its machine, an
+            engine holds the model in memory, with 256 samples in flight.
         **options: Options of prompts, sampling and the engine, as `MapFunction` takes them.
 
     Raises:
@@ -78,7 +78,7 @@ class Generate:
         self._lock = threading.Lock()
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
-        """The table with the output columns. Raises InputError."""
+        """A batch of rows with the output columns added. Raises InputError."""
         if self._reasoning is None:
             self._reasoning = await asyncio.to_thread(gives_reasoning, self._model, self._sampling)
         columns = SampleColumns(self._sampling.n, self._sampling.logprobs is not None, self._reasoning)
@@ -98,7 +98,7 @@ class Generate:
         )
 
     def close(self) -> None:
-        """Close the engine and free its memory; another call loads it again."""
+        """Close the engine and free its memory. A later call loads the model again."""
         if self._stream is not None and self._process == os.getpid():
             self._stream.close()
         self._stream = None
@@ -110,7 +110,7 @@ class Generate:
         self.__init__(state["model"], plans=state["plans"], **state["options"])  # type: ignore[misc]
 
     def _stream_here(self) -> EngineStream:
-        """This process's engine, loaded once."""
+        """The engine of this process, which is loaded at the first use."""
         with self._lock:
             if self._stream is None or self._process != os.getpid():
                 options = {name: value for name, value in self._options.items() if name in names_of("engine")}

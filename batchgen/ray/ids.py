@@ -1,6 +1,6 @@
-"""The ids of a job's rows: checks that they are unique, and rows that are not done yet.
+"""The ids of a job's rows: a check that they are unique, and the rows that are not done yet.
 
-Its functions run as Ray tasks, in processes that import little else and load no model.
+The functions run as Ray tasks, in processes that import few modules and load no model.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from batchgen.core.errors import InputError
 
 
 def check_ids(input: str, id_column: str) -> int:
-    """Read and hash the ids alone, and return their number.
+    """Check that the ids of all rows are unique; returns their number. Only the column of ids is read.
+
+    Args:
+        input: The input, as `ray.data.read_parquet` takes it.
+        id_column: Name of the column with the ids.
 
     Raises:
-        InputError: Two ids are equal or one is missing; Ray may have wrapped this error.
+        InputError: Two ids are equal or one is missing. Ray may have wrapped this error.
     """
     import ray.data
 
@@ -44,7 +48,7 @@ def check_ids(input: str, id_column: str) -> int:
 
 
 def hash_ids(batch: pa.Table, id_column: str) -> pa.Table:
-    """Hashes of the ids, 64 bits each, the same on every machine. Raises InputError for a row without an id."""
+    """Hashes of the rows' ids, 64 bits each, equal on every machine. Raises InputError for a row without an id."""
     column = batch.column(id_column)
     if column.null_count:
         raise InputError(f"column {id_column!r} has rows without a value: give an id_column that all rows have")
@@ -58,20 +62,25 @@ def _with_hash(batch: pa.Table, id_column: str, hashes: pa.Array) -> pa.Table:
 
 
 def _repeated(values: np.ndarray) -> np.ndarray:
-    """Values that occur more than once."""
+    """The values that occur more than once in an array."""
     unique, counts = np.unique(values, return_counts=True)
     return unique[counts > 1]
 
 
 def ids_done(folder: Path, id_column: str) -> pa.Array:
-    """Ids of the rows in an output, in any order."""
+    """Ids of all rows that are in an output, in any order.
+
+    Args:
+        folder: The output.
+        id_column: Name of the column with the ids.
+    """
     columns = [pq.read_table(path, columns=[id_column]).column(0) for path in sorted(folder.glob("part-*.parquet"))]
     chunks = [chunk for column in columns for chunk in column.chunks]
     return pa.concat_arrays(chunks) if chunks else pa.array([])
 
 
 def without_ids(batch: pa.Table, done: pa.Array, id_column: str) -> pa.Table:
-    """The rows whose id is not among `done`."""
+    """The rows of a batch whose id is not in `done`."""
     return batch.filter(pc.invert(pc.is_in(batch.column(id_column), value_set=done)))
 
 

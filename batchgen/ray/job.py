@@ -1,4 +1,4 @@
-"""`batchgen.ray.run`: Parquet to Parquet over a Ray cluster; a rerun goes on with the rows that are left."""
+"""`batchgen.ray.run`: a job from Parquet to Parquet on a Ray cluster, which can be interrupted and run again."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ def run(
     ray_remote_args: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, int]:
-    """Run every row of Parquet files, on a Ray cluster whose machines all see the input and the output.
+    """Run every row of Parquet files on a Ray cluster, all of whose machines can access the input and the output.
 
-    Rows come out in any order. The same call goes on after an interruption with the rows whose ids are not in the
+    Output rows come in any order. After an interruption, the same call goes on with the rows whose ids are not in the
     output yet.
 
     Args:
         model: The model, as `batchgen run --model` takes it.
         input: A Parquet file, a directory or a list of them, as `ray.data.read_parquet` takes it.
-        output: A directory of Parquet files, made where there is none.
-        id_column: A column with another value in every row; it seeds the row's draws.
+        output: A directory for Parquet files, made where it does not exist.
+        id_column: Name of the column with a different value in every row, which seeds the row's random draws.
         concurrency: Number of actors, each with a model.
-        num_cpus: Cores of each actor.
-        batch_size: Rows that an actor is given at a time; it runs several batches at once. None: such that actors end
-            together.
-        plan: Whether to plan the job before it begins, once for each kind of machine; machines are measured where
-            needed.
+        num_cpus: CPU cores of each actor.
+        batch_size: Number of rows that an actor is given at a time; it runs several batches at once. None: a number
+            with which actors end at about the same time.
+        plan: Whether the job is planned before it begins, once for each kind of machine; machines without a cached
+            profile are measured.
         ray_remote_args: Further Ray arguments of the actors: `memory`, `resources`, `scheduling_strategy`.
         **options: Further options of `Generate`.
 
     Returns:
-        "rows", the number of rows, and "rows_resumed", the number of those that were there before.
+        "rows", the number of rows, and "rows_resumed", the number of rows that an earlier call has finished.
 
     Raises:
         InputError: The output is another job's, ids are not unique, or an option is invalid.
@@ -120,12 +120,12 @@ def run(
 
 
 def rows_of_batch(total: int, concurrency: int, plans: Mapping[str, Mapping[str, Any]]) -> int:
-    """Default rows of a batch.
+    """The default number of rows of a batch.
 
     Args:
-        total: Rows of the job.
+        total: Number of rows of the job.
         concurrency: Number of actors.
-        plans: Plans of the actors.
+        plans: Plans of the actors, by kind of machine.
     """
     rows_per_s = max((_rows_per_s(plan) for plan in plans.values()), default=0.0)
     few = total // (_BATCHES_OF_EACH * concurrency)
@@ -141,12 +141,14 @@ def _rows_per_s(plan: Mapping[str, Any]) -> float:
 
 
 def calls_at_once(plans: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any], batch_size: int) -> int:
-    """Batches that an actor has at a time: one more than keep as many rows waiting as `batchgen run` has.
+    """The number of batches that an actor has at a time.
+
+    It is one more than the number whose rows fill the engine's queue of waiting rows as `batchgen run` does.
 
     Args:
-        plans: Plans of the actors.
+        plans: Plans of the actors, by kind of machine.
         options: Options of `Generate`.
-        batch_size: Rows of a batch.
+        batch_size: Number of rows of a batch.
     """
     samples = max([options.get("max_num_seqs") or 256, *(plan["policy"]["max_num_seqs"] for plan in plans.values())])
     rows = samples * _AHEAD / options.get("n", 1)
@@ -155,7 +157,7 @@ def calls_at_once(plans: Mapping[str, Mapping[str, Any]], options: Mapping[str, 
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Raise errors of batchgen in a task or an actor as they were raised there."""
+    """Raise batchgen's own error in place of Ray's error that wraps it, while the block runs tasks or actors."""
     from ray.exceptions import RayError
 
     try:
@@ -165,7 +167,7 @@ def _refusals() -> Iterator[None]:
 
 
 def refusal_in(error: BaseException) -> BatchgenError | None:
-    """The error of batchgen that Ray has wrapped; None: something else went wrong."""
+    """The error of batchgen that a Ray error wraps; None: it wraps another error."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, BatchgenError) and type(seen).__module__.startswith("batchgen."):
@@ -178,11 +180,11 @@ def refusal_in(error: BaseException) -> BatchgenError | None:
 
 
 class GenerateParts:
-    """Generation for batches in the actors of a job, which write the rows themselves so that none returns through Ray.
+    """Generation in a job's actors, which write finished rows to the output, so that none goes back through Ray.
 
     Args:
         folder: The output.
-        id_column: The column of ids.
+        id_column: Name of the column with the ids.
         **options: Further options of `Generate`.
     """
 
@@ -191,7 +193,11 @@ class GenerateParts:
         self._generate = Generate(id_column=id_column, **options)
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
-        """Generate for a batch and write it; returns the number of rows. Raises BatchgenError."""
+        """Generate for a batch of rows and write them to the output; returns a table with the number of rows.
+
+        Raises:
+            BatchgenError: The batch cannot be run, or its rows cannot be written.
+        """
         done = await self._generate(batch)
         await asyncio.to_thread(write_part, done, self._folder, self._id_column)
         return pa.table({"rows": [done.num_rows]})
@@ -202,7 +208,14 @@ class GenerateParts:
 
 
 def write_part(batch: pa.Table, folder: str, id_column: str) -> None:
-    """Write finished rows atomically under a name made of their ids, as Ray may run a batch again.
+    """Write finished rows atomically to a file of the output.
+
+    The file's name is a hash of the rows' ids, so that a batch that Ray runs again replaces its own file.
+
+    Args:
+        batch: Finished rows.
+        folder: The output.
+        id_column: Name of the column with the ids.
 
     Raises:
         BatchgenError: The disk fails.
@@ -219,7 +232,7 @@ def write_part(batch: pa.Table, folder: str, id_column: str) -> None:
 
 
 def _check_job(folder: Path, model: str, options: dict[str, Any]) -> None:
-    """Note in the output the job that it belongs to. Raises InputError where it belongs to another one."""
+    """Note in an output the job that it belongs to. Raises InputError where it belongs to another job."""
     deciding = {option.name for option in options_of("map", "engine") if option.decides_results}
     decided = {name: value for name, value in options.items() if name in deciding or name == "output_prefix"}
     job = {"model": model_identity(resolve_model(model)), "options": decided}

@@ -1,4 +1,4 @@
-"""Loading the engine of an actor, on its share of the machine and by the plan for this kind of machine."""
+"""Loading of an actor's engine, with its share of the machine and the plan for this kind of machine."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Plans = Mapping[str, Mapping[str, Any]]
 def load_stream(
     model: str, sampling: SamplingParams, options: Mapping[str, Any], plans: Plans | None = None
 ) -> EngineStream:
-    """Load the model in this process, before anything else has computed in it.
+    """Load the model in this process, which must not have run kernels before.
 
     Args:
         model: The model, as `batchgen run --model` takes it.
         sampling: Sampling parameters of most rows.
         options: Options of `batchgen.Engine`.
-        plans: Plan for each kind of machine; without one for this machine everything is in memory.
+        plans: Plan for each kind of machine. Without one for this machine, weights and KV are in memory.
 
     Raises:
         BatchgenError: The model cannot be loaded.

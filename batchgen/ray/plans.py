@@ -1,6 +1,6 @@
 """Plans for each kind of machine in a Ray cluster, made once before the actors begin.
 
-Otherwise several actors would measure a machine at the same time.
+If each actor planned by itself, several would measure one machine at the same time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from batchgen.ray.share import share_of, use_cores
 
 
 def machine_kind(device: str, cores: int) -> str:
-    """Name of this machine's kind: machines of a kind run at the same rates, where actors have so many cores."""
+    """Name of this machine's kind. Actors on machines of one kind run at the same speed and share a plan.
+
+    Args:
+        device: Compute device.
+        cores: Number of CPU cores of an actor.
+    """
     kind = "cuda" if parse_device(device).kind == "cuda" else "cpu"
     return json_sha256(identity(kind) | {"cores": cores})[:16]
 
@@ -59,17 +64,18 @@ def plan_here(model: str, input: Any, options: Mapping[str, Any], memory: int, r
 def cluster_plans(
     model: str, input: Any, options: Mapping[str, Any], *, num_cpus: float, workers: int, rows: int
 ) -> dict[str, dict[str, Any]]:
-    """The plan for each kind of machine with enough cores for an actor, by the kind's name: the `plans` of `Generate`.
+    """A plan for each kind of machine that has enough cores for an actor, by the kind's name.
 
-    Actors on a machine of another kind, which joins later, have the model in memory.
+    This is the argument `plans` of `Generate`. A machine of another kind may join the cluster later; its actors hold
+    the model in memory.
 
     Args:
         model: The model, as `batchgen run --model` takes it.
-        input: The input, as `batchgen run --input` takes it, seen by all machines.
+        input: The input, as `batchgen run --input` takes it, which all machines can read.
         options: Options of `Generate`.
-        num_cpus: Cores of an actor.
+        num_cpus: CPU cores of an actor.
         workers: Number of actors.
-        rows: Rows of the job.
+        rows: Number of rows of the job.
 
     Raises:
         InputError: An option is invalid, or no plan fits.
@@ -80,7 +86,10 @@ def cluster_plans(
     cores = max(1, int(num_cpus))
 
     def on(node: Mapping[str, Any], function: Callable[..., Any], cpus: float) -> Any:
-        """The function as a task there, in a process of its own, as measuring pins the process to its cores."""
+        """A function that runs `function` as a Ray task on one machine.
+
+        The task gets a new process, since measuring pins its process to cores.
+        """
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         return ray.remote(num_cpus=cpus, max_calls=1, max_retries=0, scheduling_strategy=there)(function).remote
 

@@ -1,4 +1,4 @@
-"""A processor like those of `ray.data.llm`, for nodes without a GPU: the same settings and columns without vLLM.
+"""A processor with the settings and columns of those in `ray.data.llm`, which runs batchgen in place of vLLM.
 
     from batchgen.ray import ProcessorConfig, build_processor  # of ray.data.llm: vLLMEngineProcessorConfig
 
@@ -15,7 +15,7 @@
     )
     dataset = processor(dataset)
 
-Names are those of Ray 2.60 and of vLLM.
+It also runs on nodes without a GPU. The names of settings and columns are those of Ray 2.60 and vLLM.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ _VLLM_DEFAULTS = {"max_tokens": 16, "temperature": 1.0}
 
 @dataclass(frozen=True)
 class ProcessorConfig:
-    """Settings of a processor, with the names of `ray.data.llm.vLLMEngineProcessorConfig`.
+    """Settings of a processor, with the names that `ray.data.llm.vLLMEngineProcessorConfig` uses.
 
     Attributes:
         model_source: The model, as `batchgen run --model` takes it.
-        engine_kwargs: Options of `batchgen.Engine`, also by vLLM's names; options of how vLLM runs on GPUs are ignored.
+        engine_kwargs: Options of `batchgen.Engine`, also by vLLM's names. Options that only concern vLLM on GPUs are
+            ignored.
         concurrency: Number of actors.
-        batch_size: Rows that an actor is given at a time.
-        num_cpus: Cores of an actor.
-        max_concurrent_batches: Batches that an actor runs at once.
-        should_continue_on_error: Whether a failed row has its reason in `__inference_error__`; otherwise it ends the
-            job.
+        batch_size: Number of rows that an actor is given at a time.
+        num_cpus: CPU cores of an actor.
+        max_concurrent_batches: Number of batches that an actor runs at once.
+        should_continue_on_error: Whether a failed row gets its error in the column `__inference_error__`; otherwise it
+            ends the job.
         ray_remote_args: Further Ray arguments of the actors, such as `memory`.
     """
 
@@ -82,12 +83,13 @@ def build_processor(
     preprocess: Callable[[Row], Row] | None = None,
     postprocess: Callable[[Row], Row] | None = None,
 ) -> Callable[[Any], Any]:
-    """A function from a `ray.data.Dataset` to another, lazy as datasets are.
+    """A function that adds a model's outputs to a `ray.data.Dataset`; it returns a lazy dataset.
 
     Args:
         config: The model and the actors.
         preprocess: Function that adds `prompt` or `messages`, and `sampling_params`, to a row; other columns are kept.
-        postprocess: Function from a row with all columns to the resulting row; failed rows skip it. None: all columns.
+        postprocess: Function from a row with all columns to the resulting row, not called for failed rows. None: all
+            columns.
 
     Raises:
         InputError: An engine option is unknown here.
@@ -115,14 +117,20 @@ def build_processor(
 
 
 def finished(row: Row, postprocess: Callable[[Row], Row], with_error: bool) -> Row:
-    """The resulting row: a failed one as it is. with_error: whether rows have a column of errors."""
+    """The row that the processor returns: a failed row unchanged, any other row after `postprocess`.
+
+    Args:
+        row: A row with all columns.
+        postprocess: Function from a row to the resulting row.
+        with_error: Whether rows have a column of errors.
+    """
     if row.get(ERROR):
         return row
     return {**postprocess(row), ERROR: ""} if with_error else postprocess(row)
 
 
 class Stage:
-    """The processor's stage in an actor, which adds the columns of vLLM's stage to batches of rows."""
+    """The stage of a processor that runs in an actor: it adds the columns of vLLM's stage to batches of rows."""
 
     def __init__(self, config: ProcessorConfig) -> None:
         self._config = config
@@ -130,7 +138,7 @@ class Stage:
         self._lock = threading.Lock()
 
     async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Run a batch, a sequence of rows under `DATA`. Raises BatchgenError where a row fails that may not."""
+        """Run a batch of rows, which is the list `DATA` in it. Raises BatchgenError where a row fails and must not."""
         rows = list(batch[DATA])
         requests = [request_of(row) for row in rows]
         stream = await asyncio.to_thread(self._stream_here)
@@ -180,10 +188,15 @@ def request_of(row: Row) -> Request:
 
 
 def sampling_of(given: Row) -> tuple[SamplingParams, str | int]:
-    """Sampling parameters from vLLM's, and the id that draws depend on: with a seed the same each time, else a new one.
+    """Sampling parameters from vLLM's, and the id that random draws depend on.
+
+    With a seed the id is the same at each call; without one it is new.
+
+    Args:
+        given: vLLM's sampling parameters by name.
 
     Raises:
-        InputError: A parameter has no meaning here.
+        InputError: A parameter is not supported.
     """
     asked = {name: value for name, value in given.items() if value is not None}
     for name, neutral in _NO_SAMPLING.items():
@@ -204,15 +217,15 @@ def sampling_of(given: Row) -> tuple[SamplingParams, str | int]:
 
 
 def answered(row: Row, completion: Completion, go_on: bool) -> Row:
-    """The row with the columns of vLLM's stage.
+    """A row with the columns of vLLM's stage added.
 
     Args:
         row: The row.
-        completion: Its completion.
-        go_on: Whether a failed row has its error in `ERROR`.
+        completion: The completion of the row's request.
+        go_on: Whether a failed row gets its error in the column `ERROR`.
 
     Raises:
-        BatchgenError: The row has failed, and may not.
+        BatchgenError: The row has failed, and `go_on` is false.
     """
     if completion.error is not None and not go_on:
         raise BatchgenError(
@@ -231,7 +244,7 @@ def answered(row: Row, completion: Completion, go_on: bool) -> Row:
 
 
 def plain(value: Any) -> Any:
-    """A value that Ray hands over, with lists in place of arrays."""
+    """A value from Ray with NumPy arrays converted to lists."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""An actor's share of its machine: the cores and the memory that Ray has given to it."""
+"""An actor's share of its machine: the CPU cores and the memory that Ray has given to it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from batchgen.core.machine import available_memory_bytes
 
 
 def take_share() -> tuple[int, int] | None:
-    """Keep this actor to its share of the machine, before kernels are loaded.
+    """Limit this process to its actor's share of the machine; to be called before kernels are loaded.
 
-    It is pinned to cores that no other actor of this machine has, as many as Ray has given to it; where not enough are
-    free, it has that many threads.
+    The process is pinned to as many cores as Ray has given to the actor, cores of no other actor of this machine. If
+    not enough cores are free, it gets that number of threads without pinning.
 
     Returns:
-        Cores and bytes of memory; None outside of an actor.
+        Number of cores, and bytes of memory; None outside of an actor.
     """
     try:
         import ray
@@ -31,16 +31,15 @@ def take_share() -> tuple[int, int] | None:
 
 
 def share_of(granted: Mapping[str, float], node: Mapping[str, float], free_bytes: int) -> tuple[int, int]:
-    """An actor's share of its machine.
+    """An actor's share of its machine: a number of cores, at least one, and bytes of memory.
+
+    If Ray was not told the actor's memory, the actor gets the same part of Ray's memory as of Ray's cores. It never
+    gets more than is free.
 
     Args:
         granted: Resources that Ray has given to the actor, by Ray's names.
-        node: Resources that Ray has on the machine.
+        node: Resources that Ray has on the machine, by Ray's names.
         free_bytes: Free memory of the machine.
-
-    Returns:
-        Cores, at least one, and bytes of memory: those that Ray has given, or else the same part of its memory as of
-        its cores, but no more than is free.
     """
     cores = granted.get("CPU", 0.0) or 1.0
     part = min(1.0, cores / max(1.0, node.get("CPU", 0.0)))
@@ -49,6 +48,6 @@ def share_of(granted: Mapping[str, float], node: Mapping[str, float], free_bytes
 
 
 def use_cores(count: int) -> None:
-    """Pin this process to so many cores, with so many threads, unless the environment sets the number of threads."""
+    """Pin this process to `count` cores, with as many threads unless the environment sets the number of threads."""
     take_cores(count)
     os.environ.setdefault("BATCHGEN_NUM_THREADS", str(count))

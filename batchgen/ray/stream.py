@@ -1,4 +1,4 @@
-"""An engine that takes requests at any time: overlapping batches are one stream, so it never drains between them."""
+"""An engine that takes requests at any time: batches overlap in one stream, so it never runs empty between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Batch = tuple[list[Request], "Future[list[Completion]]"]
 
 
 class EngineStream:
-    """One call of `Engine.generate` that goes on until `close`, in a thread of its own."""
+    """An engine in a thread of its own, in one call of `Engine.generate` that lasts until `close`."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -27,7 +27,10 @@ class EngineStream:
         self._thread.start()
 
     def submit(self, requests: Sequence[Request]) -> Future[list[Completion]]:
-        """Run requests; the future has their completions in the order of the requests, or the engine's exception."""
+        """Run requests. Returns a future of their completions, in the order of the requests.
+
+        The future raises the engine's exception if the engine fails.
+        """
         future: Future[list[Completion]] = Future()
         with self._lock:
             if self._failure is not None:
@@ -39,7 +42,7 @@ class EngineStream:
         return future
 
     def close(self) -> None:
-        """End the thread when all that was submitted is done, and close the engine."""
+        """Run all submitted requests to their end, then end the thread and close the engine."""
         self._inbox.put(None)
         self._thread.join()
         self.engine.close()
@@ -75,7 +78,7 @@ class EngineStream:
 
 
 class _Pending:
-    """A batch, some of whose requests are done."""
+    """A batch of requests, some of which are not done."""
 
     def __init__(self, first: int, count: int, future: Future[list[Completion]]) -> None:
         self.future = future

@@ -30,7 +30,7 @@ _WAIT_VALUE_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: compares as a difference, so th
 
 
 class CudaDriver:
-    """The Driver of `streams` for the current CUDA device."""
+    """A CUDA device's streams and events, as `streams.StreamLanes` drives them."""
 
     def __init__(self) -> None:
         # Small copies that compute waits for do not queue behind its kernels for capacity on the device.
@@ -127,7 +127,7 @@ def _synchronize(event: torch.cuda.Event) -> None:
 
 
 def _stream_wait_value():
-    """cuStreamWaitValue32 of the driver's own library: torch does not expose it."""
+    """The function cuStreamWaitValue32 of the driver's own library, which torch does not expose."""
     library = ctypes.CDLL("libcuda.so.1")
     for name in ("cuStreamWaitValue32_v2", "cuStreamWaitValue32"):
         with contextlib.suppress(AttributeError):
@@ -144,7 +144,11 @@ _MARGIN_FRAC = 0.03
 
 
 def usable_memory(card_bytes: int | None) -> int:
-    """Bytes that tensors may take of a card of this size; None: of the current device as it is. Raises InputError."""
+    """Bytes that tensors may take of a card. Raises InputError.
+
+    Args:
+        card_bytes: Size of the card; None: that of the current device.
+    """
     gc.collect()  # an engine that nobody has any more is still in the card's memory
     free, total = torch.cuda.mem_get_info()
     usable = free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -156,7 +160,7 @@ def usable_memory(card_bytes: int | None) -> int:
 
 
 def cap_memory(num_bytes: int) -> None:
-    """Has torch refuse to take more of the GPU's memory than this beside what it holds, however much there is."""
+    """Have torch refuse to take more of the GPU's memory than this beside what it holds, however much there is."""
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     most = torch.cuda.memory_allocated() + num_bytes / (1 - _MARGIN_FRAC)
     torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
@@ -184,7 +188,7 @@ class _PinnedPages(mmap.mmap):
     address: int | None = None  # where they are registered; None: they are not
 
     def pin(self, address: int) -> None:
-        """Raises BatchgenError."""
+        """Register the pages with CUDA. Raises BatchgenError."""
         error = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
         if error:
             raise BatchgenError(
@@ -227,7 +231,7 @@ class PinnedMemory:
         return self.zeros(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
     def close(self) -> None:
-        """Ends the pinning: nothing may be under way. Tensors stay, as memory like any other."""
+        """End the pinning: nothing may be under way. Tensors stay, as memory like any other."""
         for pages in list(self._pinned):
             pages.unpin()
 
@@ -305,7 +309,10 @@ class CudaLink(Link):
         ops.gather_rows(target, source, index)
 
     def scatter(self, target: Tensor, index: Tensor, source: Tensor) -> None:
-        """target[index[i]] = source[i], along the first dimension; index on the GPU. As `gather`."""
+        """target[index[i]] = source[i], along the first dimension; index on the GPU.
+
+        The host's side must outlive the link: torch does not know that a kernel uses it.
+        """
         self._count(source)
         self.borrow(source)
         self.borrow(index)

@@ -28,17 +28,21 @@ _LINKS_NICE = 10
 
 
 class Throttle:
-    """Makes the work of one lane take longer. Not for several threads at once."""
+    """Throttle of one lane's work, which takes longer within. Not for several threads at once."""
 
     def __init__(self, slowdown: float) -> None:
-        """slowdown: how many times as long as its thread is busy, 1 or more."""
+        """Throttle nothing yet.
+
+        Args:
+            slowdown: Factor by which work takes longer than its thread is busy with it, 1 or more.
+        """
         self._slowdown = slowdown
         self._hosts_s = 0.0
         self._sleeps = Sleeps()
 
     @contextlib.contextmanager
     def held(self, overhead_s: float = 0.0) -> Iterator[None]:
-        """End no sooner than the work inside is to take, and `overhead_s` more. Its waits are a part of that, not work."""
+        """Have the work inside take its time, and `overhead_s` more. Time that the work waits is not slowed down."""
         started, busy = time.perf_counter(), time.thread_time()
         self._hosts_s = 0.0
         yield
@@ -49,7 +53,7 @@ class Throttle:
 
     @contextlib.contextmanager
     def hosts(self) -> Iterator[None]:
-        """Within `held`: work that is the host's, and takes as long as it does."""
+        """Within `held`, mark work that is the host's, and takes as long as it does."""
         busy = time.thread_time()
         yield
         self._hosts_s += time.thread_time() - busy
@@ -77,18 +81,18 @@ class DedicatedCore:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Meanwhile the calling thread is the accelerator's."""
+        """Have the calling thread be the accelerator's within the block."""
         with on_cores(self._core), kernels.alone():
             yield
 
     def keep_lane(self, lane: str) -> None:
-        """Keeps the calling thread, which is the lane's, to where it belongs. A link's lets computation go first."""
+        """Keep the calling thread, which is a lane's, to the lane's cores. A link's lets computation go first."""
         os.sched_setaffinity(0, self._core if lane in _LINKS else self._others)
         if lane in _LINKS:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LINKS_NICE)
 
     def throttled(self, step: Step) -> contextlib.AbstractContextManager[None]:
-        """Inside, a Step's work takes as long as it is to."""
+        """Have a Step's work take its time within the block."""
         throttle = self._throttles.get(step.lane)
         if throttle is None or step.kind in _COPIES:
             return contextlib.nullcontext()
@@ -97,9 +101,9 @@ class DedicatedCore:
         )  # each micro-batch has one of these in each layer
 
     def hosts(self) -> contextlib.AbstractContextManager[None]:
-        """Within a Step of `compute`: work that is the host's, as sampling from the logits that are handed over."""
+        """Mark work of the host within a Step of `compute`, such as sampling from the logits that are handed over."""
         return self._throttles["compute"].hosts()
 
     def close(self) -> None:
-        """Gives the kernels their threads back."""
+        """Give the kernels their threads back."""
         kernels.set_num_threads(self._threads)

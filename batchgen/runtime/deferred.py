@@ -55,7 +55,14 @@ class DeferredBatchState:
         self.sending = q.flatten(1).contiguous(), k.contiguous(), v.contiguous()
 
     def send(self, to_host: Link, pool: Tensor, window: int | None, queries: Tensor) -> None:
-        """New KV to the host's pool of the layer, queries to their table."""
+        """Send new KV to the host's pool of a layer, and queries to their table.
+
+        Args:
+            to_host: Link from the accelerator to host memory.
+            pool: Host's pool of the layer.
+            window: Sliding window of the layer; None: full attention.
+            queries: Table of queries, [slots, heads * head_dim].
+        """
         assert self.sending is not None, "the batch has not left"
         q, k, v = self.sending
         flat = pool.view(-1, pool.shape[-1])
@@ -66,13 +73,26 @@ class DeferredBatchState:
     def attend(
         self, pool: Tensor, window: int | None, tables: tuple[Tensor, Tensor], num_heads: int, **softmax
     ) -> None:
-        """Attend on the CPU, from one table to the other. softmax: options of `ops.paged_attention`."""
+        """Attend on the CPU, from one table to the other.
+
+        Args:
+            pool: Host's pool of the layer.
+            window: Sliding window of the layer; None: full attention.
+            tables: Tables of queries and of results, [slots, heads * head_dim].
+            num_heads: Query heads.
+            **softmax: Options of `ops.paged_attention`.
+        """
         queries, attended = tables
         q = queries[self.slots].view(len(self.slots), num_heads, -1)
         attended[self.slots] = ops.paged_attention(q, pool, self.plans[window], **softmax)
 
     def join(self, from_host: Link, attended: Tensor) -> None:
-        """Brings the results to the compute device."""
+        """Bring the results to the compute device.
+
+        Args:
+            from_host: Link from host memory to the accelerator.
+            attended: Table of results, [slots, heads * head_dim].
+        """
         assert self.hidden is not None, "the batch has not left"
         self.attended = self.hidden.new_empty(len(self.rows), attended.shape[1])
         from_host.gather(self.attended, attended, self.slots_on_device)
@@ -80,12 +100,12 @@ class DeferredBatchState:
 
 
 def slices(start: int, deferred_batches: Iterable[DeferredBatchState]) -> Iterator[slice]:
-    """The rows of each in a batch, from `start` on, one after the other."""
+    """Yield the rows of each deferred batch in a micro-batch, one after the other from row `start` on."""
     for deferred_batch in deferred_batches:
         yield slice(start, start + len(deferred_batch.rows))
         start += len(deferred_batch.rows)
 
 
 def with_deferred(own: Tensor, theirs: list[Tensor]) -> Tensor:
-    """A batch's own rows and those of deferred batches that are with it."""
+    """The rows of a micro-batch followed by those of the deferred batches that are with it."""
     return torch.cat([own, *theirs]) if theirs else own

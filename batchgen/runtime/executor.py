@@ -1,8 +1,8 @@
-"""Takes the micro-batches of a sweep through all layers, in the order of its Steps.
+"""The executor, which takes the micro-batches of a sweep through all layers, in the order of its Steps.
 
-The order of Steps and what they wait for is `schedule.sweeps`', running them `lanes`' and `streams`', the work of
-each kind `steps.handlers`'. With everything in the compute device's memory all Steps are in one lane, and this is the
-plain serial order.
+The Steps and what they wait for come from `schedule.sweeps`. `lanes` and `streams` run them, and `steps.handlers` has
+the work of each kind. With everything in the compute device's memory all Steps are in one lane, and this is the plain
+serial order.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ class Executor:
     """A model and its KV, ready to run sweeps. Not for use from several threads at once.
 
     Attributes:
-        config, weights, kv_cache: model and its memory.
-        context: model, memory and sweep that the work of all Steps shares.
-        lanes: lanes that carry out Steps.
-        routing: numbers of tokens by expert, where the host computes.
+        config: Configuration of the model.
+        weights: Its weights.
+        kv_cache: Its KV.
+        context: Model, memory and sweep that the work of all Steps shares.
+        lanes: Lanes that carry out Steps.
+        routing: Numbers of tokens by expert, where the host computes.
     """
 
     def __init__(
@@ -212,7 +214,7 @@ class Executor:
         return self._sweeps.steps(flows, deferred_batches, self.lanes.has_ended, num_tokens)
 
     def _bound(self, steps: Iterable[Step], batches: Sequence[BatchState]) -> Iterator[Step]:
-        """The Steps, each with its micro-batch noted: those that store may run when the next sweep has begun."""
+        """Yield Steps with their micro-batches noted: Steps that store may run when the next sweep has begun."""
         for step in steps:
             batch = self._batch_of[step.id] = batches[step.batch]
             if step.deferred_batch is not None:  # it may be through before a lane of the host comes to its Steps

@@ -84,14 +84,18 @@ class Grammar:
 class Grammars:
     """Grammars over one model's tokens, and the thread that makes masks.
 
-    busy_s: that thread's time. waited_s: of it, what the sweeps waited for.
+    Attributes:
+        busy_s: Seconds in which the thread was busy.
+        waited_s: Seconds of them that sweeps waited for.
     """
 
     def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """tokenizer_json: gives that of Hugging Face's `tokenizers`.
+        """Ask nothing of the tokenizer until there is a grammar.
 
-        vocab_size: columns of the model's logits; the tokenizer may have fewer tokens, or more. Nothing is asked of
-        these until there is a grammar.
+        Args:
+            tokenizer_json: Gives the tokenizer in the JSON format of Hugging Face's `tokenizers`.
+            vocab_size: Columns of the model's logits; the tokenizer may have fewer tokens, or more.
+            eos_token_ids: Tokens that end a text.
         """
         self.busy_s = self.waited_s = 0.0
         self._tokenizer_json, self._vocab_size = tokenizer_json, vocab_size
@@ -100,17 +104,17 @@ class Grammars:
         self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)
 
     def compile(self, sampling: SamplingParams) -> Grammar | None:
-        """The grammar of these parameters, None where they have none. One thread at a time. Raises InputError."""
+        """The grammar of sampling parameters; None: they have none. One thread at a time. Raises InputError."""
         if not sampling.constrained:
             return None
         return self._compiled(sampling.json_schema, sampling.regex, sampling.compact_json)
 
     def compile_ahead(self, sampling: SamplingParams) -> Future:
-        """`compile`, in the thread."""
+        """Compile the grammar of sampling parameters in the thread (`compile`)."""
         return self._thread.submit(self.compile, sampling)
 
     def advance(self, steps: Sequence[tuple[Constraint, int]]) -> None:
-        """Each sample got this token: its next mask is made, in the thread."""
+        """Advance constraints by a token each, and have the thread make their next masks."""
         wait = partial(self._wait_for, self._thread.submit(self._advance, steps))
         for constraint, _ in steps:
             constraint._wait = wait

@@ -159,6 +159,9 @@ def is_decode(packed: PackedBatch) -> bool:
 
 
 def rounded_up(tokens: int) -> int:
-    """To a multiple of 8, and of an eighth of the power of two below: few sizes, none much too large."""
+    """The tokens rounded up to a multiple of 8, and of an eighth of the power of two below.
+
+    There are few such sizes, and none is much too large.
+    """
     step = max(8, 1 << max(0, tokens.bit_length() - 4))
     return -(-tokens // step) * step

@@ -39,10 +39,18 @@ def in_memory(
     kernels: KernelChoice = PROCESS_SET,
     on_step: OnStep | None = None,
 ) -> Executor:
-    """An executor with all weights and `num_blocks` blocks of KV in the memory of the device that computes.
+    """An executor with all weights and KV in the memory of the device that computes.
 
-    device: the CPU, or a CUDA GPU. captured_tokens: as of SweepOptions. kernels: what each shape runs on. on_step: see
-    `lanes.Lanes`.
+    Args:
+        config: Configuration of the model.
+        checkpoint: Checkpoint of the weights.
+        dtype: Compute dtype, which weights and KV have too.
+        num_blocks: Blocks of KV.
+        kv_block_size: Tokens of a KV block.
+        device: The CPU, or a CUDA GPU.
+        captured_tokens: Most tokens of a decode sweep that becomes a CUDA graph; 0: none does.
+        kernels: Instruction set of each shape on the CPU.
+        on_step: Function that is called after each Step with its times; None: none is.
     """
     tiers = open_tiers(Device(device.type))
     name, tier = str(dtype).removeprefix("torch."), tiers.compute_tier

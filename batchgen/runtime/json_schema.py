@@ -44,9 +44,13 @@ def read_schema(text: str) -> Schema:
 
 
 def rewritten(schema: Schema, knows_format: Callable[[str], bool]) -> Schema:
-    """Take unknown formats for annotations, as the standard has it; turn look-ahead in patterns into patterns without it.
+    """Rewrite what llguidance would refuse: unknown formats become annotations, and look-ahead goes from patterns.
 
-    knows_format: whether llguidance knows one.
+    The standard has unknown formats as annotations. A pattern with look-ahead becomes patterns without.
+
+    Args:
+        schema: The schema.
+        knows_format: Tells whether llguidance knows a format.
     """
 
     def rewrite(part: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,14 @@ OnStep = Callable[[Step, float, float], None]
 
 
 class Lanes:
-    """Invariant: a Step is pending from when it is issued until it has ended; nothing runs after a failure."""
+    """Lanes, and the threads that carry out their Steps.
+
+    Invariant: a Step is pending from when it is issued until it has ended; nothing runs after a failure.
+
+    Attributes:
+        busy_s: Seconds in which each lane was busy.
+        stalled_s: Seconds in which compute stood still, by the lane it waited for.
+    """
 
     def __init__(
         self,
@@ -61,10 +68,13 @@ class Lanes:
         self._closed = False
 
     def execute(self, steps: Iterable[Step]) -> Callable[[], None] | None:
-        """Returns when all Steps of `compute` have ended; the last of other lanes may still run.
+        """Carry out Steps; return when all of `compute` have ended, while the last of other lanes may still run.
 
-        Raises what a Step raised, in whichever lane. Where Steps are only launched, returns a function that waits and
-        raises as said.
+        Returns:
+            None, or where Steps are only launched a function that waits for them and raises what one of them raised.
+
+        Raises:
+            BaseException: An error that a Step raised, in whichever lane.
         """
         if self._closed:
             raise RuntimeError("the lanes are closed")
@@ -85,7 +95,7 @@ class Lanes:
 
     @contextlib.contextmanager
     def one_by_one(self) -> Iterator[None]:
-        """Meanwhile do each Step before the next one begins, so that nothing waits; none is timed or reported."""
+        """Within the block, do each Step before the next one begins, so that nothing waits; time and report none."""
         before = self._serial, self._on_step
         self._serial, self._on_step = True, None
         try:
@@ -97,10 +107,10 @@ class Lanes:
                 seconds.update(dict.fromkeys(seconds, 0.0))
 
     def reserve(self, lane: str, num_bytes: int) -> None:
-        """Has so much memory ready for what is made in a lane, where that would have to be waited for later."""
+        """Have so much memory ready for a lane, where a later allocation would have to be waited for."""
 
     def prepare(self, work: Callable[[], None]) -> None:
-        """Does what all Steps of the next sweep need."""
+        """Do work that all Steps of the next sweep need."""
         work()
 
     def has_ended(self, step_id: int) -> bool:
@@ -109,13 +119,13 @@ class Lanes:
             return step_id not in self._pending
 
     def drain(self) -> None:
-        """Waits until every Step has ended. Raises what one of them raised."""
+        """Wait until every Step has ended. Raises what one of them raised."""
         with self._lock:
             self._drained.wait_for(lambda: self._closed or self._failure is not None or not self._pending)
             self._check()
 
     def close(self) -> None:
-        """Ends the threads, once the Steps they are at have ended; Steps that wait are dropped."""
+        """End the threads, once the Steps they are at have ended; Steps that wait are dropped."""
         with self._lock:
             self._closed = True
             for queue in self._queues.values():
@@ -129,7 +139,7 @@ class Lanes:
         self._threads.clear()
 
     def _begin(self, step: Step) -> None:
-        """Runs the Step, or hands it to its lane."""
+        """Run the Step, or hand it to its lane."""
         if step.lane == "compute" and not self._threads:  # nobody else: all that it waits for has ended
             self._run_alone(step)
             return
@@ -149,7 +159,7 @@ class Lanes:
             self._on_step(step, started, ended)
 
     def _ended(self, step: Step) -> None:
-        """Called with the lock held when a Step has ended."""
+        """Note the end of a Step; called with the lock held."""
 
     def _issue(self, step: Step) -> None:
         if step.lane not in self._threads:
@@ -177,7 +187,12 @@ class Lanes:
                 return
 
     def _await_and_run(self, step: Step, thread: Lane) -> None:
-        """thread: the lane whose thread this is; with `serial`, compute's for all Steps."""
+        """Run a Step once all that it waits for has ended.
+
+        Args:
+            step: The Step.
+            thread: Lane whose thread this is; with `serial`, compute's for all Steps.
+        """
         self._await(step, thread)
         cores = self._cores if step.lane in ("compute", "cpu_attention") else None
         if cores is not None:

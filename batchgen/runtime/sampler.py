@@ -23,9 +23,12 @@ from batchgen.schedule.sequence import NOT_FINITE, Sequence
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A chosen token. logprob, top: its log-probability and the top-k (token, logprob), if asked for.
+    """A chosen token.
 
-    token_id: NOT_FINITE where the model's logits, before any mask, hold NaN or infinity.
+    Attributes:
+        token_id: The token; NOT_FINITE where the model's logits, before any mask, hold NaN or infinity.
+        logprob: Its log-probability; None: not asked for.
+        top: The top-k as (token, log-probability), best first; empty: not asked for.
     """
 
     token_id: int
@@ -34,7 +37,7 @@ class SampledToken:
 
 
 def uniform(seed: int, row_id: str | int, sample: int, step: int) -> float:
-    """The row's own draw in [0, 1), 53 bits of a keyed hash."""
+    """A row's own draw in [0, 1): 53 bits of a keyed hash."""
     text = f"{seed}\0{type(row_id).__name__}\0{row_id}\0{sample}\0{step}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
@@ -44,10 +47,13 @@ def uniform(seed: int, row_id: str | int, sample: int, step: int) -> float:
 class Sampled:
     """The next token of each of some sequences. Nothing has waited for the device.
 
-    token_ids: int64 [sequences], on the device, each a token of the vocabulary; on_host: the same, or NOT_FINITE, in
-    the host's memory once the device has come so far. logprobs:
-    fp64 [wanted, 1 + 2 n]: of each sequence in `wanted`, in order, the token's
-    log-probability, then the top n log-probabilities and their tokens. counts: how many of these n it asked for.
+    Attributes:
+        token_ids: Tokens of the vocabulary on the device, int64 [sequences].
+        on_host: Tokens, or NOT_FINITE, in host memory once the device has come so far, int64 [sequences].
+        wanted: Sequences that log-probabilities are wanted of, as indices.
+        counts: For each of these, the k of its top-k.
+        logprobs: For each of these, fp64 [wanted, 1 + 2 n]: the token's log-probability, the top n log-probabilities,
+            and their tokens; None: nobody wants any.
     """
 
     token_ids: Tensor
@@ -57,7 +63,7 @@ class Sampled:
     logprobs: Tensor | None = None
 
     def tokens(self) -> list[SampledToken]:
-        """The sampled tokens; only once the device has come so far."""
+        """The sampled tokens. To be called only once the device has come so far."""
         sampled = [SampledToken(token) for token in self.on_host.tolist()]
         if self.logprobs is not None:
             for i, count, (logprob, *top) in zip(self.wanted, self.counts, self.logprobs.tolist(), strict=True):
@@ -69,10 +75,13 @@ class Sampled:
 
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
-    """The next token of each sequence.
+    """Choose the next token of each sequence.
 
-    logits: fp32 [sequences, vocab], changed in place. The host waits for nothing that the device has to do; two copies
-    bring it tokens and log-probabilities.
+    The host waits for nothing that the device has to do; two copies bring it tokens and log-probabilities.
+
+    Args:
+        logits: Logits, fp32 [sequences, vocab]; they are changed in place.
+        sequences: Sequences, a row of the logits each.
     """
     finite = ops.all_finite(logits)  # first: what is forbidden below is minus infinity
     logprobs = _Logprobs(logits, sequences)
@@ -93,7 +102,12 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
 
 
 class _Logprobs:
-    """Log-probabilities before any penalty or grammar, of the sequences that want them. counts: how many of the top."""
+    """Log-probabilities of the sequences that want them, before any penalty or grammar.
+
+    Attributes:
+        wanted: These sequences, as indices.
+        counts: For each of them, the k of its top-k.
+    """
 
     def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
         self.wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
@@ -107,7 +121,12 @@ class _Logprobs:
         self._values = values - self._lse.unsqueeze(1)
 
     def of(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """The log-probabilities of chosen tokens and of the top-k. logits: those that tokens were chosen from."""
+        """The log-probabilities of chosen tokens, and the top-k, fp64 [wanted, 1 + 2 n].
+
+        Args:
+            logits: Logits that the tokens were chosen from.
+            chosen: Chosen tokens, int64 [sequences].
+        """
         own = logits.gather(1, chosen.unsqueeze(1)).index_select(0, self._rows).double() - self._lse.double().unsqueeze(
             1
         )
@@ -117,8 +136,8 @@ class _Logprobs:
 class _Penalties:
     """Changes to the logits of some tokens, in place, in vLLM's order.
 
-    Biases are added; repetition penalties (CTRL, Keskar et al. 2019) scale those of the tokens of prompt and output;
-    frequency and presence penalties (OpenAI) are taken off those of the output's.
+    Biases are added; repetition penalties (CTRL, Keskar et al. 2019) scale the logits of tokens of prompt and output;
+    frequency and presence penalties (OpenAI) are subtracted from those of the output.
     """
 
     def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
@@ -137,13 +156,17 @@ class _Penalties:
         flat.index_copy_(0, self._positions, torch.where(values > 0, values / scale, values * scale) - off)
 
     def take_back(self, logits: Tensor) -> None:
-        """The logits of these tokens are again what they were."""
+        """Give the logits of these tokens the values that they had before the changes."""
         if self._positions is not None:
             logits.view(-1).index_copy_(0, self._positions, self._before)
 
 
 def _changes(sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [tokens] whose logits change, each once; fp32 [3, tokens] that is added, then scales, then is taken off."""
+    """(tokens whose logits change, changes) of a sequence.
+
+    Returns:
+        Tokens, each once, int64 [tokens], and fp32 [3, tokens]: what is added, then scales, then is subtracted.
+    """
     sampling = sequence.sampling
     biases = dict(sampling.logit_bias)
     counts = Counter(sequence.generated) if sampling.presence_penalty or sampling.frequency_penalty else Counter()

@@ -31,14 +31,20 @@ class Scorer:
 
     @torch.inference_mode()
     def take(self, rows: Sized[LogitsRow], logits: Tensor, start: int) -> None:
-        """fp32 logits [rows, columns] of the tokens from `start` on."""
+        """Take logits of rows.
+
+        Args:
+            rows: Rows of logits.
+            logits: Their logits, fp32 [rows, columns].
+            start: Token of the first column.
+        """
         group = self._groups.get(rows[0])
         if group is None:
             group = self._groups[rows[0]] = _Group(rows, logits.device)
         group.take(logits, start)
 
     def results(self) -> Iterator[tuple[LogitsRow, ScoredPosition]]:
-        """Every row's, those of a sequence in order, once all chunks have come."""
+        """Yield every row with its scores, those of a sequence in order, once all chunks have come."""
         for group in self._groups.values():
             yield from group.results()
 

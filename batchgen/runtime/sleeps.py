@@ -15,7 +15,7 @@ class Sleeps:
         self._late_s = 0.0
 
     def until(self, end_s: float) -> None:
-        """Returns at a time of time.perf_counter, or at once where it is over."""
+        """Return at a time of time.perf_counter, or at once where it is over."""
         end_s -= self._late_s
         if (left_s := end_s - time.perf_counter()) > 0:
             time.sleep(left_s)

@@ -36,14 +36,14 @@ Event = Any
 
 
 class Driver(Protocol):
-    """A device. Streams are known by their lane; an Event is a position in one of them."""
+    """A device with streams, one for each lane that it has. An Event is a position in a stream."""
 
     def launch(self, lane: str, work: Callable[[], None]) -> int:
-        """Calls work(), whose operations go to the stream. Returns how many copies it made (`note_copy`)."""
+        """Call work(), whose operations go to the stream. Returns the number of copies that it made (`note_copy`)."""
         ...
 
     def note_copy(self) -> None:
-        """A link has launched a copy: of large tensors it makes many."""
+        """Count a copy that a link has launched: of large tensors it makes many."""
         ...
 
     def record(self, lane: str) -> Event:
@@ -93,17 +93,17 @@ class Driver(Protocol):
         ...
 
     def synchronize(self, event: Event) -> None:
-        """Returns when the event has come. Other threads run meanwhile."""
+        """Wait until the event has come. Other threads run meanwhile."""
         ...
 
     def is_done(self, event: Event) -> bool: ...
 
     def seconds(self, start: Event, stop: Event) -> float:
-        """Between two events that have come."""
+        """Seconds between two events that have come."""
         ...
 
     def finish(self) -> None:
-        """Returns when nothing is under way."""
+        """Wait until nothing is under way."""
         ...
 
 
@@ -111,9 +111,12 @@ class _Timed(NamedTuple):
     """Events of a Step in its stream.
 
     Attributes:
-        before: end of the Step before it there, in the same sweep.
-        reached: the stream has come to what the Step waits for, the last of it in `waited_for`.
-        started: nothing more to wait for.
+        step: The Step.
+        before: End of the Step before it in the stream, in the same sweep; None: there is none.
+        reached: Event when the stream comes to the Step's waits.
+        waited_for: Lane of the Step that is waited for last; None: there is none.
+        started: Event when there is nothing more to wait for.
+        ended: End of the Step.
     """
 
     step: Step
@@ -125,10 +128,14 @@ class _Timed(NamedTuple):
 
 
 class StreamLanes(Lanes):
-    """Invariant: a Step's work starts on the device, or in its lane's thread, after all that it waits for has ended.
+    """Lanes of a device with streams.
 
-    busy_s is what passes on the device from where a Step has nothing more to wait for until it has ended. stalled_s has
-    LAUNCH too: compute had ended one Step, and the host had not launched the next one of the sweep.
+    Invariant: a Step's work starts on the device, or in its lane's thread, after all that it waits for has ended.
+
+    Attributes:
+        busy_s: Seconds on the device from where a Step has nothing more to wait for until it has ended, by lane.
+        stalled_s: Seconds in which compute stood still, by the lane it waited for. LAUNCH is among them: compute had
+            ended one Step, and the host had not launched the next one of the sweep.
     """
 
     def __init__(
@@ -140,7 +147,15 @@ class StreamLanes(Lanes):
         on_step: OnStep | None = None,
         on_thread: Callable[[str], None] = lambda lane: None,
     ) -> None:
-        """serial: each Step is done before the next one is launched."""
+        """Start no thread before its lane has work.
+
+        Args:
+            perform: Does a Step's work, or launches it.
+            driver: The device.
+            serial: Whether each Step is done before the next one is launched.
+            on_step: Called after each Step, with its times.
+            on_thread: Called with the lane in each thread that is started.
+        """
         super().__init__(perform, serial=serial, on_step=on_step, on_thread=on_thread)
         self.stalled_s[LAUNCH] = 0.0
         self._driver = driver
@@ -225,7 +240,7 @@ class StreamLanes(Lanes):
             self._layers[-1] = self._layers[-1][0], ended
 
     def _waits(self, lane: str, earlier: int) -> Iterator[tuple[str, Callable[[], None]]]:
-        """The lane of a Step that a Step follows, and what has the stream wait for it; nothing where it need not."""
+        """Yield the lane of a Step to wait for, and a function that has the stream wait; nothing if it need not."""
         with self._lock:
             number = self._numbers.get(earlier)
         if number is not None:
@@ -273,7 +288,7 @@ class StreamLanes(Lanes):
         self._signal_ended()
 
     def _signal_ended(self) -> None:
-        """Nothing on the device waits for Steps that will not come; what it computes then is not looked at."""
+        """Signal all Steps of the host's lanes, so that on a failure the device waits for none that will not come."""
         with self._lock:
             for lane, count in self._issued.items():
                 self._signal(lane, count)
@@ -289,7 +304,7 @@ class StreamLanes(Lanes):
             self._driver.signal(lane, count)
 
     def _account(self) -> None:
-        """Times of the Steps that have ended."""
+        """Account for the times of Steps that have ended."""
         assert self._clock is not None, "no Step was launched"
         event, at_s = self._clock
         left = []

@@ -12,7 +12,7 @@ from batchgen.ops.host_copy import upload
 
 
 class TokenTable:
-    """A token for each slot (`Sequence.token_slot`).
+    """The last sampled token of each sequence in flight, at its slot (`Sequence.token_slot`).
 
     To be used on the stream that computes: what is kept there is found by all that is launched later.
     """
@@ -22,7 +22,12 @@ class TokenTable:
         self._ids = torch.zeros(0, dtype=torch.int64, device=device)
 
     def keep(self, slots: Sequence[int], token_ids: Tensor) -> None:
-        """Keep the tokens that a sweep has sampled. token_ids: int64 [slots], on the device."""
+        """Keep the tokens that a sweep has sampled.
+
+        Args:
+            slots: Slot of each.
+            token_ids: The tokens on the device, int64 [slots].
+        """
         if max(slots) >= len(self._ids):
             larger = torch.zeros(2 * (max(slots) + 1), dtype=torch.int64, device=self._device)
             larger[: len(self._ids)].copy_(self._ids)
@@ -30,6 +35,12 @@ class TokenTable:
         self._ids.index_copy_(0, upload(np.array(slots, dtype=np.int64), self._device), token_ids)
 
     def fill(self, token_ids: Tensor, rows: np.ndarray, slots: np.ndarray) -> None:
-        """token_ids[rows[i]] = the token at slots[i]; token_ids: int64 [tokens], on the device."""
+        """token_ids[rows[i]] = the token at slots[i].
+
+        Args:
+            token_ids: Tokens of a micro-batch on the device, int64 [tokens].
+            rows: Their indices, int64 [pending tokens].
+            slots: Slots of the tokens to fill in, int64 [pending tokens].
+        """
         found = self._ids.index_select(0, upload(slots, self._device))
         token_ids.index_copy_(0, upload(rows, self._device), found)

@@ -101,7 +101,7 @@ class _Anything:
 
 
 def sampled_every_way(sequences: List[Sequence], vocab_size: int) -> Iterator[list[Sequence]]:
-    """For each way of sampling, sequences in place of these: all of them, and every other one."""
+    """For each way of sampling, yield sequences in place of the given ones: all with it, and every other one."""
     sampling = SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1, logprobs=3, repetition_penalty=1.5)
 
     def varied(own: Sequence) -> Sequence:
@@ -114,6 +114,6 @@ def sampled_every_way(sequences: List[Sequence], vocab_size: int) -> Iterator[li
 
 
 def scored(rows: List[LogitsRow]) -> list[LogitsRow]:
-    """Positions to be scored, in place of these."""
+    """Positions to be scored, in place of the given rows."""
     sampling = SamplingParams(logprobs=3)
     return [LogitsRow(Sequence(i, i, 0, [0], sampling, targets=((0, 1),)), 0) for i in range(len(rows))]

@@ -1,9 +1,10 @@
-"""Between sweeps: the block and the streamed fraction follow what is measured, within the memory that was planned.
+"""The adaptation of the block and of the streamed fraction to what is measured, between sweeps. No tensors.
 
-Output lengths decide how much KV a sequence is given at admission and how many sequences KV has capacity for. Lane
-times decide which of the sequences whose KV lives in host memory are attended to by the CPU and which are streamed to
-the accelerator (Pie section 3.4): the streamed fraction grows while (1) the link is not saturated, (2) copies stay
-hidden behind compute and (3) throughput does not fall; it shrinks when compute waits for copies. No tensors.
+Memory stays as planned. Output lengths decide how much KV a sequence is given at admission and how many sequences KV
+has capacity for. Lane times decide which of the sequences whose KV lives in host memory are attended to by the CPU and
+which are streamed to the accelerator (Pie section 3.4): the streamed fraction grows while (1) the link is not
+saturated, (2) copies stay hidden behind compute and (3) throughput does not fall; it shrinks when compute waits for
+copies.
 """
 
 from __future__ import annotations
@@ -68,10 +69,21 @@ class Measured:
 
 
 class Adaptation:
-    """Changes a scheduler's limits and placements, within pools that never change."""
+    """The adaptation of a scheduler's limits and placements, within pools that never change.
+
+    Attributes:
+        changes: Changes made so far.
+    """
 
     def __init__(self, scheduler: Scheduler, *, planned_output_len: float, expected_output_len: int | None) -> None:
-        """planned_output_len: mean that the plan counted on. expected_output_len: the user's, which stands."""
+        """Leave everything as planned.
+
+        Args:
+            scheduler: Scheduler whose limits and placements are adapted.
+            planned_output_len: Mean output length that the plan counted on, tokens.
+            expected_output_len: The user's expected output length, which stands, tokens; None: it follows what is
+                measured.
+        """
         self.changes: list[Change] = []
         self._scheduler = scheduler
         self._planned = scheduler.limits
@@ -94,7 +106,12 @@ class Adaptation:
         return max_tokens if self._expected is None else min(self._expected, max_tokens)
 
     def finished(self, num_generated: int, num_tokens: int) -> None:
-        """A sequence has ended with so many tokens generated, and in all."""
+        """Note that a sequence has ended.
+
+        Args:
+            num_generated: Tokens it generated.
+            num_tokens: Tokens of its KV, those of its prompt included.
+        """
         self._lengths.append(num_generated)
         self._footprints.append(num_tokens)
 
@@ -173,7 +190,7 @@ class Adaptation:
         self._set("block", replace(limits, max_num_seqs=block, kv_seqs=fitted), limits.max_num_seqs, block, why)
 
     def _share_host_kv(self, rate: float) -> None:
-        """Moves some sequences between attention on the CPU and streaming (Pie 3.4)."""
+        """Move some sequences between attention on the CPU and streaming (Pie section 3.4)."""
         limits = self._scheduler.limits
         quotas = limits.quotas
         on_cpu, streamed = quotas.get(KVPlacement.CPU, 0), quotas.get(KVPlacement.STREAMED, 0)
@@ -209,7 +226,7 @@ class Adaptation:
         self._move_host_kv()
 
     def _move_host_kv(self) -> None:
-        """Gives sequences in flight the placements that the limits have a quota for."""
+        """Give sequences in flight the placements that the limits have a quota for."""
         limits = self._scheduler.limits
         on_host = [s for s in self._scheduler.running if s.kv_placement in (KVPlacement.CPU, KVPlacement.STREAMED)]
         quota = limits.quota(KVPlacement.CPU)

@@ -80,7 +80,7 @@ class Projection:
         self._net += sum(self._grown(-(-g.most_tokens // kv_block_size), g) for g in growths if g.delayed)
 
     def fits(self, growth: Growth) -> bool:
-        """Tell whether the pool lasts with one sequence more."""
+        """Tell whether the pool lasts with this sequence too."""
         last = self._last(growth)
         return bool((self._net[:last] + self._allocated(growth, last)).max() <= self._num_available)
 
@@ -103,11 +103,11 @@ class Projection:
         return blocks
 
     def _grown(self, blocks: Any, growth: Growth) -> Any:
-        """Blocks that a sequence holds more than now when its table has so many."""
+        """Blocks that a sequence holds beyond those it holds now, when its table has so many."""
         return np.minimum(blocks, self._most_in_table(growth)) - growth.num_held
 
     def _most_in_table(self, growth: Growth) -> int:
-        """The most blocks of its table that count: with a longer one it frees as many as it gains."""
+        """The most blocks of a sequence's table that count: with a longer one it frees as many as it gains."""
         return _ENDLESS if self._most_sole is None else growth.num_held - growth.num_sole + self._most_sole
 
     def _summed(self, growths: Sequence[Growth]) -> Blocks:
@@ -119,7 +119,7 @@ class Projection:
         growing = np.minimum(last, np.maximum(0, (most * size - tokens + 1) // self._step) - 1)
 
         def until(step: Blocks, values: Blocks) -> Blocks:
-            """Sum over the sequences up to a step of their own, by step."""
+            """Values summed over the sequences that are there in each step. step: the last step of each sequence."""
             ending = np.bincount(step + 1, weights=values, minlength=steps + 1)
             return np.rint(np.cumsum(ending[::-1])[::-1]).astype(np.int64)[1:]
 

@@ -1,9 +1,9 @@
 """The KV blocks of a tier: allocation, reference counts, and a cache of prompt prefixes. No tensors.
 
-A block holds the KV of `kv_block_size` consecutive tokens. Full prompt blocks are inserted in a trie keyed by
-their tokens, so that a later sequence whose prompt starts the same takes the same blocks: the prefix is
-prefilled once. A block nobody uses any more stays in the trie until the space is needed; the
-longest unused goes first.
+A block holds the KV of `kv_block_size` consecutive tokens. Full prompt blocks are inserted in a trie keyed by their
+tokens, so that a later sequence whose prompt starts the same takes the same blocks: the prefix is prefilled once. A
+block without users stays in the trie until the memory is needed; the one without users for the longest time is evicted
+first.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Allocation:
 
 
 class BlockManager(BlockPool):
-    """The blocks of one tier. Full prompt blocks are in the trie, and are found there.
+    """The blocks of one tier. Full prompt blocks are in a trie, and are found there.
 
     Attributes:
         share_prefixes: Whether sequences take over prompt prefixes that others have computed.
-        windowed: the blocks of layers with a sliding window, where these free blocks; None: all layers share one table.
-            Where all layers have a window, the blocks here hold nothing: they are the trie's.
+        windowed: Pool of layers with a sliding window, where these free blocks; None: all layers share one table. Where
+            all layers have a window, the blocks here hold nothing: they are the trie's.
     """
 
     def __init__(
@@ -68,8 +68,13 @@ class BlockManager(BlockPool):
     ) -> Allocation | None:
         """The blocks of a sequence that is to have `num_blocks` blocks in all, or None where there are not enough.
 
-        num_reserved: available blocks that are promised to others. The blocks of a known prefix are allocated now, the
-        others are the caller's to reserve. window_fits(table of the known prefix): of layers with a sliding window.
+        The blocks of a known prefix are allocated now; the others are the caller's to reserve.
+
+        Args:
+            tokens: Tokens of its prompt.
+            num_blocks: Blocks that it is to have in all.
+            num_reserved: Available blocks that are promised to others.
+            window_fits: Function of the table of the known prefix in layers with a sliding window.
         """
         matched = self.match(tokens)
         headroom = self.num_available - self.num_evictable_in(matched) - num_reserved
@@ -122,7 +127,7 @@ class BlockManager(BlockPool):
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Blocks that already hold the KV of a prefix of `tokens`, in all layers. Takes no reference.
 
-        Never of all of it: the last token has yet to be run for its logits.
+        They never hold all of the tokens: the last one has yet to be run for its logits.
         """
         blocks: list[int] = []
         if not self.share_prefixes:
@@ -139,9 +144,17 @@ class BlockManager(BlockPool):
         return blocks
 
     def insert(self, parent: int, tokens: Sequence[int], block: int) -> int:
-        """Make a full block, whose KV is or is about to be written this sweep, findable. Returns its trie node.
+        """Make a full block findable, whose KV is written by the end of this sweep.
 
-        parent: the node of the block before it, 0 for the first. If an equal block is there already, that one stays.
+        If an equal block is there, that one stays.
+
+        Args:
+            parent: Trie node of the block before it, 0 for the first.
+            tokens: Tokens of the block.
+            block: The block.
+
+        Returns:
+            The trie node of the block with these tokens.
         """
         if not self.share_prefixes:
             return _ROOT

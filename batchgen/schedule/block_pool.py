@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Invariant: every block is free, or evictable (may be found, no user), or used (reference count > 0)."""
+    """Blocks with reference counts.
+
+    Invariant: every block is free, or evictable (may be found, no user), or used (reference count > 0).
+
+    Attributes:
+        num_blocks: Blocks of the pool.
+        kv_block_size: Tokens of a block.
+    """
 
     def __init__(self, num_blocks: int, kv_block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -39,9 +46,10 @@ class BlockPool:
             self._users[block] += 1
 
     def allocate(self, after: int | None = None) -> int:
-        """A block with one user. The caller has made sure that `num_available` > 0.
+        """Allocate a block, for one user. The caller has made sure that `num_available` > 0.
 
-        after: the table's last block. Any block will do here, as pages in memory need not be neighbours.
+        Args:
+            after: Last block of the table. Any block will do here, as pages in memory need not be neighbours.
         """
         if self._free:
             block = self._free.pop()
@@ -63,7 +71,7 @@ class BlockPool:
                     self._free.append(block)
 
     def invalidate(self, blocks: Sequence[int]) -> None:
-        """Have blocks in use found no more: their KV was never written, as the sweep failed."""
+        """Have blocks in use found no more, as their KV was never written: the sweep failed."""
         for block in blocks:
             if self._may_be_found(block):  # an equal block may have been there before
                 self._evict(block)

@@ -20,11 +20,11 @@ class DeferredBatch:
     """Sequences that are at the same layer of a token.
 
     Attributes:
-        number: its number.
-        batch: micro-batch in which it began.
-        layer: layer that the CPU attends for.
-        attention: id of the Step in which it does.
-        sweep: sweep in which it began to.
+        number: Number of the deferred batch.
+        batch: Micro-batch in which it began.
+        layer: Layer that the CPU attends for.
+        attention: Id of the Step in which the CPU attends.
+        sweep: Sweep in which that Step was made.
     """
 
     number: int
@@ -48,9 +48,13 @@ class DeferredBatches:
     ended: list[DeferredBatch] = field(default_factory=list)
 
     def keep_step(self, num_layers: int, begun: Iterable[DeferredBatch]) -> None:
-        """A sweep without Steps, as if the CPU were always done in time: all go a layer further, and others begin.
+        """Go a layer further with all deferred batches, as a sweep would if the CPU were always done in time.
 
-        DeferredBatches are replaced, so lists of them that somebody keeps stay as they are.
+        Deferred batches are replaced, so lists of them that somebody keeps stay as they are.
+
+        Args:
+            num_layers: Layers of the model.
+            begun: Deferred batches that begin a token.
         """
         last = num_layers - 1
         self.ended = [c for c in self.waiting if c.layer == last]

@@ -12,7 +12,15 @@ from batchgen.schedule.block_manager import Allocation
 
 
 class ExtentManager:
-    """Invariant: the free runs are disjoint, in ascending order, and no two of them touch."""
+    """The blocks of the KV file, allocated in runs.
+
+    Invariant: the free runs are disjoint, in ascending order, and no two of them touch.
+
+    Attributes:
+        num_blocks: Blocks of the file.
+        kv_block_size: Tokens of a block.
+        num_available: Free blocks.
+    """
 
     share_prefixes = False
     windowed = None  # a file's runs keep the blocks of all layers
@@ -35,9 +43,15 @@ class ExtentManager:
         return self.num_blocks * self.kv_block_size
 
     def admit(self, tokens: Sequence[int], num_blocks: int, num_reserved: int) -> Allocation | None:
-        """`num_blocks` (at least 1) neighbouring blocks: the first free run that is long enough, from its start.
+        """Allocate neighbouring blocks: the start of the first free run that is long enough.
 
-        None where there is none, or where fewer than `num_reserved` blocks would be left. tokens: not looked at.
+        Args:
+            tokens: Tokens of the prompt, which are not looked at.
+            num_blocks: Blocks to allocate, at least 1.
+            num_reserved: Available blocks that are promised to others.
+
+        Returns:
+            The blocks; None: no run is long enough, or fewer than `num_reserved` blocks would stay.
         """
         if num_blocks > self.num_available - num_reserved:
             return None
@@ -48,9 +62,13 @@ class ExtentManager:
         return None
 
     def allocate(self, after: int | None = None) -> int:
-        """One block more for a sequence that outgrew its extent. The caller has made sure that `num_available` > 0.
+        """Allocate one block more for a sequence that outgrew its extent.
 
-        after: its last block; the next one if that is free. Otherwise a new extent begins where it can grow longest.
+        The caller has made sure that `num_available` > 0.
+
+        Args:
+            after: Last block of the sequence; the next one is taken if it is free. Otherwise a new extent begins where
+                it can grow longest.
         """
         next_block = -1 if after is None else after + 1
         run = bisect_left(self._starts, next_block)

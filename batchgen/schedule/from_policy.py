@@ -19,7 +19,7 @@ from batchgen.schedule.window_pool import WindowPool
 
 
 def kv_pools(policy: Policy, memory: MemoryPlan) -> dict[str, BlockManager | ExtentManager]:
-    """Empty pools, by tier."""
+    """Empty pools of KV blocks, by tier."""
     return {
         tier: ExtentManager(count, policy.kv_block_size)
         if tier == "disk"
@@ -37,7 +37,10 @@ def _window_pool(tier: str, policy: Policy, memory: MemoryPlan) -> WindowPool | 
 def scheduler_limits(
     policy: Policy, memory: MemoryPlan, compute_tier: str, sweeps_in_flight: int = 1
 ) -> SchedulerLimits:
-    """Quotas and limits. Where the CPU computes, nothing is deferred: it attends to all of its own KV."""
+    """The quotas and limits of a policy.
+
+    Where the CPU computes, nothing is deferred: it attends to all of its own KV.
+    """
     kv_seqs = {KVPlacement(name): count for name, count in policy.kv_seqs.items()}
     if compute_tier == "cpu" and KVPlacement.DEFERRED in kv_seqs:
         kv_seqs[KVPlacement.CPU] = kv_seqs.get(KVPlacement.CPU, 0) + kv_seqs.pop(KVPlacement.DEFERRED)
@@ -54,10 +57,7 @@ def scheduler_limits(
 
 
 def longest_sequence(policy: Policy, memory: MemoryPlan, compute_tier: str) -> int:
-    """Tokens of KV that one sequence can have.
-
-    Those of the largest pool, as far as they pass through the staging buffers in one.
-    """
+    """The most tokens of KV that one sequence can have: those of the largest pool that fit in a staging buffer."""
 
     def blocks(tier: str, count: int) -> int:
         own = memory.window_blocks.get(tier)

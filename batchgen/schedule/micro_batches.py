@@ -86,7 +86,13 @@ def split_batches(
 
 
 class _Part(NamedTuple):  # one for each sequence of a sweep
-    """load: tokens, sequences, and blocks to stage."""
+    """A scheduled sequence with its load.
+
+    Attributes:
+        scheduled: The sequence.
+        placement: Placement that attention sees.
+        load: Tokens, sequences, and blocks to stage.
+    """
 
     scheduled: ScheduledSequence
     placement: KVPlacement
@@ -97,7 +103,10 @@ _TOKENS = 0  # in a load
 
 
 def _mixed(parts: list[_Part]) -> list[_Part]:
-    """The parts of each placement evenly among those of the others, by tokens, and in their order among themselves."""
+    """Parts in an order in which those of each placement lie evenly among the others, by tokens.
+
+    Within a placement they keep their order.
+    """
     by_placement: dict[KVPlacement, list[_Part]] = {}
     for part in parts:
         by_placement.setdefault(part.placement, []).append(part)
@@ -113,7 +122,7 @@ def _mixed(parts: list[_Part]) -> list[_Part]:
 def _balanced(others: list[_Part], delegated: list[_Part], balance_tokens: int) -> list[list[_Part]]:
     """One batch or two, the CPU's attention in each as long as the matmuls of the other, by keys (NEO section 3.2).
 
-    Of what is delegated the first sequences go to the first batch.
+    Of the sequences that the CPU attends to, the first go to the first batch.
     """
     tokens = sum(p.load[_TOKENS] for p in (*others, *delegated))
     keys = list(accumulate((p.scheduled.num_keys for p in delegated), initial=0))
@@ -123,7 +132,7 @@ def _balanced(others: list[_Part], delegated: list[_Part], balance_tokens: int) 
 
 
 def _within(batch: list[_Part], limits: tuple[int, int, int]) -> Iterator[list[_Part]]:
-    """The batch, cut until every part of more than one sequence keeps all limits."""
+    """Yield parts of the batch, cut until each of more than one sequence keeps all limits."""
     totals = [sum(loads) for loads in zip(*(p.load for p in batch), strict=True)]
     excess = [total / max(1, limit) for total, limit in zip(totals, limits, strict=True)]
     if len(batch) == 1 or max(excess) <= 1:

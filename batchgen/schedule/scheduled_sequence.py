@@ -9,9 +9,11 @@ from batchgen.schedule.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in every sweep
-    """`num_tokens` tokens of a sequence, from `num_computed` on; `samples` if they reach its last one in this sweep.
+    """The tokens of a sequence that are in a sweep, from `num_computed` on.
 
-    logits_positions: those among them whose logits are made.
+    Attributes:
+        sequence: The sequence.
+        num_tokens: Number of the tokens.
     """
 
     sequence: Sequence
@@ -24,6 +26,7 @@ class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in ever
 
     @property
     def decodes(self) -> bool:
+        """Tell whether it has one token in the sweep, after its prompt."""
         return self.num_tokens == 1 and self.sequence.num_computed >= self.sequence.num_prompt
 
     @property
@@ -37,10 +40,12 @@ class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in ever
 
     @property
     def samples(self) -> bool:
+        """Tell whether its tokens reach the last one there is, so that the next one is sampled in this sweep."""
         return self.num_keys == len(self.sequence.tokens) and not self.defers
 
     @property
     def logits_positions(self) -> range:
+        """The positions, among its tokens in the sweep, whose logits are made."""
         if self.defers:
             return range(0)
         return range(max(self.sequence.num_computed, self.sequence.next_logits_position), self.num_keys)

@@ -278,7 +278,7 @@ class Scheduler:
         return islice(self.waiting, max(1, self.limits.max_num_seqs - len(self.running)))
 
     def _waits_for_prefix(self, sequence: Sequence) -> bool:
-        """Tell whether a sequence's prefix source, not gone for good, has yet to insert blocks that it could take over."""
+        """Tell whether a sequence's prefix source, not gone for good, has yet to insert blocks for it."""
         source = sequence.prefix_source
         if source is None or not self.tables.share_prefixes:
             return False

@@ -33,11 +33,12 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True)
 class ScoredPosition:
-    """A position that is scored: what follows one token.
+    """A scored position: what follows one token.
 
-    The log-probabilities of the tokens asked for, the argmax (the first of equal ones), and the top-k (token,
-    log-probability), best first. Where the logits hold NaN or infinity the argmax is NOT_FINITE, and the rest means
-    nothing.
+    Attributes:
+        logprobs: Log-probabilities of the tokens asked for; meaningless where the logits hold NaN or infinity.
+        argmax: Most likely token, the first of equal ones; NOT_FINITE where the logits hold NaN or infinity.
+        top: The top-k as (token, log-probability), best first.
     """
 
     logprobs: tuple[float, ...]
@@ -47,16 +48,41 @@ class ScoredPosition:
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens so far, and how far their KV has been computed.
+    """One sample of one request while it is in flight: its tokens so far, and how far their KV has been computed.
 
-    Logits are asked for of the last token; of one that is scored, of every token from `scored_from` on: there `targets`
-    are the tokens whose log-probabilities are wanted, and `scores` what has been found so far, in order.
+    Logits are asked for of the last token; where tokens are scored, of every token from `scored_from` on.
 
-    The last token may be PENDING: the device has it, at `token_slot` of its table of tokens.
+    Invariant: num_computed < len(tokens) while the sequence is scheduled; the tokens from num_computed on are what the
+    next sweeps run. While exactly one of them is left the sequence decodes, while more are left it prefills. None is
+    left while a token of placement DEFERRED goes through the layers, for more than one sweep.
 
-    Invariant: num_computed < len(tokens) while it is scheduled; the tokens from num_computed on are what the next
-    sweeps run. While exactly one is left the sequence decodes, while more are left it prefills. None is left while it
-    is on its way through the layers, of placement "deferred", for more than one sweep.
+    Attributes:
+        request_index: Index of the request.
+        row_id: Id of its row.
+        sample_index: Number of the sample among those of the request.
+        tokens: Tokens of the prompt and those generated. The last one may be PENDING: the device has it, at
+            `token_slot` of its table of tokens.
+        sampling: Sampling parameters.
+        kv_placement: Placement of the KV of a sequence in flight; admission sets it.
+        num_prompt: Tokens of the prompt.
+        num_computed: Leading tokens whose KV has been computed.
+        num_cached: Tokens of the prompt whose KV came from another sequence.
+        block_table: KV blocks, in the order of the tokens.
+        window_table: KV blocks in layers with a sliding window; None: they share the other table.
+        num_freed: Leading null blocks of `window_table`.
+        num_matched_blocks: Leading blocks taken from the prefix cache.
+        num_inserted_blocks: Leading blocks inserted in the prefix cache.
+        node: Trie node of the last of these.
+        logprobs: A `SampledToken` for each token generated, if log-probabilities are asked for.
+        reserved_blocks: Blocks promised at admission and not yet allocated.
+        targets: For each of the last tokens, where these are scored, the tokens whose log-probabilities are wanted.
+        scores: Scores so far, in order.
+        prefix_source: Sequence that computes the first tokens for this one too; None: there is none.
+        num_source_tokens: Number of these tokens.
+        takes_prefix: Whether it may take over KV that others have computed.
+        constraint: State of its grammar, as far as `tokens` go, which outlives a preemption; None: it has none.
+        token_slot: Slot of its last token in the device's table, from its first admission to its end.
+        exchange_slot: Slot of its queries for the CPU, of placement DEFERRED while it is in flight.
     """
 
     request_index: int
@@ -64,26 +90,26 @@ class Sequence:
     sample_index: int
     tokens: list[int]
     sampling: SamplingParams
-    kv_placement: KVPlacement = KVPlacement.DEVICE  # of a sequence in flight: admission sets it
+    kv_placement: KVPlacement = KVPlacement.DEVICE
     num_prompt: int = 0
     num_computed: int = 0
-    num_cached: int = 0  # prompt tokens whose KV came from another sequence
+    num_cached: int = 0
     block_table: array[int] = field(default_factory=lambda: array("i"))
-    window_table: array[int] | None = None  # of layers with a sliding window; None: they share the other table
-    num_freed: int = 0  # leading null blocks of that
-    num_matched_blocks: int = 0  # leading blocks taken from the prefix cache
-    num_inserted_blocks: int = 0  # leading blocks entered in the prefix cache, and the trie node of the last
+    window_table: array[int] | None = None
+    num_freed: int = 0
+    num_matched_blocks: int = 0
+    num_inserted_blocks: int = 0
     node: int = 0
-    logprobs: list[Any] = field(default_factory=list)  # a SampledToken per step, if asked for
-    reserved_blocks: int = 0  # blocks promised at admission and not yet allocated
-    targets: tuple[tuple[int, ...], ...] = ()  # of the last tokens, one by one, where they are scored
+    logprobs: list[Any] = field(default_factory=list)
+    reserved_blocks: int = 0
+    targets: tuple[tuple[int, ...], ...] = ()
     scores: list[ScoredPosition] = field(default_factory=list)
-    prefix_source: Sequence | None = None  # one that computes the same first tokens, for both, and how many
+    prefix_source: Sequence | None = None
     num_source_tokens: int = 0
-    takes_prefix: bool = True  # whether it may take over KV that others have computed
-    constraint: Constraint | None = None  # as far as `tokens` go: it outlives a preemption
-    token_slot: int | None = None  # from its first admission to its end
-    exchange_slot: int | None = None  # of placement "deferred", while it is in flight
+    takes_prefix: bool = True
+    constraint: Constraint | None = None
+    token_slot: int | None = None
+    exchange_slot: int | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)

@@ -21,7 +21,7 @@ class Expected(NamedTuple):  # one for each sequence in flight, in every sweep
 
 
 class TierAdmission:
-    """Tells who may enter a tier.
+    """The admission to one tier.
 
     Attributes:
         reserves: Whether a sequence's last block is reserved when it enters: in static blocks, on disk, beside
@@ -31,7 +31,14 @@ class TierAdmission:
     def __init__(
         self, pool: BlockManager | ExtentManager, running: List[Expected], longest_sweeps: int, *, reserves: bool
     ) -> None:
-        """running: the sequences in flight here. longest_sweeps: of any sequence that may enter."""
+        """Project the KV of what is in flight.
+
+        Args:
+            pool: Pool of the tier.
+            running: Sequences in flight in the tier.
+            longest_sweeps: Most sweeps that a sequence which may enter stays for.
+            reserves: Whether a sequence's last block is reserved when it enters.
+        """
         self._pool, self.reserves = pool, reserves
         self._blocks: Projection | None = None
         self._windows: Projection | None = None
@@ -55,10 +62,10 @@ class TierAdmission:
         """The blocks of a sequence that enters, or None where there are not enough, now or at a later sweep.
 
         Args:
-            entering: sequence, and the sweeps it is expected to stay for; whether it is delayed is found here.
-            chunk: tokens of it that the sweep may have.
-            num_blocks: that it is to have in all.
-            num_reserved: blocks that are promised to others.
+            entering: The sequence, and the sweeps it is expected to stay for. Whether it is delayed is found here.
+            chunk: Tokens of it that the sweep may have.
+            num_blocks: Blocks that it is to have in all.
+            num_reserved: Blocks that are promised to others.
         """
         pool, count = self._pool, len(entering.sequence.tokens)
         tokens = entering.sequence.shareable

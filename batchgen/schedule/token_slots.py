@@ -4,10 +4,14 @@ from __future__ import annotations
 
 
 class TokenSlots:
-    """Slots of an engine's table: those in flight are distinct, whichever call of the engine they are of."""
+    """Slots of an engine's table, distinct for all sequences in flight, whichever call of the engine they belong to."""
 
     def __init__(self, most: int | None = None) -> None:
-        """most: slots that there are; None: as many as are asked for."""
+        """Have all slots free.
+
+        Args:
+            most: Slots that there are; None: as many as are asked for.
+        """
         self._free: list[int] = []
         self._count = 0
         self._most = most

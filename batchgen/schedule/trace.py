@@ -15,13 +15,21 @@ from batchgen.schedule.step_graph import LANES, Step
 
 
 class TraceWriter:
-    """Writes Steps as they end, so that the timeline of a long run needs no memory.
+    """A writer of Steps as they end, so that the timeline of a long run needs no memory.
 
     The file is valid JSON once closed, and viewers read it even if it never was.
     """
 
     def __init__(self, path: str | Path, name: str) -> None:
-        """name: of the process in the viewer. Raises InputError where the file cannot be written."""
+        """Open the file.
+
+        Args:
+            path: Path of the file.
+            name: Name of the process in the viewer.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
         self._path = Path(path)
         try:
             self._file = open(_opened(self._path), "w")  # noqa: SIM115
@@ -33,9 +41,15 @@ class TraceWriter:
                 self._event({"ph": "M", "name": kind, "pid": 1, "tid": row, "args": value})
 
     def add(self, step: Step, start_s: float, end_s: float) -> None:
-        """Times since any moment that is the same for all Steps: viewers begin with the first of them.
+        """Write a Step.
 
-        Raises BatchgenError where the file takes no more.
+        Args:
+            step: The Step.
+            start_s: Seconds since any moment that is the same for all Steps: viewers begin with the first of them.
+            end_s: Seconds since that moment when it ended.
+
+        Raises:
+            BatchgenError: The file takes no more.
         """
         self._event(
             {
@@ -51,7 +65,7 @@ class TraceWriter:
         )
 
     def close(self) -> None:
-        """Raises BatchgenError where the file takes no more."""
+        """Close the file. Raises BatchgenError where it takes no more."""
         if not self._file.closed:
             try:
                 self._write("\n]\n")
@@ -77,9 +91,9 @@ class TraceWriter:
 
 
 def _opened(path: Path) -> int:
-    """The descriptor of a file to be written anew, through no link but one of this user's or root's, as /dev/stdout is.
+    """The descriptor of a file to be written from its start. Raises OSError.
 
-    Raises OSError.
+    No link is followed but one of this user's or root's, as /dev/stdout is.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     if path.is_symlink():

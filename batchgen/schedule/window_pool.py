@@ -42,7 +42,7 @@ class WindowPool(BlockPool):
         return sum(self._users[block] == 1 for block in blocks)
 
     def longest_prefix(self, nodes: Sequence[int]) -> int:
-        """The number of a prefix's blocks that can be taken over: up to where the last window is there."""
+        """The number of a prefix's blocks that can be taken over: as many as have the last window before them here."""
         longest = found = 0  # found: neighbouring blocks that are there, up to here
         for count, node in enumerate(nodes, 1):
             found = found + 1 if node in self._block_of else 0
@@ -56,7 +56,10 @@ class WindowPool(BlockPool):
         return [NULL_BLOCK] * first + [self._block_of[node] for node in nodes[first:]]
 
     def insert(self, node: int, block: int) -> None:
-        """Make a block findable, whose KV is or is about to be written. If the node has one, that one stays."""
+        """Make a block findable, whose KV is written by the end of this sweep.
+
+        If the node has a block, that one stays.
+        """
         if node != _NOT_FOUND and node not in self._block_of:
             self._block_of[node], self._node_of[block] = block, node
 

@@ -1,1 +1,1 @@
-"""Any number of workers on one output: who has which rows, told by files in a common directory."""
+"""Several workers on one output: files in a common directory record which worker has which rows."""

@@ -1,7 +1,7 @@
-"""The few operations that sharing needs of a file system, and a directory that has them.
+"""The file operations that sharing a job needs, and their implementation in a directory.
 
-No file locks and no clocks are used: names that only one of several creators gets are enough. NFS, Lustre and Ceph have
-them.
+Neither file locks nor clocks are used. It is enough that only one of several processes can create a name, as on NFS,
+Lustre and Ceph.
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 
 class Files(Protocol):
-    """Small files under names such as "leases/000003.0000"; a worker may see an older state than others wrote."""
+    """The interface of a store of small files with names such as "leases/000003.0000".
+
+    A worker may see an older state than the one that other workers have written.
+    """
 
     def create(self, name: str, content: bytes) -> bool:
-        """Make a file that is there with all of its content, or not at all; False where the name is taken."""
+        """Create a file with its whole content in one step; True if it was created, False if the name is taken."""
 
     def replace(self, name: str, content: bytes) -> None:
-        """Put a file at a name, whatever was there."""
+        """Create a file, or replace an existing one, in one step."""
 
     def read(self, name: str) -> bytes | None:
-        """The content; None where there is no such file."""
+        """Read the content of a file; None where it does not exist."""
 
     def names(self, folder: str) -> list[str]:
-        """The names in a folder, in order, without those that are still being written."""
+        """The names of the files in a folder, sorted, without temporary files."""
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file where it exists."""
 
 
 def read_json(files: Files, name: str) -> Any:
-    """A file's value; None where there is no such file. Raises BatchgenError where it is damaged, OSError."""
+    """Read a file as JSON; None where it does not exist. Raises BatchgenError where it is damaged, and OSError."""
     content = files.read(name)
     if content is None:
         return None
@@ -51,31 +54,31 @@ def read_json(files: Files, name: str) -> Any:
 
 
 def damaged(name: str) -> BatchgenError:
-    """The error of a file whose content nobody writes."""
+    """The error to raise for a file with content that no worker writes."""
     return BatchgenError(
         f"share/{name} in the run directory is damaged: stop all workers, remove it, and run the same command again"
     )
 
 
 class DirectoryFiles:
-    """`Files` in a directory, which may be on a network file system.
+    """A store of small files (`Files`) in a directory, which may be on a network filesystem.
 
-    All methods may raise OSError, as when the directory has been removed.
+    All methods may raise OSError, as when the directory was removed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def make(self) -> None:
-        """Make the directory and its folders."""
+        """Create the directory and its subfolders."""
         for folder in FOLDERS:
             (self.path / folder).mkdir(parents=True, exist_ok=True)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Create a file by a hard link, unless the name is taken; gives False where it is.
+        """Create a file by a hard link; True where it was created, False where the name is taken.
 
         Raises:
-            InputError: The file system has no hard links.
+            InputError: The filesystem has no hard links.
         """
         temporary = self._written(name, content, lasting=True)
         try:
@@ -95,26 +98,32 @@ class DirectoryFiles:
         return True
 
     def replace(self, name: str, content: bytes) -> None:
-        """Put content under a name, in place of what is there."""
+        """Create a file, or replace an existing one, in one step."""
         os.replace(self._written(name, content), self.path / name)
 
     def read(self, name: str) -> bytes | None:
-        """The content under a name; None where there is none."""
+        """Read the content of a file; None where it does not exist."""
         try:
             return (self.path / name).read_bytes()
         except FileNotFoundError:
             return None
 
     def names(self, folder: str) -> list[str]:
-        """The names in a folder."""
+        """The names of the files in a folder, sorted."""
         return sorted(name for name in os.listdir(self.path / folder) if not name.startswith("."))
 
     def remove(self, name: str) -> None:
-        """Remove a name, if it is there."""
+        """Remove a file where it exists."""
         (self.path / name).unlink(missing_ok=True)
 
     def _written(self, name: str, content: bytes, *, lasting: bool = False) -> Path:
-        """A new file beside `name`. lasting: True where the content is on stable storage on return."""
+        """Write a temporary file in the folder of `name`; gives its path.
+
+        Args:
+            name: Name of the file that the temporary one will become.
+            content: All bytes of the file.
+            lasting: True to flush the file to stable storage.
+        """
         target = self.path / name
         temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
         try:

@@ -1,15 +1,15 @@
-"""The lease protocol: one worker at a time has a range of rows, and only one result of a range counts.
+"""The lease protocol, by which one worker at a time has a range of rows and only one result of a range counts.
 
-    leases/NAME.GENERATION   who has NAME, and which parts of earlier generations it goes on from; never changed
-    workers/WORKER           a counter that its worker raises; one that does not change for the lease time is dead
-    done/NAME                all rows of NAME are in parts, and in these; never changed, and the first one counts
+    leases/NAME.GENERATION   the worker that has NAME, and parts of earlier generations that it reuses; never changed
+    workers/WORKER           a counter that the worker increments; one that stands still for the lease time is dead
+    done/NAME                the parts that have all rows of NAME; never changed, and only the first one counts
 
-NAME is a range ("000017") or a phase ("open", "join"). The worker of the highest generation has the lease. It is taken
-over by creating the next generation, which only one worker can. Clocks of machines are never compared: each worker sees
-by its own monotonic clock how long a counter has stood still.
+NAME is a range of rows ("000017") or a phase of the job ("open", "join"). The worker of the highest generation has the
+lease. Another worker takes a lease over by creating the next generation's file, which only one worker can. Clocks of
+different machines are never compared: each worker measures by its own monotonic clock how long a counter stands still.
 
-Fencing: parts belong to a generation. A worker that was taken for dead and lives may write parts that nobody goes on
-from, and never another result: `done` names the parts that count.
+Fencing: each part belongs to a generation. A worker that was taken for dead but still runs may go on writing parts.
+These parts never count, since `done` names the parts that do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ Parts = Mapping[int, int]  # generation: number of its parts that count, the fir
 
 @dataclass(frozen=True)
 class Lease:
-    """Who has a name. adopted: parts of earlier generations that it goes on from."""
+    """A worker's right to run a range of rows, or to carry out a phase of the job.
+
+    Attributes:
+        name: Name of the range ("000017") or phase ("open", "join").
+        generation: Number of takeovers before this lease, from 0.
+        worker: Name of the worker.
+        adopted: Number of parts to reuse of each earlier generation.
+    """
 
     name: str
     generation: int
@@ -37,18 +44,19 @@ class Lease:
 
     @property
     def file(self) -> str:
-        """The name of this generation's file."""
+        """The name of the lease's file."""
         return f"leases/{self.name}.{self.generation:04d}"
 
 
 @dataclass(frozen=True)
 class Done:
-    """A range that is finished.
+    """The record of a finished range.
 
     Attributes:
-        parts: Parts that have its rows; a row in several is that of the highest generation.
-        ok: Rows without errors.
-        failed: Rows that failed.
+        parts: Number of parts of each generation that have the range's rows. Where a row is in several, the highest
+            generation counts.
+        ok: Number of rows that succeeded.
+        failed: Number of rows that failed.
     """
 
     parts: Parts
@@ -58,16 +66,16 @@ class Done:
 
 @dataclass(frozen=True)
 class WorkerRecord:
-    """The record that a worker writes every few seconds.
+    """The record by which a worker shows every few seconds that it is alive.
 
     Attributes:
-        counter: Number raised each time.
-        process: The worker's process, "process 12 on node3".
-        ended: True where it will do nothing more: its leases are free.
+        counter: A number that increases with each record.
+        process: The worker's process, such as "process 12 on node3".
+        ended: True where the worker has ended; its leases are then free.
         phase: "loading", "running", "waiting" or "joining".
-        seconds: Seconds since it began to run rows.
-        rows: Rows saved in that time.
-        ranges: (ok, failed) rows in parts of the ranges that it has, by name.
+        seconds: Seconds since the worker began to run rows.
+        rows: Number of rows that it has saved in that time.
+        ranges: Saved rows (ok, failed) of each range that the worker has and has not finished, by range name.
     """
 
     counter: int
@@ -81,7 +89,7 @@ class WorkerRecord:
 
 @dataclass(frozen=True)
 class _LeaseRecord:
-    """A lease as its file has it, in JSON, whose keys are texts."""
+    """The content of a lease's file. Keys are text, as JSON requires."""
 
     worker: str
     adopted: Mapping[str, int]
@@ -89,7 +97,7 @@ class _LeaseRecord:
 
 @dataclass(frozen=True)
 class _DoneRecord:
-    """A finished range as its file has it."""
+    """The content of a finished range's file. Keys are text, as JSON requires."""
 
     parts: Mapping[str, int]
     ok: int
@@ -97,18 +105,18 @@ class _DoneRecord:
 
 
 def write_worker(files: Files, worker: str, record: WorkerRecord) -> None:
-    """Say that a worker lives."""
+    """Write a worker's record, which shows the other workers that it is alive."""
     files.replace(f"workers/{worker}", json.dumps(asdict(record)).encode())
 
 
 class Table:
-    """A worker's view of the common directory; leases and ends never change, so each is read once.
+    """One worker's view of the common directory; files that never change (leases, finished ranges) are read once.
 
     Attributes:
-        leases: The highest generation seen of each name.
-        done: Finished ranges by name.
-        workers: The last record of each worker.
-        lease_s: Seconds without a sign of life after which a worker counts as dead.
+        leases: The lease of the highest generation seen, by name of range or phase.
+        done: Records of finished ranges, by name.
+        workers: The last record of each worker, by worker name.
+        lease_s: Seconds without a new record after which a worker counts as dead.
     """
 
     def __init__(self, files: Files, lease_s: float, now: Callable[[], float]) -> None:
@@ -120,7 +128,7 @@ class Table:
         self._seen: dict[str, tuple[int | None, float]] = {}  # worker: its counter, and since when it has been that
 
     def refresh(self) -> None:
-        """Look again. Raises OSError, and BatchgenError where a file is damaged."""
+        """Read the common directory again. Raises OSError, and BatchgenError where a file is damaged."""
         done = {name: self.done.get(name) or read_done(self._files, name) for name in self._files.names("done")}
         self.done = {name: one for name, one in done.items() if one is not None}
         for file in self._files.names("leases"):
@@ -143,7 +151,7 @@ class Table:
                 self._seen[worker] = counter, self._now()
 
     def is_dead(self, worker: str) -> bool:
-        """Tell whether a worker has written that it ended, or its counter has not changed for the lease time."""
+        """True where a worker has recorded its end, or its counter has not changed for the lease time."""
         record = self.workers.get(worker)
         if record is not None and record.ended:
             return True
@@ -152,11 +160,11 @@ class Table:
 
     @property
     def alive(self) -> list[str]:
-        """Workers that are not dead."""
+        """The names of the workers that are not dead."""
         return [worker for worker in self.workers if not self.is_dead(worker)]
 
     def is_free(self, name: str, me: str) -> bool:
-        """Tell whether `me`, who does not have a name, may claim it."""
+        """True where worker `me` may claim a range or phase that it does not have."""
         if name in self.done:
             return False
         lease = self.leases.get(name)
@@ -164,14 +172,14 @@ class Table:
 
 
 def claim(files: Files, table: Table, name: str, me: str, count_parts: Callable[[int], int]) -> Lease | None:
-    """Try to get a name that is free.
+    """Try to get the lease of a free range or phase.
 
     Args:
         files: The common directory.
-        table: The worker's view, which has just been refreshed.
-        name: The name.
-        me: The worker.
-        count_parts: Gives the number of a generation's parts, from the first one on without a gap.
+        table: This worker's view, which was just refreshed.
+        name: Name of the range or phase.
+        me: Name of this worker.
+        count_parts: The function that gives the number of intact parts of a generation, counted up to the first gap.
 
     Returns:
         The lease; None where another worker was faster.
@@ -192,18 +200,26 @@ def claim(files: Files, table: Table, name: str, me: str, count_parts: Callable[
 
 
 def is_held(files: Files, lease: Lease) -> bool:
-    """Tell whether nobody has taken a lease over, as far as this worker sees."""
+    """True where no other worker has taken a lease over, as far as this worker can see."""
     return files.read(Lease(lease.name, lease.generation + 1, "").file) is None
 
 
 def finish(files: Files, lease: Lease, parts: int, ok: int, failed: int) -> bool:
-    """Record that a range is done, with `parts` parts of this generation; False where that was recorded before."""
+    """Record that a range is finished; True where this is the first record of it, False where it was recorded before.
+
+    Args:
+        files: The common directory.
+        lease: The lease of the range.
+        parts: Number of parts of the lease's generation.
+        ok: Number of rows that succeeded.
+        failed: Number of rows that failed.
+    """
     done = Done({**lease.adopted, **({lease.generation: parts} if parts else {})}, ok, failed)
     return files.create(f"done/{lease.name}", json.dumps(asdict(done)).encode())
 
 
 def read_done(files: Files, name: str) -> Done | None:
-    """The parts of a range that count; None where it is not finished. Raises BatchgenError for a damaged record."""
+    """Read the record of a finished range; None where it is not finished. Raises BatchgenError where it is damaged."""
     record = read_json(files, f"done/{name}")
     if record is None:
         return None
@@ -217,7 +233,7 @@ def read_done(files: Files, name: str) -> Done | None:
 
 
 def read_lease(files: Files, name: str, generation: int) -> Lease | None:
-    """A lease as it was created; None where it is not there. Raises BatchgenError where it is damaged."""
+    """Read a lease from its file; None where it does not exist. Raises BatchgenError where it is damaged."""
     file = Lease(name, generation, "").file
     record = read_json(files, file)
     if record is None:
@@ -230,7 +246,7 @@ def read_lease(files: Files, name: str, generation: int) -> Lease | None:
 
 
 def _read_worker(files: Files, worker: str) -> WorkerRecord | None:
-    """The record of what a worker said last; None where it said nothing. Raises BatchgenError where that is damaged."""
+    """Read the last record of a worker; None where it has written none. Raises BatchgenError where it is damaged."""
     record = read_json(files, f"workers/{worker}")
     try:
         return None if record is None else read_typed(WorkerRecord, record)
@@ -239,7 +255,7 @@ def _read_worker(files: Files, worker: str) -> WorkerRecord | None:
 
 
 def _parts(record: Mapping[str, int]) -> Parts:
-    """Raises ValueError."""
+    """Convert the keys of a record's parts from text to generation numbers. Raises ValueError."""
     if any(count < 0 for count in record.values()):
         raise ValueError("numbers of parts below 0")
     return {int(generation): count for generation, count in record.items()}

@@ -1,4 +1,4 @@
-"""Parts of a shared job, `parts/RANGE-GENERATION/part-NUMBER.parquet`, and their way into a plain run."""
+"""Part files of a shared job, `parts/RANGE-GENERATION/part-NUMBER.parquet`, and their transfer to an ordinary run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from batchgen.share.lease import Parts
 
 
 class PartStore:
-    """Part files in a folder for each generation of a range. All methods may raise OSError.
+    """The part files of a shared job, with one folder for each generation of a range. All methods may raise OSError.
 
     Attributes:
-        origin: JSON values about the job that every part records.
+        origin: JSON values about the job that every part file records.
     """
 
     def __init__(self, path: Path, origin: dict[str, Any]) -> None:
         self._path, self._origin = path, origin
 
     def count(self, name: str, generation: int) -> int:
-        """Intact parts, from the first one on without a gap."""
+        """The number of intact part files of a generation of a range, counted from the first one up to a gap."""
         count = 0
         with contextlib.suppress(DamagedPart, FileNotFoundError):
             for path in self.paths(name, generation):
@@ -36,24 +36,36 @@ class PartStore:
         return count
 
     def rows(self, name: str, generation: int, count: int) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-        """(rows, which of them failed) of the first parts."""
+        """Yield (row indices, flags of failed rows) for each of the first `count` part files of a generation."""
         for path in self.paths(name, generation)[:count]:
             for group in scan_part(path):
                 yield group.rows.tolist(), group.failed.tolist()
 
     def write(self, name: str, generation: int, number: int, results: Mapping[int, Any]) -> int:
-        """Write a part, on stable storage on return; returns how many of its rows failed."""
+        """Write a part file to stable storage; gives the number of its failed rows.
+
+        Args:
+            name: Name of the range.
+            generation: Generation of the range's lease.
+            number: Number of the part file in this generation.
+            results: Results by row index.
+        """
         folder = self._folder(name, generation)
         folder.mkdir(exist_ok=True)
         batch = write_part(folder, number, results, self._origin)
         return int(batch.num_rows - batch.column("error").null_count)
 
     def paths(self, name: str, generation: int) -> list[Path]:
-        """The part files of a generation, oldest first. Raises FileNotFoundError where there are none."""
+        """The paths of a generation's part files, oldest first. Raises FileNotFoundError where there are none."""
         return part_paths(self._folder(name, generation))
 
     def damaged(self, name: str, parts: Parts) -> bool:
-        """Tell whether a part that counts is damaged or gone; a damaged one is quarantined."""
+        """True where a part file that counts for a range is damaged or missing; a damaged one is quarantined.
+
+        Args:
+            name: Name of the range.
+            parts: Number of part files that count, by generation.
+        """
         for generation, count in parts.items():
             paths = self.paths(name, generation)[:count]
             if len(paths) < count:
@@ -72,9 +84,15 @@ class PartStore:
 
 
 def link_parts(store: PartStore, done: Mapping[str, Parts], parts_dir: Path, first_number: int) -> None:
-    """Give the parts that count their numbers in `parts_dir`, from `first_number` on. Raises OSError.
+    """Link the part files of all finished ranges into an ordinary run's directory of parts. Raises OSError.
 
-    Of two parts with the same row the later one counts.
+    Of two parts with the same row, the one with the higher number counts.
+
+    Args:
+        store: The part files of the shared job.
+        done: For each range, the number of part files that count, by generation.
+        parts_dir: The ordinary run's directory of part files.
+        first_number: Number of the first linked part file.
     """
     number = first_number
     for name, parts in sorted(done.items()):

@@ -1,4 +1,4 @@
-"""The division of rows into ranges that are claimed one by one, large ones first and small ones at the end."""
+"""Division of a job's rows into ranges that workers claim one by one; the ranges become smaller toward the end."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ _OF_THE_REST = 32  # a range is this part of the rows that are left
 
 
 def row_ranges(rows: int) -> list[range]:
-    """The ranges of `rows` rows, in order, equal for every worker.
+    """Divide rows into ranges, in order; every worker computes the same ranges.
 
-    Sizes fall with what is left, as in guided self-scheduling (Polychronopoulos and Kuck, 1987), with a fixed number in
-    place of that of the workers, which nobody knows beforehand.
+    Each range is a fixed fraction of the remaining rows, as in guided self-scheduling (Polychronopoulos and Kuck,
+    1987). There the fraction depends on the number of workers, which is not known here.
+
+    Args:
+        rows: Number of rows of the job.
     """
     ranges, first = [], 0
     while first < rows:
@@ -21,13 +24,13 @@ def row_ranges(rows: int) -> list[range]:
 
 
 def may_claim(*, outstanding: int, unclaimed: int, workers: int, ahead: int) -> bool:
-    """Tell whether a worker takes one more range now.
+    """True where a worker should claim one more range now.
 
     Args:
-        outstanding: Rows that it has claimed and not finished.
-        unclaimed: Rows that nobody has.
-        workers: Workers that are alive, itself included.
-        ahead: Rows that it needs to keep its engine busy.
+        outstanding: Number of rows that the worker has claimed and not finished.
+        unclaimed: Number of rows that no worker has claimed.
+        workers: Number of live workers, this one included.
+        ahead: Number of rows that keep the worker's engine busy.
     """
     fair = (unclaimed + outstanding) / workers
     return outstanding == 0 or outstanding < min(ahead, fair)

@@ -1,13 +1,14 @@
-"""One worker's hold on a shared output, with the methods of a `Run`: opening, parts, the join.
+"""One worker's part in a shared output, with the methods of a `Run`: open, write part files, join.
 
-Beside the files of a plain run, `out.parquet.batchgen/` has `share/` until the output is complete:
+Until the output is complete, `out.parquet.batchgen/` has a folder `share/` besides the files of an ordinary run:
 
-    job.json        fingerprint, number of rows, lease time; made by the worker that opened the output, never changed
-    kernels.json    kernels that rows are made with: the choice of the first worker that runs rows
-    weights.json    format of the layers' weights: the choice of the first worker that runs rows
+    job.json        fingerprint, number of rows, lease time; written by the worker that opened the output, never changed
+    kernels.json    kernels that compute the rows, chosen by the first worker that runs rows
+    weights.json    format of the layers' weights, chosen by the first worker that runs rows
     leases/ workers/ done/ (see `lease.py`)    parts/ (see `part_store.py`)
 
-The worker that joins gives the parts that count to a plain run, which makes the output, and `share/` is removed.
+One worker joins: it links the part files that count into an ordinary run, which writes the output. Then `share/` is
+removed.
 """
 
 from __future__ import annotations
@@ -50,19 +51,20 @@ _LONGEST_POLL_S = 1.0
 
 
 class _LeaseLost(BatchgenError):
-    """Another worker has taken over what this one was at."""
+    """Another worker has taken over the lease of the phase that this worker carried out."""
 
 
 @dataclass(frozen=True)
 class SharedJob:
-    """Values that all workers of a job agree on.
+    """The values of a shared job that are the same for all workers.
 
     Attributes:
-        fingerprint: All that decides the output.
-        rows: Rows of the job.
-        lease_s: Seconds without a sign of life after which a worker is dead to the others.
-        first_part: Number of the first part that is not of plain runs before.
-        first: Hash of the first job's fingerprint, where the job goes on from the rows of smaller ones.
+        fingerprint: Everything that decides the output.
+        rows: Number of rows of the job.
+        lease_s: Seconds without a new record after which a worker counts as dead.
+        first_part: Number of the first part file that is not from an earlier ordinary run.
+        first: SHA-256 of the fingerprint of the first of several growing jobs, where this job reuses rows of smaller
+            ones.
     """
 
     fingerprint: dict[str, Any]
@@ -72,17 +74,17 @@ class SharedJob:
     first: str | None = None
 
     def to_json(self) -> bytes:
-        """The content of the job's file."""
+        """The content of job.json."""
         return (json.dumps({"version": _VERSION, **vars(self)}, indent=1, sort_keys=True) + "\n").encode()
 
     @classmethod
     def read(cls, files: Files) -> SharedJob | None:
-        """The job of a directory; None: nobody has opened it.
+        """Read job.json from the common directory; None where no worker has opened the output.
 
         Raises:
-            InputError: Another version wrote it.
-            BatchgenError: It is damaged.
-            OSError: It cannot be read.
+            InputError: Another version of batchgen wrote the file.
+            BatchgenError: The file is damaged.
+            OSError: The file cannot be read.
         """
         record = read_json(files, "job.json")
         if record is None:
@@ -100,7 +102,7 @@ class SharedJob:
 
 
 class Tally:
-    """The number of rows of a job that are done, by all workers: `ok`, `failed`, `len()`."""
+    """The number of finished rows of all workers: `ok`, `failed`, and their sum as `len()`."""
 
     def __init__(self) -> None:
         self.ok = self.failed = 0
@@ -110,10 +112,10 @@ class Tally:
 
 
 class SharedRun:
-    """One worker's hold on an output that it shares, from `open_shared_run` to `close`.
+    """One worker's part in a shared output, from `open_shared_run` to `close`.
 
-    It has the attributes of a `Run`. Its `done_rows` counts the rows that are done by all workers, as far as this one
-    has seen.
+    It has the attributes of a `Run`. Its `done_rows` counts the finished rows of all workers, as far as this worker has
+    seen.
     """
 
     def __init__(
@@ -139,41 +141,41 @@ class SharedRun:
 
     @property
     def complete(self) -> bool:
-        """True where the output is there and nothing is to be done."""
+        """True where the output file is complete and no row is left to run."""
         return self.totals is not None
 
     @property
     def parts_dir(self) -> Path:
-        """The directory of a plain run's parts, to which those of workers are linked when they are joined."""
+        """The ordinary run's directory of part files, into which those of the workers are linked."""
         return self.directory / "parts"
 
     def is_done(self, total_rows: int | None) -> bool:
-        """Tell whether all rows are saved, by whomever."""
+        """True where all rows of the job are saved, by any worker."""
         return self.complete or self.worker.all_done
 
     @property
     def rows_of_others(self) -> int:
-        """Rows that the others have saved since this worker came."""
+        """The number of rows that other workers have saved since this worker opened the output."""
         return max(0, len(self.done_rows) - self.rows_resumed - self.rows_here)
 
     @property
     def rows_here(self) -> int:
-        """Rows that this worker has saved."""
+        """The number of rows that this worker has saved."""
         return self.worker.saved
 
     @property
     def kernels(self) -> KernelChoice | None:
-        """The kernels that all workers make rows with; None: nobody has begun."""
+        """The kernels that compute the rows of all workers; None where no worker has recorded any."""
         record = read_json(self._files, "kernels.json")
         return None if record is None else KernelChoice.from_json(record)
 
     def record_kernels(self, kernels: KernelChoice) -> None:
-        """Note what rows are made with, unless another worker has: then its choice stays. Raises BatchgenError."""
+        """Record the kernels of all rows, unless another worker has recorded its own. Raises BatchgenError."""
         self._record("kernels.json", kernels.to_json())
 
     @property
     def weight_format(self) -> str | None:
-        """The format of the layers' weights that all workers make rows with; None: nobody has begun."""
+        """The format of the layers' weights of all workers; None where no worker has recorded any."""
         record = read_json(self._files, "weights.json")
         try:
             return None if record is None else read_typed(Mapping[str, str], record)["weight_format"]
@@ -181,7 +183,7 @@ class SharedRun:
             raise damaged("weights.json") from error
 
     def record_weight_format(self, weight_format: str) -> None:
-        """Note what rows' weights are in, unless another worker has: then its choice stays. Raises BatchgenError."""
+        """Record the weight format of all rows, unless another worker has recorded its own. Raises BatchgenError."""
         self._record("weights.json", {"weight_format": weight_format})
 
     def _record(self, name: str, values: dict[str, Any]) -> None:
@@ -192,12 +194,16 @@ class SharedRun:
                 raise storage_error(error, f"write {self._files.path}", len(self.done_rows)) from error
 
     def writer(self, *, flush_interval_s: float = 5.0) -> SharedPartWriter:
-        """A part writer for this worker's results."""
+        """Start a part writer for this worker's results.
+
+        Args:
+            flush_interval_s: Seconds after which a part file is written.
+        """
         self._writer = SharedPartWriter(self, self.parts_dir, self._before, flush_interval_s=flush_interval_s)
         return self._writer
 
     def save(self) -> int:
-        """Put the writer's rows on stable storage and leave; gives the number of rows done by all workers."""
+        """Write all added rows to stable storage and leave the job; gives the finished rows of all workers."""
         if self._writer is not None:
             self._writer.stop()
         self.close()
@@ -206,16 +212,18 @@ class SharedRun:
         return self.totals["rows"] if self.totals else len(self.done_rows)
 
     def claims(self, ahead: int, should_stop: Callable[[], bool]) -> Iterator[list[int] | None]:
-        """The rows that this worker is to run, range by range, until all rows of the job are saved by whomever.
-
-        None before it waits for more, since ranges of others come free when these die.
+        """Claim ranges for this worker until all rows of the job are saved, by any worker.
 
         Args:
-            ahead: Rows to have in hand.
-            should_stop: Ends it.
+            ahead: Number of rows that keep this worker's engine busy.
+            should_stop: The function that says whether to stop claiming.
+
+        Yields:
+            The row indices to run of each claimed range. None before each wait: ranges of other workers become free
+                when these die.
 
         Raises:
-            BatchgenError: The disk failed.
+            BatchgenError: The disk fails.
         """
         self.worker.phase = "running"
         ran_since = False
@@ -244,14 +252,17 @@ class SharedRun:
                 raise storage_error(error, f"work in {self._files.path}", len(self.done_rows)) from error
 
     def finish(self, dataset: Dataset, **how: Any) -> dict[str, int]:
-        """Wait until all rows are done and join them, or wait until another worker has; gives the output's totals.
+        """Wait until all rows are finished, then write the output, or wait until another worker has written it.
 
         Args:
             dataset: The input.
             **how: Further arguments of `Run.finish`.
 
+        Returns:
+            The output's counts of rows and tokens.
+
         Raises:
-            BatchgenError: Rows are missing or the disk fails.
+            BatchgenError: Rows are missing, or the disk fails.
         """
         self.worker.phase = "waiting"
         while not self.complete:
@@ -278,17 +289,17 @@ class SharedRun:
         return self.totals
 
     def output_lens(self) -> list[int]:
-        """An empty list: a worker does not look into the parts of others for the lengths of finished rows."""
+        """An empty list, since a worker does not read the part files of others for the lengths of finished rows."""
         return []
 
     def error_kinds(self) -> list[ErrorKind]:
-        """The three commonest kinds of errors of failed rows."""
+        """The three most frequent groups of similar errors of failed rows."""
         with contextlib.suppress(DamagedPart, OSError):
             return error_kinds(self.parts_dir)
         return []
 
     def close(self) -> None:
-        """Leave: what this worker has not finished, others take over at once."""
+        """Leave the job. Other workers take over this worker's unfinished ranges at once."""
         if not self._ended.is_set():
             self._ended.set()
             self._changed.set()
@@ -302,16 +313,20 @@ class SharedRun:
         self.close()
 
     def changed(self) -> None:
-        """A row is finished: it may be time for another range."""
+        """Wake `claims` after a row was finished, since another range may now be claimed."""
         self.worker.row_finished()
         self._changed.set()
 
     def saved(self) -> None:
-        """Wake `claims` after rows have been saved: they may have been the last ones of the job."""
+        """Wake `claims` after rows were saved, since all rows of the job may now be saved."""
         self._changed.set()
 
     def open(self, rows: int) -> None:
-        """Open the output, or join those who have. Raises BatchgenError."""
+        """Open the output as the first worker, or enter the job that another worker has opened. Raises BatchgenError.
+
+        Args:
+            rows: Number of rows of the job.
+        """
         with self._storage("open"):
             self._files.make()
             while (job := SharedJob.read(self._files)) is None:
@@ -337,7 +352,7 @@ class SharedRun:
             self._take_part(job)
 
     def give_up(self) -> None:
-        """Leave an output that could not be opened; remove its share/ folder unless it has a job or other workers."""
+        """Leave an output that could not be opened; removes `share/` unless it has a job or other workers."""
         self.close()
         with contextlib.suppress(OSError, BatchgenError):
             self.worker.table.refresh()
@@ -345,7 +360,7 @@ class SharedRun:
                 self._remove()
 
     def _open_first(self, rows: int) -> None:
-        """Open the output as the first worker: check it as a plain run does, then write the file for the others."""
+        """Open the output as the first worker: check it like an ordinary run, then write job.json."""
         with self._open_plain() as plain:
             self.notices += plain.notices
             if plain.complete:
@@ -387,7 +402,16 @@ class SharedRun:
         self.done_rows.ok, self.done_rows.failed = ok + self._before.ok, failed + self._before.failed
 
     def _join(self, lease: Lease, dataset: Dataset, how: dict[str, Any]) -> dict[str, int]:
-        """Give the parts that count to a plain run, which makes the output."""
+        """Link the part files that count into an ordinary run, and have it write the output.
+
+        Args:
+            lease: The lease of the phase "join".
+            dataset: The input.
+            how: Further arguments of `Run.finish`.
+
+        Returns:
+            The output's counts of rows and tokens.
+        """
         done = {name: one.parts for name, one in self.worker.table.done.items()}
         for name, parts in done.items():
             if self._parts.damaged(name, parts):
@@ -420,14 +444,14 @@ class SharedRun:
         return totals
 
     def _remove(self) -> None:
-        """The folder goes at once: others find all of it or nothing."""
+        """Remove `share/` in one step, by a rename first, so that other workers see either all of it or nothing."""
         gone = self._files.path.with_name(f"{SHARE_FOLDER}.{uuid.uuid4().hex}.tmp")
         with contextlib.suppress(OSError):
             os.replace(self._files.path, gone)
             shutil.rmtree(gone)
 
     def complete_elsewhere(self) -> bool:
-        """True where another worker has made the output."""
+        """True where another worker has written the output."""
         held = Manifest.read(self.directory / "manifest.json")
         if held is None or held.state != "complete" or describe_changes(held.fingerprint, self._fingerprint):
             return False
@@ -447,19 +471,19 @@ class SharedRun:
 
 
 class SharedPartWriter(PartWriter):
-    """A `PartWriter` whose parts are those of ranges."""
+    """A writer of part files (`PartWriter`) for the ranges of a shared job."""
 
     def __init__(self, run: SharedRun, parts_dir: Path, before: DoneRows, *, flush_interval_s: float) -> None:
         self._run_shared = run
         super().__init__(parts_dir, before, flush_interval_s=flush_interval_s)
 
     def add(self, row: int, result: Result) -> None:
-        """Take the result of a row."""
+        """Queue the result of one finished row."""
         super().add(row, result)
         self._run_shared.changed()
 
     def flush_often(self) -> None:
-        """From now on save at short intervals: others wait."""
+        """Write part files at short intervals from now on, since other workers wait for the rows."""
         if self._flush_interval_s > _FLUSH_OFTEN_S:
             self._flush_interval_s = _FLUSH_OFTEN_S
             self.flush_soon()
@@ -486,17 +510,17 @@ def open_shared_run(
     """Become one of the workers on an output.
 
     Args:
-        output_path: The output of all workers.
-        fingerprint: All that decides the output; that of the worker who opened it must be the same.
-        rows: Rows of the input.
-        lease_s: Seconds without a sign of life after which a worker is dead; the value of the worker who opened it
-            counts.
+        output_path: The path of the output file.
+        fingerprint: Everything that decides the output. It must equal that of the worker that opened the output.
+        rows: Number of rows of the input.
+        lease_s: Seconds without a new record after which a worker counts as dead. The value of the worker that opened
+            the output counts.
         errors_file: True where the output comes with a second file for failed rows.
-        extends: Tells from which other jobs' rows this one goes on; None: from none.
-        keep_parts: True where another job may go on from this one's rows, once the output is complete.
+        extends: The function that says whether this job may reuse the rows of another, smaller job; None: of no other.
+        keep_parts: True to keep part files after the output is complete, since another job may reuse the rows.
 
     Raises:
-        BatchgenError: The output cannot be written, is something else's, or of workers with another fingerprint.
+        BatchgenError: The output cannot be written, belongs to another job, or has workers with another fingerprint.
     """
     fingerprint = json.loads(json.dumps(fingerprint))
 

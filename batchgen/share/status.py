@@ -1,4 +1,4 @@
-"""The state of an output's job and of its workers: `batchgen status`."""
+"""The progress of a job and of its workers, as `batchgen status` shows it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from batchgen.share.worker import TICKS_PER_LEASE, saved_rows
 def output_status(
     output: str | Path, sleep: Callable[[float], None] = time.sleep, name: str | None = None
 ) -> dict[str, Any]:
-    """Look at the state of a job without disturbing it.
+    """Read the progress of a job without disturbing it.
 
     Args:
-        output: The file of `batchgen run --output`.
-        sleep: Waits for the workers' next signs of life.
-        name: Name of the output in messages, if another.
+        output: The path of the output file (`batchgen run --output`).
+        sleep: The function that waits, in seconds, for the workers' next records.
+        name: The name of the output in messages; None: its path.
 
     Returns:
-        JSON values: state ("complete", "shared", "running" or "stopped"), rows_ok, rows_failed; of a shared job
-            rows_left, seconds_left (None: not known) and workers, each with name, process, state ("loading", "running",
-            "waiting", "joining", "silent" or "left"), rows and rows_per_s.
+        JSON values: state ("complete", "shared", "running" or "stopped"), rows_ok, rows_failed. For a shared job also
+            rows_left, seconds_left (None: not known) and workers. Each worker has name, process, state ("loading",
+            "running", "waiting", "joining", "silent" or "left"), rows and rows_per_s.
 
     Raises:
         InputError: There is no job, or this user may not read it.
@@ -65,7 +65,7 @@ def _status(output: Path, sleep: Callable[[float], None], name: str) -> dict[str
 
 
 def describe_status(status: dict[str, Any]) -> list[str]:
-    """Lines that show a status to a person."""
+    """Format the result of `output_status` as lines of text."""
     rows = f"{status['rows_ok']:,} rows ok, {status['rows_failed']:,} failed"
     if status["state"] != "shared":
         process = f" by {status['process']}" if status.get("process") else ""
@@ -128,7 +128,12 @@ def _shared(files: DirectoryFiles, job: SharedJob, directory: Path, sleep: Calla
 
 
 def _rows_of_parts(directory: Path, below: int | None) -> DoneRows:
-    """Rows in a plain run's parts, those of numbers below some one."""
+    """The rows in an ordinary run's part files.
+
+    Args:
+        directory: The run directory.
+        below: Only part files with a lower number are read; None: all.
+    """
     done = DoneRows()
     for path in part_paths(directory / "parts"):
         if below is None or part_number(path) < below:

@@ -1,4 +1,4 @@
-"""One worker of a shared job: ranges that it claims, saves and finishes, and its record for the others."""
+"""One worker of a shared job: it claims, saves and finishes ranges of rows, and writes its record for the others."""
 
 from __future__ import annotations
 
@@ -18,34 +18,41 @@ TICKS_PER_LEASE = 12  # a worker is taken for dead when so many of its signs in 
 
 
 class Parts(Protocol):
-    """Finished rows on stable storage, by range, generation and number."""
+    """The interface of a store of finished rows, by range, generation and number of the part."""
 
     def count(self, name: str, generation: int) -> int:
-        """Intact parts, from the first one on without a gap."""
+        """The number of intact parts of a generation of a range, counted from the first one up to a gap."""
 
     def rows(self, name: str, generation: int, count: int) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-        """Pairs of the rows that each of the first `count` parts holds and whether each of them failed."""
+        """Yield (row indices, flags of failed rows) for each of the first `count` parts of a generation."""
 
     def write(self, name: str, generation: int, number: int, results: Mapping[int, Any]) -> int:
-        """Write a part; returns how many of its rows failed."""
+        """Write a part to stable storage; gives the number of its failed rows.
+
+        Args:
+            name: Name of the range.
+            generation: Generation of the range's lease.
+            number: Number of the part in this generation.
+            results: Results by row index.
+        """
 
 
 class RowSet(Protocol):
-    """Rows that can be asked for one by one."""
+    """The interface of a set of row indices, which supports `row in rows`."""
 
     def __contains__(self, row: int, /) -> bool: ...
 
 
 @dataclass
 class Held:
-    """A range that this worker has.
+    """A range that this worker has and has not finished.
 
     Attributes:
-        lease: Its lease.
-        left: Rows that are not saved.
-        parts: Parts of this generation.
-        ok: Rows saved without errors.
-        failed: Failed rows saved.
+        lease: The lease of the range.
+        left: Row indices that are not saved.
+        parts: Number of parts that were written in this generation.
+        ok: Number of saved rows that succeeded.
+        failed: Number of saved rows that failed.
     """
 
     lease: Lease
@@ -56,18 +63,18 @@ class Held:
 
 
 def range_name(index: int) -> str:
-    """The name of a range in file names."""
+    """The name of a range, as file names have it."""
     return f"{index:06d}"
 
 
 class Worker:
-    """One worker of a shared job. `tick`, `claim_range` and `save` may each be called by a thread of its own.
+    """One worker of a shared job. `tick`, `claim_range` and `save` may each be called by a different thread.
 
     Attributes:
-        name: Name that no other worker has.
-        table: The worker's view of the others.
+        name: Name of the worker, which no other worker has.
+        table: This worker's view of the common directory.
         phase: "loading", "running", "waiting" or "joining".
-        saved: Rows that it has saved.
+        saved: Number of rows that this worker has saved.
     """
 
     def __init__(
@@ -94,23 +101,29 @@ class Worker:
         self._skip: RowSet = ()
 
     def work_on(self, ranges: list[range], parts: Parts, skip: RowSet = ()) -> None:
-        """From now on there are rows: `ranges` of them, without those that were done before."""
+        """Set the rows of the job, before the first range is claimed.
+
+        Args:
+            ranges: The ranges of row indices.
+            parts: The store of finished rows.
+            skip: Row indices that were finished before the job was shared.
+        """
         self._ranges, self._parts, self._skip = ranges, parts, skip
         self._starts = [rows.start for rows in ranges]
 
     def tick(self) -> None:
-        """Say that it lives, and look what the others do. Raises OSError."""
+        """Write this worker's record and read those of the others. Raises OSError."""
         self._tell()
         with self._lock:
             self.table.refresh()
 
     def end(self) -> None:
-        """Say that it does nothing more: its leases are free at once. Raises OSError."""
+        """Record that this worker has ended, so that its leases are free at once. Raises OSError."""
         self._ended = True
         self._tell()
 
     def claim_phase(self, name: str) -> Lease | None:
-        """Claim "open" or "join", if it is free."""
+        """Claim the phase "open" or "join"; None where it is not free."""
         with self._lock:
             self.table.refresh()
             if not self.table.is_free(name, self.name):
@@ -118,13 +131,16 @@ class Worker:
             return claim(self._files, self.table, name, self.name, lambda generation: 0)
 
     def claim_range(self, ahead: int) -> list[int] | None:
-        """Claim a range, if it is time for one.
+        """Claim a range where this worker needs more rows.
 
         Args:
-            ahead: Rows to have in hand.
+            ahead: Number of rows that keep this worker's engine busy.
 
         Returns:
-            Its rows that are to be run, in order; None: there is nothing to claim now. Raises OSError.
+            The row indices of the range that are not finished, in order; None where nothing is claimed.
+
+        Raises:
+            OSError: The common directory cannot be read or written.
         """
         outstanding = self._claimed - self._finished
         if outstanding >= ahead:
@@ -146,11 +162,15 @@ class Worker:
         return None
 
     def row_finished(self) -> None:
-        """The engine has finished a row; it may not be saved yet."""
+        """Count a row that the engine has finished and that may not be saved yet."""
         self._finished += 1
 
     def save(self, results: Mapping[int, Any]) -> None:
-        """Save finished rows, and finish the ranges that they complete; rows of ranges that were lost are dropped."""
+        """Save finished rows, and finish the ranges that they complete. Rows of ranges that were lost are dropped.
+
+        Args:
+            results: Results by row index.
+        """
         by_range: dict[str, dict[int, Any]] = defaultdict(dict)
         for row, result in results.items():
             by_range[range_name(bisect_right(self._starts, row) - 1)][row] = result
@@ -174,21 +194,21 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """True where the engine has finished all rows that were claimed."""
+        """True where the engine has finished all rows that this worker has claimed."""
         return self._claimed == self._finished
 
     @property
     def all_claimed(self) -> bool:
-        """True where no range is free, as far as was seen."""
+        """True where no range is free, as far as this worker has seen."""
         return not any(self._is_free(i) for i in range(len(self._ranges)))
 
     @property
     def all_done(self) -> bool:
-        """True where all rows are saved, by whomever."""
+        """True where all rows of the job are saved, by any worker."""
         return all(range_name(i) in self.table.done for i in range(len(self._ranges)))
 
     def counts(self) -> tuple[int, int]:
-        """Rows of all workers that are saved, as far as was seen: (ok, failed)."""
+        """The numbers (ok, failed) of saved rows of all workers, as far as this worker has seen."""
         with self._lock:
             mine = {name: (held.ok, held.failed) for name, held in list(self._held.items())}
             return saved_rows(self.table, mine)
@@ -198,7 +218,10 @@ class Worker:
         return name not in self._held and self.table.is_free(name, self.name)
 
     def _claim(self, index: int) -> list[int] | None:
-        """The rows that are to be run of a range; None where it was not to be had, or had all its rows."""
+        """Claim one range; gives its row indices that are not finished.
+
+        The result is None where another worker has the range, or where all its rows are finished.
+        """
         name = range_name(index)
         lease = claim(self._files, self.table, name, self.name, lambda g: self._parts.count(name, g))
         if lease is None:
@@ -232,7 +255,14 @@ class Worker:
 
 
 def saved_rows(table: Table, mine: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-    """(ok, failed) rows that are saved: of finished ranges, of one's own, and of the others what their workers said."""
+    """The numbers (ok, failed) of saved rows of all workers.
+
+    They are those of finished ranges, of this worker's ranges, and of the other workers' ranges by their last records.
+
+    Args:
+        table: This worker's view of the common directory.
+        mine: Saved rows (ok, failed) of each range that this worker has, by range name.
+    """
     ok = failed = 0
     for name in {*table.done, *table.leases}:
         done, lease = table.done.get(name), table.leases.get(name)

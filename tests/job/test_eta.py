@@ -16,7 +16,11 @@ from batchgen.planner.problem import problem_of
 from batchgen.planner.search import search
 
 # Prompts alone, prompts beside decoding, the last rows in sweeps that are nearly empty.
-STAGES = (Stage(20.0, 40_000.0), Stage(60.0, 50_000.0), Stage(20.0, 2_000.0))
+STAGES = (
+    Stage(20.0, 40_000.0, "prefill", 20.0, "compute"),
+    Stage(60.0, 50_000.0, "steady", 60.0, "compute"),
+    Stage(20.0, 2_000.0, "tail", 20.0, "compute"),
+)
 
 
 def replay(stages, frac, *, slower=1.0, noise=0.0, rows=1000, output_len=50.0, is_bound=False):
@@ -52,7 +56,9 @@ def test_a_job_that_is_slower_is_found_to_be():
 
 def test_outputs_that_end_earlier_than_they_must_count_as_they_are():
     """The second half of rows that end after 20 of 200 tokens is expected to take as long as the first."""
-    stages = (Stage(100.0, 100_000.0 + 200_000.0),)  # a thousand rows of a hundred prompt tokens
+    stages = (
+        Stage(100.0, 100_000.0 + 200_000.0, "steady", 100.0, "compute"),
+    )  # a thousand rows of a hundred prompt tokens
     seen = Seen(seconds=20.0, rows=500, tokens=60_000, generated=10_000, finished=10_000)
     bounded = Expected(1000, stages, 200.0, True)
     assert remaining_s(bounded, seen) == pytest.approx(20.0, rel=0.1)
@@ -61,7 +67,7 @@ def test_outputs_that_end_earlier_than_they_must_count_as_they_are():
 
 def test_rows_under_way_count_with_what_they_have():
     """The first rows to end are the short ones: by them alone the others would seem to be short too."""
-    stages = (Stage(100.0, 300_000.0),)
+    stages = (Stage(100.0, 300_000.0, "steady", 100.0, "compute"),)
     expected = Expected(1000, stages, 200.0, True)
     seen = Seen(seconds=30.0, rows=100, tokens=90_000, generated=20_000, finished=500)
     assert remaining_s(expected, seen) > 2 * remaining_s(expected, replace(seen, generated=500))

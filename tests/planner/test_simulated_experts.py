@@ -24,7 +24,7 @@ from batchgen.planner.simulation import simulate_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NOTHING = Prediction(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, "compute", {"cpu": {"process": 1 << 29}}, {}, {})
+NOTHING = Prediction(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, "compute", {"cpu": {"process": 1 << 29}}, {}, {}, (), {}, 0, 0)
 MODEL = config_of_hf(
     {
         "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6,

@@ -19,7 +19,7 @@ SMALL_COPIES = ("embed", "load_attention", "join_deferred")
 
 def plan_of(policy: Policy, workload: Workload, on: dict, dtype: str = "float16") -> Plan:
     """A policy as a plan, of which nothing is predicted."""
-    nothing = Prediction(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, "compute", {"cpu": {"process": 1 << 29}}, {}, {})
+    nothing = Prediction(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, "compute", {"cpu": {"process": 1 << 29}}, {}, {}, (), {}, 0, 0)
     return Plan("model", "machine", dtype, workload, on, policy, {}, nothing)
 
 

@@ -1,1 +1,1 @@
-"""A reader for each format; each makes a `Source`."""
+"""Readers of input files, one module per format; each makes a `Source`."""

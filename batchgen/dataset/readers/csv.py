@@ -1,7 +1,6 @@
-"""CSV and TSV files, read twice: when opened, to find every error and count the rows, and then for the rows.
+"""Reader for CSV and TSV files. Each file is read twice: to check it and count its rows, and then for the rows.
 
-CSV has no types: its columns are text, exactly as written, so that "007" or "2.50" reaches the prompt
-unchanged.
+All columns are text, exactly as written, so that "007" or "2.50" is in the prompt unchanged.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ _SNIFFED_RECORDS = 20
 
 
 def csv_source(paths: list[str], limit: int | None, partitions: Partitions, delimiter: str | None) -> Source:
-    """CSV files as one input, all columns text.
+    """Open CSV files as one input, with all columns as text.
 
     Args:
-        paths: The files.
-        limit: The most rows that are read.
-        partitions: Columns of their directories.
-        delimiter: Character between fields, or "tab". None: a comma, or a tab in files called .tsv; another where that
-            gives one column and the other gives several.
+        paths: Paths of the files.
+        limit: The most rows to read.
+        partitions: Columns of the files' partition directories.
+        delimiter: Character between fields, or "tab". None: a comma, or a tab in .tsv files. Where that gives a single
+            column, another common delimiter is used if it gives several columns.
 
     Raises:
-        InputError: A line is not valid, which the message names.
+        InputError: A line is not valid; the message names it.
     """
     files = InputFiles(paths, partitions, may_get_lines=True)
     if delimiter is not None:
@@ -69,7 +68,11 @@ def csv_source(paths: list[str], limit: int | None, partitions: Partitions, deli
 
 
 def _csv_rows(delimiters: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (file, row). delimiters: those of each file."""
+    """Yield (file, row) for all rows.
+
+    Args:
+        delimiters: The delimiter of each file, by path.
+    """
     for path, delimiter in delimiters.items():
         records = _csv_records(path, delimiter)
         _, names = next(records, (0, []))
@@ -84,7 +87,7 @@ def _csv_rows(delimiters: Mapping[str, str]) -> Iterator[tuple[str, dict[str, st
 
 
 def _csv_records(path: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of the last line, fields) of the header and each row; blank lines are no rows."""
+    """Yield (number of the last line, fields) for the header and each row of a file; blank lines are skipped."""
     csv.field_size_limit(2**31 - 1)  # fields are whole documents; the module's own limit is 128 KiB
     with naming(path), open_bytes(path) as file:
         lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
@@ -96,7 +99,7 @@ def _csv_records(path: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _delimiter(given: str) -> str:
-    """The character that an option names. Raises InputError."""
+    """The character that a value of the option for delimiters stands for. Raises InputError."""
     delimiter = _NAMES.get(given.lower(), given)
     if len(delimiter) != 1 or delimiter in '"\r\n':
         raise InputError(f"--csv-delimiter must be one character, or tab, not {given!r}")
@@ -108,7 +111,7 @@ def _usual_delimiter(path: str) -> str:
 
 
 def _sniffed_delimiter(path: str) -> str:
-    """Find the delimiter of a file: the usual one, unless there is one column with it, and another gives several."""
+    """Find the delimiter of a file: the usual one, unless it gives a single column and another gives several."""
     usual = _usual_delimiter(path)
     header = next(_csv_records(path, usual), (0, []))[1]
     if len(header) != 1:
@@ -119,7 +122,7 @@ def _sniffed_delimiter(path: str) -> str:
 
 
 def _width(path: str, delimiter: str) -> int:
-    """Number of fields of each of the first records; 0 where they differ, or are no CSV."""
+    """The number of fields that each of the first records has; 0 where numbers differ or the text is not CSV."""
     try:
         widths = {len(fields) for _, fields in itertools.islice(_csv_records(path, delimiter), _SNIFFED_RECORDS)}
     except InputError:
@@ -128,7 +131,12 @@ def _width(path: str, delimiter: str) -> int:
 
 
 def _notices(delimiters: Mapping[str, str], columns: Mapping[str, list[str]]) -> Iterator[str]:
-    """Yield lines on how files were understood, where a person should know; of several alike, the first."""
+    """Yield messages for the user about the way in which files were read; only the first of similar messages.
+
+    Args:
+        delimiters: The delimiter of each file, by path.
+        columns: The column names of each file, by path.
+    """
     told: set[str] = set()
     for path, delimiter in delimiters.items():
         if delimiter != _usual_delimiter(path) and delimiter not in told:

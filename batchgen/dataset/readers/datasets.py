@@ -1,4 +1,4 @@
-"""The `datasets` library: saved to disk, on the hub or in memory, as a table or as a stream."""
+"""Reader for the library `datasets`: data saved on disk, on the hub or in memory, as a table or as a stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STREAM_ROWS = 64
 
 
 def saved_source(name: str, split: str | None, limit: int | None) -> Source:
-    """A directory that `datasets.save_to_disk` wrote. Raises InputError: damaged, or no such split."""
+    """Open a directory that `datasets.save_to_disk` wrote. Raises InputError where it is damaged or lacks the split."""
     import datasets
 
     with naming(name, ValueError, KeyError, TypeError):
@@ -31,7 +31,7 @@ def saved_source(name: str, split: str | None, limit: int | None) -> Source:
 
 
 def hub_source(name: str, split: str | None, limit: int | None) -> Source:
-    """A hub dataset, streamed. Raises InputError: it cannot be loaded, or there is no such split."""
+    """Open a dataset of the hub as a stream. Raises InputError where it cannot be loaded or has no such split."""
     import datasets
 
     try:
@@ -46,7 +46,14 @@ def hub_source(name: str, split: str | None, limit: int | None) -> Source:
 
 
 def datasets_source(dataset: Any, name: str, split: str | None, limit: int | None) -> Source:
-    """A `datasets` object, which errors call `name`. Raises InputError: no such split, or another type."""
+    """Open an object of the library `datasets`. Raises InputError where it has no such split or another type.
+
+    Args:
+        dataset: The object.
+        name: Name of the object in error messages.
+        split: Name of the split to read; None where the object has a single split, or none.
+        limit: The most rows to read.
+    """
     import datasets
 
     if isinstance(dataset, dict):  # DatasetDict, IterableDatasetDict
@@ -67,7 +74,7 @@ def datasets_source(dataset: Any, name: str, split: str | None, limit: int | Non
 
 
 def files_behind(dataset: Any) -> list[str]:
-    """The files that a `datasets` object reads, as far as the library lets one know: what a function makes has none."""
+    """The files that a `datasets` object reads, where the library tells; none for rows that a function generates."""
     if isinstance(dataset, str):
         return [dataset] if os.path.isfile(dataset) else []
     if isinstance(dataset, dict):
@@ -104,7 +111,7 @@ def _table_source(dataset: Any) -> Source:
 
 
 def _iterable_source(dataset: Any, name: str, limit: int | None) -> Source:
-    """A stream: of unknown length, unless its features are unknown too and a pass has to find them."""
+    """Open a stream of rows. Where its column types are unknown, it is read once to find them and count the rows."""
     dataset = dataset.with_format(None)
     read: ReadRows
     if dataset.features is not None:

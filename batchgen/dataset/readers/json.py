@@ -1,7 +1,6 @@
-"""JSON lines (OpenAI batch files are one kind of them), and files that are one JSON array of objects.
+"""Reader for JSON lines (OpenAI batch files among them), and for files that are one JSON array of objects.
 
-They are read twice: when opened, to find every error, count the rows and find one type per column that holds for all of
-them, and then for the rows.
+Each file is read twice: when opened, to check it, count its rows and find one type per column; and then for the rows.
 """
 
 from __future__ import annotations
@@ -35,7 +34,17 @@ _ARRAY = re.compile(rb"\s*\[\s*[{\]]")
 
 
 def json_source(paths: list[str], limit: int | None, on_bad_line: str, partitions: Partitions) -> Source:
-    """JSON lines files as one input. Raises InputError, naming a line that is not valid, unless such are skipped."""
+    """Open JSON lines files as one input.
+
+    Args:
+        paths: Paths of the files.
+        limit: The most rows to read.
+        on_bad_line: "fail" raises InputError for an invalid line; "skip" makes it a row that fails.
+        partitions: Columns of the files' partition directories.
+
+    Raises:
+        InputError: A line is not valid; the message names it.
+    """
     columns: dict[str, set[str]] = {}
     files = InputFiles(paths, partitions, may_get_lines=True)
 
@@ -68,7 +77,7 @@ def json_source(paths: list[str], limit: int | None, on_bad_line: str, partition
 
 
 def openai_source(paths: list[str], limit: int | None, on_bad_line: str) -> Source:
-    """OpenAI batch files as one input; a row's faults show when it becomes a request."""
+    """Open OpenAI batch files as one input. Invalid requests are found later, when rows become requests."""
     seen, duplicates, total = set(), set(), 0
     files = InputFiles(paths, may_get_lines=True)
 
@@ -99,7 +108,7 @@ def openai_source(paths: list[str], limit: int | None, on_bad_line: str) -> Sour
 
 
 def looks_like_openai(path: str, on_bad_line: str) -> bool:
-    """Tell whether the first valid line of a JSON lines file has all that a line of an OpenAI batch has."""
+    """True where the first valid line of a JSON lines file has all fields of an OpenAI batch line."""
     with naming(path):
         rows = (row for _, row in _json_rows([path], on_bad_line) if not isinstance(row, BadLine))
         row = next(rows, {})
@@ -108,13 +117,13 @@ def looks_like_openai(path: str, on_bad_line: str) -> bool:
 
 @dataclass(frozen=True)
 class _Record:
-    """A row of a file before it is known to be one: an unparsed line, or an element.
+    """A row of a file before it is checked: an unparsed line, or an element of an array.
 
     Attributes:
-        path: The file.
-        where: File and number, for messages.
-        line: Bytes of a line; None for an element.
-        element: Element of an array.
+        path: Path of the file.
+        where: Path and number of the line or element, for error messages.
+        line: Bytes of the line; None for an element.
+        element: The element of an array.
     """
 
     path: str
@@ -123,7 +132,7 @@ class _Record:
     element: Any = None
 
     def row(self) -> dict[str, Any]:
-        """The columns. Raises InputError."""
+        """The row as {column: value}. Raises InputError where the record is not a JSON object."""
         value = self.element if self.line is None else _parse_line(self.where, self.line)
         if not isinstance(value, dict):
             raise InputError(f"{self.where} is not a JSON object: write one object a line, its keys the columns")
@@ -134,7 +143,7 @@ class _Record:
 
 
 def _json_rows(paths: list[str], on_bad_line: str, start_row: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file, row) from a row on, without parsing lines before it. Skipped lines come as `BadLine`."""
+    """Yield (file, row) from a row index on, without parsing earlier lines; a skipped line is yielded as `BadLine`."""
     records = (record for path in paths for record in _records(path))
     for record in itertools.islice(records, start_row, None):
         try:
@@ -153,7 +162,7 @@ def _records(path: str) -> Iterator[_Record]:
 
 
 def _lines(path: str, file: BinaryIO) -> Iterator[_Record]:
-    """The lines of a file that are not blank, which are numbered from 1."""
+    """Yield the lines of a file that are not blank, numbered from 1."""
     for number, line in enumerate(file, 1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -162,7 +171,7 @@ def _lines(path: str, file: BinaryIO) -> Iterator[_Record]:
 
 
 def _elements(path: str, file: BinaryIO) -> Iterator[_Record]:
-    """Yield the elements of a file that is one array, from number 1. Raises InputError where its JSON is not valid."""
+    """Yield the elements of a file that is one JSON array, numbered from 1. Raises InputError for invalid JSON."""
     number = 0
     try:
         for number, element in enumerate(array_elements(io.TextIOWrapper(file, encoding="utf-8-sig", newline="")), 1):

@@ -1,4 +1,4 @@
-"""Parquet files, streamed page by page; row groups before the wanted row, and unwanted columns, are not read."""
+"""Reader for Parquet files, page by page; row groups before the first wanted row and other columns are skipped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PROBED_ROWS = 64  # of a file, which tell how large its rows are once they are 
 
 
 def parquet_source(paths: list[str], partitions: Partitions) -> Source:
-    """Parquet files as one input. Raises InputError: damaged, or columns that do not fit together."""
+    """Open Parquet files as one input. Raises InputError where a file is damaged or columns are incompatible."""
     files = InputFiles(paths, partitions)
     schema, columns, groups = None, {}, []
     for path in paths:
@@ -77,7 +77,7 @@ def parquet_source(paths: list[str], partitions: Partitions) -> Source:
 
 
 def _in_types(batch: pa.RecordBatch, schema: pa.Schema, path: str) -> pa.RecordBatch:
-    """Rows of a file in the types that hold for all files. Raises InputError where a value does not fit its type."""
+    """Rows of a file with the column types of the whole input. Raises InputError where a value does not fit."""
     try:
         return conform(batch, schema)
     except pa.ArrowInvalid as error:
@@ -87,7 +87,14 @@ def _in_types(batch: pa.RecordBatch, schema: pa.Schema, path: str) -> pa.RecordB
 
 
 def _rows_at_once(file: pq.ParquetFile, groups: list[int], names: list[str], batch_rows: int) -> int:
-    """Number of rows of some row groups that are read at once. names: the columns that are read."""
+    """The number of rows to read at once from some row groups.
+
+    Args:
+        file: The Parquet file.
+        groups: Numbers of the row groups.
+        names: Names of the columns to read.
+        batch_rows: The most rows to read at once.
+    """
     inside = tuple(f"{name}." for name in names)
     rows = batch_rows
     for group in map(file.metadata.row_group, groups):

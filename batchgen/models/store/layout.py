@@ -33,14 +33,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor and its place.
+    """A tensor and its place in a file of a weight store.
 
     Attributes:
         name: Name of the tensor.
         dtype: "float32", "bfloat16", "float16", "int4", "int8" or one of `BLOCK_FORMATS`.
-        shape: Shape of the weights, however they are packed.
-        offset: Bytes from the start of the file.
-        num_bytes: Bytes of the tensor.
+        shape: Shape of the tensor as numbers, also if it is packed.
+        offset: Offset from the start of the file, in bytes.
+        num_bytes: Size of the tensor, in bytes.
     """
 
     name: str
@@ -51,20 +51,20 @@ class StoredTensor:
 
     @property
     def stored_shape(self) -> Shape:
-        """Shape in the file: where the tensor is packed, that of its rows of bytes."""
+        """Shape of the stored tensor. If it is packed, the last dimension is the bytes of a row."""
         return (self.shape[0], self.num_bytes // self.shape[0]) if self.dtype in PACKED_FORMATS else self.shape
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A group of tensors that is read as one.
+    """A group of tensors in a file of a weight store that are read together.
 
     Attributes:
         name: Name of the group.
-        offset: Bytes from the start of the file, a multiple of 4096.
-        num_bytes: Bytes of the group, a multiple of 4096; padding at the end counts.
-        checksum: xxh3_128 of exactly these bytes, in hex; None as long as they are not written.
-        tensors: Its tensors, in order.
+        offset: Offset from the start of the file, in bytes; a multiple of 4096.
+        num_bytes: Size of the group with its padding, in bytes; a multiple of 4096.
+        checksum: xxh3_128 of all these bytes, in hex; None before they are written.
+        tensors: Tensors of the group, in order.
     """
 
     name: str
@@ -76,12 +76,12 @@ class Extent:
 
 @dataclass(frozen=True)
 class StoreFile:
-    """One file of a store.
+    """One file of a weight store.
 
     Attributes:
         path: Path of the file.
-        num_bytes: Bytes of the file.
-        extents: Groups by name, in the order in which they lie, without gaps, up to the end of the file.
+        num_bytes: Size of the file, in bytes.
+        extents: Groups of tensors by name, in the order of the file. There are no gaps between them or after them.
     """
 
     path: Path
@@ -91,16 +91,16 @@ class StoreFile:
 
 @dataclass(frozen=True)
 class WeightStore:
-    """A whole store.
+    """A weight store: a directory with the weights of a model, one file for each layer.
 
     Attributes:
-        path: Its directory.
+        path: Directory of the store.
         config: Configuration of the model.
-        dtype: Compute dtype, which is `config.dtype` too.
+        dtype: Compute dtype, which is also `config.dtype`.
         weight_format: Format of the layers' matrices: the compute dtype, or one of `PACKED_FORMATS`.
-        layers: Files of the layers.
-        embeddings: File of the tensors before the layers.
-        head: File of the tensors after the layers.
+        layers: Files of the layers, in order.
+        embeddings: File of the tensors before the first layer.
+        head: File of the tensors after the last layer.
     """
 
     path: Path
@@ -117,7 +117,7 @@ class WeightStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weight files."""
+        """Size of all weight files together, in bytes."""
         return sum(file.num_bytes for file in self.files)
 
 
@@ -126,7 +126,14 @@ def layer_file_name(layer: int) -> str:
 
 
 def layer_groups(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
-    """The values of a layer's tensors by the group they are stored in, in order; those of one matrix as they come."""
+    """The tensors of a layer by the group in which a store has them: "qkv", "out", "up" and "down".
+
+    Args:
+        tensors: A value for each tensor of the layer, by its name.
+
+    Returns:
+        For each group, the values of its tensors by name, in the order of the store.
+    """
     return {
         group: {name: tensors[name] for stem in stems for name in tensors if name.split(".")[0] == stem}
         for group, stems in _LAYER_GROUPS.items()
@@ -134,12 +141,15 @@ def layer_groups(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
 
 
 def lay_out(path: Path, groups: Mapping[str, Mapping[str, Stored]], weight_format: str) -> tuple[StoreFile, bytes]:
-    """The places of the tensors of one file, and the bytes before the first of them.
+    """Assign offsets to the tensors of one file of a store.
 
     Args:
         path: Path of the file.
         groups: Tensors of each group, in order.
-        weight_format: Format that is noted in the file's header.
+        weight_format: Format of the layers' matrices, which is written in the file's header.
+
+    Returns:
+        The file, without checksums; the bytes before its first tensor.
     """
     entries: dict[str, dict[str, Any]] = {}
     extents = []  # (group, begin, end, tensors) each, counted from the first tensor's byte
@@ -182,7 +192,7 @@ def lay_out(path: Path, groups: Mapping[str, Mapping[str, Stored]], weight_forma
 
 
 def file_to_json(file: StoreFile) -> dict[str, Any]:
-    """A file's entry in the manifest."""
+    """The entry of a file in the manifest, as JSON values."""
     groups = {
         extent.name: {
             "offset": extent.offset,
@@ -206,7 +216,15 @@ def file_to_json(file: StoreFile) -> dict[str, Any]:
 
 
 def file_from_json(path: Path, entry: Any) -> StoreFile:
-    """The file of a manifest's entry. Raises ValueError where it is something else."""
+    """The file that an entry of the manifest describes.
+
+    Args:
+        path: Path of the file.
+        entry: The entry, as JSON values.
+
+    Raises:
+        ValueError: The entry does not describe a file of a store.
+    """
     stated = read_typed(_FileEntry, entry, path.name)
     extents = {
         name: Extent(
@@ -231,7 +249,7 @@ def file_from_json(path: Path, entry: Any) -> StoreFile:
 
 
 def _check_tensors(path: Path, extent: Extent) -> None:
-    """Raise ValueError unless tensors lie in their extent in order, each of as many bytes as its shape asks for."""
+    """Raise ValueError unless tensors are in order within their group, each with the size that its shape requires."""
     end = extent.offset
     for tensor in extent.tensors:
         known = tensor.dtype in _SAFETENSORS_DTYPES and tensor.shape and min(tensor.shape) > 0

@@ -1,4 +1,4 @@
-"""The manifest of a weight store, which says what the store holds (docs/weight_store.md)."""
+"""The manifest of a weight store: the list of its files, groups and tensors (docs/weight_store.md)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANK_KEY = "rank"  # key of the source's identity in a store that has one rank's
 
 
 def is_store(directory: Path) -> bool:
-    """True where a directory is a weight store, be it a damaged one."""
+    """True for the directory of a weight store, even a damaged one."""
     try:
         manifest = parse_json((directory / STORE_MANIFEST).read_bytes())
         return isinstance(manifest, dict) and manifest.get("format") == STORE_FORMAT
@@ -28,7 +28,11 @@ def is_store(directory: Path) -> bool:
 
 
 def read_store_manifest(path: Path) -> dict[str, Any]:
-    """A store's manifest, its own checksum checked. Raises InputError."""
+    """Read the manifest of a weight store and check the manifest's own checksum.
+
+    Raises:
+        InputError: The manifest is missing, damaged or of another version.
+    """
     try:
         manifest: dict[str, Any] = parse_json(path.read_bytes())
         version = manifest["format_version"]
@@ -61,7 +65,7 @@ def read_store_manifest(path: Path) -> dict[str, Any]:
 
 
 def store_manifest_checksum(manifest: dict[str, Any]) -> str:
-    """xxh3_128 of everything else in a manifest, as JSON with sorted keys and without spaces."""
+    """xxh3_128 of all other values of a manifest, as JSON with sorted keys and without spaces."""
     import xxhash
 
     rest = {key: value for key, value in manifest.items() if key != "checksum"}

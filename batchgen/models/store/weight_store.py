@@ -1,8 +1,8 @@
-"""Reading of a weight store: a model's weights as they are streamed, one file a layer.
+"""Reading of a weight store: opening it, and reading and verifying groups of tensors.
 
-A file's tensors come in extents: contiguous stretches of whole 4096-byte blocks, one right after the other, that can be
-read on their own or several in one request, each with its checksum. `batchgen/models/convert.py` writes stores;
-docs/weight_store.md has the format.
+A file's tensors are in groups (extents). A group is a range of whole 4096-byte blocks with a checksum. There is no gap
+between groups. They can be read one by one, or several in one request. `batchgen/models/convert.py` writes stores.
+docs/weight_store.md describes the format.
 """
 
 from __future__ import annotations
@@ -36,9 +36,13 @@ _REPAIR = "convert the model again, which makes anew what is missing or damaged"
 
 
 def open_store(path: Path | str) -> WeightStore:
-    """A store by its manifest; of the weight files only the sizes are looked at.
+    """Open a weight store: read its manifest and check the sizes of its files.
 
-    Raises InputError naming the file that is missing, truncated or unreadable.
+    Args:
+        path: Directory of the store.
+
+    Raises:
+        InputError: A file is missing, truncated or unreadable; the message names it.
     """
     path = Path(path)
     manifest = read_store_manifest(path / STORE_MANIFEST)
@@ -65,13 +69,14 @@ def open_store(path: Path | str) -> WeightStore:
 
 
 def views(extent: Extent, buffer: Tensor) -> dict[str, Tensor]:
-    """The extent's tensors, without a copy.
-
-    Packed matrices [rows, n] come as they are stored: uint8 [rows, weight_row_bytes(n, format)], of int8 as int8.
+    """The tensors of a group as views of the bytes that were read.
 
     Args:
         extent: The group.
-        buffer: uint8; its first byte is that at the extent's offset. It may be longer than the extent.
+        buffer: Bytes, uint8, from the group's offset on; there may be more than those of the group.
+
+    Returns:
+        Tensors by name. Packed matrices [rows, n] are uint8 [rows, weight_row_bytes(n, format)]; for int8 rows, int8.
     """
     import torch
 
@@ -87,7 +92,13 @@ def views(extent: Extent, buffer: Tensor) -> dict[str, Tensor]:
 
 
 def verify(file: StoreFile, extent: Extent, buffer: Tensor) -> None:
-    """Raise BatchgenError where the buffer of `views` does not hold what was written."""
+    """Raise BatchgenError if the bytes that were read for a group do not have its checksum.
+
+    Args:
+        file: File of the store.
+        extent: The group.
+        buffer: Bytes, uint8, from the group's offset on.
+    """
     import xxhash
 
     if xxhash.xxh3_128_hexdigest(buffer[: extent.num_bytes].numpy()) != extent.checksum:
@@ -95,9 +106,13 @@ def verify(file: StoreFile, extent: Extent, buffer: Tensor) -> None:
 
 
 def read_extent(file: StoreFile, extent: Extent) -> dict[str, Tensor]:
-    """Read and verify one group past the page cache: its tensors as `views` gives them, in one stretch of memory.
+    """Read one group past the page cache and verify its checksum.
 
-    Raises BatchgenError.
+    Returns:
+        Tensors by name, as `views` of one buffer.
+
+    Raises:
+        BatchgenError: The group cannot be read, or its checksum is wrong.
     """
     import torch
 
@@ -115,9 +130,20 @@ def read_extent(file: StoreFile, extent: Extent) -> dict[str, Tensor]:
 
 
 def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read and verify one group as numbers of `dtype`, packed ones dequantized, each tensor in memory of its own.
+    """Read one group and verify its checksum. Its tensors become numbers; packed matrices are dequantized.
 
-    Beside them only a few MB are held. Raises BatchgenError.
+    Only a few MB of further memory are used meanwhile.
+
+    Args:
+        file: File of the store.
+        extent: The group.
+        dtype: Dtype of the tensors.
+
+    Returns:
+        Tensors by name, each in memory of its own.
+
+    Raises:
+        BatchgenError: The group cannot be read, or its checksum is wrong.
     """
     import torch
     import xxhash
@@ -154,7 +180,10 @@ def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str
 
 
 def is_intact(file: StoreFile) -> bool:
-    """True where a file is there and all its groups hold what was written. Its pages do not stay in the page cache."""
+    """True if a file of a store is there and all its groups have their checksums.
+
+    The file is read past the page cache.
+    """
     try:
         if file.path.stat().st_size != file.num_bytes:
             return False
@@ -165,7 +194,15 @@ def is_intact(file: StoreFile) -> bool:
 
 
 def has_checksums(file: StoreFile, direct: DirectFile) -> bool:
-    """True where all groups of an open file hold what was written. Raises OSError."""
+    """True if all groups of an open file have their checksums.
+
+    Args:
+        file: File of the store.
+        direct: That file, opened for direct I/O.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     import xxhash
 
     memory = memoryview(aligned_buffer(_PIECE_BYTES))
@@ -183,7 +220,7 @@ def has_checksums(file: StoreFile, direct: DirectFile) -> bool:
 
 @contextlib.contextmanager
 def _reading(file: StoreFile, extent: Extent) -> Iterator[Callable[[int], bytearray]]:
-    """A function that reads the next bytes of an extent."""
+    """Within a `with` block, a function that returns the next bytes of a group."""
     try:
         with file.path.open("rb", buffering=0) as raw_file:
             raw_file.seek(extent.offset)

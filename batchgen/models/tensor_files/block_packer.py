@@ -1,8 +1,8 @@
-"""Block-quantized rows from their files into panels, a piece at a time, so that reading takes no memory of its own.
+"""Prepacking of block-quantized rows while they are read from a file, without memory for the rows themselves.
 
-Each thread reads a piece into memory that it uses again, and prepacks it from there, while it is in the core's cache:
-the only memory that is used for the first time is the result's. There are more threads than those that compute, up to a
-limit, so that some wait for the disk while others pack.
+Each thread reads a piece of a matrix into a buffer of its own and prepacks it while it is in the core's cache. Only the
+memory of the result grows. There are more threads than cores, up to a limit, so that some wait for the disk while
+others prepack.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ _ALIGNMENT = 64
 
 
 class BlockPacker:
-    """Packs matrices in the background; they are whole when the `with` block has ended without an error."""
+    """A context manager that prepacks block-quantized matrices in background threads.
+
+    The matrices are complete when the `with` block has ended without an error.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """Begin with no files open. dtype: compute dtype of the products."""
+        """Create a packer for products in compute dtype `dtype`. No file is opened."""
         self._dtype = dtype
         self._threads: ThreadPoolExecutor | None = None
         self._files: dict[Path, tuple[SharedFile, TensorInfo]] = {}  # with a tensor that is read from it
@@ -60,9 +63,17 @@ class BlockPacker:
                     file.close()
 
     def pack(self, weight: kernels.BlockWeight, *, gated: bool = False) -> kernels.PackedWeight:
-        """The panels of `ops.pack_blocks`, for a weight whose data are `RowsInFile`.
+        """Start prepacking a block-quantized weight whose rows are in files.
 
-        They are filled in the background. Raises InputError, perhaps for a weight that was given before.
+        Args:
+            weight: The weight; its data are `RowsInFile`.
+            gated: Whether it is for a gated activation.
+
+        Returns:
+            The prepacked weight, whose panels are filled in the background.
+
+        Raises:
+            InputError: The rows of this or of an earlier weight cannot be read.
         """
         rows = weight.data
         for part in rows.parts:
@@ -94,21 +105,21 @@ class BlockPacker:
                 raise _unreadable(part, error) from error
 
     def _wait(self, most: int) -> None:
-        """Wait until no more than `most` pieces are pending. Raises what one of them raised."""
+        """Wait until at most `most` pieces are unfinished. An exception of a finished piece is raised again."""
         while len(self._pending) > most:
             self._pending.popleft().result()
 
     # On the threads.
 
     def _pack(self, panels: kernels.PackedWeight, rows: RowsInFile, first: int, count: int, size: int) -> None:
-        """Read and prepack some panels.
+        """Read the rows of some panels, and prepack them.
 
         Args:
-            panels: All panels of the weight.
-            rows: Rows that they are made of.
-            first: First panel.
-            count: Panels at most.
-            size: Rows of a panel.
+            panels: The prepacked weight.
+            rows: All rows of the weight.
+            first: Number of the first panel.
+            count: Largest number of panels.
+            size: Number of rows in a panel.
         """
         if panels.gated:  # gates, and what they are multiplied with
             half, size = len(rows) // 2, size // 2
@@ -119,7 +130,7 @@ class BlockPacker:
         kernels.fill_panels(panels, first, self._read(stretches, rows.row_bytes))
 
     def _read(self, stretches: list[tuple[FilePart, int, int]], row_bytes: int) -> np.ndarray:
-        """Rows of parts, one after the other, in this thread's memory."""
+        """Read ranges of rows, each of one tensor, into this thread's buffer, one after the other."""
         if len(stretches) == 1 and stretches[0][0].head_order is None:
             return self._fetch(*stretches[0], row_bytes)
         count = sum(stop - start for _, start, stop in stretches)
@@ -136,7 +147,7 @@ class BlockPacker:
         return gathered
 
     def _fetch(self, part: FilePart, start: int, stop: int, row_bytes: int) -> np.ndarray:
-        """Rows as the file has them, until the thread's next call."""
+        """Read rows [start, stop) in the order of the file. They are valid until this thread's next call."""
         first, num_bytes = start * row_bytes, (stop - start) * row_bytes
         bounce = self._bounce.buffer(num_bytes)
         try:

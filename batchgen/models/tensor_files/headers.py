@@ -1,4 +1,7 @@
-"""The headers of safetensors files, read without weights or torch, and where a tensor of any file lies."""
+"""The headers of safetensors files, read without the weights, and the place of a tensor in a file.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ class TensorInfo:
 
     Attributes:
         path: Path of the file.
-        dtype: Dtype as the format spells it ("BF16", "Q4_1").
+        dtype: Dtype in the spelling of the file's format ("BF16", "Q4_1").
         shape: Shape, rows first.
-        offset: Bytes from the start of the file.
-        num_bytes: Bytes of the tensor.
-        version: The file's version as its header was read, which readers hold it to; None: any.
+        offset: Offset of the tensor from the start of the file, in bytes.
+        num_bytes: Size of the tensor, in bytes.
+        version: Version of the file when its header was read; reading fails if the file has changed. None: not checked.
     """
 
     path: Path
@@ -35,7 +38,11 @@ class TensorInfo:
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file. Raises InputError where the file is truncated or corrupt."""
+    """The tensors of one safetensors file, by name.
+
+    Raises:
+        InputError: The file cannot be read, or is truncated or corrupt.
+    """
     try:
         if not path.is_file():
             raise InputError(f"{path} is not a file: fetch it again")
@@ -56,7 +63,10 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _tensor_of(path: Path, entry: dict[str, Any], start: int, version: FileVersion) -> TensorInfo:
-    """A tensor by its entry in the header. start: where data begin. Raises what a wrong entry leads to."""
+    """The place of a tensor from its entry in a header. `start` is the offset of the data.
+
+    A wrong entry raises any error.
+    """
     shape = read_typed(tuple[int, ...], entry["shape"], "a shape")
     begin, end = read_typed(tuple[int, int], entry["data_offsets"], "data_offsets")
     if any(size < 0 for size in shape):

@@ -1,4 +1,4 @@
-"""Bytes and plain numbers of a tensor in a file, into memory that is there already."""
+"""Reading of the bytes or numbers of a tensor in a file into allocated memory."""
 
 from __future__ import annotations
 
@@ -27,14 +27,22 @@ _PIECE_BYTES, _READERS = 1 << 20, 4  # several threads read a tensor in pieces o
 
 
 def read_bytes(name: str, info: TensorInfo, start: int, count: int) -> bytearray:
-    """Bytes [start, start + count) of the tensor."""
+    """Bytes [start, start + count) of the tensor `name`, which is at `info` in a file.
+
+    Raises:
+        InputError: They cannot be read; the message names file and tensor.
+    """
     buffer = bytearray(count)
     read_into(name, info, start, memoryview(buffer))
     return buffer
 
 
 def read_into(name: str, info: TensorInfo, start: int, buffer: memoryview) -> None:
-    """Fill `buffer` with the tensor's bytes from `start` on. Raises InputError naming file and tensor."""
+    """Fill `buffer` with the bytes of the tensor `name` from byte `start` on.
+
+    Raises:
+        InputError: They cannot be read; the message names file and tensor.
+    """
     try:
         with Path(info.path).open("rb", buffering=0) as file:
             file.seek(info.offset + start)
@@ -50,19 +58,24 @@ def read_into(name: str, info: TensorInfo, start: int, buffer: memoryview) -> No
 
 
 def check_version(info: TensorInfo, *versions: FileVersion) -> None:
-    """Raise InputError where a file is not the one whose header was read, or was written to since.
+    """Raise InputError if a file has changed since its header was read. It is called after reading.
 
-    It is called after reading.
+    Args:
+        info: Place of a tensor in the file, with the file's version when its header was read.
+        versions: Versions of the file that was read, from its open descriptors.
     """
     if info.version is not None and any(version != info.version for version in versions):
         raise InputError(f"{info.path} was changed while it was read: run the same command again once it is whole")
 
 
 def read_by_threads(name: str, info: TensorInfo, buffer: memoryview) -> None:
-    """Fill `buffer` with the whole tensor, by several threads. Raises InputError naming file and tensor.
+    """Fill `buffer` with the whole tensor `name`, by several threads.
 
-    One thread alone neither keeps a disk busy nor copies at memory speed. What is in the page cache comes from there.
-    The rest goes around it, by direct I/O, and takes no memory for what is read once.
+    One thread neither keeps a disk busy nor copies at the speed of memory. Bytes in the page cache are copied from
+    there. Other bytes are read by direct I/O, so that weights that are read once do not fill the page cache.
+
+    Raises:
+        InputError: The tensor cannot be read; the message names file and tensor.
     """
     starts = range(0, len(buffer), _PIECE_BYTES)
     if len(starts) < 2:
@@ -85,31 +98,31 @@ def read_by_threads(name: str, info: TensorInfo, buffer: memoryview) -> None:
 
 
 class OfThread(threading.local):
-    """Memory of each thread's own."""
+    """Buffers for reading, one for each thread."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")
 
     def buffer(self, num_bytes: int) -> memoryview:
-        """Memory of this thread for `SharedFile.fetch`; what it held before is lost."""
+        """This thread's buffer, large enough for `SharedFile.fetch` of num_bytes bytes. Its former content is lost."""
         if len(self._memory) < num_bytes + ALIGNMENT:
             self._memory = direct_buffer(num_bytes)
         return self._memory
 
 
 def direct_buffer(num_bytes: int) -> memoryview:
-    """Memory in which `SharedFile.fetch` can put so many bytes, wherever in the file they begin."""
+    """Allocate a buffer that is large enough for `SharedFile.fetch` of num_bytes bytes at any offset."""
     return memoryview(aligned_buffer(num_bytes + ALIGNMENT))
 
 
 class SharedFile:
-    """A file, opened once, that several threads read.
+    """An open file that several threads may read at the same time.
 
-    What is in the page cache comes from there, the rest around it by direct I/O.
+    Bytes in the page cache are copied from there. Other bytes are read by direct I/O.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file. Raises OSError."""
+        """Open the file at `path`. Raises OSError."""
         self._file = Path(path).open("rb", buffering=0)  # noqa: SIM115 - closed by `close`
         try:
             self._direct = DirectFile(path)
@@ -126,7 +139,7 @@ class SharedFile:
         self.close()
 
     def versions(self) -> tuple[FileVersion, FileVersion]:
-        """The file's version as each of its two descriptors has it now. Raises OSError."""
+        """The current version of the file, once for each of the two open descriptors. Raises OSError."""
         return version_of(self._file.fileno()), self._direct.version()
 
     def close(self) -> None:
@@ -134,15 +147,19 @@ class SharedFile:
         self._file.close()
 
     def read(self, offset: int, buffer: memoryview, bounce: memoryview) -> bool:
-        """Fill the buffer from a byte of the file on. Raises OSError.
+        """Fill `buffer` with bytes of the file.
 
         Args:
-            offset: First byte.
+            offset: Offset of the first byte.
             buffer: Memory to fill.
-            bounce: Memory from `direct_buffer`, for as many bytes.
+            bounce: Result of `direct_buffer` for at least as many bytes.
 
         Returns:
-            False where this file system does neither, or the file ends too soon.
+            True if the buffer is filled. False if the file system supports neither way of reading, or the file is too
+                short.
+
+        Raises:
+            OSError: The file cannot be read.
         """
         cached = self._read_cached(offset, buffer)
         if cached is None:
@@ -156,15 +173,19 @@ class SharedFile:
         return True
 
     def fetch(self, offset: int, num_bytes: int, bounce: memoryview) -> memoryview | None:
-        """Bytes of the file, as a part of `bounce`. Raises OSError.
+        """Read bytes of the file into `bounce`.
 
         Args:
-            offset: First byte.
+            offset: Offset of the first byte.
             num_bytes: Number of bytes.
-            bounce: Memory from `direct_buffer`, for at least so many bytes.
+            bounce: Result of `direct_buffer` for at least as many bytes.
 
         Returns:
-            None where this file system does neither, or the file ends too soon.
+            The bytes, a part of `bounce`. None if the file system supports neither way of reading, or the file is too
+                short.
+
+        Raises:
+            OSError: The file cannot be read.
         """
         cached = self._read_cached(offset, bounce[:num_bytes])
         if cached is None:
@@ -186,7 +207,12 @@ class SharedFile:
         return bounce[skipped:stop]
 
     def _read_cached(self, offset: int, buffer: memoryview) -> bool | None:
-        """Fill the buffer from the page cache; False: that has not all of it. None: it cannot be asked."""
+        """Fill `buffer` from the page cache.
+
+        Returns:
+            True if it is filled. False if the page cache has only a part. None if the system does not support the
+                question.
+        """
         no_wait = getattr(os, "RWF_NOWAIT", None)
         if no_wait is None:
             return None
@@ -201,13 +227,20 @@ class SharedFile:
 
 
 def read_ahead(path: Path, start: int, stop: int) -> None:
-    """Begin to bring bytes of a file into the page cache while others are worked on, where the system can."""
+    """Start reading bytes [start, stop) of a file into the page cache, if the system supports this."""
     with contextlib.suppress(OSError), Path(path).open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
 
 
 def read_numbers(name: str, info: TensorInfo, out: Tensor, first: int = 0) -> None:
-    """Fill `out`, contiguous and of any float dtype, with a tensor's numbers from the `first` on."""
+    """Fill `out` with numbers of the tensor `name`, from number `first` on.
+
+    Args:
+        name: Name of the tensor, for messages.
+        info: Place of the tensor in a file.
+        out: Contiguous tensor of any float dtype.
+        first: Index of the first number, in the flattened tensor.
+    """
     stored = NUMBERS[info.dtype]
     start = first * stored.itemsize
     if stored == out.dtype:
@@ -221,7 +254,7 @@ def read_numbers(name: str, info: TensorInfo, out: Tensor, first: int = 0) -> No
 
 
 def read_rows(name: str, info: TensorInfo, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of a tensor as they are stored; numbers of 8 bits as bytes."""
+    """Rows [start, stop) of the tensor `name` in their stored dtype; FP8 numbers are returned as uint8."""
     values = torch.empty(stop - start, *info.shape[1:], dtype=_STORED[info.dtype])
     first = start * math.prod(info.shape[1:]) * values.itemsize
     read_into(name, info, first, memoryview(values.view(-1).view(torch.uint8).numpy()))
@@ -229,7 +262,14 @@ def read_rows(name: str, info: TensorInfo, start: int, stop: int) -> Tensor:
 
 
 def check_stored(name: str, info: TensorInfo, shape: tuple[int, ...], dtypes: tuple[str, ...] = tuple(NUMBERS)) -> None:
-    """Raise InputError unless a tensor of safetensors has this shape, one of these dtypes, and bytes that fit them."""
+    """Raise InputError unless a tensor of a safetensors file has a shape, one of some dtypes, and the size of both.
+
+    Args:
+        name: Name of the tensor, for messages.
+        info: Place of the tensor in the file.
+        shape: Shape that the tensor must have.
+        dtypes: Dtypes that it may have.
+    """
     where = f"tensor {name} in {info.path}"
     if info.shape != shape:
         raise InputError(f"{where} is {list(info.shape)}, its config asks for {list(shape)}")

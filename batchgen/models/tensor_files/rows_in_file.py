@@ -1,4 +1,4 @@
-"""Block-quantized rows that are still in a file: a matrix that is packed while it is read (`block_packer.py`)."""
+"""Block-quantized rows in files, which `block_packer.py` prepacks while it reads them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from batchgen.models.tensor_files.headers import TensorInfo
 
 @dataclass(frozen=True)
 class FilePart:
-    """A tensor of a file, whose rows are some of a matrix.
+    """A tensor of a file whose rows are some of the rows of a matrix.
 
     Attributes:
         name: Name of the tensor.
-        info: Its place.
-        rows: Number of its rows.
-        head_order: Place in the file of each row of a head, where rows are in another order within each head, as
-            llama.cpp's converter has q and k; None: they are in order.
+        info: Place of the tensor in the file.
+        rows: Number of rows of the tensor.
+        head_order: For each row of a head, its place in the file's rows of that head. llama.cpp's converter changes the
+            order of rows of queries and keys. None: rows are in order.
     """
 
     name: str
@@ -30,16 +30,19 @@ class FilePart:
 
     @property
     def head_dim(self) -> int:
-        """Rows that have to be read together."""
+        """Number of rows that have to be read together: those of a head if rows are not in order, otherwise one."""
         return len(self.head_order) if self.head_order else 1
 
     def rows_read(self, start: int, stop: int) -> tuple[int, int]:
-        """The rows of the file that have rows [start, stop): whole heads, where they are in another order."""
+        """The range of the file's rows that contains rows [start, stop).
+
+        If rows are not in order, the range has whole heads.
+        """
         unit = self.head_dim
         return start // unit * unit, -(-stop // unit) * unit
 
     def order(self, start: int, stop: int) -> np.ndarray | None:
-        """The place of each of rows [start, stop) among `rows_read`; None: as they lie."""
+        """For each of rows [start, stop), its place in the range `rows_read`; None: they are in order."""
         if self.head_order is None:
             return None
         heads, place = np.divmod(np.arange(start, stop), self.head_dim)
@@ -49,7 +52,12 @@ class FilePart:
 
 @dataclass(frozen=True)
 class RowsInFile:
-    """Rows of bytes, part after part: the `BlockWeight.data` of a matrix that is not read yet."""
+    """The rows of a matrix in one or several tensors of files: the data of a `BlockWeight` before it is read.
+
+    Attributes:
+        parts: Tensors with the rows, one after the other.
+        row_bytes: Bytes of a row.
+    """
 
     parts: tuple[FilePart, ...]
     row_bytes: int
@@ -66,13 +74,17 @@ class RowsInFile:
         return self.shape[0] * self.row_bytes
 
     def chunk(self, count: int) -> list[RowsInFile]:
-        """`count` matrices with the same number of whole parts each, as experts are."""
+        """Split the rows into `count` matrices with equal numbers of whole parts, one for each expert."""
         size = len(self.parts) // count
         assert size * count == len(self.parts)
         return [RowsInFile(self.parts[i * size : (i + 1) * size], self.row_bytes) for i in range(count)]
 
     def stretches(self, start: int, stop: int) -> Iterator[tuple[FilePart, int, int]]:
-        """Rows [start, stop) as rows of parts, in order."""
+        """The ranges of rows of tensors that make up rows [start, stop) of the matrix, in order.
+
+        Yields:
+            The tensor; its first row; the row after its last one.
+        """
         begin = 0
         for part in self.parts:
             first, last = max(start, begin), min(stop, begin + part.rows)

@@ -1,8 +1,8 @@
-"""A model's chat template: renders messages within limits into the text of a prompt, and checks that none is lost.
+"""The chat template of a model, which renders messages into a prompt; the prompt is checked to have them all.
 
-Templates come with models and are written against transformers, whose `apply_chat_template` gives the same texts.
-Beside it, content is given as a list of parts to templates that read it so, and a message whose text is not in the
-prompt is an error.
+Templates come with models and are written for transformers. The rendered text equals that of transformers'
+`apply_chat_template`, with two additions. A template that expects content as a list of parts gets it as parts. If the
+text of a message is not in the prompt, this is an error.
 """
 
 from __future__ import annotations
@@ -32,30 +32,35 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation that becomes a prompt."""
+    """A conversation that is rendered into a prompt.
+
+    Attributes:
+        messages: Messages of the conversation.
+        options: Options of the prompt.
+    """
 
     messages: Sequence[Any]
     options: ChatOptions = PLAIN_CHAT
 
     @property
     def continues(self) -> bool:
-        """True where the assistant's last message is continued."""
+        """True if the answer continues the assistant's last message."""
         return self.options.continue_final and ends_with_assistant(self.messages)
 
 
 def ends_with_assistant(messages: Sequence[Any]) -> bool:
-    """Tell whether the last message of a conversation is the assistant's."""
+    """Tell whether the last message of a conversation is from the assistant."""
     return bool(messages) and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant"
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template.
+    """The chat template of a model.
 
     Attributes:
-        text: The template.
-        special_tokens: Variables that it has of the tokenizer, such as `bos_token`.
-        limits: Limits of rendering one conversation.
+        text: Source of the template.
+        special_tokens: Variables of the tokenizer that the template gets, such as `bos_token`.
+        limits: Limits of time and memory for rendering one conversation.
     """
 
     text: str
@@ -64,7 +69,15 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, given: Any, special_tokens: Mapping[str, Any]) -> ChatTemplate:
-        """Take the template of a tokenizer, which may have several by name. Raises InputError where it has none."""
+        """The chat template of a tokenizer. If it has several by name, the default one is used.
+
+        Args:
+            given: Template, or templates by name, of a tokenizer.
+            special_tokens: Variables of the tokenizer, such as `bos_token`.
+
+        Raises:
+            InputError: The tokenizer has no template.
+        """
         text = given.get("default") if isinstance(given, dict) else given
         if not text:
             if given:
@@ -80,12 +93,12 @@ class ChatTemplate:
 
     @cached_property
     def roles(self) -> frozenset[str]:
-        """Roles that every template writes, and the texts that this one has in quotes."""
+        """Roles that every template knows, and all quoted texts in this template, which may be roles."""
         return frozenset(["system", "user", "assistant", *re.findall(r"""['"](\w+)['"]""", self.text)])
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The variables that it uses. Raises InputError where it is no template."""
+        """Names of the variables that the template uses. Raises InputError if the text is not a template."""
         try:
             return frozenset(self._template.use().variables)
         except TemplateSyntax as error:
@@ -95,11 +108,11 @@ class ChatTemplate:
 
     @property
     def reads_messages(self) -> bool:
-        """True where the messages decide what comes out at all."""
+        """True if the rendered text depends on the messages."""
         return "messages" in self.variables
 
     def check_variables(self, names: Mapping[str, Any]) -> None:
-        """Raises InputError for a variable that the template does not use, which would change nothing."""
+        """Raise InputError for a variable that the template does not use, and which would have no effect."""
         for name in names:
             if name not in self.variables:
                 known = sorted(
@@ -109,7 +122,11 @@ class ChatTemplate:
                 raise InputError(f"chat_template_kwargs: the model's chat template has no variable {name!r}: {has}")
 
     def render(self, chats: Sequence[Chat]) -> list[str | RowError]:
-        """The prompt of each conversation, or why it has none."""
+        """Render conversations.
+
+        Returns:
+            For each conversation its prompt, or the error that explains why it has none.
+        """
         given: list[Mapping[str, Any] | Exception] = []
         for chat in chats:
             try:
@@ -129,7 +146,7 @@ class ChatTemplate:
         return SafeTemplate("chats", self.text, self.limits)
 
     def _variables_of(self, chat: Chat) -> dict[str, Any]:
-        """Return what the template gets for a conversation. Raises RowError, InputError."""
+        """The variables that the template gets for a conversation. Raises RowError or InputError."""
         variables = chat.options.variables
         self.check_variables(variables)
         messages = [self._as_given(message) for message in chat.messages]
@@ -142,7 +159,7 @@ class ChatTemplate:
         return {**self.special_tokens, **variables, "add_generation_prompt": add_generation_prompt}
 
     def _as_given(self, message: Any) -> Any:
-        """A message as the template gets it: plain values, none of them null, and content in the form that it reads."""
+        """A message as the template gets it: plain JSON values without null, and content as text or as parts."""
         if not isinstance(message, Mapping):
             raise RowError("the model's chat template takes {role, content} objects: a message is none")
         plain = {name: _plain(value) for name, value in message.items() if value is not None}
@@ -160,9 +177,9 @@ class ChatTemplate:
 
     @cached_property
     def _taken(self) -> dict[str, str]:
-        """The form in which the template reads each role's content: "text" or "parts".
+        """The form in which the template expects the content of each role: "text", "parts" or "not at all".
 
-        "not at all" is that of a role whose content is in no prompt.
+        "not at all" means that the prompt never has the content of this role.
         """
         whole = [{"role": role, "content": _PROBES[role]} for role in ("system", "user", "assistant", "user")]
         if self._kept(whole, *_PROBES):
@@ -180,9 +197,9 @@ class ChatTemplate:
         return taken
 
     def _kept(self, messages: Sequence[Message], *roles: str) -> bool | None:
-        """True where the prompt has the text of those roles, and no parts as they are written in code.
+        """True if the prompt has the text of messages with some roles, and has no parts in Python notation.
 
-        None where the template refuses the messages.
+        None if the template rejects the messages.
         """
         (text,) = self._template.render([self._around(messages, add_generation_prompt=True)])
         if not isinstance(text, str):
@@ -192,7 +209,16 @@ class ChatTemplate:
         return all(_PROBES[role] in text for role in roles)
 
     def _checked(self, chat: Chat, variables: Mapping[str, Any] | Exception, text: str | Exception) -> str:
-        """The prompt, once it is found to have what the messages say. Raises RowError."""
+        """The rendered prompt of a conversation, after a check that it contains the texts of all messages.
+
+        Args:
+            chat: The conversation.
+            variables: Variables that the template got, or the error of making them.
+            text: The rendered text, or the error of rendering.
+
+        Raises:
+            RowError: There was an error, or the text of a message is not in the prompt.
+        """
         if isinstance(text, RowError):
             raise text
         if isinstance(text, Exception) or isinstance(variables, Exception):
@@ -212,12 +238,12 @@ class ChatTemplate:
 
 
 def _content(role: str, way: str) -> Any:
-    """Return the text of a role's probe, as it is or as parts."""
+    """The content of a test message of a role, as text or as parts."""
     return [{"type": "text", "text": _PROBES[role]}] if way == "parts" else _PROBES[role]
 
 
 def _texts(message: Message) -> Iterator[str]:
-    """Yield the texts of a message."""
+    """The texts of a message, one by one."""
     content = message.get("content")
     if isinstance(content, str):
         yield content
@@ -229,9 +255,13 @@ def _texts(message: Message) -> Iterator[str]:
 
 
 def _holds(prompt: str, text: str, left_out: bool) -> bool:
-    """Tell whether a prompt has a text: as it is but for blanks, which templates trim and fold, or as JSON.
+    """Tell whether a prompt contains a text, unchanged except for white space, or as JSON.
 
-    left_out: The template is known to write no such text: a short one, which stands in the prompt by accident, is none.
+    Args:
+        prompt: The prompt.
+        text: The text.
+        left_out: Whether the template is known to leave out this text. Then a short text counts as not contained,
+            because it may be in the prompt by accident.
     """
     if left_out and 0 < len(text.strip()) < _BY_ACCIDENT:
         return False
@@ -243,7 +273,7 @@ def _holds(prompt: str, text: str, left_out: bool) -> bool:
 
 
 def _with_end_mark(content: Any) -> Any:
-    """The content of a message with a mark behind its text. Raises RowError."""
+    """The content of a message, with a mark after its text. Raises RowError."""
     if isinstance(content, str):
         return content + _END_MARK
     parts = list(content) if isinstance(content, list) else []
@@ -255,7 +285,7 @@ def _with_end_mark(content: Any) -> Any:
 
 
 def _cut_at_end_mark(prompt: str, message: Message) -> str:
-    """The prompt up to the end of the message that is continued. Raises RowError."""
+    """The prompt up to the mark at the end of the message that is continued. Raises RowError."""
     at = prompt.rfind(_END_MARK.strip())
     last = list(itertools.islice(reversed(list(_texts(message))), 1))
     if at < 0 or not all(text.strip() in prompt for text in last):
@@ -269,7 +299,7 @@ def _cut_at_end_mark(prompt: str, message: Message) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as plain JSON types: templates are not to have objects with methods of their own."""
+    """A value as plain JSON types, so that a template cannot call methods of other objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):

@@ -1,8 +1,8 @@
-"""Pre-tokenizers of byte-level vocabularies in GGUFs: expressions that cut a text into words before pairs are merged.
+"""Pre-tokenizers of byte-level vocabularies in GGUFs: regular expressions that cut a text into words.
 
-A file states a name (`tokenizer.ggml.pre`), and llama.cpp knows what it means. Its expressions know categories of
-Unicode by their first letter alone; those here match the same, written for the expressions of Hugging Face's
-`tokenizers` (Oniguruma).
+Pairs are merged only within a word. A file states a name (`tokenizer.ggml.pre`), and llama.cpp has the expressions for
+each name. Its expressions know Unicode categories by their first letter only. The expressions here match the same
+texts. They are written for the engine of Hugging Face's `tokenizers` (Oniguruma).
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The cutting of texts by a byte-level vocabulary.
+    """The way in which a byte-level vocabulary cuts texts into words.
 
     Attributes:
-        splits: Expressions; each cuts what those before it have left into its matches and what lies between.
-        ignores_merges: Whether a word that is a token needs no merges.
-        begins_with_bos: Whether a text begins with BOS where the file does not say.
+        splits: Regular expressions, applied in order. Each cuts every piece into its matches and the texts between
+            them.
+        ignores_merges: Whether a word that is a token itself is not built by merges.
+        begins_with_bos: Whether a text begins with BOS if the file does not say it.
     """
 
     splits: tuple[str, ...]
@@ -37,7 +38,7 @@ _ANY_OR_MARK = r"[\p{L}\p{M}]"
 
 
 def _cased(upper: str, lower: str, short: str) -> str:
-    """Words in which a capital letter begins another one."""
+    """An expression for words in which a capital letter begins a new word."""
     return f"{_LEAD}{upper}*{lower}+{short}|{_LEAD}{upper}+{lower}*{short}"
 
 

@@ -1,8 +1,8 @@
-"""The tokenizer that a GGUF's key-value pairs describe, with the ids that llama.cpp would give.
+"""The tokenizer that a GGUF's key-value pairs describe. Its token ids equal those of llama.cpp.
 
-Two kinds of vocabulary are known, by `tokenizer.ggml.model`: "llama", SentencePiece's, in which of all neighbours those
-with the best score become one; and "gpt2", of bytes, in which pairs are merged in the order of a list. All others are
-refused.
+Two kinds of vocabulary are supported, by `tokenizer.ggml.model`. "llama" is SentencePiece's: the neighbours whose
+joined token has the best score are joined first. "gpt2" is a byte-level vocabulary, whose pairs are merged in the order
+of a list. Other kinds are refused.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Vocabulary:
     Attributes:
         pairs: Key-value pairs of the file.
         tokens: Texts of the tokens, by id.
-        kinds: Kind of each token, one of the numbers above or another.
-        is_sentencepiece: Whether it is SentencePiece's.
+        kinds: Kind of each token, by id, as a number of `tokenizer.ggml.token_type`.
+        is_sentencepiece: Whether the vocabulary is SentencePiece's.
         ids: Ids of the tokens, by text.
     """
 
@@ -57,35 +57,39 @@ class _Vocabulary:
             self.kinds[plain] = _NORMAL
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of `tokenizer.ggml.{key}`. Raises InputError for one that is not of that kind."""
+        """The value of `tokenizer.ggml.{key}`, or `default`. Raises InputError if the value is not of type `kind`."""
         return _get(self.pairs, key, kind, default)
 
     def array(self, key: str, *kinds: type) -> tuple[Any, ...] | None:
-        """The values of an array, each of one of these kinds; None: there is none. Raises InputError."""
+        """The values of the array `tokenizer.ggml.{key}`; None: there is none.
+
+        Raises:
+            InputError: A value is not of one of the types `kinds`.
+        """
         return _array(self.pairs, key, *kinds)
 
     def special_id(self, name: str) -> int | None:
-        """The id of a special token that the vocabulary has."""
+        """The id of a special token, such as "bos"; None: the vocabulary has none."""
         token_id = special_id(self.pairs, name)
         return token_id if token_id is not None and 0 <= token_id < len(self.tokens) else None
 
     @property
     def cut_out(self) -> Iterator[tuple[str, int]]:
-        """The tokens, with their kinds, that are found in a text before anything else is done to it."""
+        """The tokens, with their kinds, that are found in a text before it is tokenized otherwise."""
         for token, kind in zip(self.tokens, self.kinds, strict=True):
             if kind in _CUT_OUT:
                 yield token, kind
 
 
 def backend_of(pairs: Mapping[str, Any], model: models.Model | None = None) -> Backend:
-    """The tokenizer of a GGUF.
+    """Build the tokenizer of a GGUF.
 
     Args:
-        pairs: Key-value pairs (`header.read_gguf_vocabulary`).
-        model: Model in place of the one that the pairs describe.
+        pairs: Key-value pairs of the GGUF (`header.read_gguf_vocabulary`).
+        model: Model of `tokenizers` to use instead of the one that the pairs describe; or None.
 
     Raises:
-        InputError: It has none, or one whose ids would not be llama.cpp's.
+        InputError: The GGUF has no tokenizer, or one whose ids would differ from those of llama.cpp.
     """
     words = _vocabulary(pairs)
     if model is not None:
@@ -100,7 +104,7 @@ def backend_of(pairs: Mapping[str, Any], model: models.Model | None = None) -> B
 
 
 def names_of(pairs: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens of a GGUF by what transformers calls them: "bos_token" and so on."""
+    """The special tokens of a GGUF by their name in transformers, such as "bos_token"."""
     words = _vocabulary(pairs)
     ids = {attribute: words.special_id(name) for name, attribute in _NAMES.items()}
     return {attribute: words.tokens[i] for attribute, i in ids.items() if i is not None}
@@ -149,10 +153,10 @@ def _added(token: str, kind: int, of_phi3: bool) -> AddedToken:
 
 
 def _refuse_overlaps(tokens: list[str]) -> None:
-    """Raise InputError for tokens of which the first in a text may hide a longer one that begins in it.
+    """Raise InputError if one token may overlap the beginning of a longer one in a text.
 
-    llama.cpp cuts the longest token out of a text first, `tokenizers` the first in the text. Runs of one character are
-    cut alike.
+    llama.cpp finds the longest token in a text first, but `tokenizers` finds the leftmost one. For tokens that repeat
+    one character both give the same result.
     """
     by_begin: dict[str, list[str]] = {}
     for token in tokens:
@@ -166,7 +170,7 @@ def _refuse_overlaps(tokens: list[str]) -> None:
 
 
 def _around(words: _Vocabulary, begins_with_bos: bool) -> processors.PostProcessor:
-    """A post-processor that puts BOS before a text and EOS behind it, as the file says."""
+    """A post-processor that puts BOS before a text and EOS after it, if the file says so."""
     template, tokens = ["$A"], []
     for name, is_there in (
         ("bos", words.get("add_bos_token", bool, begins_with_bos)),
@@ -182,7 +186,11 @@ def _around(words: _Vocabulary, begins_with_bos: bool) -> processors.PostProcess
 
 
 def _byte_level(words: _Vocabulary) -> tuple[Backend, bool]:
-    """The tokenizer, and whether a text begins with BOS unless the file says otherwise."""
+    """Build the tokenizer of a byte-level vocabulary.
+
+    Returns:
+        The tokenizer; whether a text begins with BOS if the file does not say it.
+    """
     name = words.get("pre", str, "default")
     if name not in PRE_TOKENIZERS:
         raise InputError(f"tokenizer.ggml.pre {name!r} is not supported: {_USE_SAFETENSORS}")
@@ -197,7 +205,7 @@ def _byte_level(words: _Vocabulary) -> tuple[Backend, bool]:
 
 
 def _merges(words: _Vocabulary) -> Iterator[tuple[str, str]]:
-    """The pairs in order, each once."""
+    """The pairs of tokens to merge, in order and without repetitions."""
     seen = set()
     for line in words.array("merges", str) or ():
         at = line.find(" ", 1)
@@ -211,9 +219,9 @@ def _merges(words: _Vocabulary) -> Iterator[tuple[str, str]]:
 
 
 def _cutting(kind: PreTokenizer, words: _Vocabulary) -> pre_tokenizers.PreTokenizer:
-    """A pre-tokenizer that cuts texts into words of bytes.
+    """A pre-tokenizer that cuts texts into words, written as bytes.
 
-    Bytes that are no tokens are left out, and part what is around them.
+    Bytes that are not in the vocabulary are left out, and separate their neighbours.
     """
     missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - words.ids.keys())
     splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in kind.splits]
@@ -225,7 +233,11 @@ def _cutting(kind: PreTokenizer, words: _Vocabulary) -> pre_tokenizers.PreTokeni
 
 
 def _sentencepiece(words: _Vocabulary) -> tuple[Backend, bool]:
-    """The tokenizer of a SentencePiece vocabulary, and whether a text begins with BOS by default."""
+    """Build the tokenizer of a SentencePiece vocabulary.
+
+    Returns:
+        The tokenizer; whether a text begins with BOS if the file does not say it.
+    """
     scores = words.array("scores", float, int)
     if scores is None or len(scores) < len(words.tokens) or not all(map(math.isfinite, scores)):
         raise InputError("it has no score for each of its tokens (tokenizer.ggml.scores): fetch the file again")
@@ -249,11 +261,11 @@ def _sentencepiece(words: _Vocabulary) -> tuple[Backend, bool]:
 
 
 def _merges_by_score(words: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All pairs that make a token, the best score first.
+    """All pairs of tokens that can be joined to a token, the best score first.
 
-    Of pairs of one score llama.cpp takes the first in the text, and a list has no equals. In a run of one character,
-    where parts are never longer than those before them, the first has the longest parts, so these come first in the
-    list.
+    Of pairs with equal scores, llama.cpp joins the leftmost one in the text. A list of merges cannot express this. Only
+    tokens that repeat one character may have equal scores. In a run of that character the leftmost pair has the longest
+    parts, so pairs with longer parts come first in the list.
     """
     # Nothing of a text that is cut out before is ever put together, unless its spaces are spelled otherwise.
     whole = {token for token, _ in words.cut_out if SPACE not in token}
@@ -274,9 +286,9 @@ def _merges_by_score(words: _Vocabulary, scores: Sequence[float]) -> list[tuple[
 
 
 def _refuse_ties(pairs: list[tuple[float, int, int, str, str]]) -> None:
-    """Raise InputError for two tokens of one score of which one may begin within the other.
+    """Raise InputError if two tokens with equal scores may overlap in a text.
 
-    Runs of one character are allowed.
+    Tokens that repeat one character may.
     """
     by_score: dict[float, list[tuple[str, str]]] = {}
     for score, _, _, left, right in pairs:

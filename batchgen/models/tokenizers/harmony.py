@@ -1,7 +1,7 @@
-"""Harmony, the form of gpt-oss's answers: messages in channels.
+"""Harmony, the format of gpt-oss's output: messages in channels, which separate reasoning from the answer.
 
-An answer is `<|channel|>analysis<|message|>...<|end|>` and then `<|start|>assistant<|channel|>final...`. The channel
-"final" holds the answer; all others are how the model came to it.
+The output is `<|channel|>analysis<|message|>...<|end|>`, followed by `<|start|>assistant<|channel|>final...`. The
+answer is in the channel "final". All other channels are reasoning.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _ENDS = ("<|return|>", "<|call|>")  # they end an answer, and count as `<|end|>`
 
 @dataclass(frozen=True)
 class Harmony:
-    """Reads answers of one tokenizer.
+    """A reader of outputs in the Harmony format.
 
     Attributes:
-        tokenizer: The tokenizer.
-        marks: Token id -> the part of a message that it begins, or "end".
+        tokenizer: Tokenizer of the model.
+        marks: For the id of each special token of the format, the part of a message that begins after it, or "end".
     """
 
     tokenizer: Tokenizer
@@ -29,7 +29,7 @@ class Harmony:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Harmony | None:
-        """The reader for a tokenizer; None where that lacks the tokens that tell channels apart."""
+        """The reader for a tokenizer; None if its vocabulary lacks the special tokens of the format."""
         ids = {token: tokenizer.token_id(token) for token in (*_MARKS, *_ENDS)}
         if any(ids[token] is None for token in _MARKS):
             return None
@@ -37,18 +37,21 @@ class Harmony:
         return cls(tokenizer, {i: marks[token] for token, i in ids.items() if i is not None})
 
     def name_of(self, channel: Sequence[int]) -> str:
-        """Name of a channel, by the tokens before its message.
+        """The name of a channel, from the tokens between the channel mark and the message.
 
-        "final" may be followed by what the answer is bound to, such as "json".
+        After "final" there may be a constraint of the answer, such as "json", which is left out.
         """
         words = self.tokenizer.decode(channel).split()
         return words[0] if words else ""
 
     def read(self, token_ids: Sequence[int]) -> tuple[str, str] | None:
-        """The answer of a sample and the thoughts before it; None where no channel is named.
+        """Split the tokens of a sample into answer and reasoning.
 
         Args:
             token_ids: Tokens of the sample.
+
+        Returns:
+            The text of the answer and of the reasoning before it; None if the sample names no channel.
         """
         if "channel" not in map(self.marks.get, token_ids):
             return None
@@ -62,11 +65,11 @@ class Harmony:
 
 
 class _Reader:
-    """Goes through the tokens of a sample.
+    """The state of reading a sample token by token.
 
     Attributes:
-        number: Number of the message it is at; 0 for one that the prompt may have begun.
-        channel: Name of its channel.
+        number: Number of the current message. 0: the message that the prompt may have begun.
+        channel: Name of the current message's channel.
     """
 
     def __init__(self, harmony: Harmony) -> None:
@@ -76,7 +79,7 @@ class _Reader:
         self._header: list[int] = []
 
     def is_text(self, token_id: int) -> bool:
-        """True where the next token is one of the message's text."""
+        """Read the next token, and tell whether it is part of a message's text."""
         mark = self._harmony.marks.get(token_id)
         if mark == "message":
             self.number, self.channel = self.number + 1, self._harmony.name_of(self._header)
@@ -88,13 +91,17 @@ class _Reader:
 
 
 class AnswerStops:
-    """A `StopDetector` for the answer alone: a stop string may well stand in the thoughts before it."""
+    """A `StopDetector` that searches only the answer for stop strings, not the reasoning before it."""
 
     def __init__(self, harmony: Harmony, detector: StopDetector) -> None:
         self._reader, self._detector = _Reader(harmony), detector
 
     def push(self, token_id: int) -> str | None:
-        """Take a token. Returns the stop string that the answer holds now; None: none."""
+        """Add the next token of the sample.
+
+        Returns:
+            The stop string that is first in the answer; None: the answer has none.
+        """
         reader = self._reader
         # Without a named channel all is the answer.
         if reader.is_text(token_id) and (reader.number == 0 or reader.channel == "final"):
@@ -103,5 +110,5 @@ class AnswerStops:
 
     @property
     def text(self) -> str:
-        """The answer so far, up to the stop string if one was found."""
+        """The text of the answer so far, up to the stop string if there is one."""
         return self._detector.text

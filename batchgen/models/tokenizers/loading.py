@@ -1,4 +1,4 @@
-"""The tokenizer of a model: loaded from its files, taken out of a GGUF, or copied into a weight store."""
+"""Loading of a model's tokenizer from its files or its GGUF, and copying of it into a weight store."""
 
 from __future__ import annotations
 
@@ -34,12 +34,24 @@ _CONVERSION = 3  # version of the conversion: tokenizers in the cache that have 
 
 
 def load_tokenizer(files: ModelFiles, special_tokens: str = "parse") -> Tokenizer:
-    """The model's tokenizer; `special_tokens` as for `Tokenizer`. Raises InputError where it is missing or broken."""
+    """Load the tokenizer of a model.
+
+    Args:
+        files: Files of the model.
+        special_tokens: Meaning of the text of special tokens in prompts: "parse" or "text" (`Tokenizer`).
+
+    Raises:
+        InputError: The tokenizer is missing or broken.
+    """
     return Tokenizer(load_hf_tokenizer(files), special_tokens)
 
 
 def load_hf_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers has it. Raises InputError where it is missing or broken."""
+    """Load the tokenizer of a model as an object of transformers.
+
+    Raises:
+        InputError: The tokenizer is missing or broken.
+    """
     if files.kind == "gguf":
         return _load_from_gguf(files)
     directory = files.path / _STORE_FOLDER if files.kind == "store" else files.path
@@ -49,9 +61,13 @@ def load_hf_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(files: ModelFiles, store: Path) -> None:
-    """Put the model's tokenizer into a weight store, whole or not at all.
+    """Save the tokenizer of a model in a weight store, completely or not at all.
 
-    Does nothing where it is there already, or the model has none. Raises InputError where it is broken, OSError.
+    Nothing happens if the store has it already, or if the model has none.
+
+    Raises:
+        InputError: The tokenizer is broken.
+        OSError: The store cannot be written.
     """
     folder, scratch = store / _STORE_FOLDER, store / f"{_STORE_FOLDER}.tmp"
     if folder.exists():
@@ -74,7 +90,7 @@ def save_tokenizer(files: ModelFiles, store: Path) -> None:
 
 
 def _load(directory: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a directory: its tokenizer.json as it is, whatever class the other files name."""
+    """Load the tokenizer of a directory from its tokenizer.json, whatever class the other files name."""
     path = directory / "tokenizer.json"
     with _refusing(path if path.exists() else directory):
         if not path.exists():
@@ -89,7 +105,7 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
 
 
 def _with_names(backend: Backend, directory: Path) -> PreTrainedTokenizerFast:
-    """A tokenizer with the names of special tokens and the chat template that the files of a directory state."""
+    """A tokenizer with the names of its special tokens and the chat template that a directory's files state."""
     with _quiet_transformers():
         from transformers import PreTrainedTokenizerFast
 
@@ -109,7 +125,7 @@ def _empty() -> Backend:
 
 
 def _converted(directory: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of files that have to be converted."""
+    """The tokenizer of a directory without a tokenizer.json, converted from its other files."""
     if (directory / "tokenizer.model").exists():
         from batchgen.models.tokenizers.sentencepiece_model import convert_model
 
@@ -135,7 +151,10 @@ def _converted(directory: Path) -> PreTrainedTokenizerFast:
 
 
 def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
-    """The tokenizer in a GGUF. Making it needs seconds, so it is kept in the cache directory, by what the file says."""
+    """Load the tokenizer of a GGUF.
+
+    Building it takes seconds. So it is kept in the cache directory, under a digest of the file's key-value pairs.
+    """
     key = json_sha256([_CONVERSION, gguf_pairs_sha256(files.path)])
     cached = cache_dir() / "tokenizers" / key[:32]
     if all(is_trusted(path, "the kept tokenizer") for path in (cached, *cached.glob("*"))):
@@ -160,7 +179,7 @@ def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
 
 
 def _taken_out(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that a GGUF describes. Raises InputError."""
+    """Build the tokenizer that a GGUF describes. Raises InputError."""
     from batchgen.models.tokenizers.gguf_tokenizer import backend_of, names_of
 
     pairs = read_gguf_vocabulary(path)
@@ -179,7 +198,7 @@ def _taken_out(path: Path) -> PreTrainedTokenizerFast:
 
 
 def _save(hf: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write what `_load` reads. Raises OSError."""
+    """Write the files of a tokenizer that `_load` reads. Raises OSError."""
     with _quiet_transformers():
         hf.save_pretrained(str(directory))
     hf.backend_tokenizer.save(str(directory / "tokenizer.json"))
@@ -187,7 +206,7 @@ def _save(hf: PreTrainedTokenizerFast, directory: Path) -> None:
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Turn whatever is wrong with the files of a tokenizer into one line. Raises InputError."""
+    """Within a `with` block, turn any error of reading tokenizer files into an InputError with a one-line message."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -198,7 +217,7 @@ def _refusing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Nothing below an error is logged by transformers inside."""
+    """Within a `with` block, transformers logs only errors."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -209,7 +228,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error's text, or its kind."""
+    """The first line of an error's text; if it has no text, the name of its class."""
     if "trust_remote_code" in str(error):
         return "it needs Python code of the model's directory, which is never run: save it as a tokenizer.json"
     return reason_of(error)

@@ -1,6 +1,6 @@
-"""A tokenizer.model without a tokenizer.json beside it: SentencePiece's own file.
+"""The tokenizer of a directory that has a tokenizer.model (SentencePiece) and no tokenizer.json.
 
-The packages sentencepiece and protobuf read it.
+The packages sentencepiece and protobuf read the file.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ FETCH = "fetch the model's tokenizer.json"
 
 @dataclass(frozen=True)
 class Converted:
-    """A tokenizer that was a tokenizer.model.
+    """A tokenizer that was converted from a tokenizer.model.
 
     Attributes:
         backend: The tokenizer.
-        names: Its special tokens by what transformers calls them.
-        prepare: Changes a text before it is tokenized; None: nothing is changed.
+        names: Special tokens by their name in transformers, such as "bos_token".
+        prepare: Function that changes a text before it is tokenized; None: texts are not changed.
     """
 
     backend: Backend
@@ -40,15 +40,15 @@ class Converted:
 
 
 def convert_model(directory: Path, stated: dict[str, Any]) -> Converted:
-    """The tokenizer of a directory's tokenizer.model.
+    """Convert the tokenizer.model of a directory.
 
     Args:
-        directory: Directory, which may have added_tokens.json as well.
-        stated: Values of its tokenizer_config.json, or nothing.
+        directory: The directory, which may also have an added_tokens.json.
+        stated: Values of its tokenizer_config.json; empty if there is none.
 
     Raises:
-        InputError: A package is not installed, or the file is not understood.
-        OSError: It cannot be read.
+        InputError: A package is not installed, or the file is not supported.
+        OSError: A file cannot be read.
     """
     name = stated.get("tokenizer_class")
     if name is not None and not str(name).startswith(_CLASSES):
@@ -104,7 +104,7 @@ def _read(path: Path) -> Any:
 
 
 def _pairs(proto: Any, directory: Path, stated: dict[str, Any]) -> dict[str, Any]:
-    """The metadata that a GGUF of the model would have."""
+    """The tokenizer's values as the key-value pairs that a GGUF of the model would have."""
     tokens = [piece.piece for piece in proto.pieces]
     scores = [piece.score for piece in proto.pieces]
     kinds = [piece.type for piece in proto.pieces]
@@ -137,7 +137,7 @@ def _pairs(proto: Any, directory: Path, stated: dict[str, Any]) -> dict[str, Any
 
 
 def _added(directory: Path, stated: dict[str, Any]) -> dict[int, AddedToken]:
-    """The tokens that other files add to a model's, by id."""
+    """The tokens, by id, that other files of the directory add to the vocabulary."""
     added: dict[int, AddedToken] = {}
     path = directory / "added_tokens.json"
     more = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -149,7 +149,7 @@ def _added(directory: Path, stated: dict[str, Any]) -> dict[int, AddedToken]:
 
 
 def _cleaning(spec: Any) -> list[normalizers.Normalizer]:
-    """The normalizers that clean a text before its spaces are spelled otherwise."""
+    """The normalizers that clean a text before spaces are replaced."""
     steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))

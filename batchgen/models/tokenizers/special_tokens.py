@@ -1,8 +1,9 @@
-"""A model's special tokens in data as plain text: `<|im_start|>` in a row begins no message.
+"""Tokenizing of data in which the text of a special token, such as `<|im_start|>`, is plain text.
 
-The tokenizer is copied, and in the copy special tokens have secret names. The usual names in data are then text like
-any other, and all else of the tokenizer is as it was. A chat template writes the usual names, too: so those in messages
-are replaced before it is rendered, and put back after those that it wrote have become secret ones.
+A copy of the tokenizer gets secret names for its special tokens. So their usual names in data are plain text, and
+nothing else changes. A chat template writes the usual names, too. So usual names in messages are replaced by
+placeholders before the template renders them. Afterwards, the usual names that the template wrote become secret names,
+and placeholders become usual names.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _HIDDEN = re.compile(f"{_MARK}(\\d+){_MARK}")
 
 
 class SpecialTokensAsText:
-    """A tokenizer for data whose special tokens are text.
+    """A tokenizer for data in which the text of special tokens is plain text.
 
     Attributes:
-        backend: Encodes the data.
+        backend: Tokenizer with secret names of special tokens, which encodes the data.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -40,18 +41,18 @@ class SpecialTokensAsText:
         self._order = list(self._names)
 
     def hide(self, text: str) -> str:
-        """A message's text, for the chat template."""
+        """The text of a message for the chat template, with placeholders for the names of special tokens."""
         text = text.replace(_MARK, "\ufffd")
         return self._any.sub(lambda match: f"{_MARK}{self._order.index(match[0])}{_MARK}", text)
 
     def rendered(self, text: str) -> str:
-        """Text for `backend`, from what the template made of messages with hidden special tokens."""
+        """The text for `backend`, from the text that the chat template rendered from messages with placeholders."""
         text = self._any.sub(lambda match: self._names[match[0]], text)
         return _HIDDEN.sub(lambda match: self._order[int(match[1])], text)
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
-    """Special tokens that a model's vocabulary has as well."""
+    """Rename the special tokens that a model's own vocabulary has."""
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         model["vocab"] = {names.get(token, token): token_id for token, token_id in vocabulary.items()}

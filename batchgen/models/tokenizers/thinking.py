@@ -1,8 +1,8 @@
-"""Thoughts of a model between two tags before its answer: `<think>...</think>` of Qwen3, DeepSeek-R1 and others.
+"""The separation of reasoning from the answer, for models that reason between two tags.
 
-A text begins in thoughts where it begins with the first tag, or where the prompt has ended with it, as some chat
-templates do. They end at the second tag; without one, all of the text is thoughts. A tag anywhere else is part of an
-answer.
+Qwen3, DeepSeek-R1 and others write `<think>...</think>` before the answer. A sample begins with reasoning if its text
+begins with the first tag, or if its prompt ends with the first tag, as some chat templates make it. The reasoning ends
+at the second tag. Without a second tag, the whole text is reasoning. A tag in any other place is part of the answer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ _TAIL_TOKENS = 16  # the first tag and blanks behind it take no more tokens of a
 
 
 def gives_reasoning(model: str, sampling: SamplingParams) -> bool:
-    """True where the samples of a model may have thoughts beside their texts. Raises InputError.
+    """True if the samples of a model may have reasoning.
 
     Args:
-        model: The model, which is not loaded.
+        model: Name of the model, which is not loaded.
         sampling: Sampling parameters of the samples.
+
+    Raises:
+        InputError: The model's tokenizer is missing or broken.
     """
     files = resolve_model(model)
     return read_config(files).has_channels or Thinking.of(load_tokenizer(files), sampling.regex) is not None
@@ -35,11 +38,11 @@ def gives_reasoning(model: str, sampling: SamplingParams) -> bool:
 
 @dataclass(frozen=True)
 class Thinking:
-    """Tells thoughts from answers.
+    """The tags of a model around its reasoning.
 
     Attributes:
-        tokenizer: Tokenizer of the texts.
-        begin, end: Tags around thoughts.
+        tokenizer: Tokenizer of the model.
+        begin, end: The first and the second tag.
     """
 
     tokenizer: Tokenizer
@@ -48,15 +51,15 @@ class Thinking:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | NoText, regex: str | None = None) -> Thinking | None:
-        """The tags of a model that thinks.
+        """The tags of a model that reasons between tags.
 
         Args:
-            tokenizer: Tokenizer of the model. It has the tags as tokens, or its chat template writes them.
-            regex: Regular expression that texts have to match: one that spells the tags out has a model think that does
-                not by itself.
+            tokenizer: Tokenizer of the model. The model reasons if the vocabulary has the tags, or its chat template
+                writes them.
+            regex: Regular expression that texts have to match. If it contains both tags, the model reasons too.
 
         Returns:
-            None where nothing says that the model thinks.
+            The tags; None if nothing shows that the model reasons.
         """
         for begin, end in TAGS:
             have_tokens = None not in (tokenizer.token_id(begin), tokenizer.token_id(end))
@@ -67,12 +70,13 @@ class Thinking:
     def begins(
         self, prompt: Sequence[int], sampling: SamplingParams, continued: Sequence[Mapping[str, Any]] = ()
     ) -> bool:
-        """True where a sample begins in thoughts.
+        """True if a sample begins with reasoning.
 
         Args:
-            prompt: Tokens of its prompt.
-            sampling: Its parameters. Under a grammar that does not spell the second tag out, all of the text is answer.
-            continued: Messages of the prompt where the last of them is gone on with.
+            prompt: Tokens of the sample's prompt.
+            sampling: Sampling parameters of the sample. Under a grammar without the second tag, the whole text is the
+                answer.
+            continued: Messages of the prompt, if the sample continues the last message; otherwise empty.
         """
         if sampling.constrained and self.end not in _plain(sampling.regex):
             return False
@@ -83,14 +87,14 @@ class Thinking:
         return tail.rstrip().endswith(self.begin)
 
     def split(self, token_ids: Sequence[int], begun: bool) -> Split | None:
-        """The thoughts in a sample's tokens, and the answer.
+        """Split the tokens of a sample into reasoning and answer.
 
         Args:
-            token_ids: Tokens of the sample, without one that ended it.
-            begun: Whether the sample begins in thoughts (`begins`).
+            token_ids: Tokens of the sample, without a token that ended it.
+            begun: Whether the sample begins with reasoning (`begins`).
 
         Returns:
-            None where it is all answer.
+            The texts of both; None if the whole sample is the answer.
         """
         before, after = self._parted(token_ids)
         opened = before.lstrip().startswith(self.begin)
@@ -100,7 +104,7 @@ class Thinking:
         return Split(after.lstrip(), thoughts.strip())
 
     def _parted(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """The text before the second tag, and the text behind it."""
+        """The text before the second tag, and the text after it."""
         end = self.tokenizer.token_id(self.end)
         if end is not None and end in token_ids:
             at = list(token_ids).index(end)
@@ -109,7 +113,7 @@ class Thinking:
         return (before if found else self._text(token_ids)), after
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """The text, with the first tag even where that is a special token."""
+        """The text of tokens, with the first tag even if that is a special token."""
         text = self.tokenizer.decode(token_ids)
         first = self.tokenizer.token_id(self.begin)
         has_first = first in self.tokenizer.special_ids and first in token_ids[:2]
@@ -117,7 +121,7 @@ class Thinking:
 
 
 def _spells(regex: str | None, begin: str, end: str) -> bool:
-    """Tell whether a regular expression has both tags as they are, but for backslashes."""
+    """Tell whether a regular expression contains both tags, apart from backslashes."""
     return re.search(f"{re.escape(begin)}.*{re.escape(end)}", _plain(regex), re.DOTALL) is not None
 
 
@@ -128,14 +132,19 @@ def _plain(regex: str | None) -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """A sample's answer, and what was thought before it."""
+    """The texts of a sample.
+
+    Attributes:
+        answer: Text of the answer.
+        thoughts: Text of the reasoning before it.
+    """
 
     answer: str
     thoughts: str
 
 
 class ThoughtStops:
-    """A `StopDetector` for the answer alone: a stop string may well stand in the thoughts before it."""
+    """A `StopDetector` that searches only the answer for stop strings, not the reasoning before it."""
 
     def __init__(self, thinking: Thinking, begun: bool, detector: StopDetector) -> None:
         self._thinking, self._detector = thinking, detector
@@ -143,7 +152,11 @@ class ThoughtStops:
         self._undecided: list[int] | None = None if begun else []  # tokens that may be the beginning of thoughts
 
     def push(self, token_id: int) -> str | None:
-        """Take a token. Returns the stop string that the answer holds now; None: none."""
+        """Add the next token of the sample.
+
+        Returns:
+            The stop string that is first in the answer; None: the answer has none.
+        """
         if self._undecided is not None:
             return self._decide([*self._undecided, token_id])
         if self._end is None:
@@ -153,7 +166,7 @@ class ThoughtStops:
         return None
 
     def _decide(self, token_ids: list[int]) -> str | None:
-        """Find out whether the sample begins with thoughts, as soon as its first tokens tell."""
+        """Find out whether the sample begins with reasoning, when there are enough tokens to decide it."""
         tokenizer, begin = self._thinking.tokenizer, self._thinking.begin
         text = tokenizer.decode(token_ids, skip_special_tokens=False).lstrip()
         if text.startswith(begin):
@@ -168,5 +181,5 @@ class ThoughtStops:
 
     @property
     def text(self) -> str:
-        """The answer so far, up to the stop string if one was found."""
+        """The text of the answer so far, up to the stop string if there is one."""
         return self._detector.text

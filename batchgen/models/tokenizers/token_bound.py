@@ -1,6 +1,7 @@
-"""A lower bound of a text's tokens, known without tokenizing it: no token stands for more bytes than the longest one.
+"""A lower bound of the number of a text's tokens, without tokenizing it.
 
-The steps of a tokenizer are known by name; of a tokenizer with any other step nothing is said.
+The bound is the text's bytes divided by the bytes of the longest token. It is computed only for tokenizers whose steps
+are all known.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _SPACES = [chr(code) for code in range(sys.maxunicode + 1) if chr(code).isspace(
 
 
 class TokenBound:
-    """The bound of one tokenizer."""
+    """The lower bound of the number of tokens, for one tokenizer."""
 
     def __init__(self, state: dict[str, Any]) -> None:
-        """Take the tokenizer as Hugging Face's `tokenizers` writes it, as JSON values."""
+        """Read a tokenizer's state: the JSON values that Hugging Face's `tokenizers` writes."""
         added = state.get("added_tokens") or []
         longest = _longest(state, [token["content"] for token in added])
         # Some tokens take the spaces around them as well, however many.
@@ -31,7 +32,7 @@ class TokenBound:
         self._bytes_per_token = longest * shrinks if longest and shrinks and cuts else 0
 
     def least(self, text: str) -> int:
-        """The least number of tokens that a text may have; 0: nothing is known."""
+        """The least number of tokens that a text may have. 0: no bound is known."""
         if not self._bytes_per_token:
             return 0
         size = len(text.encode("utf-8", "replace"))
@@ -41,9 +42,9 @@ class TokenBound:
 
 
 def _longest(state: dict[str, Any], added: Iterable[str]) -> int:
-    """The most bytes that a token stands for.
+    """The largest number of a text's bytes that one token stands for.
 
-    0: there is no such number, as characters that the vocabulary lacks may vanish.
+    0: there is no bound, because characters that are not in the vocabulary may be dropped.
     """
     model = state["model"]
     vocabulary = model["vocab"]
@@ -65,7 +66,7 @@ def _longest(state: dict[str, Any], added: Iterable[str]) -> int:
 
 
 def _byte_characters() -> list[str]:
-    """The characters that byte-level vocabularies write for bytes: visible ones as they are, else the next free one."""
+    """The characters by which byte-level vocabularies write the bytes that occur in UTF-8."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in seen]
     written = {byte: chr(byte) for byte in seen} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
@@ -73,7 +74,7 @@ def _byte_characters() -> list[str]:
 
 
 def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """The steps of a sequence of normalizers or pre-tokenizers, sequences within it too."""
+    """The steps of a sequence of normalizers or pre-tokenizers; nested sequences are flattened."""
     if part is None:
         return []
     if part.get("type") != "Sequence":
@@ -82,7 +83,7 @@ def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 
 
 def _shrinks(normalizer: dict[str, Any] | None) -> int:
-    """Times that a text may become shorter; 0: any number."""
+    """The factor by which a normalizer may shorten a text. 0: there is no bound."""
     times = 1
     for step in _steps(normalizer, "normalizers"):
         kind = step.get("type")

@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the model's own tokenizer and chat template."""
+"""The tokenizer of a model: text to tokens, conversations to prompts, tokens to text."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ PREPARE = "batchgen_prepare"
 
 
 class Tokenizer:
-    """A model's tokenizer. Encoding and decoding change nothing in it: threads may share one."""
+    """The tokenizer and chat template of a model. Its methods do not change it, so threads may share it."""
 
     def __init__(self, hf: PreTrainedTokenizerFast, special_tokens: str = "parse") -> None:
-        """Take transformers' tokenizer.
+        """Wrap a tokenizer of transformers.
 
         Args:
             hf: The tokenizer.
-            special_tokens: Meaning of special tokens in prompts and messages: "parse": they are tokens, "text": text
-                like any other.
+            special_tokens: Meaning of the text of a special token in prompts and messages. "parse": it is the special
+                token. "text": it is text like any other.
         """
         self._hf = hf
         self._backend = hf.backend_tokenizer
@@ -58,35 +58,47 @@ class Tokenizer:
 
     @property
     def hf(self) -> PreTrainedTokenizerFast:
-        """Transformers' tokenizer, for those who need more of it; nothing may be changed in it."""
+        """The wrapped tokenizer of transformers. It must not be changed."""
         return self._hf
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """The tokens of each text, with the special tokens the model expects around a prompt or without."""
+        """The token ids of each text.
+
+        Args:
+            texts: The texts.
+            add_special_tokens: Whether the special tokens that the model expects around a prompt are added.
+        """
         return self._encode(texts, add_special_tokens)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], options: ChatOptions = PLAIN_CHAT) -> list[int]:
-        """The tokens of a conversation, up to where the assistant's answer begins, or goes on.
+        """The token ids of a conversation, rendered by the chat template up to the assistant's answer.
 
         Args:
-            messages: `[{"role": ..., "content": ...}, ...]`.
-            options: Options of the prompt.
+            messages: Messages `[{"role": ..., "content": ...}, ...]`.
+            options: Options of the prompt, such as continuing the last message.
 
         Raises:
-            RowError: The model's chat template refuses them, or leaves some of their text out.
-            InputError: It has none.
+            RowError: The chat template rejects the messages, or leaves out some of their text.
+            InputError: The model has no chat template.
         """
         return self._encode([self.render_chat(messages, options)], add_special_tokens=False)[0]
 
     def render_chat(self, messages: Sequence[dict[str, Any]], options: ChatOptions = PLAIN_CHAT) -> str:
-        """The text whose tokens `encode_chat` gives, with all special tokens written out, for this tokenizer only."""
+        """The text of a conversation's prompt, with its special tokens, whose tokens `encode_chat` returns.
+
+        Other tokenizers may tokenize this text in another way.
+        """
         (text,) = self.render_chats([Chat(messages, options)])
         if isinstance(text, RowError):
             raise text
         return text
 
     def render_chats(self, chats: Sequence[Chat]) -> list[str | RowError]:
-        """The texts of many conversations, rendered together. Raises InputError where there is no template."""
+        """The texts of the prompts of many conversations, or the error of a conversation that has none.
+
+        Raises:
+            InputError: The model has no chat template.
+        """
         template = self.chat_template
         refused = [self._unknown_role(chat.messages) for chat in chats]
         known = [
@@ -102,11 +114,14 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The model's chat template. Raises InputError where it has none."""
+        """The model's chat template. Raises InputError if it has none."""
         return ChatTemplate.of(self._hf.chat_template, self._hf.special_tokens_map)
 
     def _unknown_role(self, messages: Sequence[dict[str, Any]]) -> RowError | None:
-        """The error for a role that the chat template does not know, which it would write as it is, or leave out."""
+        """The error for a message whose role the chat template does not know; or None.
+
+        The template would write such a role unchanged, or leave the message out.
+        """
         for number, message in enumerate(messages, 1):
             role = message.get("role") if isinstance(message, dict) else None
             if isinstance(role, str) and role not in self.chat_template.roles and role != "developer":
@@ -117,7 +132,10 @@ class Tokenizer:
         return None
 
     def _as_given(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message as the template gets it: OpenAI's developer is the system where the template has no such role."""
+        """A message as the chat template gets it.
+
+        Role "developer" becomes "system" if the template does not know it.
+        """
         if not isinstance(message, dict):
             return message
         if message.get("role") == "developer" and "developer" not in self.chat_template.roles:
@@ -127,25 +145,30 @@ class Tokenizer:
         return message
 
     def writes_in_chats(self, text: str) -> bool:
-        """Tell whether the model's chat template has this text."""
+        """Tell whether the source of the model's chat template contains this text."""
         given = self._hf.chat_template or ""
         return any(text in template for template in (given.values() if isinstance(given, dict) else [given]))
 
     @property
     def reads_messages(self) -> bool:
-        """True where prompts depend on messages at all, and where there is no chat template."""
+        """True if prompts depend on the messages, or if the model has no chat template."""
         return not self._hf.chat_template or self.chat_template.reads_messages
 
     def require_chat_template(self, options: ChatOptions = PLAIN_CHAT) -> None:
-        """Raises InputError where the model has no chat template, or one without these variables."""
+        """Raise InputError if the model has no chat template, or one that does not use a variable of `options`."""
         self.chat_template.check_variables(options.variables)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of the tokens; incomplete characters become U+FFFD."""
+        """The text of tokens. Incomplete UTF-8 characters become U+FFFD.
+
+        Args:
+            token_ids: The tokens.
+            skip_special_tokens: Whether special tokens are left out of the text.
+        """
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token as it would stand in the middle of a text."""
+        """The text that one token has in the middle of a text."""
         if token_id not in self._token_texts:
             # Alone, the token would lose its leading space in vocabularies that treat the first word apart.
             text = self.decode([*self._anchor, token_id], skip_special_tokens=False)
@@ -153,26 +176,26 @@ class Tokenizer:
         return self._token_texts[token_id]
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary writes it; None: it has none."""
+        """The id of a token in the spelling of the vocabulary; None: the vocabulary does not have it."""
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
     def stop_detector(self, stop: Sequence[str]) -> StopDetector:
-        """A detector of these stop strings for one sample."""
+        """A detector of stop strings in the text of one sample."""
         return StopDetector(self, stop)
 
     def to_json(self) -> str:
-        """JSON that Hugging Face's `tokenizers` writes and reads."""
+        """The tokenizer as JSON text of Hugging Face's `tokenizers`."""
         return self._backend.to_str()
 
     def identity(self) -> str:
-        """sha256 over everything that decides how text becomes tokens, and the chat template."""
+        """sha256 of everything that determines how text becomes tokens, and of the chat template."""
         template = json.dumps(self._hf.chat_template, sort_keys=True)
         mode = "special tokens as text" if self._as_text else ""
         return hashlib.sha256((self.to_json() + template + mode).encode()).hexdigest()
 
     def least_tokens(self, text: str) -> int:
-        """The least number of tokens of a text; 0: nothing is known without tokenizing it, or it is soon done."""
+        """A lower bound of the number of a text's tokens. 0: no bound is known, or tokenizing the text is quick."""
         return self._bound.least(text) if len(text) > _SHORT else 0
 
     @cached_property
@@ -180,7 +203,7 @@ class Tokenizer:
         return TokenBound(json.loads(self._encoder.to_str()))
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """The tokens of each text, of no more texts at once than memory is free for."""
+        """The token ids of each text. The number of texts that are tokenized at once depends on the free memory."""
         encoded: list[list[int]] = []
         group: list[str] = []
         length = 0
@@ -203,7 +226,7 @@ class Tokenizer:
 
 
 class NoText:
-    """In place of a tokenizer where prompts are token ids and nobody reads what comes out."""
+    """A placeholder for the tokenizer of a job whose prompts are token ids and whose results are not decoded."""
 
     eos_token_ids = ()
     begin_token_id = None
@@ -224,10 +247,10 @@ class NoText:
 
 
 class StopDetector:
-    """Watches one sample's tokens for stop strings, across tokens and within them.
+    """The search for stop strings in the text of one sample, within tokens and across them.
 
-    Each token costs a decode of the last few, as many as the longest stop string has bytes and a margin;
-    only when they hold a stop string is the whole sample decoded.
+    For each token the last few tokens are decoded: as many as the longest stop string has bytes, and a margin. If their
+    text has a stop string, the whole sample is decoded.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
@@ -242,7 +265,11 @@ class StopDetector:
         self._window = max((len(s.encode("utf-8", "replace")) for s in self._stop), default=0) + 4
 
     def push(self, token_id: int) -> str | None:
-        """Take a token. Returns the stop string that the text holds now, the earliest one; None: none."""
+        """Add the next token of the sample.
+
+        Returns:
+            The stop string that is first in the sample's text; None: the text has none.
+        """
         if token_id in self._tokenizer.special_ids:
             return self._special.get(token_id)
         ids = self._token_ids
@@ -263,5 +290,5 @@ class StopDetector:
 
     @property
     def text(self) -> str:
-        """The sample's text so far, up to the stop string if one was found."""
+        """The text of the sample so far, up to the stop string if there is one."""
         return self._tokenizer.decode(self._token_ids)[: self._end]

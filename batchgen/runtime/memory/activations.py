@@ -29,13 +29,16 @@ class Activations:
         delegated_seqs: int,
         deferred_seqs: int = 0,
     ) -> None:
-        """Makes the buffers.
+        """Make the buffers.
 
         Args:
-            batches_on_host: micro-batches, the last ones, whose activations wait in host memory between layers.
-            batch_tokens: most tokens of a micro-batch.
-            delegated_seqs: most sequences of a micro-batch that the CPU attends to; 0: it attends to none.
-            deferred_seqs: most sequences in flight whose attention is deferred.
+            config: Configuration of the model.
+            dtype: Compute dtype.
+            arenas: Memory by tier.
+            batches_on_host: Micro-batches, the last ones, whose activations wait in host memory between layers.
+            batch_tokens: Most tokens of a micro-batch.
+            delegated_seqs: Most sequences of a micro-batch that the CPU attends to; 0: it attends to none.
+            deferred_seqs: Most sequences in flight whose attention is deferred.
         """
         self.batches_on_host = batches_on_host
         host, device = arenas["cpu"].memory, arenas["gpu"].memory

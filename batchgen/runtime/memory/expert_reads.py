@@ -54,12 +54,17 @@ class ExpertReads:
     """
 
     def __init__(self, stretches: Sequence[Stretch], num_experts: int) -> None:
-        """stretches: of a layer with experts, all that is on disk of it."""
+        """Begin a reading of which nothing has been asked for.
+
+        Args:
+            stretches: All that is on disk of a layer with experts.
+            num_experts: Experts of the layer.
+        """
         self._stretches, self._num_experts = stretches, num_experts
         self._held = np.zeros(max(stretch.stop for stretch in stretches) // ALIGNMENT, dtype=bool)
 
     def dense(self) -> list[Piece]:
-        """Pieces to read of all tensors that are not an expert's."""
+        """Pieces to read of all tensors but the experts'."""
         wanted = [
             (stretch.place_of(tensor.offset), tensor.num_bytes)
             for stretch in self._stretches

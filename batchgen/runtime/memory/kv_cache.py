@@ -78,10 +78,15 @@ def kv_shape(config: ModelConfig, kv_block_size: int, kv_format: str) -> KVShape
 
 @dataclass(frozen=True)
 class Moves:
-    """A Staging's indices as tensors, made once per sweep and used by every layer.
+    """The indices of a `Staging` as tensors, made once per sweep and used by every layer.
 
-    new_rows, host_rows: rows of K and V of new tokens, in the staging buffer and in the host's pool.
-    dirty: staging blocks that go to disk; writes: the same as runs, `staged` counting these.
+    Attributes:
+        staging: The staging.
+        host_blocks: Blocks of the host's pool to bring, int64.
+        new_rows: Rows of K and V of new tokens in the staging buffer, int64.
+        host_rows: Their rows in the host's pool, int64.
+        dirty: Staging blocks that go to disk, int64.
+        writes: Runs of the dirty blocks, which `staged` counts.
     """
 
     staging: Staging
@@ -171,11 +176,11 @@ class KVCache:
 
     @property
     def disk_bytes(self) -> int:
-        """Size of the file."""
+        """Bytes of the file."""
         return self._layers * self._num_disk_blocks * self.shape.disk_block_bytes
 
     def prepare(self, staging: Staging, device: torch.device = ops.CPU) -> Moves:
-        """device: what computes, and copies rows that are not neighbours."""
+        """The moves of a staging, with indices on the device that copies rows which are not neighbours."""
         shape = self.shape
         behind = shape.kv_heads * shape.kv_block_size  # V's rows lie this far behind K's
 
@@ -201,7 +206,7 @@ class KVCache:
         return self._staging[slot]
 
     def read(self, layer: int, slot: int, moves: Moves) -> None:
-        """History from disk into host memory. Raises BatchgenError."""
+        """Read KV of earlier sweeps from disk into host memory. Raises BatchgenError."""
         staging, raw = moves.staging, self._reads[slot]
         first = 0 if self._in_place else staging.disk_start
         self._transfer("read", layer, raw, staging.reads, first)
@@ -209,7 +214,7 @@ class KVCache:
             self._unpad(self._staging[slot][staging.disk_start : staging.disk_stop], raw)
 
     def load(self, layer: int, slot: int, moves: Moves) -> None:
-        """History from host memory into the accelerator's."""
+        """Copy KV of earlier sweeps from host memory to the accelerator."""
         staging, target, h2d = moves.staging, self._staging[slot], self._tiers.h2d
         if len(moves.host_blocks):
             h2d.gather(target[: len(moves.host_blocks)], self.pools["cpu"][layer], moves.host_blocks)
@@ -219,7 +224,7 @@ class KVCache:
             self._copy_blocks(h2d, part.view(torch.uint8).view(len(part), -1), raw, self._passing[0])
 
     def store(self, layer: int, slot: int, moves: Moves) -> None:
-        """New KV from the accelerator's memory into the host's: for good, or on its way to disk."""
+        """Copy new KV from the accelerator to host memory, for good or on its way to disk."""
         source, d2h = self._staging[slot], self._tiers.d2h
         assert self._passing[1] is not None, "there is no staging buffer"
         gathered, padded = self._passing[1].chunk(2)
@@ -240,7 +245,7 @@ class KVCache:
                 self._copy_blocks(d2h, target, _gathered(blocks, dirty, gathered), padded)
 
     def write(self, layer: int, slot: int, moves: Moves) -> None:
-        """New KV to disk, in whole blocks. Raises BatchgenError."""
+        """Write new KV to disk, in whole blocks. Raises BatchgenError."""
         raw = self._writes[slot]
         if self._in_place:
             self._transfer("write", layer, raw, moves.staging.writes)
@@ -251,7 +256,7 @@ class KVCache:
         self._transfer("write", layer, raw, moves.writes)
 
     def prefault(self, most_bytes: int) -> None:
-        """Begins to have the pages of the pool that attention reads in place provided. most_bytes: of all layers."""
+        """Begin to have pages provided for the pool that attention reads in place. most_bytes: bytes of all layers."""
         if pool := self.pools.get(self._tiers.compute_tier):
             self._prefault = Prefault(pool, most_bytes)
 
@@ -274,7 +279,7 @@ class KVCache:
         return bool(self._reads) and self._reads is self._writes
 
     def _copy_blocks(self, link: Link, target: Tensor, source: Tensor, passing: Tensor | None) -> None:
-        """Between a staging buffer's blocks and the disk's buffers."""
+        """Copy between a staging buffer's blocks and the disk's buffers."""
         if self.shape.block_bytes == self.shape.disk_block_bytes:
             link.copy(target, source)
         else:
@@ -285,7 +290,15 @@ class KVCache:
         target.view(torch.uint8).view(len(target), -1).copy_(raw[: len(target), : self.shape.block_bytes])
 
     def _transfer(self, verb: str, layer: int, raw: Tensor, runs: Sequence[Run], first: int = 0) -> None:
-        """first: the block of `staged` numbers that `raw` begins with."""
+        """Read or write runs of blocks of a layer.
+
+        Args:
+            verb: "read" or "write".
+            layer: The layer.
+            raw: Buffer in host memory, uint8 [blocks, bytes].
+            runs: Runs of blocks.
+            first: Block of their `staged` numbers that the buffer begins with.
+        """
         stride = self.shape.disk_block_bytes
         start, buffer = layer * self._num_disk_blocks, as_buffer(raw)
         extents = [
@@ -305,7 +318,7 @@ class KVCache:
             ) from error
 
     def _make_file(self, offload_dir: Path) -> DirectFile:
-        """A file without a name: nothing of it is left however the process ends."""
+        """Make a file without a name: nothing of it is left however the process ends."""
         try:
             return DirectFile(offload_dir, size_bytes=self.disk_bytes)
         except OSError as error:
@@ -316,7 +329,7 @@ class KVCache:
 
 
 def _gathered(source: Tensor, index: Tensor, memory: Tensor) -> Tensor:
-    """source[index[i]], along the first of two dimensions, in memory that is there. memory: uint8."""
+    """source[index[i]], along the first of two dimensions, in uint8 memory that is there."""
     width = source.shape[1]
     found = memory[: len(index) * width * source.element_size()].view(source.dtype).view(len(index), width)
     return torch.index_select(source, 0, index, out=found)

@@ -47,14 +47,19 @@ class Prefault:
     """
 
     def __init__(self, pools: Sequence[Tensor], most_bytes: int) -> None:
-        """most_bytes: of all pools together."""
+        """Start the thread.
+
+        Args:
+            pools: Pools of one size.
+            most_bytes: Most bytes to have provided, of all pools together.
+        """
         self._ranges = [(pool.data_ptr(), min(pool.nbytes, most_bytes // len(pools))) for pool in pools]
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batchgen-prefault", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Returns when no page is asked for any more: pools may be given back."""
+        """Return when no page is asked for any more: pools may be freed."""
         self._closed.set()
         self._thread.join()
 
@@ -76,7 +81,7 @@ class Memory(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """The tensor there; itself, if it is there already."""
+        """The tensor in this memory: itself, if it is there already."""
         ...
 
     def close(self) -> None: ...
@@ -98,14 +103,20 @@ class Arena:
     """One tier's memory. Invariant: what is allocated never exceeds the budget."""
 
     def __init__(self, flag: str, budget_bytes: int | None = None, memory: Memory | None = None) -> None:
-        """flag: that sets the budget, for the error. budget_bytes: None, only counts. memory: None, the host's."""
+        """Start with nothing allocated.
+
+        Args:
+            flag: Option that sets the budget, for the error.
+            budget_bytes: The budget; None: memory is only counted.
+            memory: Memory that tensors are in; None: the host's.
+        """
         self.flag, self.budget_bytes = flag, budget_bytes
         self.memory = memory or HostMemory()
         self.allocated_bytes = 0
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int, what: str) -> None:
-        """Counts memory that is held from now on. Raises BatchgenError where it does not fit."""
+        """Count memory that is held from now on. Raises BatchgenError where it does not fit."""
         with self._lock:
             if self.budget_bytes is not None and self.allocated_bytes + num_bytes > self.budget_bytes:
                 raise BatchgenError(
@@ -116,7 +127,7 @@ class Arena:
             self.allocated_bytes += num_bytes
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
-        """Zeros of the tier, untouched. Raises BatchgenError where they do not fit."""
+        """Zeros in the tier's memory, untouched. Raises BatchgenError where they do not fit."""
         self.take(math.prod(shape) * dtype.itemsize, what)
         return self.memory.zeros(shape, dtype)
 
@@ -146,17 +157,19 @@ class Link:
         What lies between the host's rows may be copied too, in both directions.
 
         Args:
-            passing: a uint8 buffer of the accelerator for at least one row of the host's side with the gap after it; in
+            target: Rows to fill.
+            source: Rows to copy.
+            passing: A uint8 buffer of the accelerator for at least one row of the host's side with the gap after it; in
                 use until the copy is done.
         """
         self.copy(target, source)
 
     def bring(self, source: Tensor) -> Tensor:
-        """Copy what the host has, which may change at once, for a Step of `compute`."""
+        """Copy a tensor of the host, which may change at once, for a Step of `compute`."""
         return self.copy(torch.empty_like(source, memory_format=torch.contiguous_format), source)
 
     def borrow(self, tensor: Tensor) -> None:
-        """Work of this link reads a tensor that belongs to the compute lane."""
+        """Note that work of this link reads a tensor that belongs to the compute lane."""
 
     def gather(self, target: Tensor, source: Tensor, index: Tensor) -> None:
         """target[i] = source[index[i]], along the first dimension."""
