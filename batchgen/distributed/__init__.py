@@ -1,1 +1,1 @@
-"""Several processes that run one model: how they are started, find and follow one another, and end together."""
+"""Several processes (ranks) that run one model: how they start, connect, exchange tensors, and end together."""

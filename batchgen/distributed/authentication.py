@@ -1,11 +1,11 @@
-"""Mutual proof of two ranks that they belong to one job, before either reads anything else of the other.
+"""Mutual authentication of two ranks of one job, before either reads anything else from the other.
 
-Both know a secret. Each sends a fresh random number, and each answers with an HMAC-SHA256 of both numbers, of who calls
-whom for what, and of the address that was called. So nothing that was recorded can be played again, no answer can be
-sent back to the one who gave it, and nobody can stand between two ranks at another address and pass on what they say.
-The caller proves itself first: a stranger who calls learns nothing that he could guess a secret by.
+Both ranks know a secret. Each sends a fresh random number. Each answers with an HMAC-SHA256 of both numbers, of the
+call (which rank calls which, and for which channel), and of the address that was called. So a recorded answer cannot be
+replayed, an answer cannot be reflected to its sender, and a relay at another address is detected. The caller
+authenticates first, so a stranger who calls learns nothing by which to guess the secret.
 
-This says who is at the other end. It does not hide what is said: between hosts that is for the network to do.
+Messages are authenticated in this way, not encrypted: between hosts, encryption is up to the network.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ CONTROL, TENSORS = 1, 2  # channels: what a connection is for
 
 
 class NotAuthenticated(Exception):
-    """Whoever is at the other end has not shown that it knows the secret, or not in time."""
+    """The other end of a connection has not proved in time that it knows the secret."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of one rank to another: who calls whom, and for what.
+    """The purpose of a connection: which rank calls which, and for which channel.
 
     Attributes:
-        rank, called: the rank that connects, and the one that it connects to.
-        size: ranks of the group.
+        rank, called: The rank that connects, and the rank that it connects to.
+        size: Number of ranks of the group.
         channel: CONTROL or TENSORS.
     """
 
@@ -51,10 +51,16 @@ class Call:
 
 
 def authenticate_as_caller(connection: socket.socket, secret: bytes, call: Call, within_s: float) -> None:
-    """Prove to the rank that was called that this one belongs to the job, and have it prove the same.
+    """Authenticate both ends of a connection, as the rank that called.
+
+    Args:
+        connection: The connection to the rank that was called.
+        secret: The secret of the job.
+        call: The purpose of the connection.
+        within_s: Seconds for the whole exchange.
 
     Raises:
-        NotAuthenticated: It has not.
+        NotAuthenticated: The other end has not proved that it knows the secret.
     """
     deadline_s = time.monotonic() + within_s
     own = secrets.token_bytes(_NONCE_BYTES)
@@ -71,10 +77,20 @@ def authenticate_as_caller(connection: socket.socket, secret: bytes, call: Call,
 
 
 def authenticate_caller(connection: socket.socket, secret: bytes, rank: int, size: int, within_s: float) -> Call:
-    """Have a caller prove that it belongs to the job, and prove the same to it. rank, size: of this process.
+    """Authenticate both ends of a connection, as the rank that was called.
+
+    Args:
+        connection: The connection of the caller.
+        secret: The secret of the job.
+        rank: Number of this rank.
+        size: Number of ranks of the group.
+        within_s: Seconds for the whole exchange.
+
+    Returns:
+        The purpose of the connection, as the caller states it.
 
     Raises:
-        NotAuthenticated: It has not.
+        NotAuthenticated: The caller has not proved that it knows the secret.
     """
     deadline_s = time.monotonic() + within_s
     own = secrets.token_bytes(_NONCE_BYTES)
@@ -101,7 +117,7 @@ def _proof(secret: bytes, role: bytes, said: bytes) -> bytes:
 
 
 def _endpoint(address: tuple[Any, ...]) -> bytes:
-    """The form of a socket's address that both ends agree on."""
+    """The bytes for a socket's address that both ends of a connection compute alike."""
     host = ipaddress.ip_address(address[0].partition("%")[0])
     mapped = getattr(host, "ipv4_mapped", None)
     return f"{mapped or host} {address[1]}".encode()
@@ -123,7 +139,7 @@ def _receive(connection: socket.socket, count: int, deadline_s: float) -> bytes:
 
 
 def _leave(connection: socket.socket, deadline_s: float) -> None:
-    """Leave the next call on a connection no more than what is left of the time."""
+    """Set the timeout of a connection to the time that is left until a deadline (time.monotonic)."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise NotAuthenticated("it did not say who it is in time")

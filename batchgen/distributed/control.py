@@ -1,7 +1,7 @@
-"""Connections of every rank to rank 0, which keep a group's processes together beside their tensors.
+"""Control connections of every rank to rank 0, separate from the connections for tensors.
 
-Rank 0 broadcasts over them what is to be done, and either end learns from them, at once, that the other has ended: the
-kernel closes the connections of a process however it dies.
+Rank 0 broadcasts messages over them. When a process ends, however it dies, the kernel closes its connections, and the
+other end learns of it at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ Address = tuple[str, int]  # a host and a port
 
 
 class Hub:
-    """Rank 0's end."""
+    """Rank 0's ends of the control connections to all other ranks."""
 
     def __init__(self, size: int, connections: Mapping[int, socket.socket]) -> None:
-        """connections: of all other ranks, which have proved who they are."""
+        """Start to listen to the other ranks.
+
+        Args:
+            size: Number of ranks.
+            connections: Authenticated connections to all other ranks, by rank.
+        """
         self._size = size
         self._connections = dict(connections)
         self._addresses: dict[int, Address | None] = {}
@@ -42,7 +47,7 @@ class Hub:
             threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()
 
     def _listen(self, rank: int) -> None:
-        """Record what a rank sends, until it ends; then all end, so that no rank waits for one that waits for it."""
+        """Record the messages of a rank until it ends; then close all connections, so that no rank waits for ever."""
         fate = "ended"
         with suppress(Exception):  # a rank that says what is no message is as good as one that has ended
             while True:
@@ -69,7 +74,10 @@ class Hub:
             on_lost()
 
     def when_lost(self, on_lost: Callable[[], None]) -> None:
-        """Register a call, in a thread, for when another rank ends before all is done; at once where one has ended."""
+        """Register a function that is called, in a thread, when another rank ends before the work is done.
+
+        Where a rank has ended already, the function is called at once.
+        """
         with self._changed:
             self._on_lost = on_lost
             lost = bool(self._ended) and not self._closing
@@ -77,15 +85,21 @@ class Hub:
             on_lost()
 
     def ended(self) -> dict[int, str]:
-        """The ranks that have ended and what became of them, as far as their connections say so."""
+        """The ranks that have ended, each with a description of its end, as far as the control connections tell."""
         with self._changed:
             return dict(self._ended)
 
     def addresses(self, within_s: float) -> dict[int, Address]:
-        """Addresses by rank at which ranks listen to those above them, once all have given theirs.
+        """Wait for the addresses at which ranks accept connections of higher ranks.
+
+        Args:
+            within_s: Seconds to wait.
+
+        Returns:
+            The addresses by rank.
 
         Raises:
-            BatchgenError: A rank has ended, or does not give its address in time.
+            BatchgenError: A rank has ended, or does not send its address in time.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ended or len(self._addresses) == len(self._connections), within_s)
@@ -95,7 +109,7 @@ class Hub:
         return {rank: address for rank, address in self._addresses.items() if address is not None}
 
     def broadcast(self, message: bytes) -> None:
-        """Say something to all other ranks. Raises BatchgenError where one of them has ended."""
+        """Send a message to all other ranks. Raises BatchgenError where one of them has ended."""
         for connection in self._connections.values():
             try:
                 send_frame(connection, message)
@@ -104,10 +118,10 @@ class Hub:
                 raise BatchgenError(f"rank 0 of {self._size} cannot reach another one: {error}") from error
 
     def wait_until_ready(self, fate_of: Callable[[int], str | None]) -> None:
-        """Return when every other rank has said that it is ready, however long that takes.
+        """Wait without limit until every other rank has sent that it is ready.
 
         Args:
-            fate_of: Gives the reason why a rank has ended; None: it has not.
+            fate_of: The function that describes how a rank's process has ended; None: it has not ended.
 
         Raises:
             BatchgenError: A rank has ended.
@@ -118,9 +132,11 @@ class Hub:
         self.raise_ended(fate_of=fate_of)
 
     def raise_ended(self, within_s: float = 0.0, fate_of: Callable[[int], str | None] = lambda rank: None) -> None:
-        """Raise BatchgenError naming a rank that has ended, if any has or does within so many seconds.
+        """Raise BatchgenError, which names the rank, where another rank has ended or ends soon.
 
-        fate_of: says what became of one that did not say so itself, if that is known.
+        Args:
+            within_s: Seconds to wait for a rank to end.
+            fate_of: The function that describes how a rank's process has ended, for ranks that sent no reason.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ended, within_s)
@@ -132,7 +148,11 @@ class Hub:
         raise BatchgenError(f"{fate}; {_TOLD_AGAIN}")
 
     def close(self, *, done: bool) -> None:
-        """End the connections. done: True where the others go on to their end; otherwise they end at once."""
+        """Close the control connections.
+
+        Args:
+            done: True where the other ranks may complete their work; False where they end at once.
+        """
         if self._closing:
             return
         self._closing = True
@@ -151,12 +171,15 @@ class Hub:
 
 
 class Line:
-    """The end of any other rank."""
+    """The end of a control connection at any rank but 0."""
 
     def __init__(self, connection: socket.socket, on_lost: Callable[[], None]) -> None:
-        """connection: to rank 0, which has proved who it is.
+        """Start to listen to rank 0.
 
-        on_lost: called, in a thread, where it ends without having said so.
+        Args:
+            connection: The authenticated connection to rank 0.
+            on_lost: The function that is called, in a thread, where the connection ends without a final message of rank
+                0.
         """
         self._connection = connection
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -178,7 +201,7 @@ class Line:
             self._on_lost()
 
     def receive_broadcast(self) -> bytes:
-        """The next message of rank 0. Raises EOFError where all is done."""
+        """Receive the next message of rank 0. Raises EOFError where the work is done."""
         frame = self._messages.get()
         if frame is None:
             self._messages.put(None)
@@ -186,19 +209,23 @@ class Line:
         return frame
 
     def listens(self, address: Address | None) -> None:
-        """Tell rank 0 where this one listens to the ranks above it; None: there are none."""
+        """Send rank 0 the address at which this rank accepts connections of higher ranks; None where it accepts none."""
         self._send(_LISTENS, address)
 
     def ready(self) -> None:
-        """Tell rank 0 that what it asked for is done."""
+        """Send rank 0 the message that this rank has done what rank 0 asked for."""
         self._send(_READY, "")
 
     def end(self, peaks: Mapping[str, int]) -> None:
-        """Tell rank 0 that this rank has come to its end. peaks: the most bytes of each tier that it held."""
+        """Send rank 0 the message that this rank has completed its work.
+
+        Args:
+            peaks: The most bytes that this rank has held in each tier.
+        """
         self._send(_PEAKS, dict(peaks))
 
     def fail(self, error: BaseException) -> None:
-        """Tell rank 0 why this one ends."""
+        """Send rank 0 the error by which this rank ends."""
         self._send(_FAILED, one_line(str(error) or type(error).__name__))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Messages and tensors over a connection whose other end is known."""
+"""Framed messages and tensors over an authenticated connection."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ _MOST_SMALL_BYTES = 1 << 20  # of a message that says how another rank fares
 
 
 def send_frame(connection: socket.socket, content: bytes) -> None:
-    """Send `content` as one message: its length in 8 bytes, little-endian, and then its bytes. Raises OSError."""
+    """Send a message: its length in 8 bytes, little-endian, then its bytes. Raises OSError."""
     connection.sendall(frames.framed(content))
 
 
 def send_json(connection: socket.socket, value: Any) -> None:
-    """Send a small message. Raises OSError."""
+    """Send a value as a JSON message. Raises OSError."""
     send_frame(connection, json.dumps(value).encode())
 
 
 def read_frame(connection: socket.socket, most_bytes: int | None = None) -> bytes:
-    """The next message.
+    """Receive the next message.
 
-    Raises EOFError where the other end has closed, ValueError where it says more than so much, and OSError.
+    Args:
+        connection: The connection.
+        most_bytes: The longest message that is accepted, in bytes; None: no limit.
+
+    Raises:
+        EOFError: The other end has closed the connection.
+        ValueError: The message is longer than `most_bytes`.
+        OSError: The connection is broken.
     """
     header = bytearray(frames.LENGTH.size)
     fill(connection, header)
@@ -40,12 +47,23 @@ def read_frame(connection: socket.socket, most_bytes: int | None = None) -> byte
 
 
 def read_json(connection: socket.socket) -> Any:
-    """The next small message. Raises as `read_frame`, and ValueError where it is no JSON."""
+    """Receive the next message as a JSON value.
+
+    Raises:
+        EOFError: The other end has closed the connection.
+        ValueError: The message is too long, or is not JSON.
+        OSError: The connection is broken.
+    """
     return json.loads(read_frame(connection, _MOST_SMALL_BYTES))
 
 
 def fill(connection: socket.socket, buffer: bytearray | memoryview) -> None:
-    """Fill a buffer with what comes next. Raises EOFError where the other end has closed, and OSError."""
+    """Receive bytes until a buffer is full.
+
+    Raises:
+        EOFError: The other end has closed the connection.
+        OSError: The connection is broken.
+    """
     if not frames.fill(buffer, connection.recv_into):
         raise EOFError("the connection was closed")
 

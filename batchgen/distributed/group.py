@@ -1,9 +1,9 @@
-"""A group of processes that run one model together: rank 0, which leads, and others that follow it.
+"""A group of processes (ranks) that run one model together: rank 0 leads, and the other ranks follow.
 
-Rank 0 has the job: it alone reads the input, schedules, samples and writes the output. The others know nothing but what
-they receive. Every two ranks have a connection, over which each has proved to the other that it belongs to the job;
-nobody listens once all have come. Tensors of host memory go over these connections, those of a CUDA device by
-torch.distributed's NCCL.
+Rank 0 alone reads the input, schedules, samples and writes the output. The other ranks know only what they receive.
+Every two ranks have a connection, whose ends have authenticated each other. Once all ranks are connected, none accepts
+further connections. Tensors in host memory are sent over these connections; tensors on a CUDA device by NCCL, through
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -50,11 +50,15 @@ _ADDRESSES, _NCCL, _REFUSED = "addresses", "nccl", "refused"
 
 
 class OthersLost(BatchgenError):
-    """A rank other than 0 has lost the group: rank 0 finds out which one has ended."""
+    """A rank other than 0 has lost its connections. Rank 0 finds out which rank has ended."""
 
 
 class RankZeroRefused(BatchgenError):
-    """Rank 0 has refused the job, and ends with the same exit code."""
+    """Rank 0 has refused the job.
+
+    Attributes:
+        exit_code: The exit code of rank 0, with which this process ends too.
+    """
 
     def __init__(self, place: Rank, exit_code: int) -> None:
         super().__init__(f"rank {place.rank} of {place.size} ends: rank 0 has refused the job, and says why")
@@ -62,9 +66,9 @@ class RankZeroRefused(BatchgenError):
 
 
 class Group:
-    """This process's place among the ranks, and its connections to them.
+    """This process's rank in a group, and its connections to the other ranks.
 
-    Tensors are in host memory; those of an all-reduce may be on the process's CUDA device.
+    Tensors are in host memory; those of `all_reduce` may be on the process's CUDA device.
 
     Attributes:
         rank: Number of this process.
@@ -81,7 +85,16 @@ class Group:
         line: Line | None = None,
         processes: Processes | None = None,
     ) -> None:
-        """nccl_name: of the file by which NCCL's ranks find one another, in this user's own folder."""
+        """Make a group from connections.
+
+        Args:
+            place: This process's place in the group.
+            links: Connections for tensors.
+            nccl_name: Name of the file by which the ranks of NCCL find each other, in this user's own folder.
+            hub: Control connections of rank 0; None on other ranks.
+            line: Control connection to rank 0; None on rank 0.
+            processes: Processes that rank 0 has started; None: a launcher started them.
+        """
         self.rank, self.size = place.rank, place.size
         self.undo = contextlib.ExitStack()  # of what was done to make the group
         self._on_one_host, self._nccl_name = place.on_one_host, nccl_name
@@ -91,9 +104,10 @@ class Group:
     # Tensors.
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace a contiguous tensor by the sum of those of all ranks, which is the same everywhere to the last bit.
+        """Replace a contiguous tensor by its sum over all ranks; the result is bitwise equal on all ranks.
 
-        All ranks have theirs on the same kind of device. On CUDA the current stream waits for the sum, not the caller.
+        All ranks have their tensors on the same kind of device. On CUDA, the current stream waits for the sum; the call
+        does not.
 
         Raises:
             BatchgenError: A rank has ended, or does not answer.
@@ -112,12 +126,11 @@ class Group:
         return options
 
     def _on_cuda(self) -> Any:
-        """NCCL, which connects the ranks in their first sum.
+        """The process group of NCCL, which connects the ranks in their first sum.
 
-        It is ended where a rank is lost, or kernels would wait for it for ever.
-
-        What they have to know for that goes through a file that this user alone can read, and their sockets are those
-        of loopback, unless NCCL_SOCKET_IFNAME says otherwise.
+        It is aborted where a rank is lost, since kernels would otherwise wait for ever. The ranks exchange the
+        addresses for it in a file that only this user can read. NCCL's sockets are on loopback, unless
+        NCCL_SOCKET_IFNAME is set.
         """
         if self._nccl is None:
             import torch.distributed as dist
@@ -136,17 +149,25 @@ class Group:
         return self._nccl
 
     def check(self) -> None:
-        """Raise BatchgenError where another rank has ended, as rank 0: sums on a CUDA device do not say so."""
+        """Raise BatchgenError where another rank has ended; called by rank 0, as sums on a CUDA device do not raise it."""
         assert self._hub is not None
         self._hub.raise_ended(fate_of=self._fate_of)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send a contiguous tensor; returns when it is on its way. Raises BatchgenError as `all_reduce`."""
+        """Send a contiguous tensor to a rank; returns when all bytes are handed to the kernel.
+
+        Raises:
+            BatchgenError: A rank has ended, or does not answer.
+        """
         with self._naming_ranks():
             self._links.send(tensor, rank)
 
     def receive(self, tensor: Tensor, rank: int) -> None:
-        """Fill a contiguous tensor with what a rank sends. Raises BatchgenError as `all_reduce`."""
+        """Receive a tensor from a rank into a contiguous tensor of the same size.
+
+        Raises:
+            BatchgenError: A rank has ended, or does not answer.
+        """
         with self._naming_ranks():
             self._links.receive(tensor, rank)
 
@@ -166,24 +187,25 @@ class Group:
     # What is to be done.
 
     def broadcast(self, message: bytes) -> None:
-        """Say something to all other ranks, which is not empty; for rank 0.
+        """Send a message, which is not empty, to all other ranks; called by rank 0.
 
-        Raises BatchgenError where one has ended.
+        Raises:
+            BatchgenError: A rank has ended.
         """
         assert self._hub is not None
         self._hub.raise_ended(fate_of=self._fate_of)
         self._hub.broadcast(message)
 
     def receive_broadcast(self) -> bytes:
-        """The next message of rank 0, for the others. Raises EOFError where all is done."""
+        """Receive the next message of rank 0; called by the other ranks. Raises EOFError where the work is done."""
         assert self._line is not None
         return self._line.receive_broadcast()
 
     def ready(self) -> None:
-        """Say, or as rank 0 wait until all others have said, that what was asked for is done.
+        """Confirm that this rank has done what rank 0 asked for; rank 0 waits for all other ranks' confirmations.
 
         Raises:
-            BatchgenError: A rank has ended; it names it, and says why where that is known.
+            BatchgenError: A rank has ended. The message names the rank, and the reason where it is known.
         """
         if self._line is not None:
             return self._line.ready()
@@ -191,19 +213,24 @@ class Group:
         return self._hub.wait_until_ready(self._fate_of)
 
     def fail(self, error: BaseException) -> None:
-        """Tell rank 0 why this one ends."""
+        """Send rank 0 the error by which this rank ends."""
         assert self._line is not None
         self._line.fail(error)
 
     def end(self, peaks: Mapping[str, int]) -> None:
-        """Tell rank 0 that this one has come to its end. peaks: the most bytes of each tier that it held."""
+        """Send rank 0 the message that this rank has completed its work.
+
+        Args:
+            peaks: The most bytes that this rank has held in each tier.
+        """
         assert self._line is not None
         self._line.end(peaks)
 
     def peaks(self) -> list[dict[str, int] | None]:
-        """The most bytes of each tier that the other ranks held, in order, for rank 0; None: a rank has not said so.
+        """The most bytes that each other rank has held in each tier, in order of rank; called by rank 0.
 
-        They are there once the group is closed and all has come to its end.
+        An entry is None where the rank has sent none. The values are complete after the group was closed with its work
+        done.
         """
         assert self._hub is not None
         return [self._hub.peaks.get(rank) for rank in range(1, self.size)]
@@ -212,7 +239,11 @@ class Group:
         return self._processes.fate_of(rank) if self._processes else None
 
     def close(self, *, done: bool = True) -> None:
-        """End the group. done: what was under way has come to its end; otherwise the others end at once."""
+        """Close the group.
+
+        Args:
+            done: True where the other ranks may complete their work; False where they end at once.
+        """
         if self._line is not None:
             self._line.close()
         if self._hub is not None:
@@ -228,20 +259,20 @@ def lead(
     work: str | None,
     timeout_s: float = START_TIMEOUT_S,
 ) -> Group:
-    """Make a group that this process leads; the others are started, unless a launcher such as torchrun has done so.
+    """Make a group that this process leads as rank 0.
 
     Args:
-        size: Ranks, this one included.
-        shares: Cores of each rank, of which this process keeps to its own already; None: they are shared out here,
-            until the group is closed.
-        work: Function of the started ranks, as "module:function", which is called with their group. None: a launcher
-            has started them.
-        timeout_s: Seconds in which all must have come.
+        size: Number of ranks, this one included.
+        shares: CPU cores of each rank; this process is already pinned to its own. None: cores are divided here, until
+            the group is closed.
+        work: The function that the started ranks call with their group, as "module:function". None: a launcher such as
+            torchrun has started the other ranks.
+        timeout_s: Seconds in which all ranks must connect.
 
     Raises:
-        InputError: A launcher has started another number of ranks, or this is not rank 0 of them; or they have no
+        InputError: A launcher has started another number of ranks, this process is not rank 0, or the ranks have no
             secret.
-        BatchgenError: A rank has not come in time, or has ended; it names it.
+        BatchgenError: A rank has not connected in time, or has ended. The message names the rank.
     """
     place = rank_of_environment()
     if place is not None and place.size != size:
@@ -273,7 +304,7 @@ def lead(
 
 @contextlib.contextmanager
 def _meet(place: Rank, within_s: float) -> Iterator[Listener]:
-    """Listen to the others, as rank 0 under a launcher, which find this process meanwhile. Raises BatchgenError."""
+    """Accept connections of the other ranks of a launcher, as rank 0, and publish the address. Raises BatchgenError."""
     meeting = Meeting(place)
     with contextlib.closing(listen_as_rank_zero(place.size, meeting.secret, meeting.address)) as listener:
         try:
@@ -286,9 +317,14 @@ def _meet(place: Rank, within_s: float) -> Iterator[Listener]:
 def _made(
     place: Rank, listener: Listener, processes: Processes | None, timeout_s: float, undo: contextlib.ExitStack
 ) -> Group:
-    """Rank 0's group, once all have come and know where the others listen.
+    """Make rank 0's group after all other ranks have connected, and send them each other's addresses.
 
-    undo: told how to end what has been begun.
+    Args:
+        place: This process's place in the group.
+        listener: The socket at which the other ranks connect.
+        processes: Processes that rank 0 has started; None: a launcher started them.
+        timeout_s: Seconds in which all ranks must connect.
+        undo: The stack that gets the functions that end what this function starts.
     """
     others, deadline_s = range(1, place.size), time.monotonic() + timeout_s
     gone = processes.gone if processes else dict
@@ -307,18 +343,18 @@ def _made(
 
 @contextlib.contextmanager
 def early_group(size: int, shares: list[set[int]]) -> Iterator[Group | None]:
-    """Lead the group of a launcher's ranks before this process knows whether it needs them: they wait for it already.
+    """Lead the ranks of a launcher before this process knows whether it needs them, since they wait for it already.
 
-    They end with the block, however it ends. The value is None where there is one rank, or where this process starts
-    the others itself, which it does once there is work for them.
+    The ranks end with the block, however it ends. The value is None where there is one rank, or where this process
+    starts the other ranks itself later.
 
     Args:
-        size: Ranks, this one included.
-        shares: Cores of each rank.
+        size: Number of ranks, this one included.
+        shares: CPU cores of each rank.
 
     Raises:
-        InputError: A launcher has started another number of ranks, or they have no secret.
-        BatchgenError: A rank has not come in time, or has ended.
+        InputError: A launcher has started another number of ranks, or the ranks have no secret.
+        BatchgenError: A rank has not connected in time, or has ended.
     """
     if size <= 1 or rank_of_environment() is None:
         yield None
@@ -335,7 +371,11 @@ def early_group(size: int, shares: list[set[int]]) -> Iterator[Group | None]:
 
 @contextlib.contextmanager
 def dismissing(size: int) -> Iterator[None]:
-    """End the ranks that a launcher has started where the block raises, since they wait for this one. size: ranks."""
+    """End the ranks that a launcher has started where the block raises an exception, since they wait for rank 0.
+
+    Args:
+        size: Number of ranks.
+    """
     try:
         yield
     except BatchgenError as error:
@@ -347,7 +387,12 @@ def dismissing(size: int) -> Iterator[None]:
 
 
 def _refuse(place: Rank, exit_code: int) -> None:
-    """Tell the other ranks that there is nothing to do; those that have not come shortly after are not waited for."""
+    """Tell the other ranks that rank 0 has refused the job. Ranks that do not connect shortly are not waited for.
+
+    Args:
+        place: This process's place in the group.
+        exit_code: The exit code with which all ranks end.
+    """
     heard: set[int] = set()
     deadline_s = time.monotonic() + _REFUSED_S
     with _meet(place, _REFUSED_S) as listener:
@@ -361,17 +406,17 @@ def _refuse(place: Rank, exit_code: int) -> None:
 
 
 def follow(place: Rank, on_lost: Callable[[], None], *, timeout_s: float = START_TIMEOUT_S) -> Group:
-    """Join a group that another process leads.
+    """Join, as another rank than 0, a group that rank 0 leads.
 
     Args:
-        place: This process's.
-        on_lost: Called, in a thread, where rank 0 ends without having said so.
-        timeout_s: In which rank 0 must have come.
+        place: This process's place in the group.
+        on_lost: The function that is called, in a thread, where rank 0 ends without a final message.
+        timeout_s: Seconds in which rank 0 must accept the connection.
 
     Raises:
-        RankZeroRefused: It has come, and there is nothing to do.
+        RankZeroRefused: Rank 0 has refused the job.
         InputError: Ranks on several hosts have no secret.
-        BatchgenError: It has not come, or another rank has not.
+        BatchgenError: Rank 0 or another rank has not connected in time.
     """
     deadline_s = time.monotonic() + timeout_s
     connection, found = _find_rank_zero(place, deadline_s, timeout_s)
@@ -408,7 +453,16 @@ def follow(place: Rank, on_lost: Callable[[], None], *, timeout_s: float = START
 
 
 def _find_rank_zero(place: Rank, deadline_s: float, timeout_s: float) -> tuple[socket.socket, Found]:
-    """A connection to rank 0, both ends of which have proved who they are. Raises BatchgenError."""
+    """Connect to rank 0 and authenticate both ends. Raises BatchgenError.
+
+    Args:
+        place: This process's place in the group.
+        deadline_s: Time (time.monotonic) until which to try.
+        timeout_s: Seconds of the whole wait, for the error message.
+
+    Returns:
+        The connection, and the address and secret of rank 0.
+    """
     meeting, call = Meeting(place), Call(place.rank, 0, place.size, CONTROL)
     stranger = ""
     while (left_s := deadline_s - time.monotonic()) > 0:
@@ -429,9 +483,17 @@ def _find_rank_zero(place: Rank, deadline_s: float, timeout_s: float) -> tuple[s
 def _connections(
     place: Rank, rank_zero: tuple[str, int], secret: bytes, addresses: Mapping[int, Any], within_s: float
 ) -> dict[int, socket.socket]:
-    """Connections for tensors to all ranks below this one.
+    """Connect to all lower ranks, for tensors. Raises BatchgenError.
 
-    addresses: where others than rank 0 listen. Raises BatchgenError.
+    Args:
+        place: This process's place in the group.
+        rank_zero: Host and port of rank 0.
+        secret: The secret of the job.
+        addresses: Addresses of the ranks other than 0, by rank.
+        within_s: Seconds for each connection.
+
+    Returns:
+        The connections by rank.
     """
     found: dict[int, socket.socket] = {}
     try:

@@ -1,4 +1,4 @@
-"""The ranks of a group: started by a launcher such as `torchrun`, or by rank 0 on its own host."""
+"""Start of a group's ranks, by a launcher such as `torchrun` or by rank 0 on its own host."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _END_S = 5.0  # for a process that was told to end
 
 @dataclass(frozen=True)
 class Rank:
-    """A process's place in a group.
+    """The place of a process in a group of ranks.
 
     Attributes:
-        rank: Its number.
+        rank: Number of the process.
         size: Number of ranks.
-        host: MASTER_ADDR, the host of rank 0, or of the launcher's store, which knows that of rank 0.
-        port: MASTER_PORT, the port there.
-        has_store: True where the launcher has such a store, as `torchrun` does.
-        of_host: Its number among the ranks of its host, and how many these are.
+        host: MASTER_ADDR: the host of rank 0, or of the launcher's store, where rank 0's address is found.
+        port: MASTER_PORT: the port on that host.
+        has_store: True where the launcher runs a key-value store, as `torchrun` does.
+        of_host: Number of the process among the ranks of its host, and number of these ranks.
         on_one_host: True where all ranks are on this host.
         run: The launcher's name for this launch.
     """
@@ -55,10 +55,10 @@ class Rank:
 
 
 def rank_of_environment(environment: Mapping[str, str] | None = None) -> Rank | None:
-    """This process's place as a launcher has set it in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; None: nobody has.
+    """The place that a launcher has set in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; None without a launcher.
 
     Raises:
-        InputError: Some are missing, or are no numbers.
+        InputError: Some of the variables are missing or invalid.
     """
     environment = os.environ if environment is None else environment
     if "RANK" not in environment or environment.get("WORLD_SIZE", "1") == "1":
@@ -90,7 +90,7 @@ def rank_of_environment(environment: Mapping[str, str] | None = None) -> Rank | 
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host's first address is one that only the host itself reaches; False where it is not known."""
+    """True where a host's first address is a loopback address; False where the host is not known."""
     with suppress(OSError, ValueError):
         address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
         return ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
@@ -98,12 +98,12 @@ def is_loopback(host: str) -> bool:
 
 
 def own_device(index: int, environment: Mapping[str, str] | None = None) -> str:
-    """The one CUDA device of a process, in the form of CUDA_VISIBLE_DEVICES.
+    """The value of CUDA_VISIBLE_DEVICES that leaves a process its one CUDA device.
 
     Args:
-        index: The process's number among the ranks of its host.
-        environment: Environment of the process that has started it. What a launcher has narrowed to a single device
-            stays.
+        index: Number of the process among the ranks of its host.
+        environment: Environment of the process that starts it. A value with a single device, which a launcher has set,
+            is kept.
     """
     environment = os.environ if environment is None else environment
     if not (visible := environment.get("CUDA_VISIBLE_DEVICES", "").strip()):
@@ -113,15 +113,15 @@ def own_device(index: int, environment: Mapping[str, str] | None = None) -> str:
 
 
 def core_shares(size: int, cores: set[int], nodes: list[set[int]]) -> list[set[int]]:
-    """The cores of each process of a host: whole NUMA nodes where these divide evenly, else equal numbers of cores.
+    """Divide the CPU cores of a host among processes, by whole NUMA nodes where possible, else in equal numbers.
 
     Args:
-        size: Processes.
-        cores: Cores that there are.
+        size: Number of processes.
+        cores: The cores to divide.
         nodes: Cores of each NUMA node.
 
     Returns:
-        A set for each process; all cores for each where there are fewer cores than processes.
+        A set of cores for each process. Where there are fewer cores than processes, each gets all cores.
     """
     if len(cores) < size:
         return [set(cores)] * size
@@ -134,16 +134,20 @@ def core_shares(size: int, cores: set[int], nodes: list[set[int]]) -> list[set[i
 
 
 def shares_here(size: int) -> list[set[int]]:
-    """`core_shares` of those that this thread may run on; empty sets where the system does not say."""
+    """Divide the CPU cores that this thread may use among processes; empty sets where the system does not report cores.
+
+    Args:
+        size: Number of processes.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return [set()] * size
     return core_shares(size, os.sched_getaffinity(0), _numa_nodes())
 
 
 def keep_to(cores: set[int]) -> set[int]:
-    """From now on this thread, those that it starts and the kernels run on these cores only; returns those of before.
+    """Pin this thread, threads that it starts later, and compute kernels to these cores; gives the earlier cores.
 
-    Nothing happens where there are none.
+    An empty set changes nothing and gives an empty set.
     """
     if not cores or not hasattr(os, "sched_setaffinity"):
         return set()
@@ -154,16 +158,19 @@ def keep_to(cores: set[int]) -> set[int]:
 
 
 def ranks_of_host(size: int) -> int:
-    """The number of ranks, of so many, on this host: all, unless a launcher says otherwise. Raises InputError."""
+    """The number of ranks on this host: `size`, unless a launcher says otherwise. Raises InputError."""
     place = rank_of_environment() if size > 1 else None
     return place.of_host[1] if place else size
 
 
 @contextlib.contextmanager
 def own_share(size: int) -> Iterator[list[set[int]]]:
-    """Keep this thread, and those that it starts, to rank 0's share of the cores within the block.
+    """Pin this thread, and threads that it starts, to rank 0's share of the CPU cores while the block runs.
 
-    The value is the shares of all ranks of the host. Nothing happens where there is one rank.
+    The value is the shares of all ranks of the host. With one rank, nothing is pinned.
+
+    Args:
+        size: Number of ranks.
     """
     place = rank_of_environment() if size > 1 else None
     shares = shares_here(place.of_host[1] if place else max(1, size))
@@ -183,7 +190,7 @@ def _numa_nodes() -> list[set[int]]:
 
 
 def _cores_in(text: str) -> set[int]:
-    """The cores that a text such as "0-3,8" names: {0, 1, 2, 3, 8}."""
+    """Parse a list of cores such as "0-3,8" into {0, 1, 2, 3, 8}."""
     cores: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -192,17 +199,17 @@ def _cores_in(text: str) -> set[int]:
 
 
 class Processes:
-    """The other ranks of a host, started by rank 0. They end with it, as their connection to it does."""
+    """The processes of the other ranks of a host, which rank 0 has started; they end when rank 0 ends."""
 
     def __init__(self, size: int, port: int, secret: bytes, work: str, cores: list[set[int]]) -> None:
         """Start ranks 1 to size - 1.
 
         Args:
-            size: Ranks, this one included.
-            port: Port at which this one listens.
-            secret: Secret that the ranks share. Environments are their user's alone to read.
-            work: Function of each rank, as "module:name".
-            cores: Cores of each rank, this one included.
+            size: Number of ranks, this one included.
+            port: Port at which rank 0 accepts connections.
+            secret: The secret of the job, which is passed in the environment, since only this user can read that.
+            work: The function that each rank calls, as "module:name".
+            cores: CPU cores of each rank, this one included.
         """
         self._size = size
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -224,12 +231,17 @@ class Processes:
             )
 
     def gone(self) -> dict[int, str]:
-        """The fates of the ranks that have ended, by rank."""
+        """The ranks whose processes have ended, each with a description of its end."""
         fates = {rank: self.fate_of(rank, within_s=0.0) for rank in self._running}
         return {rank: fate for rank, fate in fates.items() if fate is not None}
 
     def fate_of(self, rank: int, within_s: float = _END_S) -> str | None:
-        """The way in which a rank has ended; None: it has not ended, nor does within so many seconds."""
+        """A description of how a rank's process has ended; None where it has not ended.
+
+        Args:
+            rank: Number of the rank.
+            within_s: Seconds to wait for the process to end.
+        """
         try:
             code = self._running[rank].wait(within_s)
         except subprocess.TimeoutExpired:
@@ -237,7 +249,7 @@ class Processes:
         return f"rank {rank} of {self._size} {_fate(code)}"
 
     def end(self) -> None:
-        """Return when all have ended; those that do not are killed."""
+        """Wait until all processes have ended; those that do not end in time are killed."""
         deadline_s = time.monotonic() + _END_S
         for process in self._running.values():
             try:

@@ -1,4 +1,4 @@
-"""A socket on which a rank is called by those above it, until all of them have come; nobody listens from then on."""
+"""A listening socket, at which a rank accepts connections of other ranks until all of them have connected."""
 
 from __future__ import annotations
 
@@ -25,13 +25,20 @@ _POLL_S = 0.1  # how often rank 0 looks whether a process that it started has en
 
 
 class Listener:
-    """A socket on one address, and the connections of the ranks that have proved who they are.
+    """A listening socket at one address, and the authenticated connections of other ranks.
 
-    A stranger's call is closed. Whatever he does, silence included, keeps no rank from coming.
+    Connections that fail authentication are closed. They cannot delay other ranks, even if they stay silent.
     """
 
     def __init__(self, rank: int, size: int, secret: bytes, address: tuple[str, int]) -> None:
-        """Listen. address: a host, whose first address is taken, and a port, 0 for any. Raises OSError."""
+        """Open the listening socket. Raises OSError.
+
+        Args:
+            rank: Number of this rank.
+            size: Number of ranks of the group.
+            secret: The secret of the job.
+            address: Host, of which the first address is taken, and port; port 0 is any free port.
+        """
         self.rank, self.size = rank, size
         self._secret = secret
         family, *_, bound = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
@@ -97,16 +104,19 @@ class Listener:
         timeout_s: float,
         gone: Callable[[], Mapping[int, str]] = dict,
     ) -> dict[int, socket.socket]:
-        """The connections of ranks, by rank, once all of them have come.
+        """Wait for connections of other ranks.
 
         Args:
-            channel: Channel that they call for.
-            ranks: Ranks that are waited for.
-            timeout_s: Seconds for all of them.
-            gone: Gives the fates of ranks that have ended already.
+            channel: The channel of the connections, CONTROL or TENSORS.
+            ranks: Numbers of the ranks to wait for.
+            timeout_s: Seconds to wait for all of them.
+            gone: The function that gives the ranks that have ended, each with a description of its end.
+
+        Returns:
+            The connections by rank.
 
         Raises:
-            BatchgenError: A rank has ended, or has not come in time; it names them.
+            BatchgenError: A rank has ended, or has not connected in time. The message names the ranks.
         """
         ranks, deadline_s = list(ranks), time.monotonic() + timeout_s
         while True:
@@ -126,7 +136,7 @@ class Listener:
                 )
 
     def arrived(self, channel: int) -> dict[int, socket.socket]:
-        """The connections of those that have come since this was last asked."""
+        """The connections for a channel, by rank, that were accepted since the last call."""
         with self._changed:
             ranks = [rank for kind, rank in self._arrived if kind == channel]
             return {rank: _ready(self._arrived.pop((channel, rank))) for rank in ranks}
@@ -135,7 +145,7 @@ class Listener:
         return [rank for rank in ranks if (channel, rank) not in self._arrived]
 
     def close(self) -> None:
-        """Listen no more, and close the connections that nobody has asked for."""
+        """Close the listening socket, and all accepted connections that were not taken."""
         with self._changed:
             self._closed = True
             left = [*self._strangers, *self._arrived.values()]
@@ -148,7 +158,14 @@ class Listener:
 
 
 def call_rank(address: tuple[str, int], secret: bytes, call: Call, within_s: float) -> socket.socket:
-    """Connect to a rank; both ends have proved who they are. Raises OSError or NotAuthenticated."""
+    """Connect to a rank and authenticate both ends. Raises OSError or NotAuthenticated.
+
+    Args:
+        address: Host and port of the rank.
+        secret: The secret of the job.
+        call: The purpose of the connection.
+        within_s: Seconds for connecting and authenticating.
+    """
     connection = socket.create_connection(address, timeout=within_s)
     try:
         authenticate_as_caller(connection, secret, call, within_s)
@@ -185,7 +202,7 @@ def _ready(connection: socket.socket) -> socket.socket:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """End a connection that another thread may wait for; that thread closes it."""
+    """Shut down a connection that another thread may be reading from; that thread closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 

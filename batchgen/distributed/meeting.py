@@ -1,8 +1,8 @@
-"""The place where a launcher's ranks find rank 0, and the secret that they share.
+"""The exchange of rank 0's address and of the shared secret among ranks that a launcher has started.
 
-A launcher gives an address, no more: whoever answers there has to know the secret. Several hosts have it from their
-user, in BATCHGEN_SECRET or BATCHGEN_SECRET_FILE. On one host rank 0 leaves it, with its port, in a file that this user
-alone can read.
+A launcher gives only an address, so whoever answers there must prove that it knows the secret. On several hosts, users
+set the secret in BATCHGEN_SECRET or BATCHGEN_SECRET_FILE. On one host, rank 0 writes its port and a new secret to a
+file that only this user can read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ _KEY = "batchgen/rank-0"  # of the launcher's store: where rank 0 is
 
 @dataclass(frozen=True)
 class Found:
-    """The address at which rank 0 is said to be, and the secret that it has to know."""
+    """The published address of rank 0, and the secret that it must know.
+
+    Attributes:
+        host: Host of rank 0.
+        port: Port at which rank 0 accepts connections.
+        secret: The secret of the job.
+    """
 
     host: str
     port: int
@@ -43,15 +49,15 @@ class Found:
 
 
 def new_secret() -> bytes:
-    """A secret for one job."""
+    """A new random secret for one job."""
     return secrets.token_hex(32).encode()
 
 
 def secret_of_user(environment: Mapping[str, str] | None = None) -> bytes | None:
-    """The secret that the user has given, or the process that has started this one; None: nobody has.
+    """The secret that the user, or the process that has started this one, has set; None where there is none.
 
     Raises:
-        InputError: It is too short to be one, or its file can be read by others.
+        InputError: The secret is too short, or others can read its file.
     """
     environment = os.environ if environment is None else environment
     if path := environment.get(SECRET_FILE):
@@ -80,10 +86,17 @@ def _text_of(path: Path) -> str:
 
 
 class Meeting:
-    """All that a rank of a launcher knows of where rank 0 is."""
+    """The exchange of rank 0's address and secret, seen from one rank."""
 
     def __init__(self, place: Rank) -> None:
-        """place: this process's. Raises InputError where ranks on several hosts have no secret."""
+        """Prepare the exchange.
+
+        Args:
+            place: This process's place in the group.
+
+        Raises:
+            InputError: Ranks on several hosts have no secret.
+        """
         self._place, self._secret = place, secret_of_user()
         self._by_file = self._secret is None
         if self._by_file and not place.on_one_host:
@@ -100,21 +113,26 @@ class Meeting:
 
     @property
     def address(self) -> tuple[str, int]:
-        """The host and the port on which rank 0 listens; port 0 where a launcher has MASTER_PORT itself."""
+        """The host and port at which rank 0 accepts connections; port 0 (any) where MASTER_PORT is the store's port."""
         host = LOOPBACK if self._by_file else self._place.host
         return host, 0 if self._place.has_store else self._place.port
 
     @property
     def secret(self) -> bytes:
-        """For rank 0: what the others have to know."""
+        """The secret that the other ranks must know; called by rank 0."""
         if self._secret is None:
             self._secret = new_secret()
         return self._secret
 
     def announce(self, port: int, within_s: float) -> None:
-        """Say, as rank 0, at which port it listens.
+        """Publish rank 0's port to the other ranks; called by rank 0.
 
-        Raises BatchgenError, also where the launcher's store is not reached within so many seconds.
+        Args:
+            port: The port.
+            within_s: Timeout of the launcher's store in seconds, where there is such a store.
+
+        Raises:
+            BatchgenError: The port cannot be published.
         """
         place = self._place
         if self._by_file:
@@ -135,7 +153,7 @@ class Meeting:
                 ) from error
 
     def find(self, within_s: float) -> Found | None:
-        """The host and port on which rank 0 listens, and the secret; None: rank 0 has not announced them yet.
+        """Find the address of rank 0 and the secret; None where rank 0 has not published them yet.
 
         Args:
             within_s: Timeout of the launcher's store in seconds, where there is such a store.
@@ -159,12 +177,12 @@ class Meeting:
         return None
 
     def _path(self) -> Path:
-        """The file of this launch, in a folder that only this user can write to."""
+        """The path of the file for this launch, in a folder that only this user can write to."""
         key = hashlib.sha256(f"{self._place.host} {self._place.port} {self._place.run}".encode()).hexdigest()
         return runtime_folder() / f"ranks-{key[:16]}.json"
 
     def _store(self, timeout_s: float) -> Store:
-        """The launcher's store. Raises RuntimeError."""
+        """Connect to the launcher's key-value store. Raises RuntimeError."""
         import torch.distributed as dist
 
         timeout = timedelta(seconds=max(0.01, timeout_s))
@@ -173,7 +191,7 @@ class Meeting:
         )
 
     def end(self) -> None:
-        """Forget the secret, as rank 0: all have come, or nobody is waited for."""
+        """Remove the published secret, once all ranks are connected or none is waited for; called by rank 0."""
         if self._by_file:
             with contextlib.suppress(OSError):
                 self._path().unlink(missing_ok=True)

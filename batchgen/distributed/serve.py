@@ -1,4 +1,4 @@
-"""The program of a rank that follows: it joins the group and carries out what rank 0 sends."""
+"""The program of every rank but 0: it joins the group and carries out what rank 0 sends."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ _PARENT_S = 0.5  # how often a process looks whether the one that started it has
 
 
 def serve(place: Rank, work: str, *, cores: set[int] | None = None) -> int:
-    """Be a rank that is not 0 until rank 0 has ended; gives the process's exit code.
+    """Run a rank other than 0 until rank 0 has ended; gives the process's exit code.
 
-    The process ends at once where rank 0 ends without having said so. It writes nothing but why it could not join, and
-    under a launcher that rank 0 has ended; later failures it tells rank 0, which reports them.
+    The process ends at once where rank 0 ends without a final message. It shows the user only why it could not join
+    and, under a launcher, that rank 0 has ended. Later errors are sent to rank 0, which reports them.
 
     Args:
-        place: This process's place.
-        work: Function as "module:function", which is called with the group and returns the most bytes of each tier that
-            the process held, if it knows. It is named by whoever starts the process, never by what comes over a
-            connection.
-        cores: Cores that it keeps to, given by the rank 0 that has started it; None: a launcher has, and it takes its
-            share.
+        place: This process's place in the group.
+        work: The function to call with the group, as "module:function". It returns the most bytes that the process has
+            held in each tier, or None. The name comes from whoever starts the process, never from a connection.
+        cores: CPU cores to pin the process to, chosen by the rank 0 that has started it. None: a launcher has started
+            the process, which takes its share of the host's cores.
     """
     started_here = cores is not None
     keep_to(shares_here(place.of_host[1])[place.of_host[0]] if cores is None else cores)
@@ -64,7 +63,12 @@ def serve(place: Rank, work: str, *, cores: set[int] | None = None) -> int:
 
 
 def _lost(place: Rank, started_here: bool) -> None:
-    """Ends the process, whatever it is at."""
+    """End the process at once, whatever it is doing, since rank 0 was lost.
+
+    Args:
+        place: This process's place in the group.
+        started_here: True where rank 0 has started this process; False where a launcher has.
+    """
     if not started_here:  # rank 0 says why, where it can: on its own host perhaps
         say(f"batchgen: rank {place.rank} of {place.size} ends: rank 0 has ended before it was done")
     os._exit(1)
@@ -73,8 +77,7 @@ def _lost(place: Rank, started_here: bool) -> None:
 def main() -> None:
     """Run a rank that rank 0 has started.
 
-    Its arguments come from there, not from a connection: the work, as "module:function", a JSON list of cores, and the
-    process of rank 0.
+    Command-line arguments: the work as "module:function", a JSON list of cores, and the process id of rank 0.
     """
     place = rank_of_environment()
     assert place is not None, "rank 0 has set it"
@@ -84,7 +87,7 @@ def main() -> None:
 
 
 def _end_after(parent: int) -> None:
-    """Ends the process when its parent has ended: before they are connected nothing else tells."""
+    """End this process when its parent has ended; before they are connected, nothing else would tell."""
     while os.getppid() == parent:
         time.sleep(_PARENT_S)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Tensors of host memory between ranks, over one authenticated connection for each two of them."""
+"""Transfer and summation of tensors in host memory between ranks, with one connection per pair of ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ _BUFFER_BYTES = 4 << 20  # of the kernel's for each connection, as far as it gra
 
 
 class TensorLinks:
-    """A rank's connections to all others.
+    """A rank's connections for tensors to all other ranks.
 
     One thread may send to a rank while another receives from it. All methods raise OSError where a connection breaks,
-    TimeoutError where nothing moves for too long, and EOFError where the other end has closed.
+    TimeoutError where no byte moves for too long, and EOFError where the other end has closed the connection.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
-        """connections: by rank. timeout_s: in which something must move."""
+        """Take over connections to all other ranks.
+
+        Args:
+            rank: Number of this rank.
+            connections: Authenticated connections by rank.
+            timeout_s: Seconds without any transfer after which a method raises TimeoutError.
+        """
         self._rank, self._size, self._timeout_s = rank, len(connections) + 1, timeout_s
         self._connections = dict(connections)
         for connection in self._connections.values():
@@ -32,19 +38,19 @@ class TensorLinks:
             connection.settimeout(timeout_s)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send a contiguous tensor; returns when it is on its way."""
+        """Send a contiguous tensor to a rank; returns when all bytes are handed to the kernel."""
         self._connections[rank].sendall(bytes_of(tensor))
 
     def receive(self, tensor: Tensor, rank: int) -> None:
-        """Fill a contiguous tensor with what a rank sends."""
+        """Receive a tensor from a rank into a contiguous tensor of the same size."""
         fill(self._connections[rank], bytes_of(tensor))
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace a contiguous tensor by the sum of those of all ranks, which is the same everywhere to the last bit.
+        """Replace a contiguous tensor by its sum over all ranks; the result is bitwise equal on all ranks.
 
-        Two ranks exchange their tensors and add; a + b is b + a in floating point, too. More of them add up each part
-        of the tensor on one rank, in the order of the ring that they form, and pass it round (Patarasuk and Yuan,
-        2009).
+        Two ranks exchange their tensors and add them; a + b equals b + a in floating point too. More ranks form a ring:
+        each part of the tensor is summed along the ring, ends at one rank, and is passed round to all others (Patarasuk
+        and Yuan, 2009).
         """
         import torch
 
@@ -69,7 +75,16 @@ class TensorLinks:
             self._exchange(whole, after, filled, before)
 
     def _exchange(self, sent: Tensor, to: int, received: Tensor, source: int) -> None:
-        """Send and receive at once: ranks that first sent all would wait for one another for ever."""
+        """Send one tensor and receive another at the same time.
+
+        Ranks that all sent first would wait for each other for ever.
+
+        Args:
+            sent: The contiguous tensor to send.
+            to: The rank to send to.
+            received: The contiguous tensor to receive into.
+            source: The rank to receive from.
+        """
         outward, inward = self._connections[to], self._connections[source]
         left, room = bytes_of(sent), bytes_of(received)
         while left or room:
@@ -89,7 +104,7 @@ class TensorLinks:
 
 
 def _some_sent(connection: socket.socket, left: memoryview) -> memoryview:
-    """Send as much as the kernel takes at once; returns what is left."""
+    """Send as many bytes as the kernel takes at once; gives the bytes that are left to send."""
     if not left:
         return left
     try:
@@ -99,7 +114,7 @@ def _some_sent(connection: socket.socket, left: memoryview) -> memoryview:
 
 
 def _some_received(connection: socket.socket, room: memoryview) -> memoryview:
-    """Receive what has come; returns what is left to fill."""
+    """Receive the bytes that have arrived; gives the part of the buffer that is left to fill."""
     if not room:
         return room
     try:

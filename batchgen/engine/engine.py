@@ -194,33 +194,35 @@ class Engine:
 
     Args:
         model: A local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
-        dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored),
-            "float32", "bfloat16" or "float16". On a GPU "auto" is 16 bits: float16 before compute capability 8.0.
-        weights: Format of the layers' matrices: "auto" (as they are found; quantized ones are dequantized where that
-            takes at most half of the memory), "native" (as they are found), "dequantized" (to `dtype`), "int4" (4 bits,
-            quantized once, into the cache directory), or "int8" (8 bits, multiplied as integers with tokens quantized
-            to 8 bits). A model of compressed-tensors W8A8 is "int8" by itself.
-        kv_cache_dtype: "auto" (KV as the model computes), "int8", "int5" or "int4".
+        dtype: Compute dtype: "float32", "bfloat16", "float16", or "auto". On a CPU "auto" is bfloat16 for models stored
+            in 16 bits or less if the CPU is fast at it, else the dtype of the files. On a GPU it is 16 bits: float16
+            before compute capability 8.0.
+        weights: Format of the layers' matrices: "native" (the model's own), "dequantized" (to `dtype`), "auto" (native,
+            but dequantized where that takes at most half of the memory), "int4" (4 bits, quantized once, into the cache
+            directory), or "int8" (8 bits, multiplied as integers with tokens quantized to 8 bits). A model of
+            compressed-tensors W8A8 is "int8" by itself.
+        kv_cache_dtype: Format of KV: "auto" (the compute dtype), "int8", "int5" or "int4".
         device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
-        cpu_memory: Host memory budget of the process, bytes or text such as "14GiB"; None: the free memory less a
+        cpu_memory: Host memory budget of the process, in bytes or as text such as "14GiB"; None: the free memory less a
             margin.
         gpu_memory: Memory budget on the GPU: a larger card behaves as one of this size. None: all of it.
-        admission: "continuous", or "static" (each block runs to its end before the next starts).
+        admission: "continuous", or "static" (each block of samples runs to its end before the next one starts).
         tensor_parallel: Number of processes that share every layer, each with its part of the weights, the KV and the
-            cores. The others are started here. Each has the whole memory budget.
+            CPU cores. This process starts the others. Each has the whole memory budget.
         max_num_seqs: The most samples in flight.
         max_num_batched_tokens: The most tokens in one sweep.
-        max_model_len: Longest prompt plus output; None: the model's context.
-        share_prefixes: Compute a prompt prefix that several rows share once.
-        expected_output_len: Tokens a sample is expected to generate, to admit more rows than `max_tokens` would allow.
-        on_overlong: "error" fails a row whose prompt does not fit the context; "truncate-left" and "truncate-right" cut
-            its prompt instead, so that its max_tokens fit.
-        sampling: Parameters for requests that bring none.
-        on_load: Called with (done, total) after each layer is loaded.
+        max_model_len: Longest prompt plus output, in tokens; None: the model's context.
+        share_prefixes: Whether a prompt prefix that several rows share is computed once.
+        expected_output_len: Tokens that a sample is expected to generate. More samples then run at once than if each
+            were to generate `max_tokens`.
+        on_overlong: The treatment of a row whose prompt and max_tokens do not fit the context: "error" fails it;
+            "truncate-left" and "truncate-right" cut its prompt at that end.
+        sampling: Sampling parameters of requests that have none.
+        on_load: Function called with (layers loaded, layers in all) after each layer.
 
     Raises:
-        InputError: The model is unsupported or broken, or the budget impossible; before weights are read where
-            possible.
+        InputError: The model is not supported or broken, or does not fit the memory budget. It is raised before weights
+            are read, if possible.
     """
 
     def __init__(  # the public API: a keyword for each choice
@@ -311,15 +313,15 @@ class Engine:
         on_overlong: str = "error",
         sampling: SamplingParams | None = None,
     ) -> Engine:
-        """Make an engine around a model that is loaded already.
+        """Make an engine from a model that is loaded already.
 
         Args:
             parts: The loaded model.
-            expected_output_len: Tokens that a sample is expected to generate; None: up to its max_tokens.
+            expected_output_len: Tokens that a sample is expected to generate; None: its max_tokens.
             planned_output_len: Mean output length of the plan, in tokens; with it the engine adapts the block and the
-                streamed fraction to its measurements (`batchgen.schedule.adaptation`).
+                streamed fraction to its measurements (`batchgen.schedule.adaptation`). None: the policy stays.
             on_overlong: "error", "truncate-left" or "truncate-right", for prompts that do not fit the context.
-            sampling: Parameters of requests that bring none.
+            sampling: Sampling parameters of requests that have none.
         """
         engine = cls.__new__(cls)
         engine._init(parts, expected_output_len, planned_output_len, on_overlong, sampling)

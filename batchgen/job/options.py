@@ -1,9 +1,8 @@
-"""The options of all commands.
+"""The options of all commands and of the Python API, each declared once.
 
-Each option is declared once: where its value has its field, or, for those of `SamplingParams`, in `SAMPLING_OPTIONS`.
-
-The command line, `batchgen.run`, lm_eval's `--model_args`, HELM's deployments and `MapFunction` take names, types,
-defaults and help from here. Nothing here takes long to import: `batchgen --help` waits for it.
+An option is declared at the field for its value, or in `SAMPLING_OPTIONS` if it is a field of `SamplingParams`. The
+command line, `batchgen.run`, lm_eval's `--model_args`, HELM's deployments and `MapFunction` take names, types, defaults
+and help from here. This module imports nothing that takes long, as `batchgen --help` waits for it.
 """
 
 # ruff: noqa: RUF009 - defaults of fields are declarations
@@ -31,21 +30,21 @@ _DECLARED = "option"
 
 @dataclass(frozen=True)
 class Option:
-    """An option, as all its takers have it.
+    """An option, with its name, its type and its help for all commands and functions that take it.
 
     Attributes:
         name: The name in Python, TOML and JSON.
         flags: The flags of the command line.
-        group: The group that help shows it in.
-        takers: The members of `TAKERS` that take it.
-        default: The value where it is not given.
-        type: A function from text to a value, or to each value where it may be repeated; bool for a switch.
+        group: The group in which help shows the option.
+        takers: The members of `TAKERS` that take the option.
+        default: The value where the option is not given.
+        type: A function from text to a value, or to each value where the option may be repeated; bool for a switch.
         help: The sentence that help shows.
         metavar: The word that stands for the value in help.
-        choices: The values that it may have; empty: any.
+        choices: The allowed values; empty: any.
         multiple: True for an option that may be repeated.
         required: True for an option that must be given.
-        reads: The kind of file that the value names: `FILE`, `FILE_OR_NAME` or `AT_FILE`.
+        reads: The kind of file that the value names: `FILE`, `FILE_OR_NAME` or `AT_FILE`; None: it names no file.
     """
 
     name: str
@@ -63,17 +62,25 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The flag that messages name it by."""
+        """The flag by which messages name the option."""
         return self.flags[-1].partition("/")[0]
 
     @property
     def decides_results(self) -> bool:
-        """True where a row's result depends on the option; others say where, when and how fast rows are run."""
+        """True where the results of rows depend on the option. Others decide where, when and how fast rows are run."""
         return self.group in (MODEL, INPUT, SAMPLING)
 
 
 def _option(group: str, takers: str, *flags: str, default: Any = None, **more: Any) -> Any:
-    """The dataclass field of an option. flags: the flags, where they are not the field's name."""
+    """The dataclass field of an option.
+
+    Args:
+        group: The group in which help shows the option.
+        takers: Names of the option's takers, with spaces between.
+        *flags: The flags, where they are not the field's name.
+        default: The value where the option is not given.
+        **more: Further fields of `Option`.
+    """
     metadata = {_DECLARED: {"group": group, "takers": frozenset(takers.split()), "flags": flags, **more}}
     return field(metadata=metadata) if more.get("required") else field(default=default, metadata=metadata)
 
@@ -100,10 +107,12 @@ _REPORT_HELP = "Write the report as JSON; - is stdout."
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Everything `batchgen run` can be told, under the names of its flags (see `batchgen run --help`).
+    """All options of `batchgen run`, under the names of its flags (`batchgen run --help` explains them).
 
-    input may also be a `datasets.Dataset` or `IterableDataset`. output: None where only a plan is asked for, or
-    for a file in the cache directory. read_before: (flag, path) of the files that other options here were read from.
+    Attributes:
+        input: The input; a `datasets.Dataset` or `IterableDataset` in Python.
+        output: The output; None: no output, for a plan, or a file in the cache directory.
+        read_before: (flag, path) of the files from which values of other options were read.
     """
 
     model: str = _option(
@@ -455,7 +464,11 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Everything `batchgen plan` can be told: the job, under the names `batchgen run` has for it, and its own flags."""
+    """All options of `batchgen plan`.
+
+    Attributes:
+        job: The options that `batchgen run` has too, under its names.
+    """
 
     job: JobOptions
     num_prompts: int | None = _option(
@@ -530,9 +543,11 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Everything `batchgen bench` can be told: `job` under the names of `batchgen run`, and its own flags.
+    """All options of `batchgen bench`.
 
-    load_format: "dummy": random weights of the shape that `job.model`, a config.json or its directory, says.
+    Attributes:
+        job: The options that `batchgen run` has too, under its names.
+        load_format: "dummy" for random weights of the shape in `job.model`, which is a config.json or its directory.
     """
 
     job: JobOptions
@@ -550,7 +565,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """Everything `batchgen profile` can be told."""
+    """All options of `batchgen profile`."""
 
     device: str = _option(
         RESOURCES,
@@ -578,7 +593,7 @@ class ProfileOptions:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Everything `batchgen convert` can be told."""
+    """All options of `batchgen convert`."""
 
     model: str = _option(MODEL, "convert", "-m", "--model", required=True, metavar="MODEL", help=_MODEL_HELP)
     output: str = _option(
@@ -595,18 +610,18 @@ class ConvertOptions:
 
 
 def seconds(value: str | float) -> float:
-    """A duration given as text or as a number."""
+    """A duration in seconds, from a number or from text such as "90s" or "2h"."""
     return parse_seconds(value) if isinstance(value, str) else float(value)
 
 
 def _named(name: str, default: Any, declared: dict[str, Any]) -> Option:
-    """An option, by what was said of it."""
+    """An option, from its name, its default value and the other fields of its declaration."""
     flags = declared["flags"] or ("--" + name.replace("_", "-"),)
     return Option(name=name, default=default, **{**declared, "flags": flags})
 
 
 def _sampling(takers: str, name: str, type: Callable[[str], Any], help: str | None = None, **more: Any) -> Option:
-    """An option of SamplingParams, which has its default."""
+    """An option for a field of SamplingParams, with the default value of that field."""
     (default,) = (f.default for f in fields(SamplingParams) if f.name == name)
     declared = {"group": SAMPLING, "takers": frozenset(takers.split()), "flags": (), "type": type, "help": help}
     return _named(name, default, {**declared, **more})
@@ -644,7 +659,7 @@ SAMPLING_OPTIONS = (
 
 
 def declared_in(owner: type) -> tuple[Option, ...]:
-    """The options whose fields a dataclass has, in its order."""
+    """The options that are declared at the fields of a dataclass, in the order of the fields."""
     return tuple(
         _named(f.name, None if f.default is MISSING else f.default, dict(f.metadata[_DECLARED]))
         for f in fields(owner)
@@ -660,16 +675,16 @@ OPTIONS = tuple(
 
 
 def options_of(*takers: str) -> tuple[Option, ...]:
-    """The options that any of these takers takes, group by group."""
+    """The options of one or several takers, sorted by group. takers: members of `TAKERS`."""
     taken = [option for option in OPTIONS if not option.takers.isdisjoint(takers)]
     return tuple(option for group in GROUPS for option in taken if option.group == group)
 
 
 def names_of(*takers: str) -> tuple[str, ...]:
-    """Names of the options that any of these takers takes."""
+    """Names of the options of one or several takers. takers: members of `TAKERS`."""
     return tuple(option.name for option in options_of(*takers))
 
 
 def flag_of(name: str) -> str:
-    """The flag that messages name an option of a run by."""
+    """The flag by which messages name an option of `batchgen run`. name: name of the option in Python."""
     return next(option.flag for option in options_of("run") if option.name == name)

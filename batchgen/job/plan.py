@@ -1,4 +1,4 @@
-"""`batchgen plan` and `batchgen profile`: what a job will take, and what a machine can do."""
+"""`batchgen plan` and `batchgen profile`: the predicted time of a job, and the measured rates of a machine."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ _STARTUP_S = 5.0
 
 
 def run_plan(options: PlanOptions) -> list[str]:
-    """Lines of a plan, as the command prints them. Raises InputError."""
+    """The lines that `batchgen plan` prints. Raises InputError."""
     with Progress(options.job.progress):
         return _plan_lines(options, time.monotonic())
 
 
 def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
-    """Lines of a plan. started_s: the start of the command, of time.monotonic."""
+    """The lines that `batchgen plan` prints. started_s: start of the command, of time.monotonic."""
     devices, asked = _devices(options)
     options = replace(options, job=asked)
     check_options(asked)
@@ -136,13 +136,13 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
 def _compared(
     kinds: tuple[Devices, ...], problem_for: Callable[..., tuple[Job, Problem]], problem: Problem, asked: JobOptions
 ) -> Comparison | None:
-    """The alternatives of using devices of some kinds; None where no devices are asked for.
+    """The comparison of all strategies of using several devices; None where no devices are asked for.
 
     Args:
         kinds: Devices of each kind.
-        problem_for: Gives the job and the problem of one process.
+        problem_for: Function that returns the job and the problem of one process.
         problem: The problem of one process on a device of the first kind.
-        asked: The options of the job.
+        asked: The job's options.
     """
     if not kinds:
         return None
@@ -179,7 +179,7 @@ def _devices(options: PlanOptions) -> tuple[tuple[Devices, ...], JobOptions]:
 
 
 def _check_processes(options: PlanOptions) -> None:
-    """Refuse what has no meaning for a plan of several processes. Raises InputError."""
+    """Raise InputError for options that have no meaning in a plan of several processes."""
     job = options.job
     if job.tensor_parallel == job.pipeline == 1:
         return
@@ -201,18 +201,18 @@ def _check_processes(options: PlanOptions) -> None:
 
 
 def _check_cores(of_host: int | None) -> None:
-    """Refuse more processes of this host than it has cores. Raises InputError."""
+    """Raise InputError for more processes than this host has CPU cores. of_host: their number; None: not given."""
     if of_host and of_host > (cores := available_cores()):
         raise InputError(f"{of_host:,} processes need a core each, and this machine has {cores}")
 
 
 def _of_processes(job: Job) -> dict[str, str]:
-    """Further fields of the JSON of a plan for one of several processes."""
+    """Further fields for the JSON of a plan that is for one of several processes."""
     return {"not_run": why_not_run(job)} if job.processes > 1 else {}
 
 
 def _split_lines(job: Job, problem: Problem) -> list[str]:
-    """Lines that say that the plan is of one of several processes, and what this version does not run of it."""
+    """Lines that say that a plan is for one of several processes, and why this version cannot run it if it cannot."""
     if job.processes == 1:
         return []
     kind, rate = "ranks" if job.shard is not None else "stages", link_between(problem.hardware, job).bytes_per_s
@@ -224,7 +224,16 @@ def _split_lines(job: Job, problem: Problem) -> list[str]:
 def _beside(
     job: Job, problem: Problem, options: PlanOptions, estimated: EstimatedWorkload
 ) -> tuple[list[tuple[str, Plan]], list[str]]:
-    """Plans for each `--what-if` alone and for all together, and lines about those that fit no plan.
+    """Plans for each change of `--what-if` alone and for all together, and lines about changes that leave no plan.
+
+    Args:
+        job: The job.
+        problem: The job's problem on the unchanged machine.
+        options: The options of `batchgen plan`.
+        estimated: The job's workload.
+
+    Returns:
+        (text of the change, plan) for each change; and the lines.
 
     Raises:
         InputError: A change makes no sense, or all changes together leave no plan.
@@ -249,11 +258,11 @@ def _beside(
 def _changed(
     job: Job, problem: Problem, changes: dict[str, str], weights: str, estimated: EstimatedWorkload
 ) -> tuple[Job, Problem]:
-    """The job and its problem on a changed machine, whose memory may hold dequantized weights or no longer does.
+    """The job and its problem on a changed machine; with `--weights auto` the format is chosen anew for its memory.
 
     Args:
         job: The job.
-        problem: The job's problem on the machine as it is.
+        problem: The job's problem on the unchanged machine.
         changes: Changes by name.
         weights: The value of `--weights` that was asked for.
         estimated: The job's workload.
@@ -303,10 +312,10 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> Estimate
 def _problem_there(
     options: JobOptions, files: ModelFiles, config: ModelConfig, of_host: int | None, estimated: EstimatedWorkload
 ) -> tuple[Job, Problem]:
-    """The job and the problem of a process on a machine that is only known by its profile.
+    """The job and the problem of a process on another machine, which is known by its hardware profile.
 
     Args:
-        options: The options of the job.
+        options: The job's options.
         files: The model's files.
         config: The model's configuration.
         of_host: Processes on each host; None: all that share the model.
@@ -321,7 +330,7 @@ def _problem_there(
 
 
 def _check_device(device: str, hardware: HardwareProfile) -> None:
-    """Refuse another device than the one that a machine's profile is of. Raises InputError."""
+    """Raise InputError where a machine's profile does not have the device that the options name."""
     own = "cpu" if hardware.gpu is None else "cuda"
     if device in ("auto", own):
         return
@@ -338,7 +347,7 @@ def _check_device(device: str, hardware: HardwareProfile) -> None:
 
 
 def _limited(problem: Problem, options: PlanOptions) -> Problem:
-    """The problem with the latency that a block of its plan may have."""
+    """The problem with the limit of `--max-block-latency` on the time of a block."""
     latency = options.max_block_latency
     return problem if latency is None else replace(problem, max_block_latency_s=seconds(latency))
 
@@ -363,13 +372,13 @@ def _changes(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def run_profile(options: ProfileOptions) -> list[str]:
-    """Lines of this machine's profile, measured or recalled."""
+    """The lines that `batchgen profile` prints: this machine's profile, measured if it is not cached."""
     with Progress("plain"):
         return _profile_lines(options)
 
 
 def _profile_lines(options: ProfileOptions) -> list[str]:
-    """Lines of this machine's profile."""
+    """The lines that `batchgen profile` prints."""
     check_path("-o", options.output)
     where = Device("cuda") if options.device == "auto" and has_cuda() else parse_device(options.device)
     device = "cuda" if where.kind == "cuda" else "cpu"
@@ -392,14 +401,14 @@ def _profile_lines(options: ProfileOptions) -> list[str]:
 
 
 def native_format(device: str) -> str:
-    """The dtype that models stored in 16 bits run in here."""
+    """The dtype in which a device computes models that are stored in 16 bits. device: "cpu" or "cuda"."""
     from batchgen.ops.instruction_set import has_fast_bfloat16
 
     return "bfloat16" if device == "cuda" or has_fast_bfloat16() else "float32"
 
 
 def describe_profile(profile: HardwareProfile) -> list[str]:
-    """The figures that matter most, one a line."""
+    """The most important sizes and rates of a hardware profile, as lines."""
     lines = [f"{profile.name}"]
     sizes = [
         ("CPU memory", profile.cpu_memory_bytes),

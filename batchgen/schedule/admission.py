@@ -93,7 +93,7 @@ class Projection:
         return self._steps if growth.delayed else min(self._steps, -(-growth.num_sweeps // self._step))
 
     def _allocated(self, growth: Growth, last: int) -> Blocks:
-        if growth != self._latest[0]:  # many that enter together are alike
+        if growth != self._latest[0]:  # many that are admitted together are alike
             self._latest = growth, self._blocks_of(growth, last)
         return self._latest[1]
 

@@ -2,7 +2,7 @@
 
 `continuous` admission lets finished sequences leave and new ones in at every sweep; `static` fills a block and
 runs it to its end before the next (FlexGen's zig-zag block schedule). Admission is on projected peak KV: a
-sequence enters only if the blocks it and all sequences in flight are still expected to need are there at every
+sequence is admitted only if the blocks it and all sequences in flight are still expected to need are there at every
 later sweep (`admission`); in static blocks, on disk and beside sequences of placement `deferred`, if they are there
 now. Where outputs grow beyond what was expected, the youngest sequence is preempted and run again later.
 
@@ -83,7 +83,7 @@ class Scheduler:
         num_deferred = (limits.kv_seqs or {}).get(KVPlacement.DEFERRED, 0)
         self._reserving = {KVPlacement.DEFERRED.tier} if num_deferred else set()
         self._exchange_slots = (num_deferred and exchange_slots) or TokenSlots(num_deferred)
-        self._entered_deferred = 0
+        self._admitted_deferred = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, whose prompt and output must fit `longest_tokens`."""
@@ -103,7 +103,7 @@ class Scheduler:
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens whose KV fits in the largest pool that sequences may enter.
+        """Tokens whose KV fits in the largest pool that sequences may be admitted to.
 
         The most of prompt and output together, less the last token generated, which is never run.
         """
@@ -249,7 +249,7 @@ class Scheduler:
 
         @cache
         def longest() -> int:
-            return max(map(self._expected_len, self._may_enter()))
+            return max(map(self._expected_len, self._admissible()))
 
         @cache
         def admission(tier: str) -> TierAdmission:
@@ -259,7 +259,9 @@ class Scheduler:
         while self.waiting and budget > 0 and len(sweep) < most:
             sequence = self.waiting[0]
             is_full = len(self.running) >= self.limits.max_num_seqs
-            if is_full or not self._insert(sequence, in_placement, admission, self._chunk(sequence, budget)):
+            if is_full or not self._admit_to_placement(
+                sequence, in_placement, admission, self._chunk(sequence, budget)
+            ):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
                 self._filling = False
                 return
@@ -273,7 +275,7 @@ class Scheduler:
             if sequence in self._followers and not self._waits_for_prefix(self._followers[sequence][0]):
                 self._queue_followers(sequence)
 
-    def _may_enter(self) -> Iterator[Sequence]:
+    def _admissible(self) -> Iterator[Sequence]:
         """The first waiting sequences, as many as may be admitted. Followers count as no longer than their source."""
         return islice(self.waiting, max(1, self.limits.max_num_seqs - len(self.running)))
 
@@ -295,14 +297,14 @@ class Scheduler:
         self.waiting.extendleft(reversed(self._followers.pop(source)))
         self.waiting.extendleft(reversed(preempted))
 
-    def _insert(
+    def _admit_to_placement(
         self,
         sequence: Sequence,
         in_placement: Mapping[KVPlacement, int],
         admission_to: Callable[[str], TierAdmission],
         chunk: int,
     ) -> bool:
-        """Insert a sequence in the first placement whose quota and pool allow it; False if none does.
+        """Admit a sequence to the first placement whose quota and pool allow it; False if none does.
 
         Args:
             sequence: The sequence.
@@ -331,13 +333,13 @@ class Scheduler:
             sequence.token_slot = self._token_slots.take()
         if sequence.kv_placement is KVPlacement.DEFERRED:
             sequence.exchange_slot = self._exchange_slots.take()
-            self._entered_deferred += 1
+            self._admitted_deferred += 1
 
     def _open_placements(self, in_placement: Mapping[KVPlacement, int]) -> List[KVPlacement]:
-        """The placements that a sequence may enter, in order of preference, if their pools have blocks for it."""
+        """The placements that have capacity for one more sequence, in order of preference, but for its KV blocks."""
         placements = [c for c in self._placements() if in_placement[c] < self.limits.quota(c)]
         deferred_rows, deferred = self.limits.deferred_rows, KVPlacement.DEFERRED
-        if deferred_rows is not None and self._entered_deferred >= deferred_rows and deferred in placements:
+        if deferred_rows is not None and self._admitted_deferred >= deferred_rows and deferred in placements:
             placements.remove(deferred)
         if self._exchange_slots.is_full and deferred in placements:
             # Another call of the engine has them: where nobody is in flight here, the row runs all the same.
@@ -355,7 +357,7 @@ class Scheduler:
         Args:
             tier: The tier.
             sweep: Sequences that are in the sweep so far.
-            longest: Most tokens that a sequence which may enter is expected to generate.
+            longest: Most tokens that an admissible sequence is expected to generate.
         """
         pool = self.pools[tier]
         reserves = self.limits.admission == "static" or tier in self._reserving or isinstance(pool, ExtentManager)

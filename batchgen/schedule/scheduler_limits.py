@@ -19,8 +19,8 @@ class SchedulerLimits:
         kv_seqs: most sequences of each KV placement in flight, none where it is missing; None: no limit per placement.
         max_chunk_tokens: most tokens of one prompt in one sweep; None: no limit.
         compute_tier: tier of the compute device's own memory.
-        deferred_rows: most sequences that enter placement DEFERRED in all; None: no limit. Those that enter it near the
-            end of a job would be in flight long after all others.
+        deferred_rows: most sequences of a job that are admitted to placement DEFERRED; None: no limit. Those admitted
+            near its end would be in flight long after all others.
         sweeps_in_flight: most sweeps under way at once, each in another stage of a pipeline; each has its part of the
             sequences.
     """

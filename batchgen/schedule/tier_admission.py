@@ -24,7 +24,7 @@ class TierAdmission:
     """The admission to one tier.
 
     Attributes:
-        reserves: Whether a sequence's last block is reserved when it enters: in static blocks, on disk, beside
+        reserves: Whether a sequence's last block is reserved when it is admitted: in static blocks, on disk, beside
             placement DEFERRED.
     """
 
@@ -36,8 +36,8 @@ class TierAdmission:
         Args:
             pool: Pool of the tier.
             running: Sequences in flight in the tier.
-            longest_sweeps: Most sweeps that a sequence which may enter stays for.
-            reserves: Whether a sequence's last block is reserved when it enters.
+            longest_sweeps: Most sweeps that an admissible sequence stays for.
+            reserves: Whether a sequence's last block is reserved when it is admitted.
         """
         self._pool, self.reserves = pool, reserves
         self._blocks: Projection | None = None
@@ -58,17 +58,17 @@ class TierAdmission:
             sole = windowed.blocks_of_window
             self._windows = Projection(growths, windowed.num_available, pool.kv_block_size, longest_sweeps, sole)
 
-    def admit(self, entering: Expected, chunk: int, num_blocks: int, num_reserved: int) -> Allocation | None:
-        """The blocks of a sequence that enters, or None where there are not enough, now or at a later sweep.
+    def admit(self, expected: Expected, chunk: int, num_blocks: int, num_reserved: int) -> Allocation | None:
+        """The blocks of a sequence that is admitted, or None where there are not enough, now or at a later sweep.
 
         Args:
-            entering: The sequence, and the sweeps it is expected to stay for. Whether it is delayed is found here.
+            expected: The sequence, and the sweeps it is expected to stay for. Whether it is delayed is found here.
             chunk: Tokens of it that the sweep may have.
             num_blocks: Blocks that it is to have in all.
             num_reserved: Blocks that are promised to others.
         """
-        pool, count = self._pool, len(entering.sequence.tokens)
-        tokens = entering.sequence.shareable
+        pool, count = self._pool, len(expected.sequence.tokens)
+        tokens = expected.sequence.shareable
         added: list[tuple[Projection, Growth]] = []  # where the sequence is counted if it is admitted
         if isinstance(pool, ExtentManager):
             return pool.admit(tokens, num_blocks, num_reserved)
@@ -79,7 +79,7 @@ class TierAdmission:
 
         def growth(num_matched: int) -> Growth:
             delayed = count - num_matched * pool.kv_block_size > chunk
-            return Growth(count, entering.num_sweeps, num_matched, delayed=delayed)
+            return Growth(count, expected.num_sweeps, num_matched, delayed=delayed)
 
         def counted_if_fits(projection: Projection, growth: Growth) -> bool:
             added.append((projection, growth))

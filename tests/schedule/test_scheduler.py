@@ -568,5 +568,5 @@ def test_only_those_that_may_enter_are_looked_at(monkeypatch, seed):
         return found
 
     few = sweeps()
-    monkeypatch.setattr(Scheduler, "_may_enter", lambda self: iter(self.waiting))
+    monkeypatch.setattr(Scheduler, "_admissible", lambda self: iter(self.waiting))
     assert few == sweeps()

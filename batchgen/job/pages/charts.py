@@ -1,4 +1,4 @@
-"""Charts as SVG text for an HTML page. Colours are the classes of `html_page`."""
+"""Charts for an HTML page, as SVG text. Colours are CSS classes that `html_page` defines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Show = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a bar chart.
+    """One bar of a bar chart, made of stacked parts.
 
     Attributes:
-        label: Name of the row.
-        parts: (index of its colour, name, value) of each part, from left to right.
-        limit: Value of a line across the row, if there is one.
+        label: Name of the bar.
+        parts: (index of the colour, name, value) of each part, from left to right.
+        limit: Value at which a line crosses the bar; None: no line.
     """
 
     label: str
@@ -32,13 +32,13 @@ class Bar:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a timeline.
+    """A coloured stretch of a timeline.
 
     Attributes:
-        start: Seconds at which it begins.
-        end: Seconds at which it ends.
-        colour: Index of its colour.
-        name: Its name.
+        start: Seconds at which the stretch begins.
+        end: Seconds at which the stretch ends.
+        colour: Index of the colour.
+        name: Name in the tooltip.
     """
 
     start: float
@@ -48,7 +48,13 @@ class Span:
 
 
 def bars(title: str, rows: Sequence[Bar], show: Show) -> str:
-    """Horizontal bars of stacked parts, with their sums."""
+    """A chart of horizontal bars, each with the sum of its parts.
+
+    Args:
+        title: Title of the chart.
+        rows: The bars.
+        show: Function from a value to text.
+    """
     totals = [sum(value for _, _, value in row.parts) for row in rows]
     most = max([*totals, *(row.limit or 0 for row in rows)], default=0) or 1.0
     scale = (_WIDTH - _LABEL - _VALUE) / most
@@ -69,7 +75,15 @@ def bars(title: str, rows: Sequence[Bar], show: Show) -> str:
 
 
 def columns(title: str, values: Sequence[tuple[str, float]], x_label: str, y_label: str, colour: int = 0) -> str:
-    """Vertical bars side by side. values: (name, value) of each."""
+    """A chart of vertical bars side by side.
+
+    Args:
+        title: Title of the chart.
+        values: (name, value) of each bar.
+        x_label: Label of the x axis.
+        y_label: Label of the y axis.
+        colour: Index of the colour.
+    """
     most = max((value for _, value in values), default=0) or 1.0
     plot = _Plot((0.0, float(len(values) or 1)), (0.0, most))
     shapes = plot.frame(x_label, y_label, x_ticks=False)
@@ -92,15 +106,15 @@ def line(
     ring: tuple[float, float] | None = None,
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """A line through points, from (0, 0).
+    """A chart with a line through points; the axes begin at (0, 0).
 
     Args:
         title: Title of the chart.
         points: (x, y) of each point, x rising.
-        x_label: Name of x, with its unit.
-        y_label: Name of y, with its unit.
-        dots: Tooltip of each point; without tooltips points are not marked.
-        ring: (x, y) of the chosen point, which gets a ring.
+        x_label: Label of the x axis, with the unit.
+        y_label: Label of the y axis, with the unit.
+        dots: Tooltip of each point; empty: points are not marked.
+        ring: (x, y) of a point that is marked by a ring.
         marks: (x, text) of vertical lines.
     """
     shown = [*points, *([ring] if ring else [])] or [(1.0, 1.0)]
@@ -120,7 +134,13 @@ def line(
 
 
 def timeline(title: str, lanes: Mapping[str, Sequence[Span]], show: Show) -> str:
-    """A timeline with a row for each lane, whose spans are in order of time."""
+    """A timeline with a row for each lane.
+
+    Args:
+        title: Title of the chart.
+        lanes: Spans of each lane in order of time, by the lane's name.
+        show: Function from seconds to text.
+    """
     spans = [span for row in lanes.values() for span in row]
     first = min((span.start for span in spans), default=0.0)
     length = max((span.end for span in spans), default=1.0) - first or 1.0
@@ -143,7 +163,7 @@ def timeline(title: str, lanes: Mapping[str, Sequence[Span]], show: Show) -> str
 
 
 def histogram(counts: Mapping[int, int]) -> list[tuple[str, float]]:
-    """Columns of a histogram: (range of lengths, count). counts: count of each length."""
+    """The columns of a histogram: (range of lengths, count). counts: number of items of each length."""
     if not counts:
         return []
     low, high = min(counts), max(counts)
@@ -157,7 +177,7 @@ def histogram(counts: Mapping[int, int]) -> list[tuple[str, float]]:
 
 
 def ticks(most: float) -> list[float]:
-    """Four to eight round numbers from 0 to about `most`."""
+    """Four to eight round numbers from 0 to about `most`, for an axis."""
     if not (most > 0 and math.isfinite(most)):
         return [0.0]
     power = 10.0 ** math.floor(math.log10(most))
@@ -199,7 +219,7 @@ class _Plot:
 
 
 def _merged(spans: Sequence[Span], least: float) -> list[Span]:
-    """Spans where those too short to be seen are merged with the next close one."""
+    """Spans of a timeline, in which those shorter than `least` seconds are merged with the next close one."""
     merged: list[Span] = []
     for span in spans:
         last = merged[-1] if merged else None

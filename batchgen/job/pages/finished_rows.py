@@ -1,4 +1,4 @@
-"""Finished rows for the page of a run: their lengths, and a sample of them."""
+"""The finished rows for the page of a run: a count of their lengths, and a sample of their texts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ _MADE = {
 
 @dataclass(frozen=True)
 class SampleRow:
-    """A finished row as text for a person. error: why it failed; None: it is fine."""
+    """A finished row, as text for a person.
+
+    Attributes:
+        row: Number of the row in the input.
+        prompt: The prompt.
+        result: The result.
+        error: Reason why the row failed; None: it has not failed.
+    """
 
     row: int
     prompt: str
@@ -37,7 +44,13 @@ class SampleRow:
 
 @dataclass(frozen=True)
 class FinishedRows:
-    """Counts of prompts and outputs of each length in tokens, over all finished rows, and a sample of the rows."""
+    """Statistics and a sample of all finished rows of a run.
+
+    Attributes:
+        prompt_lens: Number of prompts of each length in tokens.
+        output_lens: Number of outputs of each length in tokens.
+        sample: Some of the rows.
+    """
 
     prompt_lens: Mapping[int, int] = field(default_factory=dict)
     output_lens: Mapping[int, int] = field(default_factory=dict)
@@ -45,7 +58,9 @@ class FinishedRows:
 
 
 def finished_rows(parts_dir: Path, source: RequestSource, task: str) -> FinishedRows:
-    """The finished rows of a run directory, each with its newest result. Damaged parts are left out.
+    """Statistics and a sample of the finished rows in a run directory. Damaged parts are left out.
+
+    Of a row with several results the newest counts.
 
     Args:
         parts_dir: Directory of the parts.

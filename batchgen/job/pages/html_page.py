@@ -1,4 +1,7 @@
-"""The frame, sections, tables and texts of an HTML page. All text from elsewhere is escaped here or in `charts`."""
+"""The parts of an HTML page: frame, sections, tables and texts.
+
+All text from elsewhere is escaped here or in `charts`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def escaped(text: object) -> str:
 
 
 def page(title: str, lines: Sequence[str], sections: Sequence[str]) -> str:
-    """A whole document.
+    """A whole HTML document.
 
     Args:
         title: Title, plain text.
@@ -62,7 +65,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def legend(names: Sequence[str]) -> str:
-    """Names of a chart's colours, in their order."""
+    """A legend of a chart: names of its colours, in the order of their indices."""
     return (
         "<p>"
         + " ".join(

@@ -31,18 +31,18 @@ def plan_page(
     hardware: HardwareProfile,
     others: Sequence[tuple[str, Plan]] = (),
 ) -> str:
-    """The page of a plan, as HTML.
+    """The HTML page of a plan.
 
     Args:
         plan: The plan.
-        explained: Its explanation.
-        problem: The problem that it solves.
+        explained: The explanation of the plan.
+        problem: The problem that the plan solves.
         config: The model's configuration.
         hardware: The machine's profile.
-        others: Plans beside it, each with its difference as text.
+        others: Further plans that are compared with it, each with its difference as text.
 
     Raises:
-        InputError: The budgets of the plan do not hold what it places.
+        InputError: The memory budgets are too small for what the plan places.
     """
     sections = [
         section("Stages", *_stages(explained)),
@@ -67,7 +67,7 @@ def _stages(explained: Explanation) -> list[str]:
 
 
 def placement(plan: Plan) -> list[str]:
-    """Charts of each tier's peak memory against its budget, and of weights, KV and activations by tier."""
+    """Charts of each tier's peak memory and budget, and of the weights, KV and activations in each tier."""
     names = sorted({name for parts in plan.prediction.memory_bytes.values() for name in parts})
     used = [
         Bar(
@@ -92,14 +92,14 @@ def placement(plan: Plan) -> list[str]:
 
 
 def lanes(plan: Plan) -> str:
-    """Chart of the predicted busy seconds of each lane, the longest first."""
+    """A chart of the predicted busy seconds of each lane, the busiest first."""
     busy = sorted(plan.prediction.lane_s.items(), key=lambda item: -item[1])
     rows = [Bar(LANE_NAMES[lane], ((0, "busy", seconds),)) for lane, seconds in busy if seconds > 0]
     return bars("Predicted busy time of each lane", rows, format_seconds)
 
 
 def _steady_sweep(plan: Plan, config: ModelConfig, hardware: HardwareProfile) -> list[str]:
-    """Timeline of the simulated Steps of a sweep, the middle one of those that are simulated."""
+    """A timeline of the Steps of one simulated sweep: the middle one of the simulated sweeps."""
     steps: dict[int, list[tuple[Step, float, float]]] = {}
 
     def keep(step: Step, start_s: float, end_s: float) -> None:
@@ -131,7 +131,7 @@ def _steady_sweep(plan: Plan, config: ModelConfig, hardware: HardwareProfile) ->
 
 
 def _frontier(plan: Plan, problem: Problem) -> list[str]:
-    """Latency and throughput of all blocks (FlexGen figure 1), with the plan's block marked."""
+    """A chart of latency and throughput of all blocks (FlexGen figure 1), with the plan's block marked."""
     blocks = frontier(problem)
     if not blocks:
         return [note("No block size fits.")]
@@ -163,7 +163,7 @@ def _frontier(plan: Plan, problem: Problem) -> list[str]:
 
 
 def _prices(explained: Explanation) -> list[str]:
-    """Chart of the time that more of each resource would save, to first order and re-planned."""
+    """A chart of the seconds that more of each resource would save: to first order, and by planning again."""
     first, *rest = price_lines(explained)
     if not rest:
         return [note(f"{first[0].upper()}{first[1:]}.")]

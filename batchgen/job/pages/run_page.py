@@ -23,7 +23,7 @@ _SHOWN_MOMENTS = 120
 
 
 class RunPage:
-    """The page of a run, which takes notes while the job runs."""
+    """The HTML page of a run, which records the run's tokens over time."""
 
     def __init__(self) -> None:
         self._started_s = 0.0
@@ -33,7 +33,7 @@ class RunPage:
         self._rows = FinishedRows()
 
     def after_sweep(self, stats: EngineStats) -> None:
-        """Note the job's tokens so far."""
+        """Record the number of tokens so far. stats: the engine's running totals."""
         if stats.sweeps % self._every:
             return
         if not self._moments:
@@ -45,11 +45,17 @@ class RunPage:
             self._moments, self._sweep_s, self._every = self._moments[::2], self._sweep_s[::2], 2 * self._every
 
     def read_rows(self, parts_dir: Path, source: RequestSource, task: str) -> None:
-        """Read the finished rows while their parts are there."""
+        """Read the finished rows from a run directory, before its parts are deleted.
+
+        Args:
+            parts_dir: Directory of the parts.
+            source: Input of the rows.
+            task: "generate" or "score".
+        """
         self._rows = finished_rows(parts_dir, source, task)
 
     def render(self, report: Mapping[str, Any], plan: Plan | None) -> str:
-        """The page, as HTML.
+        """The page, as HTML text.
 
         Args:
             report: The run's report.
@@ -81,7 +87,11 @@ class RunPage:
 
 
 def rates_over_time(moments: Sequence[tuple[float, int]]) -> list[tuple[float, float]]:
-    """(seconds, tokens per second until then) at some of the moments, each (seconds, tokens so far), rising."""
+    """(seconds, tokens per second since the previous moment) at some moments of a run.
+
+    Args:
+        moments: (seconds, tokens so far), both rising.
+    """
     step = max(1, -(-len(moments) // _SHOWN_MOMENTS))
     kept = [*moments[:-1:step], *moments[-1:]]
     pairs = itertools.pairwise(kept)
@@ -104,7 +114,7 @@ def _summary(report: Mapping[str, Any], plan: Plan | None) -> list[str]:
 
 
 def _predicted_and_measured(report: Mapping[str, Any]) -> list[str]:
-    """Chart with two bars for each lane, and for the whole run."""
+    """A chart with the predicted and the measured seconds of each lane, and of the whole run."""
     predicted, measured = report["predicted"], dict(report["busy_s"])
     measured["compute"] += measured["sampling"]
     pairs = [("whole run", predicted["total_s"], report["wall_s"])]

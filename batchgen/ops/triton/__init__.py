@@ -1,6 +1,6 @@
-"""Triton kernels for CUDA tensors: the counterparts of batchgen/ops/cpp.py, with the signatures of `ops`.
+"""The Triton kernels for tensors of a CUDA GPU, with the signatures of `batchgen/ops/cpp.py`.
 
-Nothing imports this but `ops`, and only where a tensor lies on a card and Triton is installed.
+Only `ops` imports this package, when a tensor is on a GPU and Triton is installed.
 """
 
 from batchgen.ops.triton.attention import cut_attention, paged_attention, prepare_attention, supports_attention

@@ -1,7 +1,7 @@
-"""Attention over paged KV in Triton.
+"""Attention over paged KV by Triton kernels.
 
-Online softmax (Milakov and Gimelshein, 2018), tile by tile as FlashAttention does it (Dao et al., 2022), over the items
-of a DevicePlan, and the merge of partial results (flash-decoding).
+A kernel goes through an item's keys tile by tile with online softmax (Milakov and Gimelshein, 2018; FlashAttention: Dao
+et al., 2022). A further kernel merges the partial results of a token's items (flash-decoding).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ITEM = tl.constexpr(plans.COLUMNS)
 
 
 def supports_attention(head_dim: int, group: int, kv_block_size: int, device: torch.device) -> bool:
-    """Tell whether the Triton attention kernels run on this device with these sizes.
+    """Tell whether the Triton attention kernels support these sizes on a device.
 
     Args:
-        head_dim: Size of a head.
-        group: Query heads per KV head.
-        kv_block_size: Tokens of a KV block.
-        device: The device that computes.
+        head_dim: Number of values in one head.
+        group: Number of query heads that share a KV head.
+        kv_block_size: Number of tokens in a KV block.
+        device: Device that computes.
     """
     return (
         card(device).has_products
@@ -53,7 +53,7 @@ def geometry(
     kv_format: KVFormat,
     device: torch.device,
 ) -> Geometry:
-    """Shapes that plans are cut for. dtype: dtype of queries."""
+    """The sizes and tiles for which attention plans are cut, from a model's shape and a GPU."""
     this = card(device)
     few, many = attention_tiles(heads // kv_heads, head_dim, dtype, kv_format.bits, this.shared_memory)
     return Geometry(heads, kv_heads, head_dim, kv_block_size, few, many, this.num_sms)
@@ -69,7 +69,7 @@ def prepare_attention(
     kv_format: KVFormat,
     device: torch.device,
 ) -> DevicePlan:
-    """A sweep's attention on the card, cut for these shapes."""
+    """Cut the attention plan of a sweep into work items for a GPU, and copy them to it."""
     return cut_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device).prepare(device)
 
 
@@ -83,7 +83,7 @@ def cut_attention(
     kv_format: KVFormat,
     device: torch.device,
 ) -> CutPlan:
-    """A sweep's attention cut for these shapes, not on the card yet."""
+    """Cut the attention plan of a sweep into work items for a GPU, in the host's memory."""
     return plans.cut(plan, geometry(heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device))
 
 
@@ -96,7 +96,10 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of queries to paged KV, [tokens, heads, head_dim]. Tokens in no item stay as they were in memory."""
+    """Compute causal attention of queries [tokens, heads, head_dim] to paged KV, by the items of a plan.
+
+    The result has the queries' shape. Rows of tokens that are in no item are not written.
+    """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for launch in launches(q, kv, plan, out, bits, softcap, sinks):
         launch()
@@ -112,7 +115,10 @@ def launches(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> list[Launch]:
-    """The launches of small M, of large M, and of merges, where there are items."""
+    """The kernel launches of an attention: for items with few rows, for items with many rows, and for merges.
+
+    A launch without items is left out.
+    """
     shape = plan.geometry
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] == shape.head_dim and kv.is_contiguous()
     assert q.shape[1] == shape.heads and kv.shape[2:4] == (shape.kv_heads, shape.kv_block_size)
@@ -210,10 +216,10 @@ def _attend(  # a kernel takes pointers and scalars only
     DIM: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """One item and KV head.
+    """Kernel: attention of one item and one KV head.
 
-    Rows are the item's tokens x the query heads of the KV head. With KV of 4 or 5 bits queries and results are taken in
-    two halves, of the columns in low and in high nibbles, so that bytes are read once.
+    Rows are pairs of a token of the item and a query head of the KV head. For KV of 4 or 5 bits, queries and results
+    are in two halves, for the columns in low and in high nibbles, so that every byte is read once.
     """
     item = items + tl.program_id(0) * _ITEM
     num_tokens = tl.load(item + 1)
@@ -307,9 +313,10 @@ def _attend_keys(  # a kernel takes pointers and scalars only
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """A tile of keys from first_key on.
+    """Add a tile of keys, from first_key on, to the online softmax of an item's rows.
 
-    position: the last key that each row sees. Returns the new sums, largest scores and sums of softmax weights.
+    `position` is the last key that each row attends to. Returns the new weighted sums of values, largest scores, and
+    sums of softmax weights.
     """
     key = first_key + tl.arange(0, KEYS)
     there = tl.full((KEYS,), True, tl.int1)
@@ -377,7 +384,7 @@ def _merge(  # a kernel takes pointers and scalars only
     DIM: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """One token and head: its partial results in a fixed order."""
+    """Kernel: merge the partial results of one token and head, in a fixed order."""
     token = tl.load(tokens + tl.program_id(0)).to(tl.int64)
     if token < 0:
         return

@@ -1,9 +1,9 @@
-"""Compiles every kernel for a card that need not be there.
+"""Compilation of every Triton kernel for a type of GPU that the machine need not have.
 
     python -m batchgen.ops.triton.compile_ahead --capability 90
 
-Each is compiled from the launches that the engine would make for representative models, and reported with what it takes
-of the card. Fails where a block would use more shared memory than the card has.
+The launches are those of the engine for representative models. For each kernel, its use of the GPU's resources is
+printed. The command fails if a block uses more shared memory than the GPU has.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _FORMATS = (
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel.
+    """A compiled kernel and its use of resources.
 
     Attributes:
-        name: The kernel and its variant.
-        shared_memory: Bytes of a block.
-        registers: Registers of a thread.
-        stack: Bytes of a thread, which spilled registers take.
+        name: Name of the kernel and its variant.
+        shared_memory: Shared memory of a block, in bytes.
+        registers: Number of registers of a thread; None: unknown.
+        stack: Stack of a thread, for spilled registers, in bytes; None: unknown.
     """
 
     name: str
@@ -67,13 +67,30 @@ class Compiled:
 def compile_all(
     capability: int, head_dims: tuple[int, ...] = (64, 128), groups: tuple[int, ...] = (1, 4, 8)
 ) -> Iterator[Compiled]:
-    """Compile all kernels for compute capability major * 10 + minor. Raises Triton's errors."""
+    """Compile all kernels for a type of GPU.
+
+    Args:
+        capability: Compute capability, major * 10 + minor.
+        head_dims: Numbers of values in one head.
+        groups: Numbers of query heads that share a KV head.
+
+    Raises:
+        Exception: Triton cannot compile a kernel.
+    """
     for name, launch in all_launches(Card(capability, 132, SHARED_MEMORY[capability]), head_dims, groups):
         yield compile_launch(name, launch, capability)
 
 
 def compile_launch(name: str, launch: Launch, capability: int) -> Compiled:
-    """Compile a kernel as Triton would when it is launched: numbers that divide by 16 are known to."""
+    """Compile a kernel in the variant that a launch would use.
+
+    As at a launch, Triton is told which numbers are multiples of 16.
+
+    Args:
+        name: Name for the result.
+        launch: The launch, whose tensors may be on the CPU.
+        capability: Compute capability, major * 10 + minor.
+    """
     names = launch.kernel.arg_names
     signature, constants, hints = {}, dict(launch.constants), {}
     for i, argument in enumerate(names):
@@ -97,7 +114,7 @@ def _type(value: Tensor | int | float) -> str:
 
 
 def _resources(binary: bytes) -> tuple[int | None, int | None]:
-    """Registers and stack as cuobjdump tells them, if Triton's package has it."""
+    """Registers and bytes of stack of a compiled kernel, by cuobjdump; None if Triton's package lacks it."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
         return None, None
@@ -113,7 +130,7 @@ def _resources(binary: bytes) -> tuple[int | None, int | None]:
 
 
 def all_launches(card: Card, head_dims: tuple[int, ...], groups: tuple[int, ...]) -> Iterator[tuple[str, Launch]]:
-    """Names and launches, on CPU tensors: those of models of these head sizes and query heads of a KV head."""
+    """Names and launches of all kernels, for models with these head sizes and numbers of query heads of a KV head."""
     has_bf16 = card.capability >= 80
     for head_dim, (dtype, kv_format) in itertools.product(head_dims, _FORMATS):
         if dtype == torch.bfloat16 and not has_bf16:

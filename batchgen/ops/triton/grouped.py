@@ -1,10 +1,10 @@
-"""Products of a mixture of experts: each token with the experts that it is routed to, and with no other.
+"""The matrix products of a mixture of experts, each token with its own experts only, by Triton kernels.
 
-Tokens are sorted by expert on the card (MegaBlocks: Gale et al., 2022), and a program has a tile: some rows of one
-expert and some columns. The host knows neither. It launches as many programs as the worst routing has tiles, and those
-without one return at once. So nothing waits for the router, and launches are alike for any routing, which a CUDA graph
-needs. A tile has one shape however many rows its expert has, and sums run over depth in one order: a row's result does
-not depend on its batch.
+Tokens are sorted by expert on the GPU (MegaBlocks: Gale et al., 2022). A program computes one tile: some rows of one
+expert, and some columns. The host does not know the number of rows of an expert. It launches as many programs as the
+worst routing needs, and programs without a tile return at once. So the host does not wait for the router, and launches
+are equal for any routing, as CUDA graphs need it. All tiles have one shape, and sums run over the depth in one order.
+So the result of a row does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ _ADDED_COLUMNS = 1024
 
 @dataclass(frozen=True)
 class ProductTile:
-    """The tile that a program works on at once: `rows` of one expert, `columns` of the result, `depth` in each step."""
+    """The tile that one program computes.
+
+    Attributes:
+        rows: Number of rows, all of one expert.
+        columns: Number of columns of the result.
+        depth: Number of columns of the operands that are multiplied in one step.
+        warps: Number of warps of a program.
+        stages: Number of stages of Triton's pipeline.
+    """
 
     rows: int
     columns: int
@@ -44,7 +52,10 @@ def grouped_experts(  # the operands of two products
     down_bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """Multiply each token with its experts and add their results, weighted: fp32 [tokens, hidden]."""
+    """Compute for each token the weighted sum of its experts' results, fp32 [tokens, hidden].
+
+    `dispatch.grouped_experts` describes the arguments.
+    """
     total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     for launch in launches(x, shares, chosen, gate_up, gate_up_bias, down, down_bias, activation, total):
         launch()
@@ -52,20 +63,20 @@ def grouped_experts(  # the operands of two products
 
 
 def supports_grouped(device: torch.device) -> bool:
-    """Tell whether a card multiplies tiles fast enough; others leave it to torch."""
+    """Tell whether a GPU multiplies tiles fast enough for these kernels. On other GPUs torch multiplies."""
     return card(device).has_products
 
 
 def product_tile(dtype: torch.dtype, shared_memory: int, *, gated: bool) -> ProductTile:
-    """The tile that one program computes in a product of tokens and experts, whatever the number of rows.
+    """Choose the tile that one program computes in a product of tokens and experts, for any number of rows.
 
-    With few rows the time is that of reading each expert's weights once, so rows of padding cost nothing. With many,
-    each weight that is read from the cache is multiplied with all rows of the tile.
+    With few rows, the time is that of reading the experts' weights once, so padded rows cost nothing. With many rows,
+    every weight that is read from the cache is multiplied with all rows of the tile.
 
     Args:
         dtype: Dtype of both operands.
-        shared_memory: Bytes of shared memory that one block may use.
-        gated: Whether two matrices, gate and up, are multiplied at once; each then has half of the columns.
+        shared_memory: Shared memory that one block may use, in bytes.
+        gated: Whether two matrices, gate and up, are multiplied at once; then each has half of the columns.
     """
     matrices = 2 if gated else 1
     if dtype == torch.float32:  # products without tensor cores, whose operands take many registers
@@ -87,7 +98,10 @@ def launches(  # the operands of two products
     total: Tensor,
     on: Card | None = None,
 ) -> list[Launch]:
-    """Sorting, both products, and sums. on: another card than x's."""
+    """The kernel launches of a mixture of experts: sorting, both products, and the weighted sums.
+
+    `on` is the GPU whose properties determine the tiles; None: the GPU of x.
+    """
     (tokens, hidden), k, depth = x.shape, chosen.shape[1], down.shape[1]
     num_experts = down.shape[0] // hidden
     assert x.stride(1) == 1 and all(t.is_contiguous() for t in (shares, chosen, gate_up, down, total))
@@ -152,7 +166,7 @@ def _product_launch(
 
 @triton.jit(do_not_specialize=["count"])
 def _sort(chosen, order, starts, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's expert: its start among (token, choice) sorted by expert, and which ones it has, in their order."""
+    """Kernel: the pairs (token, choice) of one expert, in order, and the place of the first one in the sorted list."""
     expert = tl.program_id(0)
     lower = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, count, BLOCK):
@@ -188,10 +202,10 @@ def _multiply(  # a kernel takes pointers and scalars only
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """A tile of one expert.
+    """Kernel: a tile of the product of one expert.
 
-    With an activation x's rows are tokens, and those of the result are sorted by expert; without one it is the other
-    way round: rows that are sorted go to their (token, choice).
+    With an activation (the first product) rows of x are tokens, and rows of the result are sorted by expert. Without
+    one (the second product) rows of x are sorted by expert, and rows of the result are pairs (token, choice).
     """
     # Numbered so that an expert's tiles follow from its own start alone: it has no more of them than there are numbers
     # up to the next expert's.
@@ -240,7 +254,7 @@ def _multiply(  # a kernel takes pointers and scalars only
 
 @triton.jit
 def _add(made, shares, total, CHOICES: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """A token's results, weighted and added in the order in which its experts were chosen."""
+    """Kernel: the weighted sum of one token's results, in the order in which its experts were chosen."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < N

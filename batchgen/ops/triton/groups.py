@@ -1,8 +1,8 @@
-"""Rows in groups of 4-, 5- or 8-bit codes (batchgen/ops/quant.py) in a kernel's registers.
+"""Packing and unpacking of group-quantized rows (batchgen/ops/quant.py) in a kernel's registers.
 
-A row of N values in 4 or 5 bits is taken as low and high halves of its groups, [.., groups, 32] each: byte i of group g
-holds value 64 g + i in its low nibble and 64 g + half + i in its high one, half being 32 or less in a shorter last
-group. Groups are padded to a power of two. In 8 bits a row is taken as it is.
+A row of N values in 4 or 5 bits is held as two tensors [.., groups, 32], for low and high nibbles. Byte i of group g
+has value 64 g + i in its low nibble and value 64 g + half + i in its high nibble. `half` is 32, or less in a shorter
+last group. The number of groups is padded to a power of two. A row in 8 bits is held as one tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ ROUNDING = tl.constexpr(12582912.0)
 
 @triton.jit
 def columns(group, i, N: tl.constexpr):
-    """Columns of the low and of the high nibbles of bytes i of groups, and which of them are there."""
+    """Columns of the values in the low and in the high nibbles of bytes of groups, with masks.
+
+    Args:
+        group: Numbers of groups.
+        i: Numbers of bytes in a group, of a shape that broadcasts with `group`.
+        N: Number of values in a row.
+
+    Returns:
+        Columns of low nibbles; columns of high nibbles; masks of the low and of the high nibbles that have a value.
+    """
     low = group * GROUP + i
     if N % 64 == 0:  # masks of whole groups leave runs of bytes in one piece
         high = low + HALF
@@ -38,20 +47,20 @@ def columns(group, i, N: tl.constexpr):
 
 @triton.jit
 def tile_columns(first_group, N: tl.constexpr, GROUPS: tl.constexpr):
-    """`columns` of GROUPS groups from first_group on, [GROUPS, 32] each."""
+    """The result of `columns` for all bytes of GROUPS groups from first_group on, [GROUPS, 32] each."""
     return columns((first_group + tl.arange(0, GROUPS))[:, None], tl.arange(0, HALF)[None, :], N)
 
 
 @triton.jit
 def flat_columns(N: tl.constexpr, GROUPS: tl.constexpr):
-    """`columns` of the first GROUPS groups, [GROUPS * 32] each."""
+    """The result of `columns` for all bytes of the first GROUPS groups, [GROUPS * 32] each."""
     byte = tl.arange(0, GROUPS * HALF)
     return columns(byte // HALF, byte % HALF, N)
 
 
 @triton.jit
 def fifth_bits(group, i, N: tl.constexpr):
-    """Offsets of bytes i of the fifth bits of the low and the high halves of 5-bit groups, and the bytes of a half."""
+    """Offsets in a row of bytes i of the fifth bits of 5-bit groups, for low and high halves, and their mask."""
     half = (tl.minimum(GROUP, N - group * GROUP) + 1) // 2
     count = (half + 7) // 8
     low = group * 40 + half + i
@@ -72,7 +81,10 @@ def table_start(N: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def load_table(table, mask, ALIGNED: tl.constexpr):
-    """Scale and minimum in fp32, at the pointers `table` of any shape. ALIGNED: to 4 bytes."""
+    """Load scales and minimums, as fp32, from the pointers `table`.
+
+    ALIGNED means that the pointers are multiples of 4 bytes.
+    """
     if ALIGNED:
         word = tl.load(table.to(tl.pointer_type(tl.uint32)), mask=mask, other=0)
         scale, minimum = word & 0xFFFF, word >> 16
@@ -93,7 +105,21 @@ def load_table(table, mask, ALIGNED: tl.constexpr):
 def unpack(
     rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Values of the low and the high nibbles of packed rows at `rows` [R], fp32 [R, GROUPS, 32]; 0 where nothing is."""
+    """Dequantize packed rows of 4 or 5 bits.
+
+    Args:
+        rows: Pointers to the rows, [R].
+        row_mask: Mask of the rows to load, [R].
+        first_group: Number of the first group to load.
+        N: Number of values in a row.
+        GROUPS: Number of groups to load.
+        BITS: Bits of a value, 4 or 5.
+        ALIGNED: Whether tables of scales are at multiples of 4 bytes.
+
+    Returns:
+        Values of the low and of the high nibbles, fp32 [R, GROUPS, 32] each; 0 in rows that are masked and after the
+            last group.
+    """
     group = first_group + tl.arange(0, GROUPS)
     _, _, low_there, _ = tile_columns(first_group, N, GROUPS)
     i = tl.arange(0, HALF)[None, :]
@@ -127,7 +153,19 @@ def pack(  # a kernel takes pointers and scalars only
     BITS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Stores packed rows at `rows` [R], of values low and high, fp32 [R, GROUPS, 32]."""
+    """Quantize values to 4 or 5 bits, and store them as packed rows.
+
+    Args:
+        low: Values of the low nibbles, fp32 [R, GROUPS, 32].
+        high: Values of the high nibbles, fp32 [R, GROUPS, 32].
+        rows: Pointers to the rows, [R].
+        row_mask: Mask of the rows to store, [R].
+        first_group: Number of the first group to store.
+        N: Number of values in a row.
+        GROUPS: Number of groups to store.
+        BITS: Bits of a value, 4 or 5.
+        ALIGNED: Whether tables of scales are at multiples of 4 bytes.
+    """
     group = first_group + tl.arange(0, GROUPS)
     _, _, low_there, high_there = tile_columns(first_group, N, GROUPS)
     low_there, high_there = low_there[None, :, :], high_there[None, :, :]
@@ -160,14 +198,14 @@ def pack(  # a kernel takes pointers and scalars only
 
 @triton.jit
 def _joined(bits):
-    """Bits [R, G, 32], 0 or 1, as bytes [R, G, 4]."""
+    """Pack bits [R, G, 32], each 0 or 1, into bytes [R, G, 4], the lowest bit first."""
     eights = tl.reshape(bits, (bits.shape[0], bits.shape[1], 4, 8))
     return tl.sum(eights << tl.arange(0, 8)[None, None, None, :], 3).to(tl.uint8)
 
 
 @triton.jit
 def unpack_bytes(rows, row_mask, N: tl.constexpr, GROUPS: tl.constexpr, ALIGNED: tl.constexpr):
-    """Values, fp32 [R, GROUPS * 64], of rows in 8 bits at `rows` [R]; 0 where nothing is."""
+    """Dequantize packed rows of 8 bits at pointers `rows` [R], to fp32 [R, GROUPS * 64]; 0 after the end of a row."""
     group = tl.arange(0, GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     there = row_mask[:, None, None] & (column < N)[None, :, :]
@@ -180,7 +218,10 @@ def unpack_bytes(rows, row_mask, N: tl.constexpr, GROUPS: tl.constexpr, ALIGNED:
 
 @triton.jit
 def pack_halves(first, second, rows, row_mask, N: tl.constexpr, GROUPS: tl.constexpr, ALIGNED: tl.constexpr):
-    """Stores rows in 8 bits at `rows` [R], of the halves of N values each, fp32 [R, at least N / 2]."""
+    """Quantize values to 8 bits, and store them as packed rows at pointers `rows` [R].
+
+    `first` and `second` are the first and the second half of each row of N values: fp32 [R, at least N / 2].
+    """
     column = tl.arange(0, first.shape[1])[None, :]
     inside = column < N // 2
     odd_first, odd_second = first != first, second != second
@@ -210,7 +251,7 @@ def pack_halves(first, second, rows, row_mask, N: tl.constexpr, GROUPS: tl.const
 
 @triton.jit
 def _table_of(least, most, spoilt, MOST_CODE: tl.constexpr):
-    """Minimum, codes per unit, and the stored words of groups with these smallest and largest values."""
+    """Minimums, codes per unit, and the 16-bit words of scale and minimum to store, from the ranges of groups."""
     minimum = least.to(tl.float16)
     base = minimum.to(tl.float32)
     scale = tl.maximum(tl.div_rn(most - base, MOST_CODE), 0.0).to(tl.float16)
@@ -228,7 +269,10 @@ def _table_of(least, most, spoilt, MOST_CODE: tl.constexpr):
 
 @triton.jit
 def _store_table(table, scale_word, minimum_word, mask, ALIGNED: tl.constexpr):
-    """Store scales and minimums, at the pointers `table` of any shape. ALIGNED: to 4 bytes."""
+    """Store the words of scales and minimums at the pointers `table`.
+
+    ALIGNED means that the pointers are multiples of 4 bytes.
+    """
     if ALIGNED:
         word = (scale_word | (minimum_word << 16)).to(tl.uint32)
         tl.store(table.to(tl.pointer_type(tl.uint32)), word, mask=mask)
@@ -241,12 +285,18 @@ def _store_table(table, scale_word, minimum_word, mask, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _code(x, base, steps, MOST_CODE: tl.constexpr):
-    """The code of each value, int32; 0 of what is no number."""
+    """The code of each value, int32; 0 for a NaN."""
     code = tl.minimum(tl.maximum((x - base) * steps, 0.0), MOST_CODE)
     code = (code + ROUNDING) - ROUNDING
     return tl.where(code == code, code, 0.0).to(tl.int32)
 
 
 def aligned(n: int, bits: int, address: int = 0) -> bool:
-    """Tell whether tables of rows of n packed values from `address` lie at multiples of 4 bytes, or none are there."""
+    """Tell whether the tables of scales of packed rows are at multiples of 4 bytes, or rows are not packed.
+
+    Args:
+        n: Number of values in a row.
+        bits: Bits of a value. 0: rows are not packed.
+        address: Address of the first row.
+    """
     return bits == 0 or (code_bytes(n, bits) % 4 == 0 and address % 4 == 0)

@@ -1,4 +1,7 @@
-"""The launch of kernels: block shapes by data type and card, and a launch as data, so that it can be compiled ahead."""
+"""The launch of a Triton kernel as data, and the tiles of attention by dtype and GPU.
+
+A launch as data can also be compiled ahead (`compile_ahead.py`).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,16 @@ _DEFAULT_SMS = 132
 
 
 class Launch(NamedTuple):
-    """One call of a kernel."""
+    """One launch of a Triton kernel.
+
+    Attributes:
+        kernel: The kernel.
+        grid: Number of programs in each dimension.
+        args: Tensors and numbers by the name of their argument.
+        constants: Compile-time constants by the name of their argument.
+        warps: Number of warps of a program.
+        stages: Number of stages of Triton's pipeline.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
@@ -39,7 +51,14 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile of an attention program: `rows` of queries (tokens x heads of a KV head) and `keys`."""
+    """The tile that one program of attention computes at a time.
+
+    Attributes:
+        rows: Number of pairs of a token and a query head of one KV head.
+        keys: Number of keys.
+        warps: Number of warps of a program.
+        stages: Number of stages of Triton's pipeline.
+    """
 
     rows: int
     keys: int
@@ -49,12 +68,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class Card:
-    """Properties of a card that launches depend on.
+    """The properties of a GPU that launches depend on.
 
     Attributes:
         capability: Compute capability, major * 10 + minor.
-        num_sms: Streaming multiprocessors.
-        shared_memory: Bytes that one block may use.
+        num_sms: Number of streaming multiprocessors.
+        shared_memory: Shared memory that one block may use, in bytes.
     """
 
     capability: int
@@ -67,13 +86,13 @@ class Card:
 
     @property
     def has_products(self) -> bool:
-        """True where matmul kernels are worth their launch."""
+        """True if the Triton kernels for matrix products are fast enough on this GPU."""
         return self.capability >= _PRODUCTS_CAPABILITY
 
 
 @lru_cache
 def card(device: torch.device) -> Card:
-    """The card of a device. On the CPU, under Triton's interpreter: an H200's."""
+    """The properties of a device's GPU. For the CPU (Triton's interpreter), those of an H200."""
     if device.type != "cuda":
         return Card(90, _DEFAULT_SMS, SHARED_MEMORY[90])
     found = torch.cuda.get_device_properties(device)
@@ -84,23 +103,23 @@ def card(device: torch.device) -> Card:
 
 
 def power_of_two(n: int, least: int = 1) -> int:
-    """The smallest power of two that is at least n and `least`."""
+    """The smallest power of two that is at least n and at least `least`."""
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
 @lru_cache
 def attention_tiles(group: int, head_dim: int, dtype: torch.dtype, bits: int, shared_memory: int) -> tuple[Tile, Tile]:
-    """The tiles of programs with few rows (decode) and with many (prefill, shared prefixes).
+    """The tiles of attention programs: for items with few rows (decode) and with many (prefill, shared prefixes).
 
-    Decode is bound by memory: a tile of 16 rows, and stages enough to keep loads under way. Prefill is bound by
-    products: as many rows as registers hold.
+    The time of decode is that of reading KV: a tile has 16 rows, and enough stages to load ahead. The time of prefill
+    is that of products: a tile has as many rows as fit into registers.
 
     Args:
-        group: Query heads of a KV head.
-        head_dim: Numbers of a head.
-        dtype: Dtype of queries, and of KV that is not packed.
-        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
-        shared_memory: Bytes that a block may take.
+        group: Number of query heads that share a KV head.
+        head_dim: Number of values in one head.
+        dtype: Dtype of queries, and of KV that is stored as numbers.
+        bits: Bits of each quantized value of packed KV. 0: KV is stored as numbers.
+        shared_memory: Shared memory that one block may use, in bytes.
     """
     dim = power_of_two(head_dim, 16)
     wide = dim > 128

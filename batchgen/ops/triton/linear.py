@@ -1,4 +1,4 @@
-"""Linear layers by cuBLAS, with what surrounds the product taken into it where cuBLAS can."""
+"""Linear layers on a GPU by cuBLAS, with bias and residual in the same call if cuBLAS supports it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute activation(x weightᵀ + bias) + residual on a card, for x [M, K] and weight [N, K]."""
+    """Compute activation(x weightᵀ + bias) + residual on a GPU, for x [M, K] and weight [N, K].
+
+    `dispatch.linear` describes the arguments.
+    """
     result_dtype = out.dtype if out is not None else out_dtype or x.dtype
     if activation is None and result_dtype == x.dtype:
         if residual is not None:
@@ -48,7 +51,7 @@ def _into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def _wide_products(x: Tensor) -> bool:
-    """Tell whether torch gives fp32 products of 16-bit matrices."""
+    """Tell whether torch supports products of 16-bit matrices with an fp32 result on x's device."""
     return x.device.type == "cuda" and tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 8)
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of rows, and silu of one half of a row times the other half; computed in fp32."""
+"""RMSNorm, LayerNorm and gated activations of rows by Triton kernels. They compute in fp32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GATED_COLUMNS = 1024
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
-    """RMSNorm of rows of up to MAX_COLUMNS, or with a bias LayerNorm. Sums are in fp32."""
+    """Normalise rows of at most MAX_COLUMNS columns: RMSNorm without a bias, LayerNorm with one. Sums are in fp32."""
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert out.is_contiguous()
@@ -65,7 +65,7 @@ def _norm(  # a kernel takes pointers and scalars only
 
 
 def gated(x: Tensor, activation: str) -> Tensor:
-    """A gated activation of x [M, 2 n], whose first n columns are the gate; [M, n]."""
+    """Apply a gated activation to x [M, 2 n], whose columns [0, n) are the gate. The result is [M, n]."""
     out = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype, device=x.device)
     gated_launch(x, activation, out)()
     return out
@@ -92,7 +92,7 @@ def _gated(x, out, columns, x_stride, ACTIVATION: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr):
-    """A gated activation in fp32. ACTIVATION: as `ops.linear` has it."""
+    """A gated activation of tensors `gate` and `up`, in fp32. ACTIVATION is its name in `dispatch.linear`."""
     sharp = gate
     if ACTIVATION == "gelu_tanh_mul":  # gelu_tanh(x) = x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
         sharp = 1.5957691216 * (gate + 0.044715 * gate * gate * gate)

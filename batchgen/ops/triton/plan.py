@@ -1,9 +1,9 @@
-"""An AttentionPlan as flat int32 arrays on a device, made once a sweep and used by every layer.
+"""An AttentionPlan as flat int32 arrays on a GPU, made once per sweep for all layers.
 
-Everything is cut into items: a few tokens of consecutive positions, and a range of keys that they see. Items go to one
-of two launches, by the rows they have. Long ranges of keys are cut into parts where there are too few items to fill the
-card (flash-decoding), and a shared prefix is an item beside its tokens' own; in both cases each item leaves an
-unnormalised partial result, and merges put a token's together.
+The plan is cut into items. An item has a few tokens with consecutive positions, and a range of keys that they attend
+to. There are two launches: one for items with few rows, one for items with many. If there are too few items for all
+multiprocessors, long ranges of keys are cut into several items (flash-decoding). A shared prefix is also an item of its
+own. A token in several items gets an unnormalised partial result from each. Merges add them up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,16 @@ _ALIGNED = 4  # arrays start at multiples of 16 bytes
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shapes that a plan is cut for. few, many: tiles of the two launches. num_sms: multiprocessors to fill."""
+    """The sizes for which a plan is cut.
+
+    Attributes:
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
+        head_dim: Number of values in one head.
+        kv_block_size: Number of tokens in a KV block.
+        few, many: Tiles of the launches for items with few and with many rows.
+        num_sms: Number of multiprocessors of the GPU.
+    """
 
     heads: int
     kv_heads: int
@@ -53,7 +62,14 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Lengths of the arrays: items of the two launches, entries of the block table, merged tokens, partial rows."""
+    """The lengths of a plan's arrays.
+
+    Attributes:
+        few, many: Numbers of items with few and with many rows.
+        table: Number of entries of the block table.
+        merges: Number of tokens whose partial results are merged.
+        partial_rows: Number of partial results.
+    """
 
     few: int
     many: int
@@ -65,17 +81,25 @@ class Capacity:
         return all(have >= need for have, need in zip(astuple(self), astuple(other), strict=True))
 
     def rounded(self) -> Capacity:
-        """Powers of two, so that few different ones do for many plans; launches that are not needed stay away."""
+        """The lengths rounded up to powers of two, so that one capacity serves many plans. A length of 0 stays 0."""
         return Capacity(*(power_of_two(n, _LEAST_ROOM) if n else 0 for n in astuple(self)))
 
 
 @dataclass
 class DevicePlan:
-    """The arrays, all in one buffer.
+    """A plan's arrays on a device, as views of one buffer.
 
-    few, many: int32 [items, COLUMNS]; those with NUM_TOKENS 0 are empty. table: int32, block tables one after another.
-    merge_tokens: int32 [merges], -1 where there is none. merge_starts: int32 [merges + 1] into merge_rows: int32
-    [partial_rows].
+    The views `few` and `many` are items, int32 [items, COLUMNS]; items with NUM_TOKENS 0 are empty. `table` has the
+    block tables, one after the other, int32. `merge_tokens`, int32 [merges], has the tokens to merge, or -1.
+    `merge_starts`, int32 [merges + 1], has the first place of each token in `merge_rows`, int32 [partial_rows], the
+    numbers of its partial results.
+
+    Attributes:
+        geometry: Sizes for which the plan is cut.
+        capacity: Lengths of the arrays.
+        host: Buffer on the host; it is pinned if other plans are to be copied through it.
+        buffer: Buffer on the device.
+        copied: Event after the last copy, before which `host` must not be changed; None: there was none.
     """
 
     geometry: Geometry
@@ -89,7 +113,11 @@ class DevicePlan:
         self.few, self.many, self.table, self.merge_tokens, self.merge_starts, self.merge_rows = views
 
     def fill(self, cut: CutPlan) -> None:
-        """Put another plan into the same memory and launches, for CUDA graphs. Raises ValueError if it does not fit."""
+        """Replace the plan by another one in the same memory and with the same launches, for CUDA graphs.
+
+        Raises:
+            ValueError: The other plan does not fit the capacity.
+        """
         if not self.capacity.holds(cut.capacity):
             raise ValueError(f"a plan of {cut.capacity} does not fit {self.capacity}")
         if self.copied is not None:
@@ -107,18 +135,29 @@ class DevicePlan:
 
 @dataclass(frozen=True)
 class CutPlan:
-    """A plan's arrays, in host memory."""
+    """A plan's arrays in the host's memory.
+
+    Attributes:
+        geometry: Sizes for which the plan is cut.
+        arrays: The arrays `few`, `many`, `table`, `merge_tokens`, `merge_starts` and `merge_rows` of a `DevicePlan`.
+    """
 
     geometry: Geometry
     arrays: _Arrays
 
     @property
     def capacity(self) -> Capacity:
-        """The capacity that arrays need."""
+        """The lengths of this plan's arrays."""
         return _lengths(self.arrays)
 
     def prepare(self, device: torch.device, capacity: Capacity | None = None) -> DevicePlan:
-        """The plan on a device. capacity: capacity of arrays that later plans are written into (`DevicePlan.fill`)."""
+        """Copy the plan to a device.
+
+        Args:
+            device: The device.
+            capacity: Lengths of the arrays, if other plans are to be copied into the same memory (`DevicePlan.fill`).
+                None: the lengths of this plan.
+        """
         again = capacity is not None
         capacity = capacity or self.capacity
         host = torch.empty(_starts(capacity)[-1], dtype=torch.int32, pin_memory=again and device.type == "cuda")
@@ -135,7 +174,7 @@ def cut(plan: AttentionPlan, geometry: Geometry) -> CutPlan:
 
 
 def to_device(host_buffer: Tensor, device: torch.device) -> Tensor:
-    """The pinned buffer on the device, copied behind the host's back; on the CPU itself."""
+    """Start the copy of a pinned buffer to a device. On the CPU the buffer itself is returned."""
     return host_buffer if device.type == "cpu" else host_buffer.to(device, non_blocking=True)
 
 
@@ -166,7 +205,7 @@ def _lengths(arrays: _Arrays) -> Capacity:
 
 
 def _write(host: Tensor, capacity: Capacity, arrays: _Arrays) -> None:
-    """The rest of the arrays' capacity is filled with empty items and merges."""
+    """Write arrays into a buffer, and fill the rest of its capacity with empty items and merges."""
     views = [view.numpy() for view in _views(host, capacity)]
     for view, array, rest in zip(views, arrays, (0, 0, 0, -1, 0, 0), strict=True):
         view[: len(array)] = array
@@ -177,7 +216,7 @@ def _write(host: Tensor, capacity: Capacity, arrays: _Arrays) -> None:
 
 
 def _cut(plan: AttentionPlan, geometry: Geometry) -> _Arrays:
-    """The arrays few, many, table, merge_tokens, merge_starts and merge_rows."""
+    """Cut a plan into the arrays of a `CutPlan`."""
     spans, table = _spans(plan, geometry.kv_block_size)
     tiles = _tiled(spans, geometry.many.rows // geometry.group)
     is_few = tiles[:, NUM_TOKENS] * geometry.group <= geometry.few.rows
@@ -191,7 +230,10 @@ def _cut(plan: AttentionPlan, geometry: Geometry) -> _Arrays:
 
 
 def _spans(plan: AttentionPlan, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items not yet cut, int64, of tokens of one sequence, or with shared keys; and the block table."""
+    """The uncut items of a plan, int64 [items, COLUMNS], and the block table.
+
+    An item has tokens of one sequence, or the tokens that attend to a shared prefix.
+    """
     spans, tables, used = [], [], 0
     for group in plan.decode:
         span = np.empty((group.stop - group.start, COLUMNS), np.int64)
@@ -219,18 +261,22 @@ def _spans(plan: AttentionPlan, kv_block_size: int) -> tuple[np.ndarray, np.ndar
 
 
 def _repeated(items: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each item `counts` times, and of each copy which one it is."""
+    """Repeat item i counts[i] times.
+
+    Returns:
+        The repeated items; for each, its number among the repetitions of the item.
+    """
     return np.repeat(items, counts, axis=0), _within(counts)
 
 
 def _within(counts: np.ndarray) -> np.ndarray:
-    """0 .. count - 1 for each count, one after another."""
+    """The numbers 0 to count - 1 for each count, one range after the other."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
 
 
 def _tiled(spans: np.ndarray, most_tokens: int) -> np.ndarray:
-    """Cut by tokens; and by what these see, the keys."""
+    """Cut items into items of at most `most_tokens` tokens, with the keys that these tokens attend to."""
     tiles, which = _repeated(spans, -(-spans[:, NUM_TOKENS] // most_tokens))
     first = which * most_tokens
     tiles[:, FIRST_TOKEN] += first
@@ -242,7 +288,17 @@ def _tiled(spans: np.ndarray, most_tokens: int) -> np.ndarray:
 
 
 def _parts(items: np.ndarray, kv_heads: int, programs: int, least: int) -> np.ndarray:
-    """Cut by keys into parts of at most an equal part of all programs' keys, rounded up to a power of two."""
+    """Cut items by keys, so that all programs get about equal numbers of keys.
+
+    Args:
+        items: The items.
+        kv_heads: Number of key and value heads.
+        programs: Number of programs that run at the same time.
+        least: Least number of keys of a part.
+
+    Returns:
+        Items with at most n keys, where n is a power of two.
+    """
     keys = items[:, LAST_KEY] - items[:, FIRST_KEY]
     size = power_of_two(-(-int(keys.sum()) * kv_heads // programs), least)
     parts, which = _repeated(items, np.maximum(1, -(-keys // size)))
@@ -252,12 +308,16 @@ def _parts(items: np.ndarray, kv_heads: int, programs: int, least: int) -> np.nd
 
 
 def _longest_first(items: np.ndarray) -> np.ndarray:
-    """No multiprocessor is left with a long one at the end."""
+    """Items in decreasing order of keys, so that no multiprocessor has a long item at the end."""
     return items[np.argsort(items[:, FIRST_KEY] - items[:, LAST_KEY], kind="stable")]
 
 
 def _mark_partial(items: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Give rows to items whose tokens are in other items too. Returns tokens to merge, starts of their rows, rows."""
+    """Assign rows for partial results to items with tokens that are also in other items, in place.
+
+    Returns:
+        Tokens to merge; the first place of each token among the rows, and their number; the rows, by token.
+    """
     first, count = items[:, FIRST_TOKEN], items[:, NUM_TOKENS]
     size = int((first + count).max(initial=0)) + 1
     changes = np.bincount(first, minlength=size) - np.bincount(first + count, minlength=size)

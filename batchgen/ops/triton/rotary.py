@@ -1,7 +1,8 @@
-"""From fused QKV to scaled, rotated queries, and keys and values in their slots of the paged KV, in one kernel.
+"""Split, norm and rotation of fused QKV, and storing of keys and values in paged KV, in one Triton kernel.
 
-RMSNorm of each head of q and k where the model has it, rotary embedding of halves (or none, with learned positions),
-and for KV of 4 or 5 bits the rotation by `ops.rotation`, and packing. Computed in fp32, rounded once.
+Each head of queries and keys is normed (RMSNorm) if the model does so, and its halves are rotated (rotary embedding)
+unless positions are learned. For KV of 4 or 5 bits, heads are multiplied by `ops.rotation` and packed. The kernel
+computes in fp32 and rounds once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ _ROTATED_TOKENS = 64  # more of them, so that the rotation is read less often
 
 
 def supports_rotary(head_dim: int, rotate_keys: bool, device: torch.device) -> bool:
-    """Tell whether the kernel knows these shapes. rotate_keys: with a rotation, which is a matrix product."""
+    """Tell whether the kernel supports heads of `head_dim` values on a device.
+
+    Args:
+        head_dim: Number of values in one head.
+        rotate_keys: Whether queries and keys are multiplied by `ops.rotation`.
+        device: Device that computes.
+    """
     return (card(device).has_products or not rotate_keys) and head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM
 
 
@@ -40,22 +47,26 @@ def rotary_store(  # the operands of one kernel
     slots: Tensor | None = None,
     bits: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Norm, rotate and scale queries and keys of fused QKV, and store or return keys and values.
+    """Split fused QKV; norm and rotate queries and keys; scale queries; store keys and values, or return them.
 
     Args:
-        qkv: [tokens, (heads + 2 kv_heads) * head_dim].
-        heads: Query heads.
-        kv_heads: Key and value heads.
+        qkv: Output of the QKV projection, [tokens, (heads + 2 kv_heads) * head_dim].
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
         scale: Factor of queries.
-        rope: cos and sin, fp32 [positions, head_dim / 2].
-        positions: int64 [tokens].
-        norms: RMSNorm weights of the heads of q and k, [head_dim] each.
-        eps: Epsilon of the norms.
-        rotation: Matrix that queries and keys are rotated with, fp32 [head_dim, head_dim]; must be given with KV of 4
-            or 5 bits.
-        kv: KV of a layer; None: keys and values are returned.
-        slots: int64 [tokens].
-        bits: Bits of a quantized value of packed KV; 0: KV is numbers.
+        rope: Tables of cos and sin, each fp32 [positions, head_dim / 2]. None: the model has no rotary positions.
+        positions: Position of each token, int64 [tokens].
+        norms: RMSNorm weights for each head's queries and keys, each [head_dim]. None: they are not normed.
+        eps: Epsilon of these norms.
+        rotation: Matrix by which queries and keys are also multiplied, fp32 [head_dim, head_dim]. It is needed for KV
+            of 4 or 5 bits.
+        kv: KV of the layer in which keys and values are stored. None: they are returned.
+        slots: Place of each token in the KV, int64 [tokens]: block number * kv_block_size + offset in the block. Tokens
+            with a slot below 0 are not stored.
+        bits: Bits of each quantized value of packed KV. 0: KV is stored as numbers.
+
+    Returns:
+        Queries [tokens, heads, head_dim]; keys and values [tokens, kv_heads, head_dim] if `kv` is None.
     """
     tokens = len(qkv)
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
@@ -156,7 +167,7 @@ def _rotary_store(  # a kernel takes pointers and scalars only
     HALF_DIM: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Some tokens of one head, of q, k or v."""
+    """Kernel: some tokens of one head of queries, keys or values."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     there = token < num_tokens
     head = tl.program_id(1)
@@ -270,7 +281,10 @@ def _rotated(
     HALF_DIM: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Some columns of the halves' product with the rotation. tf32 has as many digits as 16-bit numbers, or more."""
+    """Some columns of the product of heads, given as two halves, and the rotation matrix.
+
+    16-bit numbers are multiplied as tf32, which has at least as many digits.
+    """
     depth = tl.arange(0, HALF_DIM)[:, None]
     column = column[None, :]
     mask = (depth < HEAD_DIM // 2) & there[None, :]

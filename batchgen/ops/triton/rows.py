@@ -1,7 +1,7 @@
-"""Rows gathered from and scattered to where an index says.
+"""Gathering and scattering of rows by an index, in one Triton kernel.
 
-Either side may be pinned memory of the host, which the card reads and writes itself: thousands of small rows in one
-launch, where copies would be thousands of calls.
+Source or target may be in the host's pinned memory, which the GPU accesses directly. So thousands of small rows take
+one launch instead of thousands of copies.
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ _TYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def gather_rows(target: Tensor, source: Tensor, index: Tensor) -> None:
-    """target[i] = source[index[i]], along the first dimension, both contiguous and of one dtype. index: int64."""
+    """Compute target[i] = source[index[i]] along the first dimension.
+
+    `target` and `source` are contiguous and of one dtype; `index` is int64.
+    """
     gather_launch(target, source, index)()
 
 
 def scatter_rows(target: Tensor, index: Tensor, source: Tensor) -> None:
-    """target[index[i]] = source[i], along the first dimension, both contiguous and of one dtype. index: int64."""
+    """Compute target[index[i]] = source[i] along the first dimension.
+
+    `target` and `source` are contiguous and of one dtype; `index` is int64.
+    """
     scatter_launch(target, index, source)()
 
 
@@ -62,7 +68,7 @@ def _launch(target: Tensor, source: Tensor, index: Tensor, gathers: bool) -> Lau
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _copy_rows(target, source, index, num_rows, words, GATHERS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Tiles of ROWS rows x BLOCK words, each program every so many of them."""
+    """Kernel: copy tiles of ROWS rows x BLOCK words. Programs take tiles in turn."""
     across = tl.cdiv(words, BLOCK)
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * across, tl.num_programs(0)):
         row = tile // across * ROWS + tl.arange(0, ROWS)

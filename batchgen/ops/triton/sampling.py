@@ -1,9 +1,10 @@
-"""From logits to tokens: the largest of each row, tokens that a grammar forbids, and tokens drawn at random.
+"""Argmax, masks of grammars, and random draws from logits, by Triton kernels.
 
-A draw needs no sorted vocabulary. Top-k and top-p keep the tokens above some logit, and of those equal to it the first
-ones: that logit is found by bisection over the bits of a float, in passes over a row that stays in the L2 cache. The
-token is then the one at a given part of the cumulative softmax weights: fp32 weights, summed in fp64, in a block of
-tokens only once the sums of the blocks before it are known. One program a row; nothing is copied to the host.
+A draw does not sort the vocabulary. Top-k and top-p keep all tokens with logits above a bound, and the first of those
+with logits equal to it. The bound is found by bisection over the bits of a float. Each step passes over the row, which
+stays in the L2 cache. The drawn token is the one at which the cumulative sum of softmax weights passes a random number.
+Weights are fp32, and sums fp64. A first pass sums blocks of tokens; a second one searches in one block. One program
+computes one row. Nothing is copied to the host.
 """
 
 from __future__ import annotations
@@ -27,9 +28,14 @@ _NONE = tl.constexpr(float("-inf"))
 
 
 def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The first of the largest of each row of fp32 logits, int64, and its value.
+    """Find the largest logit of each row, the first one of equals, and compute the log-sum-exp if wanted.
 
-    If wanted, also the log of the sum of exponentials.
+    Args:
+        logits: fp32 [rows, columns].
+        want_lse: Whether the log-sum-exp is computed.
+
+    Returns:
+        Index of the largest logit, int64 [rows]; its value, fp32 [rows]; the log-sum-exp, fp32 [rows], or None.
     """
     index, maximum = logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits))
     lse = logits.new_empty(len(logits)) if want_lse else None
@@ -43,7 +49,7 @@ def argmax_launch(logits: Tensor, index: Tensor, maximum: Tensor, lse: Tensor | 
 
 
 def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
-    """Set fp32 logits of tokens that are not allowed to minus infinity, in place, in the rows that have a mask."""
+    """Set the logits of forbidden tokens to minus infinity, in place. `ops.forbid` describes the arguments."""
     assert allowed.shape[1] * 32 >= logits.shape[1] and len(allowed) == len(rows)
     forbid_launch(logits, upload(rows, logits.device), upload(allowed, logits.device))()
 
@@ -55,7 +61,7 @@ def forbid_launch(logits: Tensor, rows: Tensor, allowed: Tensor) -> Launch:
 
 
 def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
-    """Draw a token at random from each of some rows of fp32 logits, into int64 `out` at these rows."""
+    """Draw a random token from each of some rows of logits. `ops.draw` describes the arguments."""
     # Row numbers and top-k are whole numbers far below 2 ** 53: one array, and one copy, does for all.
     draw_launch(
         logits, upload(np.stack([np.asarray(a, dtype=np.float64) for a in (rows, *draws)]), logits.device), out
@@ -63,7 +69,13 @@ def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
 
 
 def draw_launch(logits: Tensor, params: Tensor, out: Tensor) -> Launch:
-    """The launch of a draw. params: fp64 [6, rows]: a row's number, and its `Draws`."""
+    """The launch of the kernel that draws tokens.
+
+    Args:
+        logits: Logits, fp32 [.., columns].
+        params: fp64 [6, draws]: row numbers, and the five arrays of `Draws`.
+        out: Tensor for token ids, int64 [..].
+    """
     args = _logits(logits) | {"params": params, "num_rows": params.shape[1], "out": out}
     return Launch(_draw, (params.shape[1],), args, _block(logits), _WARPS)
 
@@ -179,7 +191,7 @@ def _draw(  # a kernel takes pointers and scalars only
 
 @triton.jit
 def _load(x, start, columns, BLOCK: tl.constexpr):
-    """Logits, of which those that are no number are as unlikely as those that are not there."""
+    """A block of logits of a row; minus infinity for NaN and after the end of the row."""
     column = start + tl.arange(0, BLOCK)
     value = tl.load(x + column, mask=column < columns, other=_NONE)
     return tl.where(value == value, value, _NONE)
@@ -187,7 +199,7 @@ def _load(x, start, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weight(value, largest, temperature, min_p):
-    """The softmax weight of logits, the largest one's being 1; 0 for what min-p leaves out."""
+    """Softmax weights of logits, relative to that of the largest logit; 0 for logits that min-p removes."""
     weight = tl.where(value == largest, 1.0, tl.exp(tl.div_rn(value - largest, temperature)))
     return tl.where((value > _NONE) & (weight >= min_p), weight, 0.0)
 
@@ -197,7 +209,7 @@ def _weight(value, largest, temperature, min_p):
 def _above(  # a kernel takes pointers and scalars only
     x, columns, temperature, largest, min_p, first, second, third, MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The weights, or without MASS the number, of logits above each of three bounds, fp64."""
+    """The sum of softmax weights (with MASS), or the number, of the logits above each of three bounds, as fp64."""
     width: tl.constexpr = BLOCK // _SUMMED
     sums_first = tl.zeros((width,), tl.float64)
     sums_second = tl.zeros((width,), tl.float64)
@@ -220,7 +232,7 @@ def _summed(weight, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count(x, columns, bound, BLOCK: tl.constexpr):
-    """The number of logits that are equal to the bound."""
+    """The number of logits of a row that are equal to a bound."""
     count = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, columns, BLOCK):
         count += (_load(x, start, columns, BLOCK) == bound).to(tl.int64)
@@ -232,9 +244,10 @@ def _count(x, columns, bound, BLOCK: tl.constexpr):
 def _cut(  # a kernel takes pointers and scalars only
     x, columns, temperature, largest, min_p, least, limit, MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The smallest bound from `least` on above which there is less than the limit, and what there is above it.
+    """Find the smallest logit, from `least` on, above which the sum of softmax weights is less than `limit`.
 
-    Less of softmax weight, or without MASS of logits. The bound is one of the logits.
+    Without MASS, logits are counted instead of adding their weights. Returns this logit, and the sum or number above
+    it.
     """
     low, high = _key(least), _key(largest)
     while low < high:  # into quarters: three bounds cost little more than one
@@ -253,7 +266,7 @@ def _cut(  # a kernel takes pointers and scalars only
 
 @triton.jit
 def _key(value):
-    """An integer of each float, in their order."""
+    """An integer for each float, so that integers are in the order of floats."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 

@@ -1,4 +1,4 @@
-"""Rows quantized to 4, 5 and 8 bits, and dequantized from 4 (batchgen/ops/quant.py)."""
+"""Group quantization (batchgen/ops/quant.py) of rows to 4, 5 and 8 bits, and dequantization from 4 bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _PROGRAM_HEADS = 16
 
 
 def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
-    """Dequantize rows uint8 [..., quant.row_bytes(n)] into `out` [..., n] of any float dtype. Both are contiguous."""
+    """Dequantize packed rows of 4-bit values, uint8 [..., quant.row_bytes(n)], into `out` [..., n].
+
+    Both tensors are contiguous. `out` has any float dtype.
+    """
     dequantize_launch(packed, n, out)()
     return out
 
@@ -30,7 +33,10 @@ def dequantize_launch(packed: Tensor, n: int, out: Tensor) -> Launch:
 
 
 def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
-    """Quantize rows [..., n] to groups of values with `bits` each. With 8 bits n is even and small, as in KV."""
+    """Quantize rows x [..., n] in groups, to uint8 [..., quant.row_bytes(n, bits)].
+
+    With 8 bits, n must be even and small, as a head of KV is.
+    """
     shape = *x.shape[:-1], quant.row_bytes(x.shape[-1], bits)
     packed = torch.empty(shape, dtype=torch.uint8, device=x.device)
     made = quantize_heads_launch(x.contiguous(), packed) if bits == 8 else quantize_launch(x.contiguous(), packed, bits)
