@@ -63,6 +63,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp
+	$(BIN)/python .ci/language.py
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 

@@ -209,7 +209,7 @@ class Line:
         return frame
 
     def listens(self, address: Address | None) -> None:
-        """Send rank 0 the address at which this rank accepts connections of higher ranks; None where it accepts none."""
+        """Send rank 0 the address at which this rank accepts connections of higher ranks; None: it accepts none."""
         self._send(_LISTENS, address)
 
     def ready(self) -> None:

@@ -149,7 +149,7 @@ class Group:
         return self._nccl
 
     def check(self) -> None:
-        """Raise BatchgenError where another rank has ended; called by rank 0, as sums on a CUDA device do not raise it."""
+        """Raise BatchgenError where another rank has ended; for rank 0, as sums on a CUDA device do not raise it."""
         assert self._hub is not None
         self._hub.raise_ended(fate_of=self._fate_of)
 

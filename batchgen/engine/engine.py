@@ -115,9 +115,9 @@ class _Sweep:
     """A sweep that has been launched.
 
     Attributes:
-        result: Its result; None: known only when the sweep has run.
-        wait: Function that returns when the sweep has run; None: it has.
-        started_s: Start of scheduling, of time.perf_counter.
+        result: The sweep's result; None: it is known only when the sweep has run.
+        wait: Function that returns when the sweep has run; None: the sweep has run already.
+        started_s: Time of time.perf_counter at which the sweep's scheduling began.
     """
 
     result: SweepResult | None
@@ -478,9 +478,9 @@ class Engine:
             on_sweep(self.stats)
 
     def _admit(self, call: _Call) -> Iterator:
-        """Move requests from the input to the scheduler; yields the results of those that failed before they ran.
+        """Give prepared requests to the scheduler; yields the results of requests that failed before they ran.
 
-        Waits for input only when there is nothing else to do.
+        It waits for a request only if no sequence is left to run.
         """
         while call.scheduler.num_waiting < self.policy.max_num_seqs:
             if call.has_work and not call.source.ready:
@@ -553,5 +553,5 @@ class Engine:
         self._lanes_before, self._collected_s = lanes, now
 
     def _lanes_s(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds so far that each lane was busy, and that compute waited for it."""
+        """Seconds that each lane was busy so far, and seconds that compute waited for each lane so far."""
         return self.parts.executor.busy_s, self.parts.executor.stalled_s

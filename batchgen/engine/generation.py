@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _InFlight:
-    """A request some of whose samples are still running."""
+    """A request that has started, and some of whose samples still run."""
 
     index: int
     row_id: str | int
@@ -364,7 +364,13 @@ class Generation:
         return None if flight.running else self._in_flight.pop(sequence.request_index).completion()
 
     def _finish_of(self, sequence: Sequence, token: int, num_generated: int) -> _Finish | None:
-        """The end of a sequence with this token, the `num_generated`-th; None: it goes on."""
+        """The end of a sequence at a generated token; None: the sequence goes on.
+
+        Args:
+            sequence: The sequence.
+            token: Id of the token.
+            num_generated: Number of tokens that the sequence has generated, this one included.
+        """
         sampling, constraint = sequence.sampling, sequence.constraint
         if token == NOT_FINITE:
             return _Finish("error", error=self._parts.not_finite)
@@ -399,7 +405,7 @@ class Generation:
         return Sample(text, tuple(generated), finish.reason, self._logprobs(sequence), finish.stop)
 
     def _apart(self, sequence: Sequence, finish: _Finish, text: str, reasoning: str) -> Sample:
-        """The sample of a model that thinks before it answers. A stop string ends the answer."""
+        """A sample whose thoughts are apart from its answer. A stop string ends the answer."""
         if isinstance(finish.stop, str):
             text = text.split(finish.stop)[0]
         generated, logprobs = tuple(sequence.generated), self._logprobs(sequence)

@@ -166,14 +166,14 @@ def load_pipeline(
     """Load a model over the stages of a pipeline, as rank 0.
 
     Args:
-        request: The whole model to load; each stage has all of its budgets. Policies are those of `stages`.
-        stages: The stages, one for each rank.
-        group: The processes, whose other ranks run `serve_stage`. It ends with the engine.
+        request: The whole model to load, whose budgets are those of each stage. Its policy is not used.
+        stages: The stages with their policies, one for each rank.
+        group: The processes; all ranks but rank 0 run `serve_stage`. The group ends with the engine.
         tokenizer: Function that returns the tokenizer.
 
     Raises:
-        InputError: Something does not fit or is not supported.
-        BatchgenError: Memory or disk failed, or another stage.
+        InputError: The model does not fit, or something is not supported.
+        BatchgenError: Memory or disk failed, or another stage did.
     """
     check_stages(request, stages, group.size)
     words = load_words(request, tokenizer)

@@ -59,7 +59,7 @@ class Destination:
 
     @classmethod
     def of(cls, options: JobOptions) -> Destination | None:
-        """The destination of a job's output; None: a local file."""
+        """The destination of a job's output, if it is standard output or a URL; None: it is a local file."""
         name = str(options.output)
         return cls(name) if options.output == STANDARD_OUTPUT or is_url(options.output) else None
 
@@ -150,7 +150,12 @@ class Destination:
             ) from error
 
     def _is_read(self, inner: str, given: object) -> bool:
-        """Tell whether the output would be a part of the input. inner: path of the output in its file system."""
+        """Tell whether the output would be a part of the job's input, so that the next run would read it.
+
+        Args:
+            inner: Path of the output in its file system.
+            given: The job's input.
+        """
         if not is_url(given):
             return self.name.startswith("file://") and InputPaths.of(given).includes(inner) is not None
         same_system = self.name.partition("://")[0] == str(given).partition("://")[0]

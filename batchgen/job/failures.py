@@ -27,7 +27,7 @@ class FailureLimit:
 
     @classmethod
     def parse(cls, value: str | int | None) -> FailureLimit:
-        """Parse "12", 12 or "5%". Raises InputError."""
+        """The limit in a value of `--max-failed`: 12, "12", or a part of all rows such as "5%". Raises InputError."""
         if value is None:
             return cls()
         text = str(value).strip()
@@ -82,7 +82,12 @@ class FailedRows:
             yield request
 
     def add(self, row: int, error: str | None) -> str | None:
-        """Count a finished row; returns the reason why the job must stop, or None."""
+        """Count a row that has finished; returns the reason why the job must stop, or None if it need not.
+
+        Args:
+            row: Number of the row.
+            error: Reason why the row failed; None: it has not failed.
+        """
         if error is None:
             self._first_failed = None
             return None

@@ -205,7 +205,7 @@ def _split(
 
 
 def _in_shards(job: Job, shard: Shard | None) -> Job:
-    """The job of rank 0, whose weights are as a shard can have them. Raises InputError."""
+    """The job of rank 0, its weight format changed to one that the shard allows. Raises InputError."""
     if shard is None:
         return job
     asked, native = job.options.weights, job.native_format

@@ -121,7 +121,15 @@ def _load_stages(
 
 
 def _quantization(resolved: str, weight_format: str) -> str:
-    """Weights of the plan, which may be block-quantized where the job's are dequantized, or the other way round."""
+    """The format in which a plan's weights are loaded, where the job allows packed or dequantized weights.
+
+    Args:
+        resolved: The job's weight format.
+        weight_format: The plan's weight format.
+
+    Returns:
+        `weight_format` if it is block-quantized; "dequantized" if only `resolved` is; else `resolved`.
+    """
     if weight_format in NATIVE_FORMATS:
         return weight_format
     return DEQUANTIZED if resolved in NATIVE_FORMATS else resolved

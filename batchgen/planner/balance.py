@@ -25,7 +25,7 @@ def with_unequal_batches(s: CostInputs, cpu_seqs: float) -> CostInputs:
 
 
 def _balance_tokens(s: CostInputs, smallest: float) -> int:
-    """Fixed time of a layer's computation, in tokens, from a line through the smallest micro-batch and a whole sweep."""
+    """Fixed time of a layer in tokens, from a line through the times of the smallest micro-batch and a whole sweep."""
     largest = max(s.max_num_batched_tokens, 2 * smallest)
     low_s, high_s = (batch_compute_s(s.one_batch, Phase(1, tokens, 0, 0, 0)) for tokens in (smallest, largest))
     token_s = (high_s - low_s) / (largest - smallest)

@@ -323,7 +323,7 @@ def _cached(path: Path, *, quiet: bool = False) -> HardwareProfile | None:
 
 
 def _keep(profile: HardwareProfile, path: Path) -> None:
-    """Write a profile's file atomically; of several processes the last one's stays."""
+    """Write a profile's file atomically. If several processes write it, the last one's profile remains."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(path, json.dumps(profile.to_json(), indent=1).encode(), contended=True, mode=0o600)

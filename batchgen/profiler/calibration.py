@@ -254,13 +254,14 @@ def _half_of(ratio: float, most: float) -> float:
 
 
 def fit(terms: np.ndarray, times: np.ndarray, limits: Sequence[tuple[float, float]]) -> np.ndarray:
-    """Factors that bring the terms closest to the times, in relative error.
+    """Factors by which terms of cost must be multiplied so that their sums come closest to measured times.
+
+    The distance is the relative error.
 
     Args:
-        terms: Seconds of each kind in each sweep, [sweeps, kinds].
-        times: Seconds of each sweep, [sweeps].
-        limits: The least and the most factor of each kind. What a kind at its limit cannot explain is left to the
-            others.
+        terms: Seconds of each kind of cost in each sweep, [sweeps, kinds].
+        times: Measured seconds of each sweep, [sweeps].
+        limits: The least and the greatest factor of each kind. Factors of other kinds make up for a kind at its limit.
     """
     kinds = terms.shape[1]
     least, most = np.array(limits).T
@@ -281,7 +282,7 @@ def fit(terms: np.ndarray, times: np.ndarray, limits: Sequence[tuple[float, floa
 
 
 def _terms(profile: HardwareProfile, model: ModelConfig, dtype: str, sweep: _Sweep) -> list[float]:
-    """Seconds of each kind of cost in a sweep, by the profile."""
+    """Predicted seconds of each kind of cost in a sweep, from the profile's rates."""
     prefix = sweep.cached if sweep.shared else 0
     inputs = _inputs(profile, model, dtype, Workload.uniform(sweep.count, max(2, prefix + sweep.new), 2, prefix))
     if sweep.new == 1:
@@ -325,7 +326,7 @@ def _inputs(profile: HardwareProfile, model: ModelConfig, dtype: str, workload: 
 def _runner(
     model: ModelConfig, dtype: str, kernels: KernelChoice, sweeps: list[_Sweep]
 ) -> Iterator[Callable[[_Sweep], float]]:
-    """A function from any of the sweeps to the seconds in its layers; `overheads` measures the rest of a sweep."""
+    """Yield a function that runs a sweep and returns the seconds of its layers; `overheads` measures the rest."""
     import torch
 
     from batchgen.models.checkpoint import dummy_checkpoint

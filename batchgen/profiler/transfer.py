@@ -56,7 +56,7 @@ class _File:
         os.preadv(self.descriptor, [self._buffer(worker, offset)[:num_bytes]], offset)
 
     def _buffer(self, worker: int, offset: int) -> memoryview:
-        """The worker's buffer for an offset."""
+        """The buffer of a worker thread for a request at an offset of the file."""
         buffers = self.buffers[worker::_IN_FLIGHT]
         return memoryview(buffers[offset // _REQUEST_BYTES // _IN_FLIGHT % len(buffers)])
 

@@ -105,7 +105,13 @@ def cluster_plans(
 
 
 def job_options(model: str, options: Mapping[str, Any], input: Any = None) -> JobOptions:
-    """Options of `Generate` as a job's options."""
+    """The options of a job, made from options of `Generate`.
+
+    Args:
+        model: The model, as `batchgen run --model` takes it.
+        options: Options of `Generate`.
+        input: The input, as `batchgen run --input` takes it; None: there is none.
+    """
     sampling = {name: options[name] for name in SamplingParams.names() if name in options}
     others = {name: value for name, value in options.items() if name not in sampling}
     return JobOptions(model, input, None, sampling=SamplingParams(**sampling), **others)

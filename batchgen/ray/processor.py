@@ -174,7 +174,11 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def request_of(row: Row) -> Request:
-    """The request of a row with `tokenized_prompt`, `prompt` or `messages`, and `sampling_params`; or with an error."""
+    """The request of a row; where the row is not valid, a request with an error.
+
+    Args:
+        row: A row with `tokenized_prompt`, `prompt` or `messages`, and `sampling_params`.
+    """
     try:
         sampling, row_id = sampling_of(plain(row.get("sampling_params")) or {})
         prompt = next((plain(row[name]) for name in _PROMPTS if row.get(name) is not None), None)
