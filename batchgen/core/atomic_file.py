@@ -1,4 +1,4 @@
-"""Files that are either absent or whole, whatever happens while they are written."""
+"""Writing of files in one step: after a crash or a power cut, a file is either absent or complete."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def staged(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def replace_durably(source: Path, target: Path) -> None:
-    """Rename `source` over `target` on the same filesystem; the change is on stable storage on return."""
+    """Rename `source` to `target`, replacing it; the change is on stable storage on return.
+
+    Both paths are on the same filesystem.
+    """
     os.replace(source, target)
     sync_directory(target.parent)
 

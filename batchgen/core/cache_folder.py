@@ -42,7 +42,7 @@ def cache_dir() -> Path:
 
 
 def is_trusted(path: Path, what: str) -> bool:
-    """True where nobody but this user or root can have written a path in the cache; otherwise shows a warning once.
+    """True where only this user or root can have written a path in the cache; otherwise a warning is shown once.
 
     Args:
         path: The path of a file or folder in `cache_dir()`.

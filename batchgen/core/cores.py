@@ -1,4 +1,4 @@
-"""Assignment of CPU cores to a process or a thread (CPU affinity)."""
+"""CPU affinity: cores to which a process or a thread is pinned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def take_cores(count: int, folder: Path | None = None) -> tuple[int, ...]:
 
     Args:
         count: The number of cores.
-        folder: The folder of the lock files, one per core, on a local disk; None: this user's runtime folder.
+        folder: The folder of the lock files, one per core, on a local disk; None: a folder of this user in the system's
+            temporary directory.
 
     Returns:
         The core numbers in ascending order. Empty where fewer than `count` cores are free or the system has no CPU

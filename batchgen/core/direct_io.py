@@ -153,7 +153,7 @@ def _each(transfer: Callable[[int, memoryview], int], pieces: list[tuple[int, me
 
 @contextlib.contextmanager
 def offload_errors(directory: Path) -> Iterator[None]:
-    """Turn an OSError within the block into an InputError that names the directory of --offload-dir."""
+    """Turn an OSError that the block raises into an InputError that names the directory of --offload-dir."""
     try:
         yield
     except OSError as error:

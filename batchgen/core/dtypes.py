@@ -119,12 +119,12 @@ def changes_results(weights: str) -> bool:
 
 
 def weight_row_bytes(n: int, weight_format: str) -> int:
-    """Stored bytes of a row of `n` weights.
+    """The stored bytes of a row of weights.
 
     Args:
-        n: Weights of the row.
-        weight_format: A compute dtype; "int4"; "int8", which has the row padded to a multiple of four, and its scale;
-            or a key of `BLOCK_FORMATS`, which has whole blocks.
+        n: Number of weights in the row.
+        weight_format: A compute dtype, "int4", "int8" or a key of `BLOCK_FORMATS`. A row in "int8" is padded to a
+            multiple of four weights and has a scale. A row in a block format consists of whole blocks.
     """
     if weight_format == INT4:
         return packed_bytes(n, WEIGHT_CODE_BITS)

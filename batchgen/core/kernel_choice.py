@@ -131,10 +131,23 @@ PROCESS_SET = KernelChoice()  # everything on the process's instruction set
 
 
 def linear_key(columns: int, depth: int, dtype: str) -> str:
-    """The key of a weight matrix's shape, as files and messages show it: "3072x576 bfloat16"."""
+    """The key of a weight matrix's shape, as files and messages show it: "3072x576 bfloat16".
+
+    Args:
+        columns: Output features of the weights.
+        depth: Input features of the weights.
+        dtype: The dtype of the weights.
+    """
     return f"{columns}x{depth} {dtype}"
 
 
 def attention_key(heads: int, kv_heads: int, head_dim: int, dtype: str) -> str:
-    """The key of an attention's shape, as files and messages show it: "9/3 heads of 64 bfloat16"."""
+    """The key of an attention's shape, as files and messages show it: "9/3 heads of 64 bfloat16".
+
+    Args:
+        heads: Number of query heads.
+        kv_heads: Number of KV heads.
+        head_dim: Numbers of a head.
+        dtype: The dtype of the queries.
+    """
     return f"{heads}/{kv_heads} heads of {head_dim} {dtype}"

@@ -91,9 +91,10 @@ def _meminfo() -> dict[str, int]:
 
 
 def _cgroup_headroom() -> list[int]:
-    """For each cgroup (version 1 or 2) of this process and each parent cgroup: its memory limit less its use, in bytes.
+    """The unused memory under each cgroup limit that holds for this process, in bytes.
 
-    Page cache that the kernel would drop first (inactive_file) does not count as used.
+    The cgroups (version 1 or 2) are those of this process and all their parents. Page cache that the kernel would drop
+    first (inactive_file) does not count as used.
     """
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]

@@ -119,7 +119,7 @@ def is_ours_alone(status: os.stat_result) -> bool:
 
 
 def why_untrusted(path: Path, root: Path) -> str | None:
-    """The reason why another user may have written a path inside a folder; None: nobody else can have.
+    """The reason why another user may have written a path inside a folder; None: only this user and root can have.
 
     Args:
         path: The path of a file or folder in `root`, or `root` itself. A path that does not exist is trusted.

@@ -124,7 +124,7 @@ class SamplingParams:
 
     @property
     def constrained(self) -> bool:
-        """True where the text must follow a grammar."""
+        """True where the text must follow a JSON schema or a regular expression."""
         return self.json_schema is not None or self.regex is not None
 
     @property
@@ -179,7 +179,7 @@ def _check_float(name: str, value: Any) -> None:
 
 
 def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
-    """Pairs of token id and bias, in the order of token ids. Raises InputError."""
+    """Convert logit biases to (token id, bias) pairs, sorted by token id. Raises InputError."""
     rule = f"logit_bias must map token ids to numbers between -100 and 100, not {one_line(repr(given))}"
     try:
         pairs = given.items() if isinstance(given, Mapping) else given

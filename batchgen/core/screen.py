@@ -48,7 +48,7 @@ class Screen:
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """Tell whether the stream is a terminal."""
+        """True where the stream is a terminal."""
         with suppress(OSError, ValueError, AttributeError):
             return bool(self._stream.isatty())
         return False

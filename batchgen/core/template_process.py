@@ -93,7 +93,7 @@ def _raise_exception(message: Any) -> None:
 
 
 class _Dict:
-    """`dict` for templates, without the type's own attributes."""
+    """A replacement of `dict` for templates: it can be called and has `fromkeys`, but no other attribute."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -103,7 +103,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace` for templates, which keeps nothing under a name that begins with an underscore."""
+    """Jinja's `namespace` for templates, which refuses names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, given = args[0], args[1:]

@@ -46,7 +46,7 @@ def without_credentials(text: str, *urls: str) -> str:
 
 
 def _secrets(url: str) -> list[str]:
-    """The credentials of a URL, the longest first."""
+    """The credentials in a URL, the longest first."""
     found = [match[0] for pattern in (_USER_AND_PASSWORD, _TOKEN) for match in pattern.finditer(url)]
     found += [user_or_password for pair in found for user_or_password in pair.split(":", 1)]
     found += [value[2] for query in _QUERY.finditer(url) for value in _QUERY_VALUE.finditer(query[0])]
@@ -57,15 +57,14 @@ def _secrets(url: str) -> list[str]:
 def repair_surrogates(value: Nest) -> Nest:
     r"""Replace lone surrogates by U+FFFD in a text, or in every text of nested lists, tuples and dicts.
 
-    Half of a surrogate pair, as texts that were cut in the middle have ("\ud800" in JSON), is no character and has no
-    UTF-8
-    form. Two halves that follow each other become the one character that they stand for.
+    A lone surrogate is half of a surrogate pair ("\ud800" in JSON), as in a text that was cut in the middle of a
+    character. It has no UTF-8 form. Two halves that follow each other become the one character that they stand for.
 
     Args:
-        value: A text, or nested lists, tuples and dicts (keys included); other values stay as they are.
+        value: A text, or nested lists, tuples and dicts, whose keys are repaired too. Other values stay unchanged.
 
     Returns:
-        A copy of the structure in which every text can be encoded.
+        A copy of the value in which every text can be encoded as UTF-8.
     """
     return _repaired(value)  # type: ignore[return-value]  # a nest of the same types, which mypy cannot express
 

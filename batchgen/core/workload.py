@@ -115,7 +115,7 @@ class Workload:
 
     @property
     def task(self) -> str:
-        """ "generate" or "score"."""
+        """The task of the job: "generate", or "score" where `scored_len` is set."""
         return "generate" if self.scored_len is None else "score"
 
     @property

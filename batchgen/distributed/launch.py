@@ -134,7 +134,7 @@ def core_shares(size: int, cores: set[int], nodes: list[set[int]]) -> list[set[i
 
 
 def shares_here(size: int) -> list[set[int]]:
-    """Divide the CPU cores that this thread may use among processes; empty sets where the system does not report cores.
+    """Divide the CPU cores that this thread may use among processes; empty sets where cores are not reported.
 
     Args:
         size: Number of processes.

@@ -176,9 +176,16 @@ def call_rank(address: tuple[str, int], secret: bytes, call: Call, within_s: flo
 
 
 def listen_as_rank_zero(size: int, secret: bytes, address: tuple[str, int]) -> Listener:
-    """The listener of rank 0, at an address that MASTER_ADDR or MASTER_PORT names.
+    """Open rank 0's listening socket at the address that MASTER_ADDR and MASTER_PORT name.
 
-    Raises InputError or BatchgenError where it cannot be.
+    Args:
+        size: Number of ranks of the group.
+        secret: The secret of the job.
+        address: Host and port; port 0 is any free port.
+
+    Raises:
+        InputError: The host is not known.
+        BatchgenError: The socket cannot be opened at this address.
     """
     host, port = address
     try:

@@ -105,7 +105,13 @@ class _DoneRecord:
 
 
 def write_worker(files: Files, worker: str, record: WorkerRecord) -> None:
-    """Write a worker's record, which shows the other workers that it is alive."""
+    """Write a worker's record, which shows the other workers that it is alive.
+
+    Args:
+        files: The common directory.
+        worker: Name of the worker.
+        record: The worker's current record.
+    """
     files.replace(f"workers/{worker}", json.dumps(asdict(record)).encode())
 
 
@@ -233,7 +239,13 @@ def read_done(files: Files, name: str) -> Done | None:
 
 
 def read_lease(files: Files, name: str, generation: int) -> Lease | None:
-    """Read a lease from its file; None where it does not exist. Raises BatchgenError where it is damaged."""
+    """Read a lease from its file; None where it does not exist. Raises BatchgenError where it is damaged.
+
+    Args:
+        files: The common directory.
+        name: Name of the range or phase.
+        generation: Generation of the lease.
+    """
     file = Lease(name, generation, "").file
     record = read_json(files, file)
     if record is None:

@@ -36,7 +36,13 @@ class PartStore:
         return count
 
     def rows(self, name: str, generation: int, count: int) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-        """Yield (row indices, flags of failed rows) for each of the first `count` part files of a generation."""
+        """Yield (row indices, flags of failed rows) for each of the first part files of a generation.
+
+        Args:
+            name: Name of the range.
+            generation: Generation of the range's lease.
+            count: Number of part files to read.
+        """
         for path in self.paths(name, generation)[:count]:
             for group in scan_part(path):
                 yield group.rows.tolist(), group.failed.tolist()

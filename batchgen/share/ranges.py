@@ -9,8 +9,8 @@ _OF_THE_REST = 32  # a range is this part of the rows that are left
 def row_ranges(rows: int) -> list[range]:
     """Divide rows into ranges, in order; every worker computes the same ranges.
 
-    Each range is a fixed fraction of the remaining rows, as in guided self-scheduling (Polychronopoulos and Kuck,
-    1987). There the fraction depends on the number of workers, which is not known here.
+    Each range is a fixed fraction of the remaining rows, but has at least 16 rows. This follows guided self-scheduling
+    (Polychronopoulos and Kuck, 1987), where the fraction depends on the number of workers, which is not known here.
 
     Args:
         rows: Number of rows of the job.

@@ -24,7 +24,13 @@ class Parts(Protocol):
         """The number of intact parts of a generation of a range, counted from the first one up to a gap."""
 
     def rows(self, name: str, generation: int, count: int) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-        """Yield (row indices, flags of failed rows) for each of the first `count` parts of a generation."""
+        """Yield (row indices, flags of failed rows) for each of the first parts of a generation.
+
+        Args:
+            name: Name of the range.
+            generation: Generation of the range's lease.
+            count: Number of parts to read.
+        """
 
     def write(self, name: str, generation: int, number: int, results: Mapping[int, Any]) -> int:
         """Write a part to stable storage; gives the number of its failed rows.

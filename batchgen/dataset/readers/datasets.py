@@ -22,7 +22,16 @@ _STREAM_ROWS = 64
 
 
 def saved_source(name: str, split: str | None, limit: int | None) -> Source:
-    """Open a directory that `datasets.save_to_disk` wrote. Raises InputError where it is damaged or lacks the split."""
+    """Open a directory that `datasets.save_to_disk` wrote.
+
+    Args:
+        name: Path of the directory.
+        split: Name of the split to read; None where there is a single split, or none.
+        limit: The most rows to read.
+
+    Raises:
+        InputError: The directory is damaged, or has no such split.
+    """
     import datasets
 
     with naming(name, ValueError, KeyError, TypeError):
@@ -31,7 +40,16 @@ def saved_source(name: str, split: str | None, limit: int | None) -> Source:
 
 
 def hub_source(name: str, split: str | None, limit: int | None) -> Source:
-    """Open a dataset of the hub as a stream. Raises InputError where it cannot be loaded or has no such split."""
+    """Open a dataset of the hub as a stream.
+
+    Args:
+        name: Id of the dataset on the hub.
+        split: Name of the split to read; None where there is a single split.
+        limit: The most rows to read.
+
+    Raises:
+        InputError: The dataset cannot be loaded, or has no such split.
+    """
     import datasets
 
     try:

@@ -77,7 +77,13 @@ def json_source(paths: list[str], limit: int | None, on_bad_line: str, partition
 
 
 def openai_source(paths: list[str], limit: int | None, on_bad_line: str) -> Source:
-    """Open OpenAI batch files as one input. Invalid requests are found later, when rows become requests."""
+    """Open OpenAI batch files as one input. Invalid requests are found later, when rows become requests.
+
+    Args:
+        paths: Paths of the files.
+        limit: The most rows to read.
+        on_bad_line: "fail" raises InputError for an invalid line; "skip" makes it a row that fails.
+    """
     seen, duplicates, total = set(), set(), 0
     files = InputFiles(paths, may_get_lines=True)
 
