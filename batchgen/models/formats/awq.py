@@ -27,13 +27,17 @@ _NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # nibbles of a word that rows 0 to 7 of eig
 
 @dataclass(frozen=True)
 class Awq(GroupScheme):
-    """AWQ: groups are of columns in order, and every group has a zero point."""
+    """AWQ with 4 bits. Groups have consecutive columns, and every group has a zero point."""
 
     label = "AWQ of 4 bits"
 
     @classmethod
     def read(cls, config: Stated) -> Awq:
-        """The scheme of a `quantization_config`. Raises InputError, naming what is not supported."""
+        """The scheme that a `quantization_config` describes.
+
+        Raises:
+            InputError: A value is not supported; the message names it.
+        """
         require_four_bits("AWQ", whole_number(config, "bits", "w_bit"))
         stated = config.get("version", "gemm")
         version = stated.lower() if isinstance(stated, str) else repr(stated)
@@ -60,7 +64,7 @@ class Awq(GroupScheme):
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """The nibbles of words int32 [a, b] in the order of rows, uint8 [a, 8 b]."""
+    """The nibbles of words, int32 [a, b], in the order of rows: uint8 [a, 8 b]."""
     from batchgen.models.formats.group_matrix import nibbles
 
     return nibbles(words).view(*words.shape, 8)[..., _NIBBLES].reshape(len(words), -1)

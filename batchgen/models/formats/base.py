@@ -1,7 +1,7 @@
-"""The two extension points for formats of weights: a part of a tensor, and a quantization that a checkpoint states.
+"""The base classes for formats of weights: a stored part of a tensor, and a checkpoint's quantization scheme.
 
-docs/adding_a_format.md has the steps. Nothing here imports torch, and no format does before a weight is looked for, so
-that a model is planned for, or refused, at once.
+docs/adding_a_format.md describes how to add a format. Nothing here imports torch. A format imports torch only when a
+weight is read, so that a model can be planned for, or refused, at once.
 """
 
 from __future__ import annotations
@@ -25,65 +25,77 @@ Tensors = Mapping[str, TensorInfo]
 
 
 class StoredPart(ABC):
-    """A part of a model's tensor (`layouts.py`) as a file has it; shapes and dtypes are checked before it is made."""
+    """A part of a model's tensor (`layouts.py`) in a file. Shape and dtype were checked when the object was made."""
 
     @abstractmethod
     def fill(self, out: Tensor) -> None:
-        """Read the whole part.
+        """Read the whole part into a tensor.
 
         Args:
-            out: Tensor to fill: the part's shape in any float dtype; or rows of bytes, uint8 or int8 [rows, bytes of a
-                row], in the format that `Scheme.packed_format` names.
+            out: Tensor to fill. It has the part's shape and any float dtype; or it is for packed rows in the format
+                that `Scheme.packed_format` names: uint8 or int8, [rows, bytes of a row].
 
         Raises:
-            InputError: The file cannot be read, or holds what is no weight.
+            InputError: The file cannot be read, or a weight is NaN or infinite.
         """
 
     def fill_cut(self, out: Tensor, cut: Cut) -> bool:
-        """Read a rank's share of the part without the rest of it; False where this format has to read the whole."""
+        """Read only a tensor-parallel rank's share of the part into a tensor.
+
+        Args:
+            out: Tensor to fill, of the share's shape.
+            cut: The rank's share.
+
+        Returns:
+            False if this format can only read the whole part; then `out` is not filled.
+        """
         return False
 
     def in_file(self) -> FilePart:
-        """The rows of bytes that `fill` would read, for readers that pack them piece by piece; GGUFs have them."""
+        """The place of the part's packed rows in a file, for readers that read them piece by piece.
+
+        Only parts of GGUFs have it.
+        """
         raise NotImplementedError
 
 
 class Scheme(ABC):
-    """A quantization of the matrices of a Hugging Face checkpoint's linear layers.
+    """A quantization scheme of the matrices of a Hugging Face checkpoint.
 
-    Subclasses are frozen dataclasses of what `quantization_config` states, one file each, with a row in `schemes.py`.
+    Subclasses are frozen dataclasses of the values in `quantization_config`. Each has a file of its own, and an entry
+    in `schemes.py`.
     """
 
     @abstractmethod
     def describe(self) -> str:
-        """Name and sizes for people: "GPTQ of 4 bits, groups of 128"."""
+        """Name and sizes of the scheme for messages: "GPTQ of 4 bits, groups of 128"."""
 
     @abstractmethod
     def find(self, tensors: Tensors, stem: str, shape: tuple[int, int], *, in_layer: bool) -> StoredPart | None:
-        """The matrix that a checkpoint calls `stem`; None where it is in plain numbers.
+        """The quantized matrix that a checkpoint stores under a name; None: it is stored as plain numbers.
 
         Args:
             tensors: All tensors of the checkpoint.
             stem: Name of the linear layer: "model.layers.0.mlp.up_proj".
-            shape: Rows and columns that the configuration asks for.
-            in_layer: Whether it is of a decoder layer; embeddings and the output matrix are not.
+            shape: Rows and columns that the configuration requires.
+            in_layer: Whether the matrix belongs to a decoder layer. The embedding and the output matrix do not.
 
         Raises:
-            InputError: A tensor that belongs to the matrix is missing, or of another shape or dtype.
+            InputError: A tensor of the matrix is missing, or has a wrong shape or dtype.
         """
 
     def packed_format(self, tensors: Tensors, columns: Collection[int]) -> str | None:
-        """The format in which matrices stay as they are; None: they are dequantized.
+        """The packed format that can store the checkpoint's matrices without loss; None: matrices are dequantized.
 
         Args:
-            tensors: All tensors of the checkpoint; none where its configuration alone is known.
-            columns: Columns of the layers' matrices.
+            tensors: All tensors of the checkpoint; empty if only the configuration is known.
+            columns: Numbers of columns of the layers' matrices.
 
         Returns:
-            int8, or one of `core.dtypes.NATIVE_FORMATS`.
+            "int8", or one of `core.dtypes.NATIVE_FORMATS`.
         """
         return None
 
     def supports(self, family: str) -> bool:
-        """True where models of a family are read in this scheme."""
+        """True if models of a family can be read in this scheme."""
         return family != "gpt_oss"

@@ -1,4 +1,4 @@
-"""Block formats that hold quantized matrices without loss, so that these stay as they are."""
+"""The choice of a block format that can store quantized matrices without loss."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _ROUTERS = (".gate", ".router", ".shared_expert_gate")
 
 
 def fitting_blocks(formats: Formats, columns: int, shared: int | None) -> list[str]:
-    """Formats of which whole blocks make up a row, each block with one scale; those with the smallest blocks first.
+    """Block formats whose blocks fill a row without a rest and have one scale each, the smallest blocks first.
 
     Args:
         formats: Formats to choose from.
-        columns: Columns of a row.
-        shared: Columns of a row that have one scale; None: all.
+        columns: Number of columns of a row.
+        shared: Number of consecutive columns of a row that have one scale; None: the whole row.
     """
     return [name for name, (size, _) in formats.items() if columns % size == 0 and (shared or columns) % size == 0]
 
 
 def largest_blocks(formats: Formats, columns: Iterable[int], shared: int | None) -> str | None:
-    """The format with the largest blocks that fits all matrices; None: none does.
+    """The format with the largest blocks that can store all matrices; None: no format can.
 
     Args:
         formats: Formats to choose from.
-        columns: Columns of the matrices.
-        shared: Columns of a row that have one scale; None: all.
+        columns: Numbers of columns of the matrices.
+        shared: Number of consecutive columns of a row that have one scale; None: the whole row.
     """
     rows = set(columns)
     fitting = [name for name in formats if all(name in fitting_blocks(formats, n, shared) for n in rows)]
@@ -38,7 +38,7 @@ def largest_blocks(formats: Formats, columns: Iterable[int], shared: int | None)
 
 
 def has_plain_matrices(tensors: Tensors) -> bool:
-    """True where a matrix of a layer, routers aside, is in numbers of 16 bits or more."""
+    """True if a matrix of a layer, other than a router, is stored as numbers of 16 bits or more."""
     return any(
         name.endswith(".weight")
         and not name.removesuffix(".weight").endswith(_ROUTERS)
@@ -49,11 +49,16 @@ def has_plain_matrices(tensors: Tensors) -> bool:
 
 
 def is_of_layer_matrix(name: str, ndim: int) -> bool:
-    """True for tensors of a layer's matrices, which have two dimensions."""
+    """True for a tensor that belongs to a matrix of a layer, and has two dimensions itself.
+
+    Args:
+        name: Name of the tensor in the checkpoint.
+        ndim: Number of its dimensions.
+    """
     return ndim == 2 and re.search(r"(^|\.)layers\.\d+\.", name) is not None
 
 
 def block_columns(formats: Formats, columns: int, row_bytes: int) -> int:
-    """Columns of a block of that format whose rows of so many columns have so many bytes."""
+    """The number of columns of a block in the format in which a row of `columns` columns has `row_bytes` bytes."""
     (size,) = (size for size, num_bytes in formats.values() if columns // size * num_bytes == row_bytes)
     return size

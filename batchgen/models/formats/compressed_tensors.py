@@ -41,7 +41,7 @@ _STRATEGIES = {
 
 @dataclass(frozen=True)
 class PackQuantized(GroupScheme):
-    """Weights of 4 bits and activations of 16."""
+    """compressed-tensors with weights of 4 bits in groups, and activations of 16 bits (pack-quantized)."""
 
     label = "compressed-tensors W4A16"
     names = ("weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx")
@@ -64,7 +64,7 @@ class PackQuantized(GroupScheme):
 
 @dataclass(frozen=True)
 class Int8(Scheme):
-    """Weights of 8 bits with a scale for each row, and activations of 8 bits with a scale for each token."""
+    """compressed-tensors with 8 bits: weights with a scale for each row, activations with a scale for each token."""
 
     def describe(self) -> str:
         return "compressed-tensors W8A8"
@@ -102,21 +102,21 @@ class Int8(Scheme):
 
 @dataclass(frozen=True)
 class Int8Matrix(StoredPart):
-    """A matrix of 8 bits.
+    """A stored matrix of weights of 8 bits.
 
     Attributes:
-        quants: Tensor of the quantized values [rows, columns].
-        scales: Tensor of the scales, one for each row.
+        quants: Name and place of the quantized values, int8 [rows, columns].
+        scales: Name and place of the scales, one for each row.
     """
 
     quants: NamedTensor
     scales: NamedTensor
 
     def fill(self, out: Tensor) -> None:
-        """Fill `out` with numbers, or where it is int8 with rows of quantized values and scale (`ops/int8.py`).
+        """Fill a tensor with the matrix: with int8 rows (`ops/int8.py`) if `out` is int8, otherwise with numbers.
 
         Raises:
-            InputError: A scale is negative or no number. A sign would say that the row is rotated.
+            InputError: A scale is negative (which would mean a rotated row), NaN or infinite.
         """
         import torch
 
@@ -144,9 +144,12 @@ class Int8Matrix(StoredPart):
 
 
 def read_compressed_tensors(config: Stated) -> Scheme:
-    """The scheme of a `quantization_config`: all linear layers, but for those in `ignore`, must be in one.
+    """The scheme that a `quantization_config` describes.
 
-    Raises InputError, naming what is not supported.
+    The scheme must apply to all linear layers except those in `ignore`.
+
+    Raises:
+        InputError: A value is not supported; the message names it.
     """
     stated = config.get("config_groups") or {}
     if not isinstance(stated, Mapping):
@@ -197,7 +200,7 @@ def _scheme_of_group(config: Stated, group: Stated) -> Scheme:
 
 
 def _act_order(stated: Any) -> bool:
-    """True where groups may be of any columns; true and false have two names each."""
+    """True if columns may be in any group (act-order). The value has two spellings each for true and false."""
     if stated in (None, "weight", "static") or stated is False:
         return False
     if stated in ("group", "dynamic") or stated is True:
@@ -209,9 +212,9 @@ def _act_order(stated: Any) -> bool:
 
 
 def _refuse_transforms(config: Stated) -> None:
-    """Raise InputError for what changes the meaning of the tensors beside the scheme.
+    """Raise InputError for values that change the meaning of the tensors, such as transforms and sparsity.
 
-    Sparsity that is "dense" changes nothing.
+    Sparsity "dense" means none.
     """
     sparsity = config.get("sparsity_config")
     dense = isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"
@@ -227,7 +230,7 @@ def _refuse_transforms(config: Stated) -> None:
 
 
 def _difference(stated: Any, wanted: Mapping[str, Any]) -> str:
-    """The first field with another value than what is wanted, as "field value"; "" where there is none."""
+    """The first field whose value differs from the required one, as "field value"; "" if there is none."""
     if not isinstance(stated, Mapping):
         return "nothing stated"
     values = {name: stated.get(name) for name in wanted}

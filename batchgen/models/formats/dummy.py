@@ -1,4 +1,4 @@
-"""Dummy weights of any shape, for benchmarks."""
+"""Dummy weights for a model of any shape, for benchmarks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ _VALUES = (1 << 22) + 3  # odd, so that rows of a power-of-two width all differ
 
 
 def dummy_parts(config: ModelConfig, seed: int) -> dict[tuple[str, int], StoredPart]:
-    """Every part of a model, by name and layer: normal with standard deviation 0.02, norms 1.
+    """Every part of a model, by name and layer: normal with standard deviation 0.02, and 1 for norms.
 
-    Every tensor is a stretch of one pool of random numbers, so that even a large model is made at memory speed; seed,
-    layer and name decide which stretch.
+    A part is a range of one pool of random numbers, so that weights are produced at the speed of memory. Seed, layer
+    and name determine the range.
+
+    Args:
+        config: Configuration of the model.
+        seed: Seed of the weights.
     """
     pool = torch.randn(_VALUES, generator=torch.Generator().manual_seed(seed)) * 0.02
     return {(part.name, part.layer): _DummyPart(part.name, part.layer, pool) for part in all_parts(config)}

@@ -1,11 +1,11 @@
-"""FP8 (E4M3: 4 bits of exponent, 3 of mantissa; Micikevicius et al., 2022), as weights only.
+"""FP8 weights (E4M3: 4 bits of exponent, 3 of mantissa; Micikevicius et al., 2022) with scales.
 
-A weight is its number of 8 bits times a scale: one for the matrix, for each row, or for each block of rows and columns
-(`weight_block_size`, as DeepSeek and Qwen have them). Activations stay as they are: their scales, which files may have
-too (`input_scale`), are not used.
+A weight is an 8-bit number times a scale. There is one scale for the matrix, for each row, or for each block of rows
+and columns (`weight_block_size`, of DeepSeek and Qwen). Activations are not quantized. Their scales (`input_scale`),
+which some files have, are ignored.
 
-In memory and in weight stores they are block-quantized rows (`core.dtypes.FP8_FORMATS`, csrc/quant/fp8.h): a scale in
-fp32, and the numbers that it is for.
+In memory and in weight stores, FP8 matrices are block-quantized rows (`core.dtypes.FP8_FORMATS`, csrc/quant/fp8.h). A
+block is a scale in fp32, followed by its 8-bit numbers.
 """
 
 from __future__ import annotations
@@ -31,13 +31,21 @@ _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 
 @dataclass(frozen=True)
 class Fp8(Scheme):
-    """FP8. block: rows and columns that have one scale; None: all of a row or of a matrix."""
+    """FP8 weights.
+
+    Attributes:
+        block: Rows and columns that have one scale; None: there is one scale for each row, or one for the matrix.
+    """
 
     block: tuple[int, int] | None = None
 
     @classmethod
     def read(cls, config: Stated) -> Fp8:
-        """The scheme of a `quantization_config`. Raises InputError, naming what is not supported."""
+        """The scheme that a `quantization_config` describes.
+
+        Raises:
+            InputError: A value is not supported; the message names it.
+        """
         number = config.get("fmt", "e4m3")
         refuse("FP8", {"fmt": number != "e4m3" and (number or repr(number))})
         return cls(block_shape(config.get("weight_block_size")))
@@ -69,7 +77,11 @@ class Fp8(Scheme):
         return Fp8Matrix(shape, self._block_of(scale_name, scales, shape), (name, info), (scale_name, scales))
 
     def _block_of(self, name: str, scales: TensorInfo, shape: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of a matrix that have one scale. Raises InputError where the scales do not fit."""
+        """The number of rows and of columns of a matrix that have one scale.
+
+        Raises:
+            InputError: The shape of the scales does not fit the matrix.
+        """
         if self.block is not None:
             rows, columns = self.block
             wanted = (-(-shape[0] // rows), -(-shape[1] // columns))
@@ -92,13 +104,13 @@ class Fp8(Scheme):
 
 @dataclass(frozen=True)
 class Fp8Matrix(StoredPart):
-    """A matrix in FP8.
+    """A stored matrix of FP8 weights.
 
     Attributes:
         shape: Rows and columns.
         block: Rows and columns that have one scale.
-        numbers: Tensor of the numbers of 8 bits.
-        scales: Tensor of the scales.
+        numbers: Name and place of the 8-bit numbers.
+        scales: Name and place of the scales.
     """
 
     shape: tuple[int, int]
@@ -107,10 +119,10 @@ class Fp8Matrix(StoredPart):
     scales: NamedTensor
 
     def fill(self, out: Tensor) -> None:
-        """Fill `out` with numbers, or with block-quantized rows where it is uint8.
+        """Fill a tensor with the matrix: with block-quantized rows if `out` is uint8, otherwise with numbers.
 
         Raises:
-            InputError: Scales or weights are no numbers.
+            InputError: A scale or a weight is NaN or infinite.
         """
         import torch
 
@@ -135,7 +147,7 @@ class Fp8Matrix(StoredPart):
                 out[start:stop] = values.view(torch.float8_e4m3fn).float().mul_(of_rows[:, column_scale])
 
     def _scales(self) -> Tensor:
-        """Scales, fp32 [blocks of rows, blocks of columns]."""
+        """The scales, fp32 [blocks of rows, blocks of columns]."""
         import torch
 
         from batchgen.models.tensor_files.reading import read_numbers
@@ -148,7 +160,7 @@ class Fp8Matrix(StoredPart):
         return scales.view(-(-self.shape[0] // self.block[0]), -1)
 
     def _values(self, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) as they are stored, uint8 [stop - start, columns]."""
+        """The 8-bit numbers of rows [start, stop), uint8 [stop - start, columns]."""
         from batchgen.models.tensor_files.reading import read_rows
 
         values = read_rows(*self.numbers, start, stop)
@@ -159,13 +171,13 @@ class Fp8Matrix(StoredPart):
 
 
 def _to_blocks(values: Tensor, scales: Tensor, column_scale: Tensor, out: Tensor) -> None:
-    """Write rows as blocks.
+    """Write rows of FP8 weights as block-quantized rows.
 
     Args:
-        values: Numbers of 8 bits, uint8 [rows, n].
+        values: 8-bit numbers, uint8 [rows, n].
         scales: Scales of each row, fp32 [rows, scales of a row].
-        column_scale: The scale of each column, by its number in the row, int64 [n].
-        out: uint8 [rows, bytes of a row]; these bytes tell one format from another.
+        column_scale: For each column, the index of its scale in the row, int64 [n].
+        out: Tensor to fill, uint8 [rows, bytes of a row]. The number of bytes determines the block format.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""The experts of gpt-oss as its checkpoints have them: those of a layer in one tensor, with biases.
+"""The experts in the checkpoints of gpt-oss: one tensor for all experts of a layer, with biases.
 
-Matrices are [experts, in, out] in numbers of 16 or 32 bits, or [experts, out, in] in MXFP4 (`mxfp4.py`). Rows of gate
-and up come in turns.
+Matrices are [experts, in, out] as numbers of 16 or 32 bits, or [experts, out, in] as MXFP4 (`mxfp4.py`). Rows of gate
+and up alternate.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def is_fused(part: str) -> bool:
-    """True for parts of a layout that have all experts of a layer."""
+    """True for a part of a layout that has all experts of a layer."""
     return part.removeprefix("experts.") in _PARTS
 
 
 def find(config: ModelConfig, model: Path, tensors: Tensors, part: str, name: str) -> FusedExperts:
-    """A part of all experts of a layer, checked.
+    """The stored part of all experts of a layer, after a check of its shapes and dtypes.
 
     Args:
         config: Configuration of the model.
         model: Path of the model, for messages.
         tensors: All tensors of the checkpoint.
-        part: The part, as `layouts.py` has it: "experts.down_proj".
-        name: The name that the checkpoint has for it; blocks and scales have "_blocks" and "_scales" behind it.
+        part: Name of the part in a layout: "experts.down_proj".
+        name: Name of the part in the checkpoint. MXFP4 has two tensors, with "_blocks" and "_scales" appended.
 
     Raises:
-        InputError: A tensor is missing, or is not as the configuration has it.
+        InputError: A tensor is missing, or has another shape or dtype than the configuration requires.
     """
     suffixes = ("_blocks", "_scales") if f"{name}_blocks" in tensors else ("",)
     sources = tuple((f"{name}{suffix}", tensors[f"{name}{suffix}"]) for suffix in suffixes)
@@ -52,12 +52,12 @@ def find(config: ModelConfig, model: Path, tensors: Tensors, part: str, name: st
 
 @dataclass(frozen=True)
 class FusedExperts(StoredPart):
-    """A part of all experts of a layer.
+    """A stored part of all experts of a layer.
 
     Attributes:
-        part: The part: "experts.gate_up_proj", or a bias.
+        part: Name of the part in a layout: "experts.gate_up_proj", or a bias.
         rows, columns: Shape of one expert's matrix.
-        tensors: Tensor of the numbers, or those of blocks and scales.
+        tensors: Name and place of the numbers; or of blocks and scales of MXFP4.
     """
 
     part: str
@@ -71,14 +71,19 @@ class FusedExperts(StoredPart):
 
     @property
     def turns(self) -> tuple[int, int]:
-        """Rows of the file as (turns, rows of one): gate and up come in turns."""
+        """The number of matrices whose rows alternate in the file (2 for gate and up), and the rows of one of them."""
         return self._turns(self.rows)
 
     def _turns(self, rows: int) -> tuple[int, int]:
         return (rows // 2, 2) if "gate_up" in self.part else (rows, 1)
 
     def check(self, model: Path, experts: int) -> None:
-        """Raise InputError where tensors are not as the configuration has them. model: path, for messages."""
+        """Raise InputError if tensors do not have the shape and dtype that the configuration requires.
+
+        Args:
+            model: Path of the model, for messages.
+            experts: Number of experts.
+        """
         if self.is_bias:
             shapes: tuple[tuple[int, ...], ...] = ((experts, self.rows),)
         elif len(self.tensors) == 1:
@@ -96,11 +101,13 @@ class FusedExperts(StoredPart):
             reading.check_stored(name, info, shape, dtypes)
 
     def fill(self, out: Tensor) -> None:
-        """Fill `out`, rows of one expert after the other, gate before up.
+        """Fill a tensor with the rows of all experts, one expert after the other.
+
+        The rows of an expert's gate are before those of its up projection.
 
         Args:
-            out: [experts * rows, columns], or [experts * rows] of biases; of MXFP4 also rows of a GGUF's blocks, uint8
-                [experts * rows, bytes of a row].
+            out: Tensor [experts * rows, columns], or [experts * rows] for biases. For MXFP4 it may be uint8 [experts *
+                rows, bytes of a row], for rows of a GGUF's MXFP4 blocks.
         """
         for e, expert in enumerate(out.split(self.rows)):
             if self.is_bias:
@@ -111,12 +118,12 @@ class FusedExperts(StoredPart):
                 self._fill_from_blocks(e * self.rows, expert)
 
     def _in_turns(self, expert: Tensor) -> Tensor:
-        """A view [turns, rows of one, ...] of an expert's rows: where the file's rows go."""
+        """A view of an expert's rows in the order of the file, where rows of gate and up alternate."""
         count, each = self.turns
         return expert.view(each, count, *expert.shape[1:]).transpose(0, 1)
 
     def _numbers(self, start: int, count: int) -> Tensor:
-        """Numbers [start, start + count) of the tensor."""
+        """Numbers [start, start + count) of the flattened tensor."""
         name, info = self.tensors[0]
         values = torch.empty(count, dtype=_NUMBERS[info.dtype])
         read_into(name, info, start * values.itemsize, memoryview(values.view(torch.uint8).numpy()))

@@ -26,14 +26,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gptq(GroupScheme):
-    """GPTQ. zero_offset: number that stored zero points lack."""
+    """GPTQ with 4 bits.
+
+    Attributes:
+        zero_offset: Number to be added to a stored zero point.
+    """
 
     zero_offset: int = 0
     label = "GPTQ of 4 bits"
 
     @classmethod
     def read(cls, config: Stated) -> Gptq:
-        """The scheme of a `quantization_config`. Raises InputError, naming what is not supported."""
+        """The scheme that a `quantization_config` describes.
+
+        Raises:
+            InputError: A value is not supported; the message names it.
+        """
         require_four_bits("GPTQ", whole_number(config, "bits"))
         version = config.get("checkpoint_format", "gptq")
         refuse("GPTQ", {

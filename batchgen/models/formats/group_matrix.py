@@ -1,4 +1,4 @@
-"""A matrix of 4 bits in groups of columns (`groups.py`): its numbers, or its block-quantized rows."""
+"""A stored matrix of 4-bit weights in groups of columns, read as numbers or as block-quantized rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCALES = ("F16", "BF16", "F32")
 
 
 class GroupLayout(Protocol):
-    """The places of quantized values, zero points and scales in a file; `groups.GroupScheme` describes the members."""
+    """The layout of quantized values, zero points and scales in a file. `groups.GroupScheme` describes the members."""
 
     @property
     def group_size(self) -> int | None: ...
@@ -36,15 +36,15 @@ class GroupLayout(Protocol):
 
 @dataclass(frozen=True)
 class GroupMatrix(StoredPart):
-    """A matrix [rows, columns].
+    """A stored matrix [rows, columns] of 4-bit weights in groups of columns.
 
     Attributes:
-        scheme: Places of quantized values, zero points and scales.
+        scheme: Layout of the tensors.
         shape: Rows and columns.
-        quants: Tensor of the quantized values.
-        scales: Tensor of the scales.
-        zeros: Tensor of the zero points; None where all of them are 8.
-        group_of: Tensor with the group of each column; None where groups are columns in order.
+        quants: Name and place of the quantized values.
+        scales: Name and place of the scales.
+        zeros: Name and place of the zero points; None: all zero points are 8.
+        group_of: Name and place of the number of each column's group; None: groups have consecutive columns.
     """
 
     scheme: GroupLayout
@@ -56,16 +56,16 @@ class GroupMatrix(StoredPart):
 
     @property
     def group_size(self) -> int:
-        """Columns of a row that have one scale."""
+        """Number of columns of a group."""
         return self.scheme.group_size or self.shape[1]
 
     @property
     def num_groups(self) -> int:
-        """Groups of a row; the last one may be shorter."""
+        """Number of groups of a row; the last group may be shorter."""
         return -(-self.shape[1] // self.group_size)
 
     def check(self) -> None:
-        """Raise InputError where a tensor is of another shape or dtype than the scheme asks for."""
+        """Raise InputError if a tensor has another shape or dtype than the scheme requires."""
         (rows, n), groups = self.shape, self.num_groups
         self.scheme.check_rows(self.quants, rows)
         quants, zeros = self.scheme.shapes(rows, n, groups)
@@ -85,10 +85,10 @@ class GroupMatrix(StoredPart):
             check_stored(*self.group_of, (n,), ("I32", "I64"))
 
     def fill(self, out: Tensor) -> None:
-        """Fill `out` with numbers, or with block-quantized rows where it is uint8.
+        """Fill a tensor with the matrix: with block-quantized rows if `out` is uint8, otherwise with numbers.
 
         Raises:
-            InputError: Scales are no numbers, or columns are in no group, or in another one than blocks have them in.
+            InputError: A scale is NaN or infinite, a column has no group, or groups do not fit the block format.
         """
         scales, zeros, group_of = self._scales(), self._zeros(), self._group_of()
         packing, n = out.dtype == torch.uint8, self.shape[1]
@@ -111,14 +111,14 @@ class GroupMatrix(StoredPart):
         return bool(torch.equal(group_of, torch.arange(self.shape[1]) // self.group_size))
 
     def _block_format(self, group_of: Tensor) -> str | None:
-        """The blocks that hold this matrix without loss; None: none do."""
+        """The block format that can store this matrix without loss; None: no format can."""
         n = self.shape[1]
         if self.scales[1].dtype == "F32" or n % self.group_size or not self._in_order(group_of):
             return None
         return next(iter(fitting_blocks(GROUP_FORMATS, n, self.group_size)), None)
 
     def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Some rows after others, and their quantized values, uint8 [rows, columns]."""
+        """Consecutive ranges of rows, each with its quantized values, uint8 [rows, columns]."""
         rows, n = self.shape
         step = max(8, reading.CHUNK_VALUES // n // 8 * 8)
         read = self.scheme.read_quants(self.quants)
@@ -144,7 +144,7 @@ class GroupMatrix(StoredPart):
         return self.scheme.zero_points(read_rows(name, info, 0, info.shape[0]))[:, :rows].t().contiguous()
 
     def _group_of(self) -> Tensor:
-        """The group of each column, int64 [columns]."""
+        """The number of each column's group, int64 [columns]."""
         n = self.shape[1]
         if self.group_of is None:
             return torch.arange(n) // self.group_size
@@ -158,19 +158,19 @@ class GroupMatrix(StoredPart):
 
 
 def nibbles(words: Tensor) -> Tensor:
-    """The nibbles of words int32 [a, b], uint8 [a, 8 b], the lowest of each word first."""
+    """The nibbles of words, int32 [a, b], the lowest nibble of each word first: uint8 [a, 8 b]."""
     pairs = words.contiguous().view(torch.uint8)
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(words), -1)
 
 
 def _to_blocks(quants: Tensor, scales: Tensor, zeros: Tensor, out: Tensor) -> None:
-    """Write rows as blocks.
+    """Write rows of quantized values as block-quantized rows.
 
     Args:
-        quants: uint8 [rows, n].
-        scales: fp32 [rows, groups].
+        quants: Quantized values, uint8 [rows, n].
+        scales: Scales, fp32 [rows, groups].
         zeros: Zero points, uint8 [rows, groups].
-        out: uint8 [rows, bytes of a row]; these bytes tell one format from another.
+        out: Tensor to fill, uint8 [rows, bytes of a row]. The number of bytes determines the block format.
     """
     rows, n = quants.shape
     size = block_columns(GROUP_FORMATS, n, out.shape[1])

@@ -1,14 +1,14 @@
-"""Weights of 4 bits in groups of columns: what GPTQ, AWQ and compressed-tensors (pack-quantized) have in common.
+"""Weights of 4 bits in groups of columns: what GPTQ, AWQ and compressed-tensors (pack-quantized) share.
 
-All three are the same numbers, (quantized value - zero point) * scale, with quantized values and zero points from 0 to
-15 and a scale for each row and group. They differ in where these lie, which a subclass of `GroupScheme` says. Words are
-little-endian, nibble i of a word are its bits 4 i to 4 i + 3. `g_idx` [columns] says which group each column is of,
-where that is not the order of columns (act-order).
+In all three, a weight is (quantized value - zero point) * scale. Quantized values and zero points are 0 to 15. There is
+a scale for each row and group. The three differ in the layout of these numbers in a file, which a subclass of
+`GroupScheme` describes. Words are little-endian; nibble i of a word is its bits 4 i to 4 i + 3. With act-order, groups
+do not have consecutive columns, and `g_idx` [columns] has the number of each column's group.
 
-In memory and in weight stores they are block-quantized rows (`core.dtypes.GROUP_FORMATS`, csrc/quant/int4_groups.h),
-without loss: of each group four bytes, the first of which is the zero point and the others are the upper ones of the
-scale in fp32, which holds those of 16 bits; then its quantized values, for each 32 of them 16 bytes, the first half in
-the low nibbles.
+In memory and in weight stores, the weights are block-quantized rows (`core.dtypes.GROUP_FORMATS`,
+csrc/quant/int4_groups.h), without loss. A block has a group. Its first byte is the zero point. The next three bytes are
+the upper bytes of the scale in fp32, which hold every 16-bit scale. The quantized values follow: 16 bytes for 32
+values, the first 16 values in the low nibbles.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ ReadQuants = Callable[[int, int], "Tensor"]
 
 @dataclass(frozen=True)
 class GroupScheme(Scheme):
-    """A scheme with 4 bits a weight and a scale for each group of columns of a row.
+    """A scheme with weights of 4 bits, and a scale for each row and group of columns.
 
     Attributes:
-        group_size: Columns that have one scale; None: all of a row.
-        symmetric: Whether all zero points are 8, and the files have none.
-        act_order: Whether a group may be of any columns.
-        label: Name of the format for people.
-        names: Suffixes of a matrix's quantized values, zero points, scales and groups of columns.
-        scales_by_row: Whether scales are [rows, groups] in the file, and not [groups, rows].
+        group_size: Number of columns of a group; None: a group is a whole row.
+        symmetric: Whether all zero points are 8, and are not stored.
+        act_order: Whether a group may have any columns.
+        label: Name of the scheme for messages.
+        names: Suffixes of the tensors of a matrix: quantized values, zero points, scales, and groups of columns.
+        scales_by_row: Whether scales are stored as [rows, groups]. Otherwise they are [groups, rows].
     """
 
     group_size: int | None
@@ -54,24 +54,26 @@ class GroupScheme(Scheme):
 
     @abstractmethod
     def shapes(self, rows: int, columns: int, groups: int) -> tuple[Shape, Shape]:
-        """Shapes of a matrix's quantized values and zero points in the file, in words of 32 bits."""
+        """Shapes of a matrix's stored quantized values and zero points, in words of 32 bits."""
 
     @abstractmethod
     def read_quants(self, quants: NamedTensor) -> ReadQuants:
-        """A function of (start, stop) that gives these rows of a matrix's 4-bit values, one value a byte.
-
-        Its result is uint8 [stop - start, columns, and up to 7 more].
+        """A function that reads quantized values of a matrix.
 
         Args:
-            quants: The tensor in the file that has the values, with its name.
+            quants: Name and place of the stored quantized values.
+
+        Returns:
+            A function of (start, stop) that returns the quantized values of rows [start, stop), one in each byte: uint8
+                [stop - start, columns, and up to 7 more].
         """
 
     @abstractmethod
     def zero_points(self, words: Tensor) -> Tensor:
-        """Zero points, uint8 [groups, rows, and up to 7 more], from their words in the file."""
+        """Zero points, uint8 [groups, rows, and up to 7 more], from the stored words."""
 
     def check_rows(self, quants: NamedTensor, rows: int) -> None:
-        """Raise InputError where a matrix cannot have so many rows."""
+        """Raise InputError if a matrix of this scheme cannot have `rows` rows."""
 
     def describe(self) -> str:
         size = f"groups of {self.group_size}" if self.group_size else "a scale for each row"
@@ -106,7 +108,7 @@ class GroupScheme(Scheme):
 
 
 def _has_wide_scales(tensors: Tensors) -> bool:
-    """True where a matrix of a layer has scales in fp32, of which a block holds 24 bits."""
+    """True if a matrix of a layer has scales in fp32, of which a block can only store 24 bits."""
     return any(
         name.endswith((".scales", ".weight_scale")) and info.dtype in ("F32", "F64")
         for name, info in tensors.items()

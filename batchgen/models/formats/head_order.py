@@ -1,4 +1,7 @@
-"""Rows of queries and keys of which a part is rotated, in the order in which kernels rotate whole heads."""
+"""A new order of rows of queries and keys for models that rotate only some values of a head.
+
+In the new order, kernels can rotate whole heads.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,12 @@ from batchgen.models.tensor_files.rows_in_file import FilePart
 
 
 def in_head_order(config: ModelConfig, name: str, part: StoredPart) -> StoredPart:
-    """The part itself, or, where its heads are rotated in part, one whose rows come in `RopeConfig.row_order`.
+    """The part in the order of `RopeConfig.row_order` if its heads are rotated in part; otherwise the part itself.
 
-    name: of the part, as `layouts.py` has it.
+    Args:
+        config: Configuration of the model.
+        name: Name of the part in a layout.
+        part: The stored part.
     """
     if config.rope is None or not rotates_part(config.rope, name):
         return part
@@ -27,12 +33,12 @@ def in_head_order(config: ModelConfig, name: str, part: StoredPart) -> StoredPar
 
 @dataclass(frozen=True)
 class _InHeadOrder(StoredPart):
-    """Rows of heads in another order than the file's. Scores are sums over a head's values, whose order is free.
+    """A stored part whose rows are reordered within each head. Attention scores do not depend on this order.
 
     Attributes:
-        part: The rows as the file has them.
-        order: Place in the file of each row of a head.
-        num_rows: Rows of queries and keys; those behind them, of values, stay.
+        part: The part in the order of the file.
+        order: For each row of a head, its place in the file's rows of that head.
+        num_rows: Number of rows of queries and keys. Later rows, of values, are not reordered.
     """
 
     part: StoredPart

@@ -23,11 +23,11 @@ BLOCK = 32  # values that have one scale
 
 @dataclass(frozen=True)
 class Mxfp4(Scheme):
-    """Experts in MXFP4; all other matrices are in plain numbers."""
+    """MXFP4 for experts. All other matrices are stored as plain numbers."""
 
     @classmethod
     def read(cls, config: Stated) -> Mxfp4:
-        """The scheme of a `quantization_config`."""
+        """The scheme that a `quantization_config` describes."""
         return cls()
 
     def describe(self) -> str:
@@ -45,17 +45,20 @@ class Mxfp4(Scheme):
 
 
 def read_blocks(blocks: NamedTensor, scales: NamedTensor, first: int, count: int, columns: int) -> Tensor:
-    """Rows as a GGUF has MXFP4, each scale before its values, and halves in place of turns.
+    """Read rows of MXFP4, in the order of bytes of a GGUF's blocks.
+
+    In a GGUF a scale precedes its 32 values, and values 0 to 15 are in the low halves of the bytes. In the checkpoint,
+    values 2 i and 2 i + 1 share a byte.
 
     Args:
-        blocks: Tensor of the values.
-        scales: Tensor of the scales.
+        blocks: Name and place of the values.
+        scales: Name and place of the scales.
         first: First row to read, counted over all experts.
-        count: Rows to read.
-        columns: Values of a row.
+        count: Number of rows to read.
+        columns: Number of values in a row.
 
     Returns:
-        uint8 [count, bytes of a row].
+        Rows, uint8 [count, bytes of a row].
     """
     import torch
 

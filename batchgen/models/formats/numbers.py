@@ -1,4 +1,4 @@
-"""Tensors of safetensors in plain numbers of 16, 32 or 64 bits."""
+"""Tensors of safetensors files that are stored as plain numbers of 16, 32 or 64 bits."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from batchgen.models.tensor_files.reading import NUMBERS, read_numbers
 
 @dataclass(frozen=True)
 class Numbers(StoredPart):
-    """A tensor in plain numbers.
+    """A part that is stored as plain numbers.
 
     Attributes:
-        name: Name in the file.
-        info: Place in the file.
-        added: Number that the file has left out of each value. Gemma's norms hold w of (1 + w) x / rms(x).
+        name: Name of the tensor in the file.
+        info: Place of the tensor in the file.
+        added: Number to be added to each stored value. Gemma's norms store w of (1 + w) x / rms(x).
     """
 
     name: str
@@ -44,7 +44,7 @@ class Numbers(StoredPart):
         return True
 
     def _fill_columns(self, out: Tensor, first: int) -> None:
-        """Fill `out` with columns of a matrix from the `first` on; its rows are read whole, some at a time."""
+        """Fill `out` with columns of a matrix, from column `first` on. Whole rows are read, some at a time."""
         rows, columns = self.info.shape
         step = max(1, reading.CHUNK_VALUES // columns)
         for start in range(0, rows, step):

@@ -1,4 +1,4 @@
-"""The quantizations of Hugging Face checkpoints that are read, by the `quant_method` that their config.json states."""
+"""The supported quantization schemes of Hugging Face checkpoints, by the `quant_method` in their config.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ SCHEMES: dict[str, Callable[[Stated], Scheme]] = {
 
 
 def read_scheme(config: Stated) -> Scheme:
-    """The scheme of a `quantization_config`. Raises InputError, naming what is not supported."""
+    """The scheme that a `quantization_config` describes.
+
+    Raises:
+        InputError: A value is not supported; the message names it.
+    """
     if not isinstance(config, Mapping):
         raise InputError(f"quantization_config must be an object, not {config!r}: fetch the model again")
     method = config.get("quant_method") or _unstated_method(config)

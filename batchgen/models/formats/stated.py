@@ -1,4 +1,4 @@
-"""Values of a `quantization_config`, checked: each is of the right kind, or the model is refused in one line."""
+"""Checks of the values in a `quantization_config`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Stated = Mapping[str, Any]
 
 
 def whole_number(config: Stated, *names: str) -> int:
-    """The whole number under the first of several names that is there. Raises InputError."""
+    """The whole number under the first of several keys that is present. Raises InputError."""
     value = next((config[name] for name in names if name in config), None)
     if not isinstance(value, int) or isinstance(value, bool):
         raise InputError(
@@ -21,7 +21,11 @@ def whole_number(config: Stated, *names: str) -> int:
 
 
 def group_size(config: Stated, *names: str) -> int | None:
-    """Columns of a row that have one scale; None, stated as -1: all of them. Raises InputError."""
+    """The number of columns of a group, under the first of several keys; None, stated as -1: a whole row.
+
+    Raises:
+        InputError: The value is not such a number.
+    """
     size = whole_number(config, *names)
     if size == -1:
         return None
@@ -31,7 +35,7 @@ def group_size(config: Stated, *names: str) -> int | None:
 
 
 def flag(config: Stated, name: str, default: bool) -> bool:
-    """A value that is true or false; `default` where it is not stated, or null. Raises InputError."""
+    """A boolean value; `default` if it is absent or null. Raises InputError for any other value."""
     value = config.get(name, default)
     if value is None:
         return default
@@ -41,7 +45,11 @@ def flag(config: Stated, name: str, default: bool) -> bool:
 
 
 def block_shape(value: Any) -> tuple[int, int] | None:
-    """Rows and columns of a block that has one scale; None where no blocks are stated. Raises InputError."""
+    """The number of rows and of columns of a block that has one scale; None: no blocks are stated.
+
+    Raises:
+        InputError: The value is not a pair of numbers.
+    """
     if value is None:
         return None
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):

@@ -23,14 +23,14 @@ from batchgen.models.hf.rope import read_ropes
 
 
 def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
-    """The configuration that a parsed `config.json` describes, in transformers' old spelling or that of version 5.
+    """The configuration of a model from the values of its `config.json`, in the spelling of transformers 4 or 5.
 
     Args:
         config: Values of `config.json`.
-        generation_config: Values of `generation_config.json`.
+        generation_config: Values of `generation_config.json`; or None.
 
     Raises:
-        InputError: An architecture, rope type or quantized format is not supported.
+        InputError: An architecture, RoPE kind or quantization is not supported.
     """
     architecture = read_architecture(config)
     family = ARCHITECTURES[architecture]

@@ -1,6 +1,6 @@
-"""The JSON files of a Hugging Face directory: objects, read whole or refused in one line.
+"""Reading of the JSON files in a Hugging Face directory.
 
-`config.json` takes in what older checkpoints state in files beside it.
+In older checkpoints, some values of `config.json` are in other files of the directory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ STATES_MODEL = ("config.json", "generation_config.json", *_BESIDE, _MODELOPT)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A file that is one JSON object. Raises InputError where it cannot be read or is something else."""
+    """The values of a file that must be one JSON object.
+
+    Raises:
+        InputError: The file cannot be read, or is not a JSON object.
+    """
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
@@ -42,9 +46,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _key_of_no_number(value: Any) -> str | None:
-    """Path within a value of JSON to NaN or an infinity; None: there is neither.
+    """The path within a JSON value to a NaN or an infinity; None: there is none.
 
-    Both may be spelled as transformers does, in an object.
+    transformers writes such a number as a literal, or as an object {"__float__": ...}.
     """
     if isinstance(value, float):
         return None if math.isfinite(value) else ""
@@ -58,9 +62,12 @@ def _key_of_no_number(value: Any) -> str | None:
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """A model's `config.json`; its `quantization_config` may come from a file beside it, as older checkpoints have it.
+    """The values of a model's `config.json`.
 
-    Raises InputError where a file is broken, or the model is in a format that is not read.
+    Older checkpoints have the `quantization_config` in another file, which is then added.
+
+    Raises:
+        InputError: A file is broken, or the model's format is not supported.
     """
     config = read_json_object(path)
     if _is_of_mlx(config.get("quantization")):

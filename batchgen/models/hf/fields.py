@@ -1,4 +1,7 @@
-"""The meaning of the keys of a `config.json`, family by family. No file is read here, and no torch is imported."""
+"""The meaning of the keys of a `config.json`, for each family.
+
+No file is read here, and torch is not imported.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,17 @@ _OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "
 
 
 def read_config_keys(config: Mapping[str, Any], architecture: str) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """The keys of the text model in a `config.json` as they are stated, and the values of those that are read.
+    """The keys of the text model in a `config.json`, and their values with defaults.
 
-    Raises InputError naming a key that is of the wrong kind or says what is not supported.
+    Args:
+        config: Values of `config.json`.
+        architecture: Name of the model's class in transformers.
+
+    Returns:
+        The stated keys; the values of all keys that are read.
+
+    Raises:
+        InputError: A value has the wrong type or is not supported; the message names the key.
     """
     family = ARCHITECTURES[architecture]
     if architecture in _WITH_IMAGES:
@@ -44,7 +55,7 @@ def read_config_keys(config: Mapping[str, Any], architecture: str) -> tuple[Mapp
 
 
 def stated_dtype(config: Mapping[str, Any]) -> str | None:
-    """The dtype that a `config.json` states; None: it does not. Raises InputError."""
+    """The dtype that a `config.json` states; None: it states none. Raises InputError for an unsupported one."""
     text = config.get("text_config")
     for keys in (config, text if isinstance(text, Mapping) else {}):
         for name in ("dtype", "torch_dtype"):
@@ -57,7 +68,11 @@ def stated_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _text_part(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:
-    """`text_config`, with what is stated outside of it. Raises InputError where one contradicts the other."""
+    """The values of `text_config`, with those that are stated outside of it.
+
+    Raises:
+        InputError: A value inside contradicts one outside.
+    """
     text = {} if config.get("text_config") is None else config["text_config"]
     if not isinstance(text, Mapping):
         raise InputError(f"text_config must be an object, not {shown(text)}")
@@ -86,7 +101,7 @@ def _refuse_quantization(quantization: Any, family: str) -> None:
 
 
 def read_heads(keys: Mapping[str, Any], family: str) -> tuple[int, int, int]:
-    """Query heads, key/value heads, and values of a head."""
+    """The number of query heads, the number of key and value heads, and the number of values in one head."""
     heads, hidden = keys["num_attention_heads"], keys["hidden_size"]
     kv_heads, head_dim = (keys.get(name) for name in ("num_key_value_heads", "head_dim"))
     if head_dim is None:
@@ -128,7 +143,7 @@ def read_architecture(config: Mapping[str, Any]) -> str:
 
 
 def read_mlps(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
-    """The fields of a ModelConfig that say which MLPs layers have, and their widths."""
+    """The fields of a ModelConfig that describe the kinds and widths of MLPs."""
     if family not in MIXTURES:
         return {"intermediate_size": keys["ffn_dim" if family == "opt" else "intermediate_size"]}
     count, width = MIXTURES[family]
@@ -147,13 +162,16 @@ def read_mlps(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, An
 
 
 def _dense_layers(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Layers with one MLP in place of experts: those named, and all but every `decoder_sparse_step`-th."""
+    """Numbers of layers with one MLP in a model with experts.
+
+    They are the layers that are named, and all layers but every `decoder_sparse_step`-th.
+    """
     named, step = set(keys["mlp_only_layers"] or ()), keys["decoder_sparse_step"]
     return tuple(layer for layer in range(layers) if layer in named or (layer + 1) % step)
 
 
 def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The fields of a ModelConfig that say which linear layers have biases."""
+    """The fields of a ModelConfig that tell which linear layers have biases."""
     if family == "opt":
         return dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), keys["enable_bias"])
     attention = keys.get("attention_bias", False)
@@ -165,14 +183,14 @@ def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 
 def read_query_scale(keys: Mapping[str, Any]) -> float | None:
-    """Gemma's factor of queries; None: it follows from the size of a head."""
+    """The factor of queries of Gemma; None: head_dim ** -0.5."""
     return keys["query_pre_attn_scalar"] ** -0.5 if "query_pre_attn_scalar" in keys else None
 
 
 def read_windows(
     config: Mapping[str, Any], keys: Mapping[str, Any], family: str, layers: int
 ) -> tuple[int | None, ...]:
-    """Positions that a token sees in each layer; None: all of them."""
+    """The sliding window of each layer, in positions; None: the layer has no window."""
     window = keys.get("sliding_window") if keys.get("use_sliding_window", True) else None
     types = keys.get("layer_types")
     types = _layer_types(keys, family, layers, window) if types is None else types
@@ -191,7 +209,7 @@ _OF_LAYER_TYPES = tuple(family for family, keys in KEYS.items() if "layer_types"
 
 
 def _layer_types(keys: Mapping[str, Any], family: str, layers: int, window: int | None) -> list[str]:
-    """The layer types of a family where the file does not state them."""
+    """The type of each layer's attention, for a file that does not state it."""
 
     def has_window(layer: int) -> bool:
         if family in ("gemma2", "gpt_oss"):
@@ -206,6 +224,6 @@ def _layer_types(keys: Mapping[str, Any], family: str, layers: int, window: int 
 
 
 def token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
-    """The ids in `values`, flattened, each once, in order."""
+    """The token ids in numbers and lists of numbers: flattened, in order, without repetitions."""
     lists = [value if isinstance(value, list) else [value] for value in values if value is not None]
     return tuple(dict.fromkeys(i for ids in lists for i in ids))

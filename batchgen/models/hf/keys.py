@@ -1,8 +1,9 @@
-"""The keys of a `config.json` that batchgen knows, family by family, and what becomes of all others.
+"""The known keys of a `config.json`, for each family, and the treatment of all others.
 
-A key of transformers' configuration classes is read (`KEYS`), or changes no logits (`IGNORED`), or is refused unless it
-has the value that batchgen computes with (`FIXED`). Keys that these classes do not have say nothing, but for a few that
-state other mathematics (`_FOREIGN`). No file is read here, and no torch is imported.
+A key of transformers' configuration classes is in one of three tables. It is read (`KEYS`), or it does not change
+logits (`IGNORED`), or it is refused unless it has the value that batchgen computes with (`FIXED`). Keys that these
+classes do not have are ignored, except a few that mean a different computation (`_FOREIGN`). No file is read here, and
+torch is not imported.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ class Key:
     """A key that is read.
 
     Attributes:
-        default: Its value where it is left out.
+        default: Value if the key is absent.
         kind: Kind of its values, a name in `_CHECKS`.
-        nullable: Whether null is a value.
+        nullable: Whether null is a valid value.
     """
 
     default: Any
@@ -66,7 +67,7 @@ def _ends(bos: int | None, eos: int | None) -> dict[str, Key]:
 
 
 def _rotary(theta: float = 1e4, eps: float = 1e-6, act: str = "hidden_act", activation: str = "silu") -> dict[str, Key]:
-    """Keys of all families with rotary positions, those of the positions themselves aside (`hf/rope.py`)."""
+    """The keys of all families with rotary positions, without those of the positions themselves (`hf/rope.py`)."""
     return {"rope_theta": Key(theta, "positive"), "rms_norm_eps": Key(eps, "share"), act: Key(activation, "name")}
 
 
@@ -265,9 +266,10 @@ _EXPERTS = ("num_experts", "num_local_experts")
 
 
 def read_keys(config: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The value of every key in `KEYS` of a family: what is stated, or else what transformers takes.
+    """The value of every key in `KEYS` of a family: the stated value, or transformers' default.
 
-    Raises InputError naming the key, where a value is of the wrong kind, or a key says what is not supported.
+    Raises:
+        InputError: A value has the wrong type or is not supported; the message names the key.
     """
     refuse_unsupported(config, family)
     config = _with_own_name_of_experts(config, family)
@@ -287,7 +289,7 @@ def _value(config: Mapping[str, Any], name: str, key: Key) -> Any:
 
 
 def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
-    """Raises InputError for a key with a value that batchgen does not compute with."""
+    """Raise InputError for a key whose value means a computation that batchgen does not support."""
     keys = KEYS[family]
     exempt = _NOT_FOREIGN.get(family, ())
     foreign = {name: known for name, known in _FOREIGN.items() if name not in keys and name not in exempt}
@@ -300,7 +302,10 @@ def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
 
 
 def _with_own_name_of_experts(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:
-    """The number of experts under the family's own name; files may have the other, by the version of transformers."""
+    """The values of a `config.json`, with the number of experts under the family's own key.
+
+    Versions of transformers use different keys for it.
+    """
     if (own := next((name for name in _EXPERTS if name in KEYS[family]), None)) is None:
         return config
     (other,) = set(_EXPERTS) - {own}

@@ -1,6 +1,6 @@
-"""Rotary positions that a `config.json` states.
+"""The rotary positions that a `config.json` states.
 
-They are in keys of their own, `rope_scaling`, or transformers 5's `rope_parameters`.
+They are stated by keys of the file itself, by `rope_scaling`, or by `rope_parameters` (transformers 5).
 """
 
 from __future__ import annotations
@@ -48,16 +48,19 @@ _SCALED = ("llama3", "yarn", "longrope")
 def read_ropes(
     config: Mapping[str, Any], keys: Mapping[str, Any], family: str, head_dim: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """Rotary positions of layers, and where they differ those of layers with a window.
+    """The rotary positions of a model.
 
     Args:
         config: Values of `config.json`.
-        keys: Values of `hf.keys.KEYS`.
+        keys: Values of the keys in `hf.keys.KEYS`.
         family: Family of the model.
-        head_dim: Values of a head, of which Phi-3 may rotate some.
+        head_dim: Number of values in one head, of which Phi-3 may rotate only some.
+
+    Returns:
+        Rotary positions of all layers; rotary positions of layers with a sliding window, or None if they do not differ.
 
     Raises:
-        InputError: A value is of the wrong kind, not supported, or can be read in two ways.
+        InputError: A value has the wrong type, is not supported, or is ambiguous.
     """
     old, new = (_table(config, name) for name in ("rope_scaling", "rope_parameters"))
     if family == "gemma3":
@@ -85,7 +88,7 @@ def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _merged(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that are meant by `rope_scaling` that was added to a file with `rope_parameters`."""
+    """The parameters of a file in which `rope_scaling` was added to `rope_parameters`."""
     kinds = ("type", "rope_type") if any(name in old for name in ("type", "rope_type")) else ()
     return {**{name: value for name, value in new.items() if name not in kinds}, **old}
 
@@ -127,14 +130,14 @@ def _read(
 
 
 def _with_part(config: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters with the part of each head that is rotated, which may be stated outside."""
+    """The parameters, with the part of each head that is rotated, which may be stated outside of them."""
     if "partial_rotary_factor" not in config:
         return dict(params)
     return {"partial_rotary_factor": config["partial_rotary_factor"], **params}
 
 
 def _phi3_rope(params: dict[str, Any], max_position: int, original: int, head_dim: int) -> RopeConfig:
-    """The embedding of a part of each head, perhaps with LongRoPE's factors."""
+    """The rotary positions of Phi-3, which may rotate a part of each head, and may have LongRoPE's factors."""
     kind = _kind(params)
     if kind not in ("default", *_PHI3_LONGROPE):
         raise InputError(f"rope_type {kind!r} of Phi-3 is not supported; supported: default, longrope")
@@ -148,7 +151,14 @@ def _phi3_rope(params: dict[str, Any], max_position: int, original: int, head_di
 
 
 def _rope(params: Mapping[str, Any], max_position: int, original: int | None, rotated: int | None = None) -> RopeConfig:
-    """original: the context length before scaling that is stated outside of `params`, which then rules."""
+    """The rotary positions that parameters describe.
+
+    Args:
+        params: Values of `rope_scaling` or `rope_parameters`.
+        max_position: Longest context, in tokens.
+        original: Context length before scaling, in tokens, if it is stated outside of `params`; it takes precedence.
+        rotated: Number of values of a head that are rotated; None: all.
+    """
     kind = _kind(params)
     if kind not in ROPE_KINDS:
         raise InputError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
@@ -175,7 +185,7 @@ def _rope(params: Mapping[str, Any], max_position: int, original: int | None, ro
 
 
 def _kind(params: Mapping[str, Any]) -> str:
-    """By either name; both must say the same."""
+    """The kind of scaling, under either of two keys. If both are present, they must agree."""
     kind = params.get("rope_type", params.get("type", "default"))
     if not isinstance(kind, str):
         raise InputError(f"rope_type must be a name, not {shown(kind)}")
@@ -185,7 +195,7 @@ def _kind(params: Mapping[str, Any]) -> str:
 
 
 def _fields(params: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of a RopeConfig that are stated; null means what transformers makes of it."""
+    """The fields of a RopeConfig that parameters state. A null means the same as in transformers."""
     fields: dict[str, Any] = {}
     for name in names:
         if name in ("short_factor", "long_factor"):

@@ -1,4 +1,7 @@
-"""The names that the parts of a model's tensors have in its files, family by family; {} stands for the layer."""
+"""The names of a model's tensors in its safetensors files, for each family.
+
+In a name, {} stands for the number of the layer.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ _OPT_NAMES = {
 
 
 def tensor_names(config: ModelConfig) -> dict[str, str]:
-    """Part -> name in safetensors, without the prefix that all names of a checkpoint carry."""
+    """For each part of a layout, its name in safetensors files, without a checkpoint's prefix of all names."""
     families = {
         **_mixture_names(config.num_experts),
         "gpt_oss": _gpt_oss_names(config.num_layers),
@@ -56,13 +59,13 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
 
 
 def _gpt_oss_names(num_layers: int) -> dict[str, str]:
-    """Names of gpt-oss: experts are fused, and sinks of all layers are loaded together."""
+    """The names of gpt-oss, whose experts are fused, and whose sinks of all layers are loaded together."""
     names = _LLAMA_NAMES | {"router": "layers.{}.mlp.router", "experts": "layers.{}.mlp.experts"}
     return names | {f"attention.{layer}": f"layers.{layer}.self_attn" for layer in range(num_layers)}
 
 
 def _mixture_names(num_experts: int) -> dict[str, dict[str, str]]:
-    """Names of each family with a mixture of experts."""
+    """The names of experts' tensors, for each family with a mixture of experts."""
     mixtral, qwen = dict(_LLAMA_NAMES), dict(_LLAMA_NAMES)
     mixtral["router"], qwen["router"] = "layers.{}.block_sparse_moe.gate", "layers.{}.mlp.gate"
     for e in range(num_experts):

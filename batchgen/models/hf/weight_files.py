@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face directory that have its weights, and the file of each tensor."""
+"""The safetensors files with the weights of a Hugging Face directory, and the file of each tensor."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class WeightFiles:
     """The safetensors files of a directory.
 
     Attributes:
-        paths: Files in order.
-        index: Index that names them.
-        weight_map: File of each tensor, by the index; None: there is no index, and one file has all.
+        paths: Paths of the files, in order.
+        index: Path of the index that names the files; None: there is none.
+        weight_map: For each tensor, its file by the index; None: there is no index, and one file has all tensors.
     """
 
     paths: tuple[Path, ...]
@@ -57,12 +57,12 @@ class WeightFiles:
 
 
 def find_weight_files(directory: Path) -> WeightFiles:
-    """Find `model.safetensors`, the files that an index names, or the only safetensors file of another name.
+    """Find the safetensors files of a directory: `model.safetensors`, those that an index names, or the only one.
 
-    Files that the index does not name are not read.
+    Files that are not in the index are not read.
 
     Raises:
-        InputError: A file is missing, there are several and no index, or the weights are in a format that is not read.
+        InputError: A file is missing, there are several files without an index, or the format is not supported.
     """
     if (directory / _SINGLE).exists():
         return WeightFiles((directory / _SINGLE,))
@@ -86,13 +86,19 @@ def find_weight_files(directory: Path) -> WeightFiles:
 
 
 def no_config(directory: Path) -> InputError:
-    """The error that says what is wrong with a directory that has no config.json."""
+    """The error for a directory without a config.json, whose message explains what is wrong."""
     what = _what_else(directory, sorted(entry.name for entry in directory.iterdir()))
     return InputError(f"{directory} has no config.json; it {f'has {what}' if what else f'holds: {listing(directory)}'}")
 
 
 def tensors_of(files: WeightFiles) -> dict[str, TensorInfo]:
-    """Every tensor by name, from the file that the index names for it. Raises InputError."""
+    """Every tensor in safetensors files, by name.
+
+    With an index, a tensor is taken from the file that the index names.
+
+    Raises:
+        InputError: A file is corrupt, or two files have a tensor that the index does not name.
+    """
     tensors: dict[str, TensorInfo] = {}
     for path in files.paths:
         for name, info in read_safetensors_header(path).items():
@@ -111,11 +117,11 @@ def tensors_of(files: WeightFiles) -> dict[str, TensorInfo]:
 class ModelTensors(dict[str, TensorInfo]):
     """All tensors of a model by name.
 
-    One that is missing raises an InputError that says what is wrong with the model.
+    The look-up of a missing tensor raises an InputError that explains what is wrong.
     """
 
     def __init__(self, model: Path, tensors: Mapping[str, TensorInfo]) -> None:
-        """Take the tensors of the model in a directory, or of a GGUF."""
+        """Wrap the tensors of the model whose directory or GGUF is at path `model`."""
         super().__init__(tensors)
         self._model = model
 
@@ -124,12 +130,14 @@ class ModelTensors(dict[str, TensorInfo]):
 
 
 def missing_tensor(model: Path, tensors: Iterable[str], name: str) -> InputError:
-    """The error for a model whose files lack a tensor: what is wrong, as far as other tensors and the index tell.
+    """The error for a model that lacks a tensor.
+
+    Its message explains what is wrong, as far as other tensors and the index show it.
 
     Args:
-        model: Path of a directory, or of a GGUF.
-        tensors: Names of the tensors that it has.
-        name: Name of the one that it lacks.
+        model: Path of the directory or of the GGUF.
+        tensors: Names of the tensors that the model has.
+        name: Name of the missing tensor.
     """
     suffixes = {other.rpartition(".")[2] for other in tensors}
     if sign := next((sign for sign in _SIGNS if sign in suffixes), None):
@@ -145,7 +153,7 @@ def missing_tensor(model: Path, tensors: Iterable[str], name: str) -> InputError
 
 
 def listing(directory: Path) -> str:
-    """The names of what a directory holds, for a message."""
+    """The names of the files in a directory, for a message."""
     names = sorted(entry.name for entry in directory.iterdir())
     return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") or "nothing"
 
@@ -170,7 +178,7 @@ def _of_index(index: Path) -> WeightFiles:
 
 
 def _what_else(directory: Path, names: list[str]) -> str:
-    """The weights in another format that a directory has, and what to take instead; "" where there are none."""
+    """Weights of another format in a directory, and what to use instead, for a message; "" if there are none."""
     for begin, ends, what, instead in _OTHERS:
         of_kind = [name for name in names if name.startswith(begin) and name.endswith(ends)]
         if of_kind:

@@ -1,6 +1,6 @@
-"""The weights of a Hugging Face directory: every part of the model in its safetensors.
+"""The weights of a Hugging Face directory: the stored parts of a model in its safetensors files.
 
-Presence and shapes are checked before any is read.
+All parts are found, and their shapes checked, before any is read.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _PREFIXES = {
 def hf_parts(
     config: ModelConfig, model: Path, tensors: Tensors, scheme: Scheme | None
 ) -> dict[tuple[str, int], StoredPart]:
-    """Every part of the model, by name and layer.
+    """Every stored part of a model, by name and layer.
 
     Args:
         config: Configuration of the model.
         model: Path of the directory.
-        tensors: All tensors of its safetensors.
-        scheme: Quantization that its config.json states.
+        tensors: All tensors of the safetensors files.
+        scheme: Quantization scheme that config.json states; None: weights are plain numbers.
 
     Raises:
-        InputError: A tensor is missing, of another shape or dtype, or there are weights that the model does not use.
+        InputError: A tensor is missing, has a wrong shape or dtype, or is not used by the model.
     """
     names = _part_names(config, model, tensors)
     parts: dict[tuple[str, int], StoredPart] = {}
@@ -56,7 +56,7 @@ def hf_parts(
 
 
 def _part_names(config: ModelConfig, model: Path, tensors: Tensors) -> dict[str, str]:
-    """Part -> name in the file, with {} for the layer."""
+    """For each part of a layout, its name in the files of this checkpoint, with {} for the number of the layer."""
     prefixes = _PREFIXES.get(config.family, (("model.", ""), ("", "")))
     present = [(prefix, of_head) for prefix, of_head in prefixes if f"{prefix}embed_tokens.weight" in tensors]
     if not present:
@@ -83,9 +83,9 @@ def _find(
 
 
 def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: Tensors) -> None:
-    """Raise InputError for weights of a model with more layers, biases or norms than its config.json says.
+    """Raise InputError for weights that the configuration does not use, such as further layers, biases or norms.
 
-    GPTQ's files have biases that are all zero, and change nothing.
+    Biases that are all zero, as GPTQ's files have them, are allowed.
     """
     read = {f"{names['lm_head']}.weight"}  # `_check_tied` checks a tied model's
     for part in all_parts(config):
@@ -113,7 +113,7 @@ def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: Tensors)
 
 
 def _is_zero(name: str, info: TensorInfo) -> bool:
-    """True where a bias changes nothing."""
+    """True if all numbers of a bias are zero."""
     if info.dtype not in NUMBERS:
         return False
     read_numbers(name, info, bias := torch.empty(info.shape))
@@ -121,7 +121,7 @@ def _is_zero(name: str, info: TensorInfo) -> bool:
 
 
 def _check_tied(tensors: Tensors, embed: str, lm_head: str) -> None:
-    """Raise InputError unless an output matrix that a tied model leaves unused is the embedding."""
+    """Raise InputError if a tied model has an output matrix of its own that differs from the embedding."""
     first, second = tensors[embed], tensors[lm_head]
     same = first.dtype == second.dtype and first.shape == second.shape
     step = max(1, first.num_bytes // 64)

@@ -1,6 +1,6 @@
-"""The meaning of a GGUF's key-value pairs and of the names of its tensors, family by family.
+"""The meaning of a GGUF's key-value pairs and tensor names, for each family.
 
-No file is read here, and no torch is imported.
+No file is read here, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ _EXPERT = re.compile(r"experts\.(\d+)\.(gate|up|down)")
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a part of a layout.
+    """The place of a part of a layout in the tensors of a GGUF.
 
     Attributes:
         name: Name of the tensor.
-        of: First, end and total of the tensor's rows that the part is, or where `is_expert` of its experts, which come
-            first in its shape; None: it is the whole tensor.
-        is_expert: Whether the part is an expert's.
+        of: Range of the tensor's rows that are the part, and their total: (first, end, total). If `is_expert`, these
+            are numbers of experts, the first dimension of the tensor. None: the part is the whole tensor.
+        is_expert: Whether the part belongs to one expert.
     """
 
     name: str
@@ -82,12 +82,12 @@ class Place:
 
 
 def place_of(config: ModelConfig, part: str, layer: int) -> Place:
-    """Tell which tensor of a GGUF file has a part of the model, and which of the tensor's rows or experts it is.
+    """The tensor of a GGUF that has a part of the model, and the range of its rows or experts.
 
     Args:
         config: Configuration of the model.
-        part: Name in `layouts.layout_of` with `unfused`, such as "experts.3.gate.weight".
-        layer: Number of the layer; of no meaning for parts before and after the layers.
+        part: Name of the part in `layouts.layout_of` with `unfused`, such as "experts.3.gate.weight".
+        layer: Number of the layer; it is ignored for parts before and after the layers.
     """
     stem, suffix = part.rsplit(".", 1)
     if suffix == "sinks":  # "attention.{layer}"
@@ -106,7 +106,7 @@ def place_of(config: ModelConfig, part: str, layer: int) -> Place:
 
 
 def _fused_rows(config: ModelConfig, stem: str) -> tuple[int, int, int]:
-    """The `Place.of` of a matrix of Phi-3 that is fused with others."""
+    """Rows of a matrix that Phi-3's files fuse with others, in the form of `Place.of`."""
     q, kv = config.q_size, config.kv_size
     inner = config.intermediate_size
     first, rows = {"q": (0, q), "k": (q, kv), "v": (q + kv, kv), "gate": (0, inner), "up": (inner, inner)}[stem]
@@ -120,17 +120,17 @@ def config_of_gguf(
     rope_factors: Mapping[str, tuple[float, ...]] | None = None,
     known_tokens: Mapping[str, int] | None = None,
 ) -> ModelConfig:
-    """The configuration of a GGUF.
+    """The configuration of the model in a GGUF.
 
     Args:
-        metadata: Its key-value pairs.
-        tensors: Its tensors.
-        dtype: Dtype that holds most of them.
-        rope_factors: Values of those of `ROPE_FACTORS` that it has, by name.
-        known_tokens: Ids of those of `known_tokens.KNOWN` that its vocabulary has.
+        metadata: Key-value pairs of the file.
+        tensors: Tensors of the file.
+        dtype: Dtype that most bytes of the tensors have.
+        rope_factors: Values of the tensors in `ROPE_FACTORS` that the file has, by name.
+        known_tokens: Ids of the tokens of `known_tokens.KNOWN` that are in the vocabulary, by text.
 
     Raises:
-        InputError: The model is not supported, or something is missing.
+        InputError: The model is not supported, or a value is missing.
     """
     arch = metadata.get("general.architecture")
     if arch not in GGUF_ARCHITECTURES:
@@ -202,17 +202,17 @@ def config_of_gguf(
 
 
 def _refuse_fused_biases(arch: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise InputError where matrices that are one in the file (Phi-3's) have biases."""
+    """Raise InputError if matrices that the file fuses (Phi-3) have biases."""
     biases = [name for name in tensors if name.endswith((".attn_qkv.bias", ".ffn_up.bias"))]
     if arch == "phi3" and biases:
         raise InputError(f"GGUFs of architecture {arch!r} with biases ({biases[0]}) are not supported")
 
 
 def _refuse_unknown_norms(arch: str, family: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise InputError where queries and keys have norms that no model of this family has.
+    """Raise InputError if queries and keys have norms that no model of this family has.
 
-    In files of architecture "llama" rows of queries and keys are interleaved. No file says whether the weights of such
-    norms are too, and there is no program that both writes and reads them.
+    In files of architecture "llama", rows of queries and keys are interleaved. It is not known whether weights of such
+    norms are interleaved too, because no program both writes and reads them.
     """
     norms = [name for name in tensors if name.endswith((".attn_q_norm.weight", ".attn_k_norm.weight"))]
     if norms and family not in _QK_NORMS:
@@ -223,7 +223,7 @@ def _refuse_unknown_norms(arch: str, family: str, tensors: Mapping[str, TensorIn
 
 
 def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorInfo], layers: int) -> dict[str, Any]:
-    """The fields of a ModelConfig that say which MLPs layers have, and their widths."""
+    """The fields of a ModelConfig that describe the kinds and widths of MLPs."""
     if family not in _NORM_TOPK:
         return {"intermediate_size": _require_int(fields, "feed_forward_length")}
     if fields.get("expert_gating_func", 1) not in (0, 1, 4) or fields.get("expert_weights_scale", 1.0) not in (
@@ -255,7 +255,11 @@ def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorIn
 
 
 def _rows(tensors: Mapping[str, TensorInfo], name: str) -> int:
-    """Rows of a layer's matrix, which older files do not state. Raises InputError where no layer has it."""
+    """The number of rows of a layer's matrix, which older files do not state.
+
+    Raises:
+        InputError: No layer has the matrix.
+    """
     matrix = next((info for full, info in tensors.items() if full.endswith(f".{name}.weight")), None)
     if matrix is None or len(matrix.shape) < 2:
         raise InputError(f"the GGUF has no tensor blk.0.{name}.weight: it is incomplete")
@@ -286,7 +290,7 @@ def _windows(fields: Mapping[str, Any], family: str, layers: int) -> tuple[int |
 def _query_scale(
     fields: Mapping[str, Any], family: str, layers: int, hidden: int, heads: int, head_dim: int
 ) -> float | None:
-    """Factor of queries, stated or known of Gemma's sizes; None: it follows from the size of a head."""
+    """The factor of queries, if the file states it or it is known for a size of Gemma; None: head_dim ** -0.5."""
     if stated := fields.get("attention.scale"):
         return float(stated)
     if family not in GEMMA:
@@ -296,7 +300,7 @@ def _query_scale(
 
 
 def _softcaps(fields: Mapping[str, Any], family: str) -> tuple[float, float]:
-    """Caps of scores and of logits; older files of Gemma 2 leave them out."""
+    """The caps of attention scores and of logits. Older files of Gemma 2 do not state them."""
     if family not in GEMMA:
         return 0.0, 0.0
     score_cap, logit_cap = (50.0, 30.0) if family == "gemma2" else (0.0, 0.0)
@@ -342,9 +346,9 @@ def _phi3_rope(
     short: tuple[float, ...] | None,
     long: tuple[float, ...] | None,
 ) -> RopeConfig:
-    """Rotary positions of Phi-3: of a part of each head perhaps, and perhaps with LongRoPE's factors.
+    """Rotary positions of Phi-3, which may rotate a part of each head, and may have LongRoPE's factors.
 
-    Nothing but the tensors of the factors tells of these.
+    Only the tensors of the factors show that there are such factors.
     """
     kind = _get_or(fields, "rope.scaling.type", "none")
     if kind not in ("none", "longrope"):
@@ -370,7 +374,7 @@ def _phi3_rope(
 
 
 def _local_rope(fields: Mapping[str, Any], family: str) -> RopeConfig | None:
-    """Rotary positions of Gemma's layers with a window, which no file scales."""
+    """Rotary positions of Gemma's layers with a sliding window, which are never scaled."""
     theta = fields.get("rope.freq_base_swa", 10000.0 if family == "gemma3" else None)
     return RopeConfig(theta=float(theta)) if family in GEMMA and theta is not None else None
 
@@ -392,7 +396,7 @@ def _formats(
 
 
 def matrix_formats(tensors: Mapping[str, TensorInfo], layers: int) -> list[dict[str, str]]:
-    """Format of each matrix of each layer, by role; "": it is in numbers, or in blocks that no kernel knows."""
+    """The block format of each matrix of each layer, by role. "": it is stored as numbers, or no kernel supports it."""
     formats = []
     for layer in range(layers):
         names = {
@@ -404,7 +408,7 @@ def matrix_formats(tensors: Mapping[str, TensorInfo], layers: int) -> list[dict[
 
 
 def _names_of(role: str) -> tuple[str, ...]:
-    """Names that a layer's matrix may have: by itself, of experts, or where it is fused with others."""
+    """The names that a layer's matrix may have in a file: its own, that of all experts, or that of a fused matrix."""
     name = _MATRICES[role]
     fused = (_FUSED[role],) if role in _FUSED else ()
     return name, f"{name}_exps", *fused
@@ -416,7 +420,7 @@ def _format(info: TensorInfo | None) -> str:
 
 
 def _get_or(config: Mapping[str, Any], key: str, default: Any) -> Any:
-    """The value, or the default where the key is absent or null."""
+    """The value of a key; the default if the key is absent or its value is null."""
     value = config.get(key)
     return default if value is None else value
 

@@ -1,4 +1,4 @@
-"""The header of a GGUF: its key-value pairs and where its tensors lie, read without weights or torch."""
+"""The header of a GGUF: its key-value pairs and the places of its tensors, read without weights or torch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ VOCABULARY = "tokenizer.ggml."  # begins the names of the pairs that are about a
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The header that a GGUF, or one of its parts, has at its beginning.
+    """The header of a GGUF file.
 
     Attributes:
-        metadata: Key-value pairs, less the long arrays (vocabulary, merges).
+        metadata: Key-value pairs, without long arrays such as the vocabulary.
         tensors: Tensors by name.
-        known_tokens: Ids of those of `KNOWN` that the vocabulary has.
+        known_tokens: Ids of the tokens of `KNOWN` that are in the vocabulary, by text.
     """
 
     metadata: dict[str, Any]
@@ -37,10 +37,13 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Key-value pairs and tensors of one file of a GGUF, versions 2 and 3. Raises InputError where it is corrupt.
+    """Read the header of one GGUF file, of version 2 or 3.
 
-    Long arrays are stepped over: a vocabulary of 50,000 takes milliseconds. The result is kept for as long as the file
-    stays as it is.
+    Long arrays are skipped: a vocabulary of 50,000 tokens takes milliseconds. The result is cached until the file
+    changes.
+
+    Raises:
+        InputError: The file is corrupt.
     """
     try:
         version = version_of(path)
@@ -64,12 +67,16 @@ def _parse_gguf_header(path: Path, version: FileVersion) -> GgufHeader:
 
 
 def read_gguf_vocabulary(path: Path) -> dict[str, Any]:
-    """The key-value pairs of a GGUF, and whole what is about its tokenizer. Raises InputError where it is corrupt."""
+    """Read the key-value pairs of a GGUF, with the long arrays of its tokenizer.
+
+    Raises:
+        InputError: The file is corrupt.
+    """
     return _read_pairs(path, lambda parser: parser.pairs(lambda key: key.startswith(VOCABULARY)))
 
 
 def gguf_pairs_sha256(path: Path) -> str:
-    """sha256 over all key-value pairs of a GGUF as they stand in the file. Raises InputError where it is corrupt."""
+    """sha256 of the bytes of all key-value pairs of a GGUF file. Raises InputError if it is corrupt."""
 
     def digest(parser: _GgufParser) -> str:
         start = parser.position
@@ -81,7 +88,7 @@ def gguf_pairs_sha256(path: Path) -> str:
 
 
 def _read_pairs(path: Path, read: Callable[[_GgufParser], T]) -> T:
-    """The result of reading the pairs alone, of a file whose tensors nobody asks for."""
+    """The result of a function that parses the key-value pairs of a GGUF file."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return read(_GgufParser(path, data))
@@ -98,7 +105,7 @@ _MALFORMED = (ValueError, KeyError, OverflowError, RecursionError, struct.error)
 
 
 class _GgufParser:
-    """Walks through the header; `position` is the next byte."""
+    """A parser of a GGUF's header; `position` is the offset of the next byte."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -141,7 +148,11 @@ class _GgufParser:
         return GgufHeader(metadata, tensors, self.known_tokens)
 
     def pairs(self, is_whole: Callable[[str], bool]) -> dict[str, Any]:
-        """All key-value pairs. is_whole: tells for a key whether its value is wanted though it be a long array."""
+        """All key-value pairs.
+
+        Args:
+            is_whole: Function that tells for a key whether a long array is read. Other long arrays are skipped.
+        """
         pairs = {}
         for _ in range(self.num_pairs):
             key = self.string()
@@ -164,9 +175,9 @@ class _GgufParser:
         return raw.decode("utf-8", errors="replace")
 
     def places_of(self, words: tuple[str, ...]) -> dict[str, int]:
-        """Index of each of the words in the array of strings at `position`, for those that are there.
+        """The index of each of some words in the array of strings at `position`; absent words are left out.
 
-        `position` stays.
+        `position` does not change.
         """
         start, places, wanted = self.position, dict[str, int](), {word.encode(): word for word in words}
         kind, item_kind, count = self.scalar("I"), self.scalar("I"), self.scalar("Q")
@@ -182,7 +193,7 @@ class _GgufParser:
         return places
 
     def value(self, kind: int, is_whole: bool) -> Any:
-        """The value at `position`; None for an array too long to be about the model's shape, unless `is_whole`."""
+        """The value at `position`; None for a long array, which is skipped unless `is_whole`."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
@@ -202,7 +213,7 @@ class _GgufParser:
         return struct.unpack_from(f"<{count}{_SCALARS[item_kind]}", self.data, start)
 
     def strings(self, count: int, is_whole: bool) -> tuple[str, ...] | None:
-        """An array of strings; None for one too long to be about the model's shape, unless `is_whole`."""
+        """An array of `count` strings; None for a long array, which is skipped unless `is_whole`."""
         if is_whole or count <= _LONG_ARRAY:
             return tuple(self.string() for _ in range(count))
         unpack_length, position = struct.Struct("<Q").unpack_from, self.position

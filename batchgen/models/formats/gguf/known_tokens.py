@@ -1,6 +1,6 @@
-"""Tokens that llama.cpp knows by their text.
+"""Special tokens that llama.cpp recognizes by their text.
 
-They are those that end a text, whatever a GGUF says of them, and those around a gap to fill.
+They end a text, whatever the GGUF states about them, or surround a gap to be filled in.
 """
 
 from __future__ import annotations
@@ -86,9 +86,12 @@ _GOES_ON = (
 
 
 def special_id(metadata: Mapping[str, Any], name: str) -> int | None:
-    """The id of a special token. Raises InputError where it is no id.
+    """The id of a special token of a GGUF; None: there is none.
 
-    It is what a GGUF states as `tokenizer.ggml.{name}_token_id`, or the usual one; None: there is none.
+    It is `tokenizer.ggml.{name}_token_id`, or llama.cpp's default.
+
+    Raises:
+        InputError: The value is not an id.
     """
     stated = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if stated is None and metadata.get("tokenizer.ggml.model") == "llama":
@@ -103,7 +106,7 @@ def end_ids(metadata: Mapping[str, Any], known: Mapping[str, int]) -> tuple[int,
 
     Args:
         metadata: Key-value pairs of a GGUF.
-        known: Ids of those of `KNOWN` that its vocabulary has.
+        known: Ids of the tokens of `KNOWN` that are in the vocabulary, by text.
     """
     stated = [special_id(metadata, name) for name in ("eos", "eot", "eom")]
     of_gaps = [_gap_id(metadata, known, name) for name in _ENDING_GAPS]
@@ -114,20 +117,20 @@ def end_ids(metadata: Mapping[str, Any], known: Mapping[str, int]) -> tuple[int,
 
 
 def plain_id(known: Mapping[str, int]) -> int | None:
-    """The id of a token that is text like any other, whatever the file says: "</s>" in Gemma 4's vocabulary.
+    """The id of the token "</s>" in Gemma 4's vocabulary, which is plain text there; None for other vocabularies.
 
     Args:
-        known: Ids of those of `KNOWN` that the vocabulary has.
+        known: Ids of the tokens of `KNOWN` that are in the vocabulary, by text.
     """
     return known.get("</s>") if "<|tool_response>" in known else None
 
 
 def cut_out_ids(metadata: Mapping[str, Any], known: Mapping[str, int]) -> frozenset[int]:
-    """The ids of the tokens that are found in a text before all else, whatever the file says.
+    """The ids of known tokens that are found in a text before it is tokenized otherwise, whatever the file states.
 
     Args:
         metadata: Key-value pairs of a GGUF.
-        known: Ids of those of `KNOWN` that its vocabulary has.
+        known: Ids of the tokens of `KNOWN` that are in the vocabulary, by text.
     """
     ids = {known[text] for text in (*ENDS, *_CHANNELS) if text in known}
     ids |= {

@@ -1,4 +1,4 @@
-"""A GGUF that is split into several files, as llama-gguf-split leaves them: all of its parts are one model."""
+"""A GGUF that is split into several files by llama-gguf-split: all parts together are one model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ _PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 
 
 def model_stem(path: Path) -> str:
-    """The name of a GGUF without what says which part it is, and without its suffix."""
+    """The name of a GGUF file without its suffix, and without the number of a part."""
     named = _PART_NAME.fullmatch(path.name)
     return named["stem"] if named else path.stem
 
 
 def first_part(path: Path) -> Path:
-    """The file with a GGUF's key-value pairs: the first part of a split one, whichever part is given.
+    """The first part of a split GGUF, for any of its parts. A GGUF that is not split is returned unchanged.
 
-    Raises InputError where that is not there.
+    The first part has the key-value pairs.
+
+    Raises:
+        InputError: The first part does not exist.
     """
     named = _PART_NAME.fullmatch(path.name)
     first = _part(path, named, 1) if named else path
@@ -32,13 +35,13 @@ def first_part(path: Path) -> Path:
 
 
 def gguf_paths(first: Path) -> list[Path]:
-    """All files of a GGUF, in order, each found by its name.
+    """All files of a GGUF, in order.
 
     Args:
         first: File with the key-value pairs (`first_part`).
 
     Raises:
-        InputError: A file is missing or is no part of this model.
+        InputError: A file is missing, or is not a part of this model.
     """
     header = read_gguf_header(first)
     count, named = _count(header), _PART_NAME.fullmatch(first.name)
@@ -86,7 +89,7 @@ def read_gguf(first: Path) -> GgufHeader:
 
 
 def _count(header: GgufHeader) -> int:
-    """Number of parts. Of files that were merged again split.count is 0."""
+    """The number of parts. Files that were merged again state 0."""
     count = header.metadata.get("split.count", 1)
     return count if isinstance(count, int) and count > 1 else 1
 
@@ -101,7 +104,7 @@ def _missing(path: Path, count: int) -> InputError:
 
 
 def _check_part(first: Path, header: GgufHeader, path: Path, number: int, count: int) -> None:
-    """Raise InputError unless this is the part of that number, from 0 on, of the model that the first part is of."""
+    """Raise InputError unless a file is part number `number`, from 0 on, of the model that `first` belongs to."""
     of_part = read_gguf_header(path)
     if _count(of_part) != count:
         raise InputError(f"{path} is of a GGUF in {_count(of_part)} parts, {first} of one in {count}: fetch both again")

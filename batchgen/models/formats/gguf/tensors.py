@@ -1,4 +1,4 @@
-"""A GGUF's tensors: where each part of a model lies in its files, and its numbers or its rows as they are."""
+"""The tensors of a GGUF as parts of a model, read as numbers or as block-quantized rows."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from batchgen.ops import cpp as kernels
 
 
 def gguf_parts(config: ModelConfig, tensors: Tensors) -> dict[tuple[str, int], StoredPart]:
-    """Every part of the model, by name and layer.
+    """Every part of a model in a GGUF, by name and layer.
 
     Args:
         config: Configuration of the model.
         tensors: All tensors of the GGUF.
 
     Raises:
-        InputError: A tensor is missing, of another shape, or of a type that is not read.
+        InputError: A tensor is missing, or has another shape than required or a type that is not supported.
     """
     parts: dict[tuple[str, int], StoredPart] = {}
     for part in all_parts(config, unfused=True):
@@ -44,9 +44,9 @@ def gguf_parts(config: ModelConfig, tensors: Tensors) -> dict[tuple[str, int], S
 
 
 def _find(config: ModelConfig, tensors: Tensors, part: str, layer: int) -> NamedTensor:
-    """The tensor of a part, and the place of the part.
+    """The name of the tensor that has a part, and the place of the part.
 
-    It may be one expert's, or one of several matrices in the tensor.
+    The part may be one expert of the tensor, or one of several fused matrices.
     """
     place = place_of(config, part, layer)
     info = tensors[place.name]
@@ -64,7 +64,7 @@ def _find(config: ModelConfig, tensors: Tensors, part: str, layer: int) -> Named
 
 
 def _check(name: str, info: TensorInfo, shape: Shape) -> None:
-    """Raise InputError unless a tensor has this shape and a type that can be read."""
+    """Raise InputError unless a tensor has a given shape and a supported type."""
     where = f"tensor {name} in {info.path}"
     if _without_ones(info.shape) != _without_ones(shape):
         raise InputError(f"{where} is {list(info.shape)}, its config asks for {list(shape)}")
@@ -73,19 +73,22 @@ def _check(name: str, info: TensorInfo, shape: Shape) -> None:
 
 
 def _interleaved_head_dim(config: ModelConfig, part: str) -> int | None:
-    """Rows of a head in queries and keys of the llama architecture alone, which llama.cpp's converter interleaves."""
+    """The number of rows of a head, if llama.cpp's converter has interleaved the rows of this part; otherwise None.
+
+    It does so for queries and keys of the architecture "llama" only.
+    """
     return config.head_dim if config.family in ("llama", "mixtral") and part.split(".")[0] in ("q", "k") else None
 
 
 @dataclass(frozen=True)
 class GgufPart(StoredPart):
-    """A part of a model in a GGUF.
+    """A stored part of a model in a GGUF.
 
     Attributes:
-        name: Name of the tensor that has it.
+        name: Name of the tensor that has the part.
         info: Place of the part.
-        interleaved: Rows of a head, where a head's two halves take turns in the file: 0, d/2, 1, d/2 + 1, ...; None:
-            they are in order.
+        interleaved: Number d of rows of a head if the file has them in the order 0, d/2, 1, d/2 + 1, ...; None: they
+            are in order.
     """
 
     name: str
@@ -93,7 +96,7 @@ class GgufPart(StoredPart):
     interleaved: int | None
 
     def fill(self, out: Tensor) -> None:
-        """Dequantize whole rows, or where `out` is uint8 take them as they are; of interleaved ones whole heads."""
+        """Fill a tensor with the part: with its stored rows if `out` is uint8, otherwise with numbers."""
         name, info, head_dim = self.name, self.info, self.interleaved
         if out.dtype == torch.uint8:
             read_by_threads(name, info, memoryview(out.view(-1).numpy()))
@@ -126,9 +129,9 @@ class GgufPart(StoredPart):
 
 
 def read_layer_ahead(tensors: Mapping[str, TensorInfo], layer: int) -> None:
-    """Begin to bring a layer's tensors into memory; does nothing where there is no such layer.
+    """Start reading a layer's tensors into the page cache. Nothing happens if there is no such layer.
 
-    Tensors lie one behind the other, in a split GGUF perhaps in two files.
+    The tensors of a layer are neighbours; in a split GGUF they may be in two files.
     """
     by_file: dict[Path, list[TensorInfo]] = {}
     for name, info in tensors.items():
@@ -141,7 +144,7 @@ def read_layer_ahead(tensors: Mapping[str, TensorInfo], layer: int) -> None:
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """GGUFs do not tell a row from a matrix of one row."""
+    """A shape without dimensions of size 1, because a GGUF does not distinguish a vector from a matrix of one row."""
     return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
 
 
@@ -160,7 +163,7 @@ def _gguf_package_reads(kind: str) -> bool:
 
 
 def _unpack_by_gguf(info: TensorInfo, packed: Tensor, head_dim: int | None, out: Tensor) -> None:
-    """Dequantize rows of a type that the kernels do not know, by the gguf package."""
+    """Dequantize rows of a type that the kernels do not support, by the package gguf."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -169,5 +172,5 @@ def _unpack_by_gguf(info: TensorInfo, packed: Tensor, head_dim: int | None, out:
 
 
 def _halves_apart(rows: Tensor, head_dim: int) -> Tensor:
-    """A copy of rows of whole heads, in which the two halves of a head follow each other."""
+    """A copy of rows of whole heads with the two halves of each head no longer interleaved."""
     return rows.view(-1, head_dim // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
