@@ -87,7 +87,7 @@ def _gpu_layer_s(s: CostInputs, phase: Phase, compute_s: float, attention_s: flo
             rest_s = (compute_s - waited_s + attention_s) * delegated_s / (attention_s + delegated_s)
             layer_s = max(compute_s, waited_s + rest_s)
         moved_s = max(weights_s, (moved + waited_s * attended_bytes_per_s) / (h2d + attended_bytes_per_s))
-    return layer_s + weights_s if "h2d" in s.runtime.serial else max(layer_s, moved_s)
+    return max(layer_s, moved_s)
 
 
 def _disk_s(s: CostInputs, phase: Phase, on_disk: float, skipped: float) -> float:
@@ -105,11 +105,10 @@ def _disk_s(s: CostInputs, phase: Phase, on_disk: float, skipped: float) -> floa
     moved = moved_bytes(s, phase, _KV_ON_DISK)
     read_s = transfer_s(number(moved["disk_read"]), hardware.disk_read_bytes_per_s)
     written_s = transfer_s(number(moved["disk_write"]), hardware.disk_write_bytes_per_s)
-    kv_s = max(read_s, written_s) if "disk_read" in s.runtime.serial else read_s + written_s
     # Each: bytes, and the seconds that all of them would take.
     weights = ((s.layer_bytes - s.all_expert_bytes, 1.0), (s.all_expert_bytes, 1 - skipped))
     items = [(size * layers, transfer_s(read * size, hardware.disk_read_bytes_per_s)) for size, read in weights]
-    items.append((s.max_num_seqs * s.seq_kv_bytes, kv_s))
+    items.append((s.max_num_seqs * s.seq_kv_bytes, read_s + written_s))
     seconds = 0.0
     for size, whole_s in sorted((item for item in items if item[0]), key=lambda item: item[1] / item[0]):
         seconds += whole_s * min(1.0, on_disk / size)

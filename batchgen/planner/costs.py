@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import singledispatch
 
 from batchgen.core.dtypes import INT8, NATIVE_FORMATS
 from batchgen.core.hardware import ComputeRates, known
@@ -17,7 +18,7 @@ from batchgen.ops.attention_plan import MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS
 from batchgen.planner.linear import Linear, number
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
-from batchgen.planner.problem import CostInputs, RuntimeModel
+from batchgen.planner.problem import CostInputs
 from batchgen.planner.step_seconds import (
     COPIES_SENT,
     MatmulSeconds,
@@ -42,14 +43,6 @@ from batchgen.planner.step_seconds import (
     seen_tokens,
     transfer_s,
 )
-
-
-def _attended_on_cpu(s: CostInputs, at: Placement) -> Linear:
-    return at.kv_cpu + (at.kv_disk if s.runtime.attends_disk_kv_on_cpu else 0)
-
-
-def _brought_to_gpu(s: CostInputs, at: Placement) -> Linear:
-    return at.kv_streamed + (0 if s.runtime.attends_disk_kv_on_cpu else at.kv_disk)
 
 
 def reads_on_demand(s: CostInputs, phase: Phase) -> bool:
@@ -233,19 +226,17 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     disk = {"disk_read": weights_read + at.kv_disk * from_disk, "disk_write": at.kv_disk * to_disk}
     if not s.on_gpu:
         return disk
-    on_cpu = _attended_on_cpu(s, at)
     activations = at.act_cpu * (phase.tokens * s.hidden_bytes)
     delegated_out = phase.decode_seqs * attention_input_bytes(s) + kv_prefilled
     h2d = at.w_streamed * s.layer_bytes + at.kv_streamed * streamed_kv_bytes(s, phase) + activations
     # What the last layer makes stays where the head is computed.
-    d2h = on_cpu * delegated_out + at.kv_streamed * kv_new + activations * (1 - 1 / s.model.num_layers)
+    d2h = at.kv_cpu * delegated_out + at.kv_streamed * kv_new + activations * (1 - 1 / s.model.num_layers)
     d2h += phase.deferred_tokens * attention_input_bytes(s) + kv_deferred
     h2d += phase.deferred_tokens * query_bytes(s)
-    if not s.runtime.attends_disk_kv_on_cpu:
-        page = s.kv_block_bytes / s.disk_block_bytes  # the padding of blocks on disk stays in host memory
-        h2d += at.kv_disk * (from_disk * page)
-        d2h += at.kv_disk * (to_disk * page)
-    return {"h2d": h2d + on_cpu * (phase.decode_seqs * query_bytes(s)), "d2h": d2h} | disk
+    page = s.kv_block_bytes / s.disk_block_bytes  # the padding of blocks on disk stays in host memory
+    h2d += at.kv_disk * (from_disk * page)
+    d2h += at.kv_disk * (to_disk * page)
+    return {"h2d": h2d + at.kv_cpu * (phase.decode_seqs * query_bytes(s)), "d2h": d2h} | disk
 
 
 def _requests(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
@@ -262,7 +253,7 @@ def _requests(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
     if not s.on_gpu or not s.hardware.link_overhead_s:
         return requests
     batches = s.num_gpu_batches
-    on_cpu, to_gpu = _attended_on_cpu(s, at), _brought_to_gpu(s, at)
+    on_cpu, to_gpu = at.kv_cpu, at.kv_streamed + at.kv_disk
     h2d = at.w_streamed * s.layer_tensors + at.act_cpu * batches
     d2h = (to_gpu + at.act_cpu) * batches
     if phase.prefill_tokens:
@@ -288,8 +279,9 @@ def _transfer_lanes(s: CostInputs, moved: Mapping[str, Linear], requests: Mappin
     }
 
 
+@singledispatch  # benchmarks/flexgen_check.py has another one, for FlexGen's runtime
 def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
-    """Seconds of each lane for one layer of one sweep; T of FlexGen's T_pre and T_gen is their maximum (`bounds`).
+    """Seconds of each lane for one layer of one sweep; T of FlexGen's T_pre and T_gen is their maximum.
 
     FlexGen's comp is two lanes here: with K >= 2 micro-batches, CPU attention of one runs during the matmuls of another
     (NEO section 3). Steps that follow one another within a layer make lanes of their own, named `chain...` (`_chains`).
@@ -303,12 +295,11 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     compute = resident_s + _streamed_matmul_s(s, phase, at)
     transfers = _transfer_lanes(s, moved, requests)
     lanes: dict[str, Linear] = {name: transfers[name] for name in ("disk_read", "disk_write")}
-    if "disk_read" not in s.runtime.serial:  # or their sum counts anyway
-        lanes["disk"] = lanes["disk_read"] + lanes["disk_write"]
+    lanes["disk"] = lanes["disk_read"] + lanes["disk_write"]
     requests_s = (requests["disk_read"] + requests["disk_write"]) * s.hardware.disk_cpu_overhead_s
     if s.on_gpu:
         _add_gpu_lanes(s, phase, at, lanes, resident_s, compute)
-        if s.hardware.shared_cores and "compute" not in s.runtime.serial:
+        if s.hardware.shared_cores:
             lanes["cores"] = lanes["compute"] + lanes["cpu_attention"] + _copy_s(s, moved) + requests_s
         lanes |= {name: transfers[name] for name in ("h2d", "d2h")}
     else:
@@ -345,11 +336,10 @@ def _add_gpu_lanes(
     # Compute itself fetches what the CPU has found for deferred sequences.
     results_s = phase.deferred_tokens * query_bytes(s) / known(hardware.h2d_bytes_per_s)
     resident_s, compute = resident_s + results_s, compute + results_s
-    lanes["compute"] = compute + (at.kv_gpu + _brought_to_gpu(s, at)) * gpu_s
-    delegated = _attended_on_cpu(s, at) * cpu_s
+    lanes["compute"] = compute + (at.kv_gpu + at.kv_streamed + at.kv_disk) * gpu_s
+    delegated = at.kv_cpu * cpu_s
     lanes["cpu_attention"] = delegated + deferred_attention_s(s, phase)
-    if "compute" not in s.runtime.serial:
-        lanes |= _chains(s, phase, at, resident_s, compute, lanes["compute"], delegated)
+    lanes |= _chains(s, phase, at, resident_s, compute, lanes["compute"], delegated)
 
 
 def _dram_bytes(s: CostInputs, phase: Phase, at: Placement, moved: Mapping[str, Linear]) -> Linear:
@@ -357,7 +347,7 @@ def _dram_bytes(s: CostInputs, phase: Phase, at: Placement, moved: Mapping[str, 
     on_disk = moved["disk_read"] + moved["disk_write"]
     kv_read = decode_kv_bytes(s, phase)
     if s.on_gpu:
-        crossing = moved["h2d"] + moved["d2h"] + on_disk + _attended_on_cpu(s, at) * kv_read
+        crossing = moved["h2d"] + moved["d2h"] + on_disk + at.kv_cpu * kv_read
         return crossing + decode_kv_bytes(s, _attended_in_layer(s, phase))
     weights = s.layer_bytes if s.weight_format in (INT8, *NATIVE_FORMATS) else s.dequantized_layer_bytes
     return on_disk + (weights * (1 - experts_frac(s.model) * experts_skipped_frac(s, phase)) + kv_read)
@@ -414,16 +404,13 @@ def _chains(
     """
     h2d, d2h = known(s.hardware.h2d_bytes_per_s), known(s.hardware.d2h_bytes_per_s)
     batches, layer_s = s.num_gpu_batches, s.layer_bytes / h2d
-    if s.runtime.serial:  # its link is waited for anyway
-        return {"chain": before + attention} if batches == 1 else {}
     hidden = phase.tokens * s.hidden_bytes
     results = phase.decode_seqs * query_bytes(s)
-    on_cpu = _attended_on_cpu(s, at)
     copied: Linear = 0.0  # seconds of each micro-batch's copies beside their bytes
     if s.hardware.link_overhead_s and phase.decode_seqs:
-        copied = on_cpu * ((COPIES_SENT + 1) * s.hardware.link_overhead_s)
+        copied = at.kv_cpu * ((COPIES_SENT + 1) * s.hardware.link_overhead_s)
     sent_s = results * (1 / d2h + 1 / h2d) + phase.decode_seqs * s.kv_token_bytes / d2h
-    delegated = attention + on_cpu * sent_s
+    delegated = attention + at.kv_cpu * sent_s
     weights = at.w_streamed * layer_s
 
     def only_if(flag: Linear) -> Linear:
@@ -466,12 +453,11 @@ def _copy_s(s: CostInputs, moved: Mapping[str, Linear]) -> Linear:
 
 
 def can_delegate(s: CostInputs) -> bool:
-    """True if decode attention can run on the CPU beside the GPU: FlexGen cannot with compressed KV."""
-    if s.dequantizes_kv:
-        return False
+    """True if decode attention can run on the CPU beside the GPU."""
     return s.hardware.cpu.has_rates("decode_attention_bytes_per_s", s.kv_format)
 
 
+@singledispatch
 def head_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
     """Seconds of each lane for embeddings, logits and sampling, which come before and after the layers."""
     prepacked_s, stored_s = (
@@ -485,7 +471,7 @@ def head_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
         moved = at.head_cpu * s.head_bytes + at.act_gpu * (phase.tokens * s.hidden_bytes)
         lanes["h2d"] = transfer_s(moved, s.hardware.h2d_bytes_per_s)
         lanes["dram"] = moved * (1 / s.hardware.dram_bytes_per_s)
-        if s.hardware.shared_cores and "compute" not in s.runtime.serial:
+        if s.hardware.shared_cores:
             lanes["cores"] = compute + _copy_s(s, {"h2d": moved})
     return lanes
 
@@ -495,20 +481,9 @@ def sweep_overhead_s(s: CostInputs, phase: Phase) -> float:
     return schedule_s(s, phase.sampled)
 
 
-def bounds(runtime: RuntimeModel, lanes: Mapping[str, Linear]) -> list[Linear]:
-    """Expressions none of which may exceed the time, in seconds.
-
-    The maximum over lanes under perfect overlap (FlexGen 4.3), plus what the runtime runs by itself.
-    """
-    alone = [lanes[name] for name in runtime.serial if name in lanes]
-    together = [lane for name, lane in lanes.items() if name not in runtime.serial]
-    base = sum(alone) if alone else 0.0
-    return [base + lane for lane in together] or [base]
-
-
-def slowest_s(s: CostInputs, lanes: Mapping[str, Linear]) -> float:
-    """Seconds that lanes of a placement of numbers take together: the largest of their bounds."""
-    return max(map(number, bounds(s.runtime, lanes)))
+def slowest_s(lanes: Mapping[str, Linear]) -> float:
+    """Seconds that lanes of a placement of numbers take together: the maximum under perfect overlap (FlexGen 4.3)."""
+    return max(map(number, lanes.values()))
 
 
 def job_seconds(s: CostInputs, phases: Sequence[Phase], at: Placement) -> float:
@@ -516,8 +491,8 @@ def job_seconds(s: CostInputs, phases: Sequence[Phase], at: Placement) -> float:
     return sum(
         phase.sweeps
         * (
-            s.model.num_layers * slowest_s(s, layer_lanes(s, phase, at))
-            + slowest_s(s, head_lanes(s, phase, at))
+            s.model.num_layers * slowest_s(layer_lanes(s, phase, at))
+            + slowest_s(head_lanes(s, phase, at))
             + sweep_overhead_s(s, phase)
         )
         for phase in phases

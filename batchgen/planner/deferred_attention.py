@@ -15,7 +15,8 @@ from batchgen.planner.memory import peak_bytes
 from batchgen.planner.mip import solve
 from batchgen.planner.phases import deferral_of, phases_of
 from batchgen.planner.problem import Problem
-from batchgen.planner.search import Candidate, Prune, integer_candidate, max_num_seqs_choices, prune_nothing
+from batchgen.planner.search import Candidate, Prune, integer_candidate, prune_nothing
+from batchgen.planner.search_space import max_num_seqs_choices
 from batchgen.planner.step_seconds import query_bytes
 
 # The part of the CPU's idle time that is given to deferred attention: sweeps are not all equally long.
@@ -28,7 +29,6 @@ def may_defer(problem: Problem) -> bool:
     """True if attention may be deferred: not where the block size is fixed, beside which deferred sequences come."""
     return (
         problem.hardware.gpu is not None
-        and not problem.runtime.serial
         and "deferred" in problem.allowed.kv_placements
         and "continuous" in problem.admissions
         and problem.num_gpu_batches in (None, 1)
@@ -86,7 +86,7 @@ def _most_deferred(problem: Problem, base: Candidate) -> int:
     if not steady.decode_seqs:
         return 0
     lanes = layer_lanes(s, steady, at)
-    idle_s = slowest_s(s, lanes) - number(lanes.get("cores", lanes["cpu_attention"]))
+    idle_s = slowest_s(lanes) - number(lanes.get("cores", lanes["cpu_attention"]))
     seq_s = phase_decode_attention_s(s, steady, s.hardware.cpu) / steady.decode_seqs
     in_time = _DEFERRED_FRAC * s.model.num_layers * idle_s / seq_s
     in_memory = (s.budgets["cpu"] - number(peak_bytes(s, at)["cpu"])) / (s.seq_kv_bytes + 2 * query_bytes(s))

@@ -27,7 +27,7 @@ def on_demand_tokens(s: CostInputs, at: Placement) -> int:
 
     def is_sooner(tokens: int) -> bool:
         phase = Phase(1, 0, 0, tokens, context)
-        some_s, all_s = (slowest_s(inputs, layer_lanes(inputs, phase, at)) for inputs in (on_demand, whole))
+        some_s, all_s = (slowest_s(layer_lanes(inputs, phase, at)) for inputs in (on_demand, whole))
         return some_s < all_s
 
     return _first(lambda tokens: not is_sooner(tokens)) - 1

@@ -70,7 +70,6 @@ class Held:
         staged_blocks: KV blocks of one staging buffer of the compute device.
         passing_bytes: accelerator's memory beside the links, for KV that does not lie as it is copied.
         disk_blocks: KV blocks of one host buffer for KV from or to disk.
-        disk_buffers: number of such buffers.
     """
 
     on_gpu: bool
@@ -90,7 +89,6 @@ class Held:
     staged_blocks: Linear
     passing_bytes: Linear
     disk_blocks: Linear
-    disk_buffers: int = 2 * KV_SLOTS  # in and out
 
 
 def fixed_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
@@ -107,7 +105,7 @@ def fixed_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     if held.on_gpu:
         yield Item("gpu", "KV in transit", held.passing_bytes)
     if held.on_gpu or s.kv_block_bytes % ALIGNMENT:
-        yield Item("cpu", "KV in transit", held.disk_blocks * (held.disk_buffers * s.disk_block_bytes))
+        yield Item("cpu", "KV in transit", held.disk_blocks * (2 * KV_SLOTS * s.disk_block_bytes))
 
 
 def _weight_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
@@ -206,7 +204,6 @@ def _held_by_placement(s: CostInputs, at: Placement) -> Held:
         staged_blocks=at.staged_blocks,
         passing_bytes=2 * passing_bytes(s.disk_block_bytes),
         disk_blocks=at.disk_blocks,
-        disk_buffers=KV_SLOTS if s.runtime.attends_disk_kv_on_cpu else 2 * KV_SLOTS,
     )
 
 

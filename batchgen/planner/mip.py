@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 from batchgen.core.kv_placement import TIERS, KVPlacement
 from batchgen.core.units import GIB
-from batchgen.planner.costs import bounds, can_delegate, head_lanes, job_seconds, layer_lanes, sweep_overhead_s
+from batchgen.planner.costs import can_delegate, head_lanes, job_seconds, layer_lanes, sweep_overhead_s
 from batchgen.planner.linear import Expression, Linear, number, total
 from batchgen.planner.memory import peak_bytes
 from batchgen.planner.phases import Phase
@@ -121,7 +121,7 @@ class _PlacementMIP(MIP):
             capacity = max(0, s.budgets[tier] - _TOLERANCE_BYTES) / GIB
             limit = self.slack + capacity if tier == elastic else capacity
             self.memory_rows[tier] = self.at_most(peak * (1 / GIB), limit)
-        self.lane_rows: list[tuple[int, dict[str, Linear]]] = []
+        self.lane_rows: list[tuple[int, str, Linear]] = []
         objective: list[Linear] = []
         self.fixed_s = 0.0
         for phase in phases if elastic is None else ():
@@ -176,12 +176,8 @@ class _PlacementMIP(MIP):
         return size
 
     def _add_bounds(self, seconds: Expression, lanes: dict[str, Linear]) -> None:
-        runtime = self.s.runtime
-        together: list[str | None] = [*(lane for lane in lanes if lane not in runtime.serial)] or [None]
-        for lane, bound in zip(together, bounds(runtime, lanes), strict=True):
-            row = self.at_most(bound, seconds)
-            members = [*(m for m in runtime.serial if m in lanes), *([] if lane is None else [lane])]
-            self.lane_rows.append((row, {m: lanes[m] for m in members}))
+        for lane, lane_s in lanes.items():
+            self.lane_rows.append((self.at_most(lane_s, seconds), lane, lane_s))
 
     def move_least(self, within_s: float) -> None:
         """Make the time a limit, and the seconds of the lanes that move data the objective."""
@@ -219,11 +215,9 @@ class _PlacementMIP(MIP):
         """Seconds that one more GiB of each tier, and 10 % more of each lane's rate, would save to first order."""
         memory = {tier: max(0.0, -self.dual(row)) for tier, row in self.memory_rows.items()}
         lanes: dict[str, float] = {}
-        for row, members in self.lane_rows:
-            price = abs(self.dual(row))
-            for lane, expression in members.items():
-                saved = price * self.value(expression) * (1 - 1 / 1.1)
-                lanes[lane] = lanes.get(lane, 0.0) + saved
+        for row, lane, seconds in self.lane_rows:
+            saved = abs(self.dual(row)) * self.value(seconds) * (1 - 1 / 1.1)
+            lanes[lane] = lanes.get(lane, 0.0) + saved
         return memory, lanes
 
 

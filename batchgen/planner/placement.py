@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 from typing import Generic, Protocol, TypeVar
 
 from batchgen.core.kv_placement import KVPlacement
@@ -135,6 +136,7 @@ class _WholeNumbers:
 WHOLE_NUMBERS = _WholeNumbers()
 
 
+@singledispatch  # benchmarks/flexgen_check.py has another one, for FlexGen's runtime
 def placement_of(s: CostInputs, amounts: Amounts[Value], rounding: Rounding) -> Placement:
     """The fractions of a placement, and the sizes of its buffers."""
     layers, batches = s.model.num_layers, s.num_gpu_batches
@@ -172,14 +174,12 @@ def placement_of(s: CostInputs, amounts: Amounts[Value], rounding: Rounding) -> 
 
 def _buffers(s: CostInputs, kv: Mapping[str, Linear], batches_on_host: Linear, rounding: Rounding) -> dict[str, Linear]:
     """Members of `Placement` that size buffers of KV and activations."""
-    staged_seqs = [kv[name] for name in _staged_placements(s)]
+    staged_seqs = [kv["streamed"], kv["disk"]] if s.on_gpu else [kv["disk"]]
     delegates = rounding.any([kv["cpu"]], s.max_num_seqs) if s.on_gpu else 0
     attended = 1 if s.deferred_seqs else delegates
     staged = staging_blocks(s, s, s.longest_blocks, staged_seqs, attended, rounding)
     if not s.on_gpu:
         disk = staged
-    elif s.runtime.attends_disk_kv_on_cpu:
-        disk = rounding.least(s.batch_seqs, (kv["disk"], s.equal_parts)) * s.longest_blocks
     else:
         highest = s.batch_seqs * s.longest_blocks + _prompt_blocks(s, s)
         lowest = kv["disk"] * (s.longest_blocks / s.equal_parts)
@@ -191,13 +191,6 @@ def _buffers(s: CostInputs, kv: Mapping[str, Linear], batches_on_host: Linear, r
         "acts_wait": rounding.any([batches_on_host], s.num_gpu_batches) if s.on_gpu else 0,
         "stages": rounding.any(staged_seqs, s.max_num_seqs) if s.on_gpu and s.num_gpu_batches > 1 else 0,
     }
-
-
-def _staged_placements(s: CostInputs) -> tuple[str, ...]:
-    """KV placements of which all KV passes through a staging buffer of the compute device in every sweep."""
-    if not s.on_gpu:
-        return ("disk",)
-    return ("streamed",) if s.runtime.attends_disk_kv_on_cpu else ("streamed", "disk")
 
 
 def staging_blocks(

@@ -1,16 +1,16 @@
 """A planning problem, and the inputs of the cost model that the search enumerates for it.
 
-`CostInputs` are fixed while the placement (placement.py) is decided; a `RuntimeModel` says what the runtime can do.
+`CostInputs` are fixed while the placement (placement.py) is decided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from batchgen.core.dtypes import INT4, NATIVE, weight_format_of
+from batchgen.core.dtypes import NATIVE, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.kv_placement import TIERS, KVPlacement
@@ -26,33 +26,6 @@ _MOST_SEQS = 8192
 # Of the disk space that is free, this fraction is left alone.
 _DISK_MARGIN_FRAC = 0.1
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
-
-
-@dataclass(frozen=True)
-class RuntimeModel:
-    """Differences between runtimes, as far as the cost model knows them.
-
-    Lanes named in `serial` run by themselves, before the others.
-
-    Attributes:
-        dequantizes_per_micro_batch: 4-bit weights are dequantized for every micro-batch, not once per layer and sweep.
-        dequantizes_kv: packed KV is dequantized before attention, whose kernels read the compute dtype alone.
-        attends_disk_kv_on_cpu: KV from disk is attended to by the CPU, and does not go on to the GPU.
-    """
-
-    name: str
-    serial: tuple[str, ...] = ()
-    dequantizes_per_micro_batch: bool = False
-    dequantizes_kv: bool = False
-    attends_disk_kv_on_cpu: bool = False
-
-
-BATCHGEN = RuntimeModel("batchgen")
-# FlexGen's released code starts loading a layer's weights with its first micro-batch, and its CPU attention keeps the
-# launching thread busy meanwhile: the loads are not hidden, the rest is. docs/flexgen_check.md compares.
-FLEXGEN = RuntimeModel(
-    "flexgen", serial=("h2d",), dequantizes_per_micro_batch=True, dequantizes_kv=True, attends_disk_kv_on_cpu=True
-)
 
 
 @dataclass(frozen=True)
@@ -85,7 +58,6 @@ class CostInputs(Sizes):
 
     hardware: HardwareProfile
     workload: Workload
-    runtime: RuntimeModel
     admission: str
     max_num_seqs: int
     num_gpu_batches: int
@@ -147,11 +119,6 @@ class CostInputs(Sizes):
     def one_batch(self) -> CostInputs:
         """Inputs of a sweep with a single micro-batch."""
         return replace(self, num_gpu_batches=1, batch_order="even", balance=None)
-
-    @property
-    def dequantizes_kv(self) -> bool:
-        """True if packed KV is dequantized before attention reads it."""
-        return self.runtime.dequantizes_kv and self.kv_format == INT4
 
     @cached_property
     def seq_blocks(self) -> int:
@@ -241,7 +208,7 @@ class Problem:
         weight_formats: Formats that weights may have.
         kv_formats: Formats that KV may have.
         admissions: Kinds of admission that the plan may have.
-        runtime: The runtime that carries out the plan.
+        make_inputs: Makes the inputs of the cost model: `CostInputs`, or a subclass for another runtime than this one.
         allowed: Tiers and KV placements that the plan may use.
         max_num_seqs: Sequences in flight, where the user gives them.
         most_seqs: The most sequences in flight that are looked at.
@@ -272,7 +239,7 @@ class Problem:
     weight_formats: tuple[str, ...]
     kv_formats: tuple[str, ...]
     admissions: tuple[str, ...] = ("continuous", "static")
-    runtime: RuntimeModel = BATCHGEN
+    make_inputs: Callable[..., CostInputs] = CostInputs
     allowed: Allowed = field(default_factory=Allowed)
     max_num_seqs: int | None = None
     most_seqs: int = _MOST_SEQS

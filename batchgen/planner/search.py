@@ -14,35 +14,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import InputError
-from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.core.units import format_at_least, format_bytes
-from batchgen.models.layouts import main_format
 from batchgen.planner.balance import with_unequal_batches
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.costs import job_seconds
 from batchgen.planner.experts import on_demand_tokens
 from batchgen.planner.feasibility import feasible
-from batchgen.planner.kv_memory import TIER_FLAGS
-from batchgen.planner.mip import Solution, fits, shortfall_bytes, solve, with_embeddings
-from batchgen.planner.phases import Phase, phases_of_each
+from batchgen.planner.infeasible import check_budgets, explain_infeasible
+from batchgen.planner.mip import Solution, fits, solve, with_embeddings
+from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
 from batchgen.planner.problem import Allowed, CostInputs, Problem
+from batchgen.planner.search_space import max_num_seqs_choices, search_space
 
 # Predicted times this close count as equal.
 TIE = 1.02
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
 _EQUALLY_FAST = 1e-4
 # What is slower than the fastest by more than this factor is not looked at again: the cost model is not that far off.
 _SIMULATED_WITHIN = 1.25
 # A candidate that would be pruned if it were slower by this factor gains nothing from another order of micro-batches.
 _AS_GOOD = 1.05
-# Fewer tokens than this leave matrix products far from their best rate.
-_LEAST_BATCHED_TOKENS = 1024
-# Products are at their best rate, and a sweep ends soon: what is done by then is saved.
-_SHORT_SWEEP_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -379,158 +371,6 @@ def frontier(problem: Problem) -> list[tuple[float, float, Candidate]]:
             best = entry[1]
             pareto.append(entry)
     return pareto
-
-
-def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ...]]]:
-    """Everything that is enumerated, and how the job flows through it."""
-    settings = tuple(
-        (admission, max_num_seqs, tokens)
-        for admission in problem.admissions
-        for max_num_seqs in max_num_seqs_choices(problem)
-        for tokens in _token_budgets(problem, max_num_seqs)
-    )
-    flows = phases_of_each(problem.workload, settings)
-    for weight_format in problem.weight_formats:
-        for kv_format in problem.kv_formats:
-            for (admission, max_num_seqs, tokens), phases in zip(settings, flows, strict=True):
-                for batches in _micro_batches(problem, max_num_seqs):
-                    inputs = CostInputs(
-                        hardware=problem.hardware,
-                        model=problem.model,
-                        workload=problem.workload,
-                        runtime=problem.runtime,
-                        compute_format=problem.compute_format,
-                        weight_format=weight_format,
-                        kv_format=kv_format,
-                        admission=admission,
-                        max_num_seqs=-(-max_num_seqs // batches) * batches,
-                        num_gpu_batches=batches,
-                        max_num_batched_tokens=tokens,
-                        kv_block_size=problem.kv_block_size,
-                        budgets=problem.budgets,
-                        process_bytes=problem.process_bytes,
-                        longest_tokens=problem.longest_tokens,
-                    )
-                    if _supported(inputs):
-                        yield inputs, phases
-
-
-def _no_rates(problem: Problem) -> str:
-    return f"{problem.hardware.name} has no rates for the formats asked for: allow another --weights"
-
-
-def _supported(s: CostInputs) -> bool:
-    """Return true if the machine has rates for the formats of the inputs."""
-    if s.weight_format == "int4" and not s.rates.expand_bytes_per_s:
-        return False
-    if s.dequantizes_kv:
-        return bool(s.rates.expand_bytes_per_s)
-    return s.rates.has_rates("decode_attention_bytes_per_s", s.kv_format)
-
-
-def max_num_seqs_choices(problem: Problem) -> list[int]:
-    """Numbers of sequences in flight: all up to 16, then eight a doubling, as larger steps lose throughput."""
-    most = min(problem.most_seqs, problem.workload.num_seqs)
-    if problem.max_num_seqs is not None:
-        return [min(problem.max_num_seqs, problem.workload.num_seqs)]
-    ladder = sorted({m * 2**k // 8 for m in range(8, 16) for k in range(14)} | {most})
-    return [size for size in ladder if size <= most]
-
-
-def _token_budgets(problem: Problem, max_num_seqs: int) -> list[int]:
-    """Token budgets: enough to keep up with finishing rows; four times that; 4,096; the whole block at once."""
-    if problem.max_num_batched_tokens is not None:
-        return [problem.max_num_batched_tokens]
-    workload = problem.workload
-    prompts = workload.computed_prompt_len * max_num_seqs
-    steady = max_num_seqs + prompts / workload.output_len.mean
-    whole = max(_LEAST_BATCHED_TOKENS, round(prompts))
-    sizes = {min(whole, max(_LEAST_BATCHED_TOKENS, round(steady * more))) for more in (1.25, 5)}
-    if max_num_seqs <= _SHORT_SWEEP_TOKENS < min(sizes):
-        sizes.add(_SHORT_SWEEP_TOKENS)
-    return sorted(sizes | {whole})
-
-
-def _micro_batches(problem: Problem, max_num_seqs: int) -> list[int]:
-    """Numbers of micro-batches that part the block equally; a block of all rows is rounded up."""
-    if problem.num_gpu_batches is not None:
-        return [problem.num_gpu_batches]
-    if problem.hardware.gpu is None:
-        return [1]  # nothing runs beside the products: parts of a batch only make them smaller
-    whole_job = max_num_seqs in (problem.workload.num_seqs, problem.max_num_seqs)
-    return [k for k in _MICRO_BATCHES if k <= max_num_seqs and (whole_job or max_num_seqs % k == 0)]
-
-
-_TIER_WORDS = {"gpu": "GPU memory", "cpu": "memory", "disk": "free disk"}
-
-
-def machine_bytes(hardware: HardwareProfile) -> dict[str, int]:
-    """Size of each tier that the machine has."""
-    sizes = {"gpu": hardware.gpu_memory_bytes, "cpu": hardware.cpu_memory_bytes, "disk": hardware.disk_bytes}
-    return {tier: size for tier, size in sizes.items() if size is not None}
-
-
-def check_budgets(problem: Problem) -> None:
-    """Raise InputError for a budget the machine does not have."""
-    hardware = problem.hardware
-    sizes = machine_bytes(hardware)
-    for tier, budget in problem.budgets.items():
-        size = sizes.get(tier)
-        if size is None:
-            raise InputError(f"{TIER_FLAGS[tier]} is given, but {hardware.name} has no GPU: leave it out")
-        if budget > size:
-            raise InputError(
-                f"{TIER_FLAGS[tier]} {format_bytes(budget)} is more than {hardware.name} has"
-                f" ({format_bytes(size)}): give at most that"
-            )
-        if budget <= 0 and tier != "disk":
-            raise InputError(f"{TIER_FLAGS[tier]} must be above 0")
-
-
-def explain_infeasible(problem: Problem) -> str:
-    """A message with the budget that is short, and the smallest changes, each by itself, with which one row fits."""
-    smallest = replace(problem, max_num_seqs=1, num_gpu_batches=1, max_num_batched_tokens=_LEAST_BATCHED_TOKENS)
-    if problem.max_num_seqs is not None or problem.max_num_batched_tokens is not None:
-        smallest = replace(
-            smallest,
-            max_num_seqs=problem.max_num_seqs or 1,
-            max_num_batched_tokens=problem.max_num_batched_tokens or _LEAST_BATCHED_TOKENS,
-        )
-    least: dict[str, float] = {}
-    for inputs, phases in search_space(smallest):
-        for tier in problem.budgets:
-            short = shortfall_bytes(inputs, phases, problem.allowed, tier)
-            if short is not None:
-                least[tier] = min(short, least.get(tier, short))
-    if not least and not any(True for _ in search_space(smallest)):
-        return _no_rates(problem)
-    weights = problem.model.weight_bytes(1) * min(
-        FORMAT_BYTES[main_format(problem.model, f)] for f in problem.weight_formats
-    )
-    whose = "the model's" if problem.sharing == 1 else "one process's"
-    what = f"{whose} weights take {format_bytes(weights)}"
-    if problem.process_bytes:
-        what += f", the process {format_bytes(problem.process_bytes)}"
-    if not least:
-        return f"no plan fits: {what}; no single budget can make up for it, raise several"
-    shared = {tier: 1 if tier == "gpu" else problem.sharing for tier in least}
-    least = {tier: short * shared[tier] for tier, short in least.items()}
-    needed = {tier: (problem.budgets[tier] * shared[tier] + short) * 1.001 for tier, short in least.items()}
-    sizes = machine_bytes(problem.hardware)
-    by_shortfall = sorted(least, key=lambda tier: least[tier])
-    changes = [
-        f"{TIER_FLAGS[tier]} {format_at_least(needed[tier])} ({format_bytes(least[tier])} more)"
-        for tier in by_shortfall
-        if needed[tier] <= sizes[tier]
-    ]
-    # Where only one tier is allowed the caller does not offer formats either.
-    least_bytes = min(FORMAT_BYTES[main_format(problem.model, name)] for name in problem.weight_formats)
-    open_choice = problem.offers_int4 and len(problem.allowed.weight_tiers) > 1 and FORMAT_BYTES[INT4] < least_bytes
-    hint = "; --weights int4 would need less" if open_choice else ""
-    if changes:
-        return f"no plan fits: {what}; give at least {', or '.join(changes)}{hint}"
-    larger = ", or ".join(f"{format_at_least(needed[tier])} of {_TIER_WORDS[tier]}" for tier in by_shortfall)
-    return f"no plan fits: {what}; it takes a machine with at least {larger}, {problem.hardware.name} has less{hint}"
 
 
 def _too_slow(problem: Problem) -> str:

@@ -11,7 +11,7 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_layers
 from batchgen.models.config import ModelConfig
 from batchgen.planner.batch_load import Attended, BatchLoad
-from batchgen.planner.problem import BATCHGEN, CostInputs
+from batchgen.planner.problem import CostInputs
 from batchgen.planner.sizes import group_bytes_of_layers, group_tensors_of_layers
 from batchgen.planner.step_seconds import (
     COPIES_SENT,
@@ -151,7 +151,6 @@ class StepCosts:
             model=config,
             # What sequences share is in their loads: the formulas would leave it out a second time.
             workload=replace(plan.workload, shared_prefix_len=0),
-            runtime=BATCHGEN,
             compute_format=plan.dtype,
             weight_format=policy.weight_format,
             kv_format=policy.kv_format,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, overload
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS, matmul_key
+from batchgen.core.dtypes import INT4, KV_CODE_BITS, matmul_key
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.routing import Routing
 from batchgen.models.config import ModelConfig
@@ -149,14 +149,10 @@ def layer_overhead_s(rates: ComputeRates) -> float:
 
 
 def dequantize_s(s: CostInputs) -> float:
-    """Seconds of dequantizing one layer's 4-bit weights, once per sweep (or per micro-batch, FlexGen)."""
+    """Seconds of dequantizing one layer's 4-bit weights, once per sweep."""
     if s.weight_format != INT4:
         return 0.0
-    return (
-        s.dequantized_layer_bytes
-        / known(s.rates.expand_bytes_per_s)
-        * (s.num_gpu_batches if s.runtime.dequantizes_per_micro_batch else 1)
-    )
+    return s.dequantized_layer_bytes / known(s.rates.expand_bytes_per_s)
 
 
 def dequantize_experts_s(s: CostInputs) -> float:
@@ -211,14 +207,10 @@ def decode_attention_s(s: CostInputs, seqs: float, keys: float, device: ComputeR
     """
     if seqs == 0:
         return 0.0
-    bytes_read = seqs * keys * s.kv_token_bytes
-    if s.dequantizes_kv:
-        bytes_read *= s.element_bytes / FORMAT_BYTES[INT4]
-    rate = device.rates("decode_attention_bytes_per_s", s.compute_format if s.dequantizes_kv else s.kv_format).at(
+    rate = device.rates("decode_attention_bytes_per_s", s.kv_format).at(
         group=s.model.num_heads // s.model.num_kv_heads, batch=max(1.0, seqs / batches), context=max(1.0, keys)
     )
-    seconds = bytes_read / rate
-    return seconds + (bytes_read / known(device.expand_bytes_per_s) if s.dequantizes_kv else 0.0)
+    return seqs * keys * s.kv_token_bytes / rate
 
 
 def _kv_rates(s: CostInputs, kind: str) -> Rates:

@@ -177,7 +177,6 @@ def _keeps_kv_whole(problem: Problem) -> str:
     longest = problem.longest_tokens or problem.workload.max_seq_len
     may_part = giving_window(problem.model, problem.kv_block_size, longest) is None and (
         problem.hardware.gpu is not None
-        and not problem.runtime.serial
         and "gpu" in problem.allowed.weight_tiers
         and {"gpu", "streamed"} <= set(problem.allowed.kv_placements)
     )

@@ -37,7 +37,7 @@ from batchgen.planner.costs import (
 )
 from batchgen.planner.phases import Phase
 from batchgen.planner.problem import CostInputs, Problem
-from batchgen.planner.search import search_space
+from batchgen.planner.search_space import search_space
 from batchgen.planner.step_seconds import before_attention_frac, elementwise_s
 from batchgen.profiler.timing import FULL, last_level_cache_bytes
 from batchgen.profiler.transfer import disk_rates

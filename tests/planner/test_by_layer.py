@@ -9,7 +9,7 @@ from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.costs import moved_bytes
 from batchgen.planner.explain import make_plan
 from batchgen.planner.memory import peak_bytes
-from batchgen.planner.problem import FLEXGEN, Allowed, Problem
+from batchgen.planner.problem import Allowed, Problem
 from batchgen.planner.search import prune_nothing, search
 from batchgen.planner.simulation import memory_of
 from batchgen.planner.strategies import PIE, NotApplicable, added_candidates
@@ -69,7 +69,6 @@ def test_plans_by_layer_are_no_faster_than_their_bound_and_no_slower_with_more_m
 @pytest.mark.parametrize(
     "changes",
     [
-        {"runtime": FLEXGEN},
         {"allowed": Allowed(kv_placements=("gpu", "cpu", "disk"))},
         {"allowed": Allowed(weight_tiers=("cpu",))},
     ],

@@ -11,7 +11,7 @@ from thorough import quick_or
 
 from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.core.workload import Lengths, Workload
-from batchgen.planner.costs import bounds, layer_lanes
+from batchgen.planner.costs import layer_lanes
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
 from batchgen.planner.problem import Allowed, Problem
@@ -143,4 +143,4 @@ def layer_seconds(hardware, model, on_gpu, on_cpu, context, *, batches):
     inputs = replace(inputs, max_num_seqs=total)
     layers = dict.fromkeys(model.layer_tensors, (model.num_layers, 0, 0))
     at = Counts(layers, {"gpu": on_gpu, "cpu": on_cpu}, (batches, 0), 1).placement(inputs)
-    return max(bounds(inputs.runtime, layer_lanes(inputs, Phase(1, 0, 0, total, context), at)))
+    return max(layer_lanes(inputs, Phase(1, 0, 0, total, context), at).values())

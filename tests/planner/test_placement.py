@@ -4,7 +4,9 @@ import itertools
 import json
 import random
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,15 +19,19 @@ from batchgen.core.plan import Plan, spread_layers
 from batchgen.core.units import parse_bytes
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.bound import lower_bound_s
-from batchgen.planner.costs import bounds, head_lanes, job_seconds, layer_lanes
+from batchgen.planner.costs import head_lanes, job_seconds, layer_lanes
 from batchgen.planner.deferred_attention import with_deferred_attention
 from batchgen.planner.explain import make_plan
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import kv_bytes, peak_bytes, plan_memory
 from batchgen.planner.mip import solve
 from batchgen.planner.placement import Counts
-from batchgen.planner.problem import BATCHGEN, FLEXGEN, Allowed, Problem
-from batchgen.planner.search import block_latency_s, frontier, search, search_space
+from batchgen.planner.problem import Allowed, Problem
+from batchgen.planner.search import block_latency_s, frontier, search
+from batchgen.planner.search_space import search_space
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from flexgen_check import FlexGenInputs
 
 OPT_13B = opt(5120, 40, 40)
 
@@ -65,7 +71,7 @@ CASES = {
     "CPU only": problem(cpu_box(), model=llama_8b()),
     "CPU only, model larger than memory": problem(cpu_box(cpu_memory_bytes=12 * GIB), model=llama_8b()),
     "packing allowed": problem(weight_formats=("float16", "int4"), kv_formats=("float16", "int5")),
-    "FlexGen's runtime": problem(runtime=FLEXGEN, admissions=("static",)),
+    "FlexGen's runtime": problem(make_inputs=FlexGenInputs, admissions=("static",)),
     "mixed lengths": problem(
         workload=Workload(900, Lengths((64, 200, 900)), Lengths((4, 40, 128)), 128, shared_prefix_len=100)
     ),
@@ -286,9 +292,7 @@ def test_more_memory_is_never_slower_without_a_gpu():
 
 def test_lanes_agree_with_the_paper_in_its_own_setting():
     """FlexGen A.3 by hand: fp16 OPT, everything on the CPU, one block."""
-    p = problem(
-        runtime=FLEXGEN, admissions=("static",), max_num_seqs=8, num_gpu_batches=2, max_num_batched_tokens=8 * 256
-    )
+    p = problem(admissions=("static",), max_num_seqs=8, num_gpu_batches=2, max_num_batched_tokens=8 * 256)
     p = replace(p, workload=Workload.uniform(8, 256, 32), kv_block_size=1)
     (s, phases), *_ = search_space(p)
     layers = OPT_13B.num_layers
@@ -308,12 +312,6 @@ def test_lanes_agree_with_the_paper_in_its_own_setting():
     assert memory["disk"] == 0
     kv_and_weights = 4 * 8 * (256 + 32) * h * layers + weights * layers
     assert memory["cpu"] == pytest.approx(kv_and_weights, rel=0.03)  # and embeddings, activations
-
-
-def test_a_lane_that_is_not_overlapped_adds_up():
-    lanes = {"compute": 3.0, "h2d": 2.0, "d2h": 1.0}
-    assert max(bounds(BATCHGEN, lanes)) == 3.0
-    assert max(bounds(FLEXGEN, lanes)) == 5.0
 
 
 def test_grouped_queries_shrink_kv_and_the_head_counts():

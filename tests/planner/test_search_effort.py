@@ -18,7 +18,8 @@ from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.feasibility import feasible, halving
 from batchgen.planner.mip import fits, solve
 from batchgen.planner.problem import Allowed, Problem
-from batchgen.planner.search import block_latency_s, candidates, search, search_space, search_unless_pruned
+from batchgen.planner.search import block_latency_s, candidates, search, search_unless_pruned
+from batchgen.planner.search_space import search_space
 from batchgen.profiler.shipped import shipped_profile
 
 SHAPES = Path(__file__).parents[2] / "recipes" / "throughput" / "shapes"

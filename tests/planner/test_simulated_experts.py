@@ -19,7 +19,7 @@ from batchgen.planner.explanation import explanation_of
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
 from batchgen.planner.plan_selection import plan_problem
-from batchgen.planner.problem import BATCHGEN, CostInputs, problem_of
+from batchgen.planner.problem import CostInputs, problem_of
 from batchgen.planner.simulation import simulate_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,7 +80,7 @@ def cost_inputs(plan, config, hardware):
     """What the cost model is given for a plan without KV on disk, and the plan's placement."""
     policy = plan.policy
     s = CostInputs(
-        hardware=hardware, model=config, workload=plan.workload, runtime=BATCHGEN, compute_format=plan.dtype,
+        hardware=hardware, model=config, workload=plan.workload, compute_format=plan.dtype,
         weight_format=policy.weight_format, kv_format=policy.kv_format, admission=policy.admission,
         max_num_seqs=policy.max_num_seqs, num_gpu_batches=policy.num_gpu_batches,
         max_num_batched_tokens=policy.max_num_batched_tokens, kv_block_size=policy.kv_block_size, budgets=plan.budgets,

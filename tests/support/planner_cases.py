@@ -7,7 +7,7 @@ from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.problem import CostInputs, Problem
-from batchgen.planner.search import search_space
+from batchgen.planner.search_space import search_space
 
 GIB = 1 << 30
 

@@ -1,0 +1,118 @@
+"""The message for a problem that no plan fits: the budget that is short, and the smallest changes that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from batchgen.core.dtypes import FORMAT_BYTES, INT4
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.units import format_at_least, format_bytes
+from batchgen.models.layouts import main_format
+from batchgen.planner.kv_memory import TIER_FLAGS
+from batchgen.planner.mip import shortfall_bytes
+from batchgen.planner.problem import Problem
+from batchgen.planner.search_space import LEAST_BATCHED_TOKENS, search_space
+
+_TIER_WORDS = {"gpu": "GPU memory", "cpu": "memory", "disk": "free disk"}
+
+
+def machine_bytes(hardware: HardwareProfile) -> dict[str, int]:
+    """Size of each tier that the machine has."""
+    sizes = {"gpu": hardware.gpu_memory_bytes, "cpu": hardware.cpu_memory_bytes, "disk": hardware.disk_bytes}
+    return {tier: size for tier, size in sizes.items() if size is not None}
+
+
+def check_budgets(problem: Problem) -> None:
+    """Raise InputError for a budget the machine does not have."""
+    hardware = problem.hardware
+    sizes = machine_bytes(hardware)
+    for tier, budget in problem.budgets.items():
+        size = sizes.get(tier)
+        if size is None:
+            raise InputError(f"{TIER_FLAGS[tier]} is given, but {hardware.name} has no GPU: leave it out")
+        if budget > size:
+            raise InputError(
+                f"{TIER_FLAGS[tier]} {format_bytes(budget)} is more than {hardware.name} has"
+                f" ({format_bytes(size)}): give at most that"
+            )
+        if budget <= 0 and tier != "disk":
+            raise InputError(f"{TIER_FLAGS[tier]} must be above 0")
+
+
+def explain_infeasible(problem: Problem) -> str:
+    """A message with the budget that is short, and the smallest changes, each by itself, with which one row fits."""
+    smallest = _smallest_batch(problem)
+    short_bytes = _shortfalls(smallest)
+    if not short_bytes and not any(True for _ in search_space(smallest)):
+        return f"{problem.hardware.name} has no rates for the formats asked for: allow another --weights"
+    message = f"no plan fits: {_fixed_use(problem)}"
+    if not short_bytes:
+        return f"{message}; no single budget can make up for it, raise several"
+    return f"{message}; {_remedies(problem, short_bytes)}{_int4_hint(problem)}"
+
+
+def _smallest_batch(problem: Problem) -> Problem:
+    """The problem with the smallest batch of those that it allows."""
+    return replace(
+        problem,
+        max_num_seqs=problem.max_num_seqs or 1,
+        num_gpu_batches=1,
+        max_num_batched_tokens=problem.max_num_batched_tokens or LEAST_BATCHED_TOKENS,
+    )
+
+
+def _shortfalls(problem: Problem) -> dict[str, float]:
+    """The least bytes by which each tier's budget is short, if it alone is raised; without those that cannot help."""
+    least: dict[str, float] = {}
+    for inputs, phases in search_space(problem):
+        for tier in problem.budgets:
+            short = shortfall_bytes(inputs, phases, problem.allowed, tier)
+            if short is not None:
+                least[tier] = min(short, least.get(tier, short))
+    return least
+
+
+def _least_weight_bytes(problem: Problem) -> float:
+    """Bytes of a weight in the smallest format that the problem allows."""
+    return min(FORMAT_BYTES[main_format(problem.model, name)] for name in problem.weight_formats)
+
+
+def _fixed_use(problem: Problem) -> str:
+    """The memory that weights and the process take, in words."""
+    whose = "the model's" if problem.sharing == 1 else "one process's"
+    weights = problem.model.weight_bytes(1) * _least_weight_bytes(problem)
+    process = f", the process {format_bytes(problem.process_bytes)}" if problem.process_bytes else ""
+    return f"{whose} weights take {format_bytes(weights)}{process}"
+
+
+def _remedies(problem: Problem, short_bytes: Mapping[str, float]) -> str:
+    """The budgets to give, or the machine that it takes where it has no more memory than the budgets.
+
+    Args:
+        problem: The planner's problem.
+        short_bytes: Bytes by which each tier's budget is short; budgets of "cpu" and "disk" are one process's.
+    """
+    sharing = {tier: 1 if tier == "gpu" else problem.sharing for tier in short_bytes}
+    more = {tier: short * sharing[tier] for tier, short in short_bytes.items()}
+    needed = {tier: (problem.budgets[tier] * sharing[tier] + more[tier]) * 1.001 for tier in more}
+    sizes = machine_bytes(problem.hardware)
+    by_shortfall = sorted(more, key=lambda tier: more[tier])
+    changes = [
+        f"{TIER_FLAGS[tier]} {format_at_least(needed[tier])} ({format_bytes(more[tier])} more)"
+        for tier in by_shortfall
+        if needed[tier] <= sizes[tier]
+    ]
+    if changes:
+        return f"give at least {', or '.join(changes)}"
+    larger = ", or ".join(f"{format_at_least(needed[tier])} of {_TIER_WORDS[tier]}" for tier in by_shortfall)
+    return f"it takes a machine with at least {larger}, {problem.hardware.name} has less"
+
+
+def _int4_hint(problem: Problem) -> str:
+    """The format that would need less; none where only one tier is allowed, as the caller offers no formats then."""
+    open_choice = problem.offers_int4 and len(problem.allowed.weight_tiers) > 1
+    return (
+        "; --weights int4 would need less" if open_choice and FORMAT_BYTES[INT4] < _least_weight_bytes(problem) else ""
+    )

@@ -1,0 +1,87 @@
+"""The search space: the discrete settings that are enumerated, and how a job flows through each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from batchgen.planner.phases import Phase, phases_of_each
+from batchgen.planner.problem import CostInputs, Problem
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+# Fewer tokens than this leave matmuls far from their best rate.
+LEAST_BATCHED_TOKENS = 1024
+# Matmuls are at their best rate, and a sweep ends soon: what is done by then is saved.
+_SHORT_SWEEP_TOKENS = 4096
+
+
+def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ...]]]:
+    """Everything that is enumerated, and how the job flows through it."""
+    settings = tuple(
+        (admission, max_num_seqs, tokens)
+        for admission in problem.admissions
+        for max_num_seqs in max_num_seqs_choices(problem)
+        for tokens in _token_budgets(problem, max_num_seqs)
+    )
+    flows = phases_of_each(problem.workload, settings)
+    for weight_format in problem.weight_formats:
+        for kv_format in problem.kv_formats:
+            for (admission, max_num_seqs, tokens), phases in zip(settings, flows, strict=True):
+                for batches in _micro_batches(problem, max_num_seqs):
+                    inputs = problem.make_inputs(
+                        hardware=problem.hardware,
+                        model=problem.model,
+                        workload=problem.workload,
+                        compute_format=problem.compute_format,
+                        weight_format=weight_format,
+                        kv_format=kv_format,
+                        admission=admission,
+                        max_num_seqs=-(-max_num_seqs // batches) * batches,
+                        num_gpu_batches=batches,
+                        max_num_batched_tokens=tokens,
+                        kv_block_size=problem.kv_block_size,
+                        budgets=problem.budgets,
+                        process_bytes=problem.process_bytes,
+                        longest_tokens=problem.longest_tokens,
+                    )
+                    if _supported(inputs):
+                        yield inputs, phases
+
+
+def _supported(s: CostInputs) -> bool:
+    """Return true if the machine has rates for the formats of the inputs."""
+    if s.weight_format == "int4" and not s.rates.expand_bytes_per_s:
+        return False
+    return s.rates.has_rates("decode_attention_bytes_per_s", s.kv_format)
+
+
+def max_num_seqs_choices(problem: Problem) -> list[int]:
+    """Numbers of sequences in flight: all up to 16, then eight a doubling, as larger steps lose throughput."""
+    most = min(problem.most_seqs, problem.workload.num_seqs)
+    if problem.max_num_seqs is not None:
+        return [min(problem.max_num_seqs, problem.workload.num_seqs)]
+    ladder = sorted({m * 2**k // 8 for m in range(8, 16) for k in range(14)} | {most})
+    return [size for size in ladder if size <= most]
+
+
+def _token_budgets(problem: Problem, max_num_seqs: int) -> list[int]:
+    """Token budgets: enough to keep up with finishing rows; four times that; 4,096; the whole block at once."""
+    if problem.max_num_batched_tokens is not None:
+        return [problem.max_num_batched_tokens]
+    workload = problem.workload
+    prompts = workload.computed_prompt_len * max_num_seqs
+    steady = max_num_seqs + prompts / workload.output_len.mean
+    whole = max(LEAST_BATCHED_TOKENS, round(prompts))
+    sizes = {min(whole, max(LEAST_BATCHED_TOKENS, round(steady * more))) for more in (1.25, 5)}
+    if max_num_seqs <= _SHORT_SWEEP_TOKENS < min(sizes):
+        sizes.add(_SHORT_SWEEP_TOKENS)
+    return sorted(sizes | {whole})
+
+
+def _micro_batches(problem: Problem, max_num_seqs: int) -> list[int]:
+    """Numbers of micro-batches that part the block equally; a block of all rows is rounded up."""
+    if problem.num_gpu_batches is not None:
+        return [problem.num_gpu_batches]
+    if problem.hardware.gpu is None:
+        return [1]  # nothing runs beside the matmuls: parts of a batch only make them smaller
+    whole_job = max_num_seqs in (problem.workload.num_seqs, problem.max_num_seqs)
+    return [k for k in _MICRO_BATCHES if k <= max_num_seqs and (whole_job or max_num_seqs % k == 0)]
