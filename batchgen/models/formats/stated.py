@@ -61,7 +61,7 @@ def require_four_bits(method: str, bits: int) -> None:
     """Raise InputError unless weights have 4 bits. method: name of the format, for the message."""
     if bits != 4:
         raise InputError(
-            f"{method} checkpoints of {bits} bits are not supported, only of 4: use the model's unquantised "
+            f"{method} checkpoints of {bits} bits are not supported, only of 4: use the model's unquantized "
             "safetensors, or a GGUF"
         )
 
@@ -76,6 +76,6 @@ def refuse(method: str, stated: Mapping[str, Any]) -> None:
     for name, value in stated.items():
         if value:
             raise InputError(
-                f"{method} checkpoints with {name} {value!r} are not supported: use the model's unquantised "
+                f"{method} checkpoints with {name} {value!r} are not supported: use the model's unquantized "
                 "safetensors, or a GGUF"
             )
