@@ -141,7 +141,7 @@ class Policy:
     def all_on_gpu(self) -> bool:
         """True where a sweep is one micro-batch and copies nothing between tiers."""
         layers = all(not on_cpu and not on_disk for _, on_cpu, on_disk in self.weight_layers.values())
-        kv = all(c == KVPlacement.DEVICE for c, count in self.kv_seqs.items() if count)
+        kv = all(name == KVPlacement.DEVICE for name, count in self.kv_seqs.items() if count)
         return self.num_gpu_batches == 1 and self.head_tier == "gpu" and layers and kv
 
     def to_json(self) -> dict[str, Any]:

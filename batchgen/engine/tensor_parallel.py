@@ -117,7 +117,7 @@ def check_policy(policy: Policy) -> None:
     if policy.weight_format == INT8:
         raise InputError("--tensor-parallel does not cut weights of int8: make another plan")
     if other := [name for name, count in policy.kv_seqs.items() if count and name not in KV_PLACEMENTS]:
-        raise InputError(f"--tensor-parallel has no KV of class {other[0]}: make another plan")
+        raise InputError(f"--tensor-parallel has no KV of placement {other[0]}: make another plan")
 
 
 def load_on_ranks(

@@ -195,7 +195,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
     deadline_s = None if options.max_time is None else started_s + seconds(options.max_time)
     progress = Progress(options.progress)
     with (
-        ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background,
+        ThreadPoolExecutor(1, thread_name_prefix="batchgen-tokenizer") as background,
         progress,
     ):
         source = open_source(options)

@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: `dispatch` chooses between C++ (`cpp`), Triton and torch (`reference`)."""
+"""The operations on tensors: `dispatch` chooses between the C++ kernels (`cpp`), Triton and torch (`reference`)."""

@@ -39,7 +39,7 @@ class Setting(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """`sweeps` sweeps that are alike, and what they have on average: the fields of `flow.Phase`."""
+    """`sweeps` sweeps that are alike, and what they have on average: the fields of `phases.Phase`."""
 
     sweeps: float
     prefill_tokens: float

@@ -23,7 +23,7 @@ Value = TypeVar("Value", bound=Linear)
 class Placement:
     """A placement as fractions: each group adds up to 1.
 
-    FlexGen's wg wc wd, cg cc cd, hg hc (section 4.2) with the KV placements of docs/packages/runtime.md, of the
+    FlexGen's wg wc wd, cg cc cd, hg hc (section 4.2) with the KV placements of docs/tiers.md, section KV, of the
     sequences that are not deferred, whose number is fixed (`CostInputs.deferral`). Members are numbers, or linear
     expressions. Those below are no fractions: they size buffers.
 

@@ -132,7 +132,7 @@ def test_cards_that_are_not_there_are_refused(has_nccl, message, tiny_models, mo
     ("changes", "message"),
     [
         ({"weight_format": "int8"}, "does not cut weights of int8"),
-        ({"kv_seqs": {"cpu": 4, "deferred": 4}}, "no KV of class deferred"),
+        ({"kv_seqs": {"cpu": 4, "deferred": 4}}, "no KV of placement deferred"),
     ],
 )
 def test_plans_that_ranks_cannot_follow_are_refused(changes, message, tiny_models):

@@ -127,7 +127,7 @@ class GroupMatrix(StoredPart):
             yield slice(start, stop), read(start, stop)[:, :n].contiguous()
 
     def _scales(self) -> Tensor:
-        """Scales, fp32 [rows, groups]."""
+        """The scales of the matrix, fp32 [rows, groups]."""
         name, info = self.scales
         scales = torch.empty(info.shape)
         read_numbers(name, info, scales)
@@ -136,7 +136,7 @@ class GroupMatrix(StoredPart):
         return scales if self.scheme.scales_by_row else scales.t().contiguous()
 
     def _zeros(self) -> Tensor:
-        """Zero points, uint8 [rows, groups]."""
+        """The zero points of the matrix, uint8 [rows, groups]."""
         rows = self.shape[0]
         if self.zeros is None:
             return torch.full((rows, self.num_groups), _SYMMETRIC_ZERO, dtype=torch.uint8)

@@ -58,7 +58,12 @@ def block_shape(value: Any) -> tuple[int, int] | None:
 
 
 def require_four_bits(method: str, bits: int) -> None:
-    """Raise InputError unless weights have 4 bits. method: name of the format, for the message."""
+    """Raise InputError unless weights have 4 bits.
+
+    Args:
+        method: Name of the format, for the message.
+        bits: Bits of a weight that the checkpoint states.
+    """
     if bits != 4:
         raise InputError(
             f"{method} checkpoints of {bits} bits are not supported, only of 4: use the model's unquantized "

@@ -82,7 +82,7 @@ class BlockPacker:
         panels = kernels.block_panels(weight, self._dtype, memory, gated=gated)
         if self._threads is None:
             count = min(_MOST_THREADS, kernels.num_threads() + _WAITING)
-            self._threads = ThreadPoolExecutor(count, "batchgen-load", initializer=kernels.run_alone)
+            self._threads = ThreadPoolExecutor(count, "batchgen-pack", initializer=kernels.run_alone)
         size = kernels.rows_of_panel(panels.isa)
         whole = math.lcm(size, *(part.head_dim for part in rows.parts))
         step = max(1, _PIECE_BYTES // (whole * rows.row_bytes)) * (whole // size)

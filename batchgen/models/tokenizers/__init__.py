@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizers, chat templates, and thoughts before an answer."""
+"""Tokenizers, chat templates, and the separation of reasoning from the answer."""

@@ -385,7 +385,7 @@ def _local_rope(fields: Mapping[str, Any], family: str) -> RopeConfig | None:
 def _formats(
     tensors: Mapping[str, TensorInfo], layers: int
 ) -> tuple[tuple[tuple[tuple[str, str], ...], ...], tuple[tuple[str, str], ...]]:
-    """`ModelConfig.layer_formats` and `end_formats`."""
+    """The block formats of a GGUF's matrices: `ModelConfig.layer_formats` and `ModelConfig.end_formats`."""
     of_layers = matrix_formats(tensors, layers)
     of_ends = {part: _format(tensors.get(f"{_ENDS[part]}.weight")) for part in ("embed", "lm_head")}
     ends = tuple((part, name) for part, name in of_ends.items() if name)

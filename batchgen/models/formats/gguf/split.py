@@ -63,7 +63,7 @@ def gguf_paths(first: Path) -> list[Path]:
 
 
 def read_gguf(first: Path) -> GgufHeader:
-    """The key-value pairs of a GGUF's first part, and the tensors of all of its parts.
+    """Read the headers of a GGUF: the key-value pairs of its first part, and the tensors of all parts.
 
     Args:
         first: File with the key-value pairs (`first_part`).
