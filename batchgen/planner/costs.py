@@ -1,7 +1,7 @@
 """Seconds of a sweep for each resource lane: sums over the Steps of a layer, and chains of Steps that wait.
 
 Every function is linear in the `Placement` it is given. With numbers it explains; with expressions of unknowns it makes
-the rows of the linear programme (mip.py). The seconds of each kind of Step are in step_seconds.py. Prompts are
+the rows of the linear program (mip.py). The seconds of each kind of Step are in step_seconds.py. Prompts are
 prefilled next to decoding sequences (continuous admission), so FlexGen's T_pre and T_gen are one function of a phase.
 """
 

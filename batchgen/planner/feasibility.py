@@ -1,4 +1,4 @@
-"""Feasibility pruning: entries of the search space that do not fit are left out, without a programme for each."""
+"""Feasibility pruning: entries of the search space that do not fit are left out, without a MIP for each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def feasible(entries: Iterable[tuple[CostInputs, T]], fits: Callable[[CostInputs
 
     Args:
         entries: inputs of the cost model, each with a value that goes with them.
-        fits: predicate, true if the budgets allow any placement of the inputs; it solves a programme.
+        fits: predicate, true if the budgets allow any placement of the inputs; it solves a MIP.
     """
     listed = list(entries)
     of_kind: defaultdict[Hashable, dict[Size, CostInputs]] = defaultdict(dict)

@@ -1,4 +1,4 @@
-"""Linear expressions of a programme's unknowns, which the cost model adds and multiplies like numbers."""
+"""Linear expressions of the unknowns of a MIP, which the cost model adds and multiplies like numbers."""
 
 from __future__ import annotations
 
@@ -74,5 +74,5 @@ def total(values: Iterable[Linear]) -> Linear:
 def number(value: Linear) -> float:
     """The value as a number. Raises TypeError for an expression, whose value is not known yet."""
     if isinstance(value, Expression):
-        raise TypeError("an expression of unknowns has no value before the programme is solved")
+        raise TypeError("an expression of unknowns has no value before the MIP is solved")
     return value

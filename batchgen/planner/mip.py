@@ -1,4 +1,4 @@
-"""The fastest placement as a mixed-integer programme (MIP): FlexGen's equation (1), over the lanes of costs.py.
+"""The fastest placement as a mixed-integer program (MIP): FlexGen's equation (1), over the lanes of costs.py.
 
 The unknowns are counts: layers per weight tensor and tier, sequences per KV placement, micro-batches whose activations
 stay on the GPU. As real numbers they make the LP, a bound no placement can beat; as integers the placement that can be

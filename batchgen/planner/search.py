@@ -134,7 +134,7 @@ class _BestFirst:
 
     An entry is known by a bound that needs no solver, then by the LP, which is a bound on integer placements, and then
     by its integer placement. Whatever has the least of these seconds is worked out next. So no LP and no integer
-    programme is solved that the answer does not depend on.
+    MIP is solved that the answer does not depend on.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -1,4 +1,4 @@
-"""Mixed-integer programmes (MIPs) of linear expressions: PuLP's models, which HiGHS solves."""
+"""Mixed-integer programs (MIPs) of linear expressions: PuLP's models, which HiGHS solves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pulp
 from batchgen.planner.linear import Expression, Linear, total
 
 _OPTIONS = {"output_flag": False, "threads": 1}
-# Each thread keeps its solver, as to make one takes longer than to solve a small programme.
+# Each thread keeps its solver, as to make one takes longer than to solve a small MIP.
 _of_thread = threading.local()
 
 
@@ -67,7 +67,7 @@ class MIP:
         return tuple(column.varValue or 0.0 for column in self._columns)
 
     def solve(self, gap: float, start: Sequence[float] = ()) -> bool:
-        """Solve the programme, and return whether it has a solution.
+        """Solve the MIP, and return whether it has a solution.
 
         Args:
             gap: fraction by which an integer solution may exceed the proven bound.
@@ -129,7 +129,7 @@ class _WholeMatrix(pulp.HiGHS):  # type: ignore[misc]
 
 
 def _solver() -> highspy.Highs:
-    """The solver of this thread, whose model is replaced with every programme."""
+    """The solver of this thread, whose model is replaced with every MIP."""
     if not hasattr(_of_thread, "solver"):
         silence_banner()
         _of_thread.solver = highspy.Highs()  # type: ignore[no-untyped-call]

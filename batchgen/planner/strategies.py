@@ -258,7 +258,7 @@ FLEXGEN = Strategy(
     kv_placements=("gpu", "cpu", "streamed", "disk"),
 )
 QUANTISED = Strategy(
-    "quantised",
+    "quantized",
     "weights in 4 bits (--weights int4)",
     lambda policy: policy.weight_format == INT4,
     weight_formats=(INT4,),

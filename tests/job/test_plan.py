@@ -313,7 +313,7 @@ class TestHere:
     def test_a_plan_is_shown_in_two_lines_and_a_table_of_strategies(self, model, table):
         lines = planned("-m", model, "-i", table).splitlines()
         assert [line.split("  ")[0] for line in lines[2:]] == [
-            "", "strategy", "quantised", "streamed", "in memory", "chosen",
+            "", "strategy", "quantized", "streamed", "in memory", "chosen",
         ]  # fmt: skip
         assert lines[0].startswith("plan: 40 sequences of ") and re.match(
             r"predicted: .* \(.* to .*\), bound by", lines[1]

@@ -192,8 +192,8 @@ def test_every_strategy_has_a_time_or_a_reason(name):
         assert strategy.seconds is None or strategy.seconds > 0
     assert able <= {strategy.name for strategy in strategies if strategy.seconds}
     assert chosen.name == "chosen" and chosen.seconds == plan.prediction.total_s
-    # Ties go to plans that finish their first rows earlier; and what is quantised was not asked for.
-    others = [strategy.seconds for strategy in strategies if strategy.seconds and strategy.name != "quantised"]
+    # Ties go to plans that finish their first rows earlier; and what is quantized was not asked for.
+    others = [strategy.seconds for strategy in strategies if strategy.seconds and strategy.name != "quantized"]
     assert chosen.seconds <= 1.05 * min(others)
     lines = strategy_lines(plan)
     assert len(lines) == len(plan.strategies) + 1 and all(
@@ -213,7 +213,7 @@ def test_every_policy_uses_one_strategy(strategies):
         "FlexGen": {"weight_layers": {"qkv": (3, 2, 1)}, "kv_seqs": {"gpu": 4, "streamed": 4}},
         "in memory": {"weight_layers": {"qkv": (0, 6, 0)}, "kv_seqs": {"cpu": 8}},
         "streamed": {"weight_layers": {"qkv": (0, 3, 3)}, "kv_seqs": {"cpu": 8}},
-        "quantised": {"weight_layers": {"qkv": (0, 6, 0)}, "weight_format": "int4"},
+        "quantized": {"weight_layers": {"qkv": (0, 6, 0)}, "weight_format": "int4"},
     }
     for strategy in strategies:
         assert strategy_of(replace(policy, **changes[strategy.name]), strategies) == strategy.name
@@ -225,7 +225,7 @@ def test_weights_in_4_bits_pay_for_their_own_store(has_store):
     sizes = {name: store_bytes(MODEL, "float16", name) for name in ("native", "int4")}
     problem = planning(cpu_box(), JOB, store_bytes=sizes["native"], has_int4_store=has_store, loading_s=1.0)
     own = planning(cpu_box(), JOB, weights="int4", store_bytes=0 if has_store else sizes["int4"], loading_s=1.0)
-    (strategy,) = [strategy for strategy in ON_CPU if strategy.name == "quantised"]
+    (strategy,) = [strategy for strategy in ON_CPU if strategy.name == "quantized"]
     predicted = [best_plan(strategy, p).prediction for p in (problem, own)]
     assert predicted[0].startup_s == pytest.approx(predicted[1].startup_s)
     assert predicted[0].disk_written_bytes == predicted[1].disk_written_bytes

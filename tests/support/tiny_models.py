@@ -395,7 +395,7 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     """A model of `GGUF_FAMILIES` as llama.cpp's converter would write it; returns its first file.
 
     tensor_type: "F32", "F16", "BF16", "Q8_0" or another, for matrices, or what gives it for a name; one that the gguf
-    package cannot quantise to has random numbers. Vectors and routers stay F32. tokenizer: to carry along; of a
+    package cannot quantize to has random numbers. Vectors and routers stay F32. tokenizer: to carry along; of a
     byte-level one the name of its pre-tokenizer, and whether it is said that a text begins with BOS, or nothing of it.
     rope_freqs: values for `rope_freqs.weight`. tensors_per_part: of each file of a split one; 0: it is one file.
     """

@@ -163,7 +163,7 @@ def read_compressed_tensors(config: Stated) -> Scheme:
         schemes.append(_scheme_of_group(config, group))
     if len(set(schemes)) > 1:
         raise InputError(
-            "compressed-tensors checkpoints in several schemes at once are not supported: use the model's unquantised "
+            "compressed-tensors checkpoints in several schemes at once are not supported: use the model's unquantized "
             "safetensors"
         )
     if config.get("kv_cache_scheme"):
@@ -224,7 +224,7 @@ def _refuse_transforms(config: Stated) -> None:
     }.items():
         if stated:
             raise InputError(
-                f"compressed-tensors checkpoints with a {name} are not supported: use the model's unquantised "
+                f"compressed-tensors checkpoints with a {name} are not supported: use the model's unquantized "
                 "safetensors"
             )
 
@@ -248,6 +248,6 @@ def _refused(form: Any, group: Stated, wrong: str) -> InputError:
         f"compressed-tensors checkpoints in the scheme {bits} ({form or 'no format'}{detail}) are not supported, only "
         "int-quantized"
         " W8A8 (weights by channel, activations by token), pack-quantized W4A16 and float-quantized FP8: use the "
-        "model's unquantised"
+        "model's unquantized"
         " safetensors"
     )

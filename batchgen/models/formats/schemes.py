@@ -35,9 +35,9 @@ def read_scheme(config: Stated) -> Scheme:
     method = config.get("quant_method") or _unstated_method(config)
     if not isinstance(method, str) or method not in SCHEMES:
         raise InputError(
-            f"quantised checkpoints of quant_method {method!r} are not supported (only {', '.join(SCHEMES)}): use the "
+            f"quantized checkpoints of quant_method {method!r} are not supported (only {', '.join(SCHEMES)}): use the "
             "model's "
-            "unquantised safetensors, or a GGUF"
+            "unquantized safetensors, or a GGUF"
         )
     return SCHEMES[method](config)
 

@@ -66,7 +66,7 @@ def require_four_bits(method: str, bits: int) -> None:
     """
     if bits != 4:
         raise InputError(
-            f"{method} checkpoints of {bits} bits are not supported, only of 4: use the model's unquantised "
+            f"{method} checkpoints of {bits} bits are not supported, only of 4: use the model's unquantized "
             "safetensors, or a GGUF"
         )
 
@@ -81,6 +81,6 @@ def refuse(method: str, stated: Mapping[str, Any]) -> None:
     for name, value in stated.items():
         if value:
             raise InputError(
-                f"{method} checkpoints with {name} {value!r} are not supported: use the model's unquantised "
+                f"{method} checkpoints with {name} {value!r} are not supported: use the model's unquantized "
                 "safetensors, or a GGUF"
             )

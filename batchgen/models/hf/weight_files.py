@@ -142,7 +142,7 @@ def missing_tensor(model: Path, tensors: Iterable[str], name: str) -> InputError
     suffixes = {other.rpartition(".")[2] for other in tensors}
     if sign := next((sign for sign in _SIGNS if sign in suffixes), None):
         return InputError(
-            f"{model} has no tensor {name}, but tensors of {_SIGNS[sign]} (*.{sign}): use the model's unquantised "
+            f"{model} has no tensor {name}, but tensors of {_SIGNS[sign]} (*.{sign}): use the model's unquantized "
             "safetensors, "
             "or a GGUF"
         )
