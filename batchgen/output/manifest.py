@@ -17,7 +17,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.typed_json import parse_json, read_typed
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _SHOWN_CHARS = 48
 
 

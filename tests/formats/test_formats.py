@@ -138,6 +138,18 @@ def test_half_finished_run_directory_goes_on(folder, name):
     assert_equal_rows(pq.read_table(f"{name}.parquet"), pq.read_table("whole.parquet"))
 
 
+def test_a_run_directory_of_another_version_is_refused_in_one_line_and_kept(folder):
+    files = HERE / "run_directory"
+    shutil.copy(files / "rows.parquet", folder)
+    take_run(folder, files / "generate-run", "generate.parquet")
+    (path,) = folder.glob("generate.parquet.batchgen/manifest.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 1}))
+    kept = {file: file.read_bytes() for file in path.parent.rglob("*.parquet")}
+    with pytest.raises(InputError, match=r"^[^\n]* in a format that this version does not read: [^\n]*$"):
+        batchgen.run("model", "rows.parquet", "generate.parquet", **EXACT, **OPTIONS["generate"])
+    assert kept and kept == {file: file.read_bytes() for file in path.parent.rglob("*.parquet")}
+
+
 def test_finished_run_directory_with_failed_rows_of_an_openai_batch(folder):
     files = HERE / "run_directory"
     for file in ("batch.jsonl", "openai.jsonl", "openai.errors.jsonl"):

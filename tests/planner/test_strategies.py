@@ -81,7 +81,9 @@ def test_the_plan_has_two_batches_or_deferred_attention_by_how_fast_the_cpu_is()
     assert slow.policy.deferred_rows % slow.policy.kv_seqs["deferred"] == 0, "whole waves of them"
     times = {strategy.name: strategy.seconds for strategy in slow.strategies}
     assert times["chosen"] < 0.97 * min(times["GPU-only"], times["NEO"]) and times["chosen"] <= times["FlexGen"]
-    assert strategy_of(slow.policy, WITH_GPU) == "APEX" and slow.strategies[-1].description == "uses the strategy APEX"
+    assert (
+        strategy_of(slow.policy, WITH_GPU) == "APEX" and slow.strategies[-1].description == 'uses the strategy "APEX"'
+    )
 
 
 @pytest.mark.thorough
