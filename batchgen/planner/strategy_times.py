@@ -57,7 +57,7 @@ def with_strategies(plan: Plan, problem: Problem) -> Plan:
         except (NotApplicable, InputError) as error:
             reason = str(error)
         times.append(StrategyTime(strategy.name, strategy.description, seconds, reason))
-    chosen = StrategyTime("chosen", f"uses the strategy \"{used}\"", plan.prediction.total_s)
+    chosen = StrategyTime("chosen", f'uses the strategy "{used}"', plan.prediction.total_s)
     return replace(plan, strategies=(*times, chosen))
 
 
