@@ -3,7 +3,7 @@
 It is taken by the kernels that group tokens by expert, and with all experts multiplying all tokens, as on a GPU without
 such kernels. Writes JSON. Takes some seconds.
 
-python benchmarks/gpu_experts.py --output experts.json
+    python benchmarks/gpu_experts.py --output experts.json
 """
 
 from __future__ import annotations
