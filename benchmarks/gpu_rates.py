@@ -1,6 +1,6 @@
 """What a machine is and the best that each of its resources does, for `gpu_bound`. Writes JSON. Takes some seconds.
 
-    python benchmarks/gpu_rates.py --output rates.json
+python benchmarks/gpu_rates.py --output rates.json
 """
 
 from __future__ import annotations
