@@ -22,6 +22,11 @@ def tokenizer(tmp_path_factory):
     return Tokenizer(hf)
 
 
+def parts_of(tokenizer, *, has_channels):
+    config, policy = SimpleNamespace(has_channels=has_channels), SimpleNamespace(max_model_len=256)
+    return SimpleNamespace(tokenizer=tokenizer, config=config, policy=policy)
+
+
 @pytest.mark.parametrize(
     ("family", "generated", "stop", "text", "reasoning"),
     [
@@ -32,7 +37,7 @@ def tokenizer(tmp_path_factory):
     ],
 )
 def test_the_text_is_that_of_the_final_channel(tokenizer, family, generated, stop, text, reasoning):
-    parts = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(has_channels=family == "gpt_oss"))
+    parts = parts_of(tokenizer, has_channels=family == "gpt_oss")
     token_ids = tokenizer.encode_batch([generated], add_special_tokens=False)[0]
     sequence = SimpleNamespace(generated=token_ids, sampling=SamplingParams())
     finish = _Finish("stop", stop, ends_with_stop_token=generated.endswith("<|return|>"))
@@ -57,7 +62,7 @@ def test_what_stops_an_answer_may_stand_in_thoughts(tokenizer):
 
 
 def test_a_stop_token_is_no_part_of_the_answer(tokenizer):
-    parts = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(has_channels=True))
+    parts = parts_of(tokenizer, has_channels=True)
     token_ids = tokenizer.encode_batch([f"{THOUGHTS}{ANSWER}"], add_special_tokens=False)[0]
     sequence = SimpleNamespace(generated=token_ids, sampling=SamplingParams())
     finish = _Finish("stop", token_ids[-1], ends_with_stop_token=True)

@@ -135,6 +135,7 @@ class TestThrottle:
                 busy(0.0002)
         assert time.perf_counter() - started == pytest.approx(100 * 2 * 0.0002, rel=0.15)
 
+    @undisturbed
     def test_what_is_the_hosts_takes_no_longer(self):
         throttle, slept = Throttle(5.0), []
         with pytest.MonkeyPatch.context() as patch:
