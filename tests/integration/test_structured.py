@@ -54,7 +54,7 @@ def engine(model):
 
 
 def make_engine(model, **options):
-    return batchgen.Engine(model, **{"dtype": "float32", "cpu_memory": "2GiB", "max_num_seqs": 16, **options})
+    return batchgen.Engine(model, **{"dtype": "float32", "cpu_memory": "4GiB", "max_num_seqs": 16, **options})
 
 
 def complete(engine, rows):
