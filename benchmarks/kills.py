@@ -156,7 +156,7 @@ class Moment:
 
 @dataclass
 class Account:
-    """What has become of a tier's jobs that were hit in one way.
+    """The outcomes of a tier's jobs that were hit in one way.
 
     Attributes:
         hits_in_output: hits that came while the output was written.

@@ -1,4 +1,4 @@
-"""What quantized weights and KV cost in quality: perplexity of the demo model on real English text.
+"""The cost of quantized weights and KV in quality: perplexity of the demo model on real English text.
 
 The text is Python's own reference documentation, as CPython carries it along (`pydoc_data.topics`). It is cut into
 windows; each token but a window's first is scored by its log-probability given those before it in the window.

@@ -60,7 +60,7 @@ _WARM_UP = 0.1  # of the jobs, before which the memory of the process is not yet
 
 @dataclass
 class Found:
-    """What the soak has seen.
+    """The record of a soak.
 
     Attributes:
         moments: counts of the process that lives on, after each job that it has completed.

@@ -69,7 +69,7 @@ def test_fit_has_limits():
 
 
 def test_what_a_kind_at_its_limit_cannot_take_is_left_to_the_others():
-    """Of the best factors without limits one is cut.
+    """One of the best factors without limits is cut.
 
     The others are the best beside it, and not what they were beside the uncut one.
     """

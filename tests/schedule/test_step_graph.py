@@ -171,7 +171,7 @@ def _sequences(step):
 
 
 def deferred_lives(steps, streams):
-    """Of each deferred batch, the sweeps in which its token begins and has come through all layers."""
+    """The sweeps in which each deferred batch begins its token and has it through all layers."""
     begins = {s.deferred_batch: s.sweep for s in reversed(steps) if s.kind == "send_deferred"}
     last = streams.num_layers - 1
     ends = {s.deferred_batch: s.sweep for s in steps if s.kind == "join_deferred" and s.layer == last}

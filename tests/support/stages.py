@@ -61,7 +61,7 @@ class Rendezvous:
 
 
 class ThreadGroup:
-    """As of `engine.ranks.RankGroup`."""
+    """A group of pipeline stages that are threads of one process, with the methods of `RankGroup`."""
 
     def __init__(self, rank: int, rendezvous: Rendezvous) -> None:
         self.rank, self.size, self._all = rank, rendezvous.size, rendezvous
