@@ -155,7 +155,7 @@ def test_refusals_of_run_dataset(model, table, tmp_path):
         batchgen.run_dataset(model, named, prompt_column="my_text", output_prefix="my_")
 
 
-def test_a_dataset_with_a_column_named_text_keeps_it(model, table):
+def test_a_dataset_with_a_column_named_text_keeps_it(model, table, cache):
     named = table.rename_column("q", "text").select(range(2))
     answers = batchgen.run_dataset(model, named, prompt_column="text", **OPTIONS)
     assert answers["text"] == named["text"] and len(answers["gen_text"]) == 2

@@ -197,8 +197,8 @@ class Line:
                 self._messages.put(frame)
             self._messages.put(None)
         except Exception:  # its end, or what is no message
+            self._on_lost()  # first: whoever waits for a message would take what comes next for the end of the work
             self._messages.put(None)
-            self._on_lost()
 
     def receive_broadcast(self) -> bytes:
         """Receive the next message of rank 0. Raises EOFError where the work is done."""

@@ -52,6 +52,7 @@ from batchgen.models.identity import model_identity
 from batchgen.models.model_versions import ModelVersions, changed_file, check_unchanged, model_versions
 from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
+from batchgen.output.manifest import FORMAT_VERSION
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run
 from batchgen.output.score_result import ScoreResult
@@ -357,12 +358,12 @@ def _kept(state: Run | SharedRun) -> str:
 
 
 def _cached_output(fingerprint: dict[str, Any], suffix: str) -> Path:
-    """The file of a job without an output of its own, named by the job's fingerprint."""
+    """The file of a job without an output of its own, named by the job's fingerprint and the format of its files."""
     if "head_sha256" in fingerprint["input"]:
         raise InputError("the input is a stream, of which only the first rows tell it from others: give an output")
     folder = cache_dir() / "outputs"
     make_output_folder(folder)
-    return folder / f"{json_sha256(fingerprint)[:32]}{suffix}"
+    return folder / f"{json_sha256(fingerprint | {'format_version': FORMAT_VERSION})[:32]}{suffix}"
 
 
 def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:

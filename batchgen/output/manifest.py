@@ -17,7 +17,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.typed_json import parse_json, read_typed
 
-_FORMAT_VERSION = 2
+FORMAT_VERSION = 2
 _SHOWN_CHARS = 48
 
 
@@ -56,7 +56,7 @@ class Manifest:
     def write(self, path: Path) -> None:
         """Write the manifest to a file in one step. Raises OSError."""
         versions = {"batchgen": __version__, "python": platform.python_version(), "pyarrow": pa.__version__}
-        record = {"format_version": _FORMAT_VERSION, "versions": versions, **asdict(self)}
+        record = {"format_version": FORMAT_VERSION, "versions": versions, **asdict(self)}
         write_atomically(path, (json.dumps(record, indent=2, sort_keys=True) + "\n").encode())
 
     @classmethod
@@ -69,7 +69,7 @@ class Manifest:
         """
         try:
             record = parse_json(path.read_bytes())
-            if record["format_version"] != _FORMAT_VERSION:
+            if record["format_version"] != FORMAT_VERSION:
                 writer = record["versions"]["batchgen"]
                 raise InputError(
                     f"{path} was written by batchgen {writer}, in a format that this version does not read: "

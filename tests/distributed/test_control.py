@@ -35,3 +35,18 @@ def test_a_message_of_rank_0_that_no_memory_holds_is_its_end(length):
         assert lost.wait(5.0)
         with pytest.raises(EOFError):
             line.receive_broadcast()
+
+
+def test_a_rank_hears_that_rank_0_is_lost_before_it_could_take_its_work_for_done():
+    ours, theirs = socket.socketpair()
+    heard, told = [], threading.Event()
+
+    def lost():
+        told.wait(0.3)  # as long as the other thread needs to go on
+        heard.append("lost")
+
+    line = Line(ours, lost)
+    theirs.close()
+    with ours, pytest.raises(EOFError):
+        line.receive_broadcast()
+    assert heard == ["lost"]
