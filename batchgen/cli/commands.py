@@ -14,13 +14,14 @@ from typing import Any
 import click
 
 from batchgen._version import __version__
-from batchgen.cli.options import takes_options
+from batchgen.cli.options import STEPS, takes_options
 from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, naming_files
 from batchgen.core.interrupts import keep
 from batchgen.core.request import SamplingParams
 from batchgen.core.screen import ProductLost, Screen, put, say
 from batchgen.core.text_file import read_text
 from batchgen.job.options import BenchOptions, ConvertOptions, JobOptions, PlanOptions, ProfileOptions, flag_of
+from batchgen.job.step_tables import steps_of
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -185,13 +186,24 @@ def _job(options: dict[str, Any]) -> JobOptions:
     if (config := options.pop("config")) is not None:
         read.append(("--config", config))
     given = _taken(options, SamplingParams)
-    if "stop" in given:
-        given["stop"] = tuple(s.replace("\\n", "\n").replace("\\t", "\t") for s in given["stop"])
     if (schema := given.get("json_schema")) is not None:
-        given["json_schema"] = _read_schema(schema)
         read.append((flag_of("json_schema"), os.path.expanduser(schema)))
     options = {"input": None, "output": None, **options}
-    return JobOptions(sampling=SamplingParams(**given), read_before=tuple(read), **options)
+    sampling = SamplingParams(**_as_meant(given))
+    steps = [_as_meant(step) for step in click.get_current_context().meta.get(STEPS, ())]
+    if steps:
+        options["steps"] = steps_of(steps, f"--config {config}")
+    return JobOptions(sampling=sampling, read_before=tuple(read), **options)
+
+
+def _as_meant(given: dict[str, Any]) -> dict[str, Any]:
+    """Values of sampling options with files read and escapes replaced."""
+    given = dict(given)
+    if "stop" in given:
+        given["stop"] = tuple(s.replace("\\n", "\n").replace("\\t", "\t") for s in given["stop"])
+    if given.get("json_schema") is not None:
+        given["json_schema"] = _read_schema(given["json_schema"])
+    return given
 
 
 def _read_schema(path: str) -> str:

@@ -30,7 +30,7 @@ class ErrorKind:
     rows: int
 
 
-def error_kinds(parts_dir: Path, most: int = 3) -> list[ErrorKind]:
+def error_kinds(parts_dir: Path, most: int = 3, *, results_per_row: int = 1) -> list[ErrorKind]:
     """The most frequent groups of similar errors among the rows in part files.
 
     Of a row that was retried only the newest result counts.
@@ -38,6 +38,7 @@ def error_kinds(parts_dir: Path, most: int = 3) -> list[ErrorKind]:
     Args:
         parts_dir: The directory of the part files.
         most: The most groups to return.
+        results_per_row: Number of results of each row, of which the last one counts.
 
     Raises:
         DamagedPart: A part file is damaged.
@@ -51,6 +52,7 @@ def error_kinds(parts_dir: Path, most: int = 3) -> list[ErrorKind]:
         first = int(rows.min())
         newest = seen.get(first, int(rows.max()) + 1 - first)[rows - first] == 0
         seen.put(rows, 1)
+        newest &= rows % results_per_row == results_per_row - 1
         errors = table.column("error").filter(newest).drop_null()
         for entry in pc.value_counts(errors).to_pylist():
             kind = _NUMBER.sub("#", entry["values"])
