@@ -186,8 +186,7 @@ def _job(options: dict[str, Any]) -> JobOptions:
     if (config := options.pop("config")) is not None:
         read.append(("--config", config))
     given = _taken(options, SamplingParams)
-    if (schema := given.get("json_schema")) is not None:
-        read.append((flag_of("json_schema"), os.path.expanduser(schema)))
+    read += [(flag_of(name), os.path.expanduser(given[name])) for name in _FILES if given.get(name) is not None]
     options = {"input": None, "output": None, **options}
     sampling = SamplingParams(**_as_meant(given))
     steps = [_as_meant(step) for step in click.get_current_context().meta.get(STEPS, ())]
@@ -196,24 +195,27 @@ def _job(options: dict[str, Any]) -> JobOptions:
     return JobOptions(sampling=sampling, read_before=tuple(read), **options)
 
 
+_FILES = ("json_schema", "grammar")  # sampling options that name a file on the command line
+
+
 def _as_meant(given: dict[str, Any]) -> dict[str, Any]:
     """Values of sampling options with files read and escapes replaced."""
     given = dict(given)
     if "stop" in given:
         given["stop"] = tuple(s.replace("\\n", "\n").replace("\\t", "\t") for s in given["stop"])
-    if given.get("json_schema") is not None:
-        given["json_schema"] = _read_schema(given["json_schema"])
+    for name in _FILES:
+        if given.get(name) is not None:
+            given[name] = _read_text(flag_of(name), given[name])
     return given
 
 
-def _read_schema(path: str) -> str:
+def _read_text(flag: str, path: str) -> str:
+    """The text of a file that an option names. Raises InputError."""
     try:
         return read_text(Path(path).expanduser(), "utf-8-sig")
     except (OSError, UnicodeError) as error:
-        hint = "; write the schema to a file and give the file's name" if path.lstrip().startswith("{") else ""
-        raise InputError(
-            f"--json-schema {path} cannot be read: {getattr(error, 'strerror', None) or error}{hint}"
-        ) from error
+        hint = "; write it to a file and give the file's name" if path.lstrip().startswith(("{", "start:")) else ""
+        raise InputError(f"{flag} {path} cannot be read: {getattr(error, 'strerror', None) or error}{hint}") from error
 
 
 for _command in (run, status, plan, bench, profile, convert):

@@ -21,8 +21,8 @@ from batchgen.dataset.bad_lines import bad_lines
 from batchgen.job.source import DoneRows
 from batchgen.job.step_source import CompiledStep, SteppedSource
 from batchgen.output.parts import PartIndex
-from batchgen.output.row_result import RowResult
-from batchgen.output.step_columns import SKIPPED, filter_text, step_arrays
+from batchgen.output.row_result import FILTERED, SKIPPED, RowResult
+from batchgen.output.step_columns import filter_text, step_arrays
 
 _ROWS_AT_ONCE = 64  # rows whose prompts are made together
 _POLL_S = 0.1
@@ -232,7 +232,7 @@ class RowFlow:
             self._make(row, number, error=error)
 
     def _make(
-        self, row: int, step: int, *, text: str = "", finish_reason: str = "stop", error: str | None = None
+        self, row: int, step: int, *, text: str = "", finish_reason: str = FILTERED, error: str | None = None
     ) -> Completion:
         """Make a result without the engine."""
         samples = () if error is not None else (Sample(text, (), finish_reason),)

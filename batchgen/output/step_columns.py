@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.output.columns import Columns
+from batchgen.output.row_result import SKIPPED
 
-SKIPPED = "skipped"  # finish reason of the results of a row that a filter or an error kept from a step
 _TRUE = "true"
 
 
@@ -28,6 +28,13 @@ class FilterColumns:
     def arrays(self, rows: pa.RecordBatch, results: pa.RecordBatch) -> list[pa.Array]:
         texts = results.column("text")
         return [pa.array([None if not text else text[0] == _TRUE for text in texts.to_pylist()], pa.bool_())]
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        return ()
+
+    def answers(self, rows: pa.RecordBatch | None, results: pa.RecordBatch) -> pa.Array | None:
+        return None
 
 
 def filter_text(keeps: bool) -> str:
@@ -64,6 +71,21 @@ class StepColumns:
             taken = results.take(pa.array(np.arange(number, len(results), len(self.steps))))
             arrays += step_arrays(columns, rows, taken)
         return arrays
+
+    @property
+    def _last(self) -> int:
+        """Number of the last step that generates, whose answers are counted."""
+        return max(k for k, (_, columns) in enumerate(self.steps) if columns.counted)
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        return self.steps[self._last][1].counted
+
+    def answers(self, rows: pa.RecordBatch | None, results: pa.RecordBatch) -> pa.Array | None:
+        numbers = results.column("row").to_numpy() % len(self.steps)
+        came = [not reasons or reasons[0] != SKIPPED for reasons in results.column("finish_reason").to_pylist()]
+        of_step = results.filter(pa.array((numbers == self._last) & np.array(came, bool)))
+        return self.steps[self._last][1].answers(None, of_step)
 
 
 def step_arrays(columns: Columns, rows: pa.RecordBatch, results: pa.RecordBatch) -> Sequence[pa.Array]:
