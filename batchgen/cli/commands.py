@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from batchgen._version import __version__
-from batchgen.cli.options import takes_options
+from batchgen.cli.options import STEPS, takes_options
 from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, naming_files
 from batchgen.core.imports import importing, leave_pandas_out
 from batchgen.core.interrupts import keep
@@ -23,6 +23,7 @@ from batchgen.core.screen import ProductLost, Screen, put, say
 from batchgen.core.text import without_credentials
 from batchgen.core.text_file import read_text
 from batchgen.job.options import BenchOptions, ConvertOptions, JobOptions, PlanOptions, ProfileOptions, flag_of
+from batchgen.job.step_tables import steps_of
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -197,14 +198,27 @@ def _job(options: dict[str, Any]) -> JobOptions:
     if (config := options.pop("config")) is not None:
         read.append(("--config", config))
     given = _taken(options, SamplingParams)
+    read += [(flag_of(name), os.path.expanduser(given[name])) for name in _FILES if given.get(name) is not None]
+    options = {"input": None, "output": None, **options}
+    sampling = SamplingParams(**_as_meant(given))
+    steps = [_as_meant(step) for step in click.get_current_context().meta.get(STEPS, ())]
+    if steps:
+        options["steps"] = steps_of(steps, f"--config {config}")
+    return JobOptions(sampling=sampling, read_before=tuple(read), **options)
+
+
+_FILES = ("json_schema", "grammar")  # sampling options that name a file on the command line
+
+
+def _as_meant(given: dict[str, Any]) -> dict[str, Any]:
+    """Values of sampling options with files read and escapes replaced."""
+    given = dict(given)
     if "stop" in given:
         given["stop"] = tuple(s.replace("\\n", "\n").replace("\\t", "\t") for s in given["stop"])
-    for name in ("json_schema", "grammar"):
-        if (path := given.get(name)) is not None:
-            given[name] = _read_text(flag_of(name), path)
-            read.append((flag_of(name), os.path.expanduser(path)))
-    options = {"input": None, "output": None, **options}
-    return JobOptions(sampling=SamplingParams(**given), read_before=tuple(read), **options)
+    for name in _FILES:
+        if given.get(name) is not None:
+            given[name] = _read_text(flag_of(name), given[name])
+    return given
 
 
 def _read_text(flag: str, path: str) -> str:
