@@ -16,9 +16,11 @@ import click
 from batchgen._version import __version__
 from batchgen.cli.options import STEPS, takes_options
 from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, naming_files
+from batchgen.core.imports import importing, leave_pandas_out
 from batchgen.core.interrupts import keep
 from batchgen.core.request import SamplingParams
 from batchgen.core.screen import ProductLost, Screen, put, say
+from batchgen.core.text import without_credentials
 from batchgen.core.text_file import read_text
 from batchgen.job.options import BenchOptions, ConvertOptions, JobOptions, PlanOptions, ProfileOptions, flag_of
 from batchgen.job.step_tables import steps_of
@@ -48,17 +50,17 @@ def run(**options: Any) -> None:
     _follow(ranks)
     keep(lambda: _before_rows(options["output"]))
     from batchgen.distributed.group import dismissing
-    from batchgen.job.checks import check_job
 
     with dismissing(ranks):
         job = _job(options)
-        check_job(job)  # before imports that take seconds
-    if Screen.over(sys.stderr).isatty():  # somebody looks at a screen on which nothing would be for seconds
-        from batchgen.job.progress import Progress
-
-        Progress(job.progress).say(f"batchgen {__version__}: {job.model} over {job.input}")
-    from batchgen.job.report import summary
-    from batchgen.job.run import run_job
+        _say_begun(job)
+        with importing():
+            from batchgen.job.checks import check_job
+        leave_pandas_out()
+        check_job(job)  # before imports that take a second
+    with importing():
+        from batchgen.job.report import summary
+        from batchgen.job.run import run_job
 
     failure = None
     try:
@@ -85,7 +87,9 @@ def plan(**options: Any) -> None:
 
     Nothing but the model's configuration and a sample of the rows is read.
     """
-    from batchgen.job.plan import run_plan
+    with importing():
+        from batchgen.job.plan import run_plan
+    leave_pandas_out()
 
     of_plan = _taken(options, PlanOptions)
     put(run_plan(PlanOptions(_job(options), **of_plan)))
@@ -98,8 +102,10 @@ def bench(**options: Any) -> None:
     With --load-format dummy a model's config.json is enough: it is run with random weights of that shape.
     """
     _follow(options["tensor_parallel"])
-    from batchgen.distributed.group import dismissing
-    from batchgen.job.bench import run_bench, summary
+    with importing():
+        from batchgen.distributed.group import dismissing
+        from batchgen.job.bench import run_bench, summary
+    leave_pandas_out()
 
     with dismissing(options["tensor_parallel"]):
         of_bench = _taken(options, BenchOptions)
@@ -143,6 +149,12 @@ def status(output: str, as_json: bool) -> None:
 
     state = output_status(local_output(output), name=output)
     put([json.dumps(state, indent=2)] if as_json else describe_status(state))
+
+
+def _say_begun(job: JobOptions) -> None:
+    """On a terminal, say which job it is: somebody looks at a screen on which nothing would be for a second."""
+    if job.progress != "none" and Screen.over(sys.stderr).isatty():
+        say(without_credentials(f"batchgen {__version__}: {job.model} over {job.input}"))
 
 
 def _follow(ranks: int) -> None:
