@@ -6,6 +6,7 @@ it is listed.
 """
 
 import contextlib
+import json
 import re
 from pathlib import Path
 
@@ -56,6 +57,22 @@ COLUMNS = {
         "text": TEXTS,
     },
 }  # fmt: skip
+# Further files that a page speaks of, with their columns.
+TABLES = {
+    "docs/tasks/classification.md": {"reviews.parquet": {"review": TEXTS}},
+    "docs/tasks/extraction.md": {"mails.parquet": {"mail": TEXTS}},
+    "docs/tasks/judging.md": {"answers.parquet": {"question": TEXTS, "answer": TEXTS}},
+    "docs/tasks/matching.md": {"pairs.parquet": {"a": TEXTS, "b": TEXTS}},
+    "docs/tasks/evaluation.md": {
+        "questions.parquet": {"question": TEXTS, "options": [["yes", "no"], ["3", "4"]], "expected": TEXTS},
+    },
+}
+# Files that commands of a page write, for its Python.
+MADE = {"docs/tasks/evaluation.md": {"answered.parquet": {"text": TEXTS, "expected": TEXTS}}}
+BATCH_LINE = {
+    "custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+    "body": {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
+}  # fmt: skip
 # What pages write in place of a directory that a reader has.
 PLACES = {"/shared/": "shared/", "/fast/disk": "fast_disk"}
 
@@ -98,8 +115,11 @@ def reader(models, tmp_path, monkeypatch):
         columns = COLUMNS.get(page, {"prompt": TEXTS, "question": TEXTS})
         for name in ("data.parquet", "in.parquet", "shared/data.parquet"):
             pq.write_table(pa.table(columns), name)
+        for name, columns in TABLES.get(page, {}).items():
+            pq.write_table(pa.table(columns), name)
+        Path("batch.jsonl").write_text(json.dumps(BATCH_LINE) + "\n")
         text = (ROOT / page).read_text()
-        for name, content in re.findall(r"in `(person\.json|sum\.lark)`.*?```\w+\n(.*?)```", text, re.DOTALL):
+        for name, content in re.findall(r"(?:in|with) `(\w+\.json|\w+\.lark)`.*?```\w+\n(.*?)```", text, re.DOTALL):
             Path(name).write_text(content)
         for name, job_file in re.findall(r"```toml\n# (\S+)\n(.*?)```", text, re.DOTALL):
             Path(name).write_text(job_file)
@@ -182,6 +202,8 @@ def test_options_that_sentences_name_exist(page):
 def test_python_of_a_page_runs(page, reader, models):
     """On what its sentences speak of: an engine, rows."""
     reader(page)
+    for name, columns in MADE.get(page, {}).items():
+        pq.write_table(pa.table(columns), name)
     with contextlib.ExitStack() as stack:
         names = {"batchgen": batchgen}
         for block in python_of(page):
