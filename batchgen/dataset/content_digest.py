@@ -90,6 +90,6 @@ def _is_large_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_large_string(kind) or pa.types.is_large_binary(kind))
 
 
-def _bytes_of(array: pa.BooleanArray) -> np.ndarray[Any, Any]:
-    """One byte for each boolean of an array without nulls."""
+def _bytes_of(array: pa.BooleanArray) -> Any:
+    """One byte for each boolean of an array without nulls, uint8 [n]."""
     return array.to_numpy(zero_copy_only=False).astype(np.uint8)

@@ -32,7 +32,7 @@ def _unified(a: pa.Field, b: pa.Field) -> pa.Field:
 
 
 def without_views(kind: pa.DataType, *, dictionaries: bool = True) -> pa.DataType:
-    """The type without views, at any depth.
+    """The type without views of texts and bytes, at any depth.
 
     Args:
         kind: The type.
@@ -48,8 +48,8 @@ def without_views(kind: pa.DataType, *, dictionaries: bool = True) -> pa.DataTyp
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(without_views(field.type, dictionaries=dictionaries)) for field in kind])
     of_items = {
-        pa.types.is_list: pa.list_, pa.types.is_list_view: pa.list_,
-        pa.types.is_large_list: pa.large_list, pa.types.is_large_list_view: pa.large_list,
+        pa.types.is_list: pa.list_,
+        pa.types.is_large_list: pa.large_list,
         pa.types.is_fixed_size_list: lambda item: pa.list_(item, kind.list_size),
     }  # fmt: skip
     for is_kind, make in of_items.items():

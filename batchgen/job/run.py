@@ -11,33 +11,31 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.core.cache_folder import cache_dir
-from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import NATIVE, changes_results
 from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, naming_files
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
-from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
+from batchgen.core.request import Completion, Request, Scored, ScoreRequest
 from batchgen.core.workload import Workload
 from batchgen.distributed.group import early_group
 from batchgen.distributed.launch import own_share
 from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
+from batchgen.job.cached_outputs import cached_output
 from batchgen.job.chat_notices import watch_chats
 from batchgen.job.checks import check_job
 from batchgen.job.deduplication import Deduplication
-from batchgen.job.destination import Destination, make_output_folder
+from batchgen.job.destination import Destination
 from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
 from batchgen.job.job import Job, dequantized_line, resolve_job
 from batchgen.job.kernels import kernels_of_rows
 from batchgen.job.loading import load_engine, tracing
-from batchgen.job.options import JobOptions, names_of, seconds
+from batchgen.job.options import JobOptions, seconds
 from batchgen.job.pages.run_page import RunPage
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
@@ -52,7 +50,6 @@ from batchgen.models.identity import model_identity
 from batchgen.models.model_versions import ModelVersions, changed_file, check_unchanged, model_versions
 from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
-from batchgen.output.manifest import FORMAT_VERSION
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run
 from batchgen.output.score_result import ScoreResult
@@ -62,34 +59,6 @@ from batchgen.share.run import SharedRun
 if TYPE_CHECKING:
     from batchgen.distributed.group import Group
     from batchgen.models.tokenizers.tokenizer import Tokenizer
-
-
-def run(model: str, input: Any, output: str | Path | None = None, **options: Any) -> dict[str, Any]:
-    """Run every row of a dataset through a model.
-
-    Args:
-        model: A Hugging Face directory or hub id, a .gguf file, a weight store, or "demo".
-        input: A file, glob, directory or dataset, as `batchgen run --input` takes it, or a `datasets.Dataset` or
-            `IterableDataset`.
-        output: A .parquet, .jsonl, .csv or .arrow file. None: a file in the cache directory, named in the report, where
-            the same job finds it again.
-        **options: Options of the command line, with underscores, and fields of `SamplingParams`. Nothing is printed
-            unless `progress` is given.
-
-    Returns:
-        The report, as `--report` writes it.
-
-    Raises:
-        BatchgenError: The job cannot be run or completed.
-        TooManyFailed: More rows failed than `max_failed` allows, or all of them; its `report` is the report.
-        TypeError: There is no such option.
-    """
-    sampling = {name: options.pop(name) for name in SamplingParams.names() if name in options}
-    unknown = set(options) - set(names_of("run"))
-    if unknown:
-        raise TypeError(f"run() has no option {sorted(unknown)[0]!r}")
-    options.setdefault("progress", "none")
-    return run_job(JobOptions(model, input, output, sampling=SamplingParams(**sampling), **options))
 
 
 logger = logging.getLogger(__name__)
@@ -199,7 +168,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         ThreadPoolExecutor(1, thread_name_prefix="batchgen-tokenizer") as background,
         progress,
     ):
-        source = open_source(options)
+        source = open_source(options, copy_streams=options.output is None and not options.dry_run)
         if source.is_openai:
             check_files(options, errors_file=True)
         elif options.output is None:  # a file's column names are checked in `open_source`
@@ -236,7 +205,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         fingerprint = _fingerprint(job, identities)
         output, named = options.output, options.output is not None
         if output is None:
-            output = _cached_output(fingerprint, ".arrow" if destination is None else ".jsonl")
+            output = cached_output(fingerprint, ".arrow" if destination is None else ".jsonl")
             options = replace(options, output=output)
             check_files(options)
             job = replace(job, resolved=replace(resolved, options=replace(resolved.options, output=output)))
@@ -355,15 +324,6 @@ def _kept(state: Run | SharedRun) -> str:
         return f"no rows of {name} are finished yet"
     finished = "1 row" if rows == 1 else f"{rows:,} rows"
     return f"{finished} of {name} finished and saved, the same command goes on from there"
-
-
-def _cached_output(fingerprint: dict[str, Any], suffix: str) -> Path:
-    """The file of a job without an output of its own, named by the job's fingerprint and the format of its files."""
-    if "head_sha256" in fingerprint["input"]:
-        raise InputError("the input is a stream, of which only the first rows tell it from others: give an output")
-    folder = cache_dir() / "outputs"
-    make_output_folder(folder)
-    return folder / f"{json_sha256(fingerprint | {'format_version': FORMAT_VERSION})[:32]}{suffix}"
 
 
 def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:

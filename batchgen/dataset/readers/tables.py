@@ -75,7 +75,8 @@ def table_source(table: pa.Table, name: str, input_format: str = "table") -> Sou
         return {"rows": table.num_rows, "xxh3_128": digest(table.num_rows)}
 
     def begins_with(now: dict[str, Any], was: dict[str, Any]) -> bool:
-        return was["rows"] <= table.num_rows and digest(was["rows"]) == was["xxh3_128"]
+        rows: int = was["rows"]
+        return bool(rows <= table.num_rows and digest(rows) == was["xxh3_128"])
 
     return Source(input_format, schema, table.num_rows, read, identity, begins_with=begins_with)
 
