@@ -60,10 +60,12 @@ class RunOptions(TypedDict, total=False):
     """With --task score: column of what may follow the prompt, one or a list, texts or token ids."""
 
     choices: Sequence[str]
-    """With --task score: a text that may follow every prompt, repeated for each; the most likely one is the choice."""
+    """A text that an answer may be, repeated for each: every generated text is one of them. With --task score the most
+    likely one is the choice.
+    """
 
     choices_column: str | None
-    """With --task score: column with a list of choices for each row."""
+    """Column with a list of choices for each row, as of --choices."""
 
     on_overlong: Literal["error", "truncate-left", "truncate-right"]
     """A prompt that does not fit the context. Default: 'error'."""
@@ -154,6 +156,9 @@ class RunOptions(TypedDict, total=False):
 
     regex: str | None
     """Every text matches this regular expression, as a whole."""
+
+    grammar: str | None
+    """Every text follows this context-free grammar, in Lark's notation."""
 
     device: str
     """cpu; cuda; or an accelerator that is emulated on the CPU, with memory and links of its own:
