@@ -219,7 +219,6 @@ MAP = """
 import json, sys
 import batchgen, datasets
 from datasets.fingerprint import Hasher
-from questions import FEATURES, OPTIONS, QUESTIONS, rows
 
 model, saved, questions, options = sys.argv[1:]
 
