@@ -11,6 +11,7 @@ from batchgen.core.errors import JobStopped
 from batchgen.core.request import SamplingParams
 from batchgen.job.options import JobOptions, check_names, options_of
 from batchgen.job.run_options import RunOptions
+from batchgen.job.step_tables import steps_of
 
 if TYPE_CHECKING:
     import datasets
@@ -58,9 +59,10 @@ def run(model: str, input: Any, output: str | Path | None = None, **options: Any
     """
     from batchgen.job.run import run_job
 
-    check_names("run", options, [option.name for option in _KEYWORDS])
+    check_names("run", options, [*RunOptions.__annotations__])
     sampling = SamplingParams(**{name: options.pop(name) for name in SamplingParams.names() if name in options})
-    report = run_job(JobOptions(model, input, output, sampling=sampling, **{**_DEFAULTS, **options}))
+    steps = steps_of(options.pop("steps", None) or ())
+    report = run_job(JobOptions(model, input, output, sampling=sampling, steps=steps, **{**_DEFAULTS, **options}))
     if output is not None or report["state"] == "dry run":
         return report
     if report["state"] == "stopped":
@@ -84,25 +86,25 @@ def _read(path: str, input: Any, split: str | None) -> Any:
 
 
 _DEFAULTS = {"progress": "none"}  # where they differ from those of the command line
-_KEYWORDS = tuple(option for option in options_of("run") if option.name not in ("model", "input", "output"))
 
 
 def _signature() -> inspect.Signature:
     """The signature of `run` with each option by its name, for `help` and for notebooks."""
     parameters = list(inspect.signature(run).parameters.values())[:-1]
-    types = {name: kind.__forward_arg__ for name, kind in RunOptions.__annotations__.items()}
-    for option in _KEYWORDS:
-        default = _DEFAULTS.get(option.name, option.default)
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(option.name, keyword, default=default, annotation=types[option.name]))
+    defaults = {option.name: option.default for option in options_of("run")} | {"steps": ()} | _DEFAULTS
+    for name, kind in RunOptions.__annotations__.items():
+        keyword, annotation = inspect.Parameter.KEYWORD_ONLY, kind.__forward_arg__
+        parameters.append(inspect.Parameter(name, keyword, default=defaults[name], annotation=annotation))
     return inspect.Signature(parameters, return_annotation="pa.Table | datasets.Dataset | dict[str, Any]")
 
 
 def _options_text() -> str:
     """The names of all options with their help."""
+    help_texts = {option.name: option.help or "" for option in options_of("run")}
     return "\n".join(
-        textwrap.fill(f"{option.name}: {option.help or ''}", 110, initial_indent=" " * 8, subsequent_indent=" " * 12)
-        for option in _KEYWORDS
+        textwrap.fill(f"{name}: {help_texts[name]}", 110, initial_indent=" " * 8, subsequent_indent=" " * 12)
+        for name in RunOptions.__annotations__
+        if name in help_texts
     )
 
 

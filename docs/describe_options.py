@@ -34,13 +34,17 @@ from typing import Any, Literal, TypedDict
 class RunOptions(TypedDict, total=False):
     """The keyword options of `batchgen.run`, all optional: those of the command line, with underscores."""
 '''
+STEPS = '''
+    steps: Sequence[Mapping[str, Any]]
+    """Steps that each row goes through: a mapping of options for each, as the tables `[[step]]` of a job file."""
+'''
 
 
 def describe() -> str:
     """The text of the module."""
     types = {field.name: str(field.type) for owner in (JobOptions, SamplingParams) for field in fields(owner)}
     options = [option for option in options_of("run") if option.name not in ("model", "input", "output")]
-    return HEADER + "".join(f"\n{_declaration(option, types[option.name])}" for option in options)
+    return HEADER + "".join(f"\n{_declaration(option, types[option.name])}" for option in options) + STEPS
 
 
 def _declaration(option: Option, declared: str) -> str:

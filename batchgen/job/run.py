@@ -41,8 +41,10 @@ from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import Origin, make_report, write_report
 from batchgen.job.routing import keep_routing
+from batchgen.job.row_flow import RowFlow
 from batchgen.job.shared import open_output, requests_left
-from batchgen.job.source import RequestSource, open_source
+from batchgen.job.source import RequestSource, open_input
+from batchgen.job.step_source import SteppedSource, open_rows
 from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, resolve_model
@@ -169,7 +171,9 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         ThreadPoolExecutor(1, thread_name_prefix="batchgen-tokenizer") as background,
         progress,
     ):
-        source = open_source(options, copy_streams=options.output is None and not options.dry_run)
+        # Without an output of its own, a job is told from others by all of its input.
+        dataset = open_input(options, copy_streams=options.output is None and not options.dry_run)
+        source = open_rows(options, dataset)
         if source.is_openai:
             check_files(options, errors_file=True)
         elif options.output is None:  # a file's column names are checked in `open_source`
@@ -389,8 +393,10 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
         The reason why some rows are still left, which is the deadline or too many failed rows; None: all are done.
     """
     options, total_rows = job.options, job.source.dataset.num_rows
-    rows = FailedRows(FailureLimit.parse(options.max_failed), state.done_rows.failed, total_rows)
-    done = finished_tokens = 0
+    per_row = job.source.columns.results_per_row
+    limit = FailureLimit.parse(options.max_failed)
+    rows = FailedRows(limit, state.done_rows.failed, total_rows, results_per_row=per_row)
+    finished_tokens = 0
     stopped: str | None = None
     warned_of_beginning = False
 
@@ -411,7 +417,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
             Counts(
                 total_rows,
                 state.rows_resumed,
-                done,
+                rows.done,
                 rows.failed,
                 stats.prompt_tokens,
                 stats.generated_tokens,
@@ -426,21 +432,27 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     samples = None if options.plan is None else options.sampling.n
     job.progress.start(None if options.share else Expected.of(plan, rows_left, samples))
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
-    requests = rows.watch(requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop))
-    requests = watch_chats(requests, job.tokenizer)
-    if not options.share:  # a worker claims more rows as its rows come out, so none may be held back
+    flow = None
+    left = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
+    if isinstance(job.source, SteppedSource) and isinstance(state, Run):
+        flow = RowFlow(job.source, state.done_rows, state.parts_dir, should_stop)
+        left = flow.requests()
+    requests = watch_chats(rows.watch(left), job.tokenizer)
+    # A worker claims more rows as its rows come out, and so does a row that goes through steps: none may be held back.
+    if not options.share and flow is None:
         requests = job.deduplication.unique(requests)
     results = run(requests, should_stop=should_stop, on_sweep=show)
+    if flow is not None:
+        results = flow.results(results)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
         try:
             for result in job.deduplication.with_duplicates(results):
                 writer.add(result.row, _row_result(options, job.source, result))
-                done += 1
                 if isinstance(result, Completion):
                     finished_tokens += sum(len(sample.token_ids) for sample in result.samples)
                 too_many = rows.add(result.row, result.error)
-                if result.error is not None:
-                    _on_failed_row(job, result.row, result.error, first=rows.failed == 1)
+                if result.error is not None and (result.row + 1) % per_row == 0:
+                    _on_failed_row(job, result.row // per_row, result.error, first=rows.failed == 1)
                 if too_many is not None:
                     stopped = too_many
                     break

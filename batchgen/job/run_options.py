@@ -272,3 +272,6 @@ class RunOptions(TypedDict, total=False):
     """Check everything, show the plan and the first prompt (as JSON too where standard output is no terminal); run
     nothing. Default: False.
     """
+
+    steps: Sequence[Mapping[str, Any]]
+    """Steps that each row goes through: a mapping of options for each, as the tables `[[step]]` of a job file."""
