@@ -187,21 +187,21 @@ def _job(options: dict[str, Any]) -> JobOptions:
     given = _taken(options, SamplingParams)
     if "stop" in given:
         given["stop"] = tuple(s.replace("\\n", "\n").replace("\\t", "\t") for s in given["stop"])
-    if (schema := given.get("json_schema")) is not None:
-        given["json_schema"] = _read_schema(schema)
-        read.append((flag_of("json_schema"), os.path.expanduser(schema)))
+    for name in ("json_schema", "grammar"):
+        if (path := given.get(name)) is not None:
+            given[name] = _read_text(flag_of(name), path)
+            read.append((flag_of(name), os.path.expanduser(path)))
     options = {"input": None, "output": None, **options}
     return JobOptions(sampling=SamplingParams(**given), read_before=tuple(read), **options)
 
 
-def _read_schema(path: str) -> str:
+def _read_text(flag: str, path: str) -> str:
+    """The text of a file that an option names. Raises InputError."""
     try:
         return read_text(Path(path).expanduser(), "utf-8-sig")
     except (OSError, UnicodeError) as error:
-        hint = "; write the schema to a file and give the file's name" if path.lstrip().startswith("{") else ""
-        raise InputError(
-            f"--json-schema {path} cannot be read: {getattr(error, 'strerror', None) or error}{hint}"
-        ) from error
+        hint = "; write it to a file and give the file's name" if path.lstrip().startswith(("{", "start:")) else ""
+        raise InputError(f"{flag} {path} cannot be read: {getattr(error, 'strerror', None) or error}{hint}") from error
 
 
 for _command in (run, status, plan, bench, profile, convert):
