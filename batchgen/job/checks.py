@@ -85,6 +85,7 @@ def check_options(options: JobOptions) -> None:
     if options.retry_failed and not options.resume:
         raise InputError("--retry-failed needs what was done before: leave out --no-resume")
     _check_share(options)
+    _check_steps(options)
     _check_ranks(options)
     check_grammar(options.sampling)
     check_path("--report", options.report)
@@ -118,6 +119,20 @@ def _check_share(options: JobOptions) -> None:
         raise InputError(f"--share needs an output that all workers see as a file, not {options.output}")
     if options.shard is not None:
         raise InputError("--share divides the rows among its workers: leave out --shard")
+
+
+def _check_steps(options: JobOptions) -> None:
+    if not options.steps:
+        return
+    for flag, given in {
+        "--task score": options.task == "score",
+        "--share": options.share,
+        "--output-prefix": options.output_prefix,
+        "--sampling-column": options.sampling_column,
+        "--report-html": options.report_html is not None,
+    }.items():
+        if given:
+            raise InputError(f"{flag} does not go with steps, each of which generates: leave out one of them")
 
 
 def _check_ranks(options: JobOptions) -> None:

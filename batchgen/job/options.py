@@ -17,6 +17,7 @@ from typing import Any
 from batchgen.core.dtypes import KV_CODE_BITS, WEIGHTS
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import parse_seconds
+from batchgen.job.step import Step
 
 # The groups, in the order in which help shows them.
 MODEL, INPUT, SAMPLING, RESOURCES, RUN = GROUPS = ("model", "input", "sampling", "resources", "run")
@@ -113,6 +114,7 @@ class JobOptions:
         input: The input; a `datasets.Dataset` or `IterableDataset` in Python.
         output: The output; None: no output, for a plan, or a file in the cache directory.
         read_before: (flag, path) of the files from which values of other options were read.
+        steps: The job's steps, `[[step]]` in a job file; empty: each row has one prompt.
     """
 
     model: str = _option(
@@ -460,6 +462,7 @@ class JobOptions:
         " terminal); run nothing.",
     )
     read_before: tuple[tuple[str, str], ...] = ()
+    steps: tuple[Step, ...] = ()
 
     def __post_init__(self) -> None:
         if self.choices and self.task == "generate":

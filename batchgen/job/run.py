@@ -43,8 +43,11 @@ from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import Origin, make_report, write_report
 from batchgen.job.routing import keep_routing
+from batchgen.job.row_flow import RowFlow
 from batchgen.job.shared import going_on, open_output, requests_left
-from batchgen.job.source import RequestSource, open_source
+from batchgen.job.source import RequestSource
+from batchgen.job.step_source import SteppedSource, open_rows
+from batchgen.job.step_tables import steps_of
 from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, resolve_model
@@ -85,10 +88,11 @@ def run(model: str, input: Any, output: str | Path | None = None, **options: Any
         TypeError: There is no such option.
     """
     sampling = {name: options.pop(name) for name in SamplingParams.names() if name in options}
-    unknown = set(options) - set(names_of("run"))
+    unknown = set(options) - {*names_of("run"), "steps"}
     if unknown:
         raise TypeError(f"run() has no option {sorted(unknown)[0]!r}")
     options.setdefault("progress", "none")
+    options["steps"] = steps_of(options.get("steps") or ())
     return run_job(JobOptions(model, input, output, sampling=SamplingParams(**sampling), **options))
 
 
@@ -200,7 +204,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         ThreadPoolExecutor(1, thread_name_prefix="batchgen-tokenizer") as background,
         progress,
     ):
-        source = open_source(options)
+        source = open_rows(options)
         if source.is_openai:
             check_files(options, errors_file=True)
         elif options.output is None:  # a file's column names are checked in `open_source`
@@ -439,8 +443,10 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
         The reason why some rows are still left, which is the deadline or too many failed rows; None: all are done.
     """
     options, total_rows = job.options, job.source.dataset.num_rows
-    rows = FailedRows(FailureLimit.parse(options.max_failed), state.done_rows.failed, total_rows)
-    done = finished_tokens = 0
+    per_row = job.source.columns.results_per_row
+    limit = FailureLimit.parse(options.max_failed)
+    rows = FailedRows(limit, state.done_rows.failed, total_rows, results_per_row=per_row)
+    finished_tokens = 0
     stopped: str | None = None
     warned_of_beginning = False
 
@@ -461,7 +467,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
             Counts(
                 total_rows,
                 state.rows_resumed,
-                done,
+                rows.done,
                 rows.failed,
                 stats.prompt_tokens,
                 stats.generated_tokens,
@@ -476,23 +482,28 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     samples = None if options.plan is None else options.sampling.n
     job.progress.start(None if options.share else Expected.of(plan, rows_left, samples))
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
-    requests = rows.watch(requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop))
-    requests = watch_chats(requests, job.tokenizer)
-    requests = going_on(requests, state)
-    if not options.share:  # a worker claims more rows as its rows come out, so none may be held back
+    flow = None
+    left = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
+    if isinstance(job.source, SteppedSource) and isinstance(state, Run):
+        flow = RowFlow(job.source, state.done_rows, state.parts_dir, should_stop)
+        left = flow.requests()
+    requests = going_on(watch_chats(rows.watch(left), job.tokenizer), state)
+    # A worker claims more rows as its rows come out, and so does a row that goes through steps: none may be held back.
+    if not options.share and flow is None:
         requests = job.deduplication.unique(requests)
     results = run(requests, should_stop=should_stop, on_sweep=show)
+    if flow is not None:
+        results = flow.results(results)
     interval_s = seconds(options.flush_interval)
     with state.saver(engine.partials, interval_s), state.writer(flush_interval_s=interval_s) as writer:
         try:
             for result in job.deduplication.with_duplicates(results):
                 writer.add(result.row, _row_result(options, job.source, result))
-                done += 1
                 if isinstance(result, Completion):
                     finished_tokens += sum(len(sample.token_ids) for sample in result.samples)
                 too_many = rows.add(result.row, result.error)
-                if result.error is not None:
-                    _on_failed_row(job, result.row, result.error, first=rows.failed == 1)
+                if result.error is not None and (result.row + 1) % per_row == 0:
+                    _on_failed_row(job, result.row // per_row, result.error, first=rows.failed == 1)
                 if too_many is not None:
                     stopped = too_many
                     break

@@ -55,6 +55,7 @@ def open_output(
         errors_file=source.is_openai,
         extends=extends,
         keep_parts=keep_parts,
+        results_per_row=source.columns.results_per_row,
     )
 
 

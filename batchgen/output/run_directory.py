@@ -103,6 +103,7 @@ def open_run(
     shared: bool = False,
     extends: Extends | None = None,
     keep_parts: bool = False,
+    results_per_row: int = 1,
 ) -> Run:
     """Lock the run directory of an output, create it where it does not exist, and find the rows that are not finished.
 
@@ -117,6 +118,7 @@ def open_run(
         shared: True where the caller is one of several workers and holds their lease for opening. No lock is taken.
         extends: The function that says whether this job may reuse the rows of another, smaller job; None: of no other.
         keep_parts: True to keep part files after the output is complete, since another job may reuse the rows.
+        results_per_row: Number of results of each row: one a step.
 
     Raises:
         InputError: The output cannot be written, or belongs to another job.
@@ -137,7 +139,7 @@ def open_run(
         lock = None if shared else _lock(directory / "lock", output_path)
     except OSError as error:
         raise _unwritable(directory, error.strerror) from error
-    run = Run(targets, directory, json.loads(json.dumps(fingerprint)), lock, extends, keep_parts)
+    run = Run(targets, directory, json.loads(json.dumps(fingerprint)), lock, extends, keep_parts, results_per_row)
     try:
         run._open(resume, overwrite, retry_failed)
     except OSError as error:
@@ -211,12 +213,13 @@ class Run:
         lock: int | None,
         extends: Extends | None,
         keep_parts: bool,
+        results_per_row: int = 1,
     ) -> None:
         self.output_path = targets[0]
         self.directory = directory
         self.parts_dir = directory / "parts"
         self.totals: dict[str, int] | None = None
-        self.done_rows = DoneRows()
+        self.done_rows = DoneRows(results_per_row)
         self.rows_resumed = 0
         self.partials: Partials = {}
         self.notices: list[str] = []
@@ -238,7 +241,7 @@ class Run:
         Args:
             total_rows: Number of rows of the job; None: it is not known.
         """
-        return len(self.done_rows) == total_rows
+        return total_rows is not None and self.done_rows.num_results == total_rows * self.done_rows.results_per_row
 
     @property
     def has_begun(self) -> bool:
@@ -388,7 +391,7 @@ class Run:
     def error_kinds(self) -> list[ErrorKind]:
         """The three most frequent groups of similar errors of failed rows; damaged part files are left out."""
         with contextlib.suppress(DamagedPart):
-            return error_kinds(part_paths(self.parts_dir))
+            return error_kinds(part_paths(self.parts_dir), results_per_row=self.done_rows.results_per_row)
         return []
 
     def result_counts(self, columns: Columns) -> ResultCounts:
@@ -454,7 +457,7 @@ class Run:
             self._start_afresh(may_replace=False)
             return
         if is_intact and not grows and not (retry_failed and totals["rows_failed"]):
-            self._manifest, self.totals, self.done_rows = held, held.totals, DoneRows()
+            self._manifest, self.totals, self.done_rows = held, held.totals, DoneRows(self.done_rows.results_per_row)
             if not self._needs_parts(totals):
                 self._delete_parts()
             return
