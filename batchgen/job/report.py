@@ -9,7 +9,7 @@ import platform
 import socket
 import time
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ class Origin:
             options: The job's options, as they were given.
             started_s: Start of the command, of time.monotonic.
         """
-        started = datetime.fromtimestamp(time.time() - (time.monotonic() - started_s)).astimezone()
+        started = datetime.now().astimezone() - timedelta(seconds=time.monotonic() - started_s)
         return cls(started, started_s, run_command(options, skip=frozenset()), options.model)
 
     def to_json(self) -> dict[str, Any]:
