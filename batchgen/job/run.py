@@ -42,8 +42,13 @@ from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import Origin, make_report, write_report
 from batchgen.job.routing import keep_routing
 from batchgen.job.row_flow import RowFlow
+<<<<<<< HEAD
 from batchgen.job.shared import open_output, requests_left
 from batchgen.job.source import RequestSource, open_input
+=======
+from batchgen.job.shared import going_on, open_output, requests_left
+from batchgen.job.source import RequestSource
+>>>>>>> main
 from batchgen.job.step_source import SteppedSource, open_rows
 from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
@@ -230,11 +235,11 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
     total_rows = job.source.dataset.num_rows
     engine = plan = stopped = None
     if not state.is_done(total_rows):
-        if state.rows_resumed:
-            job.progress.say(f"resuming: {state.rows_resumed:,} rows are done already")
-        made_in = state.weight_format if state.rows_resumed else None
+        if state.has_begun:
+            job.progress.say(_resuming(state))
+        made_in = state.weight_format if state.has_begun else None
         job, plan = _plan_in(made_in, job, state)
-        if state.rows_resumed and state.kernels is not None:
+        if state.has_begun and state.kernels is not None:
             plan = replace(plan, kernels=kernels_of_rows(state.kernels))
         state.record_weight_format(plan.policy.weight_format)
         state.record_kernels(plan.kernels)
@@ -272,6 +277,14 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
         before_replacing=job.source.dataset.check,
     )
     return job.ended(state, engine, plan, "complete")
+
+
+def _resuming(state: Run | SharedRun) -> str:
+    """The line for a job of which some rows are finished or begun."""
+    line = f"resuming: {state.rows_resumed:,} rows are done already"
+    if partials := state.partials.values():
+        line += f", {len(partials):,} are begun ({sum(p.num_tokens for p in partials):,} tokens)"
+    return line
 
 
 def _renamed_line(source: RequestSource, options: JobOptions) -> str | None:
@@ -325,6 +338,8 @@ def _fingerprint(job: _Job, identities: dict[str, Any]) -> dict[str, Any]:
 def _kept(state: Run | SharedRun) -> str:
     """Save finished rows; returns a text with their number."""
     rows, name = state.save(), state.output_path.name
+    if not rows and state.partials:
+        return f"no rows of {name} are finished, {len(state.partials):,} are begun, the same command goes on from there"
     if not rows:
         return f"no rows of {name} are finished yet"
     finished = "1 row" if rows == 1 else f"{rows:,} rows"
@@ -437,14 +452,15 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     if isinstance(job.source, SteppedSource) and isinstance(state, Run):
         flow = RowFlow(job.source, state.done_rows, state.parts_dir, should_stop)
         left = flow.requests()
-    requests = watch_chats(rows.watch(left), job.tokenizer)
+    requests = going_on(watch_chats(rows.watch(left), job.tokenizer), state)
     # A worker claims more rows as its rows come out, and so does a row that goes through steps: none may be held back.
     if not options.share and flow is None:
         requests = job.deduplication.unique(requests)
     results = run(requests, should_stop=should_stop, on_sweep=show)
     if flow is not None:
         results = flow.results(results)
-    with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
+    interval_s = seconds(options.flush_interval)
+    with state.saver(engine.partials, interval_s), state.writer(flush_interval_s=interval_s) as writer:
         try:
             for result in job.deduplication.with_duplicates(results):
                 writer.add(result.row, _row_result(options, job.source, result))
