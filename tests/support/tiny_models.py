@@ -19,6 +19,9 @@ FAMILIES = (
     "gemma2",
     "gemma3",
     "phi3",
+    "granite",
+    "smollm3",
+    "seed_oss",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
@@ -45,6 +48,14 @@ MODELS = {
     "phi3, part of each head, windows": ("phi3", {"head_dim": 24, "sliding_window": 20, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
     }}),
+    "granite, plain factors": ("granite", {
+        "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0, "attention_multiplier": 0.25,
+        "attention_bias": True, "mlp_bias": True,
+    }),
+    "smollm3, windows in layers without rope": ("smollm3", {
+        "use_sliding_window": True, "sliding_window": 20, "no_rope_layers": [1, 0, 0], "tie_word_embeddings": False,
+    }),
+    "seed_oss, a bias of the output": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
     "mixtral, one of 16, windows": ("mixtral", {
         "num_local_experts": 16, "num_experts_per_tok": 1, "sliding_window": 20, "num_hidden_layers": 2,
     }),
@@ -96,9 +107,14 @@ def classes_of(family: str) -> tuple[type, type]:
     """The family's configuration and model in transformers."""
     import transformers
 
-    prefix = {"opt": "OPT", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}.get(
-        family, family.capitalize()
-    )
+    prefix = {
+        "opt": "OPT",
+        "qwen2_moe": "Qwen2Moe",
+        "qwen3_moe": "Qwen3Moe",
+        "gpt_oss": "GptOss",
+        "smollm3": "SmolLM3",
+        "seed_oss": "SeedOss",
+    }.get(family, family.capitalize())
     text = "Text" if family == "gemma3" else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
 
@@ -126,6 +142,13 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
         fields = {"intermediate_size": 96, "num_key_value_heads": 2, "initializer_range": 0.2}
     if family == "qwen3":
         fields["head_dim"] = 32  # as in the real ones, not hidden_size / heads
+    if family == "granite":
+        fields |= {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 3.0}
+        fields |= {"attention_multiplier": 0.1}
+    if family == "smollm3":
+        fields |= {"no_rope_layer_interval": 2}
+    if family == "seed_oss":
+        fields |= {"head_dim": 32}
     if family == "mistral":
         fields["sliding_window"] = None
     if family in ("gemma2", "gemma3"):
