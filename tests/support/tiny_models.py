@@ -53,7 +53,7 @@ MODELS = {
         "attention_bias": True, "mlp_bias": True,
     }),
     "smollm3, windows in layers without rope": ("smollm3", {
-        "use_sliding_window": True, "sliding_window": 20, "no_rope_layers": [1, 0, 0], "tie_word_embeddings": False,
+        "use_sliding_window": True, "sliding_window": 20, "no_rope_layers": [1, 0, 0, 1], "tie_word_embeddings": False,
     }),
     "seed_oss, a bias of the output": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
     "mixtral, one of 16, windows": ("mixtral", {
@@ -143,10 +143,10 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
     if family == "qwen3":
         fields["head_dim"] = 32  # as in the real ones, not hidden_size / heads
     if family == "granite":
-        fields |= {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 3.0}
-        fields |= {"attention_multiplier": 0.1}
+        fields |= {"embedding_multiplier": 6.0, "residual_multiplier": 0.375, "logits_scaling": 0.75}
+        fields |= {"attention_multiplier": 0.125}
     if family == "smollm3":
-        fields |= {"no_rope_layer_interval": 2}
+        fields |= {"num_hidden_layers": 4}  # of which the last does not rotate
     if family == "seed_oss":
         fields |= {"head_dim": 32}
     if family == "mistral":
@@ -256,6 +256,9 @@ GGUF_FAMILIES = (
     "gemma2",
     "gemma3",
     "phi3",
+    "granite",
+    "smollm3",
+    "seed_oss",
 )
 # How SentencePiece tokenizers differ between families: where the space comes from that stands before the first word.
 SENTENCEPIECE_STYLES = {"llama": "normalizer", "phi3": "normalizer", "gemma2": "none", "gemma3": "none"}
@@ -447,12 +450,17 @@ def write_tiny_gguf(  # a line for each key and each name of the format
         _write_gemma(writer, config, family)
     elif family == "phi3":
         _write_phi3(writer, config, head_dim)
+    elif family == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if tokenizer is not None:
         _write_tokenizer(writer, tokenizer, pre_tokenizer, add_bos)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
     for name, values in _gguf_tensors(model, family):
-        if arch == "llama" and name.split(".")[-2] in ("attn_q", "attn_k"):
+        if arch in ("llama", "granite", "smollm3") and name.split(".")[-2] in ("attn_q", "attn_k"):
             heads = values.shape[0] // head_dim
             halves = values.reshape(heads, 2, head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
@@ -532,7 +540,9 @@ def _gguf_tensors(model, family: str):
     """Names in a GGUF, and values fp32; experts of a layer together."""
     import numpy as np
 
-    names = _GGUF_NAMES | ({"post_attention_layernorm": "post_attention_norm"} if family == "gpt_oss" else {})
+    names = _GGUF_NAMES | (
+        {"post_attention_layernorm": "post_attention_norm"} if family in ("gpt_oss", "seed_oss") else {}
+    )
     gemma = family.startswith("gemma")
     names |= _GEMMA_GGUF_NAMES if gemma else {}
     for full_name, tensor in model.state_dict().items():

@@ -13,6 +13,7 @@ from batchgen.models.config import Activation
 from batchgen.models.families import ARCHITECTURES, GEMMA, MIXTURES, QWEN_MIXTURES
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
+from batchgen.models.scales import scales_of
 from batchgen.models.stated_numbers import shown
 
 # Models that take images too, whose text model alone is read.
@@ -183,23 +184,19 @@ def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 
 def read_scales(keys: Mapping[str, Any], family: str, eps: float) -> dict[str, float]:
-    """The fields of a ModelConfig that scale embeddings, the hidden states and logits.
-
-    Granite multiplies what each layer adds to the hidden states by `residual_multiplier`. Hidden states divided by it
-    need no such product: their norms are the same with a smaller epsilon, and the embeddings begin with the division.
+    """The fields of a ModelConfig that scale embeddings, hidden states and logits.
 
     Args:
         keys: Values of the keys in `hf.keys.KEYS`.
         family: Family of the model.
         eps: Number that norms add to the mean square.
     """
-    residual = float(keys.get("residual_multiplier", 1.0))
-    embedding = keys["hidden_size"] ** 0.5 if family in GEMMA else float(keys.get("embedding_multiplier", 1.0))
-    return {
-        "norm_eps": eps / residual**2,
-        "embedding_scale": embedding / residual,
-        "logit_scale": 1 / float(keys.get("logits_scaling", 1.0)),
-    }
+    return scales_of(
+        eps,
+        embedding=keys["hidden_size"] ** 0.5 if family in GEMMA else float(keys.get("embedding_multiplier", 1.0)),
+        residual=float(keys.get("residual_multiplier", 1.0)),
+        logits_divisor=float(keys.get("logits_scaling", 1.0)),
+    )
 
 
 def read_unrotated_layers(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
