@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Completion,
         ContinuationScore,
         PositionLogprobs,
+        Prompt,
         Request,
         Sample,
         SamplingParams,
@@ -40,6 +41,7 @@ __all__ = [
     "JobStopped",
     "MapFunction",
     "PositionLogprobs",
+    "Prompt",
     "Request",
     "Sample",
     "SamplingParams",
@@ -59,8 +61,8 @@ _MODULES = {
     "batchgen.core.errors": ("BatchgenError", "InputError", "JobStopped", "TooManyFailed"),
     "batchgen.job.run": ("run",),
     "batchgen.core.request": (
-        "ChatOptions", "Completion", "ContinuationScore", "PositionLogprobs", "Request", "Sample", "SamplingParams",
-        "ScoreRequest", "Scored", "TokenLogprob",
+        "ChatOptions", "Completion", "ContinuationScore", "PositionLogprobs", "Prompt", "Request", "Sample",
+        "SamplingParams", "ScoreRequest", "Scored", "TokenLogprob",
     ),
     "batchgen.hf_datasets": ("MapFunction", "run_dataset"),
 }  # fmt: skip
