@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,14 @@ from batchgen.output.row_result import OPTIONAL_FIELDS, SAMPLE_LOGPROBS_TYPE
 
 
 class Columns(Protocol):
-    """The columns that a kind of job (generate or score) adds to the rows of the input."""
+    """The columns that a kind of job (generate or score) adds to the rows of the input.
+
+    Attributes:
+        results_per_row: Number of results that the run directory has for each row: one a step.
+    """
+
+    @property
+    def results_per_row(self) -> int: ...
 
     def types(self) -> dict[str, pa.DataType]:
         """The Arrow type of each added column by name, in the order in which the columns are written."""
@@ -64,6 +71,7 @@ class SampleColumns:
     reasoning: bool = False
     prompt_logprobs: bool = False
     token_ids: bool = False
+    results_per_row: ClassVar[int] = 1
 
     @classmethod
     def of(cls, sampling: SamplingParams, *, reasoning: bool = False, token_ids: bool = False) -> SampleColumns:
@@ -137,6 +145,7 @@ class ScoreColumns:
     choices: tuple[str, ...] = ()
     choices_column: str | None = None
     token_logprobs: bool = False
+    results_per_row: ClassVar[int] = 1
 
     def types(self) -> dict[str, pa.DataType]:
         if self.whole:
