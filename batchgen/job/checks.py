@@ -16,6 +16,7 @@ from batchgen.job.destination import STANDARD_OUTPUT, Destination
 from batchgen.job.failures import FailureLimit
 from batchgen.job.files import check_files, is_device
 from batchgen.job.options import JobOptions, flag_of, options_of, seconds
+from batchgen.job.standard_input import is_standard_input
 from batchgen.output.run_directory import check_output
 from batchgen.runtime.grammar import check_grammar
 
@@ -113,7 +114,7 @@ def _check_share(options: JobOptions) -> None:
             raise InputError(
                 f"{flag} is for one process: leave out --share, or {flag}, which each worker would do again"
             )
-    if options.input == "-":
+    if is_standard_input(options.input):
         raise InputError("--share needs an input that all workers see: write it to a file, and give that")
     if options.output is not None and Destination.of(options) is not None:
         raise InputError(f"--share needs an output that all workers see as a file, not {options.output}")

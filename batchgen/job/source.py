@@ -14,7 +14,7 @@ from batchgen.core.request import PLAIN_CHAT, ChatOptions, Request, ScoreRequest
 from batchgen.core.units import parse_shard
 from batchgen.dataset import Dataset, open_dataset
 from batchgen.dataset.continuations import ContinuationSpec
-from batchgen.job.standard_input import STANDARD_INPUT, StandardInput
+from batchgen.job.standard_input import StandardInput, is_standard_input
 from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.output.columns import Columns, SampleColumns, ScoreColumns
 from batchgen.output.formats import check_writable
@@ -138,13 +138,14 @@ class RequestSource:
         return replace(request, row=row, reasoning_apart=request.reasoning_apart and self.reasoning_apart)
 
 
-def open_input(options: JobOptions) -> Dataset:
+def open_input(options: JobOptions, *, copy_streams: bool = False) -> Dataset:
     """Open the rows of a job's input. Raises InputError where it cannot be read.
 
     Args:
         options: The job's options.
+        copy_streams: True to identify streams by all of their values (`open_dataset`).
     """
-    given = StandardInput(options.input_format) if options.input == STANDARD_INPUT else None
+    given = StandardInput(options.input_format) if is_standard_input(options.input) else None
     dataset = open_dataset(
         given.path if given else options.input,
         input_format=options.input_format,
@@ -153,6 +154,7 @@ def open_input(options: JobOptions) -> Dataset:
         shard=parse_shard(options.shard) if options.shard else None,
         on_bad_line=options.on_bad_line,
         csv_delimiter=options.csv_delimiter,
+        copy_streams=copy_streams,
     )
     if given is not None:
         weakref.finalize(dataset, given.close)

@@ -101,18 +101,19 @@ class _Columns:
     schema: pa.Schema
 
 
-def open_rows(options: JobOptions) -> RequestSource:
+def open_rows(options: JobOptions, dataset: Dataset | None = None) -> RequestSource:
     """Open a job's input, and check the input, its prompts or steps, and the names of the output columns.
 
     Args:
         options: The job's options.
+        dataset: The rows of the input; None: they are opened.
 
     Raises:
         InputError: The input cannot be read, or lacks a column that the options name.
     """
+    dataset = dataset or open_input(options)
     if not options.steps:
-        return open_source(options)
-    dataset = open_input(options)
+        return open_source(options, dataset)
     if dataset.format == "openai":
         raise InputError("steps have prompts of their own, and an OpenAI batch has whole requests: leave out the steps")
     if dataset.num_rows == 0:

@@ -9,16 +9,19 @@ from difflib import get_close_matches
 from typing import Any
 
 from batchgen.core.errors import InputError
-from batchgen.core.request import SamplingParams
+from batchgen.core.request import GRAMMARS, SamplingParams
 from batchgen.job.options import INPUT, SAMPLING, JobOptions, options_of
 from batchgen.job.step import Step
 
 _PROMPTS = ("prompt_column", "prompt_template", "messages_column")  # sources of prompts, of which a step has one
-# Options of the input itself, which all steps share.
-_OF_THE_INPUT = frozenset({"id_column", "choices_column"})
+_CHOICES = ("choices", "choices_column")
 STEP_OPTIONS = tuple(
-    option for option in options_of("map") if option.group in (INPUT, SAMPLING) and option.name not in _OF_THE_INPUT
+    option
+    for option in options_of("run")
+    if option.name in _CHOICES
+    or ("map" in option.takers and option.group in (INPUT, SAMPLING) and option.name != "id_column")
 )
+_UNCONSTRAINED = SamplingParams().__dict__
 
 
 def steps_of(tables: Iterable[Mapping[str, Any]], where: str = "steps") -> tuple[Step, ...]:
@@ -47,7 +50,7 @@ def _step_of(table: Mapping[str, Any], where: str) -> Step:
     name, condition = options.pop("name", None), options.pop("filter", None)
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w*", name):
         raise InputError(f"{where} needs a name of letters, digits and _, after which its columns are named")
-    known = {option.name for option in STEP_OPTIONS}
+    known = {*(option.name for option in STEP_OPTIONS), *SamplingParams.names()}
     for key in options:
         if key not in known:
             near = get_close_matches(key, [*known, "name", "filter"], 1)
@@ -71,5 +74,11 @@ def options_of_step(step: Step, options: JobOptions) -> JobOptions:
     sampling = {name: given.pop(name) for name in SamplingParams.names() if name in given}
     if any(name in given for name in _PROMPTS):
         given = dict.fromkeys(_PROMPTS) | given
-    own = replace(options.sampling, **sampling)
+    inherited = options.sampling
+    if not sampling.keys().isdisjoint(GRAMMARS) or not given.keys().isdisjoint(_CHOICES):
+        given = {"choices": (), "choices_column": None} | given
+        inherited = replace(inherited, **{name: _UNCONSTRAINED[name] for name in GRAMMARS})
+    if "choices" in given:
+        given["choices"] = tuple(given["choices"])
+    own = replace(inherited, **sampling)
     return replace(options, sampling=own, output=None, output_prefix="", steps=(), **given)
