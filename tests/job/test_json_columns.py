@@ -202,7 +202,8 @@ def test_the_command_line_has_the_option(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pq.write_table(pa.table({"prompt": ["The ferry"]}), "in.parquet")
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
-    flags = ["--json-schema", "schema.json", "--json-columns", "--max-tokens", "200", "--compact-json", "--dtype", "float32"]
+    flags = ["--json-schema", "schema.json", "--json-columns", "--compact-json", "--max-tokens", "200"]
+    flags += ["--dtype", "float32"]
     code, _, said = invoke("run", "-m", model, "-i", "in.parquet", "-o", "out.parquet", *flags)
     assert code == 0, said
     assert 1 <= pq.read_table("out.parquet")["level"][0].as_py() <= 4
