@@ -437,6 +437,14 @@ class JobOptions:
     token_ids: bool = _option(
         RUN, "run map", default=False, type=bool, help="Add the columns prompt_token_ids and token_ids."
     )
+    json_columns: bool = _option(
+        RUN,
+        "run",
+        default=False,
+        type=bool,
+        help="With --json-schema: a column for each property of the answers, beside the text; null where an answer is"
+        " not complete.",
+    )
     output_prefix: str = _option(
         RUN,
         "run map",

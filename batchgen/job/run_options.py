@@ -259,6 +259,11 @@ class RunOptions(TypedDict, total=False):
     token_ids: bool
     """Add the columns prompt_token_ids and token_ids. Default: False."""
 
+    json_columns: bool
+    """With --json-schema: a column for each property of the answers, beside the text; null where an answer is not
+    complete. Default: False.
+    """
+
     output_prefix: str
     """Put before the names of the output columns [default: nothing, or gen_ where the input has one of the names]."""
 

@@ -237,7 +237,12 @@ def _columns(options: JobOptions) -> Columns:
 
 def generated_columns(options: JobOptions) -> SampleColumns:
     """The columns that a job that generates adds to the input's."""
-    return SampleColumns.of(options.sampling, token_ids=options.token_ids)
+    of_json = None
+    if options.json_columns and options.sampling.json_schema is not None:
+        from batchgen.job.json_columns import json_columns
+
+        of_json = json_columns(options.sampling.json_schema)
+    return replace(SampleColumns.of(options.sampling, token_ids=options.token_ids), json=of_json)
 
 
 def generate_source(options: JobOptions, dataset: Any) -> RequestSource:
@@ -330,6 +335,7 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         "--id-column": options.id_column,
         "--output-prefix": options.output_prefix,
         "--json-schema": options.sampling.json_schema,
+        "--json-columns": options.json_columns,
         "--regex": options.sampling.regex,
         "--grammar": options.sampling.grammar,
         "--choices": options.choices,

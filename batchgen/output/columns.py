@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.core.request import SamplingParams
+from batchgen.output.json_columns import JsonColumns
 from batchgen.output.row_result import OPTIONAL_FIELDS, SAMPLE_LOGPROBS_TYPE
 
 
@@ -51,12 +52,19 @@ class Columns(Protocol):
         """
 
 
+# All columns that a job that generates may have beside those of JSON.
+_NAMES = (
+    "text", "reasoning", "finish_reason", "prompt_tokens", "generated_tokens", "error", "logprobs", "prompt_logprobs",
+    "prompt_token_ids", "token_ids",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class SampleColumns:
     """The output columns of a job that generates text.
 
-    With n > 1, the columns text, reasoning, finish_reason, generated_tokens, logprobs and token_ids have lists of n
-    entries.
+    With n > 1, the columns text, those of JSON, reasoning, finish_reason, generated_tokens, logprobs and token_ids have
+    lists of n entries.
 
     Attributes:
         n: Samples of each row.
@@ -64,6 +72,7 @@ class SampleColumns:
         reasoning: True where the reasoning text is a column, as the model may reason before it answers.
         prompt_logprobs: True where log-probabilities of the prompt are a column.
         token_ids: True where token ids of prompt and samples are columns.
+        json: The columns of the properties of answers that are JSON objects; None: there are none.
     """
 
     n: int = 1
@@ -71,6 +80,7 @@ class SampleColumns:
     reasoning: bool = False
     prompt_logprobs: bool = False
     token_ids: bool = False
+    json: JsonColumns | None = None
     results_per_row: ClassVar[int] = 1
 
     @classmethod
@@ -83,8 +93,10 @@ class SampleColumns:
         def per_sample(kind: pa.DataType) -> pa.DataType:
             return pa.list_(kind) if self.n > 1 else kind
 
+        of_json = {} if self.json is None else self.json.types(_NAMES)
         types = {
             "text": per_sample(pa.string()),
+            **{name: per_sample(kind) for name, kind in of_json.items()},
             **({"reasoning": per_sample(pa.string())} if self.reasoning else {}),
             "finish_reason": per_sample(pa.string()),
             "prompt_tokens": pa.int32(),
@@ -115,6 +127,8 @@ class SampleColumns:
                 columns[name] = _first(columns[name])
             columns["finish_reason"] = pc.fill_null(_first(reason), "error")
             columns["generated_tokens"] = pc.fill_null(_first(columns["generated_tokens"]), 0)
+        if self.json is not None:
+            columns |= zip(self.json.types(_NAMES), self.json.arrays(columns["text"]), strict=True)
         return [columns[name] for name in self.types()]
 
     @property
