@@ -208,7 +208,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         versions = model_versions(files)
         resolved = resolve_job(options, files)
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
-        tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)  # imports transformers
+        tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
         identities = {"input": source.dataset.identity(), "model": model_identity(resolved.files)}
         if source.needs_chat_template or source.chat.chat_template_kwargs:
             tokenizer.result().require_chat_template(source.chat)
