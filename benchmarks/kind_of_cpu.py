@@ -96,8 +96,7 @@ def rates_of(dtype: str) -> ComputeRates:
             name or dtype: compute.prefill_rates(core, pool, subjects.main, brief, name) for name in formats
         },
         decode_attention_bytes_per_s={
-            name or dtype: compute.decode_rates(core, pool, subjects.attention, brief, name)
-            for name in formats
+            name or dtype: compute.decode_rates(core, pool, subjects.attention, brief, name) for name in formats
         },
         elementwise_bytes_per_s={
             name or dtype: compute.elementwise_rates(core, pool, subjects.main, brief, name) for name in formats

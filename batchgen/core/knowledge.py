@@ -31,7 +31,8 @@ _DRIFT = 0.04
 MEASURED = "measured"  # begins the name of a table of this machine's own rates
 # 90 % of a normal distribution lie within so many standard deviations.
 _WITHIN_90 = 1.645
-_MOST_NAMES = 64
+# The latest weight formats and models are remembered.
+_MOST_OTHERS = 32
 
 
 @dataclass(frozen=True)
@@ -39,21 +40,20 @@ class Knowledge:
     """What is known of the factors on the seconds that a table of rates gives.
 
     Attributes:
-        table: Name of the table of rates that the factors belong to; it begins with `MEASURED` if this machine's rates
-            are in it.
+        table: Name of the table; it begins with `MEASURED` if it has rates that were measured on this machine.
         jobs: Number of jobs on this machine that have been learned from.
         probe_s: Seconds of the probe that has been learned from; 0: none.
         means: Expected logarithm of the factor of each kind of work; others have 0.
         covariance: Covariance of these logarithms, by pairs of names; others have that of the prior.
-        prior: Factor on the prior's stand    table: str
+        prior: Factor on the prior's standard deviations, smaller for a table that was measured on this machine.
+    """
+
+    table: str
     jobs: int = 0
     probe_s: float = 0.0
     means: Mapping[str, float] = field(default_factory=dict)
     covariance: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     prior: float = 1.0
-
-ard deviations, smaller for a table that was measured on this machine.
-    """
 
     @property
     def source(self) -> str:
@@ -80,7 +80,8 @@ ard deviations, smaller for a table that was measured on this machine.
             logarithm: Logarithm of the measured time over the time by the table.
             noise: Standard deviation of that logarithm.
         """
-        names = list(dict.fromkeys([*self.means, *parts]))[-_MOST_NAMES:]
+        others = dict.fromkeys(name for name in (*self.means, *parts) if name not in _PRIOR)
+        names = [*_PRIOR, *list(others)[-_MOST_OTHERS:]]
         with_time = {name: self._with(name, parts) for name in names}
         variance = sum(share * with_time[name] for name, share in parts.items() if name in with_time) + noise**2
         surprise = logarithm - self.mean(parts)

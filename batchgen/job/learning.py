@@ -1,20 +1,24 @@
-"""What the sweeps of a job show of the machine: they are its measurement for later jobs, and for the rest of this one."""
+"""What the sweeps of a job show of the machine: its measurement for later jobs, and for the rest of this one."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from batchgen.core.knowledge import Knowledge, Parts
 from batchgen.core.machine import CpuTime
-from batchgen.core.plan import Prediction
+from batchgen.core.plan import Plan, Prediction
 from batchgen.core.units import format_seconds
 from batchgen.job.eta import Expected, Seen, progress_of
+from batchgen.job.job import Job
+from batchgen.job.machine_profile import knowledge_of_table, record_of_machine
+from batchgen.job.progress import Counts
 from batchgen.planner.cost_parts import mean_parts
-from batchgen.profiler.machine_record import MachineRecord
+from batchgen.profiler.machine_record import MachineRecord, update_record
 
 # Standard deviations of the logarithm of a stage's measured time over the predicted one, beside what others took of the
 # cores; that of a whole job whose outputs had other lengths than planned.
@@ -79,7 +83,8 @@ class SweepTimes:
         applied = Knowledge(prediction.table, means=prediction.factors)
         if planned and _AS_PLANNED[0] <= seen.tokens / planned <= _AS_PLANNED[1]:
             noise = math.hypot(_NOISE, others)
-            times = zip(stages, self._stage_times([stage.tokens * seen.tokens / planned for stage in stages]), strict=True)
+            tokens = [stage.tokens * seen.tokens / planned for stage in stages]
+            times = zip(stages, self._stage_times(tokens), strict=True)
             return [
                 Shown(stage.parts, math.log(seconds / stage.seconds) + applied.mean(stage.parts), noise)
                 for stage, (seconds, sweeps) in times
@@ -125,9 +130,56 @@ def learned(record: MachineRecord, first: Knowledge, shown: Sequence[Shown]) -> 
         shown: What the job has shown.
     """
     known = (record.knowledge.get(first.table) or first).drifted()
-    for time in shown:
-        known = known.after(time.parts, time.logarithm, time.noise)
+    for measured in shown:
+        known = known.after(measured.parts, measured.logarithm, measured.noise)
     return record.with_knowledge(replace(known, jobs=known.jobs + 1))
+
+
+class Learner:
+    """A watcher of a running job: its first sweeps make a new prediction, and all of them are kept for later jobs."""
+
+    def __init__(self, job: Job, plan: Plan, expected: Expected | None, say: Callable[[str], None], started_s: float):
+        """Begin when the first sweep begins.
+
+        Args:
+            job: The job.
+            plan: Its plan.
+            expected: The prediction for the rows of this run; None: there is none.
+            say: Function that shows a line.
+            started_s: Time of time.monotonic at which the command started.
+        """
+        self._plan, self._say = plan, say
+        # What several processes or an emulated device need says nothing of this machine's cores.
+        self._expected = expected if job.device.kind == "cpu" and job.processes == 1 else None
+        self._times, self._seen = SweepTimes(), Seen(0.0, 0, 0)
+        self._begun_s = time.monotonic()
+        self._before_s = self._begun_s - started_s
+
+    def after_sweep(self, counts: Counts) -> None:
+        """Take the counts at the end of a sweep."""
+        if self._expected is None:
+            return
+        self._seen = seen = Seen(
+            time.monotonic() - self._begun_s,
+            counts.done,
+            counts.computed_tokens,
+            counts.generated_tokens,
+            counts.finished_tokens,
+            counts.repeated,
+        )
+        self._times.after_sweep(seen.tokens, seen.seconds)
+        if (line := told_anew(self._expected, seen, self._times.sweeps, self._before_s)) is not None:
+            self._say(line)
+
+    def keep(self) -> None:
+        """Add what the sweeps have shown to the machine's record."""
+        prediction = self._plan.prediction
+        if self._expected is None or not prediction.table:
+            return
+        shown = self._times.shown(prediction, self._expected, self._seen)
+        if shown:
+            first = knowledge_of_table(prediction.table)
+            update_record(record_of_machine(), lambda record: learned(record, first, shown))
 
 
 def told_anew(expected: Expected, seen: Seen, sweeps: int, before_s: float) -> str | None:

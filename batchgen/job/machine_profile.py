@@ -6,7 +6,6 @@ table of the CPU's kind, and from what earlier jobs have shown (docs/hardware_pr
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from batchgen.planner.parallel import Link, link_of, part_of_host, with_all_redu
 from batchgen.planner.sizes import store_bytes
 from batchgen.profiler.cache import BUSY, Wanted, load_or_measure, path_of, recall
 from batchgen.profiler.emulated import emulated_profile
-from batchgen.profiler.kinds import corrected, first_knowledge, rates_of_kind
+from batchgen.profiler.kinds import corrected, first_knowledge, rates_of_kind, table_of_kind
 from batchgen.profiler.machine_record import MachineRecord, read_record, record_path, update_record
 from batchgen.profiler.measure import machine_identity, sizes
 from batchgen.profiler.probe import probed, trials_here
@@ -79,7 +78,9 @@ def profile_here(job: Job, workload: Workload) -> HardwareProfile:
             )
         profile, core = given, given if device.slowdown is not None else None
     elif device.kind == "cuda":
-        wanted = wanted_of(job.process_config, job.dtype, *weight_formats_measured(job), device="cuda")
+        wanted = wanted_of(
+            job.process_config, job.dtype, *weight_formats_measured(job, may_stream=False), device="cuda"
+        )
         profile, core = measured_hardware(wanted, job.offload_dir), None
     else:
         profile, core = for_device(device, partial(_known_hardware, job, workload))
@@ -172,25 +173,31 @@ def record_of_machine() -> Path:
     return record_path(cache_dir(), machine_identity())
 
 
+def knowledge_of_table(table: str) -> Knowledge:
+    """What is known of the factors of a table before any probe or job."""
+    if table.startswith(f"{MEASURED} {BUSY}"):
+        return Knowledge(table, prior=_BUSY_PRIOR)
+    return Knowledge(table, prior=_MEASURED_PRIOR) if table.startswith(MEASURED) else first_knowledge(table)
+
+
 def _known_hardware(job: Job, workload: Workload) -> HardwareProfile:
     """The profile of the cores that this thread may use: as known, and probed as far as the job's time allows."""
     offload_dir = make_offload_dir(job.offload_dir)
     path = record_of_machine()
-    record, table = read_record(path), _measured_table(job, offload_dir)
+    size = store_bytes(job.process_config, job.dtype, job.options.weights)
+    may_stream = _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < size
+    record, table = read_record(path), _measured_table(job, offload_dir, may_stream=may_stream)
     if table is not None:
         key, profile = table
-        prior = _BUSY_PRIOR if BUSY in profile.measured else _MEASURED_PRIOR
-        known = record.knowledge.get(key) or Knowledge(key, prior=prior)
         apply = partial(corrected, profile, model=job.process_config)
     else:
-        first = first_knowledge()
-        known = record.knowledge.get(first.table) or first
+        key = table_of_kind()
         apply = partial(rates_of_kind, model=job.process_config, sizes=sizes("cpu", offload_dir))
+    known = record.knowledge.get(key) or knowledge_of_table(key)
     profile = apply(known)
-    size = store_bytes(job.process_config, job.dtype, job.options.weights)
     disk = record.disks.get(str(offload_dir))
-    if may_stream := _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < size:
-        profile = _with_disk(profile, disk)
+    if may_stream:
+        profile = with_disk(profile, disk)
     expected_s = _rough_seconds(profile, job, workload, size if may_stream else 0)
     known = _probed(profile, job, expected_s, path)
     if may_stream:
@@ -201,17 +208,24 @@ def _known_hardware(job: Job, workload: Workload) -> HardwareProfile:
         if disk is not None:
             noise = _EARLIER_DISK_NOISE if now is None else _DISK_NOISE
             known = known.after({DISK: 1.0}, known.mean({DISK: 1.0}), noise)
-    return _with_disk(apply(known), disk)
+    return with_disk(apply(known), disk)
 
 
-def _measured_table(job: Job, offload_dir: Path) -> tuple[str, HardwareProfile] | None:
-    """The name and rates of this machine's measured profile, for the job's model or else any; None: it has none."""
+def _measured_table(job: Job, offload_dir: Path, *, may_stream: bool) -> tuple[str, HardwareProfile] | None:
+    """The name and the rates of this machine's measured profile, for the job's model or else any; None: it has none.
+
+    Args:
+        job: The job.
+        offload_dir: Directory of the disk tier.
+        may_stream: Whether the weights may be larger than the memory.
+    """
     kv_cache_dtype = job.options.kv_cache_dtype
     kv_formats = () if kv_cache_dtype == "auto" else (kv_cache_dtype,)
     for model in (job.process_config, None):
-        wanted = wanted_of(model, job.dtype, *weight_formats_measured(job), kv_formats)
+        wanted = wanted_of(model, job.dtype, *weight_formats_measured(job, may_stream=may_stream), kv_formats)
         if (profile := recall(wanted, cache_dir=cache_dir(), offload_dir=offload_dir)) is not None:
-            return f"{MEASURED} {path_of(wanted, cache_dir(), offload_dir).stem}", profile
+            busy = f" {BUSY}" if BUSY in profile.measured else ""
+            return f"{MEASURED}{busy} {path_of(wanted, cache_dir(), offload_dir).stem}", profile
     return None
 
 
@@ -254,7 +268,7 @@ def _rough_seconds(profile: HardwareProfile, job: Job, workload: Workload, strea
     return seconds + workload.output_len.mean * streamed_bytes / profile.disk_read_bytes_per_s
 
 
-def _with_disk(profile: HardwareProfile, disk: DiskRates | None) -> HardwareProfile:
+def with_disk(profile: HardwareProfile, disk: DiskRates | None) -> HardwareProfile:
     """A profile with measured rates of a disk; as it is without."""
     if disk is None:
         return profile
@@ -286,14 +300,18 @@ def link_between(hardware: HardwareProfile, job: Job) -> Link:
     return link_of(hardware, job.link_bytes_per_s, gpus_of_a_host=gpus_of_a_host)
 
 
-def weight_formats_measured(job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The weight formats whose rates a measured profile of a job has, and those that stream as they are stored."""
+def weight_formats_measured(job: Job, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The weight formats whose rates a measured profile of a job has, and those that stream as they are stored.
+
+    Args:
+        job: The job.
+        may_stream: Whether the weights may be larger than the memory.
+    """
     config, weights = job.process_config, job.open_format or job.options.weights
     layers, output = main_format(config, weights), output_format(config, job.dtype, weights)
     as_stored = []
     if job.device.kind != "cuda":  # whose memory holds all weights as they are stored
-        size = store_bytes(config, job.dtype, job.options.weights)
-        streams = _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < size or job.device.accelerated
+        streams = may_stream or job.device.accelerated
         as_stored += [layers if layers in (INT8, *BLOCK_FORMATS) else job.dtype] if streams and layers != INT4 else []
         # Chunks of an output matrix that come over lie as they are stored.
         as_stored += [output] if job.device.accelerated and output in BLOCK_FORMATS else []

@@ -32,7 +32,14 @@ from batchgen.job.devices import (
 )
 from batchgen.job.files import check_files, write_text
 from batchgen.job.job import Job, dequantized_line, resolve_for, resolve_job, why_not_run
-from batchgen.job.machine_profile import find_for, find_hardware, link_between, process_profile
+from batchgen.job.machine_profile import (
+    for_device,
+    given_hardware,
+    link_between,
+    measured_hardware,
+    process_profile,
+    wanted_of,
+)
 from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
 from batchgen.job.pages.plan_page import plan_page
 from batchgen.job.planning import plan_job, problem_here, problem_of_job
@@ -321,7 +328,8 @@ def _problem_there(
         of_host: Processes on each host; None: all that share the model.
         estimated: The job's workload.
     """
-    hardware = find_hardware(options.hardware, dtype=config.dtype, offload_dir=Path())
+    hardware = given_hardware(options.hardware)
+    assert hardware is not None
     _check_device(options.device, hardware)
     job = resolve_for(hardware, options, files, config, of_host)
     part = process_profile(hardware, job, whole=True)
@@ -383,13 +391,12 @@ def _profile_lines(options: ProfileOptions) -> list[str]:
     where = Device("cuda") if options.device == "auto" and has_cuda() else parse_device(options.device)
     device = "cuda" if where.kind == "cuda" else "cpu"
     formats = dict.fromkeys(native_format(device) if name == "auto" else name for name in options.dtype or ("auto",))
+    offload_dir = Path(options.offload_dir or cache_dir())
     profile = core = None
     for name in formats:
-        find = partial(
-            find_hardware, "", dtype=name, offload_dir=Path(options.offload_dir or cache_dir()), device=device,
-            refresh=options.refresh and profile is None,
-        )  # fmt: skip
-        profile, core = find_for(where, find)
+        wanted = wanted_of(None, name, device=device)
+        refresh = options.refresh and profile is None
+        profile, core = for_device(where, partial(measured_hardware, wanted, offload_dir, refresh=refresh))
     assert profile is not None  # there is at least one format
     if where.kind == "emulated":
         profile = emulated_profile(profile, where, core)

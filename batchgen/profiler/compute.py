@@ -85,15 +85,9 @@ def measure_compute(device: Device, dtype_name: str, subjects: Subjects, effort:
     dtype = getattr(torch, dtype_name)
     where = f"in {dtype_name} on {device.kind}"
     pool = device.pool(dtype, effort)
-    gemm = timed(
-        f"matrix products {where}", lambda: gemm_rates(device, pool, subjects.products, effort)
-    )
-    decode = timed(
-        f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort)
-    )
-    prefill = timed(
-        f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort)
-    )
+    gemm = timed(f"matrix products {where}", lambda: gemm_rates(device, pool, subjects.products, effort))
+    decode = timed(f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort))
+    prefill = timed(f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort))
     elementwise = timed(f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort))
     return ComputeRates(
         gemm_flops_per_s={dtype_name: gemm},
@@ -148,9 +142,7 @@ def measure_packed_kv(  # what is measured, how, and for how long
     decode = timed(
         f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, kv_format)
     )
-    prefill = timed(
-        f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort, kv_format)
-    )
+    prefill = timed(f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort, kv_format))
     elementwise = timed(
         f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort, kv_format)
     )
@@ -295,9 +287,7 @@ def gemm_rates(
     return Rates(("width", "tokens"), tuple((model.hidden_size, rates(model)) for model in models))
 
 
-def _weight(
-    numbers: Tensor, weight_format: str, *, gated: bool, as_stored: bool = False
-) -> ops.Weight:
+def _weight(numbers: Tensor, weight_format: str, *, gated: bool, as_stored: bool = False) -> ops.Weight:
     """A prepacked matrix for GEMMs.
 
     Where quantizing takes long, the matrix has other numbers than the given ones, which does not change the timing.
@@ -338,9 +328,7 @@ def decode_rates(
     def trial(model: ModelConfig, kv: Tensor, batch: int, context: int) -> Trial:
         spread = np.linspace(1 - _CONTEXT_SPREAD_FRAC, 1 + _CONTEXT_SPREAD_FRAC, batch) if batch > 1 else np.ones(1)
         contexts = np.rint(context * spread).astype(int).tolist()
-        run = paged_attention(
-            kv, stored_as, model, [(1, n - 1) for n in contexts], pool.dtype
-        )
+        run = paged_attention(kv, stored_as, model, [(1, n - 1) for n in contexts], pool.dtype)
         return Trial(sum(contexts) * (kv[0].nbytes // DEFAULT_KV_BLOCK_SIZE), run)
 
     def over_context(model: ModelConfig, kv: Tensor, batch: int) -> tuple:

@@ -73,11 +73,15 @@ def rates_of_kind(knowledge: Knowledge, model: ModelConfig | None, sizes: dict[s
     return corrected(profile, knowledge, model)
 
 
-def first_knowledge() -> Knowledge:
-    """What is known of this machine's rates by its kind of CPU alone."""
-    isa, cores = instruction_set(), available_cores()
+def table_of_kind() -> str:
+    """The name of the table of this machine's kind, for the cores that this thread may use."""
+    return f"{instruction_set()}, {available_cores()} cores"
+
+
+def first_knowledge(table: str) -> Knowledge:
+    """What is known of this machine's rates by its kind of CPU alone. table: a name that `table_of_kind` gave."""
     _, means = _CPUS.get(_cpu_ids(), ("", {}))
-    return Knowledge(f"{isa}, {cores} cores", means=means, prior=_STAND_IN_PRIOR if isa in _STAND_INS else 1.0)
+    return Knowledge(table, means=means, prior=_STAND_IN_PRIOR if table.partition(",")[0] in _STAND_INS else 1.0)
 
 
 def corrected(profile: HardwareProfile, knowledge: Knowledge, model: ModelConfig | None) -> HardwareProfile:
