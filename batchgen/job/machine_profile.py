@@ -184,9 +184,8 @@ def _known_hardware(job: Job, workload: Workload) -> HardwareProfile:
     """The profile of the cores that this thread may use: as known, and probed as far as the job's time allows."""
     offload_dir = make_offload_dir(job.offload_dir)
     path = record_of_machine()
-    size = store_bytes(job.process_config, job.dtype, job.options.weights)
-    may_stream = _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < size
-    record, table = read_record(path), _measured_table(job, offload_dir, may_stream=may_stream)
+    streams = may_stream(job)
+    record, table = read_record(path), _measured_table(job, offload_dir, streams=streams)
     if table is not None:
         key, profile = table
         apply = partial(corrected, profile, model=job.process_config)
@@ -196,11 +195,11 @@ def _known_hardware(job: Job, workload: Workload) -> HardwareProfile:
     known = record.knowledge.get(key) or knowledge_of_table(key)
     profile = apply(known)
     disk = record.disks.get(str(offload_dir))
-    if may_stream:
+    if streams:
         profile = with_disk(profile, disk)
-    expected_s = _rough_seconds(profile, job, workload, size if may_stream else 0)
+    expected_s = _rough_seconds(profile, job, workload, streams=streams)
     known = _probed(profile, job, expected_s, path)
-    if may_stream:
+    if streams:
         now = probe_disk(offload_dir, min(_DISK_S, _MEASURING_FRAC * expected_s))
         if now is not None:
             disk = now
@@ -211,18 +210,18 @@ def _known_hardware(job: Job, workload: Workload) -> HardwareProfile:
     return with_disk(apply(known), disk)
 
 
-def _measured_table(job: Job, offload_dir: Path, *, may_stream: bool) -> tuple[str, HardwareProfile] | None:
+def _measured_table(job: Job, offload_dir: Path, *, streams: bool) -> tuple[str, HardwareProfile] | None:
     """The name and the rates of this machine's measured profile, for the job's model or else any; None: it has none.
 
     Args:
         job: The job.
         offload_dir: Directory of the disk tier.
-        may_stream: Whether the weights may be larger than the memory.
+        streams: Whether the weights may be larger than the memory.
     """
     kv_cache_dtype = job.options.kv_cache_dtype
     kv_formats = () if kv_cache_dtype == "auto" else (kv_cache_dtype,)
     for model in (job.process_config, None):
-        wanted = wanted_of(model, job.dtype, *weight_formats_measured(job, may_stream=may_stream), kv_formats)
+        wanted = wanted_of(model, job.dtype, *weight_formats_measured(job, may_stream=streams), kv_formats)
         if (profile := recall(wanted, cache_dir=cache_dir(), offload_dir=offload_dir)) is not None:
             busy = f" {BUSY}" if BUSY in profile.measured else ""
             return f"{MEASURED}{busy} {path_of(wanted, cache_dir(), offload_dir).stem}", profile
@@ -250,14 +249,14 @@ def _unless_there(record: MachineRecord, known: Knowledge) -> MachineRecord:
     return record if known.table in record.knowledge else record.with_knowledge(known)
 
 
-def _rough_seconds(profile: HardwareProfile, job: Job, workload: Workload, streamed_bytes: int) -> float:
+def _rough_seconds(profile: HardwareProfile, job: Job, workload: Workload, *, streams: bool) -> float:
     """A job's seconds by its products and by what streams, without a plan.
 
     Args:
         profile: The machine.
         job: The job.
         workload: The job's workload.
-        streamed_bytes: Bytes of weights that may stream in every sweep.
+        streams: Whether the weights may stream in every sweep.
     """
     model, tokens = job.process_config, workload.num_seqs * workload.computed_prompt_len
     rates = profile.cpu.rates("gemm_flops_per_s", job.dtype)
@@ -265,7 +264,10 @@ def _rough_seconds(profile: HardwareProfile, job: Job, workload: Workload, strea
     decoded = workload.num_seqs * (workload.output_len.mean - 1)
     seconds = tokens * flops / rates.at(width=model.hidden_size, tokens=_PROMPT_TOKENS)
     seconds += decoded * flops / rates.at(width=model.hidden_size, tokens=_DECODED_TOKENS)
-    return seconds + workload.output_len.mean * streamed_bytes / profile.disk_read_bytes_per_s
+    if streams:
+        size = store_bytes(model, job.dtype, job.options.weights)
+        seconds += workload.output_len.mean * size / profile.disk_read_bytes_per_s
+    return seconds
 
 
 def with_disk(profile: HardwareProfile, disk: DiskRates | None) -> HardwareProfile:
@@ -298,6 +300,12 @@ def link_between(hardware: HardwareProfile, job: Job) -> Link:
     """The network link between the processes of a job that run a model together."""
     gpus_of_a_host = job.device.kind == "cuda" and job.processes <= job.of_host
     return link_of(hardware, job.link_bytes_per_s, gpus_of_a_host=gpus_of_a_host)
+
+
+def may_stream(job: Job) -> bool:
+    """Tell whether so much of a job's memory is weights that some of them, or KV, may go to disk."""
+    size = store_bytes(job.process_config, job.dtype, job.options.weights)
+    return _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < size
 
 
 def weight_formats_measured(job: Job, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:

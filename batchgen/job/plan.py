@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -36,15 +36,17 @@ from batchgen.job.machine_profile import (
     for_device,
     given_hardware,
     link_between,
+    may_stream,
     measured_hardware,
     process_profile,
     wanted_of,
+    weight_formats_measured,
 )
 from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
 from batchgen.job.pages.plan_page import plan_page
 from batchgen.job.planning import plan_job, problem_here, problem_of_job
 from batchgen.job.progress import Progress
-from batchgen.job.source import open_source
+from batchgen.job.step_source import open_rows
 from batchgen.job.weight_choice import with_faster_weights
 from batchgen.job.what_if import what_if
 from batchgen.job.workload import EstimatedWorkload, measure_workload
@@ -56,6 +58,7 @@ from batchgen.planner.problem import Problem
 from batchgen.planner.replanned import replanned_s
 from batchgen.planner.simulation import trace_plan
 from batchgen.planner.strategy_times import strategy_lines
+from batchgen.profiler.cache import Wanted
 from batchgen.profiler.emulated import emulated_profile
 from batchgen.profiler.shipped import shipped_profiles
 
@@ -311,7 +314,7 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> Estimate
         raise InputError("--num-prompts, --input-len and --output-len stand in for an --input: give one or the other")
     from batchgen.models.tokenizers.loading import load_tokenizer
 
-    source = open_source(job)
+    source = open_rows(job)
     tokenizer = load_tokenizer(files, job.special_tokens)
     return measure_workload(source, tokenizer, job, context, rows_left=source.dataset.num_rows)
 
@@ -390,11 +393,8 @@ def _profile_lines(options: ProfileOptions) -> list[str]:
     check_path("-o", options.output)
     where = Device("cuda") if options.device == "auto" and has_cuda() else parse_device(options.device)
     device = "cuda" if where.kind == "cuda" else "cpu"
-    formats = dict.fromkeys(native_format(device) if name == "auto" else name for name in options.dtype or ("auto",))
-    offload_dir = Path(options.offload_dir or cache_dir())
     profile = core = None
-    for name in formats:
-        wanted = wanted_of(None, name, device=device)
+    for wanted, offload_dir in _wanted(options, device):
         refresh = options.refresh and profile is None
         profile, core = for_device(where, partial(measured_hardware, wanted, offload_dir, refresh=refresh))
     assert profile is not None  # there is at least one format
@@ -405,6 +405,25 @@ def _profile_lines(options: ProfileOptions) -> list[str]:
     if options.output:
         write_text(json.dumps(profile.to_json(), indent=2) + "\n", options.output, "-o")
     return describe_profile(profile)
+
+
+def _wanted(options: ProfileOptions, device: str) -> Iterator[tuple[Wanted, Path]]:
+    """The rates to measure, with the directory of the disk tier: for each format those of the model, or of any model.
+
+    Args:
+        options: The options.
+        device: "cpu" or "cuda".
+    """
+    for name in dict.fromkeys(options.dtype or ("auto",)):
+        if options.model is None:
+            dtype = native_format(device) if name == "auto" else name
+            yield wanted_of(None, dtype, device=device), Path(options.offload_dir or cache_dir())
+            continue
+        files, config = resolve_for_planning(options.model)
+        asked = JobOptions(options.model, None, None, dtype=name, device=device, offload_dir=options.offload_dir)
+        job = resolve_job(asked, files, config)
+        formats = weight_formats_measured(job, may_stream=may_stream(job))
+        yield wanted_of(job.process_config, job.dtype, *formats, device=device), job.offload_dir
 
 
 def native_format(device: str) -> str:
