@@ -1,4 +1,4 @@
-"""How well a machine's rates are known: normally distributed logarithms of factors on the seconds of each kind of work.
+"""Knowledge of a machine's rates: normally distributed logarithms of factors on the seconds of each kind of work.
 
 A kind of work has a name: "few" and "many" are matrix products of few and of many tokens, "speed" is common to all that
 the CPU computes. The *parts* of a time say which share of it each kind takes. A measurement of the time then says
@@ -37,7 +37,7 @@ _MOST_OTHERS = 32
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What is known of the factors on the seconds that a table of rates gives.
+    """The knowledge of the factors on the seconds that a table of rates gives.
 
     Attributes:
         table: Name of the table; it begins with `MEASURED` if it has rates that were measured on this machine.

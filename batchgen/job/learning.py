@@ -1,4 +1,4 @@
-"""What the sweeps of a job show of the machine: its measurement for later jobs, and for the rest of this one."""
+"""Learning from a job's sweeps: they measure the machine for later jobs, and for the rest of this one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SweepTimes:
         self._points.append((tokens, seconds))
 
     def shown(self, prediction: Prediction, expected: Expected, seen: Seen) -> list[Shown]:
-        """What the sweeps have shown.
+        """The measured times of the stages, or of the whole job where its outputs had other lengths.
 
         Args:
             prediction: Prediction of the job's plan.
@@ -126,8 +126,8 @@ def learned(record: MachineRecord, first: Knowledge, shown: Sequence[Shown]) -> 
 
     Args:
         record: The record.
-        first: What is known of the table's factors where the record has nothing.
-        shown: What the job has shown.
+        first: Knowledge of the table's factors where the record has nothing.
+        shown: Measured times of the job.
     """
     known = (record.knowledge.get(first.table) or first).drifted()
     for measured in shown:

@@ -174,7 +174,7 @@ def record_of_machine() -> Path:
 
 
 def knowledge_of_table(table: str) -> Knowledge:
-    """What is known of the factors of a table before any probe or job."""
+    """The knowledge of the factors of a table before any probe or job."""
     if table.startswith(f"{MEASURED} {BUSY}"):
         return Knowledge(table, prior=_BUSY_PRIOR)
     return Knowledge(table, prior=_MEASURED_PRIOR) if table.startswith(MEASURED) else first_knowledge(table)
@@ -229,7 +229,7 @@ def _measured_table(job: Job, offload_dir: Path, *, streams: bool) -> tuple[str,
 
 
 def _probed(profile: HardwareProfile, job: Job, expected_s: float, path: Path) -> Knowledge:
-    """What is known of the machine after a probe, where the machine is not known well and the job is long enough."""
+    """The knowledge of the machine after a probe, where the machine is not known well and the job is long enough."""
     known = profile.knowledge
     assert known is not None
     seconds = min(_PROBE_S, _MEASURING_FRAC * expected_s)

@@ -80,7 +80,7 @@ def table_of_kind() -> str:
 
 
 def first_knowledge(table: str) -> Knowledge:
-    """What is known of this machine's rates by its kind of CPU alone. table: a name that `table_of_kind` gave."""
+    """The knowledge of this machine's rates by its kind of CPU alone. table: a name that `table_of_kind` gave."""
     _, means = _CPUS.get(_cpu_ids(), ("", {}))
     return Knowledge(table, means=means, prior=_STAND_IN_PRIOR if table.partition(",")[0] in _STAND_INS else 1.0)
 

@@ -1,4 +1,4 @@
-"""What is known of this machine's rates, in one small file: probes and jobs add to it, and later jobs begin with it."""
+"""The record of a machine, one small file: probes and jobs add what they show, and later jobs begin with it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _MOST_TABLES = _MOST_DISKS = 16
 
 @dataclass(frozen=True)
 class MachineRecord:
-    """What earlier probes and jobs have shown of a machine.
+    """The knowledge of a machine that earlier probes and jobs have left.
 
     Attributes:
-        knowledge: What is known of the rates, by the name of the table that the factors belong to.
+        knowledge: Knowledge of the rates, by the name of the table that the factors belong to.
         disks: Rates of the disks of directories.
         version: Version of the file.
     """

@@ -28,10 +28,10 @@ ProbeTrial = tuple[Parts, float, Callable[[], Trial]]
 def probed(
     knowledge: Knowledge, trials: Iterable[ProbeTrial], seconds: float, clock: Clock = time.perf_counter
 ) -> Knowledge:
-    """What is known after a probe.
+    """Probe the machine; returns the knowledge of its rates afterwards.
 
     Args:
-        knowledge: What was known before, with which the trials' rates are expected.
+        knowledge: The knowledge before, with which the trials' rates are expected.
         trials: The trials.
         seconds: Seconds that the probe may take. Each trial gets a part of what is left of them, and is left out where
             it does not fit.
