@@ -588,6 +588,14 @@ class BenchOptions:
 class ProfileOptions:
     """All options of `batchgen profile`."""
 
+    model: str | None = _option(
+        MODEL,
+        "profile",
+        "-m",
+        "--model",
+        metavar="MODEL",
+        help="Measure for this model's shapes and formats [default: models of any size].",
+    )
     device: str = _option(
         RESOURCES,
         "profile",
