@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from batchgen.core.errors import InputError
 
 
 def scales_of(
     eps: float, *, embedding: float = 1.0, residual: float = 1.0, logits_divisor: float = 1.0
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """The fields of a ModelConfig that scale embeddings, hidden states and logits.
 
     Granite multiplies all that a layer adds to the hidden states by one number. Hidden states divided by that number

@@ -117,8 +117,6 @@ def draw(model: str, seed: int) -> Draw:
             stated[name] = value
     if _needs_head_dim(family, stated) and stated.get("head_dim") is None:
         stated["head_dim"] = 16
-    if family in ("phi3", "smollm3"):
-        stated.setdefault("pad_token_id", None)  # whose own is beyond this vocabulary
     if "with images" in model:
         stated = _with_images(stated, rng)
     return Draw(model, seed, stated, tuple(odd))
@@ -193,6 +191,9 @@ def _make_model(given: Draw, folder: Path):
         config = AutoConfig.from_pretrained(folder)
     except Exception:  # also for what changes no logits, which is then left out
         path.write_text(json.dumps(without_ignored(given.stated)))
+        config = AutoConfig.from_pretrained(folder)
+    if (config.get_text_config().pad_token_id or 0) >= _VOCAB:  # a default of large models, which changes no logits
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": None}))
         config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config)

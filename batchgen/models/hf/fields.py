@@ -183,7 +183,7 @@ def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
     }
 
 
-def read_scales(keys: Mapping[str, Any], family: str, eps: float) -> dict[str, float]:
+def read_scales(keys: Mapping[str, Any], family: str, eps: float) -> dict[str, Any]:
     """The fields of a ModelConfig that scale embeddings, hidden states and logits.
 
     Args:

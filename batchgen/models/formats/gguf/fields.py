@@ -304,7 +304,7 @@ def _query_scale(
     return scale
 
 
-def _scales(fields: Mapping[str, Any], family: str, hidden: int) -> dict[str, float]:
+def _scales(fields: Mapping[str, Any], family: str, hidden: int) -> dict[str, Any]:
     """The fields of a ModelConfig that scale embeddings, hidden states and logits. llama.cpp divides logits."""
     return scales_of(
         float(fields.get("attention.layer_norm_rms_epsilon", 1e-6)),
