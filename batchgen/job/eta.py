@@ -7,13 +7,14 @@ plan's seconds for sweeps of any size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from batchgen.core.plan import Plan
+from batchgen.engine.in_flight import InFlight
 from batchgen.job.output_lengths import OutputLengths
 from batchgen.job.rest_of_job import Rest, Sweeps, SweepTable, seconds_of_rest
 from batchgen.job.row_sizes import RowSizes
@@ -37,6 +38,7 @@ class Expected:
         rows: Number of these rows.
         before: Number of rows that were done before.
         seqs_per_row: Sequences of each row.
+        copies: Sequences with the same prompt, of which one is computed.
         output_limit: The most tokens that a sequence may generate.
         ends_itself: True where outputs may end before the limit.
         finished: Lengths of outputs that earlier runs have finished.
@@ -48,6 +50,7 @@ class Expected:
     rows: int
     before: int = 0
     seqs_per_row: float = 1.0
+    copies: int = 1
     output_limit: int = 1
     ends_itself: bool = True
     finished: tuple[int, ...] = ()
@@ -67,27 +70,6 @@ class Expected:
             return None
         limit = plan.workload.max_output_len if plan.workload.task == "generate" else 1
         return cls(plan, rows, output_limit=limit, **more)
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """The sequences of a running engine.
-
-    Attributes:
-        prompt: Prompt tokens that each sequence in flight has yet to compute.
-        context: Tokens of the prompt of each sequence in flight, and those that it has generated.
-        generated: Tokens that each sequence in flight has generated.
-        limits: The most tokens that each of them may generate.
-        queued_prompt: Prompt tokens of each sequence that waits in the engine.
-        queued_limits: The most tokens that each of these may generate.
-    """
-
-    prompt: Sequence[int] = ()
-    context: Sequence[int] = ()
-    generated: Sequence[int] = ()
-    limits: Sequence[int] = ()
-    queued_prompt: Sequence[int] = ()
-    queued_limits: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -193,7 +175,6 @@ class Estimator:
         for tokens in expected.finished:
             self._outputs.add(tokens, cut=tokens >= expected.output_limit)
         self._seen = Seen()
-        self._most_in_flight = 0
 
     def ended(self, tokens: int, *, cut: bool) -> None:
         """Count an output. tokens: its length. cut: True where it reached its limit."""
@@ -230,7 +211,6 @@ class Estimator:
         if seen.rows:
             rows_left *= 1 - seen.repeated / seen.rows
         waiting = rows_left * expected.seqs_per_row
-        self._most_in_flight = max(self._most_in_flight, len(now.generated))
         most = _MOST_WAITING * policy.max_num_seqs + _FEW_WAITING
         count = math.ceil(min(waiting, most))
         queued_prompt, queued_limits = np.array(now.queued_prompt, float), np.array(now.queued_limits, int)
@@ -246,7 +226,7 @@ class Estimator:
             running_prompt=np.array(now.prompt, float),
             running_context=np.array(now.context, float),
             running_output=(final[:m] - generated).astype(float),
-            waiting_prompt=prompt * computed_frac,
+            waiting_prompt=prompt * computed_frac / expected.copies,
             waiting_context=prompt,
             waiting_output=final[m:].astype(float),
             waiting=len(queued_limits) + waiting,
@@ -271,7 +251,7 @@ class Estimator:
     def _computed_frac(self, seen: Seen) -> float:
         """Part of prompt tokens that has to be computed, as no other row has computed it."""
         workload = self._expected.plan.workload
-        planned = workload.shared_prefix_len / workload.prompt_len.mean
+        planned = max(0.0, 1.0 - workload.computed_prompt_len * self._expected.copies / workload.prompt_len.mean)
         prior = _CACHED_PRIOR_FRAC * self._expected.rows * workload.prompt_len.mean
         return 1.0 - (seen.cached_tokens + planned * prior) / (seen.prompt_tokens + prior)
 
@@ -288,5 +268,5 @@ class Estimator:
         tokens = sizes.prompt_tokens(first_row, count) if sizes is not None else None
         if tokens is None:
             values = np.array(workload.prompt_len.values, float)
-            tokens = values[np.random.default_rng(0).permutation(count) % len(values)]
-        return tokens
+            return values[np.random.default_rng(0).permutation(count) % len(values)]
+        return tokens * self._expected.copies / self._expected.seqs_per_row

@@ -23,7 +23,7 @@ _BATCH_ROWS = 8192
 class RowSizes:
     """Bytes of each row in the columns that prompts are made of, and the tokens that they stand for."""
 
-    def __init__(self, sample: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, sample: Sequence[tuple[int, int]] = ()) -> None:
         """Know no sizes yet.
 
         Args:
@@ -31,7 +31,15 @@ class RowSizes:
         """
         self._sample = sample
         self._tokens: Array | None = None
-        self._first = 0
+        self._stopped = threading.Event()
+
+    def sampled(self, sample: Sequence[tuple[int, int]]) -> None:
+        """Take a sample before sizes are read. sample: (number of the row, tokens of its prompt) of some rows."""
+        self._sample = sample
+
+    def stop(self) -> None:
+        """Read no further."""
+        self._stopped.set()
 
     def scan(self, batches: Iterator[tuple[int, pa.RecordBatch]], most_s: float) -> None:
         """Read the sizes of all rows. Nothing is known if that takes too long, or if the input cannot be read.
@@ -47,7 +55,7 @@ class RowSizes:
                 first = number if first is None else first
                 sizes.append(row_bytes(batch))
                 rows += batch.num_rows
-                if rows > _MOST_ROWS or time.thread_time() - started_s > most_s:
+                if self._stopped.is_set() or rows > _MOST_ROWS or time.thread_time() - started_s > most_s:
                     return
         except Exception:  # the job itself will say what is wrong with its input
             return
@@ -75,7 +83,7 @@ class RowSizes:
         slope = min(max(slope, 0.0), 1.0)  # a token has at least one byte
         fitted = np.maximum(1.0, tokens.mean() + slope * (sizes - x.mean()))
         fitted[rows] = tokens
-        self._first, self._tokens = first, fitted
+        self._tokens = fitted
 
     def prompt_tokens(self, first_row: float, count: int) -> Array | None:
         """Prompt tokens of the rows from one on, divided into equal stretches; None: not known.

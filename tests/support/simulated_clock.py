@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass, replace
 
 from batchgen.core.plan import Plan
-from batchgen.job.eta import Estimator, Expected, InFlight, Seen
+from batchgen.engine.in_flight import InFlight
+from batchgen.job.eta import Estimator, Expected, Seen
 from batchgen.planner.simulation import SimulatedJob
 from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import Simulator
@@ -53,15 +54,7 @@ class CountedJob(SimulatedJob):
         super()._commit(sweep)
 
     def in_flight(self) -> InFlight:
-        running, waiting = self._scheduler.running, self._scheduler.waiting
-        return InFlight(
-            [max(0, s.num_prompt - s.num_computed) for s in running],
-            [len(s.tokens) for s in running],
-            [s.num_generated for s in running],
-            [s.sampling.max_tokens for s in running],
-            [s.num_prompt for s in waiting],
-            [s.sampling.max_tokens for s in waiting],
-        )
+        return InFlight.of(self._scheduler)
 
 
 def counted(seen: Seen, sweep) -> Seen:
