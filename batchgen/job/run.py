@@ -42,13 +42,8 @@ from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import Origin, make_report, write_report
 from batchgen.job.routing import keep_routing
 from batchgen.job.row_flow import RowFlow
-<<<<<<< HEAD
-from batchgen.job.shared import open_output, requests_left
-from batchgen.job.source import RequestSource, open_input
-=======
 from batchgen.job.shared import going_on, open_output, requests_left
-from batchgen.job.source import RequestSource
->>>>>>> main
+from batchgen.job.source import RequestSource, open_input
 from batchgen.job.step_source import SteppedSource, open_rows
 from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
