@@ -18,6 +18,7 @@ from batchgen.engine.in_flight import InFlight
 from batchgen.job.output_lengths import OutputLengths
 from batchgen.job.rest_of_job import Rest, Sweeps, SweepTable, seconds_of_rest
 from batchgen.job.row_sizes import RowSizes
+from batchgen.job.time_left import Seen, TimeLeft
 
 Array = np.ndarray[Any, Any]
 
@@ -70,46 +71,6 @@ class Expected:
             return None
         limit = plan.workload.max_output_len if plan.workload.task == "generate" else 1
         return cls(plan, rows, output_limit=limit, **more)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A running job's counts since its first sweep.
-
-    Attributes:
-        rows: Number of rows that are done.
-        repeated: Number of the done rows that got a duplicate's result.
-        others: Number of rows that other workers have finished.
-        prompt_tokens: Prompt tokens of rows that have been prefilled.
-        cached_tokens: Part of `prompt_tokens` that came from the prefix cache.
-        prefilled: Prompt tokens that went through the layers.
-        prefill_keys: Tokens that these attended to, all together.
-        decoded: Tokens that went through the layers one by one, after a prompt.
-        decode_keys: Tokens that these attended to, all together.
-    """
-
-    rows: int = 0
-    repeated: int = 0
-    others: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    prefilled: int = 0
-    prefill_keys: int = 0
-    decoded: int = 0
-    decode_keys: int = 0
-
-
-@dataclass(frozen=True)
-class TimeLeft:
-    """A prediction of the time left.
-
-    Attributes:
-        seconds: Seconds until the job ends.
-        is_bound: True where nothing is known of output lengths but their limit, so that the job may end earlier.
-    """
-
-    seconds: float
-    is_bound: bool
 
 
 class Speed:
@@ -175,6 +136,7 @@ class Estimator:
         for tokens in expected.finished:
             self._outputs.add(tokens, cut=tokens >= expected.output_limit)
         self._seen = Seen()
+        self._capacity = 0  # the most sequences that a sweep without prompts had while rows were waiting
 
     def ended(self, tokens: int, *, cut: bool) -> None:
         """Count an output. tokens: its length. cut: True where it reached its limit."""
@@ -191,6 +153,8 @@ class Estimator:
         prompt, decode = seen.prefilled - before.prefilled, seen.decoded - before.decoded
         if prompt + decode > 0:
             keys, context = seen.prefill_keys - before.prefill_keys, seen.decode_keys - before.decode_keys
+            if not prompt and self._rows_left(seen) > decode / self._expected.seqs_per_row:
+                self._capacity = max(self._capacity, decode)
             values = prompt, keys / max(1, prompt), decode, context / max(1, decode)
             self._speed.add(seconds, Sweeps(*(np.array([value], float) for value in values)))
         self._seen = seen
@@ -205,7 +169,7 @@ class Estimator:
         expected, seen, policy = self._expected, self._seen, self._expected.plan.policy
         generated, limits = np.array(now.generated, int), np.array(now.limits, int)
         running = (len(now.generated) + len(now.queued_prompt)) / expected.seqs_per_row
-        rows_left = max(0.0, expected.rows - seen.rows - seen.others - running)
+        rows_left = max(0.0, self._rows_left(seen) - running)
         if expected.shared:
             rows_left *= (seen.rows + running) / max(1.0, seen.rows + running + seen.others)
         if seen.rows:
@@ -230,23 +194,20 @@ class Estimator:
             waiting_context=prompt,
             waiting_output=final[m:].astype(float),
             waiting=len(queued_limits) + waiting,
-            max_seqs=self._max_seqs(now),
+            max_seqs=self._capacity or policy.max_num_seqs,  # KV may hold fewer than planned
             max_tokens=policy.max_num_batched_tokens,
             static=policy.admission == "static",
         )
 
     def _final_lengths(self, generated: Array, limits: Array, running: Array) -> Array:
         if not self._expected.ends_itself:
-            return np.maximum(limits, generated + 1)
+            longest: Array = np.maximum(limits, generated + 1)
+            return longest
         return self._outputs.draw(generated, limits, running)
 
-    def _max_seqs(self, now: InFlight) -> int:
-        """The most sequences in flight, where KV may hold fewer than the plan's block."""
-        planned = self._expected.plan.policy.max_num_seqs
-        in_prefill = sum(1 for tokens in now.prompt if tokens > 1)
-        if now.queued_prompt and len(now.generated) < planned and not in_prefill:
-            return max(1, len(now.generated))
-        return planned
+    def _rows_left(self, seen: Seen) -> int:
+        """Number of rows that nobody has finished."""
+        return self._expected.rows - seen.rows - seen.others
 
     def _computed_frac(self, seen: Seen) -> float:
         """Part of prompt tokens that has to be computed, as no other row has computed it."""
@@ -268,5 +229,6 @@ class Estimator:
         tokens = sizes.prompt_tokens(first_row, count) if sizes is not None else None
         if tokens is None:
             values = np.array(workload.prompt_len.values, float)
-            return values[np.random.default_rng(0).permutation(count) % len(values)]
+            spread: Array = values[np.random.default_rng(0).permutation(count) % len(values)]
+            return spread
         return tokens * self._expected.copies / self._expected.seqs_per_row

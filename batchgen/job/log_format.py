@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-LOG_FORMATS = ("text", "json")
-
 
 @dataclass(frozen=True)
 class LogFormat:
     """The form of the lines of a log.
 
     Attributes:
-        kind: One of `LOG_FORMATS`.
+        kind: "text" or "json".
         name: Name of the job's output, which each line has; empty: the lines have none.
     """
 

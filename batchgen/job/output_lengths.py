@@ -7,8 +7,6 @@ estimator counts them as such. Beyond the lengths seen so far the distribution g
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ _ENOUGH_ENDED = 5  # sequences that must have ended by themselves before anythin
 _ENOUGH_AT_RISK = 5
 _FIT_STEPS = 30
 _LEAST_SIGMA = 0.05
-_NORMAL = NormalDist()
 
 
 class OutputLengths:
@@ -28,7 +25,6 @@ class OutputLengths:
     def __init__(self) -> None:
         self._ended = np.zeros(64, np.int64)  # by length: sequences that ended by themselves
         self._cut = np.zeros(64, np.int64)  # by length: sequences that were cut at their limit
-        self._draws = np.random.default_rng(0)
 
     def add(self, tokens: int, *, cut: bool) -> None:
         """Count a sequence that has ended.
@@ -61,16 +57,19 @@ class OutputLengths:
         if not len(generated):
             return generated
         if self._ended.sum() < _ENOUGH_ENDED:
-            return np.maximum(limits, generated + 1)
+            longest: Array = np.maximum(limits, generated + 1)
+            return longest
         survival = self._survival(int(limits.max()), running)
         shares = (self._draws_of(len(generated)) + 0.5) / len(generated)
         targets = shares * survival[np.minimum(generated, len(survival) - 1)]
         lengths = np.searchsorted(-survival, -targets, side="left")
-        return np.maximum(np.minimum(lengths, limits), generated + 1)
+        final: Array = np.maximum(np.minimum(lengths, limits), generated + 1)
+        return final
 
     def _draws_of(self, count: int) -> Array:
         """A permutation of 0 to count - 1 that is the same each time."""
-        return np.random.default_rng(count).permutation(count)
+        numbers: Array = np.random.default_rng(count).permutation(count)
+        return numbers
 
     def _survival(self, most: int, running: Array) -> Array:
         """Probability that an output has more than g tokens, for g from 0 to `most`."""
@@ -121,11 +120,3 @@ def _mills(z: Array) -> Array:
     """Mean of the standard normal distribution above z: its density over its upper tail."""
     density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     return np.where(z < 8, density / np.maximum(_upper(z), 1e-300), z + 1 / np.maximum(z, 1.0))
-
-
-def prior_lengths(lengths: Iterable[int], limit: int) -> OutputLengths:
-    """The distribution of lengths that earlier runs have seen. limit: the most tokens that a sequence may generate."""
-    outputs = OutputLengths()
-    for tokens in lengths:
-        outputs.add(tokens, cut=tokens >= limit)
-    return outputs

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from batchgen.core.errors import InputError
 from batchgen.core.screen import Screen, say
@@ -23,9 +23,7 @@ from batchgen.core.text import visible, without_credentials
 from batchgen.core.units import format_seconds
 from batchgen.job.log_format import LogFormat
 from batchgen.job.options import STYLES
-
-if TYPE_CHECKING:
-    from batchgen.job.eta import Estimator, Seen, TimeLeft
+from batchgen.job.time_left import Estimate, Seen, TimeLeft
 
 LOG_VARIABLE = "BATCHGEN_LOG"  # the least level of log records that are shown: DEBUG, INFO, WARNING or ERROR
 _RATE_WINDOW_S = 20.0  # tokens/s are those of the last seconds
@@ -72,7 +70,7 @@ class Counts:
 class TokenClock:
     """Rates of the last seconds, and the predicted time left of a job.
 
-    With a plan, the time left is that of an `Estimator`. Without a plan, it comes from the tokens per row so far, as
+    With a plan, the time left is that of an `Estimate`. Without a plan, it comes from the tokens per row so far, as
     long rows tend to end last.
     """
 
@@ -80,7 +78,7 @@ class TokenClock:
         self._now = now
         self.restart()
 
-    def restart(self, estimator: Estimator | None = None) -> None:
+    def restart(self, estimator: Estimate | None = None) -> None:
         """Forget all counts, which were of loading. estimator: of the time left; None: there is no plan."""
         self._estimator = estimator
         self._started_s = self._now()
@@ -112,8 +110,6 @@ class TokenClock:
         Without a plan, each remaining row is taken to have as many tokens as the finished rows have on average. The
         rate is that of the whole run: a sweep may take seconds, so the rate of the last seconds varies too much.
         """
-        from batchgen.job.eta import TimeLeft
-
         if self._estimator is not None:
             return self._estimated() if counts.seen is not None else None
         tokens = counts.prompt_tokens + counts.generated_tokens
@@ -126,8 +122,6 @@ class TokenClock:
 
     def _estimated(self) -> TimeLeft:
         """The estimate, made anew where the last one is old enough, else counted down."""
-        from batchgen.job.eta import TimeLeft
-
         assert self._estimator is not None
         now = self._now()
         if self._left is None or now >= self._next_s:
@@ -189,7 +183,8 @@ def log_lines(say: Callable[..., None] | None) -> Iterator[None]:
     """Show the package's log records as lines while the block runs; handlers of the root logger do not get them.
 
     Args:
-        say: Function that shows a line, as `Progress.say`; None: no line is shown, and the root logger's handlers get the records.
+        say: Function that shows a line, as `Progress.say`; None: no line is shown, and the root logger's handlers get
+            the records.
 
     Raises:
         InputError: $BATCHGEN_LOG is not the name of a level.
@@ -220,7 +215,8 @@ class Progress:
     """Display of a job's `Counts` and of lines, on standard error; as a context manager also of log records.
 
     Attributes:
-        estimated_s: Predicted seconds of the whole job, noted when 3 % of it were done; None before, or without a plan.
+        estimated_s: Predicted seconds of the whole job, noted when 3 % of it had passed; None before that, or without a
+            plan.
     """
 
     def __init__(
@@ -255,12 +251,7 @@ class Progress:
         self.estimated_s: float | None = None
         self._log = contextlib.ExitStack()
 
-    @property
-    def shows_terminal(self) -> bool:
-        """True where the display is for a person at a terminal."""
-        return self._terminal
-
-    def start(self, estimator: Estimator | None = None) -> None:
+    def start(self, estimator: Estimate | None = None) -> None:
         """Begin to count rates and the time left. estimator: of the time left; None: there is no plan."""
         self._clock.restart(estimator)
         self._counted_since_s = self._now()

@@ -117,9 +117,7 @@ class _Entering(NamedTuple):
         return self.prompt * (self.context - self.prompt / 2)
 
 
-def _enter(
-    rest: Rest, entering: _Entering, decoding: _Decoding, sweep_s: SweepSeconds
-) -> tuple[float, _Decoding]:
+def _enter(rest: Rest, entering: _Entering, decoding: _Decoding, sweep_s: SweepSeconds) -> tuple[float, _Decoding]:
     """Seconds until the last sequence has entered, and the sequences that decode then.
 
     Args:

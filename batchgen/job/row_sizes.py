@@ -17,7 +17,8 @@ import pyarrow.compute as pc
 Array = np.ndarray[Any, Any]
 
 _MOST_ROWS = 1_000_000
-_BATCH_ROWS = 8192
+SCAN_ROWS = 8192  # of a batch that is scanned
+_SCAN_FRAC, _LEAST_SCAN_S, _MOST_SCAN_S = 0.01, 0.05, 2.0  # CPU seconds of reading, as part of the job's
 
 
 class RowSizes:
@@ -62,8 +63,14 @@ class RowSizes:
         if first is not None:
             self.know(first, np.concatenate(sizes))
 
-    def scan_in_thread(self, batches: Iterator[tuple[int, pa.RecordBatch]], most_s: float) -> None:
-        """Do as `scan` does, in a thread of its own, which ends with the process."""
+    def scan_in_thread(self, batches: Iterator[tuple[int, pa.RecordBatch]], job_s: float) -> None:
+        """Read the sizes of all rows in a thread of its own, for a small part of the job's time.
+
+        Args:
+            batches: (number of the first row, rows) of all rows in order.
+            job_s: Predicted seconds of the job.
+        """
+        most_s = min(_MOST_SCAN_S, max(_LEAST_SCAN_S, _SCAN_FRAC * job_s))
         threading.Thread(target=self.scan, args=(batches, most_s), name="batchgen-sizes", daemon=True).start()
 
     def know(self, first: int, sizes: Array) -> None:
@@ -101,7 +108,8 @@ class RowSizes:
         edges = np.linspace(0, len(left), count + 1)
         sums = np.concatenate([[0.0], np.cumsum(left)])
         bounds = np.interp(edges, np.arange(len(sums)), sums)
-        return np.diff(bounds) * count / len(left)
+        means: Array = np.diff(bounds) * count / len(left)
+        return means
 
 
 def row_bytes(batch: pa.RecordBatch) -> Array:

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,9 @@ def metrics(snapshot: Snapshot) -> str:
     output = snapshot.output.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     label = f'output="{output}"'
     values: list[tuple[str, str, str, list[tuple[str, float | None]]]] = [
-        ("info", "gauge", "Version of batchgen, and the host.", [(f'version="{__version__}",host="{snapshot.host}"', 1)]),
+        ("info", "gauge", "Version of batchgen, and the host.", [
+            (f'version="{__version__}",host="{snapshot.host}"', 1.0)
+        ]),
         ("state", "gauge", "1 for the state that the job is in.", [
             (f'state="{state}"', float(state == snapshot.state)) for state in STATES
         ]),
@@ -164,6 +166,20 @@ class Publisher:
         if self._metrics_file is not None:
             with contextlib.suppress(OSError):
                 _replace(self._metrics_file, metrics(self.snapshot))
+
+    def end(self, report: Mapping[str, Any]) -> None:
+        """Publish how the job has ended. report: the report of the run."""
+        self.publish(
+            state="stopped" if report["state"] == "stopped" else "complete",
+            rows=report["rows"],
+            rows_done=report["rows_ok"] + report["rows_failed"],
+            rows_failed=report["rows_failed"],
+            prompt_tokens=report["prompt_tokens"],
+            generated_tokens=report["generated_tokens"],
+            sweeps=report["sweeps"],
+            seconds_left=None,
+            rows_per_s=0.0,
+        )
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from batchgen.core.plan import Plan
 from batchgen.engine.in_flight import InFlight
-from batchgen.job.eta import Estimator, Expected, Seen
+from batchgen.job.eta import Estimator, Expected
+from batchgen.job.time_left import Seen
 from batchgen.planner.simulation import SimulatedJob
 from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import Simulator
