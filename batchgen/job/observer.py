@@ -1,4 +1,4 @@
-"""What a running job shows of itself after each sweep: its progress for people, and its state for other programs."""
+"""The display of a running job after each sweep, for people, and its published state, for other programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchgen.core.request import Completion, Scored
 from batchgen.job.eta import Estimator, Expected
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.snapshot import Publisher
-from batchgen.job.time_left import Seen
+from batchgen.job.time_left import Seen, TimeLeft
 
 if TYPE_CHECKING:
     from batchgen.core.plan import Plan
@@ -79,12 +79,19 @@ class Observer:
             for sample in result.samples:
                 self._estimator.ended(len(sample.token_ids), cut=sample.finish_reason == "length")
 
-    def after_sweep(self, stats: EngineStats) -> None:
-        """Show and publish the counts after a sweep. stats: the engine's totals."""
+    def after_sweep(self, stats: EngineStats) -> TimeLeft | None:
+        """Show and publish the counts after a sweep.
+
+        Args:
+            stats: The engine's totals.
+
+        Returns:
+            The predicted time left; None: unknown.
+        """
         counts = self._counts(stats)
         self._progress.update(counts)
+        left = self._progress.time_left(counts)
         if self._publisher.is_due:
-            left = self._progress.time_left(counts)
             self._publisher.publish(
                 rows_done=counts.all_done,
                 rows_failed=self._failed_before + counts.failed,
@@ -95,6 +102,7 @@ class Observer:
                 seconds_left=None if left is None else left.seconds,
                 left_is_bound=left is not None and left.is_bound,
             )
+        return left
 
     def _counts(self, stats: EngineStats) -> Counts:
         rows = self._rows()
@@ -126,7 +134,7 @@ class Observer:
 def expected_of(
     plan: Plan, options: JobOptions, state: Run | SharedRun, total_rows: int | None, sizes: RowSizes
 ) -> Expected | None:
-    """What is known before the first sweep about the rows that are left; None where no time can be told.
+    """The knowledge before the first sweep about the rows that are left; None where no time can be told.
 
     Args:
         plan: The job's plan.

@@ -48,7 +48,7 @@ class Counts:
         generated_tokens: Generated tokens.
         others: Rows that other workers have finished since this run began.
         sweeps: Number of sweeps.
-        seen: What the estimate of the time left is made of; None: there is no plan.
+        seen: Counts from which the time left is estimated; None: there is no plan.
     """
 
     total_rows: int | None
@@ -230,7 +230,7 @@ class Progress:
 
         Args:
             style: One of `STYLES`.
-            stream: Where lines are shown; None: standard error.
+            stream: Stream on which lines are shown; None: standard error.
             now: Clock, in seconds.
             log_format: Form of lines that are no terminal's; None: they are shown as they are.
 

@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Sweeps(NamedTuple):
-    """What sweeps have in them, each an array [n].
+    """The work of sweeps, each field an array [n].
 
     Attributes:
         prompt: Prompt tokens.

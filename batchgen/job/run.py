@@ -33,11 +33,13 @@ from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
 from batchgen.job.job import Job, dequantized_line, resolve_job
 from batchgen.job.kernels import kernels_of_rows
+from batchgen.job.learning import Learner
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.log_format import LogFormat
 from batchgen.job.observer import Observer, RowCounts, expected_of
 from batchgen.job.options import JobOptions, seconds
 from batchgen.job.pages.run_page import RunPage
+from batchgen.job.planned_stages import PlannedStages
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Progress
 from batchgen.job.report import Origin, make_report, write_report
@@ -337,6 +339,8 @@ def _fingerprint(job: _Job, identities: dict[str, Any]) -> dict[str, Any]:
         "on_overlong": options.on_overlong,
         "output_prefix": options.output_prefix,
     }
+    if options.json_columns:
+        fingerprint["json_columns"] = True
     if thinking is not None:
         fingerprint["reasoning"] = thinking.begin
     if options.task != "generate":
@@ -426,6 +430,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     per_row = job.source.columns.results_per_row
     limit = FailureLimit.parse(options.max_failed)
     rows = FailedRows(limit, state.done_rows.failed, total_rows, results_per_row=per_row)
+    finished_tokens = 0
     stopped: str | None = None
     warned_of_beginning = False
 
@@ -442,16 +447,23 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
             logger.warning(_BEGINS_TWICE)
         if job.page is not None:
             job.page.after_sweep(stats)
-        observer.after_sweep(stats)
+        left = observer.after_sweep(stats)
+        tokens = stats.computed_tokens, stats.generated_tokens, finished_tokens
+        learner.after_sweep(rows.done, *tokens, job.deduplication.count, left)
 
     def row_counts() -> RowCounts:
         return RowCounts(rows.done, rows.failed, job.deduplication.count)
 
     observer = Observer(state, total_rows, row_counts, job.progress, job.publisher)
-    expected = expected_of(plan, options, state, total_rows, job.row_sizes)
+    stepped = isinstance(job.source, SteppedSource)  # its later steps are not in the plan
+    expected = None if stepped else expected_of(plan, options, state, total_rows, job.row_sizes)
     if expected is not None:
         job.row_sizes.scan_in_thread(job.source.batches(0, SCAN_ROWS), plan.prediction.total_s)
     observer.start(expected, engine)
+    planned = (
+        None if expected is None or options.share else PlannedStages.of(plan, expected.rows, expected.seqs_per_row)
+    )
+    learner = Learner(job.resolved, plan, planned, job.progress.say, job.origin.started_s)
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
     flow = None
     left = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
@@ -471,6 +483,8 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
             for result in job.deduplication.with_duplicates(results):
                 writer.add(result.row, _row_result(options, job.source, result))
                 observer.finished(result)
+                if isinstance(result, Completion):
+                    finished_tokens += sum(len(sample.token_ids) for sample in result.samples)
                 too_many = rows.add(result.row, result.error)
                 if result.error is not None and (result.row + 1) % per_row == 0:
                     _on_failed_row(job, result.row // per_row, result.error, first=rows.failed == 1)
@@ -480,6 +494,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
         finally:
             results.close()
             job.row_sizes.stop()
+            learner.keep()
     return None if state.is_done(total_rows) else stopped
 
 
