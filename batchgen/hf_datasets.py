@@ -1,4 +1,4 @@
-"""The API for the `datasets` library: `run_dataset` for a whole dataset, `MapFunction` for `Dataset.map`."""
+"""`MapFunction`, with which `Dataset.map` of the library `datasets` generates."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from batchgen.core.errors import InputError, JobStopped, one_line
+from batchgen.core.errors import InputError, one_line
 from batchgen.core.request import Completion, Request, Sample, SamplingParams
 from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompts
-from batchgen.dataset.storage import is_url
-from batchgen.job.options import names_of, options_of
+from batchgen.job.options import check_names, names_of, options_of
 from batchgen.models.files import resolve_model
 from batchgen.models.identity import model_identity
 from batchgen.models.tokenizers.thinking import gives_reasoning
@@ -26,50 +24,6 @@ if TYPE_CHECKING:
     import datasets
 
     from batchgen.engine.engine import Engine
-
-
-def run_dataset(
-    model: str,
-    dataset: datasets.Dataset | datasets.IterableDataset,
-    *,
-    output: str | Path | None = None,
-    **options: Any,
-) -> datasets.Dataset:
-    """Run every row of a dataset through a model.
-
-    The result is memory-mapped from its file, however large it is. After an interruption, the same call goes on; after
-    the job is complete, it returns at once.
-
-    Args:
-        model: The model, as `batchgen.run` takes it.
-        dataset: The input.
-        output: An .arrow file. None: a file in the cache directory, named by a hash of all that the rows depend on. For
-            a stream a file is required, since only its first rows are known beforehand.
-        **options: Options of `batchgen.run`.
-
-    Returns:
-        The dataset with the output columns added; the types of its other columns are kept.
-
-    Raises:
-        JobStopped: `max_time` has ended the job.
-        BatchgenError: The job cannot be run or completed.
-    """
-    import datasets
-
-    from batchgen.job.run import run
-
-    if output is not None and Path(output).suffix.lower() != ".arrow":
-        raise InputError(f"output must end in .arrow, which datasets can map into memory, not {Path(output).name!r}")
-    if is_url(output):
-        raise InputError(f"output must be a file on this machine, which datasets can map into memory, not {output}")
-    if options.get("dry_run"):
-        raise InputError("a dry run has no rows to return: use batchgen.run")
-    report = run(model, dataset, output, **options)
-    if report["state"] == "stopped":
-        left = "some" if report["rows_left"] is None else f"{report['rows_left']:,}"
-        raise JobStopped(f"stopped by max_time with {left} rows left: the same call goes on from there")
-    split = options.get("split") or getattr(dataset, "split", None)
-    return datasets.Dataset.from_file(report["output"], split=split and datasets.Split(str(split)))
 
 
 class MapFunction:
@@ -93,8 +47,9 @@ class MapFunction:
         model: The model, as `batchgen run --model` takes it.
         **options: Options of prompts (prompt_column, prompt_template, messages_column, system_prompt, chat,
             chat_template_kwargs, continue_final, id_column) and of column names (output_prefix); fields of
-            SamplingParams; and options of `Engine`: dtype, device, gpu_memory, cpu_memory, admission, max_num_seqs,
-            max_num_batched_tokens, max_model_len, share_prefixes, expected_output_len and on_overlong.
+            SamplingParams, of which choice is named choices; and options of `Engine`: dtype, device, gpu_memory,
+            cpu_memory, admission, max_num_seqs, max_num_batched_tokens, max_model_len, share_prefixes,
+            expected_output_len and on_overlong.
 
     Raises:
         TypeError: There is no such option.
@@ -103,8 +58,7 @@ class MapFunction:
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
         known = {option.name: option for option in options_of("map", "engine") if option.name != "model"}
-        if unknown := sorted(set(options) - set(known)):
-            raise TypeError(f"MapFunction() has no option {unknown[0]!r}")
+        check_names("MapFunction", options, known)
         given = {name: options.get(name, option.default) for name, option in known.items()}
         self._model = os.fspath(model)
         self._prompts = PromptSpec(
@@ -116,7 +70,9 @@ class MapFunction:
             given["chat_template_kwargs"],
             given["continue_final"],
         )
-        self._sampling = SamplingParams(**{name: given[name] for name in SamplingParams.names()})
+        self._sampling = SamplingParams(
+            **{n: given[n] for n in SamplingParams.names() if n in given}, choice=given["choices"]
+        )
         self._id_column, self._prefix = given["id_column"], given["output_prefix"]
         self._engine_options = {name: value for name, value in options.items() if name in names_of("engine")}
         self._identity: dict | None = None

@@ -14,13 +14,16 @@ from typing import Any
 import click
 
 from batchgen._version import __version__
-from batchgen.cli.options import takes_options
+from batchgen.cli.options import STEPS, takes_options
 from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, naming_files
+from batchgen.core.imports import importing, leave_pandas_out
 from batchgen.core.interrupts import keep
 from batchgen.core.request import SamplingParams
 from batchgen.core.screen import ProductLost, Screen, put, say
+from batchgen.core.text import without_credentials
 from batchgen.core.text_file import read_text
 from batchgen.job.options import BenchOptions, ConvertOptions, JobOptions, PlanOptions, ProfileOptions, flag_of
+from batchgen.job.step_tables import steps_of
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -47,17 +50,17 @@ def run(**options: Any) -> None:
     _follow(ranks)
     keep(lambda: _before_rows(options["output"]))
     from batchgen.distributed.group import dismissing
-    from batchgen.job.checks import check_job
 
     with dismissing(ranks):
         job = _job(options)
-        check_job(job)  # before imports that take seconds
-    if Screen.over(sys.stderr).isatty():  # somebody looks at a screen on which nothing would be for seconds
-        from batchgen.job.progress import Progress
-
-        Progress(job.progress).say(f"batchgen {__version__}: {job.model} over {job.input}")
-    from batchgen.job.report import summary
-    from batchgen.job.run import run_job
+        _say_begun(job)
+        with importing():
+            from batchgen.job.checks import check_job
+        leave_pandas_out()
+        check_job(job)  # before imports that take a second
+    with importing():
+        from batchgen.job.report import summary
+        from batchgen.job.run import run_job
 
     failure = None
     try:
@@ -84,7 +87,9 @@ def plan(**options: Any) -> None:
 
     Nothing but the model's configuration and a sample of the rows is read.
     """
-    from batchgen.job.plan import run_plan
+    with importing():
+        from batchgen.job.plan import run_plan
+    leave_pandas_out()
 
     of_plan = _taken(options, PlanOptions)
     put(run_plan(PlanOptions(_job(options), **of_plan)))
@@ -97,8 +102,10 @@ def bench(**options: Any) -> None:
     With --load-format dummy a model's config.json is enough: it is run with random weights of that shape.
     """
     _follow(options["tensor_parallel"])
-    from batchgen.distributed.group import dismissing
-    from batchgen.job.bench import run_bench, summary
+    with importing():
+        from batchgen.distributed.group import dismissing
+        from batchgen.job.bench import run_bench, summary
+    leave_pandas_out()
 
     with dismissing(options["tensor_parallel"]):
         of_bench = _taken(options, BenchOptions)
@@ -144,6 +151,12 @@ def status(output: str, as_json: bool) -> None:
     put([json.dumps(state, indent=2)] if as_json else describe_status(state))
 
 
+def _say_begun(job: JobOptions) -> None:
+    """On a terminal, say which job it is: somebody looks at a screen on which nothing would be for a second."""
+    if job.progress != "none" and Screen.over(sys.stderr).isatty():
+        say(without_credentials(f"batchgen {__version__}: {job.model} over {job.input}"))
+
+
 def _follow(ranks: int) -> None:
     """In a process that a launcher has started as a rank other than 0: do that rank's work, then exit.
 
@@ -185,23 +198,36 @@ def _job(options: dict[str, Any]) -> JobOptions:
     if (config := options.pop("config")) is not None:
         read.append(("--config", config))
     given = _taken(options, SamplingParams)
+    read += [(flag_of(name), os.path.expanduser(given[name])) for name in _FILES if given.get(name) is not None]
+    options = {"input": None, "output": None, **options}
+    sampling = SamplingParams(**_as_meant(given))
+    steps = [_as_meant(step) for step in click.get_current_context().meta.get(STEPS, ())]
+    if steps:
+        options["steps"] = steps_of(steps, f"--config {config}")
+    return JobOptions(sampling=sampling, read_before=tuple(read), **options)
+
+
+_FILES = ("json_schema", "grammar")  # sampling options that name a file on the command line
+
+
+def _as_meant(given: dict[str, Any]) -> dict[str, Any]:
+    """Values of sampling options with files read and escapes replaced."""
+    given = dict(given)
     if "stop" in given:
         given["stop"] = tuple(s.replace("\\n", "\n").replace("\\t", "\t") for s in given["stop"])
-    if (schema := given.get("json_schema")) is not None:
-        given["json_schema"] = _read_schema(schema)
-        read.append((flag_of("json_schema"), os.path.expanduser(schema)))
-    options = {"input": None, "output": None, **options}
-    return JobOptions(sampling=SamplingParams(**given), read_before=tuple(read), **options)
+    for name in _FILES:
+        if given.get(name) is not None:
+            given[name] = _read_text(flag_of(name), given[name])
+    return given
 
 
-def _read_schema(path: str) -> str:
+def _read_text(flag: str, path: str) -> str:
+    """The text of a file that an option names. Raises InputError."""
     try:
         return read_text(Path(path).expanduser(), "utf-8-sig")
     except (OSError, UnicodeError) as error:
-        hint = "; write the schema to a file and give the file's name" if path.lstrip().startswith("{") else ""
-        raise InputError(
-            f"--json-schema {path} cannot be read: {getattr(error, 'strerror', None) or error}{hint}"
-        ) from error
+        hint = "; write it to a file and give the file's name" if path.lstrip().startswith(("{", "start:")) else ""
+        raise InputError(f"{flag} {path} cannot be read: {getattr(error, 'strerror', None) or error}{hint}") from error
 
 
 for _command in (run, status, plan, bench, profile, convert):

@@ -31,7 +31,7 @@ class Source:
     """An input of a known format, before limit and shard are applied.
 
     Attributes:
-        format: The input format, one of `FORMATS`.
+        format: The input format: one of `FORMATS`, or "table" for a table that a program has.
         schema: The input's columns.
         total_rows: Number of rows; None where the input must be read to know it.
         read: The function that yields Arrow batches in input order, of at most about `BATCH_BYTES`, with the requested
@@ -43,6 +43,7 @@ class Source:
             rows that it had before. None: the input never grows.
         check: The function that raises InputError where the input has changed since `identity` was called.
         notices: Messages for the user about the way in which the input was read.
+        is_stream: True where only the first rows identify the input, as it is not read more than needed.
     """
 
     format: str
@@ -54,6 +55,7 @@ class Source:
     begins_with: Callable[[dict[str, Any], dict[str, Any]], bool] | None = None
     check: Callable[[], None] = lambda: None
     notices: tuple[str, ...] = ()
+    is_stream: bool = False
 
 
 @contextmanager

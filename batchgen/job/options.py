@@ -9,14 +9,16 @@ and help from here. This module imports nothing that takes long, as `batchgen --
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from batchgen.core.dtypes import KV_CODE_BITS, WEIGHTS
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import parse_seconds
+from batchgen.job.step import Step
 
 # The groups, in the order in which help shows them.
 MODEL, INPUT, SAMPLING, RESOURCES, RUN = GROUPS = ("model", "input", "sampling", "resources", "run")
@@ -45,6 +47,7 @@ class Option:
         multiple: True for an option that may be repeated.
         required: True for an option that must be given.
         reads: The kind of file that the value names: `FILE`, `FILE_OR_NAME` or `AT_FILE`; None: it names no file.
+        python: The type of the value in Python, where it may be more than the field holds; None: the field's type.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Option:
     multiple: bool = False
     required: bool = False
     reads: str | None = None
+    python: str | None = None
 
     @property
     def flag(self) -> str:
@@ -113,6 +117,7 @@ class JobOptions:
         input: The input; a `datasets.Dataset` or `IterableDataset` in Python.
         output: The output; None: no output, for a plan, or a file in the cache directory.
         read_before: (flag, path) of the files from which values of other options were read.
+        steps: The job's steps, `[[step]]` in a job file; empty: each row has one prompt.
     """
 
     model: str = _option(
@@ -205,15 +210,15 @@ class JobOptions:
     )
     choices: tuple[str, ...] = _option(
         INPUT,
-        _ROWS,
+        f"{_ROWS} map",
         default=(),
         multiple=True,
         metavar="TEXT",
-        help="With --task score: a text that may follow every prompt, repeated for each; the most likely one is the"
-        " choice.",
+        help="A text that an answer may be, repeated for each: every generated text is one of them. With --task score"
+        " the most likely one is the choice.",
     )
     choices_column: str | None = _option(
-        INPUT, _ROWS, metavar="NAME", help="With --task score: column with a list of choices for each row."
+        INPUT, _ROWS, metavar="NAME", help="Column with a list of choices for each row, as of --choices."
     )
     on_overlong: str = _option(
         INPUT,
@@ -460,6 +465,11 @@ class JobOptions:
         " terminal); run nothing.",
     )
     read_before: tuple[tuple[str, str], ...] = ()
+    steps: tuple[Step, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.choices and self.task == "generate":
+            object.__setattr__(self, "sampling", replace(self.sampling, choice=self.choices))
 
 
 @dataclass(frozen=True)
@@ -643,18 +653,20 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_ROWS} map", "presence_penalty", float, "Taken off the logits of tokens that the output has."),
     _sampling(f"{_ROWS} map", "frequency_penalty", float, "The same, for each time that it has them."),
     _sampling(f"{_ROWS} map", "logit_bias", _bias, "Added to the logit of a token, may be repeated.", multiple=True,
-              metavar="ID=BIAS"),
+              metavar="ID=BIAS", python="Mapping[int, float] | Sequence[tuple[int, float]]"),
     _sampling(f"{_COMMANDS} map", "n", int, "Samples per row.", flags=("-n",)),
     _sampling(f"{_COMMANDS} map helm", "seed", int),
     _sampling(f"{_ROWS} map", "stop", str, r"Stop string, may be repeated; \n and \t are understood.", multiple=True,
-              metavar="TEXT"),
+              metavar="TEXT", python="str | Sequence[str]"),
     _sampling(f"{_ROWS} map", "stop_token_ids", int, "Stop token, may be repeated.", multiple=True, metavar="ID"),
     _sampling(f"{_ROWS} map", "ignore_eos", bool, "Go on past end-of-text."),
     _sampling(f"{_COMMANDS} map", "logprobs", int, "Log-probabilities of the chosen token and the top N.", metavar="N"),
     _sampling(f"{_ROWS} map", "json_schema", str, "Every text is JSON that is valid against this schema.",
-              metavar="FILE", reads=FILE),
+              metavar="FILE", reads=FILE, python="str | Mapping[str, Any] | type"),
     _sampling(f"{_ROWS} map", "compact_json", bool, "With --json-schema: no spaces between the parts of the JSON."),
     _sampling(f"{_ROWS} map", "regex", str, "Every text matches this regular expression, as a whole.", metavar="TEXT"),
+    _sampling(f"{_ROWS} map", "grammar", str, "Every text follows this context-free grammar, in Lark's notation.",
+              metavar="FILE", reads=FILE),
 )  # fmt: skip
 
 
@@ -683,6 +695,19 @@ def options_of(*takers: str) -> tuple[Option, ...]:
 def names_of(*takers: str) -> tuple[str, ...]:
     """Names of the options of one or several takers. takers: members of `TAKERS`."""
     return tuple(option.name for option in options_of(*takers))
+
+
+def check_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError for a keyword that a function does not take, with the nearest name that it takes.
+
+    Args:
+        function: Name of the function.
+        given: The keywords.
+        known: The names of all its options.
+    """
+    for name in sorted(set(given) - set(known)):
+        near = difflib.get_close_matches(name, known, n=1)
+        raise TypeError(f"{function}() has no option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
 
 
 def flag_of(name: str) -> str:

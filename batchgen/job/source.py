@@ -14,7 +14,7 @@ from batchgen.core.request import PLAIN_CHAT, ChatOptions, Request, ScoreRequest
 from batchgen.core.units import parse_shard
 from batchgen.dataset import Dataset, open_dataset
 from batchgen.dataset.continuations import ContinuationSpec
-from batchgen.job.standard_input import STANDARD_INPUT, StandardInput
+from batchgen.job.standard_input import StandardInput, is_standard_input
 from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.output.columns import Columns, SampleColumns, ScoreColumns
 from batchgen.output.formats import check_writable
@@ -68,6 +68,11 @@ class RequestSource:
     chat: ChatOptions = PLAIN_CHAT
     notices: tuple[str, ...] = ()
     reasoning_apart: bool = True
+
+    @property
+    def requests_per_row(self) -> int:
+        """Number of requests that `requests_of` makes of each row."""
+        return 1
 
     @property
     def is_openai(self) -> bool:
@@ -133,16 +138,14 @@ class RequestSource:
         return replace(request, row=row, reasoning_apart=request.reasoning_apart and self.reasoning_apart)
 
 
-def open_source(options: JobOptions) -> RequestSource:
-    """Open a job's input, and check the input, its prompts and the names of the output columns.
+def open_input(options: JobOptions, *, copy_streams: bool = False) -> Dataset:
+    """Open the rows of a job's input. Raises InputError where it cannot be read.
 
     Args:
         options: The job's options.
-
-    Raises:
-        InputError: The input cannot be read, or lacks a column that the options name.
+        copy_streams: True to identify streams by all of their values (`open_dataset`).
     """
-    given = StandardInput(options.input_format) if options.input == STANDARD_INPUT else None
+    given = StandardInput(options.input_format) if is_standard_input(options.input) else None
     dataset = open_dataset(
         given.path if given else options.input,
         input_format=options.input_format,
@@ -151,17 +154,49 @@ def open_source(options: JobOptions) -> RequestSource:
         shard=parse_shard(options.shard) if options.shard else None,
         on_bad_line=options.on_bad_line,
         csv_delimiter=options.csv_delimiter,
+        copy_streams=copy_streams,
     )
     if given is not None:
         weakref.finalize(dataset, given.close)
     for line in dataset.notices:
         logger.info(line)
+    return dataset
+
+
+def open_source(options: JobOptions, dataset: Dataset | None = None) -> RequestSource:
+    """Open a job's input, and check the input, its prompts and the names of the output columns.
+
+    Args:
+        options: The job's options.
+        dataset: The rows of the input; None: they are opened.
+
+    Raises:
+        InputError: The input cannot be read, or lacks a column that the options name.
+    """
+    dataset = dataset or open_input(options)
     if dataset.format == "openai":
         return _openai_source(options, dataset)
+    if dataset.num_rows == 0:
+        source = _source_without_rows(options, dataset, _prompts_of(options))
+    else:
+        source = (_score_source if options.task == "score" else generate_source)(options, dataset)
+    check_output_schema(options, source)
+    return source
 
+
+def check_output_schema(options: JobOptions, source: RequestSource) -> None:
+    """Raise InputError where the output's format cannot hold the columns of a job."""
+    if options.output is not None:
+        check_writable(
+            Path(options.output), output_schema(source.dataset.schema, source.columns, options.output_prefix)
+        )
+
+
+def _prompts_of(options: JobOptions) -> PromptSpec:
+    """The source of prompts that the options name."""
     from batchgen.dataset.prompts import PromptSpec
 
-    spec = PromptSpec(
+    return PromptSpec(
         options.prompt_column,
         options.prompt_template,
         options.messages_column,
@@ -170,13 +205,6 @@ def open_source(options: JobOptions) -> RequestSource:
         options.chat_template_kwargs,
         options.continue_final,
     )
-    if dataset.num_rows == 0:
-        source = _source_without_rows(options, dataset, spec)
-    else:
-        source = (_score_source if options.task == "score" else _generate_source)(options, dataset, spec)
-    if options.output is not None:
-        check_writable(Path(options.output), output_schema(dataset.schema, source.columns, options.output_prefix))
-    return source
 
 
 def _source_without_rows(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
@@ -188,10 +216,9 @@ def _identity(options: JobOptions, spec: PromptSpec) -> dict[str, Any]:
     """All that decides the requests of rows, as JSON values."""
     identity = spec.identity()
     if options.task == "score":
-        identity |= {"continuations": _continuations(options).identity()}
-    elif options.sampling_column is not None:
-        identity |= {"sampling_column": options.sampling_column}
-    return identity
+        return identity | {"continuations": _continuations(options).identity()}
+    columns = {name: getattr(options, name) for name in ("sampling_column", "choices_column")}
+    return identity | {name: column for name, column in columns.items() if column is not None}
 
 
 def _continuations(options: JobOptions) -> ContinuationSpec:
@@ -200,30 +227,44 @@ def _continuations(options: JobOptions) -> ContinuationSpec:
 
 def _columns(options: JobOptions) -> Columns:
     """The columns that the output adds to the input's."""
-    logprobs = options.sampling.logprobs is not None
     if options.task == "generate":
-        return SampleColumns(options.sampling.n, logprobs)
+        return generated_columns(options)
     wanted = _continuations(options)
-    return ScoreColumns(wanted.whole, wanted.choices, wanted.choices_column, logprobs)
+    return ScoreColumns(
+        wanted.whole, wanted.choices, wanted.choices_column, token_logprobs=options.sampling.logprobs is not None
+    )
 
 
-def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
+def generated_columns(options: JobOptions) -> SampleColumns:
+    """The columns that a job that generates adds to the input's."""
+    return SampleColumns(options.sampling.n, options.sampling.logprobs is not None)
+
+
+def generate_source(options: JobOptions, dataset: Any) -> RequestSource:
+    """The source of requests to generate.
+
+    Args:
+        options: The job's options.
+        dataset: The input; of one step of a job, an object with the columns (`schema`) that its rows have.
+
+    Raises:
+        InputError: A column that the options name does not exist, or has an unsuitable type.
+    """
     from batchgen.dataset.prompts import compile_prompts, rows_to_requests
-    from batchgen.dataset.sampling_column import compile_sampling_column
+    from batchgen.dataset.sampling_column import compile_row_sampling
 
+    spec = _prompts_of(options)
     compiled = compile_prompts(spec, dataset.schema, options.id_column)
-    row_sampling = None
-    if options.sampling_column is not None:
-        row_sampling = compile_sampling_column(options.sampling_column, dataset.schema, options.sampling)
+    row_sampling = compile_row_sampling(
+        options.sampling_column, _continuations(options), dataset.schema, options.sampling
+    )
     return RequestSource(
         dataset,
-        lambda batch, first: rows_to_requests(
-            batch, first, compiled, options.sampling, options.id_column, row_sampling
-        ),
+        lambda batch, first: rows_to_requests(batch, first, compiled, row_sampling, options.id_column),
         _identity(options, spec),
         compiled.uses_chat,
         _columns(options),
-        _names(*compiled.columns, options.id_column, options.sampling_column),
+        _names(*compiled.columns, options.id_column, *row_sampling.columns),
         chat=_chat_of(compiled),
         notices=compiled.notices,
     )
@@ -242,10 +283,11 @@ def _names(*columns: str | None) -> frozenset[str]:
     return frozenset(name for name in columns if name is not None)
 
 
-def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
+def _score_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     from batchgen.dataset.continuations import compile_continuations
     from batchgen.dataset.prompts import compile_prompts, rows_to_score_requests
 
+    spec = _prompts_of(options)
     wanted = _continuations(options)
     continuations = compile_continuations(wanted, dataset.schema)
     compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole)
@@ -283,6 +325,9 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         "--output-prefix": options.output_prefix,
         "--json-schema": options.sampling.json_schema,
         "--regex": options.sampling.regex,
+        "--grammar": options.sampling.grammar,
+        "--choices": options.choices,
+        "--choices-column": options.choices_column,
     }
     for flag, value in given.items():
         if value:

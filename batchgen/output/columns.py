@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,14 @@ from batchgen.output.row_result import SAMPLE_LOGPROBS_TYPE
 
 
 class Columns(Protocol):
-    """The columns that a kind of job (generate or score) adds to the rows of the input."""
+    """The columns that a kind of job (generate or score) adds to the rows of the input.
+
+    Attributes:
+        results_per_row: Number of results that the run directory has for each row: one a step.
+    """
+
+    @property
+    def results_per_row(self) -> int: ...
 
     def types(self) -> dict[str, pa.DataType]:
         """The Arrow type of each added column by name, in the order in which the columns are written."""
@@ -25,6 +32,21 @@ class Columns(Protocol):
         Args:
             rows: The rows of the input.
             results: The results of these rows, in the same order, as part files have them.
+        """
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """The columns of part files that `answers` and the counts over an output read."""
+
+    def answers(self, rows: pa.RecordBatch | None, results: pa.RecordBatch) -> pa.Array | None:
+        """The answers of some rows, as texts or lists of texts; null or empty for failed rows.
+
+        Args:
+            rows: The rows of the input; None: they are not at hand.
+            results: The results of these rows, as part files have them.
+
+        Returns:
+            The answers; None where the job gives none, or where they cannot be known without the input.
         """
 
 
@@ -43,6 +65,7 @@ class SampleColumns:
     n: int = 1
     logprobs: bool = False
     reasoning: bool = False
+    results_per_row: ClassVar[int] = 1
 
     def types(self) -> dict[str, pa.DataType]:
         def per_sample(kind: pa.DataType) -> pa.DataType:
@@ -73,6 +96,13 @@ class SampleColumns:
         texts = [text, *([thoughts] if self.reasoning else [])]
         return [*texts, reason, prompt, generated, error, *([logprob] if self.logprobs else [])]
 
+    @property
+    def counted(self) -> tuple[str, ...]:
+        return ("text", "finish_reason", "generated_tokens")
+
+    def answers(self, rows: pa.RecordBatch | None, results: pa.RecordBatch) -> pa.Array | None:
+        return results.column("text")
+
 
 ONE_SAMPLE = SampleColumns()
 
@@ -94,6 +124,7 @@ class ScoreColumns:
     choices: tuple[str, ...] = ()
     choices_column: str | None = None
     token_logprobs: bool = False
+    results_per_row: ClassVar[int] = 1
 
     def types(self) -> dict[str, pa.DataType]:
         if self.whole:
@@ -125,11 +156,22 @@ class ScoreColumns:
         arrays += [results.column("prompt_tokens"), results.column("error")]
         return [*arrays, *([each_token] if self.token_logprobs else [])]
 
-    def _choice(self, rows: pa.RecordBatch, logprobs: pa.ListArray) -> list[pa.Array]:
+    @property
+    def counted(self) -> tuple[str, ...]:
+        return ("logprobs", "error")
+
+    def answers(self, rows: pa.RecordBatch | None, results: pa.RecordBatch) -> pa.Array | None:
+        if not self.choices and (rows is None or not self.choices_column):
+            return None
+        logprobs = _null_where(results.column("error").is_valid(), results.column("logprobs"))
+        return self._choice(rows, logprobs)[0]
+
+    def _choice(self, rows: pa.RecordBatch | None, logprobs: pa.ListArray) -> list[pa.Array]:
         index = [None if values is None else _argmax(values) for values in logprobs.to_pylist()]
         if self.choices:
             texts = [None if i is None else self.choices[i] for i in index]
         else:
+            assert rows is not None
             column = rows.column(self.choices_column)
             texts = [None if i is None else column[row].as_py()[i] for row, i in enumerate(index)]
         return [pa.array(texts, pa.string()), pa.array(index, pa.int32())]

@@ -17,6 +17,7 @@ from batchgen.core.errors import InputError
 from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.formats import FORMATS, json_line
 from batchgen.output.parts import PartIndex
+from batchgen.output.result_counts import ResultCounter, ResultCounts
 
 _WINDOW_INPUT_BYTES = 16 << 20
 
@@ -82,8 +83,8 @@ def join(
     columns: Columns,
     prefix: str,
     note: str,
-) -> dict[str, int]:
-    """Write the final file in one of FORMATS and return its counts of rows and tokens.
+) -> tuple[dict[str, int], ResultCounts]:
+    """Write the final file in one of FORMATS and return its counts of rows and tokens, and those of its results.
 
     Memory holds a few row groups, whatever the number of rows.
 
@@ -101,58 +102,69 @@ def join(
         OSError: The file cannot be written.
     """
     schema = output_schema(dataset.schema, columns, prefix)
-    totals = _no_totals()
+    totals, counter = _no_totals(), ResultCounter()
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for rows, results in _with_results(dataset, parts_dir):
-            _count(totals, results)
+        for rows, results in _with_results(dataset, parts_dir, columns.results_per_row):
+            _count(totals, results, columns.results_per_row)
+            counter.add(results, columns.answers(rows, results))
             yield pa.RecordBatch.from_arrays([*rows.columns, *columns.arrays(rows, results)], schema=schema)
 
     metadata = {**(schema.metadata or {}), b"batchgen": note.encode()}
     FORMATS[suffix](file, schema.with_metadata(metadata), batches())
-    return totals
+    return totals, counter.counts()
 
 
 def join_formatted(
-    dataset: Dataset, parts_dir: Path, output: BinaryIO, errors: BinaryIO, format_row: FormatRow
-) -> dict[str, int]:
-    """Write a file of JSON lines for successful rows and one for failed rows; gives counts of rows and tokens.
+    dataset: Dataset, parts_dir: Path, output: BinaryIO, errors: BinaryIO, columns: Columns, format_row: FormatRow
+) -> tuple[dict[str, int], ResultCounts]:
+    """Write a file of JSON lines for successful rows and one for failed rows; gives the counts that `join` gives.
 
     Args:
         dataset: The input.
         parts_dir: The directory of the part files.
         output: The file for successful rows.
         errors: The file for failed rows.
+        columns: The output columns that the job would have in another format.
         format_row: The function that makes a row's JSON value from the input row and its result. The result has the
             fields of RowResult; its lists have one entry per sample.
     """
-    totals = _no_totals()
+    totals, counter = _no_totals(), ResultCounter()
     files = {"output": output, "errors": errors}
     for rows, results in _with_results(dataset, parts_dir):
         _count(totals, results)
+        counter.add(results, columns.answers(rows, results))
         for row, result in zip(rows.to_pylist(), results.to_pylist(), strict=True):
             target, line = format_row(row, result)
             files[target].write(json_line(line))
-    return totals
+    return totals, counter.counts()
 
 
-def _with_results(dataset: Dataset, parts_dir: Path) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
-    """Yield each batch of input rows together with the batch of the same rows' results."""
+def _with_results(
+    dataset: Dataset, parts_dir: Path, per_row: int = 1
+) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
+    """Yield each batch of input rows together with the batch of the same rows' results.
+
+    Args:
+        dataset: The input.
+        parts_dir: The directory of the part files.
+        per_row: Number of results of each row.
+    """
     index = PartIndex(parts_dir)
     window: list[pa.RecordBatch] = []
     window_first = window_rows = window_bytes = 0
 
     def read_window() -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
-        results = index.read(window_first, window_rows)
+        results = index.read(window_first * per_row, window_rows * per_row)
         offset = 0
         for batch in window:
-            yield batch, results.slice(offset, batch.num_rows)
-            offset += batch.num_rows
+            yield batch, results.slice(offset, batch.num_rows * per_row)
+            offset += batch.num_rows * per_row
 
     for first_row, batch in dataset.batches():
         if batch.num_rows == 0:
             continue
-        full = window_rows >= index.window_rows or window_bytes >= _WINDOW_INPUT_BYTES
+        full = window_rows * per_row >= index.window_rows or window_bytes >= _WINDOW_INPUT_BYTES
         if window and (full or first_row != window_first + window_rows):
             yield from read_window()
             window, window_rows, window_bytes = [], 0, 0
@@ -169,10 +181,13 @@ def _no_totals() -> dict[str, int]:
     return dict.fromkeys(("rows", "rows_ok", "rows_failed", "prompt_tokens", "generated_tokens"), 0)
 
 
-def _count(totals: dict[str, int], results: pa.RecordBatch) -> None:
-    failed = results.num_rows - results.column("error").null_count
-    totals["rows"] += results.num_rows
-    totals["rows_ok"] += results.num_rows - failed
+def _count(totals: dict[str, int], results: pa.RecordBatch, per_row: int = 1) -> None:
+    """Add the rows and tokens of some results to totals. per_row: number of results of each row."""
+    rows = results.num_rows // per_row
+    last = results.column("error").take(pa.array(range(per_row - 1, results.num_rows, per_row), pa.int64()))
+    failed = rows - last.null_count
+    totals["rows"] += rows
+    totals["rows_ok"] += rows - failed
     totals["rows_failed"] += failed
     totals["prompt_tokens"] += pc.sum(results.column("prompt_tokens")).as_py() or 0
     if "generated_tokens" in results.schema.names:

@@ -21,7 +21,7 @@ class PartStore:
     """
 
     def __init__(self, path: Path, origin: dict[str, Any]) -> None:
-        self._path, self._origin = path, origin
+        self._path, self.origin = path, origin
 
     def count(self, name: str, generation: int) -> int:
         """The number of intact part files of a generation of a range, counted from the first one up to a gap."""
@@ -58,12 +58,16 @@ class PartStore:
         """
         folder = self._folder(name, generation)
         folder.mkdir(exist_ok=True)
-        batch = write_part(folder, number, results, self._origin)
+        batch = write_part(folder, number, results, self.origin)
         return int(batch.num_rows - batch.column("error").null_count)
 
     def paths(self, name: str, generation: int) -> list[Path]:
         """The paths of a generation's part files, oldest first. Raises FileNotFoundError where there are none."""
         return part_paths(self._folder(name, generation))
+
+    def all_paths(self) -> list[Path]:
+        """The paths of all part files of all ranges, those of a range's later generations last."""
+        return [path for folder in sorted(self._path.iterdir()) for path in part_paths(folder)]
 
     def damaged(self, name: str, parts: Parts) -> bool:
         """True where a part file that counts for a range is damaged or missing; a damaged one is quarantined.
