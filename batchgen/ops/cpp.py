@@ -21,9 +21,9 @@ from torch import Tensor
 
 from batchgen.core.dtypes import BLOCK_FORMATS, WEIGHT_CODE_BITS, weight_row_bytes
 from batchgen.core.kernel_choice import TORCH
-from batchgen.ops import quant
 from batchgen.ops import attention_plan as plans
 from batchgen.ops import instruction_set as _process
+from batchgen.ops import quant
 from batchgen.ops.instruction_set import instruction_set
 from batchgen.ops.kernel_library import library as _kernels
 from batchgen.ops.sampling import Draws
