@@ -11,6 +11,8 @@ from pathlib import Path
 
 from batchgen.core.errors import BatchgenError
 
+__all__ = ["check_interface", "interface_of", "library"]
+
 _SOURCES = Path(__file__).parents[2] / "csrc"
 # What Python hands over is declared here. csrc/CMakeLists.txt compiles the same digest into the library.
 _INTERFACE = ("bindings.cpp", "kernels.h")

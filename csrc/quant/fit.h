@@ -1,8 +1,8 @@
 // Rows quantized in groups of 64 values to 4 bits, with scales and minimums fitted by least squares, as
 // batchgen/ops/quant.py describes it.
 //
-// W rows are worked on at a time, one in each lane, and each lane adds up its columns one after the other. No product is
-// contracted with a sum. So every instruction set gives the same bits, which are those of the reference in torch.
+// W rows are worked on at a time, one in each lane, and each lane adds up its columns one after the other. No product
+// is contracted with a sum. So every instruction set gives the same bits, which are those of the reference in torch.
 #pragma once
 
 #include <stdint.h>
@@ -71,8 +71,7 @@ inline vf load_lanes(const T* x, int64_t stride, int rows, int size, GroupLanes&
 
 inline void centre(GroupLanes& group) {
     vf mean = zero();
-    for (int i = 0; i < group.size; i++)
-        mean = add(mean, product(set1(group.shares[i]), load(group.x + i * W)));
+    for (int i = 0; i < group.size; i++) mean = add(mean, product(set1(group.shares[i]), load(group.x + i * W)));
     group.mean = mean;
     for (int i = 0; i < group.size; i++) store(group.centred + i * W, sub(load(group.x + i * W), mean));
 }
@@ -155,9 +154,7 @@ inline void pack_lanes(const GroupLanes& group, const Grid& grid, vf peak, int r
     const int half = (group.size + 1) / 2;
     const vf steps = steps_of(grid.scale);
     uint8_t bytes[kGroup / 2 * W];
-    auto code = [&](int i) {
-        return i < group.size ? nibble(load(group.x + i * W), grid.minimum, steps) : zero();
-    };
+    auto code = [&](int i) { return i < group.size ? nibble(load(group.x + i * W), grid.minimum, steps) : zero(); };
     for (int i = 0; i < half; i++) store_nibbles(bytes + i * W, code(i), code(half + i));
     f16 scales[W], minimums[W];
     float peaks[W];
