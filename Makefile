@@ -19,6 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/*/*)
 	@echo "setting up $(VENV): Python packages, and C++ kernels for this machine; a minute or two besides downloads"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c "import pip" 2>/dev/null || $(BIN)/python -m ensurepip  # uv makes environments without it
 	@$(MAKE) --no-print-directory --jobs 2 packages package
 	touch $@
 

@@ -434,6 +434,14 @@ class JobOptions:
         help="Of a model that thinks between <think> and </think>: put that into a column, or leave it in the text"
         " [default: a column].",
     )
+    json_columns: bool = _option(
+        RUN,
+        "run",
+        default=False,
+        type=bool,
+        help="With --json-schema: a column for each property of the answers, beside the text; null where an answer is"
+        " not complete.",
+    )
     output_prefix: str = _option(
         RUN,
         "run map",
@@ -577,6 +585,14 @@ class BenchOptions:
 class ProfileOptions:
     """All options of `batchgen profile`."""
 
+    model: str | None = _option(
+        MODEL,
+        "profile",
+        "-m",
+        "--model",
+        metavar="MODEL",
+        help="Measure for this model's shapes and formats [default: models of any size].",
+    )
     device: str = _option(
         RESOURCES,
         "profile",
