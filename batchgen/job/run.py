@@ -343,6 +343,8 @@ def _fingerprint(job: _Job, identities: dict[str, Any]) -> dict[str, Any]:
         fingerprint["json_columns"] = True
     if thinking is not None:
         fingerprint["reasoning"] = thinking.begin
+    if options.token_ids:
+        fingerprint["token_ids"] = True
     if options.task != "generate":
         fingerprint["task"] = options.task
     weights = options.weights if changes_results(options.weights) else NATIVE
@@ -500,7 +502,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
 
 def _row_result(options: JobOptions, source: RequestSource, result: Completion | Scored) -> RowResult | ScoreResult:
     if isinstance(result, Completion):
-        return RowResult.from_completion(result)
+        return RowResult.from_completion(result, token_ids=options.token_ids)
     token_logprobs = options.sampling.logprobs is not None
     return ScoreResult.from_scored(result, whole=source.scores_prompts, token_logprobs=token_logprobs)
 
