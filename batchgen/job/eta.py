@@ -32,7 +32,7 @@ _CACHED_PRIOR_FRAC = 0.02  # the planned part of shared prompt tokens counts as 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a plan says about the rows that are not done when a job starts.
+    """A plan and what else is known about the rows that are not done when a job starts.
 
     Attributes:
         plan: The plan.
@@ -126,7 +126,7 @@ class Estimator:
         """Begin with no sweep seen.
 
         Args:
-            expected: What the plan says.
+            expected: The plan, and what else is known beforehand.
             in_flight: Function that gives the sequences of the engine.
         """
         self._expected, self._in_flight = expected, in_flight
