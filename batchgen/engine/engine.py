@@ -555,7 +555,8 @@ class Engine:
 
     def _adapt(self, adaptation: Adaptation, sweep: _Sweep, finished: list[Sequence], tokens: int) -> None:
         for sequence in finished:
-            adaptation.finished(sequence.num_generated, len(sequence.tokens))
+            if not sequence.targets:  # those of prompts that are scored generate nothing
+                adaptation.finished(sequence.num_generated, len(sequence.tokens))
         now, lanes = time.perf_counter(), self._lanes_s()
         spent = [{lane: a[lane] - b[lane] for lane in a} for a, b in zip(lanes, self._lanes_before, strict=True)]
         adaptation.after_sweep(Measured(now - max(sweep.started_s, self._collected_s), tokens, *spent))
