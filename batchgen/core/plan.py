@@ -256,6 +256,7 @@ class Stage:
         sweeps: Number of sweeps in the group.
         bottleneck: The lane (a resource such as a link or a processor) that is busy the longest; "chain" where Steps
             that wait for each other take longer than any lane.
+        parts: Shares of the seconds by kind of work, as `core.knowledge` names them.
     """
 
     seconds: float
@@ -263,6 +264,7 @@ class Stage:
     name: str
     sweeps: float
     bottleneck: str
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -290,6 +292,9 @@ class Prediction:
             fraction. The block, micro-batches, sweeps and KV placements are the same in both.
         break_even_tokens: Tokens of a sweep above which its matrix products take longer than the transfer of the
             weights that lie in other tiers; 0: always, or never.
+        source: Origin of the rates, as it follows "from" in a sentence; "": a given profile.
+        table: Name of the table of rates that `factors` belong to; "": none, rates are as given.
+        factors: Logarithm of the factor on the seconds of each kind of work that was applied to that table.
     """
 
     total_s: float
@@ -310,6 +315,9 @@ class Prediction:
     disk_written_bytes: Mapping[str, float]
     search_gap: float
     break_even_tokens: int
+    source: str = ""
+    table: str = ""
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -8,10 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import InputError, one_line
-from batchgen.core.partial import PartialCompletion
+
+if TYPE_CHECKING:
+    from batchgen.core.partial import (
+        PartialCompletion,
+    )  # imports numpy, which the command line's help does not wait for
 
 # Limits of what one row may ask for, as it would take all memory and time: samples of all its prompts (vLLM has the
 # same

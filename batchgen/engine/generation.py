@@ -61,11 +61,11 @@ class _InFlight:
         row_id: Id of its row.
         row: Number of its row in a dataset.
         digest: Digest of its tokens and sampling parameters.
-        prompts: Its prompts.
+        prompts: Tokens of each prompt, with log-probabilities as far as they are known.
         sequences: The sequence of each sample.
         samples: Samples that have ended; None for others.
         cached_tokens: For each prompt, tokens whose KV came from other rows.
-        running: Number of sequences that still run.
+        running: Number of sequences that still run, those that score prompts included.
         error: Reason why the request fails; None: it has not failed.
     """
 
@@ -199,23 +199,14 @@ class _Prepared:
     grammar: Grammar | None = None
 
 
-def _sharing_prefixes(sequences: list[Sequence], n: int) -> list[Sequence]:
-    """Have the first sequence of each prompt compute the prompt for the others; returns the sequences.
-
-    Args:
-        sequences: Sequences of one request that are about to run.
-        n: Number of samples of each prompt.
-    """
+def _sharing_prefixes(sequences: list[Sequence]) -> list[Sequence]:
+    """Have the first sequence of each prompt compute the prompt for the others; returns the sequences."""
     first: dict[int, Sequence] = {}
-    counted: set[int] = set()
     for sequence in sequences:
-        number = sequence.sample_index // n
-        source = first.setdefault(number, sequence)
+        source = first.setdefault(sequence.sample_index // sequence.sampling.n, sequence)
         if source is not sequence:
             sequence.prefix_source, sequence.num_source_tokens = source, sequence.num_prompt - 1
-        if not sequence.targets:
-            sequence.counts_prompt = number not in counted
-            counted.add(number)
+            sequence.computes_prompt = False
     return sequences
 
 
@@ -319,7 +310,8 @@ class Generation:
             for number, (token_ids, sampling) in enumerate(prepared.prompts)
             for sequence in self._samples_of(prepared, row_id, number * sampling.n, token_ids, sampling)
         ]
-        samples: list[Sample | None] = [None] * sum(sampling.n for _, sampling in prepared.prompts)
+        sequences = [sequence for sequence in started if not sequence.targets]
+        samples: list[Sample | None] = [None] * len(sequences)
         cached_tokens = [0] * len(prepared.prompts)
         self._in_flight[index] = _InFlight(
             index,
@@ -327,35 +319,39 @@ class Generation:
             request.row,
             prepared.digest,
             prompts,
-            [sequence for sequence in started if not sequence.targets],
+            sequences,
             samples,
             cached_tokens,
             len(started),
         )
-        restored = self._restored(started, prepared)
-        return restored if isinstance(restored, Completion) else _sharing_prefixes(restored, prepared.prompts[0][1].n)
+        return self._restored(started, prepared) or _sharing_prefixes(started)
 
-    def _restored(self, started: list[Sequence], prepared: _Prepared) -> list[Sequence] | Completion:
-        """Give sequences the tokens that an earlier run has generated, if there are any.
+    def _restored(self, started: list[Sequence], prepared: _Prepared) -> list[Sequence] | Completion | None:
+        """Give sequences the tokens that an earlier run has generated.
 
         Args:
             started: The sequences of the request.
             prepared: The request.
 
         Returns:
-            The sequences that still run, or the Completion if all of them have ended.
+            The sequences that still run, or the Completion if all samples have ended; None: there are no such tokens.
         """
         partial = prepared.request.partial
-        sampled = [sequence for sequence in started if not sequence.targets]
-        if partial is None or partial.digest != prepared.digest or len(partial.samples) != len(sampled):
-            return started
+        if partial is None or partial.digest != prepared.digest:
+            return None
+        if len(partial.samples) != sum(not sequence.targets for sequence in started):
+            return None
         completion = None
-        for sequence, sample in zip(sampled, partial.samples, strict=True):
-            self._restore(sequence, sample)
+        running: list[Sequence] = []
+        samples = iter(partial.samples)
+        for sequence in started:
+            if not sequence.targets:  # those that score a prompt begin again
+                self._restore(sequence, next(samples))
             if sequence in self._finishes:
                 completion = self.finish(sequence)
-                started.remove(sequence)
-        return completion or started
+            else:
+                running.append(sequence)
+        return completion or _sharing_prefixes(running)
 
     def _restore(self, sequence: Sequence, sample: PartialSample) -> None:
         """Append an earlier run's tokens to a new sequence, which may end with them.
@@ -389,7 +385,7 @@ class Generation:
     def _samples_of(
         self, prepared: _Prepared, row_id: str | int, first: int, token_ids: array, sampling: SamplingParams
     ) -> list[Sequence]:
-        """The sequences of one prompt of a request; the first computes the prompt for the others.
+        """The sequences of one prompt of a request.
 
         Where log-probabilities of the prompt are asked for, the first is a sequence that scores the prompt and takes
         over no KV, since the logits of all its positions are needed.
@@ -403,7 +399,7 @@ class Generation:
         """
         started: list[Sequence] = []
         if sampling.prompt_logprobs is not None and len(token_ids) > 1:
-            started.append(_scoring_sequence(prepared.index, row_id, first, token_ids, sampling.prompt_logprobs))
+            started.append(_scoring_sequence(prepared.index, row_id, first, token_ids, sampling))
         thinking = self._thinking_of(prepared.request, token_ids, sampling)
         for k in range(sampling.n):
             sequence = Sequence(prepared.index, row_id, first + k, list(token_ids), sampling)
@@ -476,6 +472,7 @@ class Generation:
         stats.begins_twice |= self._begins_twice
         if chosen.scorer is not None:
             finished += take_scores(chosen.scorer, self.non_finite, self._has_failed)
+        stats.prompt_tokens += sum(1 + sequence.num_prompt for sequence in finished)
         for sequence, token, known in chosen.tokens():
             first = known == sequence.num_restored + 1
             if (
@@ -486,9 +483,9 @@ class Generation:
                 del sequence.tokens[sequence.num_prompt + sequence.num_restored :]
                 continue
             generated += 1
-            if first and sequence.counts_prompt:
+            if first and sequence.computes_prompt:
                 stats.prompt_tokens += sequence.num_prompt
-                stats.cached_prompt_tokens += 0 if _is_scored(sequence) else sequence.num_cached
+                stats.cached_prompt_tokens += sequence.num_cached
             if sequence.sampling.logprobs is not None:
                 sequence.logprobs.append(token)
             finish = self._finish_of(sequence, token.token_id, known)
@@ -533,7 +530,7 @@ class Generation:
         if not is_finite(sequence):
             flight.error = flight.error or self._parts.not_finite
             return
-        number = sequence.sample_index * len(flight.prompts) // len(flight.samples)
+        number = sequence.sample_index // sequence.sampling.n
         prompt = flight.prompts[number]
         positions = (
             self._parts.position_logprobs(token, score.logprobs[0], score.top)
@@ -596,7 +593,7 @@ class Generation:
 
 
 def _scoring_sequence(
-    request_index: int, row_id: str | int, sample_index: int, token_ids: Iterable[int], num_top: int
+    request_index: int, row_id: str | int, sample_index: int, token_ids: Iterable[int], sampling: SamplingParams
 ) -> Sequence:
     """A sequence that scores each token of a prompt but the first.
 
@@ -605,10 +602,10 @@ def _scoring_sequence(
         row_id: Id of its row.
         sample_index: Index, among all samples of the request, of the prompt's first sample.
         token_ids: Token ids of the prompt.
-        num_top: Number of most likely tokens that are reported at each position.
+        sampling: Sampling parameters of the prompt's samples.
     """
     tokens = list(token_ids)
     # The scheduler counts one generated token at the end, though there is none.
-    sampling = SamplingParams(max_tokens=1, logprobs=num_top)
+    sampling = replace(sampling, max_tokens=1, logprobs=sampling.prompt_logprobs)
     targets = tuple((token,) for token in tokens[1:])
     return Sequence(request_index, row_id, sample_index, tokens[:-1], sampling, targets=targets)

@@ -434,6 +434,9 @@ class JobOptions:
         help="Of a model that thinks between <think> and </think>: put that into a column, or leave it in the text"
         " [default: a column].",
     )
+    token_ids: bool = _option(
+        RUN, "run map", default=False, type=bool, help="Add the columns prompt_token_ids and token_ids."
+    )
     json_columns: bool = _option(
         RUN,
         "run",
@@ -585,6 +588,14 @@ class BenchOptions:
 class ProfileOptions:
     """All options of `batchgen profile`."""
 
+    model: str | None = _option(
+        MODEL,
+        "profile",
+        "-m",
+        "--model",
+        metavar="MODEL",
+        help="Measure for this model's shapes and formats [default: models of any size].",
+    )
     device: str = _option(
         RESOURCES,
         "profile",
@@ -669,6 +680,8 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_ROWS} map", "stop_token_ids", int, "Stop token, may be repeated.", multiple=True, metavar="ID"),
     _sampling(f"{_ROWS} map", "ignore_eos", bool, "Go on past end-of-text."),
     _sampling(f"{_COMMANDS} map", "logprobs", int, "Log-probabilities of the chosen token and the top N.", metavar="N"),
+    _sampling(f"{_ROWS} map", "prompt_logprobs", int, "Log-probabilities of the prompt's tokens and the top N.",
+              metavar="N"),
     _sampling(f"{_ROWS} map", "json_schema", str, "Every text is JSON that is valid against this schema.",
               metavar="FILE", reads=FILE, python="str | Mapping[str, Any] | type"),
     _sampling(f"{_ROWS} map", "compact_json", bool, "With --json-schema: no spaces between the parts of the JSON."),

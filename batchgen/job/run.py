@@ -34,6 +34,7 @@ from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
 from batchgen.job.job import Job, dequantized_line, resolve_job
 from batchgen.job.kernels import kernels_of_rows
+from batchgen.job.learning import Learner
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import JobOptions, seconds
 from batchgen.job.pages.run_page import RunPage
@@ -324,6 +325,8 @@ def _fingerprint(job: _Job, identities: dict[str, Any]) -> dict[str, Any]:
         fingerprint["json_columns"] = True
     if thinking is not None:
         fingerprint["reasoning"] = thinking.begin
+    if options.token_ids:
+        fingerprint["token_ids"] = True
     if options.task != "generate":
         fingerprint["task"] = options.task
     weights = options.weights if changes_results(options.weights) else NATIVE
@@ -425,24 +428,27 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
             logger.warning(_BEGINS_TWICE)
         if job.page is not None:
             job.page.after_sweep(stats)
-        job.progress.update(
-            Counts(
-                total_rows,
-                state.rows_resumed,
-                rows.done,
-                rows.failed,
-                stats.prompt_tokens,
-                stats.generated_tokens,
-                stats.computed_tokens,
-                finished_tokens,
-                job.deduplication.count,
-                state.rows_of_others,
-            )
+        counts = Counts(
+            total_rows,
+            state.rows_resumed,
+            rows.done,
+            rows.failed,
+            stats.prompt_tokens,
+            stats.generated_tokens,
+            stats.computed_tokens,
+            finished_tokens,
+            job.deduplication.count,
+            state.rows_of_others,
         )
+        job.progress.update(counts)
+        learner.after_sweep(counts)
 
     rows_left = None if total_rows is None else total_rows - len(state.done_rows)
     samples = None if options.plan is None else options.sampling.n
-    job.progress.start(None if options.share else Expected.of(plan, rows_left, samples))
+    expected = None if options.share else Expected.of(plan, rows_left, samples)
+    job.progress.start(expected)
+    stepped = isinstance(job.source, SteppedSource)  # its later steps are not in the plan
+    learner = Learner(job.resolved, plan, None if stepped else expected, job.progress.say, job.origin.started_s)
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
     flow = None
     left = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
@@ -471,12 +477,13 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
                     break
         finally:
             results.close()
+            learner.keep()
     return None if state.is_done(total_rows) else stopped
 
 
 def _row_result(options: JobOptions, source: RequestSource, result: Completion | Scored) -> RowResult | ScoreResult:
     if isinstance(result, Completion):
-        return RowResult.from_completion(result)
+        return RowResult.from_completion(result, token_ids=options.token_ids)
     token_logprobs = options.sampling.logprobs is not None
     return ScoreResult.from_scored(result, whole=source.scores_prompts, token_logprobs=token_logprobs)
 

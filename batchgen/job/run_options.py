@@ -148,6 +148,9 @@ class RunOptions(TypedDict, total=False):
     logprobs: int | None
     """Log-probabilities of the chosen token and the top N."""
 
+    prompt_logprobs: int | None
+    """Log-probabilities of the prompt's tokens and the top N."""
+
     json_schema: str | Mapping[str, Any] | type
     """Every text is JSON that is valid against this schema."""
 
@@ -252,6 +255,9 @@ class RunOptions(TypedDict, total=False):
     """Of a model that thinks between <think> and </think>: put that into a column, or leave it in the text [default: a
     column].
     """
+
+    token_ids: bool
+    """Add the columns prompt_token_ids and token_ids. Default: False."""
 
     json_columns: bool
     """With --json-schema: a column for each property of the answers, beside the text; null where an answer is not

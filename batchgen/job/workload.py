@@ -126,12 +126,14 @@ class _Sampled:
         limit: The most tokens that the sequence generates.
         copies: The number of samples of the same prompt.
         scored: The number of last positions whose logits are needed; None: the sequence generates.
+        whole_prompt: Whether the prompt's log-probabilities are asked for, so that its first copy takes over no KV.
     """
 
     tokens: Sequence[int]
     limit: int = 1
     copies: int = 1
     scored: int | None = None
+    whole_prompt: bool = False
 
     @property
     def shareable(self) -> int:
@@ -156,7 +158,8 @@ def _sequences(
         tokens = cut_overlong(encode_prompt(tokenizer, each, limit), parameters.max_tokens, context, on_overlong)
         if not 0 < len(tokens) < context:
             raise RowError("its prompt is too long" if tokens else "it has no prompt")
-        sequences.append(_Sampled(tokens, min(parameters.max_tokens, context - len(tokens)), parameters.n))
+        limit_tokens, whole = min(parameters.max_tokens, context - len(tokens)), parameters.prompt_logprobs is not None
+        sequences.append(_Sampled(tokens, limit_tokens, parameters.n, whole_prompt=whole))
     return sequences
 
 
@@ -202,7 +205,7 @@ def _shared_part(sequences: list[_Sampled], copies: float) -> float:
         whole = sequence.shareable // block * block
         for end in range(block, len(tokens) + 1, block):
             key = node, tuple(tokens[end - block : end])
-            matching = matching and end <= whole and key in nodes
+            matching = matching and end <= whole and key in nodes and not sequence.whole_prompt
             matched = end if matching else matched
             node = nodes.setdefault(key, len(nodes) + 1)
         shared.append((matched + (copies - 1) * whole) / copies)

@@ -80,7 +80,7 @@ class Sequence:
         scores: Scores so far, in order.
         prefix_source: Sequence that computes the first tokens for this one too; None: there is none.
         num_source_tokens: Number of these tokens.
-        counts_prompt: Whether counts of prompt tokens include its prompt: so for one sample of each prompt.
+        computes_prompt: Whether it is the sample, of several, that computes their prompt.
         takes_prefix: Whether it may take over KV that others have computed.
         constraint: State of its grammar, as far as `tokens` go, which outlives a preemption; None: it has none.
         token_slot: Slot of its last token in the device's table, from its first admission to its end.
@@ -109,7 +109,7 @@ class Sequence:
     scores: list[ScoredPosition] = field(default_factory=list)
     prefix_source: Sequence | None = None
     num_source_tokens: int = 0
-    counts_prompt: bool = True
+    computes_prompt: bool = True
     takes_prefix: bool = True
     constraint: Constraint | None = None
     token_slot: int | None = None

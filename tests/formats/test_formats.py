@@ -63,6 +63,7 @@ WRITERS = {
     "output/run_directory.py": ("run_directory", "outputs"),
     "hf_datasets.py": "a pickled function, which `datasets` hashes and does not keep",
     "profiler/cache.py": "hardware_profile",
+    "profiler/machine_record.py": "what a plan may do without: of another version it counts as not there",
     "profiler/overheads.py": "a temporary model",
     "ray/generate.py": "a copy of an actor, which has its options alone",
     "ray/job.py": "outputs: Parquet",
