@@ -59,6 +59,7 @@ WRITERS = {
     "models/tokenizers/loading.py": "what transformers reads, kept by its version",
     "output/formats.py": "outputs: Parquet, JSON lines, CSV, Arrow",
     "output/manifest.py": "run_directory",
+    "output/partials.py": "run_directory: tokens of unfinished rows, which a run may do without",
     "output/parts.py": "run_directory",
     "output/run_directory.py": ("run_directory", "outputs"),
     "hf_datasets.py": "a pickled function, which `datasets` hashes and does not keep",
