@@ -57,6 +57,7 @@ WRITERS = {
     "models/convert.py": "weight_store",
     "models/downloads.py": "a download, which has a hash",
     "models/tokenizers/loading.py": "what transformers reads, kept by its version",
+    "models/tokenizers/tokenizer_config.py": "what transformers reads, for loading.py",
     "output/formats.py": "outputs: Parquet, JSON lines, CSV, Arrow",
     "output/manifest.py": "run_directory",
     "output/partials.py": "run_directory: tokens of unfinished rows, which a run may do without",
