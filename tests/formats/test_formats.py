@@ -52,6 +52,7 @@ WRITERS = {
     "job/destination.py": "what was copied to a URL, by its digest, beside the manifest",
     "job/files.py": ("plan", "hardware_profile"),
     "job/routing.py": "what a plan may do without: of another version it counts as not there",
+    "job/snapshot.py": "the state of a running job, which a reader of another version takes for unknown",
     "job/standard_input.py": "a copy of what was piped in, deleted with the job",
     "lmeval/jobs.py": "run_directory, in folders whose names are checked",
     "models/convert.py": "weight_store",
