@@ -53,7 +53,7 @@ MODELS = {
         "attention_bias": True, "mlp_bias": True,
     }),
     "smollm3, windows in layers without rope": ("smollm3", {
-        "use_sliding_window": True, "sliding_window": 20, "no_rope_layers": [1, 0, 0, 1], "tie_word_embeddings": False,
+        "use_sliding_window": True, "sliding_window": 20, "no_rope_layers": [1, 0, 0], "tie_word_embeddings": False,
     }),
     "seed_oss, a bias of the output": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
     "mixtral, one of 16, windows": ("mixtral", {
@@ -145,8 +145,6 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
     if family == "granite":
         fields |= {"embedding_multiplier": 6.0, "residual_multiplier": 0.375, "logits_scaling": 0.75}
         fields |= {"attention_multiplier": 0.125}
-    if family == "smollm3":
-        fields |= {"num_hidden_layers": 4}  # of which the last does not rotate
     if family == "seed_oss":
         fields |= {"head_dim": 32}
     if family == "mistral":
@@ -325,6 +323,7 @@ GGUF_MODELS = {
     }),
     "gemma3, every second window": ("gemma3", {"sliding_window_pattern": 2}),
     "phi3, windows": ("phi3", {"sliding_window": 20}),
+    "smollm3, a layer without rope": ("smollm3", {"num_hidden_layers": 4}),
     "phi3, part of each head": ("phi3", {"head_dim": 32, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
     }}),
