@@ -151,7 +151,7 @@ class RunOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     """Log-probabilities of the prompt's tokens and the top N."""
 
-    json_schema: str | Mapping[str, Any] | type
+    json_schema: str | Mapping[str, Any] | type | None
     """Every text is JSON that is valid against this schema."""
 
     compact_json: bool
