@@ -173,7 +173,7 @@ def _ggufs(files: list[str]) -> dict[str, list[str]]:
 
 
 def _listed(name: HubName, models: dict[str, list[str]]) -> str:
-    """What to write for the GGUFs of a repository."""
+    """The end of a message that lists how to name each GGUF of a repository."""
     at = f"@{name.revision}" if name.revision else ""
     tags = {stem: _QUANTIZATION.search(stem) for stem in models}
     texts = [f"{name.repo}{at}:{tag[1]}" if tag else f"{name.repo}{at}/{models[stem][0]}" for stem, tag in tags.items()]
