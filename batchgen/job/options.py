@@ -197,6 +197,12 @@ class JobOptions:
         type=bool,
         help="Go on with the assistant's message that a row's messages end with, rather than begin another behind it.",
     )
+    tools_column: str | None = _option(
+        INPUT,
+        _ROWS,
+        metavar="NAME",
+        help="Column of tools that the chat template writes into the prompt: lists of JSON schemas, or JSON of them.",
+    )
     task: str = _option(
         INPUT,
         _ROWS,
