@@ -43,7 +43,7 @@ from batchgen.share.files import DirectoryFiles
 from batchgen.share.lease import Lease, Table, WorkerRecord, claim, finish, write_worker
 from batchgen.share.ranges import row_ranges
 from batchgen.share.run import SharedJob
-from batchgen.share.status import describe_status, output_status
+from batchgen.job.status import describe_status, output_status
 
 MOST_BYTES = 256 << 20
 _FINGERPRINT = {"input": {"rows": 3}, "sampling": {"seed": 0}}
