@@ -88,7 +88,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    json_schema: str | None = None
+    json_schema: str | Mapping[str, Any] | type | None = None
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None

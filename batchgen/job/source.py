@@ -243,7 +243,7 @@ def generated_columns(options: JobOptions) -> SampleColumns:
     if options.json_columns and options.sampling.json_schema is not None:
         from batchgen.job.json_columns import json_columns
 
-        of_json = json_columns(options.sampling.json_schema)
+        of_json = json_columns(str(options.sampling.json_schema))
     return replace(SampleColumns.of(options.sampling, token_ids=options.token_ids), json=of_json)
 
 
