@@ -112,13 +112,14 @@ def test_every_kind_of_input_gives_the_same_rows(model, table, kind, expected):
     assert [e for e in columns["error"] if e] == ["column 'q' is null", "the prompt is empty"] * 4
 
 
-@pytest.mark.parametrize("kind", ["list", "tuple", "array", "chunked array", "pandas", "polars"])
+@pytest.mark.parametrize("kind", ["list", "tuple", "array", "chunked array", "numpy", "pandas", "polars"])
 def test_texts_alone_are_the_column_prompt(model, kind, expected):
     make = {
         "list": list,
         "tuple": tuple,
         "array": pa.array,
         "chunked array": in_chunks,
+        "numpy": lambda texts: np.array(texts, object),
         "pandas": lambda texts: pytest.importorskip("pandas").Series(texts),
         "polars": lambda texts: pytest.importorskip("polars").Series(texts),
     }
@@ -193,10 +194,10 @@ def test_few_rows_of_a_large_table_take_no_longer(model, expected):
     assert answers["text"].to_pylist() == expected[:2] and sum(reads) <= 2000
 
 
-def failing_stream():
+def stream_that_fails(error):
     def batches():
         yield pa.record_batch({"q": ["a"]})
-        raise RuntimeError("the query\nfailed")
+        raise error
 
     return pa.RecordBatchReader.from_batches(pa.schema([("q", pa.string())]), batches())
 
@@ -205,7 +206,7 @@ def failing_stream():
     ("given", "complaint"),
     [
         (3, "^input must be a path, a list of texts or of dicts, .* DuckDB .*, not int$"),
-        (np.array(["a"]), "not ndarray$"),
+        (np.array([["a"]]), "not ndarray$"),
         (iter(["a"]), "not list_iterator$"),
         (["a", 3], "item 1 of the list given is of type int: a list has texts"),
         ([{"q": "a"}, None], "item 1 of the list given is of type NoneType"),
@@ -216,16 +217,22 @@ def failing_stream():
         ({"q": ["a", 1]}, "column 'q' of the dict given is no list of values of one type"),
         ({"q": ["a"], "r": [1, 2]}, "no dict of columns of equal lengths"),
         (pa.table([["a"], ["b"]], ["q", "q"]), "more than one column named 'q'"),
-        (failing_stream, "cannot be read as an Arrow table: .*the query failed"),
+        (stream_that_fails(RuntimeError("the query\nfailed")), "cannot be read as an Arrow table: .*the query failed"),
+        (stream_that_fails(OSError(5, "no such table")), "cannot be read as an Arrow table: .*no such table"),
     ],
     ids=repr,
 )
 def test_inputs_that_are_no_tables_are_refused_in_one_line(model, given, complaint, monkeypatch):
     monkeypatch.setattr("batchgen.job.loading.load_on_ranks", no_model)
-    given = given() if callable(given) else given
     with pytest.raises(InputError, match=complaint) as refused:
         batchgen.run(model, given, prompt_column="q")
     assert "\n" not in str(refused.value)
+
+
+def test_a_lazy_frame_is_to_be_collected(model):
+    polars = pytest.importorskip("polars")
+    with pytest.raises(InputError, match=r"not LazyFrame: collect\(\) it first"):
+        batchgen.run(model, polars.LazyFrame(COLUMNS), prompt_column="q")
 
 
 def test_a_split_is_for_datasets(model, table):

@@ -15,7 +15,7 @@ import pyarrow as pa
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import MOST_SAMPLES, PLAIN_CHAT, ChatOptions, Request, SamplingParams
 from batchgen.dataset.bad_lines import bad_lines
-from batchgen.dataset.messages import normalize_messages
+from batchgen.dataset.messages import normalize_messages, normalize_tools
 
 COLUMNS = ("custom_id", "method", "url", "body")
 CHAT_URL = "/v1/chat/completions"
@@ -30,13 +30,12 @@ _IGNORED = {
 }
 # Parameters that are not supported, and the values with which they ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
+    "tools": ([],),  # of a completion
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "stream": (False,),
-    "echo": (False,),
     "suffix": ("",),
     "min_tokens": (0,),
     "use_beam_search": (False,),
@@ -149,11 +148,19 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
             raise RowError("prompt is missing")
         prompts = _completion_prompts(fields.pop("prompt"))
     max_tokens = _take(fields, "max_tokens", _is_int, "an integer", sampling.max_tokens)
+    echo = not chat and _take(fields, "echo", _is_bool, "true or false", False)
+    if echo and max_tokens == 0:  # the prompt alone is the answer: what is generated is left out of it
+        max_tokens = 1
     if chat:
+        _take(fields, "echo", lambda value: value is False, "false: a chat has no text before its answer")
         max_tokens = _take(fields, "max_completion_tokens", _is_int, "an integer", max_tokens)
     n = _take(fields, "n", _is_int, "an integer", 1)
     _take(fields, "best_of", lambda value: value == n, f"equal to n ({n}): choosing the best is not supported")
     stop = _take(fields, "stop", _is_stop, "a string or a list of strings", [])
+    logprobs = _chat_logprobs(fields) if chat else _take(fields, "logprobs", _is_int, "an integer")
+    prompt_logprobs = _take(fields, "prompt_logprobs", _is_int, "an integer")
+    if echo and prompt_logprobs is None:  # of token ids it has the texts
+        prompt_logprobs = logprobs if logprobs is not None or all(isinstance(p, str) for p in prompts) else 0
     values = {
         "max_tokens": max_tokens,
         "n": n,
@@ -169,7 +176,8 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
         "stop_token_ids": _take(fields, "stop_token_ids", _is_token_ids, "a list of token ids", []),
         "ignore_eos": _take(fields, "ignore_eos", _is_bool, "true or false", False),
         "seed": _take(fields, "seed", _is_int, "an integer", sampling.seed),
-        "logprobs": _chat_logprobs(fields) if chat else _take(fields, "logprobs", _is_int, "an integer"),
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
         **_grammar(fields),
     }
     _refuse_others(fields)
@@ -183,7 +191,7 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
 
 
 # Fields of chats that say how their messages become a prompt.
-_OF_CHAT = ("chat_template_kwargs", "reasoning_effort", "continue_final_message", "add_generation_prompt")
+_OF_CHAT = ("chat_template_kwargs", "reasoning_effort", "continue_final_message", "add_generation_prompt", "tools")
 
 
 def _chat_options(body: dict[str, Any], given: ChatOptions) -> ChatOptions:
@@ -208,7 +216,7 @@ def _chat_options(body: dict[str, Any], given: ChatOptions) -> ChatOptions:
     effort = _take(fields, "reasoning_effort", _is_text, "a string")
     own = {**given.variables, **({} if effort is None else {"reasoning_effort": effort}), **own}
     try:
-        return ChatOptions(own, continues)
+        return ChatOptions(own, continues, normalize_tools(fields.get("tools"), "tools"))
     except InputError as error:
         raise RowError(str(error)) from error
 

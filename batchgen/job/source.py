@@ -215,6 +215,8 @@ def _source_without_rows(options: JobOptions, dataset: Dataset, spec: PromptSpec
 def _identity(options: JobOptions, spec: PromptSpec) -> dict[str, Any]:
     """All that decides the requests of rows, as JSON values."""
     identity = spec.identity()
+    if options.tools_column is not None:
+        identity["tools_column"] = options.tools_column
     if options.task == "score":
         return identity | {"continuations": _continuations(options).identity()}
     columns = {name: getattr(options, name) for name in ("sampling_column", "choices_column")}
@@ -237,7 +239,12 @@ def _columns(options: JobOptions) -> Columns:
 
 def generated_columns(options: JobOptions) -> SampleColumns:
     """The columns that a job that generates adds to the input's."""
-    return SampleColumns(options.sampling.n, options.sampling.logprobs is not None)
+    of_json = None
+    if options.json_columns and options.sampling.json_schema is not None:
+        from batchgen.job.json_columns import json_columns
+
+        of_json = json_columns(str(options.sampling.json_schema))
+    return replace(SampleColumns.of(options.sampling, token_ids=options.token_ids), json=of_json)
 
 
 def generate_source(options: JobOptions, dataset: Any) -> RequestSource:
@@ -254,7 +261,7 @@ def generate_source(options: JobOptions, dataset: Any) -> RequestSource:
     from batchgen.dataset.sampling_column import compile_row_sampling
 
     spec = _prompts_of(options)
-    compiled = compile_prompts(spec, dataset.schema, options.id_column)
+    compiled = compile_prompts(spec, dataset.schema, options.id_column).with_tools(options.tools_column, dataset.schema)
     row_sampling = compile_row_sampling(
         options.sampling_column, _continuations(options), dataset.schema, options.sampling
     )
@@ -264,7 +271,7 @@ def generate_source(options: JobOptions, dataset: Any) -> RequestSource:
         _identity(options, spec),
         compiled.uses_chat,
         _columns(options),
-        _names(*compiled.columns, options.id_column, *row_sampling.columns),
+        _names(*compiled.columns, *compiled.tools_columns, options.id_column, *row_sampling.columns),
         chat=_chat_of(compiled),
         notices=compiled.notices,
     )
@@ -290,7 +297,9 @@ def _score_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     spec = _prompts_of(options)
     wanted = _continuations(options)
     continuations = compile_continuations(wanted, dataset.schema)
-    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole)
+    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole).with_tools(
+        options.tools_column, dataset.schema
+    )
     if wanted.whole and compiled.uses_chat:
         raise InputError("chat messages are contexts: give --continuations-column or --choices, what may follow them")
     logprobs = options.sampling.logprobs
@@ -300,11 +309,17 @@ def _score_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         _identity(options, spec),
         compiled.uses_chat,
         _columns(options),
-        _names(*compiled.columns, *continuations.columns, options.id_column),
+        _names(*compiled.columns, *compiled.tools_columns, *continuations.columns, options.id_column),
         scores_prompts=wanted.whole,
         chat=_chat_of(compiled),
         notices=compiled.notices,
     )
+
+
+def _each(columns: dict[str, list[Any] | None]) -> list[dict[str, Any]]:
+    """The samples or prompts of a row, from lists with an entry for each; one without values where all are None."""
+    count = max((len(values) for values in columns.values() if values), default=1)
+    return [{name: values[i] if values else None for name, values in columns.items()} for i in range(count)]
 
 
 def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
@@ -321,9 +336,11 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         "--system-prompt": options.system_prompt,
         "--chat": options.chat,
         "--continue-final": options.continue_final,
+        "--tools-column": options.tools_column,
         "--id-column": options.id_column,
         "--output-prefix": options.output_prefix,
         "--json-schema": options.sampling.json_schema,
+        "--json-columns": options.json_columns,
         "--regex": options.sampling.regex,
         "--grammar": options.sampling.grammar,
         "--choices": options.choices,
@@ -338,13 +355,10 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     def format_row(row: dict[str, Any], result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if result["error"] is not None:
             return "errors", format_error(row["custom_id"], result["error"], result["row"])
-        logprobs = result["logprobs"] or [None] * len(result["text"])
-        reasoning = result.get("reasoning") or [None] * len(result["text"])
-        values = zip(result["text"], reasoning, result["finish_reason"], logprobs, strict=True)
-        names = ("text", "reasoning", "finish_reason", "logprobs")
-        samples = [dict(zip(names, sample, strict=True)) for sample in values]
+        names = ("text", "reasoning", "finish_reason", "logprobs", "token_ids")
         answer = {
-            "samples": samples,
+            "samples": _each({name: result.get(name) for name in names}),
+            "prompts": _each({name: result.get(f"prompt_{name}") for name in ("logprobs", "token_ids")}),
             "prompt_tokens": result["prompt_tokens"],
             "generated_tokens": result["generated_tokens"],
         }

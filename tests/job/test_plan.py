@@ -144,7 +144,7 @@ class TestElsewhere:
             raise AssertionError("this machine is measured")
 
         monkeypatch.setattr("batchgen.job.plan.problem_here", measure)
-        for name in ("recall_or_measure", "corrected_by_probe", "corrected_by_disk_probe", "available_memory_bytes"):
+        for name in ("load_or_measure", "recall", "probed", "probe_disk", "available_memory_bytes"):
             monkeypatch.setattr(machine_profile, name, measure)
         assert "t4" in planned(*on_t4(opt_30b, *FEW, "--explain"))
         assert "give --hardware too" in refused("plan", "-m", opt_30b, *LENGTHS, "--compare")

@@ -5,8 +5,9 @@ What exports an Arrow C stream (`__arrow_c_stream__`) is read through it, withou
 
 from __future__ import annotations
 
-import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -43,10 +44,15 @@ def given_table_source(given: Any, name: str, limit: int | None) -> Source:
         table = _of_list(given if limit is None else given[:limit], name)
     elif isinstance(given, Mapping):
         table = _of_columns(given, name)
-    elif hasattr(given, "__arrow_c_stream__") or isinstance(given, pa.Array):
+    elif _is_column(given):
+        table = _of_columns({PROMPT: given}, name)
+    elif hasattr(given, "__arrow_c_stream__"):
         table = _of_arrow(given, name, limit)
     else:
-        raise InputError(f"input must be {_TAKEN}, not {type(given).__name__}")
+        kind = type(given).__name__
+        raise InputError(
+            f"input must be {_TAKEN}, not {kind}" + (": collect() it first" if kind == "LazyFrame" else "")
+        )
     return table_source(table if limit is None else table.slice(0, limit), name)
 
 
@@ -89,7 +95,11 @@ def _of_list(values: Sequence[Any], name: str) -> pa.Table:
             raise InputError(
                 f"item {index} of {name} is of type {type(value).__name__}: a list has texts (prompts) or dicts (rows)"
             )
-    return pa.table({PROMPT: _texts(list(values))}) if kind is str else _of_rows(values, name)
+    if kind is Mapping:
+        return _of_rows(values, name)
+    if values and all(value is not None and os.path.isfile(value) for value in values):
+        raise InputError(f"{name} has names of files, and each would be a prompt: give a directory, a glob or one file")
+    return pa.table({PROMPT: _texts(list(values))})
 
 
 def _texts(values: list[str | None]) -> Any:
@@ -108,8 +118,17 @@ def _of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> pa.Table:
         raise InputError(f"{name} has keys that are no column names ({one_line(error)}): give texts") from error
     if not schema.names:
         raise InputError(f"{name} has rows without columns: nothing to make a prompt of")
-    read = row_reader(lambda start: ((name, row) for row in itertools.islice(dicts, start, None)), schema, total)
-    return pa.Table.from_batches([batch for _, batch in read(0, total, schema.names)], schema)
+
+    def read(dicts: list[dict[str, Any]]) -> pa.Table:
+        batches = row_reader(lambda start: ((name, row) for row in dicts[start:]), schema, total)
+        return pa.Table.from_batches([batch for _, batch in batches(0, total, schema.names)], schema)
+
+    try:
+        return read(dicts)
+    except InputError as error:
+        if not isinstance(error.__cause__, UnicodeEncodeError):
+            raise
+        return read(repair_surrogates(dicts))
 
 
 def _of_columns(columns: Mapping[str, Any], name: str) -> pa.Table:
@@ -147,36 +166,41 @@ def _of_arrow(given: Any, name: str, limit: int | None) -> pa.Table:
     """The table of an object that exports an Arrow C stream. Raises InputError."""
     if isinstance(given, pa.Table):
         return given
-    try:
-        if isinstance(given, pa.Array):
-            return pa.table({PROMPT: given})
-        if _is_column(given):
-            return pa.table({PROMPT: pa.chunked_array(given)})
-        in_memory = type(given).__module__.partition(".")[0] in _IN_MEMORY
+    in_memory = type(given).__module__.partition(".")[0] in _IN_MEMORY
+    with _reading(name):
         if in_memory and not isinstance(given, pa.RecordBatchReader):
             return pa.table(given)
         reader = pa.RecordBatchReader.from_stream(given)
-        return copy_of(_without_views(reader.schema), _first_rows(reader, limit), name)
-    except InputError:
-        raise
-    except Exception as error:  # each library raises errors of its own, as of a query that fails
+    return copy_of(_without_views(reader.schema), _first_rows(reader, limit, name), name)
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Turn what is raised while a table is read into an InputError: each library has errors of its own."""
+    try:
+        yield
+    except Exception as error:
         raise InputError(f"{name} cannot be read as an Arrow table: {one_line(error)}") from error
 
 
 def _is_column(given: Any) -> bool:
-    """True for a single column, such as a Series, which has a length in one dimension alone."""
-    return isinstance(given, pa.ChunkedArray) or len(getattr(given, "shape", (0, 0))) == 1
+    """True for a single column: an Arrow array, or a Series or numpy array of one dimension."""
+    if isinstance(given, pa.Array | pa.ChunkedArray):
+        return True
+    return hasattr(given, "__array__") and len(getattr(given, "shape", ())) == 1
 
 
-def _first_rows(reader: pa.RecordBatchReader, limit: int | None) -> Iterator[pa.RecordBatch]:
+def _first_rows(reader: pa.RecordBatchReader, limit: int | None, name: str) -> Iterator[pa.RecordBatch]:
+    """Yield the first rows of a stream, with columns that can be written. Raises InputError."""
     schema, left = _without_views(reader.schema), limit
-    for batch in reader:
-        rows = batch if left is None else batch.slice(0, left)
-        yield conform(rows, schema)
-        if left is not None:
-            left -= rows.num_rows
-            if not left:
+    while left is None or left > 0:
+        with _reading(name):
+            batch = next(reader, None)
+            if batch is None:
                 return
+            rows = conform(batch if left is None else batch.slice(0, left), schema)
+        yield rows
+        left = None if left is None else left - rows.num_rows
 
 
 def _without_views(schema: pa.Schema) -> pa.Schema:
