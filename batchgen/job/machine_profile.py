@@ -172,6 +172,11 @@ def measured_hardware(wanted: Wanted, offload_dir: Path, *, refresh: bool = Fals
     return load_or_measure(wanted, cache_dir=cache_dir(), offload_dir=offload_dir, refresh=refresh)
 
 
+def slowdown_here() -> float:
+    """The factor by which work takes longer beside what others have run on the cores since the process began."""
+    return _BESIDE.slowdown()
+
+
 def record_of_machine() -> Path:
     """The file with what is known of this machine."""
     return record_path(cache_dir(), machine_identity())
@@ -212,7 +217,7 @@ def _known_hardware(job: Job, workload: Workload) -> HardwareProfile:
         if disk is not None:
             noise = _EARLIER_DISK_NOISE if now is None else _DISK_NOISE
             known = known.after({DISK: 1.0}, known.mean({DISK: 1.0}), noise)
-    known = known.slowed(_BESIDE.slowdown())
+    known = known.slowed(slowdown_here())
     if (seconds := time.monotonic() - began_s) > _WORTH_LOGGING_S:
         logger.debug("measured this machine for %.2f s", seconds)
     return with_disk(apply(known), disk)
