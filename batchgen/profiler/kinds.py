@@ -50,7 +50,7 @@ _STAND_IN_PRIOR = 1.5
 # Cores beyond so many add nothing to what memory delivers.
 _MEMORY_CORES = 8
 # (vendor, family, model) of /proc/cpuinfo: logarithms of factors on the seconds of their table's cores. Of Zen 4 cores
-# some were twice as fast as those of the tables (docs/benchmarks.md, machine A): this is the middle. The others are from
+# some were twice as fast as those of the tables (docs/benchmarks.md, machine A): this is the middle. The others are of
 # the result files of benchmarks/kernel_rates.py.
 _CPUS: dict[tuple[str, int, int], dict[str, float]] = {
     ("AuthenticAMD", 25, 17): {SPEED: math.log(0.7)},  # Zen 4
