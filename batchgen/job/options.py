@@ -96,7 +96,10 @@ _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _KV_DTYPES = ("auto", *KV_CODE_BITS)
 STYLES = ("auto", "plain", "none")
 LOG_FORMATS = ("text", "json")
-_MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
+_MODEL_HELP = (
+    "Hugging Face directory or hub id (org/name, org/name@revision, org/name:Q4_K_M), .gguf file, weight store, or"
+    " 'demo' (SmolLM2-135M-Instruct)."
+)
 _INPUT_HELP = (
     "Parquet, JSONL, JSON array or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset;"
     " OpenAI batch JSONL; - is stdin."
@@ -196,6 +199,12 @@ class JobOptions:
         default=False,
         type=bool,
         help="Go on with the assistant's message that a row's messages end with, rather than begin another behind it.",
+    )
+    tools_column: str | None = _option(
+        INPUT,
+        _ROWS,
+        metavar="NAME",
+        help="Column of tools that the chat template writes into the prompt: lists of JSON schemas, or JSON of them.",
     )
     task: str = _option(
         INPUT,
@@ -705,7 +714,7 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_ROWS} map", "prompt_logprobs", int, "Log-probabilities of the prompt's tokens and the top N.",
               metavar="N"),
     _sampling(f"{_ROWS} map", "json_schema", str, "Every text is JSON that is valid against this schema.",
-              metavar="FILE", reads=FILE, python="str | Mapping[str, Any] | type | None"),
+              metavar="FILE", reads=FILE),
     _sampling(f"{_ROWS} map", "compact_json", bool, "With --json-schema: no spaces between the parts of the JSON."),
     _sampling(f"{_ROWS} map", "regex", str, "Every text matches this regular expression, as a whole.", metavar="TEXT"),
     _sampling(f"{_ROWS} map", "grammar", str, "Every text follows this context-free grammar, in Lark's notation.",

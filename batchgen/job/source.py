@@ -215,6 +215,8 @@ def _source_without_rows(options: JobOptions, dataset: Dataset, spec: PromptSpec
 def _identity(options: JobOptions, spec: PromptSpec) -> dict[str, Any]:
     """All that decides the requests of rows, as JSON values."""
     identity = spec.identity()
+    if options.tools_column is not None:
+        identity["tools_column"] = options.tools_column
     if options.task == "score":
         return identity | {"continuations": _continuations(options).identity()}
     columns = {name: getattr(options, name) for name in ("sampling_column", "choices_column")}
@@ -241,7 +243,7 @@ def generated_columns(options: JobOptions) -> SampleColumns:
     if options.json_columns and options.sampling.json_schema is not None:
         from batchgen.job.json_columns import json_columns
 
-        of_json = json_columns(options.sampling.json_schema)
+        of_json = json_columns(str(options.sampling.json_schema))
     return replace(SampleColumns.of(options.sampling, token_ids=options.token_ids), json=of_json)
 
 
@@ -259,7 +261,7 @@ def generate_source(options: JobOptions, dataset: Any) -> RequestSource:
     from batchgen.dataset.sampling_column import compile_row_sampling
 
     spec = _prompts_of(options)
-    compiled = compile_prompts(spec, dataset.schema, options.id_column)
+    compiled = compile_prompts(spec, dataset.schema, options.id_column).with_tools(options.tools_column, dataset.schema)
     row_sampling = compile_row_sampling(
         options.sampling_column, _continuations(options), dataset.schema, options.sampling
     )
@@ -269,7 +271,7 @@ def generate_source(options: JobOptions, dataset: Any) -> RequestSource:
         _identity(options, spec),
         compiled.uses_chat,
         _columns(options),
-        _names(*compiled.columns, options.id_column, *row_sampling.columns),
+        _names(*compiled.columns, *compiled.tools_columns, options.id_column, *row_sampling.columns),
         chat=_chat_of(compiled),
         notices=compiled.notices,
     )
@@ -295,7 +297,9 @@ def _score_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     spec = _prompts_of(options)
     wanted = _continuations(options)
     continuations = compile_continuations(wanted, dataset.schema)
-    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole)
+    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole).with_tools(
+        options.tools_column, dataset.schema
+    )
     if wanted.whole and compiled.uses_chat:
         raise InputError("chat messages are contexts: give --continuations-column or --choices, what may follow them")
     logprobs = options.sampling.logprobs
@@ -305,7 +309,7 @@ def _score_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         _identity(options, spec),
         compiled.uses_chat,
         _columns(options),
-        _names(*compiled.columns, *continuations.columns, options.id_column),
+        _names(*compiled.columns, *compiled.tools_columns, *continuations.columns, options.id_column),
         scores_prompts=wanted.whole,
         chat=_chat_of(compiled),
         notices=compiled.notices,
@@ -332,6 +336,7 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         "--system-prompt": options.system_prompt,
         "--chat": options.chat,
         "--continue-final": options.continue_final,
+        "--tools-column": options.tools_column,
         "--id-column": options.id_column,
         "--output-prefix": options.output_prefix,
         "--json-schema": options.sampling.json_schema,
