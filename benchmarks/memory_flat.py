@@ -101,7 +101,7 @@ def run_one(model: str, rows: int, folder: Path) -> dict:
     started = time.perf_counter()
     report = job.run_job(
         job.JobOptions(
-            model, str(source), output, prompt_template="Say {{ name }}", sampling=SamplingParams(max_tokens=2),
+            model, str(source), output, prompt_template="Say {{ name }}", chat=False, sampling=SamplingParams(max_tokens=2),
             flush_interval="1s", progress="none",
         )
     )  # fmt: skip

@@ -7,20 +7,29 @@ import io
 import json
 import os
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from batchgen._version import __version__
-from batchgen.cli.options import takes_options
+from batchgen.cli.options import CONFIG, takes_options
 from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, naming_files
 from batchgen.core.interrupts import keep
 from batchgen.core.request import SamplingParams
 from batchgen.core.screen import ProductLost, Screen, put, say
 from batchgen.core.text_file import read_text
-from batchgen.job.options import BenchOptions, ConvertOptions, JobOptions, PlanOptions, ProfileOptions, flag_of
+from batchgen.job.options import (
+    RUN,
+    BenchOptions,
+    ConvertOptions,
+    JobOptions,
+    Option,
+    PlanOptions,
+    ProfileOptions,
+    flag_of,
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -30,33 +39,52 @@ def cli() -> None:
     keep(lambda: "")
 
 
-@takes_options("run", config=True)
+# What `run` prints on standard output without running: for programs.
+_AS_JSON = Option(
+    "as_json", ("--json",), RUN, frozenset(), default=False, type=bool, common=True,
+    help="With --dry-run: as JSON on stdout, with the whole plan.",
+)  # fmt: skip
+
+
+@takes_options("run", CONFIG, _AS_JSON, short_help=True)
 def run(**options: Any) -> None:
     """Run every row of a dataset through a model.
 
-    Rows are written in input order, input columns kept, with the columns text, finish_reason, prompt_tokens,
-    generated_tokens and error (gen_text and so on where the input has one of these names); with --task score logprobs,
-    is_greedy and num_tokens of every continuation, or logprob, num_tokens and perplexity of the prompt, and the choice
-    of --choices. Finished rows are saved every few seconds: run the same command again after any interruption and it
-    goes on.
+    \b
+    batchgen run --model demo --input data.parquet
+    batchgen run --model demo --input data.csv --prompt-template 'Classify: {{ text }}' --max-tokens 8
+    batchgen run --model demo --input data.csv --prompt-template 'Is it late? {{ text }}' --task score \\
+        --choices yes --choices no
+
+    The first writes data.out.parquet: all columns of the input, in its order, and text, finish_reason, prompt_tokens,
+    generated_tokens and error (gen_text and so on where the input has one of these names). Stop it however you like:
+    the same command goes on where it was. --dry-run shows the first prompt and how long the job will take.
 
     Exit codes: 0 complete, 1 failed, 2 bad usage or input, 3 stopped by --max-time, 4 too many rows failed, 130
     interrupted.
     """
     ranks = max(options["tensor_parallel"], options["pipeline"])
     _follow(ranks)
-    keep(lambda: _before_rows(options["output"]))
+    as_json = options.pop("as_json")
+    if as_json and not options["dry_run"]:
+        raise InputError("--json is for --dry-run: leave it out, or give --report - for the report of a whole job")
+    keep(lambda: "no rows are finished yet")
     from batchgen.distributed.group import dismissing
     from batchgen.job.checks import check_job
+    from batchgen.job.default_output import default_output
 
     with dismissing(ranks):
         job = _job(options)
+        unnamed = job.output is None
+        if unnamed:
+            job = replace(job, output=default_output(job))
+        keep(lambda: _before_rows(str(job.output)))
         check_job(job)  # before imports that take seconds
-    if Screen.over(sys.stderr).isatty():  # somebody looks at a screen on which nothing would be for seconds
+    if unnamed or Screen.over(sys.stderr).isatty():  # or nothing would be on the screen for seconds
         from batchgen.job.progress import Progress
 
-        Progress(job.progress).say(f"batchgen {__version__}: {job.model} over {job.input}")
-    from batchgen.job.report import summary
+        Progress(job.progress).say(f"batchgen {__version__}: {job.model} over {job.input} into {job.output}")
+    from batchgen.job.report import dry_run_lines, summary
     from batchgen.job.run import run_job
 
     failure = None
@@ -67,18 +95,17 @@ def run(**options: Any) -> None:
     if options["report"] == "-":
         pass  # stdout is the report's
     elif report["state"] == "dry run":
-        if not sys.stdout.isatty():  # there it would push away the lines that somebody reads
-            put([json.dumps({k: v for k, v in report.items() if k != "first_prompt"}, indent=2)])
+        put([json.dumps(report, indent=2)] if as_json else dry_run_lines(report))
     else:
         for line in summary(report):
-            say(line, sys.stderr if options["output"] == "-" else sys.stdout)  # stdout may be the output's
+            say(line, sys.stderr if job.output == "-" else sys.stdout)  # stdout may be the output's
     if failure is not None:
         raise failure
     if report["state"] == "stopped":
         sys.exit(JobStopped.exit_code)
 
 
-@takes_options("plan", config=True)
+@takes_options("plan", CONFIG)
 def plan(**options: Any) -> None:
     """Say how a job will run and how long it will take, on this machine or another.
 
@@ -90,7 +117,7 @@ def plan(**options: Any) -> None:
     put(run_plan(PlanOptions(_job(options), **of_plan)))
 
 
-@takes_options("bench", config=True)
+@takes_options("bench", CONFIG)
 def bench(**options: Any) -> None:
     """Measure a model on random rows of equal lengths, beside what the plan said it would take.
 
@@ -185,23 +212,21 @@ def _job(options: dict[str, Any]) -> JobOptions:
     if (config := options.pop("config")) is not None:
         read.append(("--config", config))
     given = _taken(options, SamplingParams)
-    if "stop" in given:
-        given["stop"] = tuple(s.replace("\\n", "\n").replace("\\t", "\t") for s in given["stop"])
-    if (schema := given.get("json_schema")) is not None:
-        given["json_schema"] = _read_schema(schema)
-        read.append((flag_of("json_schema"), os.path.expanduser(schema)))
+    for holder, name in ((given, "json_schema"), (options, "chat_template")):
+        if (path := holder.get(name)) is not None:
+            holder[name] = _read_text(flag_of(name), path)
+            read.append((flag_of(name), os.path.expanduser(path)))
     options = {"input": None, "output": None, **options}
     return JobOptions(sampling=SamplingParams(**given), read_before=tuple(read), **options)
 
 
-def _read_schema(path: str) -> str:
+def _read_text(flag: str, path: str) -> str:
+    """The text of a file that an option names. Raises InputError."""
     try:
         return read_text(Path(path).expanduser(), "utf-8-sig")
     except (OSError, UnicodeError) as error:
-        hint = "; write the schema to a file and give the file's name" if path.lstrip().startswith("{") else ""
-        raise InputError(
-            f"--json-schema {path} cannot be read: {getattr(error, 'strerror', None) or error}{hint}"
-        ) from error
+        hint = "; write the text to a file and give the file's name" if path.lstrip().startswith("{") else ""
+        raise InputError(f"{flag} {path} cannot be read: {getattr(error, 'strerror', None) or error}{hint}") from error
 
 
 for _command in (run, status, plan, bench, profile, convert):

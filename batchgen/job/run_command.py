@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from batchgen.core.text import without_credentials
-from batchgen.job.options import JobOptions, Option, options_of
+from batchgen.core.text import as_typed, without_credentials
+from batchgen.job.options import AT_FILE, JobOptions, Option, options_of
 
 # Options that are left to the machine where the job is run.
 _OF_THE_PLAN = frozenset({"hardware", "trace", "progress"})
-_PLACEHOLDERS = {"input": "INPUT", "output": "OUTPUT"}
+_PLACEHOLDERS = {"input": "INPUT"}
 
 
 def run_command(options: JobOptions, **more: Any) -> str:
@@ -21,7 +21,7 @@ def run_command(options: JobOptions, **more: Any) -> str:
     Credentials in URLs are hidden.
 
     Args:
-        options: The job's options. A missing input or output is shown as a word in capitals.
+        options: The job's options. A missing input is shown as a word in capitals.
         more: Further options, by name.
     """
     files = dict(options.read_before)
@@ -63,5 +63,10 @@ def _words(option: Option, value: Any) -> list[str]:
         return [option.flag, json.dumps(value)]
     words = []
     for item in value if option.multiple else (value,):
-        words += [option.flag, f"{item[0]}={item[1]}" if isinstance(item, tuple) else str(item)]
+        text = f"{item[0]}={item[1]}" if isinstance(item, tuple) else str(item)
+        words += [option.flag, as_typed(text) if option.typed and not _names_file(option, text) else text]
     return words
+
+
+def _names_file(option: Option, value: str) -> bool:
+    return option.reads == AT_FILE and value.startswith("@")

@@ -14,6 +14,8 @@ from batchgen.core.request import PLAIN_CHAT, ChatOptions, Request, ScoreRequest
 from batchgen.core.units import parse_shard
 from batchgen.dataset import Dataset, open_dataset
 from batchgen.dataset.continuations import ContinuationSpec
+from batchgen.job.default_output import default_output
+from batchgen.job.run_command import run_command
 from batchgen.job.standard_input import STANDARD_INPUT, StandardInput
 from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.output.columns import Columns, SampleColumns, ScoreColumns
@@ -23,12 +25,15 @@ from batchgen.output.join import output_schema
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from batchgen.dataset.prompts import CompiledPrompts, PromptSpec
+    from batchgen.dataset.prompts import CompiledPrompts, NoPromptColumn, PromptSpec
     from batchgen.job.options import JobOptions
     from batchgen.models.config import ModelConfig
     from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_WITH_TEMPLATE = "prompts: {}, in the model's chat template (--no-chat: as plain text, which base models are for)"
+_WITHOUT_TEMPLATE = "prompts: {}, as plain text: the model has no chat template"
 
 
 class DoneRows(Protocol):
@@ -47,7 +52,8 @@ class RequestSource:
         dataset: The input.
         requests_of: Function from (record batch, number of its first row) to the requests of its rows.
         identity: All values that the prompts depend on, as JSON values.
-        needs_chat_template: Whether prompts are chat messages.
+        needs_chat_template: Whether prompts are chat messages; None: they are texts that become messages if the model
+            has a chat template (`for_template`).
         columns: Columns that the output adds.
         reads: Names of the input's columns that requests are made of.
         scores_prompts: Whether the prompts themselves are scored, not continuations of them.
@@ -55,12 +61,14 @@ class RequestSource:
         chat: Options for chat messages.
         notices: Lines that tell a person how columns are read.
         reasoning_apart: Whether a model's thoughts between tags get a column of their own, apart from the text.
+        for_template: Function that gives the source for a model with a chat template, or without one; None: it would be
+            this source.
     """
 
     dataset: Dataset
     requests_of: Callable[[Any, int], Iterator[Request | ScoreRequest]]  # (record batch, first row)
     identity: dict[str, Any]
-    needs_chat_template: bool
+    needs_chat_template: bool | None
     columns: Columns
     reads: frozenset[str] = frozenset()
     scores_prompts: bool = False
@@ -68,6 +76,7 @@ class RequestSource:
     chat: ChatOptions = PLAIN_CHAT
     notices: tuple[str, ...] = ()
     reasoning_apart: bool = True
+    for_template: Callable[[bool], RequestSource] | None = None
 
     @property
     def is_openai(self) -> bool:
@@ -88,7 +97,7 @@ class RequestSource:
         return list(schema.names[len(self.dataset.schema) :])
 
     def for_model(self, config: ModelConfig, tokenizer: Tokenizer, options: JobOptions) -> RequestSource:
-        """The source with the output columns that the model requires, such as that of its thoughts.
+        """The source with the prompts and the output columns of a model: its chat template, a column of its thoughts.
 
         Args:
             config: The model's configuration.
@@ -96,8 +105,12 @@ class RequestSource:
             options: The job's options.
 
         Raises:
-            InputError: The input has a column of such a name.
+            InputError: The input has a column of such a name, or the model lacks the chat template that prompts need.
         """
+        if self.for_template is not None:
+            return self.for_template(tokenizer.has_chat_template).for_model(config, tokenizer, options)
+        if self.needs_chat_template or self.chat.chat_template_kwargs:
+            tokenizer.require_chat_template(self.chat)
         if not isinstance(self.columns, SampleColumns):
             return self
         thinks = options.reasoning_column and Thinking.of(tokenizer, options.sampling.regex) is not None
@@ -159,7 +172,7 @@ def open_source(options: JobOptions) -> RequestSource:
     if dataset.format == "openai":
         return _openai_source(options, dataset)
 
-    from batchgen.dataset.prompts import PromptSpec
+    from batchgen.dataset.prompts import NoPromptColumn, PromptSpec
 
     spec = PromptSpec(
         options.prompt_column,
@@ -173,10 +186,23 @@ def open_source(options: JobOptions) -> RequestSource:
     if dataset.num_rows == 0:
         source = _source_without_rows(options, dataset, spec)
     else:
-        source = (_score_source if options.task == "score" else _generate_source)(options, dataset, spec)
+        try:
+            source = (_score_source if options.task == "score" else _generate_source)(options, dataset, spec)
+        except NoPromptColumn as error:
+            raise InputError(_with_command(error, options)) from error
     if options.output is not None:
         check_writable(Path(options.output), output_schema(dataset.schema, source.columns, options.output_prefix))
     return source
+
+
+def _with_command(error: NoPromptColumn, options: JobOptions) -> str:
+    """The message for an input without a certain column of prompts, with a command line to copy where there is one."""
+    if not isinstance(options.input, str):
+        return str(error)
+    given: dict[str, Any] = {error.option: error.value}
+    if options.output == default_output(options):
+        given["output"] = None
+    return f"{error.reason}: say what to ask, as in: {run_command(replace(options, **given))}"
 
 
 def _source_without_rows(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
@@ -184,9 +210,9 @@ def _source_without_rows(options: JobOptions, dataset: Dataset, spec: PromptSpec
     return RequestSource(dataset, lambda batch, first: iter(()), _identity(options, spec), False, _columns(options))
 
 
-def _identity(options: JobOptions, spec: PromptSpec) -> dict[str, Any]:
+def _identity(options: JobOptions, spec: PromptSpec, compiled: CompiledPrompts | None = None) -> dict[str, Any]:
     """All that decides the requests of rows, as JSON values."""
-    identity = spec.identity()
+    identity = spec.identity() | ({} if compiled is None else {"chat": compiled.uses_chat})
     if options.task == "score":
         identity |= {"continuations": _continuations(options).identity()}
     elif options.sampling_column is not None:
@@ -211,27 +237,48 @@ def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) ->
     from batchgen.dataset.prompts import compile_prompts, rows_to_requests
     from batchgen.dataset.sampling_column import compile_sampling_column
 
-    compiled = compile_prompts(spec, dataset.schema, options.id_column)
     row_sampling = None
     if options.sampling_column is not None:
         row_sampling = compile_sampling_column(options.sampling_column, dataset.schema, options.sampling)
-    return RequestSource(
-        dataset,
-        lambda batch, first: rows_to_requests(
-            batch, first, compiled, options.sampling, options.id_column, row_sampling
-        ),
-        _identity(options, spec),
-        compiled.uses_chat,
-        _columns(options),
-        _names(*compiled.columns, options.id_column, options.sampling_column),
-        chat=_chat_of(compiled),
-        notices=compiled.notices,
-    )
+
+    def source(compiled: CompiledPrompts) -> RequestSource:
+        return RequestSource(
+            dataset,
+            lambda batch, first: rows_to_requests(
+                batch, first, compiled, options.sampling, options.id_column, row_sampling
+            ),
+            _identity(options, spec, compiled),
+            compiled.uses_chat,
+            _columns(options),
+            _names(*compiled.columns, options.id_column, options.sampling_column),
+            chat=_chat_of(compiled),
+            notices=compiled.notices,
+        )
+
+    return _for_any_model(source, compile_prompts(spec, dataset.schema, options.id_column))
+
+
+def _for_any_model(source: Callable[[CompiledPrompts], RequestSource], compiled: CompiledPrompts) -> RequestSource:
+    """The source before the model is known.
+
+    Args:
+        source: Function that makes the source of compiled prompts.
+        compiled: The compiled prompts.
+    """
+    if compiled.uses_chat is not None:
+        return source(compiled)
+
+    def for_template(has_template: bool) -> RequestSource:
+        line = _WITH_TEMPLATE if has_template else _WITHOUT_TEMPLATE
+        known = compiled.for_template(has_template)
+        return source(replace(known, notices=(line.format(compiled.origin), *known.notices)))
+
+    return replace(source(compiled), for_template=for_template)
 
 
 def _chat_of(compiled: CompiledPrompts) -> ChatOptions:
     """The options for chat messages. Raises InputError where such an option is given, but prompts are not messages."""
-    if not compiled.uses_chat and (given := compiled.chat.identity()):
+    if compiled.uses_chat is False and (given := compiled.chat.identity()):
         flag = "--" + next(iter(given)).replace("_", "-")
         raise InputError(f"{flag} is for chat messages, and these prompts are none: add --chat, or leave it out")
     return compiled.chat
@@ -249,20 +296,28 @@ def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> Re
     wanted = _continuations(options)
     continuations = compile_continuations(wanted, dataset.schema)
     compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole)
+    if not (wanted.choices or wanted.choices_column) and compiled.uses_chat is None:
+        compiled = compiled.for_template(False)  # a text that goes on, not a question and its answer
     if wanted.whole and compiled.uses_chat:
         raise InputError("chat messages are contexts: give --continuations-column or --choices, what may follow them")
     logprobs = options.sampling.logprobs
-    return RequestSource(
-        dataset,
-        lambda batch, first: rows_to_score_requests(batch, first, compiled, continuations, logprobs, options.id_column),
-        _identity(options, spec),
-        compiled.uses_chat,
-        _columns(options),
-        _names(*compiled.columns, *continuations.columns, options.id_column),
-        scores_prompts=wanted.whole,
-        chat=_chat_of(compiled),
-        notices=compiled.notices,
-    )
+
+    def source(compiled: CompiledPrompts) -> RequestSource:
+        return RequestSource(
+            dataset,
+            lambda batch, first: rows_to_score_requests(
+                batch, first, compiled, continuations, logprobs, options.id_column
+            ),
+            _identity(options, spec, compiled),
+            compiled.uses_chat,
+            _columns(options),
+            _names(*compiled.columns, *continuations.columns, options.id_column),
+            scores_prompts=wanted.whole,
+            chat=_chat_of(compiled),
+            notices=compiled.notices,
+        )
+
+    return _for_any_model(source, compiled)
 
 
 def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
@@ -276,8 +331,8 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         "--prompt-column": options.prompt_column,
         "--prompt-template": options.prompt_template,
         "--messages-column": options.messages_column,
-        "--system-prompt": options.system_prompt,
-        "--chat": options.chat,
+        "--system": options.system_prompt,
+        "--chat" if options.chat else "--no-chat": options.chat is not None,
         "--continue-final": options.continue_final,
         "--id-column": options.id_column,
         "--output-prefix": options.output_prefix,

@@ -33,17 +33,21 @@ _STORE_FOLDER = "tokenizer"  # folder of a weight store
 _CONVERSION = 3  # version of the conversion: tokenizers in the cache that have another are made again
 
 
-def load_tokenizer(files: ModelFiles, special_tokens: str = "parse") -> Tokenizer:
+def load_tokenizer(files: ModelFiles, special_tokens: str = "parse", chat_template: str | None = None) -> Tokenizer:
     """Load the tokenizer of a model.
 
     Args:
         files: Files of the model.
         special_tokens: Meaning of the text of special tokens in prompts: "parse" or "text" (`Tokenizer`).
+        chat_template: Jinja text of a chat template that replaces the model's; None: the model's.
 
     Raises:
         InputError: The tokenizer is missing or broken.
     """
-    return Tokenizer(load_hf_tokenizer(files), special_tokens)
+    hf = load_hf_tokenizer(files)
+    if chat_template is not None:
+        hf.chat_template = chat_template
+    return Tokenizer(hf, special_tokens)
 
 
 def load_hf_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
