@@ -75,9 +75,9 @@ def _without_outputs(paths: list[str], name: str) -> tuple[list[str], tuple[str,
 
 def _only_outputs(name: str, left_out: tuple[str, ...]) -> str:
     """The error message for a directory or glob that has nothing but outputs; "" where it has none."""
-    return f"{name} has nothing but outputs of earlier jobs, such as {left_out[0]}: name one, or '*{MARK}.*'" * bool(
-        left_out
-    )
+    if not left_out:
+        return ""
+    return f"{name} has nothing but outputs of earlier jobs, such as {left_out[0]}: name one, or '*{MARK}.*'"
 
 
 def _in_folder(name: str, input_format: str | None) -> FoundFiles:

@@ -28,6 +28,7 @@ from batchgen.dataset.column_types import (
     is_sharegpt,
     is_text,
     is_token_list,
+    is_unsplit,
     listed,
     value_type,
 )
@@ -393,15 +394,17 @@ def _source_column(spec: PromptSpec, schema: pa.Schema, id_column: str | None) -
 
 def _default_column(schema: pa.Schema, id_column: str | None) -> str:
     """The column of prompts where the user named none. Raises NoPromptColumn where there is no suitable column."""
-    types = {name: value_type(schema, name, "column") for name in schema.names if name != id_column}
+    types = {name: value_type(schema, name, "column") for name in schema.names}
     conversations = [name for name, kind in types.items() if is_message_list(kind)]
     if "messages" in types and ("messages" in conversations or is_text(types["messages"])):
         return "messages"
     names = [*(["conversations"] if "conversations" in conversations else []), "prompt", "text"]
     if known := [name for name in names if name in types]:
         return known[0]
-    texts: list[str] = [name for name, kind in types.items() if is_text(kind) and not is_binary(kind)]
-    if len(texts) == 1 and not conversations:
+    texts: list[str] = [
+        name for name, kind in types.items() if name != id_column and is_text(kind) and not is_binary(kind)
+    ]
+    if len(texts) == 1 and not conversations and not is_unsplit(schema):
         return texts[0]
     raise NoPromptColumn(schema, tuple(texts), conversations[0] if conversations else None)
 
