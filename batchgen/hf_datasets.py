@@ -93,8 +93,9 @@ class MapFunction:
         model: The model, as `batchgen run --model` takes it.
         **options: Options of prompts (prompt_column, prompt_template, messages_column, system_prompt, chat,
             chat_template_kwargs, continue_final, id_column) and of column names (output_prefix); fields of
-            SamplingParams; and options of `Engine`: dtype, device, gpu_memory, cpu_memory, admission, max_num_seqs,
-            max_num_batched_tokens, max_model_len, share_prefixes, expected_output_len, on_overlong and chat_template.
+            SamplingParams, of which choice is named choices; and options of `Engine`: dtype, device, gpu_memory,
+            cpu_memory, admission, max_num_seqs, max_num_batched_tokens, max_model_len, share_prefixes,
+            expected_output_len, on_overlong and chat_template.
 
     Raises:
         TypeError: There is no such option.
@@ -116,7 +117,9 @@ class MapFunction:
             given["chat_template_kwargs"],
             given["continue_final"],
         )
-        self._sampling = SamplingParams(**{name: given[name] for name in SamplingParams.names()})
+        self._sampling = SamplingParams(
+            **{n: given[n] for n in SamplingParams.names() if n in given}, choice=given["choices"]
+        )
         self._id_column, self._prefix = given["id_column"], given["output_prefix"]
         self._engine_options = {name: value for name, value in options.items() if name in names_of("engine")}
         self._identity: dict | None = None
@@ -139,7 +142,7 @@ class MapFunction:
         columns = {name: read(name) for name in {*(compiled.columns or names[:1]), self._id_column} - {None}}
         num_rows = len(next(iter(columns.values())))
         engine = self._engine_here()
-        compiled = compiled.for_template(engine.parts.tokenizer.has_chat_template)
+        compiled = compiled.for_template(engine.parts.tokenizer.renders_texts)
         if compiled.uses_chat:
             engine.parts.tokenizer.require_chat_template(compiled.chat)
         rows: list[dict] = [{}] * num_rows

@@ -97,8 +97,9 @@ def reader(models, tmp_path, monkeypatch):
         columns = COLUMNS.get(page, {"prompt": TEXTS, "question": TEXTS})
         for name in ("data.parquet", "in.parquet", "shared/data.parquet"):
             pq.write_table(pa.table(columns), name)
-        for schema in re.findall(r"in `person\.json`.*?```json\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
-            Path("person.json").write_text(schema)
+        text = (ROOT / page).read_text()
+        for name, content in re.findall(r"in `(person\.json|sum\.lark)`.*?```\w+\n(.*?)```", text, re.DOTALL):
+            Path(name).write_text(content)
         return tmp_path
 
     return at

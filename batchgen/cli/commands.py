@@ -212,7 +212,7 @@ def _job(options: dict[str, Any]) -> JobOptions:
     if (config := options.pop("config")) is not None:
         read.append(("--config", config))
     given = _taken(options, SamplingParams)
-    for holder, name in ((given, "json_schema"), (options, "chat_template")):
+    for holder, name in ((given, "json_schema"), (given, "grammar"), (options, "chat_template")):
         if (path := holder.get(name)) is not None:
             holder[name] = _read_text(flag_of(name), path)
             read.append((flag_of(name), os.path.expanduser(path)))
@@ -225,7 +225,7 @@ def _read_text(flag: str, path: str) -> str:
     try:
         return read_text(Path(path).expanduser(), "utf-8-sig")
     except (OSError, UnicodeError) as error:
-        hint = "; write the text to a file and give the file's name" if path.lstrip().startswith("{") else ""
+        hint = "; write it to a file and give the file's name" if path.lstrip().startswith(("{", "start:")) else ""
         raise InputError(f"{flag} {path} cannot be read: {getattr(error, 'strerror', None) or error}{hint}") from error
 
 

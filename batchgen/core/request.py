@@ -18,6 +18,8 @@ MOST_RESULT_BYTES = 4 << 30
 _MOST_INT = 2**31 - 1
 # Beyond these, 32-bit floating point makes infinities and zeros of logits.
 _LEAST_PENALTY, _MOST_PENALTY = 1e-3, 1e3
+# Parameters that a text must follow, of which a sample has at most one.
+GRAMMARS = ("json_schema", "regex", "choice", "grammar")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 # About what a token and its log-probabilities take while they wait to be written.
 _TOKEN_BYTES, _LOGPROB_BYTES = 40, 200
@@ -58,6 +60,8 @@ class SamplingParams:
             schema's "x-guidance" sets another whitespace_pattern. A text that ends early by `max_tokens` or a stop
             string may be incomplete.
         regex: Regular expression that the whole text matches.
+        choice: Texts, one of which is the whole text.
+        grammar: Context-free grammar of the whole text, in the variant of Lark that llguidance reads.
         compact_json: True for JSON without spaces between its parts; else there may be one space.
     """
 
@@ -75,6 +79,8 @@ class SamplingParams:
     logprobs: int | None = None
     json_schema: str | None = None
     regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
     compact_json: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -82,6 +88,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "choice", (self.choice,) if isinstance(self.choice, str) else tuple(self.choice or ()))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         if self.top_k == -1:  # vLLM's other way to say "off"
@@ -113,19 +120,26 @@ class SamplingParams:
             ("stop_token_ids", len(self.stop_token_ids) <= MOST_STOPS, f"at most {MOST_STOPS} tokens"),
             ("json_schema", isinstance(self.json_schema, str | None), "the text of a JSON schema"),
             ("regex", isinstance(self.regex, str | None), "text"),
+            ("choice", all(isinstance(text, str) and text for text in self.choice), "non-empty texts"),
+            ("grammar", isinstance(self.grammar, str | None), "text"),
         ]
         for name, ok, rule in checks:
             if not ok:
                 raise InputError(f"{name} must be {rule}, not {one_line(repr(getattr(self, name)))}")
         if self.is_greedy and self.n > 1:
             raise InputError("n > 1 with temperature 0 gives n identical samples: set a temperature above 0")
-        if self.constrained and None not in (self.json_schema, self.regex):
-            raise InputError("json_schema and regex exclude each other: give one")
+        if len(given := self.given_grammars) > 1:
+            raise InputError(f"{' and '.join(given)} exclude each other: give one")
+
+    @property
+    def given_grammars(self) -> tuple[str, ...]:
+        """Names of the parameters of `GRAMMARS` that are given: one at most."""
+        return tuple(name for name in GRAMMARS if getattr(self, name) not in (None, ()))
 
     @property
     def constrained(self) -> bool:
-        """True where the text must follow a JSON schema or a regular expression."""
-        return self.json_schema is not None or self.regex is not None
+        """True where the text must follow a JSON schema, a regular expression, a choice or a grammar."""
+        return bool(self.given_grammars)
 
     @property
     def is_greedy(self) -> bool:

@@ -21,6 +21,8 @@ COLUMNS = ("custom_id", "method", "url", "body")
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 
+# vLLM's names of what a text must follow, and those of `SamplingParams`.
+VLLM_GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 # Parameters that say nothing about the answer.
 _IGNORED = {
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -286,17 +288,37 @@ def _chat_logprobs(fields: dict[str, Any]) -> int | None:
 
 
 def _grammar(fields: dict[str, Any]) -> dict[str, Any]:
-    """The json_schema or regex of a body, from OpenAI's response_format or vLLM's structured_outputs."""
+    """The grammar of a body, from OpenAI's response_format or vLLM's structured_outputs or guided_json and the like."""
     wanted = _take(fields, "response_format", _is_response_format, "of type text, json_object or json_schema", {})
-    own = _take(fields, "structured_outputs", _is_structured_outputs, 'an object with "json" or "regex"', {})
-    found = {name: own[key] for key, name in (("json", "json_schema"), ("regex", "regex")) if key in own}
-    if wanted.get("type", "text") != "text":
-        if found:
-            raise RowError("response_format and structured_outputs exclude each other")
-        found["json_schema"] = (
-            {"type": "object"} if wanted["type"] == "json_object" else wanted["json_schema"]["schema"]
-        )
-    return found
+    rule = f"an object with one of {', '.join(VLLM_GRAMMARS)}"
+    structured = _take(fields, "structured_outputs", _is_structured_outputs, rule, {})
+    guided = {key: fields.pop(name) for key in VLLM_GRAMMARS if (name := f"guided_{key}") in fields}
+    ways = {
+        "response_format": {"json": _schema_of(wanted)} if wanted.get("type", "text") != "text" else {},
+        "structured_outputs": structured,
+        "guided_json and the like": guided,
+    }
+    given = [way for way, values in ways.items() if values]
+    if len(given) > 1:
+        raise RowError(f"{' and '.join(given)} exclude each other")
+    values = {key: value for way in given for key, value in ways[way].items()}
+    for key, value in values.items():
+        if not _is_grammar(key, value):
+            raise RowError(f"{given[0]}: {key} must be {'a list of texts' if key == 'choice' else 'a text'}")
+    return {VLLM_GRAMMARS[key]: value for key, value in values.items()}
+
+
+def _schema_of(wanted: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a response_format that asks for JSON."""
+    schema: dict[str, Any] = {"type": "object"} if wanted["type"] == "json_object" else wanted["json_schema"]["schema"]
+    return schema
+
+
+def _is_grammar(key: str, value: Any) -> bool:
+    """Tell whether a value of `VLLM_GRAMMARS` has the right type."""
+    if key == "choice":
+        return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
+    return isinstance(value, str) or (key == "json" and isinstance(value, dict))
 
 
 def _is_response_format(value: Any) -> bool:
@@ -308,9 +330,7 @@ def _is_response_format(value: Any) -> bool:
 
 
 def _is_structured_outputs(value: Any) -> bool:
-    if not isinstance(value, dict) or len(value) != 1:
-        return False
-    return isinstance(value.get("json"), str | dict) or isinstance(value.get("regex"), str)
+    return isinstance(value, dict) and len(value) == 1 and set(value) <= set(VLLM_GRAMMARS)
 
 
 def _refuse_others(fields: dict[str, Any]) -> None:

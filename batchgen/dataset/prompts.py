@@ -16,7 +16,7 @@ from typing import Any, cast
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, RowError, one_line
-from batchgen.core.request import PLAIN_CHAT, ChatOptions, Request, SamplingParams, ScoreRequest
+from batchgen.core.request import PLAIN_CHAT, ChatOptions, Request, ScoreRequest
 from batchgen.core.templates import Row
 from batchgen.core.text import as_typed
 from batchgen.core.text_file import read_text
@@ -34,7 +34,7 @@ from batchgen.dataset.column_types import (
 )
 from batchgen.dataset.continuations import CompiledContinuations
 from batchgen.dataset.messages import normalize_messages
-from batchgen.dataset.sampling_column import SamplingColumn
+from batchgen.dataset.sampling_column import RowSampling
 
 Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or chat messages with "role" and "content"
 
@@ -252,9 +252,8 @@ def rows_to_requests(
     batch: pa.RecordBatch,
     first_row: int,
     compiled: CompiledPrompts,
-    sampling: SamplingParams | None,
+    sampling: RowSampling,
     id_column: str | None = None,
-    sampling_column: SamplingColumn | None = None,
 ) -> Iterator[Request]:
     """Yield one Request per row of a batch.
 
@@ -264,19 +263,16 @@ def rows_to_requests(
         batch: The rows.
         first_row: Index of the batch's first row in the input.
         compiled: The source of prompts.
-        sampling: The job's sampling parameters.
+        sampling: The sampling parameters of rows.
         id_column: Column of the rows' ids.
-        sampling_column: Column of sampling parameters, which override the job's.
     """
-    more = () if sampling_column is None else (sampling_column.name,)
-    for row_id, row, prompt in _rows(batch, first_row, compiled, more, id_column):
+    for row_id, row, prompt in _rows(batch, first_row, compiled, sampling.columns, id_column):
         try:
             if isinstance(prompt, Exception):
                 raise prompt
-            own = sampling if sampling_column is None else sampling_column.of_row(row[sampling_column.name])
-            yield Request(prompt, own, row_id, chat=compiled.chat)
+            yield Request(prompt, sampling.of_row(row), row_id, chat=compiled.chat)
         except RowError as error:
-            yield Request("", sampling, row_id, error=str(error))
+            yield Request("", sampling.job, row_id, error=str(error))
 
 
 def rows_to_score_requests(

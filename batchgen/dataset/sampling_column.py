@@ -1,17 +1,18 @@
-"""A column of sampling parameters, by which a row overrides those of the job."""
+"""Sampling parameters of rows: those of the job, which a column of parameters or of choices overrides."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, RowError, one_line
-from batchgen.core.request import SamplingParams
+from batchgen.core.request import GRAMMARS, SamplingParams
 from batchgen.dataset.column_types import is_text, value_type
+from batchgen.dataset.continuations import CompiledContinuations, ContinuationSpec, compile_continuations
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class SamplingColumn:
         if unknown:
             raise RowError(f"column {self.name!r}: {unknown[0]!r} is no sampling parameter")
         own = {name: _typed(name, item) for name, item in own.items()}
-        if own.keys() & set(_GRAMMARS):  # a row has one grammar: its own
-            own = dict.fromkeys(_GRAMMARS) | own
+        if own.keys() & set(GRAMMARS):  # a row has one grammar: its own
+            own = dict.fromkeys(GRAMMARS) | own
         try:
             sampling = replace(self.job, **own)
         except InputError as error:
@@ -67,7 +68,57 @@ def _without_nulls(value: Any) -> Any:
     return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
-def compile_sampling_column(name: str, schema: pa.Schema, job: SamplingParams) -> SamplingColumn:
+@dataclass(frozen=True)
+class RowSampling:
+    """The sampling parameters of rows.
+
+    Attributes:
+        job: The job's sampling parameters.
+        column: Column of sampling parameters, which override the job's; None: there is none.
+        choices: Texts, one of which is a row's text, from a column; None: there is no such column.
+    """
+
+    job: SamplingParams
+    column: SamplingColumn | None = None
+    choices: CompiledContinuations | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that hold parameters."""
+        return (*((self.column.name,) if self.column else ()), *(self.choices.columns if self.choices else ()))
+
+    def of_row(self, row: dict[str, Any]) -> SamplingParams:
+        """The sampling parameters of a row, given as {column: value}. Raises RowError."""
+        sampling = self.job if self.column is None else self.column.of_row(row[self.column.name])
+        if self.choices is None or self.choices.of_row is None:
+            return sampling
+        try:
+            return replace(sampling, choice=cast("tuple[str, ...]", self.choices.of_row(row)))
+        except InputError as error:
+            raise RowError(str(error)) from error
+
+
+def compile_row_sampling(
+    column: str | None, choices: ContinuationSpec, schema: pa.Schema, job: SamplingParams
+) -> RowSampling:
+    """Check the columns of sampling parameters against the columns of the input. Raises InputError.
+
+    Args:
+        column: Column of sampling parameters; None: there is none.
+        choices: Column of choices, or the job's choices, which `job` has already.
+        schema: The input's columns.
+        job: The job's sampling parameters.
+    """
+    if choices.choices_column is not None and job.constrained:
+        raise InputError(f"--choices-column and {job.given_grammars[0]} exclude each other: give one")
+    return RowSampling(
+        job,
+        None if column is None else _compile_sampling_column(column, schema, job),
+        None if choices.choices_column is None else compile_continuations(choices, schema),
+    )
+
+
+def _compile_sampling_column(name: str, schema: pa.Schema, job: SamplingParams) -> SamplingColumn:
     """Check the type and the field names of a column of sampling parameters. Raises InputError.
 
     Args:
@@ -88,7 +139,6 @@ def compile_sampling_column(name: str, schema: pa.Schema, job: SamplingParams) -
     return SamplingColumn(name, job)
 
 
-_GRAMMARS = ("json_schema", "regex")
 # Of each parameter: what its values are, and in words.
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda v: isinstance(v, int) and not isinstance(v, bool), "an integer"),

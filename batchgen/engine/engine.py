@@ -248,7 +248,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
-        from batchgen.models.tokenizers.loading import load_tokenizer  # imports transformers
+        from batchgen.models.tokenizers.loading import load_tokenizer
 
         where = parse_device(device)
         sampling = sampling or SamplingParams()

@@ -33,11 +33,12 @@ class BatchgenTokenizer(HuggingFaceTokenizer):
     def get_wrapped_tokenizer(self) -> WrappedPreTrainedTokenizer:
         """The transformers tokenizer, loaded once in a process. Raises InputError where it is missing or broken."""
         from batchgen.models.files import resolve_model
-        from batchgen.models.tokenizers.loading import load_hf_tokenizer
+        from batchgen.models.tokenizers.loading import load_parts
+        from batchgen.models.tokenizers.transformers_tokenizer import as_hf_tokenizer
 
         with _loading:
             if self._model not in _loaded:
-                _loaded[self._model] = ThreadSafeWrapper(load_hf_tokenizer(resolve_model(self._model)))
+                _loaded[self._model] = ThreadSafeWrapper(as_hf_tokenizer(load_parts(resolve_model(self._model))))
         return _loaded[self._model]
 
 

@@ -138,9 +138,8 @@ def _check_ranks(options: JobOptions) -> None:
 
 def _check_task(options: JobOptions) -> None:
     if options.task == "generate":
-        for name in ("continuations_column", "choices", "choices_column"):
-            if getattr(options, name):
-                raise InputError(f"{flag_of(name)} is for scoring: give --task score")
+        if options.continuations_column:
+            raise InputError("--continuations-column is for scoring: give --task score")
         return
     default = SamplingParams()
     given = [

@@ -10,7 +10,7 @@ and help from here. This module imports nothing that takes long, as `batchgen --
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -232,17 +232,17 @@ class JobOptions:
     )
     choices: tuple[str, ...] = _option(
         INPUT,
-        _ROWS,
+        f"{_ROWS} map",
         default=(),
         multiple=True,
         metavar="TEXT",
         typed=True,
         common=True,
-        help="With --task score: a text that may follow every prompt, repeated for each; the most likely one is the"
-        " choice.",
+        help="A text that an answer may be, repeated for each: every generated text is one of them. With --task score"
+        " the most likely one is the choice.",
     )
     choices_column: str | None = _option(
-        INPUT, _ROWS, metavar="NAME", help="With --task score: column with a list of choices for each row."
+        INPUT, _ROWS, metavar="NAME", help="Column with a list of choices for each row, as of --choices."
     )
     on_overlong: str = _option(
         INPUT,
@@ -497,6 +497,10 @@ class JobOptions:
     )
     read_before: tuple[tuple[str, str], ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.choices and self.task == "generate":
+            object.__setattr__(self, "sampling", replace(self.sampling, choice=self.choices))
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -691,6 +695,8 @@ SAMPLING_OPTIONS = (
               metavar="FILE", reads=FILE, common=True),
     _sampling(f"{_ROWS} map", "compact_json", bool, "With --json-schema: no spaces between the parts of the JSON."),
     _sampling(f"{_ROWS} map", "regex", str, "Every text matches this regular expression, as a whole.", metavar="TEXT"),
+    _sampling(f"{_ROWS} map", "grammar", str, "Every text follows this context-free grammar, in Lark's notation.",
+              metavar="FILE", reads=FILE),
 )  # fmt: skip
 
 

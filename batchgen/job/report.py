@@ -6,18 +6,23 @@ import errno
 import importlib.metadata
 import json
 import platform
+import socket
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen._version import __version__
+from batchgen.core.digest import json_sha256
 from batchgen.core.errors import BatchgenError
 from batchgen.core.screen import ProductLost, leave_standard_output, put
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.job.files import write_text
 from batchgen.job.kernels import kernels_report
+from batchgen.job.run_command import run_command
 from batchgen.ops.instruction_set import instruction_set
+from batchgen.output.result_counts import LENGTH
 from batchgen.output.run_directory import Run, errors_path
 from batchgen.share.run import SharedRun
 
@@ -27,6 +32,47 @@ if TYPE_CHECKING:
     from batchgen.engine.parts import SweepRunner
     from batchgen.job.options import JobOptions
     from batchgen.job.source import RequestSource
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The circumstances of a run, for its report.
+
+    Attributes:
+        started: Time at which the command started, in the local time zone.
+        started_s: Time of time.monotonic at which the command started.
+        command: The command line, with credentials hidden.
+        model: Name of the model.
+        identity: The model's identity (`batchgen.models.identity`); None: it is not known yet.
+    """
+
+    started: datetime
+    started_s: float
+    command: str
+    model: str
+    identity: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, options: JobOptions, started_s: float) -> Origin:
+        """The circumstances of a run.
+
+        Args:
+            options: The job's options, as they were given.
+            started_s: Start of the command, of time.monotonic.
+        """
+        started = datetime.fromtimestamp(time.time() - (time.monotonic() - started_s)).astimezone()
+        return cls(started, started_s, run_command(options, skip=frozenset()), options.model)
+
+    def to_json(self) -> dict[str, Any]:
+        """The circumstances of a run that ends now, as JSON values."""
+        return {
+            "started": self.started.isoformat(timespec="seconds"),
+            "ended": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "host": socket.gethostname(),
+            "command": self.command,
+            "model": self.model,
+            "model_sha256": json_sha256(self.identity),
+        }
 
 
 def versions() -> dict[str, str]:
@@ -62,7 +108,7 @@ def make_report(
     state: Run | SharedRun,
     engine: Engine | None,
     plan: Plan | None,
-    started_s: float,
+    origin: Origin,
     outcome: str,
 ) -> dict[str, Any]:
     """The report of a run that has ended, as JSON values.
@@ -75,14 +121,16 @@ def make_report(
         state: The job's run directory.
         engine: The job's engine; None: no row was left to run.
         plan: The job's plan; None: no row was left to run.
-        started_s: Start of the command, of time.monotonic.
+        origin: Circumstances of the run.
         outcome: "complete", "already complete" or "stopped".
     """
     totals = state.totals or {"rows_ok": state.done_rows.ok, "rows_failed": state.done_rows.failed}
     rows = totals["rows_ok"] + totals["rows_failed"]
     total_rows = rows if outcome != "stopped" else source.dataset.num_rows
+    counts = state.result_counts(source.columns)
     return {
         "state": outcome,
+        **origin.to_json(),
         "output": str(options.output),
         "errors_output": str(errors_path(Path(str(options.output)))) if source.is_openai else None,
         "output_columns": source.output_names(options),
@@ -92,7 +140,13 @@ def make_report(
         "errors": [asdict(kind) for kind in state.error_kinds()] if totals["rows_failed"] else [],
         "rows_resumed": rows if outcome == "already complete" else state.rows_resumed,
         "rows_left": None if total_rows is None else total_rows - rows,
-        **engine_report(engine, plan, time.monotonic() - started_s),
+        "finish_reasons": dict(counts.finish_reasons),
+        "cut_tokens": counts.cut_tokens,
+        "answers": [asdict(one) for one in counts.answers],
+        "answers_exact": counts.answers_exact,
+        "answered": counts.answered,
+        "max_tokens": options.sampling.max_tokens,
+        **engine_report(engine, plan, time.monotonic() - origin.started_s),
     }
 
 
@@ -176,7 +230,8 @@ def summary(report: dict[str, Any]) -> list[str]:
         lines.append(f"already complete: {rows}; nothing to do (--overwrite runs it again)")
     elif report["state"] == "stopped":
         left = report["rows_left"]
-        lines.append(f"stopped: {rows}, {left:,} left; the same command goes on from here")
+        rest = "" if left is None else f", {left:,} left"
+        lines.append(f"stopped: {rows}{rest}; the same command goes on from here")
     else:
         predicted = report["predicted_wall_s"]
         said = f" (predicted {format_seconds(predicted)}{_at_first(report)})" if predicted else ""
@@ -197,15 +252,52 @@ def summary(report: dict[str, Any]) -> list[str]:
             f" peak memory {format_bytes(report['peak_bytes']['cpu'])}"
         )
         lines += _other_processes(report["processes"])
+    lines += result_lines(report)
     lines += [f"{kind['rows']:,} failed: {kind['error']}" for kind in report["errors"]]
     if failed and report["state"] != "stopped":
         error = next((name for name in report["output_columns"] if name.endswith("error")), "error")
         lines.append(f"the {error} column tells why rows failed; --retry-failed runs just those again")
+    lines.append(_origin_line(report))
     if report["state"] != "stopped":
         lines.append(
             f"output: {report['output']}" + (f", {report['errors_output']}" if report.get("errors_output") else "")
         )
     return lines
+
+
+def result_lines(report: dict[str, Any]) -> list[str]:
+    """Lines about the results: how texts ended, and the most frequent short answers.
+
+    Args:
+        report: The report of a run.
+    """
+    lines = []
+    reasons, total = report["finish_reasons"], sum(report["finish_reasons"].values())
+    if cut := reasons.get(LENGTH):
+        fewest, most = report["cut_tokens"]
+        at = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
+        lines.append(f"{cut:,} of {total:,} answers were cut at {at} tokens: raise --max-tokens for whole ones")
+    others = [f"{count:,} {reason}" for reason, count in reasons.items() if reason not in (LENGTH, "stop")]
+    if others:
+        lines.append(f"other ends of answers: {', '.join(others)}")
+    if report["answers"]:
+        about = "" if report["answers_exact"] else "at least "
+        answered = report["answered"]
+        counts = [f"{one['answer']!r} {about}{one['count']:,}" for one in report["answers"]]
+        rest = answered - sum(one["count"] for one in report["answers"])
+        more = [f"others {rest:,}"] if rest and report["answers_exact"] else []
+        lines.append(f"answers: {', '.join([*counts, *more])}")
+    return lines
+
+
+def _origin_line(report: dict[str, Any]) -> str:
+    """The line with the time, the host, the version and the model of a run."""
+    started, ended = (datetime.fromisoformat(report[name]) for name in ("started", "ended"))
+    until = ended.strftime("%H:%M:%S" if ended.date() == started.date() else "%Y-%m-%d %H:%M:%S")
+    return (
+        f"{started:%Y-%m-%d %H:%M:%S} to {until} {ended:%Z} on {report['host']}, batchgen"
+        f" {report['versions']['batchgen']}, model {report['model']} ({report['model_sha256'][:12]})"
+    )
 
 
 def _other_processes(processes: list[dict[str, Any]]) -> list[str]:

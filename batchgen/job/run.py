@@ -41,7 +41,7 @@ from batchgen.job.options import JobOptions, names_of, seconds
 from batchgen.job.pages.run_page import RunPage
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
-from batchgen.job.report import make_report, write_report
+from batchgen.job.report import Origin, make_report, write_report
 from batchgen.job.routing import keep_routing
 from batchgen.job.shared import open_output, requests_left
 from batchgen.job.source import RequestSource, open_source
@@ -110,7 +110,7 @@ class _Job:
         source: The job's input.
         tokenizer: Function that waits until the tokenizer is loaded, and returns it.
         progress: Display of the job.
-        started_s: Start of the command, of time.monotonic.
+        origin: Circumstances of the run, for its report.
         deadline_s: Time of time.monotonic at which the job stops; None: it has no limit.
         deduplication: Deduplication of the job's requests.
         destination: Destination of the output; None: a local file.
@@ -123,7 +123,7 @@ class _Job:
     source: RequestSource
     tokenizer: Callable[[], Tokenizer]
     progress: Progress
-    started_s: float
+    origin: Origin
     deadline_s: float | None
     deduplication: Deduplication
     destination: Destination | None = None
@@ -137,7 +137,7 @@ class _Job:
 
     def report(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
         """Make the report of the end of the job, and write it where the options say."""
-        report = make_report(self.options, self.source, state, engine, plan, self.started_s, outcome)
+        report = make_report(self.options, self.source, state, engine, plan, self.origin, outcome)
         report |= {"estimated_wall_s": self.progress.estimated_s, "rows_repeated": self.deduplication.count}
         put = self.destination if outcome != "stopped" else None
         errors_file = self.source.is_openai
@@ -190,6 +190,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         group: Group of ranks that a launcher has started; None: there is none.
     """
     check_job(options)
+    origin = Origin.of(options, started_s)
     destination = Destination.of(options)
     if destination is not None:
         options = destination.local(options)
@@ -208,7 +209,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         versions = model_versions(files)
         resolved = resolve_job(options, files)
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
-        tokenizer = background.submit(_load_tokenizer, resolved.files, options)  # imports transformers
+        tokenizer = background.submit(_load_tokenizer, resolved.files, options)
         identities = {"input": source.dataset.identity(), "model": model_identity(resolved.files)}
         source = source.for_model(resolved.config, tokenizer.result(), options)
         if (renamed := _renamed_line(source, options)) is not None:
@@ -221,7 +222,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             source,
             tokenizer.result,
             progress,
-            started_s,
+            replace(origin, model=resolved.files.name, identity=identities["model"]),
             deadline_s,
             Deduplication(options.sampling),
             destination,
@@ -372,7 +373,7 @@ def _load_tokenizer(files: ModelFiles, options: JobOptions) -> Tokenizer:
 
 def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
     """The plan for the rows that are left."""
-    return make_plan(job.resolved, lambda: _workload(job, state), started_s=job.started_s)
+    return make_plan(job.resolved, lambda: _workload(job, state), started_s=job.origin.started_s)
 
 
 def _plan_in(weight_format: str | None, job: _Job, state: Run | SharedRun) -> tuple[_Job, Plan]:

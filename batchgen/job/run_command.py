@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from batchgen.core.text import as_typed, without_credentials
@@ -15,13 +16,14 @@ _OF_THE_PLAN = frozenset({"hardware", "trace", "progress"})
 _PLACEHOLDERS = {"input": "INPUT"}
 
 
-def run_command(options: JobOptions, **more: Any) -> str:
+def run_command(options: JobOptions, *, skip: Collection[str] = _OF_THE_PLAN, **more: Any) -> str:
     """The text of a `batchgen run` command, with all options that differ from their defaults.
 
     Credentials in URLs are hidden.
 
     Args:
-        options: The job's options. A missing input is shown as a word in capitals.
+        options: The job's options. An input without a name is shown as a word in capitals.
+        skip: Names of options that are left out.
         more: Further options, by name.
     """
     files = dict(options.read_before)
@@ -29,9 +31,9 @@ def run_command(options: JobOptions, **more: Any) -> str:
     for option in options_of("run"):
         holder = options if hasattr(options, option.name) else options.sampling
         value = more.get(option.name, getattr(holder, option.name))
-        if value is None:
+        if value is None or (option.name in _PLACEHOLDERS and not isinstance(value, str | Path)):
             value = _PLACEHOLDERS.get(option.name)
-        if option.name in _OF_THE_PLAN or value == option.default:
+        if option.name in skip or value == option.default:
             continue
         words += map(without_credentials, _words(option, files.get(option.flag, value)))
     return shlex.join(words)

@@ -108,7 +108,7 @@ class RequestSource:
             InputError: The input has a column of such a name, or the model lacks the chat template that prompts need.
         """
         if self.for_template is not None:
-            return self.for_template(tokenizer.has_chat_template).for_model(config, tokenizer, options)
+            return self.for_template(tokenizer.renders_texts).for_model(config, tokenizer, options)
         if self.needs_chat_template or self.chat.chat_template_kwargs:
             tokenizer.require_chat_template(self.chat)
         if not isinstance(self.columns, SampleColumns):
@@ -214,10 +214,9 @@ def _identity(options: JobOptions, spec: PromptSpec, compiled: CompiledPrompts |
     """All that decides the requests of rows, as JSON values."""
     identity = spec.identity() | ({} if compiled is None else {"chat": compiled.uses_chat})
     if options.task == "score":
-        identity |= {"continuations": _continuations(options).identity()}
-    elif options.sampling_column is not None:
-        identity |= {"sampling_column": options.sampling_column}
-    return identity
+        return identity | {"continuations": _continuations(options).identity()}
+    columns = {name: getattr(options, name) for name in ("sampling_column", "choices_column")}
+    return identity | {name: column for name, column in columns.items() if column is not None}
 
 
 def _continuations(options: JobOptions) -> ContinuationSpec:
@@ -235,22 +234,20 @@ def _columns(options: JobOptions) -> Columns:
 
 def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
     from batchgen.dataset.prompts import compile_prompts, rows_to_requests
-    from batchgen.dataset.sampling_column import compile_sampling_column
+    from batchgen.dataset.sampling_column import compile_row_sampling
 
-    row_sampling = None
-    if options.sampling_column is not None:
-        row_sampling = compile_sampling_column(options.sampling_column, dataset.schema, options.sampling)
+    row_sampling = compile_row_sampling(
+        options.sampling_column, _continuations(options), dataset.schema, options.sampling
+    )
 
     def source(compiled: CompiledPrompts) -> RequestSource:
         return RequestSource(
             dataset,
-            lambda batch, first: rows_to_requests(
-                batch, first, compiled, options.sampling, options.id_column, row_sampling
-            ),
+            lambda batch, first: rows_to_requests(batch, first, compiled, row_sampling, options.id_column),
             _identity(options, spec, compiled),
             compiled.uses_chat,
             _columns(options),
-            _names(*compiled.columns, options.id_column, options.sampling_column),
+            _names(*compiled.columns, options.id_column, *row_sampling.columns),
             chat=_chat_of(compiled),
             notices=compiled.notices,
         )
@@ -338,6 +335,9 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         "--output-prefix": options.output_prefix,
         "--json-schema": options.sampling.json_schema,
         "--regex": options.sampling.regex,
+        "--grammar": options.sampling.grammar,
+        "--choices": options.choices,
+        "--choices-column": options.choices_column,
     }
     for flag, value in given.items():
         if value:

@@ -29,7 +29,9 @@ from batchgen.lmeval.jobs import Workplace, nested_token_lists, token_lists
 from batchgen.lmeval.texts import Texts
 from batchgen.models.files import resolve_model
 from batchgen.models.identity import model_identity
-from batchgen.models.tokenizers.loading import load_tokenizer
+from batchgen.models.tokenizers.loading import load_parts
+from batchgen.models.tokenizers.tokenizer import Tokenizer
+from batchgen.models.tokenizers.transformers_tokenizer import as_hf_tokenizer
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -106,8 +108,8 @@ class BatchgenLM(TemplateLM):
         if max_gen_toks < 1:
             raise InputError(f"max_gen_toks must be at least 1, not {max_gen_toks}")
         self.max_gen_toks = max_gen_toks
-        self._tokens = load_tokenizer(files)
-        self.tokenizer = self._tokens.hf
+        parts = load_parts(files)
+        self._tokens, self.tokenizer = Tokenizer(parts), as_hf_tokenizer(parts)
         self._tokenizer_name = f"{files.name.replace('/', '__')}-{self._tokens.identity()[:16]}"
         self._texts = Texts(self._tokens, add_bos_token, prefix_token_id)
         text_of = self.tokenizer.convert_ids_to_tokens

@@ -27,7 +27,7 @@ class Texts:
     def __init__(self, tokenizer: Tokenizer, add_bos_token: bool | None, prefix_token_id: int | None) -> None:
         self._tokenizer = tokenizer
         self._add_bos = add_bos_token
-        self._bos = tokenizer.hf.bos_token_id
+        self._bos = tokenizer.bos_token_id
         if add_bos_token and self._bos is None:
             raise InputError("add_bos_token: the model has no beginning-of-text token: leave it out")
         prefix = tokenizer.begin_token_id if prefix_token_id is None else prefix_token_id

@@ -27,6 +27,21 @@ class Columns(Protocol):
             results: The results of these rows, in the same order, as part files have them.
         """
 
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """The columns of part files that `answers` and the counts over an output read."""
+
+    def answers(self, rows: pa.RecordBatch | None, results: pa.RecordBatch) -> pa.Array | None:
+        """The answers of some rows, as texts or lists of texts; null or empty for failed rows.
+
+        Args:
+            rows: The rows of the input; None: they are not at hand.
+            results: The results of these rows, as part files have them.
+
+        Returns:
+            The answers; None where the job gives none, or where they cannot be known without the input.
+        """
+
 
 @dataclass(frozen=True)
 class SampleColumns:
@@ -72,6 +87,13 @@ class SampleColumns:
             generated = pc.fill_null(_first(generated), 0)
         texts = [text, *([thoughts] if self.reasoning else [])]
         return [*texts, reason, prompt, generated, error, *([logprob] if self.logprobs else [])]
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        return ("text", "finish_reason", "generated_tokens")
+
+    def answers(self, rows: pa.RecordBatch | None, results: pa.RecordBatch) -> pa.Array | None:
+        return results.column("text")
 
 
 ONE_SAMPLE = SampleColumns()
@@ -125,11 +147,22 @@ class ScoreColumns:
         arrays += [results.column("prompt_tokens"), results.column("error")]
         return [*arrays, *([each_token] if self.token_logprobs else [])]
 
-    def _choice(self, rows: pa.RecordBatch, logprobs: pa.ListArray) -> list[pa.Array]:
+    @property
+    def counted(self) -> tuple[str, ...]:
+        return ("logprobs", "error")
+
+    def answers(self, rows: pa.RecordBatch | None, results: pa.RecordBatch) -> pa.Array | None:
+        if not self.choices and (rows is None or not self.choices_column):
+            return None
+        logprobs = _null_where(results.column("error").is_valid(), results.column("logprobs"))
+        return self._choice(rows, logprobs)[0]
+
+    def _choice(self, rows: pa.RecordBatch | None, logprobs: pa.ListArray) -> list[pa.Array]:
         index = [None if values is None else _argmax(values) for values in logprobs.to_pylist()]
         if self.choices:
             texts = [None if i is None else self.choices[i] for i in index]
         else:
+            assert rows is not None
             column = rows.column(self.choices_column)
             texts = [None if i is None else column[row].as_py()[i] for row, i in enumerate(index)]
         return [pa.array(texts, pa.string()), pa.array(index, pa.int32())]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow.compute as pc
 
-from batchgen.output.parts import part_columns, part_paths
-from batchgen.output.row_map import RowMap
+from batchgen.output.parts import newest_results
 
 _NUMBER = re.compile(r"\d[\d,.]*")
 _MOST_KINDS = 1000  # what is kept while counting: messages may quote their rows
@@ -30,13 +29,13 @@ class ErrorKind:
     rows: int
 
 
-def error_kinds(parts_dir: Path, most: int = 3) -> list[ErrorKind]:
+def error_kinds(paths: Sequence[Path], most: int = 3) -> list[ErrorKind]:
     """The most frequent groups of similar errors among the rows in part files.
 
     Of a row that was retried only the newest result counts.
 
     Args:
-        parts_dir: The directory of the part files.
+        paths: The part files, oldest first.
         most: The most groups to return.
 
     Raises:
@@ -44,15 +43,8 @@ def error_kinds(parts_dir: Path, most: int = 3) -> list[ErrorKind]:
     """
     counts: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    seen = RowMap(np.uint8)
-    for path in reversed(part_paths(parts_dir)):
-        table = part_columns(path, ["row", "error"])
-        rows = table.column("row").to_numpy()
-        first = int(rows.min())
-        newest = seen.get(first, int(rows.max()) + 1 - first)[rows - first] == 0
-        seen.put(rows, 1)
-        errors = table.column("error").filter(newest).drop_null()
-        for entry in pc.value_counts(errors).to_pylist():
+    for results in newest_results(paths, ["error"]):
+        for entry in pc.value_counts(results.column("error").drop_null()).to_pylist():
             kind = _NUMBER.sub("#", entry["values"])
             if kind in counts or len(counts) < _MOST_KINDS:
                 counts[kind] += entry["counts"]

@@ -17,6 +17,7 @@ from batchgen.core.errors import InputError
 from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.formats import FORMATS, json_line
 from batchgen.output.parts import PartIndex
+from batchgen.output.result_counts import ResultCounter, ResultCounts
 
 _WINDOW_INPUT_BYTES = 16 << 20
 
@@ -82,8 +83,8 @@ def join(
     columns: Columns,
     prefix: str,
     note: str,
-) -> dict[str, int]:
-    """Write the final file in one of FORMATS and return its counts of rows and tokens.
+) -> tuple[dict[str, int], ResultCounts]:
+    """Write the final file in one of FORMATS and return its counts of rows and tokens, and those of its results.
 
     Memory holds a few row groups, whatever the number of rows.
 
@@ -101,39 +102,42 @@ def join(
         OSError: The file cannot be written.
     """
     schema = output_schema(dataset.schema, columns, prefix)
-    totals = _no_totals()
+    totals, counter = _no_totals(), ResultCounter()
 
     def batches() -> Iterator[pa.RecordBatch]:
         for rows, results in _with_results(dataset, parts_dir):
             _count(totals, results)
+            counter.add(results, columns.answers(rows, results))
             yield pa.RecordBatch.from_arrays([*rows.columns, *columns.arrays(rows, results)], schema=schema)
 
     metadata = {**(schema.metadata or {}), b"batchgen": note.encode()}
     FORMATS[suffix](file, schema.with_metadata(metadata), batches())
-    return totals
+    return totals, counter.counts()
 
 
 def join_formatted(
-    dataset: Dataset, parts_dir: Path, output: BinaryIO, errors: BinaryIO, format_row: FormatRow
-) -> dict[str, int]:
-    """Write a file of JSON lines for successful rows and one for failed rows; gives counts of rows and tokens.
+    dataset: Dataset, parts_dir: Path, output: BinaryIO, errors: BinaryIO, columns: Columns, format_row: FormatRow
+) -> tuple[dict[str, int], ResultCounts]:
+    """Write a file of JSON lines for successful rows and one for failed rows; gives the counts that `join` gives.
 
     Args:
         dataset: The input.
         parts_dir: The directory of the part files.
         output: The file for successful rows.
         errors: The file for failed rows.
+        columns: The output columns that the job would have in another format.
         format_row: The function that makes a row's JSON value from the input row and its result. The result has the
             fields of RowResult; its lists have one entry per sample.
     """
-    totals = _no_totals()
+    totals, counter = _no_totals(), ResultCounter()
     files = {"output": output, "errors": errors}
     for rows, results in _with_results(dataset, parts_dir):
         _count(totals, results)
+        counter.add(results, columns.answers(rows, results))
         for row, result in zip(rows.to_pylist(), results.to_pylist(), strict=True):
             target, line = format_row(row, result)
             files[target].write(json_line(line))
-    return totals
+    return totals, counter.counts()
 
 
 def _with_results(dataset: Dataset, parts_dir: Path) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:

@@ -16,6 +16,7 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.typed_json import parse_json, read_typed
+from batchgen.output.result_counts import ResultCounts
 
 FORMAT_VERSION = 2
 _SHOWN_CHARS = 48
@@ -35,6 +36,7 @@ class Manifest:
         may_replace: True where an existing output file may be replaced without asking: the user allowed that, or this
             job wrote the file.
         totals: Counts of rows and tokens of a complete output; None before.
+        counts: Counts over the results of a complete output; None before.
         files: Bytes of each file of a complete output, by file name; None before.
         kernels: Kernels that compute the rows; None: no row has been started.
         weight_format: Format of the layers' weights that compute the rows; None: no row has been started.
@@ -47,6 +49,7 @@ class Manifest:
     state: str = "running"
     may_replace: bool = False
     totals: dict[str, int] | None = None
+    counts: ResultCounts | None = None
     files: dict[str, int] | None = None
     kernels: KernelChoice | None = None
     parts: int = 0

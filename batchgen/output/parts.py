@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,26 @@ def part_columns(path: Path, columns: list[str]) -> pa.Table:
     """Read some columns of a part file into a table. Raises DamagedPart."""
     with _open_part(path) as file:
         return _read(path, file, list(range(file.metadata.num_row_groups)), columns)
+
+
+def newest_results(paths: Sequence[Path], columns: Sequence[str]) -> Iterator[pa.Table]:
+    """Yield columns of the rows in part files, the newest file first. A row with several results comes once.
+
+    Args:
+        paths: The part files, oldest first.
+        columns: Names of the columns to read.
+
+    Raises:
+        DamagedPart: A part file is damaged.
+    """
+    seen = RowMap(np.uint8)
+    for path in reversed(paths):
+        table = part_columns(path, ["row", *columns])
+        rows = table.column("row").to_numpy()
+        first = int(rows.min())
+        newest = seen.get(first, int(rows.max()) + 1 - first)[rows - first] == 0
+        seen.put(rows, 1)
+        yield table if newest.all() else table.filter(pa.array(newest))
 
 
 def part_output_lens(path: Path) -> list[int]:

@@ -43,6 +43,7 @@ from batchgen.output.parts import (
     quarantine,
     scan_part,
 )
+from batchgen.output.result_counts import ResultCounts, count_parts
 from batchgen.output.row_map import DoneRows
 
 # A file of each kind that a run directory has.
@@ -300,10 +301,10 @@ class Run:
             with contextlib.ExitStack() as stack:
                 files = [stack.enter_context(staged(path)) for path in joined]
                 if format_row is not None:
-                    totals = join_formatted(dataset, self.parts_dir, files[0], files[1], format_row)
+                    totals, counts = join_formatted(dataset, self.parts_dir, files[0], files[1], columns, format_row)
                 else:
                     origin = {"version": __version__, "fingerprint": without_lists(self._manifest.fingerprint)}
-                    totals = join(
+                    totals, counts = join(
                         dataset, self.parts_dir, files[0], output_format(self.output_path),
                         columns=columns, prefix=prefix, note=json.dumps(origin, sort_keys=True),
                     )  # fmt: skip
@@ -316,7 +317,9 @@ class Run:
             for path, target in moves:
                 replace_durably(path, target)
             parts = next_part_number(self.parts_dir) if self._needs_parts(totals) else 0
-            complete = replace(self._manifest, state="complete", totals=totals, files=sizes_bytes, parts=parts)
+            complete = replace(
+                self._manifest, state="complete", totals=totals, counts=counts, files=sizes_bytes, parts=parts
+            )
             self._write_manifest(complete)
         except OSError as error:
             raise storage_error(error, f"write {self.output_path}", len(self.done_rows)) from error
@@ -342,8 +345,20 @@ class Run:
     def error_kinds(self) -> list[ErrorKind]:
         """The three most frequent groups of similar errors of failed rows; damaged part files are left out."""
         with contextlib.suppress(DamagedPart):
-            return error_kinds(self.parts_dir)
+            return error_kinds(part_paths(self.parts_dir))
         return []
+
+    def result_counts(self, columns: Columns) -> ResultCounts:
+        """Counts over the results of all finished rows; none where a part file is damaged.
+
+        Args:
+            columns: The output columns.
+        """
+        if self.totals is not None:
+            return self._manifest.counts or ResultCounts()
+        with contextlib.suppress(DamagedPart):
+            return count_parts(part_paths(self.parts_dir), columns)
+        return ResultCounts()
 
     def close(self) -> None:
         """Unlock the output. The kernel does so too when the process ends."""

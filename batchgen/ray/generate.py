@@ -13,6 +13,7 @@ import pyarrow as pa
 from batchgen.core.errors import InputError
 from batchgen.core.request import Completion, SamplingParams
 from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
+from batchgen.dataset.sampling_column import RowSampling
 from batchgen.job.options import names_of
 from batchgen.models.tokenizers.thinking import gives_reasoning
 from batchgen.output.columns import SampleColumns
@@ -65,7 +66,8 @@ class Generate:
         if unknown := sorted(set(options) - set(names_of("map", "engine"))):
             raise TypeError(f"Generate() has no option {unknown[0]!r}")
         self._model, self._options, self._plans = os.fspath(model), options, dict(plans or {})
-        self._sampling = SamplingParams(**{name: options[name] for name in SamplingParams.names() if name in options})
+        sampling = {name: options[name] for name in SamplingParams.names() if name in options}
+        self._sampling = SamplingParams(**sampling, choice=options.get("choices", ()))
         self._id_column, self._prefix = options.get("id_column"), options.get("output_prefix", "")
         if not self._sampling.is_greedy and self._id_column is None:
             raise InputError("draws belong to rows, and Ray does not number them: give an id_column")
@@ -91,10 +93,10 @@ class Generate:
         rows = batch.combine_chunks().to_batches()[0]
         stream = await asyncio.to_thread(self._stream_here)
         tokenizer = stream.engine.parts.tokenizer
-        compiled = compiled.for_template(tokenizer.has_chat_template)
+        compiled = compiled.for_template(tokenizer.renders_texts)
         if compiled.uses_chat:
             tokenizer.require_chat_template(compiled.chat)
-        requests = list(rows_to_requests(rows, 0, compiled, self._sampling, self._id_column))
+        requests = list(rows_to_requests(rows, 0, compiled, RowSampling(self._sampling), self._id_column))
         completions: list[Completion] = await asyncio.wrap_future(stream.submit(requests))
         results = RowResult.to_batch({i: RowResult.from_completion(c) for i, c in enumerate(completions)})
         return pa.Table.from_batches(

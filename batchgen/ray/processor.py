@@ -29,6 +29,7 @@ from typing import Any
 
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.request import Completion, Request, SamplingParams
+from batchgen.dataset.openai_batch import VLLM_GRAMMARS
 from batchgen.job.options import names_of
 from batchgen.ray.loading import load_stream
 from batchgen.ray.stream import EngineStream
@@ -47,7 +48,6 @@ _OF_VLLM_ALONE = {
 # Sampling parameters of vLLM that batchgen lacks, with the values that change nothing.
 _NO_SAMPLING = {"detokenize": (True, False), "skip_special_tokens": (True,), "min_tokens": (0,), "best_of": (None, 1)}
 _PROMPTS = ("tokenized_prompt", "prompt", "messages")
-_GRAMMARS = {"json": "json_schema", "regex": "regex"}
 _VLLM_DEFAULTS = {"max_tokens": 16, "temperature": 1.0}
 
 
@@ -209,14 +209,14 @@ def sampling_of(given: Row) -> tuple[SamplingParams, str | int]:
     structured = {
         name: value for name, value in (asked.pop("structured_outputs", None) or {}).items() if value is not None
     }
-    if unknown := sorted({*structured} - {*_GRAMMARS}) + sorted({*asked} - {*SamplingParams.names()}):
+    if unknown := sorted({*structured} - {*VLLM_GRAMMARS}) + sorted({*asked} - {*SamplingParams.names()}):
         raise InputError(f"sampling_params has {unknown[0]!r}, which means nothing here")
     if asked.get("n", 1) != 1:
         raise InputError("sampling_params has n above 1: rows have one answer each")
     if isinstance(bias := asked.get("logit_bias"), Mapping):
         asked["logit_bias"] = {token: value for token, value in bias.items() if value is not None}
     row_id: str | int = 0 if "seed" in asked else uuid.uuid4().hex
-    grammar = {_GRAMMARS[name]: value for name, value in structured.items()}
+    grammar = {VLLM_GRAMMARS[name]: value for name, value in structured.items()}
     return SamplingParams(**{**_VLLM_DEFAULTS, **asked, **grammar}), row_id
 
 

@@ -1,4 +1,4 @@
-"""Structured output: which tokens may come next, so that a sample's text follows a JSON schema or a regular expression.
+"""Structured output: which tokens may come next, so that a sample's text follows its JSON schema, regex or grammar.
 
 llguidance does the work; it is an optional extra, imported where a grammar is first needed. A sample's mask for its
 next token is made in a thread of its own, from the moment its last token is known: while the next sweep's layers
@@ -8,12 +8,13 @@ compute.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,13 +38,33 @@ _SLICES = [
 _KEPT_GRAMMARS = 256  # compiled ones, some tens of kilobytes each
 
 
+class _Rule(NamedTuple):
+    """A rule that a text must follow.
+
+    Attributes:
+        kind: A name of `core.request.GRAMMARS`, the parameter that it was given as.
+        value: Its value.
+        compact_json: True for JSON without spaces between its parts.
+    """
+
+    kind: str
+    value: Any
+    compact_json: bool
+
+    @classmethod
+    def of(cls, sampling: SamplingParams) -> _Rule:
+        """The rule of sampling parameters, which have one."""
+        (kind,) = sampling.given_grammars
+        return cls(kind, getattr(sampling, kind), sampling.compact_json)
+
+
 def check_grammar(sampling: SamplingParams) -> None:
-    """Raise InputError for a schema or regular expression that cannot be followed, or where llguidance is missing.
+    """Raise InputError for a rule of the text that cannot be followed, or where llguidance is missing.
 
     Takes a millisecond or less, and no tokenizer.
     """
     if sampling.constrained:
-        _grammar(sampling.json_schema, sampling.regex, sampling.compact_json)
+        _grammar(_Rule.of(sampling))
 
 
 class Constraint:
@@ -71,7 +92,7 @@ class Constraint:
 
 
 class Grammar:
-    """A compiled schema or regular expression."""
+    """A compiled rule of a text."""
 
     def __init__(self, matcher: Any, first_mask: np.ndarray) -> None:
         self._matcher, self._first_mask = matcher, first_mask
@@ -107,7 +128,7 @@ class Grammars:
         """The grammar of sampling parameters; None: they have none. One thread at a time. Raises InputError."""
         if not sampling.constrained:
             return None
-        return self._compiled(sampling.json_schema, sampling.regex, sampling.compact_json)
+        return self._compiled(_Rule.of(sampling))
 
     def compile_ahead(self, sampling: SamplingParams) -> Future:
         """Compile the grammar of sampling parameters in the thread (`compile`)."""
@@ -156,12 +177,11 @@ class Grammars:
         made.result()
         self.waited_s += time.perf_counter() - began
 
-    def _compile(self, json_schema: str | None, regex: str | None, compact_json: bool) -> Grammar:
-        grammar = _grammar(json_schema, regex, compact_json)
-        matcher = _llguidance().LLMatcher(self._tokenizer, grammar, log_level=0)
+    def _compile(self, rule: _Rule) -> Grammar:
+        matcher = _llguidance().LLMatcher(self._tokenizer, _grammar(rule), log_level=0)
         mask = self._next_masks([matcher])[0]
         if matcher.is_error() or not (mask & self._known).any():
-            raise InputError(_refused(json_schema, matcher.get_error() or "no token of the model begins it"))
+            raise InputError(_refused(rule, matcher.get_error() or "no token of the model begins it"))
         return Grammar(matcher, mask)
 
     def _advance(self, steps: Sequence[tuple[Constraint, int]]) -> None:
@@ -194,23 +214,32 @@ def _llguidance() -> ModuleType:
 
 
 @lru_cache(_KEPT_GRAMMARS)
-def _grammar(json_schema: str | None, regex: str | None, compact_json: bool) -> str:
+def _grammar(rule: _Rule) -> str:
     """The grammar in the form that llguidance reads. Raises InputError."""
-    if json_schema is None:
-        grammar = _llguidance().LLMatcher.grammar_from_regex(regex)
-        problem = _problem(grammar)
-    else:
-        defaults = _COMPACT_JSON_DEFAULTS if compact_json else _JSON_DEFAULTS
+    if rule.kind == "json_schema":
+        defaults = _COMPACT_JSON_DEFAULTS if rule.compact_json else _JSON_DEFAULTS
         try:
-            schema = rewritten(read_schema(json_schema), _knows_format)
+            schema = rewritten(read_schema(rule.value), _knows_format)
             grammar, problem = _of_schema(schema, defaults)
             if problem is not None and "oneOf" in problem:
                 grammar, problem = _of_schema(with_exclusive_branches(schema), defaults)
         except RecursionError as error:
             raise InputError("json_schema is nested too deeply") from error
+    else:
+        matcher = _llguidance().LLMatcher
+        if rule.kind == "grammar":
+            grammar = matcher.grammar_from_lark(rule.value)
+        else:
+            grammar = matcher.grammar_from_regex(_one_of(rule.value) if rule.kind == "choice" else rule.value)
+        problem = _problem(grammar)
     if problem is not None:
-        raise InputError(_refused(json_schema, problem))
+        raise InputError(_refused(rule, problem))
     return grammar
+
+
+def _one_of(texts: Sequence[str]) -> str:
+    """A regular expression that matches these texts and no other."""
+    return "|".join("".join(c if c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text) for text in texts)
 
 
 def _of_schema(schema: Any, defaults: dict[str, Any]) -> tuple[str, str | None]:
@@ -235,14 +264,17 @@ def _knows_format(name: str) -> bool:
     return _of_schema({"type": "string", "format": name}, {})[1] is None
 
 
-def _refused(json_schema: str | None, reason: str) -> str:
-    if json_schema is not None and "oneOf" in reason:
+def _refused(rule: _Rule, reason: str) -> str:
+    is_schema = rule.kind == "json_schema"
+    if is_schema and "oneOf" in reason:
         return (
             "json_schema cannot be followed: a text may be valid for two schemas of a oneOf; write anyOf, or give the"
             ' schema "x-guidance": {"coerce_one_of": true} where that is right as well'
         )
-    where = "" if json_schema is None or "look" not in reason else "in a pattern, "
-    return f"{'regex' if json_schema is None else 'json_schema'} cannot be followed: {where}{_first_line(reason)}"
+    where = "in a pattern, " if is_schema and "look" in reason else ""
+    if rule.kind == "grammar" and (place := re.match(r"(?:at )?(\d+)\((\d+)\): ", reason)):  # which may be far away
+        where, reason = f"line {place[1]}, column {place[2]}: ", reason[place.end() :]
+    return f"{rule.kind} cannot be followed: {where}{_first_line(reason)}"
 
 
 def _first_line(reason: str) -> str:

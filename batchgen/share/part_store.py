@@ -65,6 +65,10 @@ class PartStore:
         """The paths of a generation's part files, oldest first. Raises FileNotFoundError where there are none."""
         return part_paths(self._folder(name, generation))
 
+    def all_paths(self) -> list[Path]:
+        """The paths of all part files of all ranges, those of a range's later generations last."""
+        return [path for folder in sorted(self._path.iterdir()) for path in part_paths(folder)]
+
     def damaged(self, name: str, parts: Parts) -> bool:
         """True where a part file that counts for a range is damaged or missing; a damaged one is quarantined.
 

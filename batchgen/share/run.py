@@ -31,11 +31,13 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.typed_json import read_typed
+from batchgen.output.columns import Columns
 from batchgen.output.error_kinds import ErrorKind, error_kinds
 from batchgen.output.join import Dataset
 from batchgen.output.manifest import Manifest, describe_changes
 from batchgen.output.part_writer import PartWriter
 from batchgen.output.parts import DamagedPart, Result, next_part_number, part_number, part_paths, scan_part
+from batchgen.output.result_counts import ResultCounts, count_parts
 from batchgen.output.row_map import DoneRows
 from batchgen.output.run_directory import SHARE_FOLDER, Extends, Run, open_run, run_directory, target_path
 from batchgen.share.files import DirectoryFiles, Files, damaged, read_json
@@ -295,8 +297,26 @@ class SharedRun:
     def error_kinds(self) -> list[ErrorKind]:
         """The three most frequent groups of similar errors of failed rows."""
         with contextlib.suppress(DamagedPart, OSError):
-            return error_kinds(self.parts_dir)
+            return error_kinds(self._part_paths())
         return []
+
+    def result_counts(self, columns: Columns) -> ResultCounts:
+        """Counts over the results of the finished rows of all workers; none where a part file is damaged or gone.
+
+        Args:
+            columns: The output columns.
+        """
+        if self.complete:
+            held = Manifest.read(self.directory / "manifest.json")
+            return (held and held.counts) or ResultCounts()
+        with contextlib.suppress(DamagedPart, OSError):
+            return count_parts(self._part_paths(), columns)
+        return ResultCounts()
+
+    def _part_paths(self) -> list[Path]:
+        """The part files of all workers, after those of an earlier ordinary run."""
+        shared = [] if self.complete else self._parts.all_paths()
+        return [*part_paths(self.parts_dir), *shared]
 
     def close(self) -> None:
         """Leave the job. Other workers take over this worker's unfinished ranges at once."""

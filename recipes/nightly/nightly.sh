@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every Parquet file of INBOX through the job of job.toml into a file of the same name in OUTBOX, in the order of their
-# names, until MAX_SECONDS are over. What is not done goes on where it was when this is started again.
+# Run every .parquet, .jsonl and .csv file of INBOX through the job of job.toml into a file of the same name in OUTBOX,
+# in the order of names, until MAX_SECONDS are over. What is not done goes on when the script is started again.
 #
 #     nightly.sh INBOX OUTBOX MAX_SECONDS [more options of `batchgen run`]
 #
@@ -25,15 +25,30 @@ stopped=
 trap 'stopped=1; [ -z "$job" ] || kill -TERM "$job" 2>/dev/null' TERM INT
 
 failed=0
-for input in "$inbox"/*.parquet; do
+# What somebody must look at is told tonight; what can be started again waits for the next night.
+time_is_over() {
+    case $failed in 2 | 4) exit "$failed" ;; *) exit 3 ;; esac
+}
+
+for input in "$inbox"/*; do
     [ -e "$input" ] || continue
-    output=$outbox/$(basename "$input")
-    [ ! -e "$output" ] || continue # an output appears when it is whole
+    name=$(basename "$input")
+    case $name in
+    *.parquet | *.jsonl | *.csv) ;;
+    *)
+        echo "nightly: $input is not run: it is no .parquet, .jsonl or .csv file" >&2
+        [ "$failed" -ne 0 ] || failed=2
+        continue
+        ;;
+    esac
+    output=$outbox/$name
+    # An output appears when it is whole. One with too many failed rows is looked at again, so that every night says so.
+    [ ! -e "$output" ] || [ -e "$output.failed" ] || continue
     [ -z "$stopped" ] || exit 130
     left=$((max_seconds - SECONDS))
-    [ "$left" -gt 0 ] || exit 3
+    [ "$left" -gt 0 ] || time_is_over
     batchgen run --config "$here/job.toml" --input "$input" --output "$output" --max-time "${left}s" \
-        --report "${output%.parquet}.report.json" --progress plain "$@" &
+        --report "$output.report.json" --progress plain "$@" &
     job=$!
     while true; do # a signal ends `wait`, not the job
         wait "$job"
@@ -43,9 +58,13 @@ for input in "$inbox"/*.parquet; do
     job=
     [ -z "$stopped" ] || [ "$code" -eq 0 ] || exit 130
     case $code in
-    0) ;;
-    3 | 130) exit "$code" ;;
-    2 | 4) [ "$failed" -ne 0 ] || failed=$code ;; # the other files may be fine
+    0) rm -f "$output.failed" ;;
+    3) time_is_over ;;
+    130) exit 130 ;;
+    2 | 4) # the other files may be fine
+        [ "$code" -eq 2 ] || touch "$output.failed"
+        [ "$failed" -ne 0 ] || failed=$code
+        ;;
     *) failed=1 ;;
     esac
 done

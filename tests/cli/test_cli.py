@@ -190,7 +190,8 @@ def test_config_file(model, table, tmp_path):
         ('config = "other.toml"', "is no option"),
     ):
         config.write_text(
-            f'model = "{model}"\ninput = "{table}"\nprompt-column = "q"\n' * ("kwargs" in line or "chat" in line) + f"{line}\n"
+            f'model = "{model}"\ninput = "{table}"\nprompt-column = "q"\n' * ("kwargs" in line or "chat" in line)
+            + f"{line}\n"
         )
         code, _, said = invoke("run", "--config", config, "-o", output)
         assert code == 2 and message in said

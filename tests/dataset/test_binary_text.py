@@ -12,7 +12,7 @@ from batchgen.dataset import open_dataset
 from batchgen.dataset.binary_text import decoded, has_binary
 from batchgen.dataset.continuations import ContinuationSpec, compile_continuations
 from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests, rows_to_score_requests
-from batchgen.dataset.sampling_column import compile_sampling_column
+from batchgen.dataset.sampling_column import RowSampling, compile_row_sampling
 
 TEXTS = ["Zürich", "plain", "東京🙂"]
 BAD = b"\xff\xfe\x00"
@@ -29,8 +29,8 @@ def column_of(kind, values):
 def requests(columns, id_column=None, sampling_column=None, **spec):
     batch = pa.RecordBatch.from_pydict(columns)
     compiled = compile_prompts(PromptSpec(**spec), batch.schema, id_column)
-    own = sampling_column and compile_sampling_column(sampling_column, batch.schema, SamplingParams())
-    return list(rows_to_requests(batch, 0, compiled, SamplingParams(), id_column, own))
+    own = compile_row_sampling(sampling_column, ContinuationSpec(), batch.schema, SamplingParams())
+    return list(rows_to_requests(batch, 0, compiled, own, id_column))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -93,7 +93,8 @@ def test_a_parquet_file_of_bytes_is_run_as_its_text(tmp_path):
     pq.write_table(pa.table({"prompt": pa.array([t.encode() for t in TEXTS], pa.binary())}), tmp_path / "in.parquet")
     dataset = open_dataset(tmp_path / "in.parquet")
     compiled = compile_prompts(PromptSpec(), dataset.schema)
-    found = [r.prompt for first, b in dataset.batches() for r in rows_to_requests(b, first, compiled, SamplingParams())]
+    own = RowSampling(SamplingParams())
+    found = [r.prompt for first, b in dataset.batches() for r in rows_to_requests(b, first, compiled, own)]
     assert found == TEXTS
 
 

@@ -84,6 +84,12 @@ def test_grammars_are_openais_or_vllms():
         assert make(response_format={"type": "json_object"})[1].json_schema == '{"type": "object"}'
         assert make(structured_outputs={"regex": "a|b"})[1].regex == "a|b"
         assert "exclude" in refusal(make, response_format=wanted, structured_outputs={"regex": "a"})
+        assert "exclude" in refusal(make, guided_json=schema, structured_outputs={"regex": "a"})
+        assert make(structured_outputs={"choice": ["a", "b"]})[1].choice == ("a", "b")
+        assert make(structured_outputs={"grammar": "start: A"})[1].grammar == "start: A"
+        assert make(guided_json=schema)[1].json_schema == json.dumps(schema)
+        assert make(guided_choice=["a"])[1].choice == ("a",)
+        assert "choice" in refusal(make, guided_choice="a")
 
 
 def test_prompts():
@@ -122,14 +128,14 @@ def test_prompts():
         ("functions", [], [{"name": "f"}]),
         ("response_format", {"type": "text"}, {"type": "grammar"}),
         ("response_format", None, {"type": "json_schema", "json_schema": {"name": "no schema"}}),
-        ("structured_outputs", None, {"choice": ["a", "b"]}),
+        ("structured_outputs", None, {"structural_tag": "a"}),
         ("stream", False, True),
         ("echo", False, True),
         ("suffix", "", "end"),
         ("modalities", ["text"], ["text", "audio"]),
         ("best_of", 1, 3),
         ("min_tokens", 0, 4),
-        ("guided_json", None, {}),
+        ("guided_decoding_backend", None, "xgrammar"),
         ("temprature", None, 0.5),
     ],
 )

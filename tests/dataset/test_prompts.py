@@ -10,6 +10,7 @@ from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import Request, SamplingParams
 from batchgen.dataset.messages import normalize_messages
 from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
+from batchgen.dataset.sampling_column import RowSampling
 
 SAMPLING = SamplingParams(max_tokens=7)
 
@@ -17,7 +18,7 @@ SAMPLING = SamplingParams(max_tokens=7)
 def requests_of(columns: dict, id_column=None, first_row=0, **spec) -> list[Request]:
     batch = pa.RecordBatch.from_pydict(columns)
     compiled = compile_prompts(PromptSpec(**spec), batch.schema, id_column)
-    requests = list(rows_to_requests(batch, first_row, compiled, SAMPLING, id_column))
+    requests = list(rows_to_requests(batch, first_row, compiled, RowSampling(SAMPLING), id_column))
     assert len(requests) == batch.num_rows
     for request in requests:
         assert request.sampling == SAMPLING

@@ -8,6 +8,7 @@ from tiny_models import make_tiny_tokenizer
 from batchgen.core.request import SamplingParams
 from batchgen.engine.generation import Generation, _Finish
 from batchgen.models.tokenizers.harmony import AnswerStops, Harmony
+from batchgen.models.tokenizers.parts import TokenizerParts
 from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 MARKS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
@@ -19,7 +20,7 @@ ANSWER = "<|channel|>final<|message|>Four: 4."
 def tokenizer(tmp_path_factory):
     hf = make_tiny_tokenizer(tmp_path_factory.mktemp("harmony"))
     hf.add_special_tokens({"additional_special_tokens": MARKS})
-    return Tokenizer(hf)
+    return Tokenizer(TokenizerParts.of_transformers(hf))
 
 
 def parts_of(tokenizer, *, has_channels):

@@ -70,7 +70,7 @@ def finish(process):
 
 
 def report(home, name):
-    return json.loads((home / "nightly" / "outbox" / f"{name}.report.json").read_text())
+    return json.loads((home / "nightly" / "outbox" / f"{name}.parquet.report.json").read_text())
 
 
 # What the script does with the outcome of a file, told by a stand-in for batchgen.
@@ -127,7 +127,7 @@ def test_every_file_in_order_with_the_time_that_is_left(home, script):
     assert lines[0][2:] == shlex.split(
         f"run --config {recipe.resolve()}/job.toml --input {home}/nightly/inbox/{NAMES[0]} "
         f"--output {outbox}/{NAMES[0]} "
-        f"--max-time {lines[0][1]}s --report {outbox}/2024-05-01.report.json --progress plain --more options"
+        f"--max-time {lines[0][1]}s --report {outbox}/2024-05-01.parquet.report.json --progress plain --more options"
     )
     assert finish(script(["exit 1", "exit 1"])) == (0, "") and called(home) == [], "nothing was left to do"
 
@@ -149,14 +149,38 @@ def test_asked_to_stop_the_job_is_asked_and_waited_for(home, script, then, code)
     assert (home / "saved").exists() and called(home) == NAMES[:1]
 
 
-@pytest.mark.parametrize(("codes", "code"), [((2, 0), 2), ((1, 0), 1), ((2, 1), 1), ((1, 2), 1), ((130, 0), 130)])
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [((2, 0), 2), ((1, 0), 1), ((2, 1), 1), ((1, 2), 1), ((130, 0), 130), ((4, 0), 4), ((4, 3), 4), ((1, 3), 3)],
+)
 def test_a_file_that_fails_does_not_stop_the_others(home, script, codes, code):
     """But one that was interrupted does."""
     assert finish(script([f"exit {c}" if c else DONE for c in codes]))[0] == code
     assert called(home) == NAMES[: 1 if 130 in codes else 2]
 
 
-# The same with real jobs.
+def test_a_file_with_failed_rows_ends_every_night_with_4_until_its_job_succeeds(home, script):
+    failing = f"{DONE}; exit 4"
+    assert finish(script([failing, DONE])) == (4, "")
+    assert finish(script([failing, "exit 1"])) == (4, "") and called(home) == NAMES[:1]
+    assert finish(script([DONE, "exit 1"])) == (0, "") and called(home) == NAMES[:1]
+    assert finish(script(["exit 1", "exit 1"])) == (0, "") and called(home) == [], "nothing was left to do"
+
+
+def test_files_of_other_kinds_in_the_inbox_are_named_and_the_others_are_run(home, script):
+    inbox = home / "nightly" / "inbox"
+    (inbox / "2024-05-01.xlsx").write_text("")
+    (inbox / ".2024-05-03.parquet.Xa8").write_text("")
+    for name in ("a.jsonl", "a.csv"):
+        (inbox / name).write_text("")
+        (home / "acts").joinpath(name).write_text(DONE)
+    code, printed = finish(script([DONE, DONE]))
+    assert code == 2 and called(home) == [*NAMES, "a.csv", "a.jsonl"]
+    (line,) = printed.splitlines()
+    assert line == f"nightly: {inbox}/2024-05-01.xlsx is not run: it is no .parquet, .jsonl or .csv file"
+
+
+# Real jobs.
 
 
 @pytest.mark.slow
@@ -219,7 +243,10 @@ def test_wrong_arguments(home, start):
 def test_the_service_acts_on_every_exit_code(home):
     service = unit("batchgen-nightly.service", home)
     assert service["Service"]["SuccessExitStatus"].split() == ["3", "130"]
-    assert service["Service"]["RestartPreventExitStatus"] == "2" and service["Service"]["Restart"] == "on-failure"
+    assert (
+        service["Service"]["RestartPreventExitStatus"].split() == ["2", "4"]
+        and service["Service"]["Restart"] == "on-failure"
+    )
     assert os.access(shlex.split(service["Service"]["ExecStart"])[0], os.X_OK)
     timer = unit("batchgen-nightly.timer", home)
     assert timer["Timer"]["OnCalendar"] == "*-*-* 22:00:00" and timer["Install"]["WantedBy"] == "timers.target"
@@ -247,7 +274,7 @@ def test_the_cron_line(home):
     command = line.split(maxsplit=5)[5]
     stub = home / "batchgen" / ".venv" / "bin" / "batchgen"
     environment = {"HOME": str(home), "PATH": os.environ["PATH"]}  # cron gives little more
-    for code, mail in ((0, False), (3, False), (130, False), (1, True), (2, True)):
+    for code, mail in ((0, False), (3, False), (130, False), (1, True), (2, True), (4, True)):
         stub.unlink()
         stub.write_text(f'#!/bin/sh\necho "$@"\nexit {code}\n')
         stub.chmod(0o755)

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -260,6 +261,74 @@ def test_logprobs_are_the_models_own(engine, tiny_models):
     assert forbidden > 2, "the model itself would have said something else"
 
 
+CHOICES = (
+    "yes",
+    "no",
+    "no way",
+    " a space before",
+    "a+b (c) [d] \\e",
+    "tab\tand\nline",
+    "naïve – 日本 🎉",
+)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "sentencepiece"])
+def test_every_text_is_one_of_the_choices(tmp_path, tokenizer):
+    """Whatever characters they have, and where one begins another; a SentencePiece text has no space before it."""
+    make_tiny_model("llama", tmp_path, bos_token_id=1, eos_token_id=2)
+    if tokenizer == "sentencepiece":
+        make_tiny_sentencepiece_tokenizer(tmp_path)
+    choices = [text for text in CHOICES if tokenizer == "bytes" or not text.startswith(" ")]
+    with make_engine(str(tmp_path)) as engine:
+        alone = [Request([9, i], SamplingParams(choice=text, max_tokens=60)) for i, text in enumerate(choices)]
+        completions = complete(engine, alone)
+        assert [completion.text for completion in completions] == choices
+        assert {completion.samples[0].finish_reason for completion in completions} == {"stop"}
+        sampling = SamplingParams(choice=choices, temperature=3.0, n=60, max_tokens=60)
+        texts = {sample.text for sample in complete(engine, [Request([9], sampling)])[0].samples}
+        assert texts <= set(choices) and len(texts) > 4
+
+
+def test_the_choice_is_the_likeliest_of_the_models_next_tokens(engine, tiny_models):
+    """As transformers has them: of choices that are single tokens, greedy takes the one with the largest logit."""
+    _, reference = tiny_models("llama")
+    rng = random.Random(3)
+    tokenizer = engine.parts.tokenizer
+    words = [tokenizer.decode([i]) for i in range(300, 500)]
+    single = [w for w in words if w and len(tokenizer.encode_batch([w], add_special_tokens=False)[0]) == 1]
+    prompts = [prompt(rng) for _ in range(8)]
+    # None begins another one: then the first token decides.
+    choices = [w for w in single if not any(w != v and (v.startswith(w) or w.startswith(v)) for v in single)][:12]
+    completions = complete(engine, [Request(ids, SamplingParams(choice=choices)) for ids in prompts])
+    for ids, completion in zip(prompts, completions, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([ids])).logits[0, -1]
+        allowed = engine.parts.grammars.compile(SamplingParams(choice=choices)).start().mask()
+        bits = torch.from_numpy(np.unpackbits(allowed.view(np.uint8), bitorder="little")[: len(logits)]).bool()
+        assert completion.samples[0].token_ids[0] == logits.masked_fill(~bits, -torch.inf).argmax()
+        assert completion.text in choices
+
+
+SUM = """
+start: number (" + " number)* " = " number
+number: DIGIT+ | "(" start ")"
+DIGIT: /[0-9]/
+"""
+
+
+def test_texts_follow_a_context_free_grammar(engine):
+    """Parentheses in parentheses are beyond regular expressions."""
+    rng = random.Random(4)
+    sampling = SamplingParams(grammar=SUM, temperature=2.0, max_tokens=60, n=40)
+    samples = complete(engine, [Request(prompt(rng), sampling)])[0].samples
+    ended = [sample.text for sample in samples if sample.finish_reason == "stop"]
+    assert len(ended) > 5
+    for text in ended:
+        while (inner := re.sub(r"\([0-9]+(?: \+ [0-9]+)* = [0-9]+\)", "7", text)) != text:
+            text = inner
+        assert re.fullmatch(r"[0-9]+(?: \+ [0-9]+)* = [0-9]+", text), text
+
+
 # What is refused.
 
 
@@ -274,6 +343,9 @@ def test_logprobs_are_the_models_own(engine, tiny_models):
         ({"json_schema": {"uniqueItems": True}}, "uniqueItems"),
         ({"json_schema": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable"),
         ({"json_schema": {"$ref": "#/nowhere"}}, "nowhere"),
+        ({"grammar": "start: a\na: b"}, 'grammar cannot be followed: line 2, column 4: unknown name: "b"'),
+        ({"grammar": "start: a\na: /[/"}, "line 2, column 4: unclosed character class"),
+        ({"grammar": ""}, "grammar cannot be followed: Empty grammar"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -295,6 +367,10 @@ def test_values_that_are_no_grammar_are_refused():
         SamplingParams(regex=5)
     with pytest.raises(InputError, match="json_schema"):
         SamplingParams(json_schema=[1])
+    with pytest.raises(InputError, match="choice must be non-empty texts"):
+        SamplingParams(choice=("a", ""))
+    with pytest.raises(InputError, match="choice and grammar exclude each other"):
+        SamplingParams(choice="a", grammar='start: "a"')
 
 
 def test_what_no_token_can_begin_is_refused(engine):
@@ -391,6 +467,28 @@ def test_flags(model, table, tmp_path):
         jsonschema.validate(json.loads(json.loads(line)["text"]), PERSON)
     for line in (tmp_path / "b.jsonl").read_text().splitlines():
         assert re.fullmatch("[a-c]{3}", json.loads(line)["text"])
+    (tmp_path / "g.lark").write_text('start: "a" start "b" | "x"')
+    assert command(*common, "-o", tmp_path / "c.jsonl", "--grammar", tmp_path / "g.lark", "--max-tokens", 41) is None
+    assert command(*common, "-o", tmp_path / "d.jsonl", "--choices", "red", "--choices", "dark blue") is None
+    for line in (tmp_path / "c.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        depth = row["text"].count("a")
+        assert row["text"] == "a" * depth + ("x" + "b" * depth if row["finish_reason"] == "stop" else "")
+    for line in (tmp_path / "d.jsonl").read_text().splitlines():
+        assert json.loads(line)["text"] in ("red", "dark blue")
+
+
+def test_rows_have_choices_of_their_own(model, tmp_path):
+    choices = [["red", "green"], ["1", "2", "3"], ["x"], None, [""]]
+    pq.write_table(pa.table({"prompt": ["The ferry"] * 5, "labels": choices}), tmp_path / "in.parquet")
+    options = {"dtype": "float32", "choices_column": "labels"}
+    batchgen.run(model, tmp_path / "in.parquet", tmp_path / "out.parquet", **options)
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert all(row["text"] in row["labels"] for row in rows[:3])
+    assert "null" in rows[3]["error"] and "empty" in rows[4]["error"]
+    for more in ({"regex": "a"}, {"choices": ("a", "b")}):
+        with pytest.raises(InputError, match="exclude each other"):
+            batchgen.run(model, tmp_path / "in.parquet", tmp_path / "other.parquet", **options, **more)
 
 
 @pytest.mark.parametrize("verb", ["run", "plan"])
@@ -404,6 +502,8 @@ def test_jobs_are_refused_before_the_model_is_looked_at(table, tmp_path, verb):
         (["--json-schema", tmp_path / "missing.json"], "missing.json cannot be read"),
         (["--regex", "a{2,1}"], "repetition"),
         (["--regex", "a", "--json-schema", bad], "exclude each other"),
+        (["--grammar", tmp_path / "none.lark"], "--grammar"),
+        (["--choices", "a", "--choices", "b", "--regex", "a"], "exclude each other"),
     ):
         error = command(*common, *args)
         assert isinstance(error, InputError) and words in str(error) and "\n" not in str(error)
@@ -424,14 +524,17 @@ def test_openai_batches_bring_their_own(model, tmp_path):
         line("bad", response_format=schema({"type": 3})),
         line("free", max_tokens=5),
         line("regex", structured_outputs={"regex": "[xyz]{4}"}),
+        line("choice", structured_outputs={"choice": ["red", "blue"]}),
+        line("grammar", guided_grammar='start: "a" | "b"'),
     ]
     source.write_text("".join(lines))
     report = batchgen.run(model, source, output, dtype="float32")
-    assert (report["rows_ok"], report["rows_failed"]) == (3, 1)
+    assert (report["rows_ok"], report["rows_failed"]) == (5, 1)
     answers = {a["custom_id"]: a["response"]["body"] for a in map(json.loads, output.read_text().splitlines())}
     texts = {name: body["choices"][0]["message"]["content"] for name, body in answers.items()}
     jsonschema.validate(json.loads(texts["person"]), PERSON)
-    assert re.fullmatch("[xyz]{4}", texts["regex"]) and set(texts) == {"person", "free", "regex"}
+    assert re.fullmatch("[xyz]{4}", texts["regex"]) and "bad" not in texts
+    assert texts["choice"] in ("red", "blue") and texts["grammar"] in ("a", "b")
     assert "type must be" in errors_path(output).read_text()
     with pytest.raises(InputError, match="--regex has no meaning for an OpenAI batch"):
         batchgen.run(model, source, tmp_path / "other.jsonl", regex="a")

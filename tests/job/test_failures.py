@@ -117,7 +117,7 @@ def test_code_and_lines_of_the_command(tiny_models, tmp_path):
 
 
 def test_kinds_of_errors_count_the_newest_results(tmp_path):
-    from batchgen.output.parts import write_part
+    from batchgen.output.parts import part_paths, write_part
     from batchgen.output.row_result import RowResult
 
     def failed(error):
@@ -125,5 +125,5 @@ def test_kinds_of_errors_count_the_newest_results(tmp_path):
 
     write_part(tmp_path, 0, {0: failed("12 tokens"), 1: failed("1,300 tokens"), 5: failed("null")})
     write_part(tmp_path, 1, {1: failed("null"), 9: failed("13.5 tokens")})
-    kinds = error_kinds(tmp_path)
+    kinds = error_kinds(part_paths(tmp_path))
     assert sorted((kind.rows, kind.error) for kind in kinds) == [(2, "13.5 tokens"), (2, "null")]

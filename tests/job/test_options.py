@@ -61,7 +61,8 @@ def test_every_field_is_an_option():
     for owner in {owner for owners in COMMANDS.values() for owner in owners}:
         takers = [command for command, owners in COMMANDS.items() if owner in owners]
         assert {f.name for f in fields(owner)} - undeclared <= set(names_of(*takers))
-    assert set(SamplingParams.names()) <= set(names_of("run"))
+    assert set(SamplingParams.names()) - {"choice"} <= set(names_of("run"))
+    assert JobOptions("m", None, None, choices=("a", "b")).sampling.choice == ("a", "b")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

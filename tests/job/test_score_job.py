@@ -286,7 +286,7 @@ def test_what_is_scored_decides_the_job(model, tmp_path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--choices", "yes", "--choices", "no"], ["--choices is for scoring", "--task score"]),
+        (["--choices", "yes"], ["--choices needs two or more texts"]),
         (["--continuations-column", "list"], ["--continuations-column is for scoring"]),
         (["--task", "score", "--choices", "yes"], ["two or more"]),
         (["--task", "score", "--choices", "yes", "--choices", "yes"], ["differ"]),

@@ -35,6 +35,7 @@ from batchgen.lmeval.__main__ import main
 from batchgen.lmeval.generation import generation
 from batchgen.lmeval.model import BatchgenLM
 from batchgen.lmeval.texts import Texts
+from batchgen.models.tokenizers.parts import TokenizerParts
 from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -270,7 +271,9 @@ def test_contexts_and_continuations_are_cut_as_by_hf(tmp_path, kind, add_bos_tok
     expected = []
     theirs._loglikelihood_tokens = lambda requests, **_: expected.extend(requests)
     TemplateLM.loglikelihood(theirs, instances("loglikelihood", pairs), disable_tqdm=True)
-    texts = Texts(Tokenizer(AutoTokenizer.from_pretrained(tmp_path)), add_bos_token, None)
+    texts = Texts(
+        Tokenizer(TokenizerParts.of_transformers(AutoTokenizer.from_pretrained(tmp_path))), add_bos_token, None
+    )
     assert [(list(a), list(b)) for a, b in texts.pairs(pairs)] == [(a, b) for _, a, b in expected]
 
 

@@ -9,6 +9,7 @@ from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import ChatOptions
 from batchgen.core.templates import TemplateLimits
 from batchgen.models.tokenizers.chat_template import Chat, ChatTemplate
+from batchgen.models.tokenizers.parts import TokenizerParts
 from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 
@@ -79,7 +80,7 @@ def tokenizer_of(tmp_path_factory):
 
     def make(template, special_tokens="parse"):
         hf = make_tiny_tokenizer(folder, chat_template=template)
-        return Tokenizer(hf, special_tokens), hf
+        return Tokenizer(TokenizerParts.of_transformers(hf), special_tokens), hf
 
     return make
 

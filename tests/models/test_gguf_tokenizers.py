@@ -201,7 +201,9 @@ def test_a_gguf_has_its_own_tokenizer_whatever_lies_beside_it_or_was_kept(tmp_pa
     for _ in range(2):  # made, and kept
         ours = load_tokenizer(files)
         assert ours.encode_batch([text]) == [expected]
-        assert ours.render_chat([{"role": "user", "content": ""}]) == "</s>" and ours.hf.bos_token == "<s>"
+        assert ours.render_chat([{"role": "user", "content": ""}]) == "</s>" and ours.bos_token_id == ours.token_id(
+            "<s>"
+        )
         (tmp_path / "tokenizer.json").unlink(missing_ok=True)
     assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 1
     # A file of the same name and size, and of another vocabulary.

@@ -4,6 +4,7 @@ import pytest
 from tiny_models import make_tiny_tokenizer
 
 from batchgen.models.tokenizers.harmony import Harmony
+from batchgen.models.tokenizers.parts import TokenizerParts
 from batchgen.models.tokenizers.tokenizer import NoText, Tokenizer
 
 MARKS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>"]
@@ -13,7 +14,7 @@ MARKS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|
 def tokenizer(tmp_path_factory):
     hf = make_tiny_tokenizer(tmp_path_factory.mktemp("harmony"))
     hf.add_special_tokens({"additional_special_tokens": MARKS})
-    return Tokenizer(hf)
+    return Tokenizer(TokenizerParts.of_transformers(hf))
 
 
 ANALYSIS = "<|channel|>analysis<|message|>Two and two.<|end|>"
@@ -44,5 +45,5 @@ def test_text_without_channels_is_left_as_it_is(tokenizer):
 
 
 def test_other_tokenizers_have_no_channels(tmp_path):
-    assert Harmony.of(Tokenizer(make_tiny_tokenizer(tmp_path))) is None
+    assert Harmony.of(Tokenizer(TokenizerParts.of_transformers(make_tiny_tokenizer(tmp_path)))) is None
     assert Harmony.of(NoText()) is None

@@ -49,7 +49,7 @@ def assert_same(ours, hf):
     assert ours.encode_chat(MESSAGES) == hf.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
     assert ours.vocab_size == len(hf)
     assert ours.special_ids == frozenset(i for i, token in hf.added_tokens_decoder.items() if token.special)
-    assert (ours.hf.bos_token_id, ours.hf.eos_token_id) == (hf.bos_token_id, hf.eos_token_id)
+    assert (ours.bos_token_id, ours.eos_token_ids) == (hf.bos_token_id, (hf.eos_token_id,))
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)

@@ -72,7 +72,7 @@ def test_ids_and_texts_are_those_of_sentencepiece(model, legacy):
         assert ours.encode_batch([text]) == [[1, *ids]]
         if "⁇" not in processor.decode(ids) and not text.startswith(" "):
             assert ours.decode(ids) == processor.decode(ids)
-    assert (ours.hf.bos_token, ours.hf.eos_token, ours.eos_token_ids) == ("<s>", "</s>", (2,))
+    assert (ours.bos_token_id, ours.eos_token_ids) == (1, (2,))
 
 
 def test_special_tokens_are_cut_out_and_others_may_be_added(model):

@@ -4,6 +4,7 @@ import pytest
 from tiny_models import make_tiny_tokenizer
 
 from batchgen.core.request import SamplingParams
+from batchgen.models.tokenizers.parts import TokenizerParts
 from batchgen.models.tokenizers.thinking import Split, Thinking, ThoughtStops
 from batchgen.models.tokenizers.tokenizer import NoText, Tokenizer
 
@@ -13,7 +14,7 @@ PLAIN = SamplingParams()
 def make(folder, *tokens, special=False, template=None):
     hf = make_tiny_tokenizer(folder, chat_template=template)
     hf.add_tokens([*tokens], special_tokens=special)
-    return Tokenizer(hf)
+    return Tokenizer(TokenizerParts.of_transformers(hf))
 
 
 @pytest.fixture(scope="module", params=["tokens", "special tokens", "spelled", "other tags"])

@@ -25,7 +25,7 @@ from thorough import quick_or
 
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.output import formats, parts
-from batchgen.output.columns import SampleColumns, ScoreColumns
+from batchgen.output.columns import ONE_SAMPLE, SampleColumns, ScoreColumns
 from batchgen.output.formats import check_writable, output_format
 from batchgen.output.join import join, join_formatted, output_schema
 from batchgen.output.parts import write_part
@@ -35,7 +35,7 @@ from batchgen.output.row_result import RowResult
 def joined(dataset, parts_dir: Path, suffix: str = ".parquet", *, n=1, logprobs=False, prefix="", note="{}"):
     """The bytes of the final file, and its totals."""
     file = io.BytesIO()
-    totals = join(dataset, parts_dir, file, suffix, columns=SampleColumns(n, logprobs), prefix=prefix, note=note)
+    totals, _ = join(dataset, parts_dir, file, suffix, columns=SampleColumns(n, logprobs), prefix=prefix, note=note)
     return file.getvalue(), totals
 
 
@@ -307,11 +307,11 @@ def test_formatted_rows_go_to_two_files(tmp_path):
         }
 
     output, errors = io.BytesIO(), io.BytesIO()
-    totals = join_formatted(FakeDataset(7), tmp_path, output, errors, format_row)
+    totals, counts = join_formatted(FakeDataset(7), tmp_path, output, errors, ONE_SAMPLE, format_row)
     assert [json.loads(line)["id"] for line in errors.getvalue().splitlines()] == ["id-2", "id-5"]
     lines = [json.loads(line) for line in output.getvalue().splitlines()]
     assert lines[1] == {"id": "id-1", "text": list(result_of(1).text), "x": None}
-    assert totals["rows_failed"] == 2 and len(lines) == 5
+    assert totals["rows_failed"] == 2 and len(lines) == 5 and sum(counts.finish_reasons.values()) == 5
     assert [r["row"] for r in seen] == list(range(7)) and seen[1]["logprobs"][0][0]["token_id"] == 1
 
 
@@ -335,7 +335,7 @@ write_part(parts_dir, 10**6, {r: results[r % 1000] for r in retried})
 started_s = time.process_time()
 with open(parts_dir / "out", "wb") as file:
     dataset = FakeDataset(num_rows)
-    totals = join(dataset, parts_dir, file, ".parquet", columns=ONE_SAMPLE, prefix="", note="{}")
+    totals, _ = join(dataset, parts_dir, file, ".parquet", columns=ONE_SAMPLE, prefix="", note="{}")
 assert totals["rows"] == num_rows, totals
 peak_kib = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(peak_kib, time.process_time() - started_s)

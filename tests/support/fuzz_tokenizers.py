@@ -128,7 +128,7 @@ def _use(files: ModelFiles) -> None:
             tokenizer.token_text(token_id)
     tokenizer.identity()
     tokenizer.least_tokens("a" * 70_000)
-    if tokenizer.hf.chat_template:
+    if tokenizer.has_chat_template:
         tokenizer.encode_chat([{"role": "user", "content": "hi"}])
 
 

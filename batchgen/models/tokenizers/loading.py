@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from batchgen.core.cache_folder import cache_dir, is_trusted
 from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError, reason_of
 from batchgen.models.files import ModelFiles
 from batchgen.models.formats.gguf.header import gguf_pairs_sha256, read_gguf_header, read_gguf_vocabulary
-from batchgen.models.tokenizers.tokenizer import PREPARE, Tokenizer
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Backend
-    from transformers import PreTrainedTokenizerFast
+from batchgen.models.tokenizers.parts import TokenizerParts
+from batchgen.models.tokenizers.tokenizer import Tokenizer
+from batchgen.models.tokenizers.tokenizer_config import (
+    CONFIG,
+    read_chat_template,
+    read_special_tokens,
+    write_tokenizer_config,
+)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 # Files of a Hugging Face directory that a tokenizer, with its chat template, is loaded from.
 _COPIED_FILES = (
-    *_TOKENIZER_FILES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    *_TOKENIZER_FILES, "merges.txt", CONFIG, "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
 )  # fmt: skip
 _STORE_FOLDER = "tokenizer"  # folder of a weight store
@@ -44,14 +46,14 @@ def load_tokenizer(files: ModelFiles, special_tokens: str = "parse", chat_templa
     Raises:
         InputError: The tokenizer is missing or broken.
     """
-    hf = load_hf_tokenizer(files)
+    parts = load_parts(files)
     if chat_template is not None:
-        hf.chat_template = chat_template
-    return Tokenizer(hf, special_tokens)
+        parts = replace(parts, chat_template=chat_template)
+    return Tokenizer(parts, special_tokens)
 
 
-def load_hf_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a model as an object of transformers.
+def load_parts(files: ModelFiles) -> TokenizerParts:
+    """Load the parts of a model's tokenizer.
 
     Raises:
         InputError: The tokenizer is missing or broken.
@@ -93,7 +95,7 @@ def save_tokenizer(files: ModelFiles, store: Path) -> None:
     os.rename(scratch, folder)
 
 
-def _load(directory: Path) -> PreTrainedTokenizerFast:
+def _load(directory: Path) -> TokenizerParts:
     """Load the tokenizer of a directory from its tokenizer.json, whatever class the other files name."""
     path = directory / "tokenizer.json"
     with _refusing(path if path.exists() else directory):
@@ -105,56 +107,27 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
         # A file may ask for both; prompts are cut or refused elsewhere, and never padded.
         backend.no_truncation()
         backend.no_padding()
-        return _with_names(backend, directory)
+        return TokenizerParts(backend, read_special_tokens(directory), read_chat_template(directory))
 
 
-def _with_names(backend: Backend, directory: Path) -> PreTrainedTokenizerFast:
-    """A tokenizer with the names of its special tokens and the chat template that a directory's files state."""
-    with _quiet_transformers():
-        from transformers import PreTrainedTokenizerFast
-
-        # Transformers changes the tokenizer that it is given: an empty one, which is put away.
-        hf: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
-            str(directory), tokenizer_object=_empty(), local_files_only=True
-        )
-    hf._tokenizer = backend
-    return hf
-
-
-def _empty() -> Backend:
-    from tokenizers import Tokenizer as Backend
-    from tokenizers.models import BPE
-
-    return Backend(BPE())
-
-
-def _converted(directory: Path) -> PreTrainedTokenizerFast:
+def _converted(directory: Path) -> TokenizerParts:
     """The tokenizer of a directory without a tokenizer.json, converted from its other files."""
     if (directory / "tokenizer.model").exists():
         from batchgen.models.tokenizers.sentencepiece_model import convert_model
 
-        path = directory / "tokenizer_config.json"
+        path = directory / CONFIG
         stated = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         converted = convert_model(directory, stated)
-        hf = _with_names(converted.backend, directory)
-        for name, token in converted.names.items():
-            if getattr(hf, name) is None:
-                setattr(hf, name, token)
-        setattr(hf, PREPARE, converted.prepare)
-        return hf
+        names = {**converted.names, **read_special_tokens(directory)}
+        return TokenizerParts(converted.backend, names, read_chat_template(directory), converted.prepare)
     if not (directory / "vocab.json").exists():
         raise InputError("a tekken.json alone is not read: fetch the model's tokenizer.json")
-    with _quiet_transformers():
-        from transformers import AutoTokenizer
+    from batchgen.models.tokenizers.transformers_tokenizer import load_with_transformers
 
-        loaded: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    if not loaded.is_fast:
-        raise InputError("it is no fast tokenizer: fetch the model's tokenizer.json")
-    fast: PreTrainedTokenizerFast = loaded
-    return fast
+    return load_with_transformers(directory)
 
 
-def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
+def _load_from_gguf(files: ModelFiles) -> TokenizerParts:
     """Load the tokenizer of a GGUF.
 
     Building it takes seconds. So it is kept in the cache directory, under a digest of the file's key-value pairs.
@@ -168,44 +141,34 @@ def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
             pass
     shutil.rmtree(cached, ignore_errors=True)
     with _refusing(files.path):
-        hf = _taken_out(files.path)
+        parts = _taken_out(files.path)
     try:
         cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
             saved = Path(scratch, "saved")
-            _save(hf, saved)
+            saved.mkdir()
+            _save(parts, saved)
             for path in (saved, *saved.iterdir()):  # whatever the umask is, nobody else is to write there
                 path.chmod(0o700 if path is saved else 0o600)
             os.rename(saved, cached)  # fails where another process was first
     except OSError:
         pass  # only slower next time
-    return hf
+    return parts
 
 
-def _taken_out(path: Path) -> PreTrainedTokenizerFast:
+def _taken_out(path: Path) -> TokenizerParts:
     """Build the tokenizer that a GGUF describes. Raises InputError."""
     from batchgen.models.tokenizers.gguf_tokenizer import backend_of, names_of
 
     pairs = read_gguf_vocabulary(path)
     template = pairs.get("tokenizer.chat_template")
-    backend = backend_of(pairs)
-    with _quiet_transformers():
-        from transformers import PreTrainedTokenizerFast
-
-        of_backend: Any = PreTrainedTokenizerFast  # whose __init__ has no types
-        hf: PreTrainedTokenizerFast = of_backend(
-            tokenizer_object=_empty(), clean_up_tokenization_spaces=False, **names_of(pairs)
-        )
-    hf.chat_template = template if isinstance(template, str) else None
-    hf._tokenizer = backend
-    return hf
+    return TokenizerParts(backend_of(pairs), names_of(pairs), template if isinstance(template, str) else None)
 
 
-def _save(hf: PreTrainedTokenizerFast, directory: Path) -> None:
+def _save(parts: TokenizerParts, directory: Path) -> None:
     """Write the files of a tokenizer that `_load` reads. Raises OSError."""
-    with _quiet_transformers():
-        hf.save_pretrained(str(directory))
-    hf.backend_tokenizer.save(str(directory / "tokenizer.json"))
+    write_tokenizer_config(directory, parts.special_tokens, parts.chat_template)
+    parts.backend.save(str(directory / "tokenizer.json"))
 
 
 @contextmanager
@@ -217,18 +180,6 @@ def _refusing(path: Path) -> Iterator[None]:
         raise
     except BaseException as error:  # files broken in any way, packages that are not installed, panics of `tokenizers`
         raise InputError(f"cannot load the tokenizer of {path}: {_reason(error)}") from error
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Within a `with` block, transformers logs only errors."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _reason(error: BaseException) -> str:

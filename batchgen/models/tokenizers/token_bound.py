@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 # Composed characters, and those that stand for others, have at least a quarter of the bytes that were there before.
@@ -15,7 +16,6 @@ _COMPOSED = 4
 _KEEPING = {"Prepend": 1, "NFC": _COMPOSED, "NFD": _COMPOSED}  # normalizer -> times that a text may become shorter
 _CUTTING = {"ByteLevel", "Digits", "Metaspace", "UnicodeScripts", "FixedLength"}  # pre-tokenizers that lose nothing
 _BYTES_OF_UTF8 = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
-_SPACES = [chr(code) for code in range(sys.maxunicode + 1) if chr(code).isspace()]
 
 
 class TokenBound:
@@ -37,7 +37,7 @@ class TokenBound:
             return 0
         size = len(text.encode("utf-8", "replace"))
         if self._takes_spaces:
-            size -= sum(text.count(space) * len(space.encode()) for space in _SPACES)
+            size -= sum(text.count(space) * len(space.encode()) for space in _spaces())
         return -(-size // self._bytes_per_token)
 
 
@@ -63,6 +63,12 @@ def _longest(state: dict[str, Any], added: Iterable[str]) -> int:
     if not (has_bytes or unknown_apart):
         return 0
     return max(4, *(len(token.encode()) for token in (*tokens, *added)))
+
+
+@cache
+def _spaces() -> list[str]:
+    """All characters that are white space."""
+    return [chr(code) for code in range(sys.maxunicode + 1) if chr(code).isspace()]
 
 
 def _byte_characters() -> list[str]:

@@ -7,46 +7,43 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import PLAIN_CHAT, ChatOptions
 from batchgen.core.text import repair_surrogates
 from batchgen.models.tokenizers.chat_template import Chat, ChatTemplate
+from batchgen.models.tokenizers.parts import TokenizerParts
 from batchgen.models.tokenizers.token_bound import TokenBound
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 _SHORT = 1 << 16  # characters that take a fraction of a second
 _TOGETHER = 1 << 20  # characters tokenized at once: each takes more than a hundred bytes meanwhile
-# Attribute of transformers' object: changes a text before the tokenizer sees it.
-PREPARE = "batchgen_prepare"
 
 
 class Tokenizer:
     """The tokenizer and chat template of a model. Its methods do not change it, so threads may share it."""
 
-    def __init__(self, hf: PreTrainedTokenizerFast, special_tokens: str = "parse") -> None:
-        """Wrap a tokenizer of transformers.
+    def __init__(self, parts: TokenizerParts, special_tokens: str = "parse") -> None:
+        """Make a tokenizer of its parts.
 
         Args:
-            hf: The tokenizer.
+            parts: The parts.
             special_tokens: Meaning of the text of a special token in prompts and messages. "parse": it is the special
                 token. "text": it is text like any other.
         """
-        self._hf = hf
-        self._backend = hf.backend_tokenizer
+        self._parts = parts
+        self._backend = parts.backend
         self._as_text = None
         if special_tokens == "text":
             from batchgen.models.tokenizers.special_tokens import SpecialTokensAsText
 
             self._as_text = SpecialTokensAsText(self._backend)
         self._encoder = self._as_text.backend if self._as_text else self._backend
-        self.eos_token_ids: tuple[int, ...] = () if hf.eos_token_id is None else (hf.eos_token_id,)
-        begin = hf.bos_token_id if hf.bos_token_id is not None else hf.eos_token_id
-        self.begin_token_id: int | None = begin  # stands before a text that nothing else stands before
-        self.vocab_size = len(hf)
+        self.bos_token_id, eos = parts.special_id("bos_token"), parts.special_id("eos_token")
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
+        # The token that stands before a text that nothing else stands before.
+        self.begin_token_id: int | None = eos if self.bos_token_id is None else self.bos_token_id
+        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         # Vocabularies that fall back to bytes have a token for each; those of bytes inside a character:
@@ -55,11 +52,6 @@ class Tokenizer:
         self._anchor = self._backend.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_text = self.decode(self._anchor)
         self._token_texts: dict[int, str] = {}
-
-    @property
-    def hf(self) -> PreTrainedTokenizerFast:
-        """The wrapped tokenizer of transformers. It must not be changed."""
-        return self._hf
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The token ids of each text.
@@ -115,7 +107,7 @@ class Tokenizer:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's chat template. Raises InputError if it has none."""
-        return ChatTemplate.of(self._hf.chat_template, self._hf.special_tokens_map)
+        return ChatTemplate.of(self._parts.chat_template, self._parts.special_tokens)
 
     def _unknown_role(self, messages: Sequence[dict[str, Any]]) -> RowError | None:
         """The error for a message whose role the chat template does not know; or None.
@@ -146,18 +138,23 @@ class Tokenizer:
 
     def writes_in_chats(self, text: str) -> bool:
         """Tell whether the source of the model's chat template contains this text."""
-        given = self._hf.chat_template or ""
+        given = self._parts.chat_template or ""
         return any(text in template for template in (given.values() if isinstance(given, dict) else [given]))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True if the model has a chat template, or several."""
+        return bool(self._parts.chat_template)
 
     @property
     def reads_messages(self) -> bool:
         """True if prompts depend on the messages, or if the model has no chat template."""
-        return not self._hf.chat_template or self.chat_template.reads_messages
+        return not self.has_chat_template or self.chat_template.reads_messages
 
     @property
-    def has_chat_template(self) -> bool:
-        """True if the model has a chat template that renders messages."""
-        given = self._hf.chat_template
+    def renders_texts(self) -> bool:
+        """True if a text can be a user's message: the model has a default chat template, which reads messages."""
+        given = self._parts.chat_template
         return bool(given.get("default") if isinstance(given, dict) else given) and self.reads_messages
 
     def require_chat_template(self, options: ChatOptions = PLAIN_CHAT) -> None:
@@ -196,7 +193,7 @@ class Tokenizer:
 
     def identity(self) -> str:
         """sha256 of everything that determines how text becomes tokens, and of the chat template."""
-        template = json.dumps(self._hf.chat_template, sort_keys=True)
+        template = json.dumps(self._parts.chat_template, sort_keys=True)
         mode = "special tokens as text" if self._as_text else ""
         return hashlib.sha256((self.to_json() + template + mode).encode()).hexdigest()
 
@@ -222,8 +219,8 @@ class Tokenizer:
         return encoded + self._encode_together(group, add_special_tokens)
 
     def _encode_together(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        if prepare := getattr(self._hf, PREPARE, None):
-            texts = [prepare(text) for text in texts]
+        if self._parts.prepare is not None:
+            texts = [self._parts.prepare(text) for text in texts]
         try:
             encodings = self._encoder.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError):  # a lone surrogate, as careless JSON holds, is no text
