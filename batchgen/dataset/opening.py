@@ -118,8 +118,7 @@ def _open_files(
     if file_format == "jsonl" and input_format is None and looks_like_openai(paths[0], on_bad_line):
         file_format = "openai"
     if file_format == "parquet":
-        opened = parquet_source(paths, partitions)
-        return replace(opened, begins_with=None) if paths == [name] else opened  # a file is written once
+        return parquet_source(paths, partitions, may_get_files=paths != [name])
     if file_format == "csv":
         return csv_source(paths, limit, partitions, csv_delimiter)
     if file_format == "openai":

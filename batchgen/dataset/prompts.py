@@ -60,6 +60,7 @@ class NoPromptColumn(InputError):
             texts: Columns that hold text.
             messages: A column that holds chat messages; None: there is none.
         """
+        self._schema, self._texts, self._messages = schema, texts, messages
         named = "no column is named messages, prompt or text"
         self.option, self.value = "prompt_template", "\n".join(map(_variable, texts[:_SUGGESTED_COLUMNS]))
         if messages is not None:
@@ -71,6 +72,17 @@ class NoPromptColumn(InputError):
         self.reason = f"{named}, and {several}" if len(texts) > 1 and messages is None else f"{named}{listed(schema)}"
         flag, typed = self.option.replace("_", "-"), shlex.quote(as_typed(self.value))
         super().__init__(f"{self.reason}: say what to ask, as in --{flag} {typed}")
+
+    def among(self, holds_words: Callable[[str], bool]) -> str | NoPromptColumn:
+        """The column of prompts where one column of text alone holds words; else the error about those that do.
+
+        Args:
+            holds_words: Function that tells whether a column of text holds words, not numbers.
+        """
+        words = tuple(filter(holds_words, self._texts))
+        if self._messages is not None or not words:
+            return self
+        return words[0] if len(words) == 1 and len(self._texts) > 1 else NoPromptColumn(self._schema, words, None)
 
 
 @dataclass(frozen=True)
@@ -122,7 +134,7 @@ class PromptSpec:
     @property
     def makes_chat(self) -> bool | None:
         """True where a text becomes a chat message; None where that depends on the model."""
-        if self.chat is None and (self.system_prompt is not None or self.chat_options.identity()):
+        if self.chat is None and (self.system_prompt is not None or self.chat_options.variables):
             return True
         return self.chat
 

@@ -6,7 +6,6 @@ import glob
 import os
 
 from batchgen.core.errors import InputError
-from batchgen.core.text import without_credentials
 from batchgen.core.units import parse_shard
 from batchgen.dataset.files import find_files, format_of, is_saved_dataset, stem_of
 from batchgen.dataset.output_names import MARK
@@ -41,7 +40,8 @@ def default_output(options: JobOptions) -> str:
 def _place(name: str) -> tuple[str, str]:
     """The directory of an input's output, "" for the working directory, and the beginning of the output's name."""
     if is_url(name):
-        return "", stem_of(_literal(without_credentials(name).partition("?")[0]).rstrip("/").rpartition("/")[2])
+        place = _literal(name.partition("?")[0].rstrip("/"))  # without its query, which may have a signature
+        return "", stem_of(os.path.basename(place).rpartition("@")[2])
     if not os.path.exists(name) and not glob.has_magic(name):  # of the hub, or an error
         return "", stem_of(os.path.basename(name))
     if os.path.isfile(name):

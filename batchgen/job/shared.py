@@ -44,6 +44,7 @@ def open_output(
             errors_file=source.is_openai,
             extends=extends,
             keep_parts=keep_parts,
+            describe_files=source.dataset.describe_files,
         )
     return open_run(
         output,
@@ -54,6 +55,7 @@ def open_output(
         errors_file=source.is_openai,
         extends=extends,
         keep_parts=keep_parts,
+        describe_files=source.dataset.describe_files,
     )
 
 

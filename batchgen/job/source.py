@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FIRST_ROWS = 100  # tell a column of numbers in a CSV file
+_NUMBER = re.compile(r"[\d\s.,:;/%+\-TZeE]*|true|false|nan|null|none|n/a", re.IGNORECASE)
 _WITH_TEMPLATE = "prompts: {}, in the model's chat template (--no-chat: as plain text, which base models are for)"
 _WITHOUT_TEMPLATE = "prompts: {}, as plain text: the model has no chat template"
 
@@ -107,8 +110,10 @@ class RequestSource:
         Raises:
             InputError: The input has a column of such a name, or the model lacks the chat template that prompts need.
         """
-        if self.for_template is not None:
-            return self.for_template(tokenizer.renders_texts).for_model(config, tokenizer, options)
+        if self.identity.get("chat", False) is None:
+            source = self if self.for_template is None else self.for_template(tokenizer.renders_texts)
+            source = replace(source, identity=self.identity | {"chat": tokenizer.renders_texts})
+            return source.for_model(config, tokenizer, options)
         if self.needs_chat_template or self.chat.chat_template_kwargs:
             tokenizer.require_chat_template(self.chat)
         if not isinstance(self.columns, SampleColumns):
@@ -179,20 +184,31 @@ def open_source(options: JobOptions) -> RequestSource:
         options.prompt_template,
         options.messages_column,
         options.system_prompt,
-        options.chat,
+        True if options.chat is None and options.chat_template is not None else options.chat,
         options.chat_template_kwargs,
         options.continue_final,
     )
     if dataset.num_rows == 0:
         source = _source_without_rows(options, dataset, spec)
     else:
+        make = _score_source if options.task == "score" else _generate_source
         try:
-            source = (_score_source if options.task == "score" else _generate_source)(options, dataset, spec)
+            source = make(options, dataset, spec)
         except NoPromptColumn as error:
-            raise InputError(_with_command(error, options)) from error
+            words = error.among(lambda name: _holds_words(dataset, name))
+            if isinstance(words, NoPromptColumn):
+                raise InputError(_with_command(words, options)) from error
+            source = make(options, dataset, replace(spec, column=words))
     if options.output is not None:
         check_writable(Path(options.output), output_schema(dataset.schema, source.columns, options.output_prefix))
     return source
+
+
+def _holds_words(dataset: Dataset, column: str) -> bool:
+    """True where the first values of a column of text are more than numbers and dates, which are text in CSV files."""
+    _, rows = next(dataset.batches(0, _FIRST_ROWS, [column]))
+    values = (value for value in rows.column(column).to_pylist() if isinstance(value, str))
+    return any(_NUMBER.fullmatch(value) is None for value in values)
 
 
 def _with_command(error: NoPromptColumn, options: JobOptions) -> str:
@@ -210,13 +226,20 @@ def _source_without_rows(options: JobOptions, dataset: Dataset, spec: PromptSpec
     return RequestSource(dataset, lambda batch, first: iter(()), _identity(options, spec), False, _columns(options))
 
 
-def _identity(options: JobOptions, spec: PromptSpec, compiled: CompiledPrompts | None = None) -> dict[str, Any]:
-    """All that decides the requests of rows, as JSON values."""
-    identity = spec.identity() | ({} if compiled is None else {"chat": compiled.uses_chat})
+def _identity(options: JobOptions, spec: PromptSpec) -> dict[str, Any]:
+    """All that decides the requests of rows, as JSON values; "chat" is None where that depends on the model."""
+    identity = spec.identity() | {"chat": spec.makes_chat}
+    if spec.makes_chat is None and not _asks(options):
+        identity["chat"] = False
     if options.task == "score":
         return identity | {"continuations": _continuations(options).identity()}
     columns = {name: getattr(options, name) for name in ("sampling_column", "choices_column")}
     return identity | {name: column for name, column in columns.items() if column is not None}
+
+
+def _asks(options: JobOptions) -> bool:
+    """True where prompts are questions, with answers; False where a text is scored, or what follows a text."""
+    return options.task == "generate" or bool(options.choices or options.choices_column)
 
 
 def _continuations(options: JobOptions) -> ContinuationSpec:
@@ -244,7 +267,7 @@ def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) ->
         return RequestSource(
             dataset,
             lambda batch, first: rows_to_requests(batch, first, compiled, row_sampling, options.id_column),
-            _identity(options, spec, compiled),
+            _identity(options, spec),
             compiled.uses_chat,
             _columns(options),
             _names(*compiled.columns, options.id_column, *row_sampling.columns),
@@ -275,7 +298,7 @@ def _for_any_model(source: Callable[[CompiledPrompts], RequestSource], compiled:
 
 def _chat_of(compiled: CompiledPrompts) -> ChatOptions:
     """The options for chat messages. Raises InputError where such an option is given, but prompts are not messages."""
-    if compiled.uses_chat is False and (given := compiled.chat.identity()):
+    if not compiled.uses_chat and (given := compiled.chat.identity()):
         flag = "--" + next(iter(given)).replace("_", "-")
         raise InputError(f"{flag} is for chat messages, and these prompts are none: add --chat, or leave it out")
     return compiled.chat
@@ -293,8 +316,8 @@ def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> Re
     wanted = _continuations(options)
     continuations = compile_continuations(wanted, dataset.schema)
     compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole)
-    if not (wanted.choices or wanted.choices_column) and compiled.uses_chat is None:
-        compiled = compiled.for_template(False)  # a text that goes on, not a question and its answer
+    if not _asks(options):
+        compiled = compiled.for_template(False)
     if wanted.whole and compiled.uses_chat:
         raise InputError("chat messages are contexts: give --continuations-column or --choices, what may follow them")
     logprobs = options.sampling.logprobs
@@ -305,7 +328,7 @@ def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> Re
             lambda batch, first: rows_to_score_requests(
                 batch, first, compiled, continuations, logprobs, options.id_column
             ),
-            _identity(options, spec, compiled),
+            _identity(options, spec),
             compiled.uses_chat,
             _columns(options),
             _names(*compiled.columns, *continuations.columns, options.id_column),
