@@ -22,13 +22,14 @@ from batchgen.core.screen import ProductLost, Screen, put, say
 from batchgen.core.text_file import read_text
 from batchgen.job.options import (
     RUN,
+    TEXT_OF_FILE,
     BenchOptions,
     ConvertOptions,
     JobOptions,
     Option,
     PlanOptions,
     ProfileOptions,
-    flag_of,
+    options_of,
 )
 
 
@@ -212,10 +213,11 @@ def _job(options: dict[str, Any]) -> JobOptions:
     if (config := options.pop("config")) is not None:
         read.append(("--config", config))
     given = _taken(options, SamplingParams)
-    for holder, name in ((given, "json_schema"), (given, "grammar"), (options, "chat_template")):
-        if (path := holder.get(name)) is not None:
-            holder[name] = _read_text(flag_of(name), path)
-            read.append((flag_of(name), os.path.expanduser(path)))
+    for option in options_of("run"):
+        holder = given if option.name in given else options
+        if option.reads == TEXT_OF_FILE and (path := holder.get(option.name)) is not None:
+            holder[option.name] = _read_text(option.flag, path)
+            read.append((option.flag, os.path.expanduser(path)))
     options = {"input": None, "output": None, **options}
     return JobOptions(sampling=SamplingParams(**given), read_before=tuple(read), **options)
 

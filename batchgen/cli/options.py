@@ -17,9 +17,19 @@ from click.core import ParameterSource
 from batchgen.core.errors import InputError
 from batchgen.core.text import repair_surrogates, typed
 from batchgen.core.text_file import read_text
-from batchgen.job.options import AT_FILE, FILE, FILE_OR_NAME, GROUPS, MODEL, Option, names_of, options_of
+from batchgen.job.options import (
+    AT_FILE,
+    FILE,
+    FILE_OR_NAME,
+    GROUPS,
+    MODEL,
+    TEXT_OF_FILE,
+    Option,
+    names_of,
+    options_of,
+)
 
-_READ = {option.name: option.reads for option in options_of("run") if option.reads in (FILE, AT_FILE)}
+_READ = {option.name: option.reads for option in options_of("run") if option.reads in (FILE, AT_FILE, TEXT_OF_FILE)}
 
 
 def read_job_file(path: str | Path) -> dict[str, Any]:
@@ -122,7 +132,7 @@ class _Text(click.types.StringParamType):
         text, flag = str(super().convert(value, parameter, context)), self._option.flag
         if "\x00" in text:
             raise InputError(f"{flag} has a NUL character, which nothing can be named after or made of")
-        if not text and self._option.reads in (FILE, FILE_OR_NAME):
+        if not text and self._option.reads in (FILE, FILE_OR_NAME, TEXT_OF_FILE):
             raise InputError(f"{flag} is empty: name something, or leave it out")
         if self._option.metavar not in _NAMES_OF_FILES and not text.startswith("@") and repair_surrogates(text) != text:
             raise InputError(f"{flag} is not UTF-8: write it in a terminal, or a file, that is")

@@ -15,10 +15,11 @@ def is_output(path: str, pattern: str = "") -> bool:
 
     Args:
         path: Path or URL of a file.
-        pattern: Glob or directory that names the file. Where its last part has the mark itself, it asks for outputs.
+        pattern: Glob or directory that names the file. It asks for outputs where its last part has the mark itself, and
+            for files of run directories where it names such a directory.
     """
     *folders, name = path.split("/")
-    if any(folder.endswith(_RUN_DIRECTORY) for folder in folders):
+    if _RUN_DIRECTORY not in pattern and any(folder.endswith(_RUN_DIRECTORY) for folder in folders):
         return True
     return MARK + "." not in os.path.basename(pattern) and _OUTPUT.search(name) is not None
 

@@ -54,7 +54,7 @@ class InputPaths:
         """
         if any(same_file(path, file) for file in self.files):
             return "is a file of the input"
-        if is_output(os.fspath(path), self.pattern or ""):  # which directories and globs leave out
+        if is_output(os.fspath(path), self.pattern or self.folder or ""):  # which directories and globs leave out
             return None
         if self.folder is not None and is_in(path, self.folder):
             return f"lies in the input {self.folder}"

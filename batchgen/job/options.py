@@ -23,8 +23,9 @@ MODEL, INPUT, SAMPLING, RESOURCES, RUN = GROUPS = ("model", "input", "sampling",
 # Takers of options: the commands, BatchgenLM, HELM's client, `Engine`, and MapFunction, which takes those of `Engine`
 # too.
 TAKERS = ("run", "plan", "bench", "profile", "convert", "lm_eval", "helm", "engine", "map")
-# Kinds of values that name something to read: a file; a file or a name; a text or @FILE.
-FILE, FILE_OR_NAME, AT_FILE = "FILE", "FILE|NAME", "@FILE"
+# Kinds of values that name something to read: a file; a file or a name; a text or @FILE; a file on the command line,
+# whose text is the value in Python.
+FILE, FILE_OR_NAME, AT_FILE, TEXT_OF_FILE = "FILE", "FILE|NAME", "@FILE", "text of FILE"
 _DECLARED = "option"
 
 
@@ -46,7 +47,8 @@ class Option:
         required: True for an option that must be given.
         typed: True for text in which a typed \\n and \\t are a newline and a tab (`batchgen.core.text.typed`).
         common: True for an option that the short help shows.
-        reads: The kind of file that the value names: `FILE`, `FILE_OR_NAME` or `AT_FILE`; None: it names no file.
+        reads: The kind of file that the value names: `FILE`, `FILE_OR_NAME`, `AT_FILE` or `TEXT_OF_FILE`; None: it
+            names no file.
     """
 
     name: str
@@ -200,7 +202,7 @@ class JobOptions:
         INPUT,
         f"{_ROWS} engine",
         metavar="FILE",
-        reads=FILE,
+        reads=TEXT_OF_FILE,
         help="Jinja file of a chat template that replaces the model's.",
     )
     chat_template_kwargs: str | Mapping[str, Any] | None = _option(
@@ -692,11 +694,11 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_ROWS} map", "ignore_eos", bool, "Go on past end-of-text."),
     _sampling(f"{_COMMANDS} map", "logprobs", int, "Log-probabilities of the chosen token and the top N.", metavar="N"),
     _sampling(f"{_ROWS} map", "json_schema", str, "Every text is JSON that is valid against this schema.",
-              metavar="FILE", reads=FILE, common=True),
+              metavar="FILE", reads=TEXT_OF_FILE, common=True),
     _sampling(f"{_ROWS} map", "compact_json", bool, "With --json-schema: no spaces between the parts of the JSON."),
     _sampling(f"{_ROWS} map", "regex", str, "Every text matches this regular expression, as a whole.", metavar="TEXT"),
     _sampling(f"{_ROWS} map", "grammar", str, "Every text follows this context-free grammar, in Lark's notation.",
-              metavar="FILE", reads=FILE),
+              metavar="FILE", reads=TEXT_OF_FILE),
 )  # fmt: skip
 
 

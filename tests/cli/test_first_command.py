@@ -97,6 +97,18 @@ def test_another_prompt_on_the_same_input_is_told_to_take_another_output(model, 
     assert code == 2 and "prompt.system_prompt was null" in message and "another --output" in message
 
 
+def test_the_choice_has_no_space_that_was_typed_for_its_tokens(model, here):
+    (here / "in.jsonl").write_text('{"prompt": "Is it late?", "own": [" maybe", " no"]}\n')
+    for i, choices in enumerate((["--choices", " yes", "--choices", " no"], ["--choices-column", "own"])):
+        output = f"{i}.jsonl"
+        code, _, stderr = invoke(
+            "run", "--model", model, "--input", "in.jsonl", "--output", output, "--task", "score", *choices, "--no-chat"
+        )
+        assert code == 0, stderr
+        row = json.loads((here / output).read_text())
+        assert row["choice"] == [["yes", "no"], ["maybe", "no"]][i][row["choice_index"]]
+
+
 # Typed text
 
 

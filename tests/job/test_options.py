@@ -100,12 +100,12 @@ def test_defaults_of_the_command_line_are_those_of_a_job():
 
     def run_job(options):
         seen["options"] = options
-        return {"state": "dry run"}
+        return {"state": "stopped"}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchgen.job.run.run_job", run_job)
-        assert CliRunner().invoke(cli, ["run", "-m", "m", "-i", "i", "-o", "o.parquet"]).exit_code == 0
-    assert seen["options"] == JobOptions("m", "i", "o.parquet")
+        assert CliRunner().invoke(cli, ["run", "-m", "m", "-i", "i", "-o", "o.parquet", "--report", "-"]).exit_code == 3
+    assert seen["options"] == JobOptions("m", "i", "o.parquet", report="-")
 
 
 def test_run_takes_every_option_of_a_run(monkeypatch):
