@@ -2,17 +2,19 @@
 
     import batchgen
 
-    engine = batchgen.Engine("demo", sampling=batchgen.SamplingParams(max_tokens=32))
-    for completion in engine.generate(["The capital of France is", "2 + 2 ="]):
-        print(completion.index, completion.text)
+    rows = [{"city": "Paris"}, {"city": "Rome"}]
+    table = batchgen.run("demo", rows, prompt_template="The river of {{ city }} is the", max_tokens=8)
+    print(table["text"])
 
-`batchgen.run(...)` is the command line's `batchgen run`: a file in, a file out, resumable.
+`batchgen.run` is the command line's `batchgen run` for tables and for files, resumable. `batchgen.Engine` answers
+requests one by one.
 """
 
 from batchgen._version import __version__
 
 TYPE_CHECKING = False  # as in typing, which takes longer to import than all that comes before a Ctrl-C is handled
 if TYPE_CHECKING:
+    from batchgen.api import run
     from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed
     from batchgen.core.request import (
         ChatOptions,
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
         TokenLogprob,
     )
     from batchgen.engine.engine import Engine
-    from batchgen.hf_datasets import MapFunction, run_dataset
-    from batchgen.job.run import run
+    from batchgen.hf_datasets import MapFunction
+    from batchgen.job.run_options import RunOptions
 
 __all__ = [
     "BatchgenError",
@@ -41,6 +43,7 @@ __all__ = [
     "MapFunction",
     "PositionLogprobs",
     "Request",
+    "RunOptions",
     "Sample",
     "SamplingParams",
     "ScoreRequest",
@@ -49,7 +52,6 @@ __all__ = [
     "TooManyFailed",
     "__version__",
     "run",
-    "run_dataset",
 ]
 
 # The modules of the package's names, which are imported at first use: the command line must be able to take a Ctrl-C
@@ -57,12 +59,13 @@ __all__ = [
 _MODULES = {
     "batchgen.engine.engine": ("Engine",),
     "batchgen.core.errors": ("BatchgenError", "InputError", "JobStopped", "TooManyFailed"),
-    "batchgen.job.run": ("run",),
+    "batchgen.api": ("run",),
+    "batchgen.job.run_options": ("RunOptions",),
     "batchgen.core.request": (
         "ChatOptions", "Completion", "ContinuationScore", "PositionLogprobs", "Request", "Sample", "SamplingParams",
         "ScoreRequest", "Scored", "TokenLogprob",
     ),
-    "batchgen.hf_datasets": ("MapFunction", "run_dataset"),
+    "batchgen.hf_datasets": ("MapFunction",),
 }  # fmt: skip
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""The API for the `datasets` library: `run_dataset` for a whole dataset, `MapFunction` for `Dataset.map`."""
+"""`MapFunction`, with which `Dataset.map` of the library `datasets` generates."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from batchgen.core.errors import InputError, JobStopped, one_line
+from batchgen.core.errors import InputError, one_line
 from batchgen.core.request import Completion, Request, Sample, SamplingParams
 from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompts
-from batchgen.dataset.storage import is_url
-from batchgen.job.options import names_of, options_of
+from batchgen.job.options import check_names, names_of, options_of
 from batchgen.models.files import resolve_model
 from batchgen.models.identity import model_identity
 from batchgen.models.tokenizers.thinking import gives_reasoning
@@ -26,50 +24,6 @@ if TYPE_CHECKING:
     import datasets
 
     from batchgen.engine.engine import Engine
-
-
-def run_dataset(
-    model: str,
-    dataset: datasets.Dataset | datasets.IterableDataset,
-    *,
-    output: str | Path | None = None,
-    **options: Any,
-) -> datasets.Dataset:
-    """Run every row of a dataset through a model.
-
-    The result is memory-mapped from its file, however large it is. After an interruption, the same call goes on; after
-    the job is complete, it returns at once.
-
-    Args:
-        model: The model, as `batchgen.run` takes it.
-        dataset: The input.
-        output: An .arrow file. None: a file in the cache directory, named by a hash of all that the rows depend on. For
-            a stream a file is required, since only its first rows are known beforehand.
-        **options: Options of `batchgen.run`.
-
-    Returns:
-        The dataset with the output columns added; the types of its other columns are kept.
-
-    Raises:
-        JobStopped: `max_time` has ended the job.
-        BatchgenError: The job cannot be run or completed.
-    """
-    import datasets
-
-    from batchgen.job.run import run
-
-    if output is not None and Path(output).suffix.lower() != ".arrow":
-        raise InputError(f"output must end in .arrow, which datasets can map into memory, not {Path(output).name!r}")
-    if is_url(output):
-        raise InputError(f"output must be a file on this machine, which datasets can map into memory, not {output}")
-    if options.get("dry_run"):
-        raise InputError("a dry run has no rows to return: use batchgen.run")
-    report = run(model, dataset, output, **options)
-    if report["state"] == "stopped":
-        left = "some" if report["rows_left"] is None else f"{report['rows_left']:,}"
-        raise JobStopped(f"stopped by max_time with {left} rows left: the same call goes on from there")
-    split = options.get("split") or getattr(dataset, "split", None)
-    return datasets.Dataset.from_file(report["output"], split=split and datasets.Split(str(split)))
 
 
 class MapFunction:
@@ -104,8 +58,7 @@ class MapFunction:
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
         known = {option.name: option for option in options_of("map", "engine") if option.name != "model"}
-        if unknown := sorted(set(options) - set(known)):
-            raise TypeError(f"MapFunction() has no option {unknown[0]!r}")
+        check_names("MapFunction", options, known)
         given = {name: options.get(name, option.default) for name, option in known.items()}
         self._model = os.fspath(model)
         self._prompts = PromptSpec(

@@ -2,7 +2,8 @@
 
     python docs/describe_commands.py
 
-`make docs` does this, and a test compares the page with the committed one.
+`make docs` does this, and a test compares the page with the committed one. The options of `batchgen.run` in Python are
+written too (`describe_options.py`).
 """
 
 from __future__ import annotations
@@ -102,4 +103,7 @@ def _escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
+    import describe_options
+
     OUTPUT.write_text(describe(cli), encoding="utf-8")
+    describe_options.OUTPUT.write_text(describe_options.describe(), encoding="utf-8")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 PAGES = Path(__file__).parent / "packages"
 PACKAGE = Path(__file__).parents[1] / "batchgen"
-CLIENTS = ("cli", "hf_datasets", "lmeval", "helm", "ray")
+CLIENTS = ("api", "cli", "hf_datasets", "lmeval", "helm", "ray")
 HEADER = "| module | what it has |\n|---|---|\n"
 TABLE = re.compile(re.escape(HEADER) + r"(?:\|.*\n)*")
 

@@ -10,10 +10,10 @@ import datasets
 import batchgen
 
 
-def main(model: str = "demo", output: str | None = None) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Returns both results; their texts are equal. Without `output` the job keeps its file in the cache directory."""
+def main(model: str = "demo") -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Returns both results; their texts are equal. The job keeps its file in the cache directory for a week."""
     rows = datasets.Dataset.from_dict({"q": ["The capital of France is", "Two plus two is"], "topic": ["maps", "sums"]})
-    answers = batchgen.run_dataset(model, rows, output=output, prompt_column="q", max_tokens=8)
+    answers = batchgen.run(model, rows, prompt_column="q", max_tokens=8)
     function = batchgen.MapFunction(model, prompt_column="q", max_tokens=8)
     mapped = rows.map(function, batched=True)
     function.close()

@@ -49,6 +49,7 @@ TEXTS = ["The ferry left at six.", "Two plus two is four."]
 COLUMNS = {
     "README.md": {"text": TEXTS},
     "docs/getting_started.md": {"text": TEXTS},
+    "docs/steps.md": {"text": TEXTS},
     "docs/scoring.md": {
         "q": ["Is it late?", "Is it so?"], "answers": [["yes", "no"], ["no", "never"]], "a": ["rain", "snow"],
         "b": ["wet", "dry"],
@@ -100,6 +101,8 @@ def reader(models, tmp_path, monkeypatch):
         text = (ROOT / page).read_text()
         for name, content in re.findall(r"in `(person\.json|sum\.lark)`.*?```\w+\n(.*?)```", text, re.DOTALL):
             Path(name).write_text(content)
+        for name, job_file in re.findall(r"```toml\n# (\S+)\n(.*?)```", text, re.DOTALL):
+            Path(name).write_text(job_file)
         return tmp_path
 
     return at

@@ -1,4 +1,4 @@
-"""`datasets` in and out: `run_dataset`, and `MapFunction` for `Dataset.map`."""
+"""`MapFunction`, for `Dataset.map` of the library `datasets`."""
 
 import copy
 import json
@@ -7,38 +7,16 @@ import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets.fingerprint import Hasher
+from questions import FEATURES, OPTIONS, QUESTIONS, rows
 
 import batchgen
 from batchgen.core.errors import InputError
-
-QUESTIONS = ["The ferry left", "A restaurant by the quay", None, "The cook", "When the storm came", ""] * 4
-OPTIONS = {"max_tokens": 5, "dtype": "float32", "cpu_memory": "2GiB"}
-FEATURES = datasets.Features(
-    {
-        "q": datasets.Value("string"),
-        "kind": datasets.ClassLabel(names=["sea", "land"]),
-        "pair": datasets.Translation(languages=["de", "en"]),
-        "vector": datasets.Array2D((1, 2), "float32"),
-        "when": datasets.Value("timestamp[s]"),
-    }
-)
-
-
-def rows(questions=QUESTIONS):
-    return {
-        "q": questions,
-        "kind": [i % 2 for i in range(len(questions))],
-        "pair": [{"de": f"d{i}", "en": f"e{i}"} for i in range(len(questions))],
-        "vector": [[[i, 0.5]] for i in range(len(questions))],
-        "when": list(range(len(questions))),
-    }
 
 
 @pytest.fixture(scope="module")
@@ -51,120 +29,12 @@ def table():
     return datasets.Dataset.from_dict(rows(), features=FEATURES, split="test")
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.fixture(scope="module")
 def expected(model):
     """What each question is answered, by the engine alone."""
     with batchgen.Engine(model, dtype="float32", cpu_memory="2GiB") as engine:
         asked = [batchgen.Request(q or "", batchgen.SamplingParams(max_tokens=5)) for q in QUESTIONS]
         return [c.text for c in sorted(engine.generate(asked), key=lambda c: c.index)]
-
-
-# ---- a dataset in, a dataset out
-
-
-def test_a_dataset_comes_back_with_its_features_and_the_answers(model, table, cache, expected):
-    answers = batchgen.run_dataset(model, table, prompt_column="q", **OPTIONS)
-    assert isinstance(answers, datasets.Dataset) and str(answers.split) == "test"
-    assert {name: answers.features[name] for name in FEATURES} == FEATURES
-    assert list(answers.features)[len(FEATURES) :] == [
-        "text", "finish_reason", "prompt_tokens", "generated_tokens", "error",
-    ]  # fmt: skip
-    assert answers["text"][:] == expected
-    assert answers.remove_columns(answers.column_names[5:]).to_list() == table.to_list()
-    assert [e for e in answers["error"] if e] == ["column 'q' is null", "the prompt is empty"] * 4
-
-
-def test_the_result_lies_in_a_file_that_is_mapped(model, table, cache):
-    answers = batchgen.run_dataset(model, table, prompt_column="q", **OPTIONS)
-    (file,) = answers.cache_files
-    assert Path(file["filename"]).parent == cache / "outputs"
-    mapped = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
-    assert file["filename"] in mapped
-
-
-def test_the_same_call_finds_its_result_and_another_does_not(model, table, cache, monkeypatch):
-    first = batchgen.run_dataset(model, table, prompt_column="q", **OPTIONS)
-    other = batchgen.run_dataset(model, table, prompt_column="q", **OPTIONS | {"max_tokens": 3})
-    fewer = batchgen.run_dataset(model, table.select(range(4)), prompt_column="q", **OPTIONS)
-    assert len({d.cache_files[0]["filename"] for d in (first, other, fewer)}) == 3 and len(fewer) == 4
-
-    def load(*args, **kwargs):
-        raise AssertionError("the model was loaded again")
-
-    monkeypatch.setattr("batchgen.job.loading.load_on_ranks", load)
-    again = batchgen.run_dataset(model, table, prompt_column="q", **OPTIONS | {"cpu_memory": "3GiB"})
-    assert again.to_list() == first.to_list() and again._fingerprint == first._fingerprint
-    with pytest.raises(AssertionError, match="loaded again"):
-        batchgen.run_dataset(model, table.shuffle(seed=1), prompt_column="q", **OPTIONS)
-
-
-def test_a_stream_comes_back_as_a_dataset_too(model, tmp_path, expected):
-    stream = datasets.Dataset.from_dict(rows(), features=FEATURES).to_iterable_dataset()
-    output = tmp_path / "out.arrow"
-    answers = batchgen.run_dataset(model, stream, output=output, prompt_column="q", **OPTIONS)
-    assert answers["text"][:] == expected and answers.features["kind"] == FEATURES["kind"]
-    assert answers.cache_files == [{"filename": str(output)}]
-    untyped = datasets.IterableDataset.from_generator(lambda: ({"q": q} for q in QUESTIONS))
-    answers = batchgen.run_dataset(model, untyped, output=tmp_path / "b.arrow", prompt_column="q", **OPTIONS)
-    assert answers["text"][:] == expected
-    with pytest.raises(InputError, match=r"stream.*give an output"):
-        batchgen.run_dataset(model, stream, prompt_column="q", **OPTIONS)
-
-
-def test_indices_splits_and_samples(model, cache, table, expected):
-    picked = table.select([4, 1, 3])
-    answers = batchgen.run_dataset(model, picked, prompt_column="q", **OPTIONS)
-    assert answers["text"][:] == [expected[i] for i in (4, 1, 3)] and answers["kind"][:] == [0, 1, 1]
-    both = datasets.DatasetDict(train=table.select([0]), test=table.select([1, 3]))
-    answers = batchgen.run_dataset(
-        model, both, split="test", prompt_column="q", n=2, temperature=1.0, logprobs=1, **OPTIONS
-    )
-    assert str(answers.split) == "test" and [len(texts) for texts in answers["text"]] == [2, 2]
-    assert len(answers[0]["logprobs"][0]) == answers[0]["generated_tokens"][0]
-
-
-def test_stopped_and_gone_on_with(model, table, cache, expected):
-    with pytest.raises(batchgen.JobStopped, match=r"24 rows left: the same call goes on") as stopped:
-        batchgen.run_dataset(model, table, prompt_column="q", max_time=0.0001, **OPTIONS)
-    assert stopped.value.exit_code == 3
-    assert batchgen.run_dataset(model, table, prompt_column="q", **OPTIONS)["text"][:] == expected
-
-
-def test_a_dataset_without_rows(model, table, cache):
-    for empty in (table.select([]), datasets.Dataset.from_dict({"q": []})):
-        answers = batchgen.run_dataset(model, empty, prompt_column="q", **OPTIONS)
-        assert len(answers) == 0 and answers.column_names[: len(empty.column_names)] == empty.column_names
-        assert "text" in answers.column_names
-
-
-def test_refusals_of_run_dataset(model, table, tmp_path):
-    with pytest.raises(InputError, match=r"\.arrow"):
-        batchgen.run_dataset(model, table, output=tmp_path / "o.parquet", prompt_column="q")
-    with pytest.raises(InputError, match="on this machine"):
-        batchgen.run_dataset(model, table, output="memory://o.arrow", prompt_column="q")
-    with pytest.raises(InputError, match="dry run"):
-        batchgen.run_dataset(model, table, prompt_column="q", dry_run=True)
-    with pytest.raises(InputError, match="a column named my_text already"):
-        named = table.rename_column("q", "my_text")
-        batchgen.run_dataset(model, named, prompt_column="my_text", output_prefix="my_")
-
-
-def test_a_dataset_with_a_column_named_text_keeps_it(model, table, cache):
-    named = table.rename_column("q", "text").select(range(2))
-    answers = batchgen.run_dataset(model, named, prompt_column="text", **OPTIONS)
-    assert answers["text"] == named["text"] and len(answers["gen_text"]) == 2
-
-
-def test_features_reach_a_parquet_file_as_well(model, table, tmp_path):
-    batchgen.run(model, table, tmp_path / "o.parquet", prompt_column="q", limit=2, **OPTIONS)
-    read = datasets.Dataset.from_parquet(str(tmp_path / "o.parquet"), cache_dir=str(tmp_path / "hf"))
-    assert read.features["kind"] == FEATURES["kind"] and len(read) == 2
 
 
 # ---- a function for Dataset.map

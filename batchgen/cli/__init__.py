@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 
+from batchgen.core.imports import importing
 from batchgen.core.interrupts import guarded
 from batchgen.core.screen import claim_standard_streams, leave_standard_output
 
@@ -12,10 +14,13 @@ from batchgen.core.screen import claim_standard_streams, leave_standard_output
 def main() -> None:
     """Run the command line. Any error prints one line and sets the exit code."""
     claim_standard_streams()
-    with guarded():
-        from batchgen.cli.commands import run_cli
-
-        code = run_cli()
+    try:
+        with guarded():
+            with importing():
+                from batchgen.cli.commands import run_cli
+            code = run_cli()
+    finally:
+        gc.freeze()  # else objects are searched once more as the interpreter ends, for half a second
     leave_standard_output()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is done and said: no traceback while the interpreter ends

@@ -14,11 +14,13 @@ from typing import Any
 import click
 
 from batchgen._version import __version__
-from batchgen.cli.options import CONFIG, takes_options
+from batchgen.cli.options import CONFIG, STEPS, takes_options
 from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, naming_files
+from batchgen.core.imports import importing, leave_pandas_out
 from batchgen.core.interrupts import keep
 from batchgen.core.request import SamplingParams
 from batchgen.core.screen import ProductLost, Screen, put, say
+from batchgen.core.text import without_credentials
 from batchgen.core.text_file import read_text
 from batchgen.job.options import (
     RUN,
@@ -31,6 +33,7 @@ from batchgen.job.options import (
     ProfileOptions,
     options_of,
 )
+from batchgen.job.step_tables import steps_of
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -71,22 +74,23 @@ def run(**options: Any) -> None:
         raise InputError("--json is for --dry-run: leave it out, or give --report - for the report of a whole job")
     keep(lambda: "no rows are finished yet")
     from batchgen.distributed.group import dismissing
-    from batchgen.job.checks import check_job
-    from batchgen.job.default_output import default_output
 
     with dismissing(ranks):
         job = _job(options)
-        unnamed = job.output is None
-        if unnamed:
+        _say_begun(job)
+        with importing():
+            from batchgen.job.checks import check_job
+            from batchgen.job.default_output import default_output
+        leave_pandas_out()
+        if job.output is None:
             job = replace(job, output=default_output(job))
+            if job.progress != "none":
+                say(without_credentials(f"output: {job.output}"))
         keep(lambda: _before_rows(str(job.output)))
-        check_job(job)  # before imports that take seconds
-    if unnamed or Screen.over(sys.stderr).isatty():  # or nothing would be on the screen for seconds
-        from batchgen.job.progress import Progress
-
-        Progress(job.progress).say(f"batchgen {__version__}: {job.model} over {job.input} into {job.output}")
-    from batchgen.job.report import dry_run_lines, summary
-    from batchgen.job.run import run_job
+        check_job(job)  # before imports that take a second
+    with importing():
+        from batchgen.job.report import dry_run_lines, summary
+        from batchgen.job.run import run_job
 
     failure = None
     try:
@@ -112,7 +116,9 @@ def plan(**options: Any) -> None:
 
     Nothing but the model's configuration and a sample of the rows is read.
     """
-    from batchgen.job.plan import run_plan
+    with importing():
+        from batchgen.job.plan import run_plan
+    leave_pandas_out()
 
     of_plan = _taken(options, PlanOptions)
     put(run_plan(PlanOptions(_job(options), **of_plan)))
@@ -125,8 +131,10 @@ def bench(**options: Any) -> None:
     With --load-format dummy a model's config.json is enough: it is run with random weights of that shape.
     """
     _follow(options["tensor_parallel"])
-    from batchgen.distributed.group import dismissing
-    from batchgen.job.bench import run_bench, summary
+    with importing():
+        from batchgen.distributed.group import dismissing
+        from batchgen.job.bench import run_bench, summary
+    leave_pandas_out()
 
     with dismissing(options["tensor_parallel"]):
         of_bench = _taken(options, BenchOptions)
@@ -172,6 +180,12 @@ def status(output: str, as_json: bool) -> None:
     put([json.dumps(state, indent=2)] if as_json else describe_status(state))
 
 
+def _say_begun(job: JobOptions) -> None:
+    """On a terminal, say which job it is: somebody looks at a screen on which nothing would be for a second."""
+    if job.progress != "none" and Screen.over(sys.stderr).isatty():
+        say(without_credentials(f"batchgen {__version__}: {job.model} over {job.input}"))
+
+
 def _follow(ranks: int) -> None:
     """In a process that a launcher has started as a rank other than 0: do that rank's work, then exit.
 
@@ -213,13 +227,23 @@ def _job(options: dict[str, Any]) -> JobOptions:
     if (config := options.pop("config")) is not None:
         read.append(("--config", config))
     given = _taken(options, SamplingParams)
+    files = {option.name: option.flag for option in options_of("run") if option.reads == TEXT_OF_FILE}
+    for holder in (given, options):
+        read += [(files[name], os.path.expanduser(holder[name])) for name in files if holder.get(name) is not None]
+    options = {"input": None, "output": None, **_with_texts(options)}
+    steps = [_with_texts(step) for step in click.get_current_context().meta.get(STEPS, ())]
+    if steps:
+        options["steps"] = steps_of(steps, f"--config {config}")
+    return JobOptions(sampling=SamplingParams(**_with_texts(given)), read_before=tuple(read), **options)
+
+
+def _with_texts(given: dict[str, Any]) -> dict[str, Any]:
+    """Values of options, with the texts of files in place of their names."""
+    given = dict(given)
     for option in options_of("run"):
-        holder = given if option.name in given else options
-        if option.reads == TEXT_OF_FILE and (path := holder.get(option.name)) is not None:
-            holder[option.name] = _read_text(option.flag, path)
-            read.append((option.flag, os.path.expanduser(path)))
-    options = {"input": None, "output": None, **options}
-    return JobOptions(sampling=SamplingParams(**given), read_before=tuple(read), **options)
+        if option.reads == TEXT_OF_FILE and given.get(option.name) is not None:
+            given[option.name] = _read_text(option.flag, given[option.name])
+    return given
 
 
 def _read_text(flag: str, path: str) -> str:

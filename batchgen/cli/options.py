@@ -28,7 +28,9 @@ from batchgen.job.options import (
     names_of,
     options_of,
 )
+from batchgen.job.step_tables import STEP_OPTIONS
 
+STEPS = "batchgen.steps"  # key of a context's `meta` under which the tables of steps are
 _READ = {option.name: option.reads for option in options_of("run") if option.reads in (FILE, AT_FILE, TEXT_OF_FILE)}
 
 
@@ -52,6 +54,14 @@ def read_job_file(path: str | Path) -> dict[str, Any]:
         raise InputError(f"--config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"--config {path} is not valid TOML: {error}") from error
+    if "step" in values:
+        tables = values["step"] if isinstance(values["step"], list) else [values["step"]]
+        values["step"] = [_values_beside(path, table) if isinstance(table, dict) else table for table in tables]
+    return _values_beside(path, values)
+
+
+def _values_beside(path: str | Path, values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a table of a job file, by names with underscores, with files found beside the job file."""
     names = {key: key.replace("-", "_") for key in values}
     return {name: _beside(path, name, values[key]) for key, name in names.items()}
 
@@ -64,6 +74,9 @@ def _config_file(context: click.Context, _: click.Parameter, path: str | None) -
     # `plan` takes the file of a `run` as well, and ignores options of `run` alone.
     known = {p.name for p in context.command.params} | set(names_of("run"))
     parameters = {p.name: p for p in context.command.params}
+    steps = values.pop("step", None)
+    if steps is not None:
+        context.meta[STEPS] = [_checked_step(f"--config {path}, step {n}", step) for n, step in enumerate(steps, 1)]
     for key, value in values.items():
         if key not in known or key == "config":
             raise InputError(f"--config {path}: {key!r} is no option of batchgen {context.info_name}")
@@ -71,6 +84,17 @@ def _config_file(context: click.Context, _: click.Parameter, path: str | None) -
             values[key] = _checked(f"--config {path}: {key}", parameters[key], value)
     context.default_map = {**(context.default_map or {}), **values}
     return path
+
+
+def _checked_step(where: str, table: Any) -> Any:
+    """A table of a step, with its values checked by type and its JSON schema read."""
+    if not isinstance(table, dict):
+        return table  # `steps_of` refuses it
+    parameters = {option.name: _click_parameter(option) for option in STEP_OPTIONS}
+    return {
+        key: _checked(f"{where}: {key}", parameters[key], value) if key in parameters else value
+        for key, value in table.items()
+    }
 
 
 def _checked(where: str, parameter: click.Parameter, value: Any) -> Any:
@@ -236,6 +260,17 @@ def _click_option(option: Option) -> Callable:
     more: dict[str, Any] = {"is_eager": True, "callback": _config_file} if option is CONFIG else {}
     if option.typed:
         more["callback"] = _typed if option.reads is None else _typed_unless_file
+    return click.option(*option.flags, option.name, **_declaration(option), **more)
+
+
+def _click_parameter(option: Option) -> click.Option:
+    """The parameter of click that checks values of an option."""
+    return click.Option([*option.flags, option.name], **_declaration(option))
+
+
+def _declaration(option: Option) -> dict[str, Any]:
+    """The arguments with which an option is declared to click, besides its flags and its name."""
+    more: dict[str, Any] = {"help": option.help, "required": option.required}
     if option.type is bool:
         more["is_flag"] = True
     else:
@@ -245,4 +280,4 @@ def _click_option(option: Option) -> Callable:
         more["show_default"] = option.default not in (None, "", ())
     if not option.required:
         more["default"] = option.default
-    return click.option(*option.flags, option.name, help=option.help, required=option.required, **more)
+    return more

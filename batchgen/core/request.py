@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Any
 
 from batchgen.core.errors import InputError, one_line
+from batchgen.core.partial import PartialCompletion
 
 # Limits of what one row may ask for, as it would take all memory and time: samples of all its prompts (vLLM has the
 # same
@@ -175,6 +179,11 @@ class SamplingParams:
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return values
 
+    def identity(self) -> dict[str, Any]:
+        """The fields that decide which tokens are chosen, as JSON values: those of random draws only where it draws."""
+        drawn = ("temperature", "top_p", "top_k", "min_p", "seed") if self.is_greedy else ()
+        return {name: value for name, value in self.to_json().items() if name not in drawn}
+
     @classmethod
     def names(cls) -> tuple[str, ...]:
         return tuple(f.name for f in fields(cls))
@@ -270,6 +279,8 @@ class Request:
         more_prompts: Further prompts. Each has `n` samples too, which come after those of `prompt`.
         chat: Options for rendering chat messages into a prompt.
         reasoning_apart: True where text between `<think>` and `</think>` is removed from a sample's text.
+        partial: The samples that an earlier run has begun; generation goes on from them, unless the request's tokens or
+            sampling parameters differ. None: it begins anew.
     """
 
     prompt: str | Sequence[int] | Sequence[dict[str, Any]]
@@ -280,6 +291,7 @@ class Request:
     more_prompts: tuple[str | Sequence[int], ...] = ()
     chat: ChatOptions = PLAIN_CHAT
     reasoning_apart: bool = True
+    partial: PartialCompletion | None = None
 
     @property
     def each_prompt(self) -> tuple[Request, ...]:
@@ -287,6 +299,25 @@ class Request:
         if not self.more_prompts:
             return (self,)
         return tuple(replace(self, prompt=p, more_prompts=()) for p in (self.prompt, *self.more_prompts))
+
+
+def request_digest(prompts: Iterable[tuple[array[int], SamplingParams]], reasoning_apart: bool) -> bytes:
+    """Digest, 16 bytes, of what decides a request's samples, besides the model and the id that keys random draws.
+
+    Args:
+        prompts: Token ids of each prompt, and its sampling parameters.
+        reasoning_apart: Whether reasoning is removed from the samples' texts.
+    """
+    digest = blake2b(b"apart" if reasoning_apart else b"whole", digest_size=16)
+    for token_ids, sampling in prompts:
+        digest.update(b"%d %s" % (len(token_ids), _sampling_text(sampling)))
+        digest.update(token_ids)
+    return digest.digest()
+
+
+@lru_cache(256)
+def _sampling_text(sampling: SamplingParams) -> bytes:
+    return json.dumps(sampling.identity(), sort_keys=True).encode()
 
 
 def cut_overlong(token_ids: list[int], max_tokens: int, context: int, on_overlong: str) -> list[int]:

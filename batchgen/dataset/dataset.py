@@ -27,7 +27,7 @@ class Dataset:
 
     @property
     def format(self) -> str:
-        """The input format, one of `FORMATS`."""
+        """The input format: one of `FORMATS`, or "table"."""
         return self._source.format
 
     @property

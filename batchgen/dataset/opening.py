@@ -14,10 +14,12 @@ from batchgen.dataset.files import EXTENSIONS, find_files, format_of, is_saved_d
 from batchgen.dataset.output_names import left_out_line
 from batchgen.dataset.partitions import Partitions
 from batchgen.dataset.readers.csv import csv_source
-from batchgen.dataset.readers.datasets import datasets_source, hub_source, saved_source
+from batchgen.dataset.readers.datasets import datasets_source, hub_source, is_datasets_object, saved_source
 from batchgen.dataset.readers.json import json_source, looks_like_openai, openai_source
 from batchgen.dataset.readers.parquet import parquet_source
+from batchgen.dataset.readers.tables import given_table_source, table_source
 from batchgen.dataset.source import FORMATS, Source
+from batchgen.dataset.temporary_copy import copy_of
 
 
 def open_dataset(
@@ -29,6 +31,7 @@ def open_dataset(
     shard: tuple[int, int] | None = None,
     on_bad_line: str = "fail",
     csv_delimiter: str | None = None,
+    copy_streams: bool = False,
 ) -> Dataset:
     """Open an input and check it as far as possible without holding its rows in memory.
 
@@ -37,10 +40,11 @@ def open_dataset(
     Args:
         source: The input: a file, glob or directory of Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson, .json) or
             CSV (.csv, .tsv) files, at a path or a URL that fsspec can read (s3://, hf://, ...); a directory written by
-            `datasets.save_to_disk`; a dataset id of the Hugging Face hub; or an object of the library `datasets`. JSON
-            and CSV files may be compressed (.gz, .zst). A JSON file may also be one array of objects. Subdirectories
-            with names like `column=value` add such a column to their files. The files of an input are read in order of
-            their names and must have the same columns.
+            `datasets.save_to_disk`; a dataset id of the Hugging Face hub; an object of the library `datasets`; or a
+            table that a program has (`batchgen.dataset.readers.tables`). JSON and CSV files may be compressed (.gz,
+            .zst). A JSON file may also be one array of objects. Subdirectories with names like `column=value` add such
+            a column to their files. The files of an input are read in order of their names and must have the same
+            columns.
         input_format: One of `FORMATS`; None: file extensions decide.
         split: Split of a `datasets` dataset.
         limit: The most rows to read.
@@ -48,6 +52,8 @@ def open_dataset(
         on_bad_line: "fail" raises InputError for a line that is not a JSON object; "skip" makes it a row that fails
             (`bad_lines`).
         csv_delimiter: Character between the fields of CSV files.
+        copy_streams: True to copy a stream, which only its first rows tell from others, into a temporary file. All of
+            its values then identify it.
 
     Raises:
         InputError: The input does not exist, cannot be read, or has another format than its name says.
@@ -65,7 +71,10 @@ def open_dataset(
         opened = _open_path(name, input_format, split, limit, on_bad_line, csv_delimiter)
     else:
         name = f"the {type(source).__name__} given"
-        opened = datasets_source(source, name, split, limit)
+        opened = _open_given(source, name, split, limit)
+    if copy_streams and opened.is_stream:
+        rows = (batch for _, batch in Dataset(opened, limit, None).batches())
+        opened = table_source(copy_of(opened.schema, rows, name), name, opened.format)
     if csv_delimiter is not None and opened.format != "csv":
         raise InputError(f"--csv-delimiter is for CSV files, and {name} is read as {opened.format}: leave it out")
     if opened.total_rows is None and next(opened.read(0, 1, opened.schema.names), None) is None:
@@ -73,6 +82,15 @@ def open_dataset(
     if not opened.schema.names and opened.total_rows != 0:
         raise InputError(f"{name} has no columns: nothing to make a prompt of")
     return Dataset(opened, limit, shard)
+
+
+def _open_given(given: Any, name: str, split: str | None, limit: int | None) -> Source:
+    """Open an object that is no path. Raises InputError."""
+    if is_datasets_object(given):
+        return datasets_source(given, name, split, limit)
+    if split is not None:
+        raise InputError(f"--split is for `datasets` datasets, and {name} is not one: leave it out")
+    return given_table_source(given, name, limit)
 
 
 def _open_path(

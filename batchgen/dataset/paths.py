@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.dataset.output_names import is_output
-from batchgen.dataset.readers.datasets import files_behind
+from batchgen.dataset.readers.datasets import files_behind, is_datasets_object
 from batchgen.dataset.storage import is_url
 
 
@@ -33,7 +33,7 @@ class InputPaths:
     def of(cls, source: Any) -> InputPaths:
         """The paths of an input that `open_dataset` takes; none for an input that is not on disk or does not exist."""
         if not isinstance(source, (str, os.PathLike)):
-            return cls(tuple(files_behind(source)))
+            return cls(tuple(files_behind(source)) if is_datasets_object(source) else ())
         name = os.path.expanduser(os.fspath(source)).removeprefix("file://")
         if is_url(name):
             return cls()

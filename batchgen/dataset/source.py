@@ -31,7 +31,7 @@ class Source:
     """An input of a known format, before limit and shard are applied.
 
     Attributes:
-        format: The input format, one of `FORMATS`.
+        format: The input format: one of `FORMATS`, or "table" for a table that a program has.
         schema: The input's columns.
         total_rows: Number of rows; None where the input must be read to know it.
         read: The function that yields Arrow batches in input order, of at most about `BATCH_BYTES`, with the requested
@@ -45,6 +45,7 @@ class Source:
             same rows, as far as a sample of them shows; None: that is not known.
         check: The function that raises InputError where the input has changed since `identity` was called.
         notices: Messages for the user about the way in which the input was read.
+        is_stream: True where only the first rows identify the input, as it is not read more than needed.
     """
 
     format: str
@@ -57,6 +58,7 @@ class Source:
     begins_alike: Callable[[dict[str, Any]], bool | None] = lambda was: None
     check: Callable[[], None] = lambda: None
     notices: tuple[str, ...] = ()
+    is_stream: bool = False
 
 
 @contextmanager

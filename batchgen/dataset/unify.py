@@ -25,28 +25,36 @@ def _unified(a: pa.Field, b: pa.Field) -> pa.Field:
     nullable = a.nullable or b.nullable
     if a.type == b.type:
         return pa.field(a.name, a.type, nullable)
-    plain = [pa.field(a.name, _plain(field.type), nullable) for field in (a, b)]
+    plain = [pa.field(a.name, without_views(field.type, dictionaries=False), nullable) for field in (a, b)]
     _check_numbers(a.name, *(field.type for field in plain))
     merged = pa.unify_schemas([pa.schema([field]) for field in plain], promote_options="permissive")
     return merged.field(0)
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type without dictionary encoding and views, at any depth."""
+def without_views(kind: pa.DataType, *, dictionaries: bool = True) -> pa.DataType:
+    """The type without views of texts and bytes, at any depth.
+
+    Args:
+        kind: The type.
+        dictionaries: False to take dictionary encoding away, too.
+    """
     if pa.types.is_dictionary(kind):
-        return _plain(kind.value_type)
+        values = without_views(kind.value_type, dictionaries=dictionaries)
+        return pa.dictionary(kind.index_type, values, kind.ordered) if dictionaries else values
     if pa.types.is_string_view(kind):
         return pa.large_string()
     if pa.types.is_binary_view(kind):
         return pa.large_binary()
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_plain(kind.value_type)))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)), kind.list_size)
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
+        return pa.struct([field.with_type(without_views(field.type, dictionaries=dictionaries)) for field in kind])
+    of_items = {
+        pa.types.is_list: pa.list_,
+        pa.types.is_large_list: pa.large_list,
+        pa.types.is_fixed_size_list: lambda item: pa.list_(item, kind.list_size),
+    }  # fmt: skip
+    for is_kind, make in of_items.items():
+        if is_kind(kind):
+            return make(kind.value_field.with_type(without_views(kind.value_type, dictionaries=dictionaries)))
     return kind
 
 

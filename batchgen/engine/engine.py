@@ -15,6 +15,7 @@ from batchgen.core.dtypes import AUTO
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.machine import trim_freed_memory
+from batchgen.core.partial import PartialCompletion
 from batchgen.core.plan import Policy
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.distributed.launch import ranks_of_host
@@ -349,6 +350,7 @@ class Engine:
         self._planned_output_len = planned_output_len
         self._on_overlong = on_overlong
         self.changes: list[Change] = []  # made by adaptation
+        self._generation: Generation | None = None  # of the last call
         policy = parts.policy
         # KV pools outlive a call: later rows find the prefixes of earlier ones.
         self._pools = kv_pools(policy, parts.memory)
@@ -409,8 +411,15 @@ class Engine:
             )
             scheduler.expected_output_len = lambda s: adaptation.expected_output_len(s.sampling.max_tokens)
             self.changes = adaptation.changes
-        handler = Generation(self.parts, self._sampling, self._on_overlong)
+        self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong)
         return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep)
+
+    def partials(self) -> list[PartialCompletion]:
+        """The tokens so far of rows that the last call of `generate` has started and not finished, or had at its end.
+
+        Any thread may call this method. A later `Request` with a row's `PartialCompletion` goes on to the same tokens.
+        """
+        return self._generation.partials() if self._generation is not None else []
 
     def score(
         self,

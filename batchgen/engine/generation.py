@@ -8,7 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from batchgen.core.errors import InputError, RowError
+from batchgen.core.partial import PartialCompletion, PartialSample
 from batchgen.core.request import (
     Completion,
     PositionLogprobs,
@@ -16,6 +19,7 @@ from batchgen.core.request import (
     Sample,
     SamplingParams,
     cut_overlong,
+    request_digest,
 )
 from batchgen.engine.encode import (
     LengthLimit,
@@ -33,6 +37,7 @@ from batchgen.engine.requests import each_request
 from batchgen.models.tokenizers.harmony import AnswerStops, Harmony
 from batchgen.models.tokenizers.thinking import Thinking, ThoughtStops
 from batchgen.runtime.grammar import Constraint, Grammar
+from batchgen.runtime.sampler import SampledToken
 from batchgen.schedule.from_policy import longest_sequence
 from batchgen.schedule.sequence import NOT_FINITE, PENDING, Sequence
 
@@ -40,20 +45,35 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from batchgen.models.tokenizers.tokenizer import StopDetector
-    from batchgen.runtime.sampler import Sampled, SampledToken
+    from batchgen.runtime.sampler import Sampled
 
 
 @dataclass
 class _InFlight:
-    """A request that has started, and some of whose samples still run."""
+    """A request that has started, and some of whose samples still run.
+
+    Attributes:
+        index: Number of the request in the call.
+        row_id: Id of its row.
+        row: Number of its row in a dataset.
+        digest: Digest of its tokens and sampling parameters.
+        prompt_tokens: Tokens of all its prompts.
+        sequences: The sequence of each sample.
+        samples: Samples that have ended; None for others.
+        cached_tokens: For each prompt, tokens whose KV came from other rows.
+        running: Number of samples that still run.
+        error: Reason why the request fails; None: it has not failed.
+    """
 
     index: int
     row_id: str | int
     row: int | None
+    digest: bytes
     prompt_tokens: int
+    sequences: list[Sequence]
     samples: list[Sample | None]
-    cached_tokens: list[int]  # of each prompt
-    running: int  # number of samples
+    cached_tokens: list[int]
+    running: int
     error: str | None = None
 
     def add(self, sequence: Sequence, sample: Sample) -> None:
@@ -72,6 +92,25 @@ class _InFlight:
             cached_tokens=sum(self.cached_tokens),
             row=self.row,
         )
+
+    def partial(self) -> PartialCompletion | None:
+        """The tokens so far; None where there are none worth keeping. Any thread may call this method."""
+        if self.error is not None or self.row is None:
+            return None
+        partial = PartialCompletion(self.row, self.digest, tuple(map(_partial, self.sequences)))
+        return partial if partial.num_tokens else None
+
+
+def _partial(sequence: Sequence) -> PartialSample:
+    """The tokens of a sequence that have reached the host."""
+    generated = sequence.generated
+    while generated and generated[-1] < 0:  # pending, or not finite
+        generated.pop()
+    if sequence.sampling.logprobs is None:
+        return PartialSample(np.array(generated, np.int32))
+    sampled = sequence.logprobs[: len(generated)]  # another thread may be about to append to it
+    numbers = np.array([token.numbers for token in sampled] or [[]], np.float64)[: len(sampled)]
+    return PartialSample(np.array(generated[: len(sampled)], np.int32), numbers)
 
 
 @dataclass(frozen=True)
@@ -130,6 +169,7 @@ class _Prepared:
         request: The request.
         prompts: Token ids and sampling parameters of each prompt. Ids are kept in four bytes each, as many requests
             wait.
+        digest: Digest of the request's tokens and sampling parameters.
         error: Reason why the request cannot run; None: it can.
         grammar: The grammar of the request's outputs; None: it has none.
     """
@@ -137,8 +177,20 @@ class _Prepared:
     index: int
     request: Request
     prompts: tuple[tuple[array, SamplingParams], ...]
+    digest: bytes
     error: str | None
     grammar: Grammar | None = None
+
+
+def _sharing_prefixes(sequences: list[Sequence]) -> list[Sequence]:
+    """Have the first sequence of each prompt compute the prompt for the others; returns the sequences."""
+    first: dict[int, Sequence] = {}
+    for sequence in sequences:
+        source = first.setdefault(sequence.sample_index // sequence.sampling.n, sequence)
+        if source is not sequence:
+            sequence.prefix_source, sequence.num_source_tokens = source, sequence.num_prompt - 1
+            sequence.computes_prompt = False
+    return sequences
 
 
 class Generation:
@@ -181,7 +233,8 @@ class Generation:
                             grammar = self._parts.grammars.compile(sampling)
                     except (RowError, InputError) as problem:
                         error = str(problem)
-                yield _Prepared(index, request, tuple(encoded), error, grammar)
+                digest = request_digest(encoded, request.reasoning_apart)
+                yield _Prepared(index, request, tuple(encoded), digest, error, grammar)
 
     def _encode(self, request: Request, texts: Texts) -> list[int]:
         token_ids = encode_prompt(self._parts.tokenizer, request, self._limit, texts)
@@ -241,9 +294,63 @@ class Generation:
         samples: list[Sample | None] = [None] * len(started)
         cached_tokens = [0] * len(prepared.prompts)
         self._in_flight[index] = _InFlight(
-            index, row_id, request.row, prompt_tokens, samples, cached_tokens, len(started)
+            index,
+            row_id,
+            request.row,
+            prepared.digest,
+            prompt_tokens,
+            started,
+            samples,
+            cached_tokens,
+            len(started),
         )
-        return started
+        return self._restored(started, prepared) or _sharing_prefixes(started)
+
+    def _restored(self, started: list[Sequence], prepared: _Prepared) -> list[Sequence] | Completion | None:
+        """Give sequences the tokens that an earlier run has generated.
+
+        Args:
+            started: The sequences of the request.
+            prepared: The request.
+
+        Returns:
+            The sequences that still run, or the Completion if all samples have ended; None: there are no such tokens.
+        """
+        partial = prepared.request.partial
+        if partial is None or partial.digest != prepared.digest or len(partial.samples) != len(started):
+            return None
+        completion = None
+        running: list[Sequence] = []
+        for sequence, sample in zip(started, partial.samples, strict=True):
+            self._restore(sequence, sample)
+            if sequence in self._finishes:
+                completion = self.finish(sequence)
+            else:
+                running.append(sequence)
+        return completion or _sharing_prefixes(running)
+
+    def _restore(self, sequence: Sequence, sample: PartialSample) -> None:
+        """Append an earlier run's tokens to a new sequence, which may end with them.
+
+        Detectors of stop strings and grammars read them as if they were chosen now. Random draws follow from the number
+        of tokens.
+        """
+        for known, token_id in enumerate(sample.token_ids.tolist(), 1):
+            sequence.tokens.append(token_id)
+            if sample.logprobs is not None:
+                sequence.logprobs.append(SampledToken.of_numbers(token_id, sample.logprobs[known - 1].tolist()))
+            finish = self._finish_of(sequence, token_id, known)
+            if finish is not None:
+                self._finishes[sequence] = finish
+                return
+        sequence.num_restored = sequence.num_generated
+        if sequence.constraint is not None and sequence.num_restored and self._parts.grammars is not None:
+            self._parts.grammars.restore(cast("Constraint", sequence.constraint), sequence.generated)
+
+    def partials(self) -> list[PartialCompletion]:
+        """The tokens so far of requests that have started and not ended. Any thread may call this method."""
+        flights = list(self._in_flight.values())
+        return [partial for flight in flights if (partial := flight.partial()) is not None]
 
     def _samples_of(
         self, prepared: _Prepared, row_id: str | int, first: int, token_ids: array, sampling: SamplingParams
@@ -267,8 +374,6 @@ class Generation:
                 sequence.constraint = prepared.grammar.start()
             if sampling.stop:
                 self._detectors[sequence] = self._stops(sampling.stop, thinking)
-            if started:  # the first sequence computes the prompt for all
-                sequence.prefix_source, sequence.num_source_tokens = started[0], sequence.num_prompt - 1
             started.append(sequence)
         return started
 
@@ -324,15 +429,16 @@ class Generation:
         generated = 0
         stats.begins_twice |= self._begins_twice
         for sequence, token, known in chosen.tokens():
+            first = known == sequence.num_restored + 1
             if (
                 token.token_id == NOT_FINITE
-                and known == 1
+                and first
                 and self.non_finite.reruns(sequence, failed=self._in_flight[sequence.request_index].error is not None)
             ):
-                del sequence.tokens[sequence.num_prompt :]
+                del sequence.tokens[sequence.num_prompt + sequence.num_restored :]
                 continue
             generated += 1
-            if known == 1 and sequence.sample_index % sequence.sampling.n == 0:
+            if first and sequence.computes_prompt:
                 stats.prompt_tokens += sequence.num_prompt
                 stats.cached_prompt_tokens += sequence.num_cached
             if sequence.sampling.logprobs is not None:

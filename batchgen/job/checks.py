@@ -16,6 +16,7 @@ from batchgen.job.destination import STANDARD_OUTPUT, Destination
 from batchgen.job.failures import FailureLimit
 from batchgen.job.files import check_files, is_device
 from batchgen.job.options import JobOptions, flag_of, options_of, seconds
+from batchgen.job.standard_input import is_standard_input
 from batchgen.output.run_directory import check_output
 from batchgen.runtime.grammar import check_grammar
 
@@ -86,6 +87,7 @@ def check_options(options: JobOptions) -> None:
     if options.retry_failed and not options.resume:
         raise InputError("--retry-failed needs what was done before: leave out --no-resume")
     _check_share(options)
+    _check_steps(options)
     _check_ranks(options)
     check_grammar(options.sampling)
     check_path("--report", options.report)
@@ -113,12 +115,26 @@ def _check_share(options: JobOptions) -> None:
             raise InputError(
                 f"{flag} is for one process: leave out --share, or {flag}, which each worker would do again"
             )
-    if options.input == "-":
+    if is_standard_input(options.input):
         raise InputError("--share needs an input that all workers see: write it to a file, and give that")
     if options.output is not None and Destination.of(options) is not None:
         raise InputError(f"--share needs an output that all workers see as a file, not {options.output}")
     if options.shard is not None:
         raise InputError("--share divides the rows among its workers: leave out --shard")
+
+
+def _check_steps(options: JobOptions) -> None:
+    if not options.steps:
+        return
+    for flag, given in {
+        "--task score": options.task == "score",
+        "--share": options.share,
+        "--output-prefix": options.output_prefix,
+        "--sampling-column": options.sampling_column,
+        "--report-html": options.report_html is not None,
+    }.items():
+        if given:
+            raise InputError(f"{flag} does not go with steps, each of which generates: leave out one of them")
 
 
 def _check_ranks(options: JobOptions) -> None:

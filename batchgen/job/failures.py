@@ -60,14 +60,23 @@ class FailedRows:
 
     Attributes:
         failed: Number of rows that failed in this run.
+        done: Number of rows that were finished in this run, failed ones included.
     """
 
-    def __init__(self, limit: FailureLimit, failed_before: int, total: int | None) -> None:
-        """`failed_before`: rows that failed in earlier runs. `total`: rows of the job, None if unknown."""
-        self.failed = 0
+    def __init__(self, limit: FailureLimit, failed_before: int, total: int | None, *, results_per_row: int = 1) -> None:
+        """Begin to count.
+
+        Args:
+            limit: The job's limit.
+            failed_before: Number of rows that failed in earlier runs.
+            total: Number of rows of the job; None: unknown.
+            results_per_row: Number of results of each row, of which the last one says whether the row has failed.
+        """
+        self.failed = self.done = 0
+        self._per_row = results_per_row
         self._limit, self._failed_before, self._total = limit, failed_before, total
         # The first rows of the input: rows that fail end before others in flight.
-        self._first: list[int] = []
+        self._first: dict[int, None] = {}
         self._first_failed: set[int] | None = set() if limit == FailureLimit() else None
 
     def watch(self, requests: Iterable[R | None]) -> Iterator[R | None]:
@@ -78,16 +87,20 @@ class FailedRows:
         """
         for request in requests:
             if request is not None and len(self._first) < _FIRST_ROWS and request.row is not None:
-                self._first.append(request.row)
+                self._first[request.row // self._per_row] = None
             yield request
 
-    def add(self, row: int, error: str | None) -> str | None:
-        """Count a row that has finished; returns the reason why the job must stop, or None if it need not.
+    def add(self, number: int, error: str | None) -> str | None:
+        """Count a result; returns the reason why the job must stop, or None if it need not.
 
         Args:
-            row: Number of the row.
+            number: Number of the result: that of the row, where a row has one.
             error: Reason why the row failed; None: it has not failed.
         """
+        row, step = divmod(number, self._per_row)
+        if step != self._per_row - 1:
+            return None
+        self.done += 1
         if error is None:
             self._first_failed = None
             return None

@@ -9,7 +9,8 @@ and help from here. This module imports nothing that takes long, as `batchgen --
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from batchgen.core.dtypes import KV_CODE_BITS, WEIGHTS
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import parse_seconds
+from batchgen.job.step import Step
 
 # The groups, in the order in which help shows them.
 MODEL, INPUT, SAMPLING, RESOURCES, RUN = GROUPS = ("model", "input", "sampling", "resources", "run")
@@ -49,6 +51,7 @@ class Option:
         common: True for an option that the short help shows.
         reads: The kind of file that the value names: `FILE`, `FILE_OR_NAME`, `AT_FILE` or `TEXT_OF_FILE`; None: it
             names no file.
+        python: The type of the value in Python, where it may be more than the field holds; None: the field's type.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Option:
     typed: bool = False
     common: bool = False
     reads: str | None = None
+    python: str | None = None
 
     @property
     def flag(self) -> str:
@@ -119,6 +123,7 @@ class JobOptions:
         input: The input; a `datasets.Dataset` or `IterableDataset` in Python.
         output: The output; None: no output, for a plan, or a file in the cache directory.
         read_before: (flag, path) of the files from which values of other options were read.
+        steps: The job's steps, `[[step]]` in a job file; empty: each row has one prompt.
     """
 
     model: str = _option(
@@ -498,6 +503,7 @@ class JobOptions:
         help="Check everything, show the plan and the first prompt; run nothing.",
     )
     read_before: tuple[tuple[str, str], ...] = ()
+    steps: tuple[Step, ...] = ()
 
     def __post_init__(self) -> None:
         if self.choices and self.task == "generate":
@@ -685,16 +691,16 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_ROWS} map", "presence_penalty", float, "Taken off the logits of tokens that the output has."),
     _sampling(f"{_ROWS} map", "frequency_penalty", float, "The same, for each time that it has them."),
     _sampling(f"{_ROWS} map", "logit_bias", _bias, "Added to the logit of a token, may be repeated.", multiple=True,
-              metavar="ID=BIAS"),
+              metavar="ID=BIAS", python="Mapping[int, float] | Sequence[tuple[int, float]]"),
     _sampling(f"{_COMMANDS} map", "n", int, "Samples per row.", flags=("-n", "--n")),
     _sampling(f"{_COMMANDS} map helm", "seed", int),
     _sampling(f"{_ROWS} map", "stop", str, r"Stop string such as \n, may be repeated.", multiple=True, metavar="TEXT",
-              typed=True, common=True),
+              typed=True, common=True, python="str | Sequence[str]"),
     _sampling(f"{_ROWS} map", "stop_token_ids", int, "Stop token, may be repeated.", multiple=True, metavar="ID"),
     _sampling(f"{_ROWS} map", "ignore_eos", bool, "Go on past end-of-text."),
     _sampling(f"{_COMMANDS} map", "logprobs", int, "Log-probabilities of the chosen token and the top N.", metavar="N"),
     _sampling(f"{_ROWS} map", "json_schema", str, "Every text is JSON that is valid against this schema.",
-              metavar="FILE", reads=TEXT_OF_FILE, common=True),
+              metavar="FILE", reads=TEXT_OF_FILE, common=True, python="str | Mapping[str, Any] | type"),
     _sampling(f"{_ROWS} map", "compact_json", bool, "With --json-schema: no spaces between the parts of the JSON."),
     _sampling(f"{_ROWS} map", "regex", str, "Every text matches this regular expression, as a whole.", metavar="TEXT"),
     _sampling(f"{_ROWS} map", "grammar", str, "Every text follows this context-free grammar, in Lark's notation.",
@@ -727,6 +733,19 @@ def options_of(*takers: str) -> tuple[Option, ...]:
 def names_of(*takers: str) -> tuple[str, ...]:
     """Names of the options of one or several takers. takers: members of `TAKERS`."""
     return tuple(option.name for option in options_of(*takers))
+
+
+def check_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError for a keyword that a function does not take, with the nearest name that it takes.
+
+    Args:
+        function: Name of the function.
+        given: The keywords.
+        known: The names of all its options.
+    """
+    for name in sorted(set(given) - set(known)):
+        near = difflib.get_close_matches(name, known, n=1)
+        raise TypeError(f"{function}() has no option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
 
 
 def flag_of(name: str) -> str:

@@ -37,7 +37,7 @@ from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, second
 from batchgen.job.pages.plan_page import plan_page
 from batchgen.job.planning import plan_job, problem_here, problem_of_job
 from batchgen.job.progress import Progress
-from batchgen.job.source import open_source
+from batchgen.job.step_source import open_rows
 from batchgen.job.weight_choice import with_faster_weights
 from batchgen.job.what_if import what_if
 from batchgen.job.workload import EstimatedWorkload, measure_workload
@@ -304,7 +304,7 @@ def _workload(options: PlanOptions, files: ModelFiles, config: ModelConfig, cont
         raise InputError("--num-prompts, --input-len and --output-len stand in for an --input: give one or the other")
     from batchgen.models.tokenizers.loading import load_tokenizer
 
-    source = open_source(job)
+    source = open_rows(job)
     tokenizer = load_tokenizer(files, job.special_tokens, job.chat_template)
     source = source.for_model(config, tokenizer, job)
     return measure_workload(source, tokenizer, job, context, rows_left=source.dataset.num_rows)

@@ -9,7 +9,7 @@ import platform
 import socket
 import time
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ class Origin:
             options: The job's options, as they were given.
             started_s: Start of the command, of time.monotonic.
         """
-        started = datetime.fromtimestamp(time.time() - (time.monotonic() - started_s)).astimezone()
+        started = datetime.now().astimezone() - timedelta(seconds=time.monotonic() - started_s)
         return cls(started, started_s, run_command(options, skip=frozenset()), options.model)
 
     def to_json(self) -> dict[str, Any]:
@@ -140,6 +140,8 @@ def make_report(
         "errors": [asdict(kind) for kind in state.error_kinds()] if totals["rows_failed"] else [],
         "rows_resumed": rows if outcome == "already complete" else state.rows_resumed,
         "rows_left": None if total_rows is None else total_rows - rows,
+        "rows_begun": len(state.partials),
+        "tokens_begun": sum(partial.num_tokens for partial in state.partials.values()),
         "finish_reasons": dict(counts.finish_reasons),
         "cut_tokens": counts.cut_tokens,
         "answers": [asdict(one) for one in counts.answers],
@@ -230,8 +232,9 @@ def summary(report: dict[str, Any]) -> list[str]:
         lines.append(f"already complete: {rows}; nothing to do (--overwrite runs it again)")
     elif report["state"] == "stopped":
         left = report["rows_left"]
+        begun = f", {report['rows_begun']:,} of them begun" if report["rows_begun"] else ""
         rest = "" if left is None else f", {left:,} left"
-        lines.append(f"stopped: {rows}{rest}; the same command goes on from here")
+        lines.append(f"stopped: {rows}{rest}{begun}; the same command goes on from here")
     else:
         predicted = report["predicted_wall_s"]
         said = f" (predicted {format_seconds(predicted)}{_at_first(report)})" if predicted else ""

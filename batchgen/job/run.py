@@ -11,40 +11,40 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.core.cache_folder import cache_dir
-from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import NATIVE, changes_results
 from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, naming_files
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
-from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
+from batchgen.core.request import Completion, Request, Scored, ScoreRequest
 from batchgen.core.workload import Workload
 from batchgen.distributed.group import early_group
 from batchgen.distributed.launch import own_share
 from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
+from batchgen.job.cached_outputs import cached_output
 from batchgen.job.chat_notices import watch_chats
 from batchgen.job.checks import check_job
 from batchgen.job.deduplication import Deduplication
-from batchgen.job.destination import Destination, make_output_folder
+from batchgen.job.destination import Destination
 from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
 from batchgen.job.job import Job, dequantized_line, resolve_job
 from batchgen.job.kernels import kernels_of_rows
 from batchgen.job.loading import load_engine, tracing
-from batchgen.job.options import JobOptions, names_of, seconds
+from batchgen.job.options import JobOptions, seconds
 from batchgen.job.pages.run_page import RunPage
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import Origin, make_report, write_report
 from batchgen.job.routing import keep_routing
-from batchgen.job.shared import open_output, requests_left
-from batchgen.job.source import RequestSource, open_source
+from batchgen.job.row_flow import RowFlow
+from batchgen.job.shared import going_on, open_output, requests_left
+from batchgen.job.source import RequestSource, open_input
+from batchgen.job.step_source import SteppedSource, open_rows
 from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, resolve_model
@@ -52,7 +52,6 @@ from batchgen.models.identity import model_identity
 from batchgen.models.model_versions import ModelVersions, changed_file, check_unchanged, model_versions
 from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
-from batchgen.output.manifest import FORMAT_VERSION
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run
 from batchgen.output.score_result import ScoreResult
@@ -62,34 +61,6 @@ from batchgen.share.run import SharedRun
 if TYPE_CHECKING:
     from batchgen.distributed.group import Group
     from batchgen.models.tokenizers.tokenizer import Tokenizer
-
-
-def run(model: str, input: Any, output: str | Path | None = None, **options: Any) -> dict[str, Any]:
-    """Run every row of a dataset through a model.
-
-    Args:
-        model: A Hugging Face directory or hub id, a .gguf file, a weight store, or "demo".
-        input: A file, glob, directory or dataset, as `batchgen run --input` takes it, or a `datasets.Dataset` or
-            `IterableDataset`.
-        output: A .parquet, .jsonl, .csv or .arrow file. None: a file in the cache directory, named in the report, where
-            the same job finds it again.
-        **options: Options of the command line, with underscores, and fields of `SamplingParams`. Nothing is printed
-            unless `progress` is given.
-
-    Returns:
-        The report, as `--report` writes it.
-
-    Raises:
-        BatchgenError: The job cannot be run or completed.
-        TooManyFailed: More rows failed than `max_failed` allows, or all of them; its `report` is the report.
-        TypeError: There is no such option.
-    """
-    sampling = {name: options.pop(name) for name in SamplingParams.names() if name in options}
-    unknown = set(options) - set(names_of("run"))
-    if unknown:
-        raise TypeError(f"run() has no option {sorted(unknown)[0]!r}")
-    options.setdefault("progress", "none")
-    return run_job(JobOptions(model, input, output, sampling=SamplingParams(**sampling), **options))
 
 
 logger = logging.getLogger(__name__)
@@ -200,7 +171,9 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         ThreadPoolExecutor(1, thread_name_prefix="batchgen-tokenizer") as background,
         progress,
     ):
-        source = open_source(options)
+        # Without an output of its own, a job is told from others by all of its input.
+        dataset = open_input(options, copy_streams=options.output is None and not options.dry_run)
+        source = open_rows(options, dataset)
         if source.is_openai:
             check_files(options, errors_file=True)
         elif options.output is None:  # a file's column names are checked in `open_source`
@@ -235,7 +208,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         fingerprint = _fingerprint(job, identities)
         output, named = options.output, options.output is not None
         if output is None:
-            output = _cached_output(fingerprint, ".arrow" if destination is None else ".jsonl")
+            output = cached_output(fingerprint, ".arrow" if destination is None else ".jsonl")
             options = replace(options, output=output)
             check_files(options)
             job = replace(job, resolved=replace(resolved, options=replace(resolved.options, output=output)))
@@ -255,11 +228,11 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
     total_rows = job.source.dataset.num_rows
     engine = plan = stopped = None
     if not state.is_done(total_rows):
-        if state.rows_resumed:
-            job.progress.say(f"resuming: {state.rows_resumed:,} rows are done already")
-        made_in = state.weight_format if state.rows_resumed else None
+        if state.has_begun:
+            job.progress.say(_resuming(state))
+        made_in = state.weight_format if state.has_begun else None
         job, plan = _plan_in(made_in, job, state)
-        if state.rows_resumed and state.kernels is not None:
+        if state.has_begun and state.kernels is not None:
             plan = replace(plan, kernels=kernels_of_rows(state.kernels))
         state.record_weight_format(plan.policy.weight_format)
         state.record_kernels(plan.kernels)
@@ -297,6 +270,14 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
         before_replacing=job.source.dataset.check,
     )
     return job.ended(state, engine, plan, "complete")
+
+
+def _resuming(state: Run | SharedRun) -> str:
+    """The line for a job of which some rows are finished or begun."""
+    line = f"resuming: {state.rows_resumed:,} rows are done already"
+    if partials := state.partials.values():
+        line += f", {len(partials):,} are begun ({sum(p.num_tokens for p in partials):,} tokens)"
+    return line
 
 
 def _renamed_line(source: RequestSource, options: JobOptions) -> str | None:
@@ -350,19 +331,12 @@ def _fingerprint(job: _Job, identities: dict[str, Any]) -> dict[str, Any]:
 def _kept(state: Run | SharedRun) -> str:
     """Save finished rows; returns a text with their number."""
     rows, name = state.save(), state.output_path.name
+    if not rows and state.partials:
+        return f"no rows of {name} are finished, {len(state.partials):,} are begun, the same command goes on from there"
     if not rows:
         return f"no rows of {name} are finished yet"
     finished = "1 row" if rows == 1 else f"{rows:,} rows"
     return f"{finished} of {name} finished and saved, the same command goes on from there"
-
-
-def _cached_output(fingerprint: dict[str, Any], suffix: str) -> Path:
-    """The file of a job without an output of its own, named by the job's fingerprint and the format of its files."""
-    if "head_sha256" in fingerprint["input"]:
-        raise InputError("the input is a stream, of which only the first rows tell it from others: give an output")
-    folder = cache_dir() / "outputs"
-    make_output_folder(folder)
-    return folder / f"{json_sha256(fingerprint | {'format_version': FORMAT_VERSION})[:32]}{suffix}"
 
 
 def _load_tokenizer(files: ModelFiles, options: JobOptions) -> Tokenizer:
@@ -427,8 +401,10 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
         The reason why some rows are still left, which is the deadline or too many failed rows; None: all are done.
     """
     options, total_rows = job.options, job.source.dataset.num_rows
-    rows = FailedRows(FailureLimit.parse(options.max_failed), state.done_rows.failed, total_rows)
-    done = finished_tokens = 0
+    per_row = job.source.columns.results_per_row
+    limit = FailureLimit.parse(options.max_failed)
+    rows = FailedRows(limit, state.done_rows.failed, total_rows, results_per_row=per_row)
+    finished_tokens = 0
     stopped: str | None = None
     warned_of_beginning = False
 
@@ -449,7 +425,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
             Counts(
                 total_rows,
                 state.rows_resumed,
-                done,
+                rows.done,
                 rows.failed,
                 stats.prompt_tokens,
                 stats.generated_tokens,
@@ -464,21 +440,28 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     samples = None if options.plan is None else options.sampling.n
     job.progress.start(None if options.share else Expected.of(plan, rows_left, samples))
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
-    requests = rows.watch(requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop))
-    requests = watch_chats(requests, job.tokenizer)
-    if not options.share:  # a worker claims more rows as its rows come out, so none may be held back
+    flow = None
+    left = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
+    if isinstance(job.source, SteppedSource) and isinstance(state, Run):
+        flow = RowFlow(job.source, state.done_rows, state.parts_dir, should_stop)
+        left = flow.requests()
+    requests = going_on(watch_chats(rows.watch(left), job.tokenizer), state)
+    # A worker claims more rows as its rows come out, and so does a row that goes through steps: none may be held back.
+    if not options.share and flow is None:
         requests = job.deduplication.unique(requests)
     results = run(requests, should_stop=should_stop, on_sweep=show)
-    with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
+    if flow is not None:
+        results = flow.results(results)
+    interval_s = seconds(options.flush_interval)
+    with state.saver(engine.partials, interval_s), state.writer(flush_interval_s=interval_s) as writer:
         try:
             for result in job.deduplication.with_duplicates(results):
                 writer.add(result.row, _row_result(options, job.source, result))
-                done += 1
                 if isinstance(result, Completion):
                     finished_tokens += sum(len(sample.token_ids) for sample in result.samples)
                 too_many = rows.add(result.row, result.error)
-                if result.error is not None:
-                    _on_failed_row(job, result.row, result.error, first=rows.failed == 1)
+                if result.error is not None and (result.row + 1) % per_row == 0:
+                    _on_failed_row(job, result.row // per_row, result.error, first=rows.failed == 1)
                 if too_many is not None:
                     stopped = too_many
                     break

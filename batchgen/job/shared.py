@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ def open_output(
         extends=extends,
         keep_parts=keep_parts,
         describe_files=source.dataset.describe_files,
+        results_per_row=source.columns.results_per_row,
     )
 
 
@@ -85,6 +87,20 @@ def requests_left(
             for offset, request in enumerate(source.requests_of(batch, first)):
                 if first + offset in needed:
                     yield source.numbered(request, first + offset)
+
+
+def going_on(requests: Iterable[Any], state: Run | SharedRun) -> Iterator[Any]:
+    """Give requests the tokens that an earlier run has generated for their rows.
+
+    Args:
+        requests: Requests, and None as `requests_left` yields it.
+        state: The job's run directory.
+    """
+    for request in requests:
+        if isinstance(request, Request) and request.row is not None and request.error is None:
+            yield replace(request, partial=state.partial(request.row))
+        else:
+            yield request
 
 
 class _Reader:

@@ -17,7 +17,7 @@ from batchgen.dataset import Dataset, open_dataset
 from batchgen.dataset.continuations import ContinuationSpec
 from batchgen.job.default_output import default_output
 from batchgen.job.run_command import run_command
-from batchgen.job.standard_input import STANDARD_INPUT, StandardInput
+from batchgen.job.standard_input import StandardInput, is_standard_input
 from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.output.columns import Columns, SampleColumns, ScoreColumns
 from batchgen.output.formats import check_writable
@@ -82,6 +82,11 @@ class RequestSource:
     for_template: Callable[[bool], RequestSource] | None = None
 
     @property
+    def requests_per_row(self) -> int:
+        """Number of requests that `requests_of` makes of each row."""
+        return 1
+
+    @property
     def is_openai(self) -> bool:
         return self.format_row is not None
 
@@ -112,7 +117,8 @@ class RequestSource:
         """
         if self.identity.get("chat", False) is None:
             source = self if self.for_template is None else self.for_template(tokenizer.renders_texts)
-            source = replace(source, identity=self.identity | {"chat": tokenizer.renders_texts})
+            identity = self.identity | {"chat": tokenizer.renders_texts}
+            source = replace(source, dataset=self.dataset, identity=identity)
             return source.for_model(config, tokenizer, options)
         if self.needs_chat_template or self.chat.chat_template_kwargs:
             tokenizer.require_chat_template(self.chat)
@@ -151,16 +157,14 @@ class RequestSource:
         return replace(request, row=row, reasoning_apart=request.reasoning_apart and self.reasoning_apart)
 
 
-def open_source(options: JobOptions) -> RequestSource:
-    """Open a job's input, and check the input, its prompts and the names of the output columns.
+def open_input(options: JobOptions, *, copy_streams: bool = False) -> Dataset:
+    """Open the rows of a job's input. Raises InputError where it cannot be read.
 
     Args:
         options: The job's options.
-
-    Raises:
-        InputError: The input cannot be read, or lacks a column that the options name.
+        copy_streams: True to identify streams by all of their values (`open_dataset`).
     """
-    given = StandardInput(options.input_format) if options.input == STANDARD_INPUT else None
+    given = StandardInput(options.input_format) if is_standard_input(options.input) else None
     dataset = open_dataset(
         given.path if given else options.input,
         input_format=options.input_format,
@@ -169,17 +173,49 @@ def open_source(options: JobOptions) -> RequestSource:
         shard=parse_shard(options.shard) if options.shard else None,
         on_bad_line=options.on_bad_line,
         csv_delimiter=options.csv_delimiter,
+        copy_streams=copy_streams,
     )
     if given is not None:
         weakref.finalize(dataset, given.close)
     for line in dataset.notices:
         logger.info(line)
+    return dataset
+
+
+def open_source(options: JobOptions, dataset: Dataset | None = None) -> RequestSource:
+    """Open a job's input, and check the input, its prompts and the names of the output columns.
+
+    Args:
+        options: The job's options.
+        dataset: The rows of the input; None: they are opened.
+
+    Raises:
+        InputError: The input cannot be read, or lacks a column that the options name.
+    """
+    dataset = dataset or open_input(options)
     if dataset.format == "openai":
         return _openai_source(options, dataset)
+    if dataset.num_rows == 0:
+        source = _source_without_rows(options, dataset, _prompts_of(options))
+    else:
+        source = _source_with_rows(options, dataset)
+    check_output_schema(options, source)
+    return source
 
-    from batchgen.dataset.prompts import NoPromptColumn, PromptSpec
 
-    spec = PromptSpec(
+def check_output_schema(options: JobOptions, source: RequestSource) -> None:
+    """Raise InputError where the output's format cannot hold the columns of a job."""
+    if options.output is not None:
+        check_writable(
+            Path(options.output), output_schema(source.dataset.schema, source.columns, options.output_prefix)
+        )
+
+
+def _prompts_of(options: JobOptions) -> PromptSpec:
+    """The source of prompts that the options name."""
+    from batchgen.dataset.prompts import PromptSpec
+
+    return PromptSpec(
         options.prompt_column,
         options.prompt_template,
         options.messages_column,
@@ -188,20 +224,20 @@ def open_source(options: JobOptions) -> RequestSource:
         options.chat_template_kwargs,
         options.continue_final,
     )
-    if dataset.num_rows == 0:
-        source = _source_without_rows(options, dataset, spec)
-    else:
-        make = _score_source if options.task == "score" else _generate_source
-        try:
-            source = make(options, dataset, spec)
-        except NoPromptColumn as error:
-            words = error.among(lambda name: _holds_words(dataset, name))
-            if isinstance(words, NoPromptColumn):
-                raise InputError(_with_command(words, options)) from error
-            source = make(options, dataset, replace(spec, column=words))
-    if options.output is not None:
-        check_writable(Path(options.output), output_schema(dataset.schema, source.columns, options.output_prefix))
-    return source
+
+
+def _source_with_rows(options: JobOptions, dataset: Dataset) -> RequestSource:
+    """The source of an input with rows, whose only column of words has the prompts where no option names one."""
+    from batchgen.dataset.prompts import NoPromptColumn
+
+    source = _score_source if options.task == "score" else generate_source
+    try:
+        return source(options, dataset)
+    except NoPromptColumn as error:
+        words = error.among(lambda name: _holds_words(dataset, name))
+        if isinstance(words, NoPromptColumn):
+            raise InputError(_with_command(words, options)) from error
+        return source(replace(options, prompt_column=words), dataset)
 
 
 def _holds_words(dataset: Dataset, column: str) -> bool:
@@ -248,17 +284,33 @@ def _continuations(options: JobOptions) -> ContinuationSpec:
 
 def _columns(options: JobOptions) -> Columns:
     """The columns that the output adds to the input's."""
-    logprobs = options.sampling.logprobs is not None
     if options.task == "generate":
-        return SampleColumns(options.sampling.n, logprobs)
+        return generated_columns(options)
     wanted = _continuations(options)
-    return ScoreColumns(wanted.whole, wanted.choices, wanted.choices_column, logprobs)
+    return ScoreColumns(
+        wanted.whole, wanted.choices, wanted.choices_column, token_logprobs=options.sampling.logprobs is not None
+    )
 
 
-def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
+def generated_columns(options: JobOptions) -> SampleColumns:
+    """The columns that a job that generates adds to the input's."""
+    return SampleColumns(options.sampling.n, options.sampling.logprobs is not None)
+
+
+def generate_source(options: JobOptions, dataset: Any) -> RequestSource:
+    """The source of requests to generate.
+
+    Args:
+        options: The job's options.
+        dataset: The input; of one step of a job, an object with the columns (`schema`) that its rows have.
+
+    Raises:
+        InputError: A column that the options name does not exist, or has an unsuitable type.
+    """
     from batchgen.dataset.prompts import compile_prompts, rows_to_requests
     from batchgen.dataset.sampling_column import compile_row_sampling
 
+    spec = _prompts_of(options)
     row_sampling = compile_row_sampling(
         options.sampling_column, _continuations(options), dataset.schema, options.sampling
     )
@@ -309,10 +361,11 @@ def _names(*columns: str | None) -> frozenset[str]:
     return frozenset(name for name in columns if name is not None)
 
 
-def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
+def _score_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     from batchgen.dataset.continuations import compile_continuations
     from batchgen.dataset.prompts import compile_prompts, rows_to_score_requests
 
+    spec = _prompts_of(options)
     wanted = _continuations(options)
     continuations = compile_continuations(wanted, dataset.schema)
     compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole)

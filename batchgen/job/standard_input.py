@@ -14,6 +14,11 @@ STANDARD_INPUT = "-"
 _SUFFIXES = {"parquet": ".parquet", "csv": ".csv"}
 
 
+def is_standard_input(given: object) -> bool:
+    """True where a job's input is standard input. An input may also be a table, which "==" would compare by values."""
+    return isinstance(given, str) and given == STANDARD_INPUT
+
+
 class StandardInput:
     """A file with all of standard input, which is deleted by `close` or at the end of the process.
 

@@ -72,7 +72,8 @@ def measure_workload(
     limits = [sequence.limit for sequence in sequences]
     copies = sum(sequence.copies for sequence in sequences) / len(sequences)
     seqs_per_row = copies * len(sequences) / len(rows)
-    rows_to_run = (UNKNOWN_ROWS if rows_left is None else rows_left) * len(rows) / sampled
+    requests_left = (UNKNOWN_ROWS if rows_left is None else rows_left) * source.requests_per_row
+    rows_to_run = requests_left * len(rows) / sampled
     expected = options.expected_output_len
     known = expected is not None or options.sampling.ignore_eos or max(limits) == 1
     if expected is not None:

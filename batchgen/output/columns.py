@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,14 @@ from batchgen.output.row_result import SAMPLE_LOGPROBS_TYPE
 
 
 class Columns(Protocol):
-    """The columns that a kind of job (generate or score) adds to the rows of the input."""
+    """The columns that a kind of job (generate or score) adds to the rows of the input.
+
+    Attributes:
+        results_per_row: Number of results that the run directory has for each row: one a step.
+    """
+
+    @property
+    def results_per_row(self) -> int: ...
 
     def types(self) -> dict[str, pa.DataType]:
         """The Arrow type of each added column by name, in the order in which the columns are written."""
@@ -58,6 +65,7 @@ class SampleColumns:
     n: int = 1
     logprobs: bool = False
     reasoning: bool = False
+    results_per_row: ClassVar[int] = 1
 
     def types(self) -> dict[str, pa.DataType]:
         def per_sample(kind: pa.DataType) -> pa.DataType:
@@ -116,6 +124,7 @@ class ScoreColumns:
     choices: tuple[str, ...] = ()
     choices_column: str | None = None
     token_logprobs: bool = False
+    results_per_row: ClassVar[int] = 1
 
     def types(self) -> dict[str, pa.DataType]:
         if self.whole:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.output.parts import newest_results
@@ -29,7 +30,7 @@ class ErrorKind:
     rows: int
 
 
-def error_kinds(paths: Sequence[Path], most: int = 3) -> list[ErrorKind]:
+def error_kinds(paths: Sequence[Path], most: int = 3, *, results_per_row: int = 1) -> list[ErrorKind]:
     """The most frequent groups of similar errors among the rows in part files.
 
     Of a row that was retried only the newest result counts.
@@ -37,6 +38,7 @@ def error_kinds(paths: Sequence[Path], most: int = 3) -> list[ErrorKind]:
     Args:
         paths: The part files, oldest first.
         most: The most groups to return.
+        results_per_row: Number of results of each row, of which the last one counts.
 
     Raises:
         DamagedPart: A part file is damaged.
@@ -44,7 +46,8 @@ def error_kinds(paths: Sequence[Path], most: int = 3) -> list[ErrorKind]:
     counts: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for results in newest_results(paths, ["error"]):
-        for entry in pc.value_counts(results.column("error").drop_null()).to_pylist():
+        last = results.column("row").to_numpy() % results_per_row == results_per_row - 1
+        for entry in pc.value_counts(results.column("error").filter(pa.array(last)).drop_null()).to_pylist():
             kind = _NUMBER.sub("#", entry["values"])
             if kind in counts or len(counts) < _MOST_KINDS:
                 counts[kind] += entry["counts"]

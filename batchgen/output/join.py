@@ -105,8 +105,8 @@ def join(
     totals, counter = _no_totals(), ResultCounter()
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for rows, results in _with_results(dataset, parts_dir):
-            _count(totals, results)
+        for rows, results in _with_results(dataset, parts_dir, columns.results_per_row):
+            _count(totals, results, columns.results_per_row)
             counter.add(results, columns.answers(rows, results))
             yield pa.RecordBatch.from_arrays([*rows.columns, *columns.arrays(rows, results)], schema=schema)
 
@@ -140,23 +140,31 @@ def join_formatted(
     return totals, counter.counts()
 
 
-def _with_results(dataset: Dataset, parts_dir: Path) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
-    """Yield each batch of input rows together with the batch of the same rows' results."""
+def _with_results(
+    dataset: Dataset, parts_dir: Path, per_row: int = 1
+) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
+    """Yield each batch of input rows together with the batch of the same rows' results.
+
+    Args:
+        dataset: The input.
+        parts_dir: The directory of the part files.
+        per_row: Number of results of each row.
+    """
     index = PartIndex(parts_dir)
     window: list[pa.RecordBatch] = []
     window_first = window_rows = window_bytes = 0
 
     def read_window() -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
-        results = index.read(window_first, window_rows)
+        results = index.read(window_first * per_row, window_rows * per_row)
         offset = 0
         for batch in window:
-            yield batch, results.slice(offset, batch.num_rows)
-            offset += batch.num_rows
+            yield batch, results.slice(offset, batch.num_rows * per_row)
+            offset += batch.num_rows * per_row
 
     for first_row, batch in dataset.batches():
         if batch.num_rows == 0:
             continue
-        full = window_rows >= index.window_rows or window_bytes >= _WINDOW_INPUT_BYTES
+        full = window_rows * per_row >= index.window_rows or window_bytes >= _WINDOW_INPUT_BYTES
         if window and (full or first_row != window_first + window_rows):
             yield from read_window()
             window, window_rows, window_bytes = [], 0, 0
@@ -173,10 +181,13 @@ def _no_totals() -> dict[str, int]:
     return dict.fromkeys(("rows", "rows_ok", "rows_failed", "prompt_tokens", "generated_tokens"), 0)
 
 
-def _count(totals: dict[str, int], results: pa.RecordBatch) -> None:
-    failed = results.num_rows - results.column("error").null_count
-    totals["rows"] += results.num_rows
-    totals["rows_ok"] += results.num_rows - failed
+def _count(totals: dict[str, int], results: pa.RecordBatch, per_row: int = 1) -> None:
+    """Add the rows and tokens of some results to totals. per_row: number of results of each row."""
+    rows = results.num_rows // per_row
+    last = results.column("error").take(pa.array(range(per_row - 1, results.num_rows, per_row), pa.int64()))
+    failed = rows - last.null_count
+    totals["rows"] += rows
+    totals["rows_ok"] += rows - failed
     totals["rows_failed"] += failed
     totals["prompt_tokens"] += pc.sum(results.column("prompt_tokens")).as_py() or 0
     if "generated_tokens" in results.schema.names:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from batchgen.output.columns import Columns
 from batchgen.output.parts import newest_results
+from batchgen.output.row_result import FILTERED, SKIPPED
 
 LENGTH = "length"  # the finish reason of a text that was cut
 _SHORT_CHARS = 60  # an answer with more characters is no label that somebody would count
@@ -120,9 +121,11 @@ class ResultCounter:
             self._answers.add(_value_counts(pc.utf8_trim_whitespace(short)))
 
     def _add_reasons(self, results: pa.RecordBatch) -> None:
-        reasons = results.column("finish_reason").flatten()
+        reasons, counts = results.column("finish_reason").flatten(), results.column("generated_tokens").flatten()
+        of_text = pc.invert(pc.is_in(reasons, pa.array([FILTERED, SKIPPED])))
+        reasons, counts = reasons.filter(of_text), counts.filter(of_text)
         self._reasons.update(_value_counts(reasons))
-        tokens = results.column("generated_tokens").flatten().filter(pc.equal(reasons, LENGTH))
+        tokens = counts.filter(pc.equal(reasons, LENGTH))
         if len(tokens):
             bounds = pc.min_max(tokens).as_py()
             fewest, most = self._counts.cut_tokens or (bounds["min"], bounds["max"])

@@ -61,8 +61,15 @@ class RowMap:
         first, held = self._span
         return int(held[row - first]) if first <= row < first + len(held) else 0
 
-    def count(self, value: int) -> int:
-        return int(np.count_nonzero(self._span[1] == value))
+    def count(self, value: int, last_of: int = 1) -> int:
+        """Count the rows with a number.
+
+        Args:
+            value: The number.
+            last_of: Only every so many-th row index counts, the last of each group from 0.
+        """
+        first, held = self._span
+        return int(np.count_nonzero(held[(last_of - 1 - first) % last_of :: last_of] == value))
 
     def replace(self, old: int, new: int) -> None:
         held = self._span[1]
@@ -78,15 +85,23 @@ class RowMap:
 
 
 class DoneRows:
-    """The set of rows that need no more work, in one byte per row.
+    """The set of results that need no more work, in one byte per result.
 
-    It supports `row in done` and `len(done)`. `done.ok` and `done.failed` count rows without and with an error.
+    It supports `number in done` for the number of a result, which is `row * results_per_row + step`. `len(done)`,
+    `done.ok` and `done.failed` count rows: all, those without and those with an error. The last result of a row counts,
+    as it has the error of any earlier one.
     """
 
     _OK, _FAILED = 1, 2
 
-    def __init__(self) -> None:
+    def __init__(self, results_per_row: int = 1) -> None:
+        self.results_per_row = results_per_row
         self._state = RowMap(np.uint8)
+
+    @property
+    def num_results(self) -> int:
+        """Number of results, of which a row may have several."""
+        return self._state.count(self._OK) + self._state.count(self._FAILED)
 
     def mark(self, rows: np.ndarray[Any, Any], failed: np.ndarray[Any, Any]) -> None:
         """Mark rows as done. Where a row is marked several times, the last mark counts.
@@ -113,8 +128,8 @@ class DoneRows:
 
     @property
     def ok(self) -> int:
-        return self._state.count(self._OK)
+        return self._state.count(self._OK, self.results_per_row)
 
     @property
     def failed(self) -> int:
-        return self._state.count(self._FAILED)
+        return self._state.count(self._FAILED, self.results_per_row)

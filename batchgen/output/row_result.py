@@ -14,6 +14,8 @@ from batchgen.core.text import repair_surrogates
 _TOKEN = [("token", pa.string()), ("token_id", pa.int32()), ("logprob", pa.float32())]
 POSITION_TYPE = pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))])
 SAMPLE_LOGPROBS_TYPE = pa.list_(POSITION_TYPE)
+# Finish reasons of results that stand for no text, in a job with steps: of a filter, and of a step that a row skipped.
+FILTERED, SKIPPED = "filter", "skipped"
 Positions = tuple[tuple[PositionLogprobs, ...], ...]  # of each text, its tokens'
 
 # One row a result. Lists have an entry a sample, none for a failed row; logprobs is null where not asked for.

@@ -1,7 +1,8 @@
 """The run directory next to an output file: it locks the output, keeps finished rows, and allows a job to resume.
 
 For `out.parquet` the directory `out.parquet.batchgen/` has `lock` (an flock, which the kernel releases when the process
-ends), `manifest.json`, and `parts/` (finished rows). States of the job, and transitions:
+ends), `manifest.json`, `parts/` (finished rows), and `partials.parquet` (tokens of unfinished rows). States of the job,
+and transitions:
 
     (nothing) --open--> running --finish--> complete --open with retry_failed, more rows, or output gone--> running
 
@@ -13,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.kernel_choice import KernelChoice
+from batchgen.core.partial import PartialCompletion
 from batchgen.core.private_files import NotPrivate
 from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.error_kinds import ErrorKind, error_kinds
@@ -33,6 +36,14 @@ from batchgen.output.formats import output_format
 from batchgen.output.join import Dataset, FormatRow, join, join_formatted
 from batchgen.output.manifest import DamagedManifest, Manifest, describe_changes, read_kernels, without_lists
 from batchgen.output.part_writer import PartWriter
+from batchgen.output.partials import (
+    PARTIALS_FILE,
+    DamagedPartials,
+    Partials,
+    PartialSaver,
+    read_partials,
+    write_partials,
+)
 from batchgen.output.parts import (
     DamagedPart,
     missing_parts,
@@ -46,12 +57,15 @@ from batchgen.output.parts import (
 from batchgen.output.result_counts import ResultCounts, count_parts
 from batchgen.output.row_map import DoneRows
 
+logger = logging.getLogger(__name__)
+
 # A file of each kind that a run directory has.
 RUN_FILES = (
     "lock",
     "manifest.json",
     "manifest.json.tmp",
     "joined-0.tmp",
+    PARTIALS_FILE,
     "parts/part-000000.parquet",
     "parts/part-000000.parquet.tmp",
 )
@@ -93,6 +107,7 @@ def open_run(
     extends: Extends | None = None,
     keep_parts: bool = False,
     describe_files: DescribeFiles | None = None,
+    results_per_row: int = 1,
 ) -> Run:
     """Lock the run directory of an output, create it where it does not exist, and find the rows that are not finished.
 
@@ -108,6 +123,7 @@ def open_run(
         extends: The function that says whether this job may reuse the rows of another, smaller job; None: of no other.
         keep_parts: True to keep part files after the output is complete, since another job may reuse the rows.
         describe_files: The function that says, from the earlier identity of an input, how its files differ now.
+        results_per_row: Number of results of each row: one a step.
 
     Raises:
         InputError: The output cannot be written, or belongs to another job.
@@ -128,7 +144,16 @@ def open_run(
         lock = None if shared else _lock(directory / "lock", output_path)
     except OSError as error:
         raise _unwritable(directory, error.strerror) from error
-    run = Run(targets, directory, json.loads(json.dumps(fingerprint)), lock, extends, keep_parts, describe_files)
+    run = Run(
+        targets,
+        directory,
+        json.loads(json.dumps(fingerprint)),
+        lock,
+        extends,
+        keep_parts,
+        describe_files,
+        results_per_row,
+    )
     try:
         run._open(resume, overwrite, retry_failed)
     except OSError as error:
@@ -188,6 +213,7 @@ class Run:
         done_rows: Rows that need no more work. The part writer adds rows to it.
         rows_resumed: Number of rows that were done when the run was opened.
         rows_of_others: Number of rows that other workers have finished since.
+        partials: Tokens of unfinished rows, by row.
         notices: Messages to show to the user.
     """
 
@@ -201,14 +227,16 @@ class Run:
         lock: int | None,
         extends: Extends | None,
         keep_parts: bool,
-        describe_files: DescribeFiles | None,
+        describe_files: DescribeFiles | None = None,
+        results_per_row: int = 1,
     ) -> None:
         self.output_path = targets[0]
         self.directory = directory
         self.parts_dir = directory / "parts"
         self.totals: dict[str, int] | None = None
-        self.done_rows = DoneRows()
+        self.done_rows = DoneRows(results_per_row)
         self.rows_resumed = 0
+        self.partials: Partials = {}
         self.notices: list[str] = []
         self._targets = targets
         self._manifest = Manifest(fingerprint)
@@ -217,6 +245,7 @@ class Run:
         self._keep_parts = keep_parts
         self._describe_files = describe_files
         self._writer: PartWriter | None = None
+        self._saver: PartialSaver | None = None
 
     @property
     def complete(self) -> bool:
@@ -228,7 +257,16 @@ class Run:
         Args:
             total_rows: Number of rows of the job; None: it is not known.
         """
-        return len(self.done_rows) == total_rows
+        return total_rows is not None and self.done_rows.num_results == total_rows * self.done_rows.results_per_row
+
+    @property
+    def has_begun(self) -> bool:
+        """True where rows were finished or begun before the run was opened."""
+        return bool(self.rows_resumed or self.partials)
+
+    def partial(self, row: int) -> PartialCompletion | None:
+        """The tokens that an earlier run has generated for an unfinished row; None: none are known."""
+        return self.partials.get(row)
 
     @property
     def kernels(self) -> KernelChoice | None:
@@ -259,13 +297,27 @@ class Run:
         Args:
             limits: The arguments of PartWriter that say when a part file is written.
         """
-        kernels = None if self.kernels is None else self.kernels.to_json()
-        origin = {"fingerprint": json_sha256(self._manifest.fingerprint), "kernels": kernels}
-        origin["weight_format"] = self.weight_format
-        if self.first is not None:
-            origin["first"] = self.first
+        origin = self._origin()
         self._writer = PartWriter(self.parts_dir, self.done_rows, origin=origin, **limits)
         return self._writer
+
+    def saver(self, in_flight: Callable[[], Iterable[PartialCompletion]], interval_s: float) -> PartialSaver:
+        """Start a thread that saves the tokens of unfinished rows.
+
+        Args:
+            in_flight: Function that returns the tokens of rows in flight.
+            interval_s: Seconds between two saves.
+        """
+        origin = self._origin()
+
+        def write(partials: Partials) -> None:
+            if partials:
+                write_partials(self._partials_path, partials.values(), origin)
+            else:
+                self._partials_path.unlink(missing_ok=True)
+
+        self._saver = PartialSaver(self.partials, in_flight, lambda row: row not in self.done_rows, write, interval_s)
+        return self._saver
 
     def save(self) -> int:
         """Write all added rows to stable storage and refuse further rows, as the last action of a process.
@@ -275,8 +327,9 @@ class Run:
         Returns:
             The number of finished rows.
         """
-        if self._writer is not None:
-            self._writer.stop()
+        for thread in (self._writer, self._saver):
+            if thread is not None:
+                thread.stop()
         return self.totals["rows"] if self.totals else len(self.done_rows)
 
     def finish(
@@ -331,6 +384,8 @@ class Run:
         except OSError as error:
             raise storage_error(error, f"write {self.output_path}", len(self.done_rows)) from error
         self.totals = totals
+        with contextlib.suppress(OSError):
+            self._partials_path.unlink(missing_ok=True)
         if not self._needs_parts(totals):
             with contextlib.suppress(OSError):  # the next open tries again
                 self._delete_parts()
@@ -352,7 +407,7 @@ class Run:
     def error_kinds(self) -> list[ErrorKind]:
         """The three most frequent groups of similar errors of failed rows; damaged part files are left out."""
         with contextlib.suppress(DamagedPart):
-            return error_kinds(part_paths(self.parts_dir))
+            return error_kinds(part_paths(self.parts_dir), results_per_row=self.done_rows.results_per_row)
         return []
 
     def result_counts(self, columns: Columns) -> ResultCounts:
@@ -387,12 +442,7 @@ class Run:
 
     def _open(self, resume: bool, overwrite: bool, retry_failed: bool) -> None:
         """Read the run directory and write a manifest for this run."""
-        for folder in (self.directory, self.parts_dir):
-            for leftover in folder.glob("*.tmp"):
-                if leftover.is_dir():  # what workers shared
-                    shutil.rmtree(leftover, ignore_errors=True)
-                else:
-                    leftover.unlink(missing_ok=True)
+        self._remove_leftovers()
         if overwrite:
             self._start_afresh(may_replace=True)
             return
@@ -423,7 +473,7 @@ class Run:
             self._start_afresh(may_replace=False)
             return
         if is_intact and not grows and not (retry_failed and totals["rows_failed"]):
-            self._manifest, self.totals, self.done_rows = held, held.totals, DoneRows()
+            self._manifest, self.totals, self.done_rows = held, held.totals, DoneRows(self.done_rows.results_per_row)
             if not self._needs_parts(totals):
                 self._delete_parts()
             return
@@ -436,6 +486,39 @@ class Run:
             self.done_rows.forget_failed()
         self.rows_resumed = len(self.done_rows)
         self._write_manifest(replace(held, state="running", may_replace=held.may_replace or is_complete))
+        if resume:
+            self._read_partials()
+
+    @property
+    def _partials_path(self) -> Path:
+        return self.directory / PARTIALS_FILE
+
+    def _origin(self) -> dict[str, Any]:
+        """JSON values about the job, which its part files and partial completions record."""
+        kernels = None if self.kernels is None else self.kernels.to_json()
+        origin = {"fingerprint": json_sha256(self._manifest.fingerprint), "kernels": kernels}
+        origin["weight_format"] = self.weight_format
+        if self.first is not None:
+            origin["first"] = self.first
+        return origin
+
+    def _read_partials(self) -> None:
+        """Read the tokens of unfinished rows. Damage costs these tokens alone."""
+        try:
+            partials = read_partials(self._partials_path, self._origin())
+        except DamagedPartials as error:
+            self.notices.append(f"tokens of unfinished rows are damaged, and are generated again: {error}")
+            return
+        self.partials.update({row: partial for row, partial in partials.items() if row not in self.done_rows})
+
+    def _remove_leftovers(self) -> None:
+        """Remove the temporary files of processes that were killed."""
+        for folder in (self.directory, self.parts_dir):
+            for leftover in folder.glob("*.tmp"):
+                if leftover.is_dir():  # what workers shared
+                    shutil.rmtree(leftover, ignore_errors=True)
+                else:
+                    leftover.unlink(missing_ok=True)
 
     def _grows(self, held: Manifest) -> bool:
         """True where the directory belongs to a smaller job whose rows are the first rows of this job."""
@@ -490,6 +573,7 @@ class Run:
 
     def _start_afresh(self, may_replace: bool) -> None:
         # Parts go first: should this be cut short, the old manifest is still true of what is left.
+        self._partials_path.unlink(missing_ok=True)
         self._delete_parts()
         self._write_manifest(replace(self._manifest, may_replace=may_replace))
 
@@ -545,6 +629,9 @@ class Run:
         """Write the manifest where it differs from the one on disk. Raises BatchgenError."""
         if manifest == self._manifest:
             return
+        if self.partials:
+            logger.warning("unfinished rows start again: their tokens are of other kernels or weights")
+            self.partials.clear()
         try:
             self._write_manifest(manifest)
         except OSError as error:

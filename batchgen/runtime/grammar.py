@@ -140,6 +140,10 @@ class Grammars:
         for constraint, _ in steps:
             constraint._wait = wait
 
+    def restore(self, constraint: Constraint, token_ids: Sequence[int]) -> None:
+        """Advance a new sample's constraint by tokens that an earlier run has chosen under it."""
+        constraint._wait = partial(self._wait_for, self._thread.submit(self._restore, constraint, token_ids))
+
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
@@ -187,15 +191,22 @@ class Grammars:
     def _advance(self, steps: Sequence[tuple[Constraint, int]]) -> None:
         began = time.perf_counter()
         moved = self._pool.consume_token_par([(constraint.matcher, token) for constraint, token in steps])
-        masks = self._next_masks([constraint.matcher for constraint, _ in steps])
+        self._set_masks([constraint for constraint, _ in steps], moved)
+        self.busy_s += time.perf_counter() - began
+
+    def _restore(self, constraint: Constraint, token_ids: Sequence[int]) -> None:
+        self._set_masks([constraint], [constraint.matcher.consume_tokens(list(token_ids))])
+
+    def _set_masks(self, constraints: Sequence[Constraint], moved: Sequence[bool]) -> None:
+        """Make the next masks of constraints, or set their errors. moved: whether each has taken its last token."""
+        masks = self._next_masks([constraint.matcher for constraint in constraints])
         possible = (masks & self._known).any(axis=1)
-        for i, (constraint, _) in enumerate(steps):
+        for i, constraint in enumerate(constraints):
             constraint._mask = masks[i]
             if not (moved[i] and possible[i]) or constraint.matcher.is_error():
                 reason = constraint.matcher.get_error() or "no token of the model goes on with it"
                 constraint.error = f"the text cannot go on as its grammar wants: {_first_line(reason)}"
                 constraint._mask = np.full_like(masks[i], -1)
-        self.busy_s += time.perf_counter() - began
 
     def _next_masks(self, matchers: list) -> np.ndarray:
         from llguidance.numpy import fill_next_token_bitmask_par

@@ -35,6 +35,26 @@ class SampledToken:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
+    @classmethod
+    def of_numbers(cls, token_id: int, numbers: Sized[float], count: int | None = None) -> SampledToken:
+        """A chosen token with log-probabilities.
+
+        Args:
+            token_id: The token.
+            numbers: Its log-probability, the top n log-probabilities, and their n tokens.
+            count: The k of its top-k; None: n.
+        """
+        logprob, *top = numbers
+        n = len(top) // 2
+        count = n if count is None else count
+        return cls(token_id, logprob, tuple(zip(map(int, top[n : n + count]), top[:count], strict=True)))
+
+    @property
+    def numbers(self) -> list[float]:
+        """Its log-probability, the log-probabilities of the top-k, and their tokens; it has them."""
+        assert self.logprob is not None, "no log-probabilities were asked for"
+        return [self.logprob, *(logprob for _, logprob in self.top), *(token for token, _ in self.top)]
+
 
 def uniform(seed: int, row_id: str | int, sample: int, step: int) -> float:
     """A row's own draw in [0, 1): 53 bits of a keyed hash."""
@@ -66,10 +86,8 @@ class Sampled:
         """The sampled tokens. To be called only once the device has come so far."""
         sampled = [SampledToken(token) for token in self.on_host.tolist()]
         if self.logprobs is not None:
-            for i, count, (logprob, *top) in zip(self.wanted, self.counts, self.logprobs.tolist(), strict=True):
-                n = len(top) // 2
-                top_pairs = tuple(zip(map(int, top[n : n + count]), top[:count], strict=True))
-                sampled[i] = SampledToken(sampled[i].token_id, logprob, top_pairs)
+            for i, count, numbers in zip(self.wanted, self.counts, self.logprobs.tolist(), strict=True):
+                sampled[i] = SampledToken.of_numbers(sampled[i].token_id, numbers, count)
         return sampled
 
 

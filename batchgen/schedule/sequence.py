@@ -65,6 +65,7 @@ class Sequence:
         sampling: Sampling parameters.
         kv_placement: Placement of the KV of a sequence in flight; admission sets it.
         num_prompt: Tokens of the prompt.
+        num_restored: Generated tokens that come from an earlier run.
         num_computed: Leading tokens whose KV has been computed.
         num_cached: Tokens of the prompt whose KV came from another sequence.
         block_table: KV blocks, in the order of the tokens.
@@ -79,6 +80,7 @@ class Sequence:
         scores: Scores so far, in order.
         prefix_source: Sequence that computes the first tokens for this one too; None: there is none.
         num_source_tokens: Number of these tokens.
+        computes_prompt: Whether it is the sample, of several, that computes their prompt.
         takes_prefix: Whether it may take over KV that others have computed.
         constraint: State of its grammar, as far as `tokens` go, which outlives a preemption; None: it has none.
         token_slot: Slot of its last token in the device's table, from its first admission to its end.
@@ -92,6 +94,7 @@ class Sequence:
     sampling: SamplingParams
     kv_placement: KVPlacement = KVPlacement.DEVICE
     num_prompt: int = 0
+    num_restored: int = 0
     num_computed: int = 0
     num_cached: int = 0
     block_table: array[int] = field(default_factory=lambda: array("i"))
@@ -106,6 +109,7 @@ class Sequence:
     scores: list[ScoredPosition] = field(default_factory=list)
     prefix_source: Sequence | None = None
     num_source_tokens: int = 0
+    computes_prompt: bool = True
     takes_prefix: bool = True
     constraint: Constraint | None = None
     token_slot: int | None = None

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.typed_json import parse_json
 
-FOLDERS = ("leases", "workers", "done", "parts")
+FOLDERS = ("leases", "workers", "done", "parts", "partials")
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 

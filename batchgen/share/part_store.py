@@ -21,7 +21,7 @@ class PartStore:
     """
 
     def __init__(self, path: Path, origin: dict[str, Any]) -> None:
-        self._path, self._origin = path, origin
+        self._path, self.origin = path, origin
 
     def count(self, name: str, generation: int) -> int:
         """The number of intact part files of a generation of a range, counted from the first one up to a gap."""
@@ -58,7 +58,7 @@ class PartStore:
         """
         folder = self._folder(name, generation)
         folder.mkdir(exist_ok=True)
-        batch = write_part(folder, number, results, self._origin)
+        batch = write_part(folder, number, results, self.origin)
         return int(batch.num_rows - batch.column("error").null_count)
 
     def paths(self, name: str, generation: int) -> list[Path]:

@@ -5,7 +5,7 @@ Until the output is complete, `out.parquet.batchgen/` has a folder `share/` besi
     job.json        fingerprint, number of rows, lease time; written by the worker that opened the output, never changed
     kernels.json    kernels that compute the rows, chosen by the first worker that runs rows
     weights.json    format of the layers' weights, chosen by the first worker that runs rows
-    leases/ workers/ done/ (see `lease.py`)    parts/ (see `part_store.py`)
+    leases/ workers/ done/ (see `lease.py`)    parts/ (see `part_store.py`)    partials/ (see `range_partials.py`)
 
 One worker joins: it links the part files that count into an ordinary run, which writes the output. Then `share/` is
 removed.
@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ from batchgen.core.atomic_file import storage_error
 from batchgen.core.digest import json_sha256
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import KernelChoice
+from batchgen.core.partial import PartialCompletion
 from batchgen.core.typed_json import read_typed
 from batchgen.output.columns import Columns
 from batchgen.output.error_kinds import ErrorKind, error_kinds
 from batchgen.output.join import Dataset
 from batchgen.output.manifest import Manifest, describe_changes
 from batchgen.output.part_writer import PartWriter
+from batchgen.output.partials import Partials, PartialSaver
 from batchgen.output.parts import DamagedPart, Result, next_part_number, part_number, part_paths, scan_part
 from batchgen.output.result_counts import ResultCounts, count_parts
 from batchgen.output.row_map import DoneRows
@@ -51,6 +53,7 @@ from batchgen.output.run_directory import (
 from batchgen.share.files import DirectoryFiles, Files, damaged, read_json
 from batchgen.share.lease import Lease, is_held
 from batchgen.share.part_store import PartStore, link_parts
+from batchgen.share.range_partials import RangePartials
 from batchgen.share.ranges import row_ranges
 from batchgen.share.worker import TICKS_PER_LEASE, Worker
 
@@ -148,6 +151,9 @@ class SharedRun:
         self._ended = threading.Event()
         self._changed = threading.Event()
         self._writer: SharedPartWriter | None = None
+        self._saver: PartialSaver | None = None
+        self.partials: Partials = {}
+        self._range_partials: RangePartials | None = None
 
     @property
     def complete(self) -> bool:
@@ -172,6 +178,15 @@ class SharedRun:
     def rows_here(self) -> int:
         """The number of rows that this worker has saved."""
         return self.worker.saved
+
+    @property
+    def has_begun(self) -> bool:
+        """True where rows were finished before this worker opened the output."""
+        return bool(self.rows_resumed)
+
+    def partial(self, row: int) -> PartialCompletion | None:
+        """The tokens that another worker has generated for a row of this worker; None: none are known."""
+        return self.partials.get(row)
 
     @property
     def kernels(self) -> KernelChoice | None:
@@ -212,10 +227,34 @@ class SharedRun:
         self._writer = SharedPartWriter(self, self.parts_dir, self._before, flush_interval_s=flush_interval_s)
         return self._writer
 
+    def saver(self, in_flight: Callable[[], Iterable[PartialCompletion]], interval_s: float) -> PartialSaver:
+        """Start a thread that saves the tokens of this worker's unfinished rows, from which others go on if it dies.
+
+        Args:
+            in_flight: Function that returns the tokens of rows in flight.
+            interval_s: Seconds between two saves.
+        """
+        kernels = self.kernels
+        origin = {**self._parts.origin, "kernels": None if kernels is None else kernels.to_json()}
+        origin["weight_format"] = self.weight_format
+        store = RangePartials(self.directory, self._files.path / "partials", origin, self.worker.range_of)
+        self._range_partials = store
+
+        def write(partials: Partials) -> None:
+            try:
+                store.write(partials)
+            except OSError:
+                if not self.complete_elsewhere():
+                    raise
+
+        self._saver = PartialSaver(self.partials, in_flight, self.worker.is_left, write, interval_s)
+        return self._saver
+
     def save(self) -> int:
         """Write all added rows to stable storage and leave the job; gives the finished rows of all workers."""
-        if self._writer is not None:
-            self._writer.stop()
+        for thread in (self._writer, self._saver):
+            if thread is not None:
+                thread.stop()
         self.close()
         if not self.complete:
             self._count()
@@ -245,6 +284,8 @@ class SharedRun:
                 rows = self.worker.claim_range(ahead)
                 if rows is not None:
                     ran_since = True
+                    if self._range_partials is not None:
+                        self.partials.update(self._range_partials.read(rows))
                     yield rows
                     continue
                 if self.worker.all_done:

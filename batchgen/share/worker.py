@@ -179,7 +179,7 @@ class Worker:
         """
         by_range: dict[str, dict[int, Any]] = defaultdict(dict)
         for row, result in results.items():
-            by_range[range_name(bisect_right(self._starts, row) - 1)][row] = result
+            by_range[self.range_of(row)][row] = result
         for name, rows in by_range.items():
             held = self._held.get(name)
             if held is None:
@@ -197,6 +197,15 @@ class Worker:
             self.saved += len(needed)
             if not held.left:
                 self._finish(name, held)
+
+    def range_of(self, row: int) -> str:
+        """The name of the range of a row."""
+        return range_name(bisect_right(self._starts, row) - 1)
+
+    def is_left(self, row: int) -> bool:
+        """True where this worker has a row's range and has not saved the row."""
+        held = self._held.get(self.range_of(row))
+        return held is not None and row in held.left
 
     @property
     def is_idle(self) -> bool:

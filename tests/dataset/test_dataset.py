@@ -704,7 +704,7 @@ def test_an_input_that_changes_after_it_was_opened(tmp_path):
 def test_wrong_arguments():
     assert "--limit" in error_of({"a": 1}, limit=0)
     assert "shard 2/2" in error_of({"a": 1}, shard=(2, 2))
-    assert "list" in error_of([{"a": 1}])
+    assert "not set" in error_of({"a", "b"})
 
 
 # Identity

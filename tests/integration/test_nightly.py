@@ -241,13 +241,10 @@ def test_wrong_arguments(home, start):
 
 
 def test_the_service_acts_on_every_exit_code(home):
-    service = unit("batchgen-nightly.service", home)
-    assert service["Service"]["SuccessExitStatus"].split() == ["3", "130"]
-    assert (
-        service["Service"]["RestartPreventExitStatus"].split() == ["2", "4"]
-        and service["Service"]["Restart"] == "on-failure"
-    )
-    assert os.access(shlex.split(service["Service"]["ExecStart"])[0], os.X_OK)
+    service = unit("batchgen-nightly.service", home)["Service"]
+    assert service["SuccessExitStatus"].split() == ["3", "130"]
+    assert service["RestartPreventExitStatus"].split() == ["2", "4"] and service["Restart"] == "on-failure"
+    assert os.access(shlex.split(service["ExecStart"])[0], os.X_OK)
     timer = unit("batchgen-nightly.timer", home)
     assert timer["Timer"]["OnCalendar"] == "*-*-* 22:00:00" and timer["Install"]["WantedBy"] == "timers.target"
 

@@ -280,7 +280,7 @@ def test_every_option_that_names_a_file_is_known(here):
 def test_a_dataset_returned_by_a_job_cannot_be_its_own_output(here):
     dataset = datasets.load_from_disk("saved")
     with pytest.raises(InputError, match="is a file of the input"):
-        batchgen.run_dataset("model", dataset, output="saved/data-00000-of-00001.arrow", overwrite=True)
+        batchgen.run("model", dataset, "saved/data-00000-of-00001.arrow", overwrite=True)
 
 
 def test_the_requests_of_an_evaluation_are_not_replaced(here):

@@ -1,5 +1,6 @@
 """Weights as found: a GGUF in one packed format stays in it, in memory, in stores and in what is planned."""
 
+import json
 import struct
 
 import gguf
@@ -216,8 +217,8 @@ def test_a_job_goes_on_whether_weights_are_expanded_or_not(tmp_path, monkeypatch
         batchgen.run(str(files.path), "rows.jsonl", "out.jsonl", weights="dequantized", **OPTIONS)["state"]
         == "already complete"
     )
-    cached = batchgen.run(str(files.path), "rows.jsonl", None, **OPTIONS)
-    assert cached["policy"]["weight_format"] == "q4_0"
+    batchgen.run(str(files.path), "rows.jsonl", report="cached.json", **OPTIONS)
+    assert json.loads((tmp_path / "cached.json").read_text())["policy"]["weight_format"] == "q4_0"
     report = batchgen.run(str(files.path), "rows.jsonl", "expanded.jsonl", weights="dequantized", **OPTIONS)
     assert report["policy"]["weight_format"] == "float32"
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "expanded.jsonl").read_bytes()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from fake_rows import FakeDataset, expected_rows, result_of
+from partial_rows import assert_equal, partial_of
 
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import KernelChoice
@@ -351,3 +352,42 @@ def test_a_file_that_a_power_cut_left_empty_is_named(name, tmp_path):
     damaged.unlink()
     work(share(output), FakeDataset(ROWS))
     check(output)
+
+
+def test_a_worker_goes_on_from_the_tokens_of_one_that_died(tmp_path):
+    output = tmp_path / "out.parquet"
+    first = share(output, lease_s=0.6)
+    rows = next(first.claims(40, lambda: False))
+    with first.saver(lambda: [partial_of(row) for row in rows[:4]], 60.0):
+        pass
+    first._ended.set()  # no more signs of it, as if it was killed
+    with share(output) as second, second.saver(list, 60.0):
+        for more in second.claims(10**6, lambda: False):
+            if more and rows[0] in more:
+                break
+        assert [row for row in rows if second.partial(row) is not None] == rows[:4]
+        assert_equal(second.partial(rows[1]), partial_of(rows[1]))
+
+
+def test_workers_go_on_from_the_tokens_of_a_plain_run(tmp_path):
+    output = tmp_path / "out.parquet"
+    with open_run(output, {"job": "shared"}) as plain, plain.saver(lambda: [partial_of(5), partial_of(290)], 60.0):
+        pass
+    with share(output) as run, run.saver(list, 60.0):
+        rows = next(run.claims(40, lambda: False))
+        assert [row for row in rows if run.partial(row) is not None] == [5]
+
+
+def test_damaged_tokens_of_a_worker_are_generated_again(tmp_path, logged):
+    output = tmp_path / "out.parquet"
+    first = share(output, lease_s=0.6)
+    rows = next(first.claims(40, lambda: False))
+    with first.saver(lambda: [partial_of(row) for row in rows], 60.0):
+        pass
+    (path,) = Path(f"{output}.batchgen", "share", "partials").iterdir()
+    path.write_bytes(path.read_bytes()[:-5])
+    first.close()
+    with share(output) as second, second.saver(list, 60.0):
+        assert next(second.claims(40, lambda: False)) == rows
+        assert all(second.partial(row) is None for row in rows)
+    assert any("damaged" in line for line in logged)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,7 +89,14 @@ def datasets_source(dataset: Any, name: str, split: str | None, limit: int | Non
         return _table_source(dataset)
     if isinstance(dataset, datasets.IterableDataset):
         return _iterable_source(dataset, name, limit)
-    raise InputError(f"input must be a path or a `datasets` dataset, not {type(dataset).__name__}")
+    raise InputError(f"{name} has a split that is no dataset, but a {type(dataset).__name__}")
+
+
+def is_datasets_object(given: Any) -> bool:
+    """True for a dataset of the library `datasets`, or for its splits; the library is not imported."""
+    library = sys.modules.get("datasets")
+    names = ("Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict")
+    return library is not None and isinstance(given, tuple(getattr(library, name, ()) for name in names))
 
 
 def files_behind(dataset: Any) -> list[str]:
@@ -157,7 +165,7 @@ def _iterable_source(dataset: Any, name: str, limit: int | None) -> Source:
         )
         return {"head_sha256": hashlib.sha256(to_json(head).encode()).hexdigest()}
 
-    return Source("datasets", schema, total, read, identity)
+    return Source("datasets", schema, total, read, identity, is_stream=True)
 
 
 def _table_batches(tables: Iterator[pa.Table], schema: pa.Schema, first: int) -> Iterator[tuple[int, pa.RecordBatch]]:
