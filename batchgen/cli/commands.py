@@ -271,12 +271,12 @@ def run_cli() -> int:
         say(f"batchgen: {error}")
         return error.exit_code
     except click.ClickException as error:
+        if isinstance(error, click.UsageError) and error.message.startswith("Got unexpected extra argument"):
+            error.message += ": a value that has spaces needs quotes around it, as 'Classify: {{ text }}' has"
         shown = io.StringIO()
         error.show(shown)
         for line in shown.getvalue().splitlines():
             say(line)
-        if isinstance(error, click.UsageError) and error.message.startswith("Got unexpected extra argument"):
-            say("A value that has spaces needs quotes around it: 'Classify: {{ text }}'")
         return error.exit_code
     except ProductLost as error:
         if error.errno == errno.EPIPE:  # whoever reads it has seen enough

@@ -226,8 +226,6 @@ def compile_prompts(
     column, holds_messages = _source_column(spec, schema, id_column)
     origin = f"the column {column}"
     if holds_messages:
-        if spec.chat is False:
-            raise InputError(f"column {column!r} holds chat messages, which have no plain text: leave out --no-chat")
         messages = _each(lambda row: _message_prompt(row[column], column, spec))
         return CompiledPrompts((column,), messages, True, spec.chat_options, _message_notices(schema, column), origin)
     if is_token_list(value_type(schema, column, "column")):

@@ -208,7 +208,7 @@ class JobOptions:
         f"{_ROWS} engine",
         metavar="FILE",
         reads=TEXT_OF_FILE,
-        help="Jinja file of a chat template that replaces the model's.",
+        help="Chat template in Jinja that replaces the model's.",
     )
     chat_template_kwargs: str | Mapping[str, Any] | None = _option(
         INPUT,

@@ -38,7 +38,7 @@ def test_a_table_with_text_is_answered_beside_it_in_the_models_chat_template(mod
     pq.write_table(pa.table({"text": TEXTS, "label": [0, 1]}), "data.parquet")
     code, stdout, stderr = invoke("run", "--model", model, "--input", "data.parquet", *FEW)
     assert code == 0, stderr
-    assert "over data.parquet into data.out.parquet" in stderr.splitlines()[0]
+    assert stderr.splitlines()[0] == "output: data.out.parquet"
     assert "output: data.out.parquet" in stdout.splitlines()
     assert "prompts: the column text, in the model's chat template (--no-chat: " in stderr
     table = pq.read_table("data.out.parquet")
