@@ -13,6 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The kernels are compiled while packages are fetched: by pip alone the one would wait for the other.
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import pip" 2>/dev/null || $(BIN)/python -m ensurepip  # uv makes environments without it
 	$(MAKE) --no-print-directory --jobs 2 packages package
 	touch $@
 

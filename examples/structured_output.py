@@ -1,9 +1,8 @@
-"""Turns listings into records: every text is JSON that is valid against a schema. Needs the extra `structured`.
+"""Turns listings into records: every answer is JSON that is valid against a schema. Needs the extra `structured`.
 
 python examples/structured_output.py [MODEL]
 """
 
-import json
 import sys
 
 import batchgen
@@ -19,19 +18,16 @@ SCHEMA = {
     "additionalProperties": False,
 }
 LISTINGS = [
-    "The Anchor, 12 Harbour Road: grilled fish on the quay, cheap",
-    "Le Marais, 4 rue des Rosiers: eight courses, two stars",
+    {"listing": "The Anchor, 12 Harbour Road: grilled fish on the quay, cheap"},
+    {"listing": "Le Marais, 4 rue des Rosiers: eight courses, two stars"},
 ]
 
 
 def main(model: str = "demo") -> list[dict]:
-    """Returns a record for each listing."""
-    sampling = batchgen.SamplingParams(max_tokens=120, json_schema=json.dumps(SCHEMA))
-    records = [{}] * len(LISTINGS)
-    with batchgen.Engine(model, sampling=sampling) as engine:
-        for completion in engine.generate(f"Listing: {listing}\nAs JSON: " for listing in LISTINGS):
-            records[completion.index] = json.loads(completion.text)
-    return records
+    """Returns a record for each listing. The schema may also be a class of pydantic."""
+    options = {"json_schema": SCHEMA, "json_columns": True, "max_tokens": 120}
+    table = batchgen.run(model, LISTINGS, prompt_template="Listing: {{ listing }}\nAs JSON: ", **options)
+    return table.select(list(SCHEMA["properties"])).to_pylist()
 
 
 if __name__ == "__main__":

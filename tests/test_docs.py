@@ -245,12 +245,14 @@ def test_example_generate(tiny_model):
     assert len(texts) == 3 and all(texts)
 
 
-def test_example_structured_output(tiny_model):
+def test_example_structured_output(tiny_model, tmp_path, monkeypatch):
     pytest.importorskip("llguidance")
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path))
     example = load(ROOT / "examples" / "structured_output.py")
     records = example.main(tiny_model)
     assert len(records) == len(example.LISTINGS)
     assert all(set(record) == set(example.SCHEMA["required"]) for record in records)
+    assert all(record["price_level"] in range(1, 5) and record["outdoor"] in (True, False) for record in records)
 
 
 def test_example_scoring(tiny_model):

@@ -60,9 +60,9 @@ class SamplingParams:
         logprobs: Number of most likely tokens that are reported at each position with their log-probabilities, besides
             the chosen token. 0: the chosen token alone; None: nothing is reported. Log-probabilities are those of the
             model, before temperature, penalties and grammars.
-        json_schema: JSON schema of the whole text, as JSON text or as a mapping. The JSON is on one line, unless the
-            schema's "x-guidance" sets another whitespace_pattern. A text that ends early by `max_tokens` or a stop
-            string may be incomplete.
+        json_schema: JSON schema of the whole text, as JSON text, a mapping or a class of pydantic. The JSON is on one
+            line, unless the schema's "x-guidance" sets another whitespace_pattern. A text that ends early by
+            `max_tokens` or a stop string may be incomplete.
         regex: Regular expression that the whole text matches.
         choice: Texts, one of which is the whole text.
         grammar: Context-free grammar of the whole text, in the variant of Lark that llguidance reads.
@@ -99,8 +99,11 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         for name in _FLOATS:
             _check_float(name, getattr(self, name))
-        if isinstance(self.json_schema, Mapping):
-            object.__setattr__(self, "json_schema", json.dumps(self.json_schema, ensure_ascii=False))
+        schema: Any = self.json_schema
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        if isinstance(schema, Mapping):
+            object.__setattr__(self, "json_schema", json.dumps(schema, ensure_ascii=False))
         checks = [
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature < float("inf"), "0 or more"),
@@ -122,7 +125,7 @@ class SamplingParams:
                 f"non-empty strings, at most {MOST_STOPS}",
             ),
             ("stop_token_ids", len(self.stop_token_ids) <= MOST_STOPS, f"at most {MOST_STOPS} tokens"),
-            ("json_schema", isinstance(self.json_schema, str | None), "the text of a JSON schema"),
+            ("json_schema", isinstance(self.json_schema, str | None), "a JSON schema or a class of pydantic"),
             ("regex", isinstance(self.regex, str | None), "text"),
             ("choice", all(isinstance(text, str) and text for text in self.choice), "non-empty texts"),
             ("grammar", isinstance(self.grammar, str | None), "text"),

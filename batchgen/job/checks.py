@@ -86,6 +86,9 @@ def check_options(options: JobOptions) -> None:
         )
     if options.retry_failed and not options.resume:
         raise InputError("--retry-failed needs what was done before: leave out --no-resume")
+    has_schema = any("json_schema" in dict(step.options) for step in options.steps)
+    if options.json_columns and options.sampling.json_schema is None and not has_schema:
+        raise InputError("--json-columns needs --json-schema, whose properties become columns: give a schema")
     _check_share(options)
     _check_steps(options)
     _check_ranks(options)

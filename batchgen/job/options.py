@@ -472,6 +472,14 @@ class JobOptions:
         help="Of a model that thinks between <think> and </think>: put that into a column, or leave it in the text"
         " [default: a column].",
     )
+    json_columns: bool = _option(
+        RUN,
+        "run",
+        default=False,
+        type=bool,
+        help="With --json-schema: a column for each property of the answers, beside the text; null where an answer is"
+        " not complete.",
+    )
     output_prefix: str = _option(
         RUN,
         "run map",

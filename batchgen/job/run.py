@@ -318,6 +318,8 @@ def _fingerprint(job: _Job, identities: dict[str, Any]) -> dict[str, Any]:
         "on_overlong": options.on_overlong,
         "output_prefix": options.output_prefix,
     }
+    if options.json_columns:
+        fingerprint["json_columns"] = True
     if thinking is not None:
         fingerprint["reasoning"] = thinking.begin
     if options.task != "generate":

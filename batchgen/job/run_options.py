@@ -258,6 +258,11 @@ class RunOptions(TypedDict, total=False):
     column].
     """
 
+    json_columns: bool
+    """With --json-schema: a column for each property of the answers, beside the text; null where an answer is not
+    complete. Default: False.
+    """
+
     output_prefix: str
     """Put before the names of the output columns [default: nothing, or gen_ where the input has one of the names]."""
 

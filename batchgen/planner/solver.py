@@ -38,8 +38,7 @@ class MIP:
     def column(self, most: float = math.inf, *, integer: bool = False) -> Expression:
         """A new unknown from 0 to `most`."""
         number, kind = len(self._columns), pulp.LpInteger if integer else pulp.LpContinuous
-        # PuLP sorts columns by name.
-        self._columns.append(pulp.LpVariable(f"{number:06d}", 0, None if most == math.inf else most, kind))
+        self._columns.append(pulp.LpVariable(str(number), 0, None if most == math.inf else most, kind))
         return Expression({number: 1.0})
 
     def at_most(self, left: Linear, right: Linear) -> int:
@@ -74,7 +73,7 @@ class MIP:
             start: values of all columns that the solver begins with; none: it finds its own.
         """
         self._problem.setObjective(self._pulp_expression(self.objective))
-        return bool(self._problem.solve(_WholeMatrix(gap, start)) == pulp.LpStatusOptimal)
+        return bool(self._problem.solve(_Highs(self._columns, self._rows, gap, start)) == pulp.LpStatusOptimal)
 
     def value(self, expression: Linear) -> float:
         """Value of an expression in the solution."""
@@ -88,31 +87,55 @@ class MIP:
         return float(self._rows[row].pi)
 
 
-class _WholeMatrix(pulp.HiGHS):  # type: ignore[misc]
-    """PuLP's HiGHS, which is given all rows in one call, as one by one they take longer than solving."""
+class _Highs(pulp.LpSolver):  # type: ignore[misc]
+    """HiGHS as a solver of PuLP's.
 
-    def __init__(self, gap: float, start: Sequence[float]) -> None:
-        super().__init__(msg=False, gapRel=gap)
-        self._start = start
+    PuLP's own one gives HiGHS the columns and rows one by one, which takes longer than solving, and no values to begin
+    with.
+    """
 
-    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
-        lp.solverModel = _solver()
-        lp.solverModel.setOptionValue("mip_rel_gap", self.gapRel)
+    name = "HiGHS, whole matrix"
 
-    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
-        columns, rows = lp.variables(), list(lp.constraints.values())
-        for i, item in (*enumerate(columns), *enumerate(rows)):
-            item.index = i
-        terms = [[(column.index, factor) for column, factor in row.items()] for row in rows]
+    def __init__(
+        self, columns: list[pulp.LpVariable], rows: list[pulp.LpConstraint], gap: float, start: Sequence[float]
+    ) -> None:
+        super().__init__(msg=False)
+        self._columns, self._rows = columns, rows
+        self._gap, self._start = gap, start
+
+    def available(self) -> bool:
+        return True
+
+    def actualSolve(self, lp: pulp.LpProblem) -> int:
+        """Solve a problem of PuLP's; its columns and rows get their values, and the status is returned."""
+        solver = _solver()
+        solver.setOptionValue("mip_rel_gap", self._gap)
+        self._pass_model(solver, lp.objective)
+        solver.run()
+        solution = solver.getSolution()
+        for column, value in zip(self._columns, solution.col_value, strict=True):
+            column.varValue = value
+        for row, dual in zip(self._rows, solution.row_dual, strict=True):
+            row.pi = dual
+        optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+        status: int = pulp.LpStatusOptimal if optimal else pulp.LpStatusInfeasible
+        lp.assignStatus(status)
+        return status
+
+    def _pass_model(self, solver: highspy.Highs, objective: pulp.LpAffineExpression) -> None:
+        """Give HiGHS all columns and rows in one call, and the values to begin with."""
+        columns, rows = self._columns, self._rows
+        numbers = {column: number for number, column in enumerate(columns)}
+        terms = [[(numbers[column], factor) for column, factor in row.items()] for row in rows]
         lowest, highest = ([getattr(row, end)() for row in rows] for end in ("getLb", "getUb"))
-        lp.solverModel.passModel(
+        solver.passModel(
             len(columns),
             len(rows),
             sum(map(len, terms)),
             int(highspy.MatrixFormat.kRowwise),
             int(highspy.ObjSense.kMinimize),
-            float(lp.objective.constant),
-            np.array([lp.objective.get(column, 0.0) for column in columns], dtype=float),
+            float(objective.constant),
+            np.array([objective.get(column, 0.0) for column in columns], dtype=float),
             np.array([column.lowBound for column in columns], dtype=float),
             np.array([math.inf if column.upBound is None else column.upBound for column in columns], dtype=float),
             np.array([-math.inf if bound is None else bound for bound in lowest], dtype=float),
@@ -125,7 +148,7 @@ class _WholeMatrix(pulp.HiGHS):  # type: ignore[misc]
         if len(self._start):
             solution = highspy.HighsSolution()
             solution.col_value = list(self._start)
-            lp.solverModel.setSolution(solution)
+            solver.setSolution(solution)
 
 
 def _solver() -> highspy.Highs:

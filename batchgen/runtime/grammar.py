@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchgen.core.errors import InputError, one_line
+from batchgen.core.installer import install_command
 from batchgen.core.machine import available_cores
 from batchgen.core.request import SamplingParams
 from batchgen.runtime.json_schema import read_schema, rewritten, with_exclusive_branches
@@ -220,7 +221,7 @@ def _llguidance() -> ModuleType:
     try:
         import llguidance
     except ImportError as error:
-        raise InputError("structured output needs llguidance: pip install 'llguidance>=1.7'") from error
+        raise InputError(f"structured output needs llguidance: {install_command('llguidance>=1.7')}") from error
     return llguidance
 
 

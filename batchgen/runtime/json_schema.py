@@ -79,7 +79,7 @@ def with_exclusive_branches(schema: Schema) -> Schema:
         branches = part.get("oneOf")
         if not isinstance(branches, list) or "anyOf" in part:
             return part
-        narrowed = _exclusive([_resolved(branch, schema) for branch in branches])
+        narrowed = _exclusive([resolved(branch, schema) for branch in branches])
         if narrowed is None:
             return part
         rest = {key: value for key, value in part.items() if key not in ("oneOf", "discriminator")}
@@ -104,7 +104,7 @@ def _mapped(schema: Schema, rewrite: Callable[[dict[str, Any]], dict[str, Any]])
     return rewrite(made)
 
 
-def _resolved(schema: Schema, root: Schema) -> Schema:
+def resolved(schema: Schema, root: Schema) -> Schema:
     """The schema that a local $ref refers to; anything else is as it is."""
     for _ in range(32):  # of references to references
         if not (

