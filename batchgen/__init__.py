@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Completion,
         ContinuationScore,
         PositionLogprobs,
+        Prompt,
         Request,
         Sample,
         SamplingParams,
@@ -42,6 +43,7 @@ __all__ = [
     "JobStopped",
     "MapFunction",
     "PositionLogprobs",
+    "Prompt",
     "Request",
     "RunOptions",
     "Sample",
@@ -62,8 +64,8 @@ _MODULES = {
     "batchgen.api": ("run",),
     "batchgen.job.run_options": ("RunOptions",),
     "batchgen.core.request": (
-        "ChatOptions", "Completion", "ContinuationScore", "PositionLogprobs", "Request", "Sample", "SamplingParams",
-        "ScoreRequest", "Scored", "TokenLogprob",
+        "ChatOptions", "Completion", "ContinuationScore", "PositionLogprobs", "Prompt", "Request", "Sample",
+        "SamplingParams", "ScoreRequest", "Scored", "TokenLogprob",
     ),
     "batchgen.hf_datasets": ("MapFunction",),
 }  # fmt: skip

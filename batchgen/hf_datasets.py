@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
-from batchgen.core.request import Completion, Request, Sample, SamplingParams
+from batchgen.core.request import Completion, PositionLogprobs, Request, SamplingParams
 from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompts
 from batchgen.job.options import check_names, names_of, options_of
 from batchgen.models.files import resolve_model
@@ -46,7 +46,7 @@ class MapFunction:
     Args:
         model: The model, as `batchgen run --model` takes it.
         **options: Options of prompts (prompt_column, prompt_template, messages_column, system_prompt, chat,
-            chat_template_kwargs, continue_final, id_column) and of column names (output_prefix); fields of
+            chat_template_kwargs, continue_final, id_column) and of columns (output_prefix, token_ids); fields of
             SamplingParams, of which choice is named choices; and options of `Engine`: dtype, device, gpu_memory,
             cpu_memory, admission, max_num_seqs, max_num_batched_tokens, max_model_len, share_prefixes,
             expected_output_len, on_overlong and chat_template.
@@ -74,6 +74,7 @@ class MapFunction:
             **{n: given[n] for n in SamplingParams.names() if n in given}, choice=given["choices"]
         )
         self._id_column, self._prefix = given["id_column"], given["output_prefix"]
+        self._token_ids = bool(given["token_ids"])
         self._engine_options = {name: value for name, value in options.items() if name in names_of("engine")}
         self._identity: dict | None = None
         self._forget_engine()
@@ -138,6 +139,7 @@ class MapFunction:
             "sampling": self._sampling.to_json(),
             "id_column": self._id_column,
             "prefix": self._prefix,
+            "token_ids": self._token_ids,
             "engine": self._engine_options,
         }
         return {"json": json.dumps(state, sort_keys=True)}
@@ -151,6 +153,7 @@ class MapFunction:
         object.__setattr__(self._prompts, "template", template)  # its text, even one that begins with "@"
         self._sampling = SamplingParams(**state["sampling"])
         self._id_column, self._prefix, self._engine_options = state["id_column"], state["prefix"], state["engine"]
+        self._token_ids = state["token_ids"]
         self._forget_engine()
 
     def _model_identity(self) -> dict:
@@ -191,7 +194,7 @@ class MapFunction:
         """The columns that are added to a batch."""
         if self._reasoning is None:
             self._reasoning = gives_reasoning(self._model, self._sampling, self._engine_options.get("chat_template"))
-        return SampleColumns(self._sampling.n, self._sampling.logprobs is not None, self._reasoning)
+        return SampleColumns.of(self._sampling, reasoning=self._reasoning, token_ids=self._token_ids)
 
     def _row(self, completion: Completion) -> dict:
         n, samples = self._sampling.n, completion.samples
@@ -200,10 +203,16 @@ class MapFunction:
             "reasoning": [s.reasoning or "" for s in samples] or [""] * n,
             "finish_reason": [s.finish_reason for s in samples] or ["error"] * n,
             "generated_tokens": [len(s.token_ids) for s in samples] or [0] * n,
-            "logprobs": [_logprobs(s) for s in samples] or [[]] * n,
+            "logprobs": [_logprobs(s.logprobs) for s in samples] or [[]] * n,
+            "token_ids": [list(s.token_ids) for s in samples] or [[]] * n,
         }
         columns: dict[str, Any] = {name: values[0] if n == 1 else values for name, values in per_sample.items()}
-        return columns | {"prompt_tokens": completion.prompt_tokens, "error": completion.error or ""}
+        return columns | {
+            "prompt_tokens": completion.prompt_tokens,
+            "prompt_logprobs": _logprobs(completion.prompt_logprobs),
+            "prompt_token_ids": list(completion.prompt_token_ids or ()),
+            "error": completion.error or "",
+        }
 
 
 def _close_in(process: int, engine: Engine) -> None:
@@ -261,10 +270,10 @@ def _schema(names: list[str], read: Callable[[str], Sequence], prompts: PromptSp
         raise InputError(f"a column of prompts or ids holds values of several types: {one_line(error)}") from error
 
 
-def _logprobs(sample: Sample) -> list[dict]:
-    """Log-probabilities at each position of a sample, with the fields of the output's `logprobs` column."""
+def _logprobs(positions: Sequence[PositionLogprobs] | None) -> list[dict]:
+    """Log-probabilities at each position, with the fields of the output's `logprobs` column; empty for None."""
 
     def fields(token) -> dict:
         return {"token": token.token, "token_id": token.token_id, "logprob": token.logprob}
 
-    return [fields(p.chosen) | {"top": [fields(t) for t in p.top]} for p in sample.logprobs or ()]
+    return [fields(p.chosen) | {"top": [fields(t) for t in p.top]} for p in positions or ()]

@@ -28,13 +28,10 @@ import torch.nn.functional as F
 from recording import machine, result_path, write
 
 from batchgen.core import dtypes as formats
-from batchgen.core.kernel_choice import PROCESS_SET
 from batchgen.core.machine import keep_freed_memory
-from batchgen.models.files import read_config, resolve_model
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch, quant
 from batchgen.ops.attention_plan import SequenceSlice, plan_attention
-from batchgen.profiler.kernel_choice import Kernels, Shapes, measure_kernels
 from batchgen.runtime.memory.transfers import untouched
 
 BLOCK = 16
@@ -284,15 +281,6 @@ def linear_summary(summary: dict[str, dict]) -> dict[str, dict]:
     }
 
 
-def chosen(model: str) -> dict:
-    """The kernels that a model's shapes would run on here, and the rates that say so."""
-    config = read_config(resolve_model(model))
-    choice = PROCESS_SET
-    for dtype in ("float32", "bfloat16"):
-        choice = measure_kernels(Shapes((config,), (config,)), dtype, Kernels.here(), choice)
-    return choice.to_json()
-
-
 def expansion(measured: Measured, at_least_s: float) -> None:
     """Measures the dequantization of 4-bit weights to bf16 beside a plain copy, by bytes read and written."""
     packed = torch.randint(0, 255, (8192, formats.weight_row_bytes(8192, formats.INT4)), dtype=torch.uint8)
@@ -330,12 +318,11 @@ def measure(args: argparse.Namespace, sets: list[str]) -> dict[str, dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["decode", "prefill", "linear", "packed", "expansion", "choice"])
+    parser.add_argument("--only", choices=["decode", "prefill", "linear", "packed", "expansion"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.25, help="of each measurement, at least")
     parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=LINEAR_TOKENS)
     parser.add_argument("--keep", action="store_true", help="keep what the file has and is not measured now")
-    parser.add_argument("--model", default="demo", help="whose shapes kernels are chosen for")
     parser.add_argument("--sets", type=lambda text: text.split(","), help="instruction sets [default: all but scalar]")
     parser.add_argument("--output", type=Path, help="[default: benchmarks/results/kernels-CPU.json]")
     args = parser.parse_args()
@@ -347,14 +334,13 @@ def main() -> None:
     before = json.loads(output.read_text()) if args.keep and output.exists() else {}
     summary = before.get("medians", {}) | measure(args, sets)
     summary |= linear_summary(summary)
-    choice = chosen(args.model) if args.only in (None, "choice") else before.get("choice")
     for name in SETS.get(platform.machine(), ()):
         if name not in sets:
             reason = on["unavailable"].get(name, "not asked for" if name in usable else "the CPU does not have it")
             summary[name] = {"not measured": reason}
     for name, figures in summary.items():
         print(f"{name:62}", "  ".join(f"{key} {value}" for key, value in figures.items()))
-    write(output, {"rounds": args.rounds, "medians": summary, "choice": choice})
+    write(output, {"rounds": args.rounds, "medians": summary})
 
 
 if __name__ == "__main__":

@@ -23,14 +23,15 @@ from batchgen.core.plan import Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts, needs_store, resolve_budgets
-from batchgen.job.machine_profile import find_for, find_hardware, on_this_machine
+from batchgen.job.machine_profile import for_device, measured_hardware, on_this_machine, wanted_of, with_disk
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.tokenizers.loading import load_tokenizer
-from batchgen.profiler.calibration import corrected_by_disk_probe
 from batchgen.profiler.contention import contention_reason
 from batchgen.profiler.emulated import emulated_profile
+from batchgen.profiler.timing import FULL
+from batchgen.profiler.transfer import disk_rates
 
 # About 0.4 GB of bf16 weights, 31 MB a layer: products that fill the cores, buses that can be the bottleneck.
 SHAPE = {
@@ -157,11 +158,11 @@ def different_rows(runs: Sequence[dict[str, Any]]) -> int:
 
 def hardware_for(device: Device, config: ModelConfig, work_dir: Path, *, probe_disk: bool = False) -> HardwareProfile:
     """The machine as measured, with the emulated accelerator where the device is one."""
-    find = partial(find_hardware, None, dtype="bfloat16", as_stored=("bfloat16",), offload_dir=work_dir, model=config)
-    cpu, core = find_for(device, find)
+    wanted = wanted_of(config, "bfloat16", as_stored=("bfloat16",))
+    cpu, core = for_device(device, partial(measured_hardware, wanted, work_dir))
     hardware = on_this_machine(cpu)
     if probe_disk:
-        hardware = corrected_by_disk_probe(hardware, work_dir)
+        hardware = with_disk(hardware, disk_rates(work_dir, FULL))
     return emulated_profile(hardware, device, core) if device.accelerated else hardware
 
 

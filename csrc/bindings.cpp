@@ -8,6 +8,7 @@
 
 #include "cpu.h"
 #include "draw.h"
+#include "interface.h"  // BATCHGEN_INTERFACE, which CMakeLists.txt writes
 #include "attention/plan.h"
 #include "matmul/parallel.h"
 #include "pool.h"
@@ -132,6 +133,7 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("follow_affinity", &follow_affinity);
     m.def("set_alone", &set_alone);
 
+    m.attr("INTERFACE") = BATCHGEN_INTERFACE;
     m.attr("MAX_GROUP") = kTileRows;
     py::class_<AttentionPlan>(m, "AttentionPlan")
         .def(py::init<int, int, int, int>(), py::arg("kv_heads"), py::arg("group"), py::arg("block_size"),
@@ -316,6 +318,17 @@ PYBIND11_MODULE(_kernels, m) {
         const Kernels& kernels = active_kernels();
         py::gil_scoped_release release;
         over_rows(rows, columns * 4, [&](int64_t row, int64_t stop) { kernels.quantize(args, row, stop); });
+    });
+    m.def("quantize_fitted", [](Address x, int64_t rows, int64_t columns, int type, Address shares, Address packed) {
+        Quant args{};
+        args.x = at(x), args.packed = at<uint8_t>(packed), args.columns = columns, args.type = Type(type);
+        args.shares = at<float>(shares), args.row_bytes = packed_bytes(int(columns), 4);
+        const Kernels& kernels = active_kernels();
+        const int64_t lanes = kernels.width, blocks = (rows + lanes - 1) / lanes;
+        py::gil_scoped_release release;
+        over_rows(blocks, columns * lanes * 16, [&](int64_t block, int64_t stop) {
+            kernels.quantize_fitted(args, block * lanes, std::min(rows, stop * lanes));
+        });
     });
     m.def("dequantize", [](Address packed, int64_t row_bytes, int64_t rows, int64_t columns, int type, Address out) {
         Quant args{};

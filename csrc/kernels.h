@@ -214,14 +214,15 @@ struct WeightedSums {
     bool in_fp32;
 };
 
-// Quantization in groups (quant/groups.h).
+// Quantization in groups (quant/groups.h, quant/fit.h).
 struct Quant {
     const void* x;    // [rows, columns]
     uint8_t* packed;  // [rows, row_bytes]
     void* out;
     int64_t rows, columns, row_bytes;
     Type type;
-    int bits;  // of a value
+    int bits;             // of a value
+    const float* shares;  // [columns] parts of a squared error that is to be small (quant/fit.h)
 };
 
 // Block-quantized rows to dequantize (quant/blocks.h).
@@ -270,6 +271,7 @@ struct Kernels {
     void (*weighted_sums)(const WeightedSums&, int64_t token, int64_t stop);
     void (*rotary_store)(const RotaryStore&, int64_t token, int64_t stop);
     void (*quantize)(const Quant&, int64_t row, int64_t stop);
+    void (*quantize_fitted)(const Quant&, int64_t row, int64_t stop);  // best with `width` rows
     void (*dequantize)(const Quant&, int64_t row, int64_t stop);
     void (*unpack_blocks)(const Blocks&, int64_t row, int64_t stop);
     void (*argmax)(const Argmax&, int64_t row, int64_t stop);

@@ -9,6 +9,7 @@
 #include "matmul/tile_registers.h"
 #include "norm.h"
 #include "quant/blocks.h"
+#include "quant/fit.h"
 #include "quant/groups.h"
 #include "rotary.h"
 #include "simd/target.h"
@@ -40,6 +41,7 @@ const Kernels& BATCHGEN_NAME(BATCHGEN_TARGET, _kernels)() {
         weighted_sums,
         rotary_store,
         quantize,
+        quantize_fitted,
         dequantize,
         unpack_blocks,
         argmax,

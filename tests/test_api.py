@@ -112,13 +112,14 @@ def test_every_kind_of_input_gives_the_same_rows(model, table, kind, expected):
     assert [e for e in columns["error"] if e] == ["column 'q' is null", "the prompt is empty"] * 4
 
 
-@pytest.mark.parametrize("kind", ["list", "tuple", "array", "chunked array", "pandas", "polars"])
+@pytest.mark.parametrize("kind", ["list", "tuple", "array", "chunked array", "numpy", "pandas", "polars"])
 def test_texts_alone_are_the_column_prompt(model, kind, expected):
     make = {
         "list": list,
         "tuple": tuple,
         "array": pa.array,
         "chunked array": in_chunks,
+        "numpy": lambda texts: np.array(texts, object),
         "pandas": lambda texts: pytest.importorskip("pandas").Series(texts),
         "polars": lambda texts: pytest.importorskip("polars").Series(texts),
     }
@@ -205,7 +206,7 @@ def failing_stream():
     ("given", "complaint"),
     [
         (3, "^input must be a path, a list of texts or of dicts, .* DuckDB .*, not int$"),
-        (np.array(["a"]), "not ndarray$"),
+        (np.array([["a"]]), "not ndarray$"),
         (iter(["a"]), "not list_iterator$"),
         (["a", 3], "item 1 of the list given is of type int: a list has texts"),
         ([{"q": "a"}, None], "item 1 of the list given is of type NoneType"),
@@ -226,6 +227,12 @@ def test_inputs_that_are_no_tables_are_refused_in_one_line(model, given, complai
     with pytest.raises(InputError, match=complaint) as refused:
         batchgen.run(model, given, prompt_column="q")
     assert "\n" not in str(refused.value)
+
+
+def test_a_lazy_frame_is_to_be_collected(model):
+    polars = pytest.importorskip("polars")
+    with pytest.raises(InputError, match=r"not LazyFrame: collect\(\) it first"):
+        batchgen.run(model, polars.LazyFrame(COLUMNS), prompt_column="q")
 
 
 def test_a_split_is_for_datasets(model, table):

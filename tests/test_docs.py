@@ -271,14 +271,3 @@ def test_example_datasets_map(tiny_model, tmp_path, monkeypatch):
 def test_every_example_has_a_test():
     tested = {name.removeprefix("test_example_") for name in dir(sys.modules[__name__]) if "test_example_" in name}
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == tested
-
-
-def test_no_message_or_page_installs_the_package_by_a_name_that_no_registry_has():
-    pages = [
-        *(ROOT / "batchgen").rglob("*.py"),
-        *(ROOT / "docs").rglob("*.md"),
-        *(ROOT / "recipes").rglob("*.*"),
-        ROOT / "README.md",
-    ]
-    texts = {path: path.read_text(errors="replace") for path in pages if path.suffix in (".py", ".md", ".yaml", ".sh")}
-    assert [path for path, text in texts.items() if re.search(r"pip3? install [^\n`]*\bbatchgen\b", text)] == []

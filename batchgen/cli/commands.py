@@ -97,7 +97,10 @@ def run(**options: Any) -> None:
         report = run_job(job)
     except TooManyFailed as error:
         failure, report = error, error.report
-    if options["report"] == "-":
+    except BatchgenError as error:
+        _log_and_exit(error, job)
+        raise
+    if options["report"] == "-" or options["log_format"] == "json":
         pass  # stdout is the report's
     elif report["state"] == "dry run":
         put([json.dumps(report, indent=2)] if as_json else dry_run_lines(report))
@@ -105,6 +108,7 @@ def run(**options: Any) -> None:
         for line in summary(report):
             say(line, sys.stderr if job.output == "-" else sys.stdout)  # stdout may be the output's
     if failure is not None:
+        _log_and_exit(failure, job)
         raise failure
     if report["state"] == "stopped":
         sys.exit(JobStopped.exit_code)
@@ -178,6 +182,16 @@ def status(output: str, as_json: bool) -> None:
 
     state = output_status(local_output(output), name=output)
     put([json.dumps(state, indent=2)] if as_json else describe_status(state))
+
+
+def _log_and_exit(error: BatchgenError, job: JobOptions) -> None:
+    """End the process with an error as a line of the log, if the log is in JSON."""
+    if job.log_format == "json":
+        from batchgen.job.log_format import LogFormat
+
+        line = LogFormat("json", job.log_name).line(str(error), "error", "error", exit_code=error.exit_code)
+        say(line, sys.stderr)
+        sys.exit(error.exit_code)
 
 
 def _say_begun(job: JobOptions) -> None:
@@ -271,11 +285,12 @@ def run_cli() -> int:
         say(f"batchgen: {error}")
         return error.exit_code
     except click.ClickException as error:
-        if isinstance(error, click.UsageError) and error.message.startswith("Got unexpected extra argument"):
-            error.message += ": a value that has spaces needs quotes around it, as 'Classify: {{ text }}' has"
         shown = io.StringIO()
         error.show(shown)
-        for line in shown.getvalue().splitlines():
+        lines = shown.getvalue().splitlines()
+        if isinstance(error, click.UsageError) and error.message.startswith("Got unexpected extra argument"):
+            lines[-1] += ": a value that has spaces needs quotes around it, as 'Classify: {{ text }}' has"
+        for line in lines:
             say(line)
         return error.exit_code
     except ProductLost as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.knowledge import Knowledge
 from batchgen.core.text_file import read_text
 from batchgen.core.typed_json import parse_json
 
@@ -260,6 +261,7 @@ class HardwareProfile:
         all_reduce_overhead_s: Constant seconds of one such sum, besides those of its bytes.
         kernels: The CPU kernel of each shape for which the rates were measured; empty: no kernel was chosen.
         sources: The origin of each figure, by field name; empty for a measured profile.
+        knowledge: Knowledge of how far the rates are certain; None for a given profile. No profile file has it.
     """
 
     name: str
@@ -291,6 +293,7 @@ class HardwareProfile:
     kernels: KernelChoice = PROCESS_SET
     measured: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    knowledge: Knowledge | None = None
 
     def __post_init__(self) -> None:
         needs_gpu = {n: getattr(self, n) for n in ("gpu_memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s")}
@@ -331,7 +334,7 @@ class HardwareProfile:
         return profile
 
     def to_json(self) -> dict[str, Any]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "knowledge"}
         devices = {name: values[name] and _compute_to_json(values[name]) for name in ("cpu", "gpu")}
         chosen = {"kernels": self.kernels.to_json()}
         if self.kernels == PROCESS_SET:  # as in files of versions that did not choose
@@ -399,7 +402,7 @@ def known(rate: float | None) -> float:
 
 
 def _check_names(cls: type[Any], values: Mapping[str, Any], prefix: str) -> None:
-    own = {f.name: f for f in fields(cls)}
+    own = {f.name: f for f in fields(cls) if f.name != "knowledge"}
     for name in values:
         if name not in own:
             raise InputError(f"hardware profile: {prefix}{name} is no field of it")

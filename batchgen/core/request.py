@@ -8,10 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import InputError, one_line
-from batchgen.core.partial import PartialCompletion
+
+if TYPE_CHECKING:
+    from batchgen.core.partial import (
+        PartialCompletion,
+    )  # imports numpy, which the command line's help does not wait for
 
 # Limits of what one row may ask for, as it would take all memory and time: samples of all its prompts (vLLM has the
 # same
@@ -60,6 +64,8 @@ class SamplingParams:
         logprobs: Number of most likely tokens that are reported at each position with their log-probabilities, besides
             the chosen token. 0: the chosen token alone; None: nothing is reported. Log-probabilities are those of the
             model, before temperature, penalties and grammars.
+        prompt_logprobs: Number of most likely tokens that are reported at each position of the prompt with their
+            log-probabilities, besides the prompt's own token. 0: the own token alone; None: nothing is reported.
         json_schema: JSON schema of the whole text, as JSON text, a mapping or a class of pydantic. The JSON is on one
             line, unless the schema's "x-guidance" sets another whitespace_pattern. A text that ends early by
             `max_tokens` or a stop string may be incomplete.
@@ -81,6 +87,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     json_schema: str | None = None
     regex: str | None = None
     choice: tuple[str, ...] = ()
@@ -118,7 +125,10 @@ class SamplingParams:
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
             ("n", 1 <= self.n <= MOST_SAMPLES, f"between 1 and {MOST_SAMPLES}"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "between 0 and 100"),
+            *(
+                (name, getattr(self, name) is None or 0 <= getattr(self, name) <= 100, "between 0 and 100")
+                for name in ("logprobs", "prompt_logprobs")
+            ),
             (
                 "stop",
                 len(self.stop) <= MOST_STOPS and all(isinstance(s, str) and s for s in self.stop),
@@ -163,11 +173,12 @@ class SamplingParams:
         """True where a bias or a penalty changes the logits of some tokens before a token is chosen."""
         return self.penalizes_output or bool(self.logit_bias)
 
-    def check_result_size(self, prompts: int) -> None:
+    def check_result_size(self, prompts: int, prompt_tokens: int = 0) -> None:
         """Raise InputError where the results of one request may be too large for memory.
 
         Args:
             prompts: Number of prompts of the request.
+            prompt_tokens: Number of tokens of the longest prompt.
         """
         token_bytes = _TOKEN_BYTES + (0 if self.logprobs is None else _LOGPROB_BYTES * (1 + self.logprobs))
         if (size_bytes := prompts * self.n * self.max_tokens * token_bytes) > MOST_RESULT_BYTES:
@@ -175,6 +186,14 @@ class SamplingParams:
                 f"{prompts * self.n} samples of up to {self.max_tokens} tokens"
                 f"{'' if self.logprobs is None else f' with {1 + self.logprobs} log-probabilities each'} could take "
                 f"{size_bytes / 2**30:,.0f} GiB in one row: lower n, max_tokens or logprobs"
+            )
+        if self.prompt_logprobs is None:
+            return
+        size_bytes = prompts * prompt_tokens * _LOGPROB_BYTES * (1 + self.prompt_logprobs)
+        if size_bytes > MOST_RESULT_BYTES:
+            raise InputError(
+                f"{1 + self.prompt_logprobs} log-probabilities for each of {prompt_tokens:,} prompt tokens could take"
+                f" {size_bytes / 2**30:,.0f} GiB in one row: lower prompt_logprobs"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -372,20 +391,26 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token and its log-probability (natural log) under the model."""
+    """A token and its log-probability (natural log) under the model.
+
+    Attributes:
+        token_id: Id of the token.
+        token: Text of the token.
+        logprob: The log-probability; None for the first token of a prompt, which follows nothing.
+    """
 
     token_id: int
     token: str
-    logprob: float
+    logprob: float | None
 
 
 @dataclass(frozen=True)
 class PositionLogprobs:
-    """The log-probabilities at one position: of the token that was chosen or scored, and of the most likely tokens.
+    """The log-probabilities at one position: of the token that is there, and of the most likely tokens.
 
     Attributes:
-        chosen: The token that was chosen or scored.
-        top: The most likely tokens, most likely first; as many as `logprobs` asked for.
+        chosen: The token that was chosen or scored, or the prompt's token.
+        top: The most likely tokens, most likely first; as many as `logprobs` or `prompt_logprobs` asked for.
     """
 
     chosen: TokenLogprob
@@ -416,6 +441,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """The tokens of one prompt of a request.
+
+    Attributes:
+        token_ids: Token ids of the prompt.
+        logprobs: Log-probabilities at each position; None where `prompt_logprobs` did not ask for them.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Completion:
     """The result of one request: `samples` where it succeeded, `error` where it failed.
 
@@ -428,6 +466,7 @@ class Completion:
         error: The reason why the request failed; None where it succeeded.
         cached_tokens: Number of prompt tokens whose KV was already computed for another row.
         row: Number of the request's row in a dataset.
+        prompts: Tokens of each prompt; empty where the request failed.
     """
 
     index: int
@@ -437,11 +476,22 @@ class Completion:
     error: str | None = None
     cached_tokens: int = 0
     row: int | None = None
+    prompts: tuple[Prompt, ...] = ()
 
     @property
     def text(self) -> str | None:
         """The text of the first sample; None where the request failed."""
         return self.samples[0].text if self.samples else None
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...] | None:
+        """Token ids of the first prompt; None where the request failed."""
+        return self.prompts[0].token_ids if self.prompts else None
+
+    @property
+    def prompt_logprobs(self) -> tuple[PositionLogprobs, ...] | None:
+        """Log-probabilities at each position of the first prompt; None where there are none."""
+        return self.prompts[0].logprobs if self.prompts else None
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "stream": (False,),
-    "echo": (False,),
     "suffix": ("",),
     "min_tokens": (0,),
     "use_beam_search": (False,),
@@ -149,11 +148,19 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
             raise RowError("prompt is missing")
         prompts = _completion_prompts(fields.pop("prompt"))
     max_tokens = _take(fields, "max_tokens", _is_int, "an integer", sampling.max_tokens)
+    echo = not chat and _take(fields, "echo", _is_bool, "true or false", False)
+    if echo and max_tokens == 0:  # the prompt alone is the answer: what is generated is left out of it
+        max_tokens = 1
     if chat:
+        _take(fields, "echo", lambda value: value is False, "false: a chat has no text before its answer")
         max_tokens = _take(fields, "max_completion_tokens", _is_int, "an integer", max_tokens)
     n = _take(fields, "n", _is_int, "an integer", 1)
     _take(fields, "best_of", lambda value: value == n, f"equal to n ({n}): choosing the best is not supported")
     stop = _take(fields, "stop", _is_stop, "a string or a list of strings", [])
+    logprobs = _chat_logprobs(fields) if chat else _take(fields, "logprobs", _is_int, "an integer")
+    prompt_logprobs = _take(fields, "prompt_logprobs", _is_int, "an integer")
+    if echo and prompt_logprobs is None:  # of token ids it has the texts
+        prompt_logprobs = logprobs if logprobs is not None or all(isinstance(p, str) for p in prompts) else 0
     values = {
         "max_tokens": max_tokens,
         "n": n,
@@ -169,7 +176,8 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
         "stop_token_ids": _take(fields, "stop_token_ids", _is_token_ids, "a list of token ids", []),
         "ignore_eos": _take(fields, "ignore_eos", _is_bool, "true or false", False),
         "seed": _take(fields, "seed", _is_int, "an integer", sampling.seed),
-        "logprobs": _chat_logprobs(fields) if chat else _take(fields, "logprobs", _is_int, "an integer"),
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
         **_grammar(fields),
     }
     _refuse_others(fields)

@@ -21,23 +21,29 @@ def format_response(
         custom_id: The request's custom_id.
         body: The request's body, which tells a chat from a completion.
         completion_row: {"samples": [{"text", "reasoning": None or a text, "finish_reason", "logprobs": None or
-            [{"token", "token_id", "logprob", "top": [{"token", "token_id", "logprob"}]}]}], "prompt_tokens": int,
+            [{"token", "token_id", "logprob", "top": [{"token", "token_id", "logprob"}]}], "token_ids": None or [int]}],
+            "prompts": [{"logprobs": as of a sample, "token_ids": None or [int]}], "prompt_tokens": int,
             "generated_tokens": [int]}.
         model_name: Name of the model in the line.
         row_index: Index of the request's row in the input.
     """
-    chat = "messages" in (json.loads(body) if isinstance(body, str) else body)
+    asked: dict[str, Any] = json.loads(body) if isinstance(body, str) else body
+    chat = "messages" in asked
     digest = _digest(custom_id, row_index)
+    samples, prompts = completion_row["samples"], completion_row["prompts"]
     prompt_tokens = completion_row["prompt_tokens"]
     completion_tokens = sum(completion_row["generated_tokens"])
-    answer = {
+    if asked.get("echo"):
+        samples = _with_prompts(asked, samples, prompts)
+        completion_tokens = 0 if asked.get("max_tokens") == 0 else completion_tokens
+    answer: dict[str, Any] = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{digest}",
         "object": "chat.completion" if chat else "text_completion",
         "created": 0,
         "model": model_name,
         "choices": [
-            (_chat_choice if chat else _text_choice)(index, sample)
-            for index, sample in enumerate(completion_row["samples"])
+            (_chat_choice if chat else _text_choice)(index, sample) | _token_ids("token_ids", sample)
+            for index, sample in enumerate(samples)
         ],
         "usage": {
             "prompt_tokens": prompt_tokens,
@@ -45,6 +51,11 @@ def format_response(
             "total_tokens": prompt_tokens + completion_tokens,
         },
     }
+    for index, choice in enumerate(answer["choices"]):  # where vLLM has them: a chat has one prompt
+        prompt = prompts[index * len(prompts) // len(samples)]
+        wanted = asked.get("prompt_logprobs") is not None and prompt["logprobs"] is not None
+        logprobs = {"prompt_logprobs": [_prompt_position(p) for p in prompt["logprobs"]]} if wanted else {}
+        (answer if chat else choice).update(logprobs | _token_ids("prompt_token_ids", prompt))
     return {
         "id": f"batch_req_{digest}",
         "custom_id": custom_id,
@@ -88,6 +99,54 @@ def _chat_choice(index: int, sample: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _token_ids(name: str, owner: dict[str, Any]) -> dict[str, list[int]]:
+    """The token ids of a prompt or a sample under a name; nothing where they were not asked for."""
+    return {} if owner.get("token_ids") is None else {name: owner["token_ids"]}
+
+
+def _with_prompts(
+    asked: dict[str, Any], samples: list[dict[str, Any]], prompts: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The samples of a completion that echoes its prompts, with the text and the log-probabilities of their prompts.
+
+    Args:
+        asked: The request's body. Where its max_tokens is 0 the prompts alone are the answer.
+        samples: The samples.
+        prompts: The prompts, of which each has as many samples.
+    """
+    given = asked["prompt"]
+    texts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+    echoed = []
+    for index, sample in enumerate(samples):
+        number = index * len(texts) // len(samples)
+        text, positions = texts[number], prompts[number]["logprobs"] if len(prompts) == len(texts) else []
+        if not isinstance(text, str):
+            text = "".join(position["token"] for position in positions)
+        if asked.get("max_tokens") == 0:
+            sample = {**sample, "text": "", "logprobs": None if sample["logprobs"] is None else []}
+        logprobs = None if sample["logprobs"] is None else [*positions, *sample["logprobs"]]
+        echoed.append({**sample, "text": text + sample["text"], "logprobs": logprobs})
+    return echoed
+
+
+def _prompt_position(position: dict[str, Any]) -> dict[str, Any] | None:
+    """A position of vLLM's prompt_logprobs: an object for each token id; None for the first token.
+
+    `rank` is null for a token that is not among the most likely ones that were asked for.
+    """
+    if position["logprob"] is None:
+        return None
+    ranks = {token["token_id"]: rank for rank, token in enumerate(position["top"], 1)}
+    return {
+        str(token["token_id"]): {
+            "logprob": _logprob(token),
+            "rank": ranks.get(token["token_id"]),
+            "decoded_token": token["token"],
+        }
+        for token in [position, *position["top"]]
+    }
+
+
 def _position(position: dict[str, Any]) -> dict[str, Any]:
     return {**_token(position), "top_logprobs": [_token(token) for token in position["top"]]}
 
@@ -109,13 +168,14 @@ def _text_choice(index: int, sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_logprobs(positions: list[dict[str, Any]]) -> dict[str, Any]:
-    tops = []  # one {token: logprob} a position, with the chosen token always among them
+    tops: list[dict[str, float] | None] = []  # {token: logprob} of a position, its own token among them
     offsets, offset = [], 0
     for position in positions:
         ranked: dict[str, float] = {}
         for token in [*position["top"], position]:
-            ranked.setdefault(token["token"], _logprob(token))  # of tokens with one text the most likely
-        tops.append(ranked)
+            if (logprob := _logprob(token)) is not None:
+                ranked.setdefault(token["token"], logprob)  # of tokens with one text the most likely
+        tops.append(ranked or None)
         offsets.append(offset)
         offset += len(position["token"])
     return {
@@ -126,6 +186,6 @@ def _text_logprobs(positions: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _logprob(token: dict[str, Any]) -> float:
-    logprob: float = token["logprob"]
-    return max(logprob, _LOWEST_LOGPROB)
+def _logprob(token: dict[str, Any]) -> float | None:
+    """A token's log-probability in JSON; None for the first token of a prompt."""
+    return None if token["logprob"] is None else max(token["logprob"], _LOWEST_LOGPROB)

@@ -55,8 +55,10 @@ class SamplingColumn:
             raise RowError(f"column {self.name!r}: {error}") from error
         if sampling.n > 1 and self.job.n == 1:
             raise RowError(f"column {self.name!r}: n is {sampling.n}, but the job's is 1: give it -n as well")
-        if sampling.logprobs is not None and self.job.logprobs is None:
-            raise RowError(f"column {self.name!r}: logprobs are given, but not to the job: give it --logprobs as well")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(sampling, name) is not None and getattr(self.job, name) is None:
+                flag = "--" + name.replace("_", "-")
+                raise RowError(f"column {self.name!r}: {name} are given, but not to the job: give it {flag} as well")
         return sampling
 
 

@@ -15,6 +15,7 @@ from batchgen.core.partial import PartialCompletion, PartialSample
 from batchgen.core.request import (
     Completion,
     PositionLogprobs,
+    Prompt,
     Request,
     Sample,
     SamplingParams,
@@ -34,9 +35,11 @@ from batchgen.engine.encode import (
 from batchgen.engine.non_finite import NonFiniteSequences
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.requests import each_request
+from batchgen.engine.scoring import is_finite, take_scores
 from batchgen.models.tokenizers.harmony import AnswerStops, Harmony
 from batchgen.models.tokenizers.thinking import Thinking, ThoughtStops
 from batchgen.runtime.grammar import Constraint, Grammar
+from batchgen.runtime.logits_parts import LogitsParts, spread, take
 from batchgen.runtime.sampler import SampledToken
 from batchgen.schedule.from_policy import longest_sequence
 from batchgen.schedule.sequence import NOT_FINITE, PENDING, Sequence
@@ -46,22 +49,23 @@ if TYPE_CHECKING:
 
     from batchgen.models.tokenizers.tokenizer import StopDetector
     from batchgen.runtime.sampler import Sampled
+    from batchgen.runtime.scorer import Scorer
 
 
 @dataclass
 class _InFlight:
-    """A request that has started, and some of whose samples still run.
+    """A request that has started, and some of whose sequences still run.
 
     Attributes:
         index: Number of the request in the call.
         row_id: Id of its row.
         row: Number of its row in a dataset.
         digest: Digest of its tokens and sampling parameters.
-        prompt_tokens: Tokens of all its prompts.
+        prompts: Tokens of each prompt, with log-probabilities as far as they are known.
         sequences: The sequence of each sample.
         samples: Samples that have ended; None for others.
         cached_tokens: For each prompt, tokens whose KV came from other rows.
-        running: Number of samples that still run.
+        running: Number of sequences that still run, those that score prompts included.
         error: Reason why the request fails; None: it has not failed.
     """
 
@@ -69,7 +73,7 @@ class _InFlight:
     row_id: str | int
     row: int | None
     digest: bytes
-    prompt_tokens: int
+    prompts: list[Prompt]
     sequences: list[Sequence]
     samples: list[Sample | None]
     cached_tokens: list[int]
@@ -79,7 +83,12 @@ class _InFlight:
     def add(self, sequence: Sequence, sample: Sample) -> None:
         self.samples[sequence.sample_index] = sample
         prompt = sequence.sample_index // sequence.sampling.n
-        self.cached_tokens[prompt] = max(self.cached_tokens[prompt], sequence.num_cached)
+        if not _is_scored(sequence):
+            self.cached_tokens[prompt] = max(self.cached_tokens[prompt], sequence.num_cached)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     def completion(self) -> Completion:
         if self.error is not None:
@@ -91,6 +100,7 @@ class _InFlight:
             tuple(sample for sample in self.samples if sample is not None),
             cached_tokens=sum(self.cached_tokens),
             row=self.row,
+            prompts=tuple(self.prompts),
         )
 
     def partial(self) -> PartialCompletion | None:
@@ -111,6 +121,11 @@ def _partial(sequence: Sequence) -> PartialSample:
     sampled = sequence.logprobs[: len(generated)]  # another thread may be about to append to it
     numbers = np.array([token.numbers for token in sampled] or [[]], np.float64)[: len(sampled)]
     return PartialSample(np.array(generated[: len(sampled)], np.int32), numbers)
+
+
+def _is_scored(sequence: Sequence) -> bool:
+    """Tell whether another sequence of the request scores this one's prompt, which it so has computed for it."""
+    return sequence.sampling.prompt_logprobs is not None and sequence.num_prompt > 1
 
 
 @dataclass(frozen=True)
@@ -137,10 +152,12 @@ class _Chosen:
     Attributes:
         rows: Sequence of each token, and its position in the sequence. Tokens of sequences that have ended are dropped.
         sampled: The sampler's results, in the order of the rows.
+        scorer: The scores of prompts; None: the sweep has none.
     """
 
     rows: list[tuple[Sequence, int]]
     sampled: list[Sampled]
+    scorer: Scorer | None = None
 
     @property
     def needs_host(self) -> bool:
@@ -210,6 +227,7 @@ class Generation:
             Sequence, tuple[Thinking, bool]
         ] = {}  # thinking tags, and whether the text begins in thoughts
         self._sampled: list[tuple[list[Sequence], Sampled]] = []  # in the sweep in flight
+        self._scorer: Scorer | None = None  # of the prompts in the sweep in flight; None: no prompt is scored
         self.non_finite = NonFiniteSequences()
 
     def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
@@ -270,7 +288,7 @@ class Generation:
         if count >= context:
             raise RowError(f"the prompt has {count} tokens, the context holds {context}")
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - count))
-        sampling.check_result_size(prompts)
+        sampling.check_result_size(prompts, count)
         pool = longest_sequence(policy, self._parts.memory, self._parts.compute_tier)
         if count + sampling.max_tokens - 1 > pool:
             raise RowError(
@@ -283,23 +301,25 @@ class Generation:
         """The sequences of a request, or its Completion if it failed before it ran."""
         request, index = prepared.request, prepared.index
         row_id = index if request.id is None else request.id
-        prompt_tokens = sum(len(token_ids) for token_ids, _ in prepared.prompts)
+        prompts = [self._prompt(token_ids, sampling) for token_ids, sampling in prepared.prompts]
         if prepared.error is not None:
+            prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
             return Completion(index, row_id, prompt_tokens, error=prepared.error, row=request.row)
         started = [
             sequence
             for number, (token_ids, sampling) in enumerate(prepared.prompts)
             for sequence in self._samples_of(prepared, row_id, number * sampling.n, token_ids, sampling)
         ]
-        samples: list[Sample | None] = [None] * len(started)
+        sequences = [sequence for sequence in started if not sequence.targets]
+        samples: list[Sample | None] = [None] * len(sequences)
         cached_tokens = [0] * len(prepared.prompts)
         self._in_flight[index] = _InFlight(
             index,
             row_id,
             request.row,
             prepared.digest,
-            prompt_tokens,
-            started,
+            prompts,
+            sequences,
             samples,
             cached_tokens,
             len(started),
@@ -317,12 +337,16 @@ class Generation:
             The sequences that still run, or the Completion if all samples have ended; None: there are no such tokens.
         """
         partial = prepared.request.partial
-        if partial is None or partial.digest != prepared.digest or len(partial.samples) != len(started):
+        if partial is None or partial.digest != prepared.digest:
+            return None
+        if len(partial.samples) != sum(not sequence.targets for sequence in started):
             return None
         completion = None
         running: list[Sequence] = []
-        for sequence, sample in zip(started, partial.samples, strict=True):
-            self._restore(sequence, sample)
+        samples = iter(partial.samples)
+        for sequence in started:
+            if not sequence.targets:  # those that score a prompt begin again
+                self._restore(sequence, next(samples))
             if sequence in self._finishes:
                 completion = self.finish(sequence)
             else:
@@ -352,10 +376,19 @@ class Generation:
         flights = list(self._in_flight.values())
         return [partial for flight in flights if (partial := flight.partial()) is not None]
 
+    def _prompt(self, token_ids: array, sampling: SamplingParams) -> Prompt:
+        """A prompt, with the position of its first token where log-probabilities are asked for."""
+        wanted = sampling.prompt_logprobs is not None
+        logprobs = (self._parts.position_logprobs(token_ids[0], None),) if wanted else None
+        return Prompt(tuple(token_ids), logprobs)
+
     def _samples_of(
         self, prepared: _Prepared, row_id: str | int, first: int, token_ids: array, sampling: SamplingParams
     ) -> list[Sequence]:
         """The sequences of one prompt of a request.
+
+        Where log-probabilities of the prompt are asked for, the first is a sequence that scores the prompt and takes
+        over no KV, since the logits of all its positions are needed.
 
         Args:
             prepared: The request.
@@ -365,6 +398,8 @@ class Generation:
             sampling: Sampling parameters of the prompt.
         """
         started: list[Sequence] = []
+        if sampling.prompt_logprobs is not None and len(token_ids) > 1:
+            started.append(_scoring_sequence(prepared.index, row_id, first, token_ids, sampling))
         thinking = self._thinking_of(prepared.request, token_ids, sampling)
         for k in range(sampling.n):
             sequence = Sequence(prepared.index, row_id, first + k, list(token_ids), sampling)
@@ -398,18 +433,25 @@ class Generation:
             return AnswerStops(self._harmony, detector)
         return detector if thinking is None else ThoughtStops(*thinking, detector)
 
-    def take_logits(self, rows, logits, start: int) -> Tensor:
-        """Sample the next tokens of sequences; returns their ids, int64 [rows].
+    def take_logits(self, rows, logits, start: int) -> Tensor | None:
+        """Sample the next tokens of sequences, and score tokens of prompts.
 
         Args:
             rows: Sequences whose logits these are, one for each row.
             logits: fp32 logits, [rows, vocabulary].
             start: Index in the vocabulary of the first column: 0, as logits come whole.
         """
-        sequences = [row.sequence for row in rows]
-        sampled = self._parts.sample(logits, sequences)
+        parts = LogitsParts.of(rows)
+        if parts.scored:
+            assert self._parts.scorer is not None
+            self._scorer = self._scorer or self._parts.scorer()
+            self._scorer.take([rows[i] for i in parts.scored], take(logits, parts.scored), start)
+        if not parts.sampled:
+            return None
+        sequences = [rows[i].sequence for i in parts.sampled]
+        sampled = self._parts.sample(take(logits, parts.sampled), sequences)
         self._sampled.append((sequences, sampled))
-        return sampled.token_ids
+        return spread(sampled.token_ids, parts.sampled, len(rows))
 
     def end_sweep(self) -> _Chosen:
         """The tokens sampled in the sweep that is being run. Their sequences hold PENDING until it has run."""
@@ -418,8 +460,8 @@ class Generation:
             for sequence in sequences:
                 rows.append((sequence, len(sequence.tokens)))
                 sequence.tokens.append(PENDING)
-        chosen = _Chosen(rows, [sampled for _, sampled in self._sampled])
-        self._sampled = []
+        chosen = _Chosen(rows, [sampled for _, sampled in self._sampled], self._scorer)
+        self._sampled, self._scorer = [], None
         return chosen
 
     def advance(self, chosen: _Chosen, stats: EngineStats) -> list[Sequence]:
@@ -428,12 +470,15 @@ class Generation:
         constrained: list[tuple[Constraint, int]] = []
         generated = 0
         stats.begins_twice |= self._begins_twice
+        if chosen.scorer is not None:
+            finished += take_scores(chosen.scorer, self.non_finite, self._has_failed)
+        stats.prompt_tokens += sum(1 + sequence.num_prompt for sequence in finished)
         for sequence, token, known in chosen.tokens():
             first = known == sequence.num_restored + 1
             if (
                 token.token_id == NOT_FINITE
                 and first
-                and self.non_finite.reruns(sequence, failed=self._in_flight[sequence.request_index].error is not None)
+                and self.non_finite.reruns(sequence, failed=self._has_failed(sequence))
             ):
                 del sequence.tokens[sequence.num_prompt + sequence.num_restored :]
                 continue
@@ -459,15 +504,39 @@ class Generation:
         return finished
 
     def finish(self, sequence: Sequence) -> Completion | None:
-        """The completion of a sequence's request, if all its other samples have ended; None: some still run."""
+        """The completion of a sequence's request, if all its other sequences have ended; None: some still run."""
         flight = self._in_flight[sequence.request_index]
-        finish, detector = self._finishes.pop(sequence), self._detectors.pop(sequence, None)
-        if finish.error is not None:
-            flight.error = flight.error or finish.error
+        if sequence.targets:
+            self._add_prompt_logprobs(flight, sequence)
         else:
-            flight.add(sequence, self._sample(sequence, finish, detector))
+            finish, detector = self._finishes.pop(sequence), self._detectors.pop(sequence, None)
+            if finish.error is not None:
+                flight.error = flight.error or finish.error
+            else:
+                flight.add(sequence, self._sample(sequence, finish, detector))
         flight.running -= 1
         return None if flight.running else self._in_flight.pop(sequence.request_index).completion()
+
+    def _has_failed(self, sequence: Sequence) -> bool:
+        return self._in_flight[sequence.request_index].error is not None
+
+    def _add_prompt_logprobs(self, flight: _InFlight, sequence: Sequence) -> None:
+        """Add the log-probabilities of a prompt to its request.
+
+        Args:
+            flight: The request.
+            sequence: The sequence that has scored the prompt.
+        """
+        if not is_finite(sequence):
+            flight.error = flight.error or self._parts.not_finite
+            return
+        number = sequence.sample_index // sequence.sampling.n
+        prompt = flight.prompts[number]
+        positions = (
+            self._parts.position_logprobs(token, score.logprobs[0], score.top)
+            for (token,), score in zip(sequence.targets, sequence.scores, strict=True)
+        )
+        flight.prompts[number] = replace(prompt, logprobs=(*(prompt.logprobs or ()), *positions))
 
     def _finish_of(self, sequence: Sequence, token: int, num_generated: int) -> _Finish | None:
         """The end of a sequence at a generated token; None: the sequence goes on.
@@ -520,10 +589,23 @@ class Generation:
     def _logprobs(self, sequence: Sequence) -> tuple[PositionLogprobs, ...] | None:
         if sequence.sampling.logprobs is None:
             return None
-        return tuple(
-            PositionLogprobs(
-                self._parts.token_logprob(t.token_id, t.logprob),
-                tuple(self._parts.token_logprob(*pair) for pair in t.top),
-            )
-            for t in sequence.logprobs
-        )
+        return tuple(self._parts.position_logprobs(t.token_id, t.logprob, t.top) for t in sequence.logprobs)
+
+
+def _scoring_sequence(
+    request_index: int, row_id: str | int, sample_index: int, token_ids: Iterable[int], sampling: SamplingParams
+) -> Sequence:
+    """A sequence that scores each token of a prompt but the first.
+
+    Args:
+        request_index: Index of the request.
+        row_id: Id of its row.
+        sample_index: Index, among all samples of the request, of the prompt's first sample.
+        token_ids: Token ids of the prompt.
+        sampling: Sampling parameters of the prompt's samples.
+    """
+    tokens = list(token_ids)
+    # The scheduler counts one generated token at the end, though there is none.
+    sampling = replace(sampling, max_tokens=1, logprobs=sampling.prompt_logprobs)
+    targets = tuple((token,) for token in tokens[1:])
+    return Sequence(request_index, row_id, sample_index, tokens[:-1], sampling, targets=targets)

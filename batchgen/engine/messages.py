@@ -33,7 +33,7 @@ from batchgen.schedule.staging import Run, Staging
 
 # The function that other ranks run, as `distributed.serve.serve` takes it.
 WORK = "batchgen.engine.follow:follow_rank_zero"
-Answers = list[SampledToken] | list[ScoredPosition]  # one for each row of logits of a sweep, in order
+Answers = list[SampledToken | ScoredPosition]  # one for each row of logits of a sweep, in order
 
 
 @dataclass(frozen=True)

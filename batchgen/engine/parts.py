@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import peak_resident_bytes
 from batchgen.core.plan import MemoryPlan, Policy
-from batchgen.core.request import TokenLogprob
+from batchgen.core.request import PositionLogprobs, TokenLogprob
 from batchgen.core.routing import RoutingCounts
 from batchgen.models.config import ModelConfig
 from batchgen.runtime.grammar import Grammars
@@ -108,9 +108,21 @@ class EngineParts:
     sweeps_in_flight: int = 1
     peaks_of_others: Callable[[], Sequence[Mapping[str, int] | None]] = tuple
 
-    def token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
+    def token_logprob(self, token_id: int, logprob: float | None) -> TokenLogprob:
         """A token's log-probability, with the token's text."""
         return TokenLogprob(token_id, self.tokenizer.token_text(token_id), logprob)
+
+    def position_logprobs(
+        self, token_id: int, logprob: float | None, top: Iterable[tuple[int, float]] = ()
+    ) -> PositionLogprobs:
+        """The log-probabilities at one position, with the texts of tokens.
+
+        Args:
+            token_id: The token at the position.
+            logprob: Its log-probability.
+            top: The most likely tokens, each with its log-probability.
+        """
+        return PositionLogprobs(self.token_logprob(token_id, logprob), tuple(self.token_logprob(*pair) for pair in top))
 
     @property
     def not_finite(self) -> str:
@@ -136,6 +148,9 @@ class EngineStats:
         prompt_tokens: Prompt tokens of prefilled rows, whether computed or taken from the prefix cache.
         cached_prompt_tokens: Prompt tokens taken from the prefix cache.
         computed_tokens: Tokens that went through the layers.
+        prefilled_tokens: Prompt tokens among `computed_tokens`, or what else went through in chunks.
+        prefill_keys: Tokens that these attended to, all together.
+        decode_keys: Tokens that the other computed tokens attended to, all together.
         generated_tokens: Generated tokens.
         scored_tokens: Scored tokens of continuations.
         sweeps: Number of sweeps.
@@ -149,6 +164,9 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     computed_tokens: int = 0
+    prefilled_tokens: int = 0
+    prefill_keys: int = 0
+    decode_keys: int = 0
     generated_tokens: int = 0
     scored_tokens: int = 0
     sweeps: int = 0

@@ -25,6 +25,7 @@ from batchgen.engine.messages import Answers, SentSequence, StageLoads, SweepMes
 from batchgen.engine.parts import EngineParts, process_peaks
 from batchgen.engine.ranks import RankGroup, RankZeroCounts
 from batchgen.runtime.executor import Executor
+from batchgen.runtime.logits_parts import LogitsParts, take
 from batchgen.runtime.sampler import SampledToken, sample
 from batchgen.runtime.scorer import Scorer
 from batchgen.runtime.sweep_options import OnLogits
@@ -282,35 +283,42 @@ def serve_stage(group: RankGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan]
                     sweep: SweepMessage = decode(group.receive_broadcast())
                 except EOFError:
                     break
-                chooser = _Scoring() if sweep.vocabulary_chunks else _Sampling()
-                executor.run(sweep.batches, chooser.take, vocabulary_chunks=sweep.vocabulary_chunks)
+                answers = _SweepAnswers()
+                executor.run(sweep.batches, answers.take, vocabulary_chunks=sweep.vocabulary_chunks)
                 if request.config.has_head:
-                    answering.send(chooser.answers())
+                    answering.send(answers.in_order())
     return process_peaks(executor)
 
 
-class _Sampling:
-    """Sampling of a sweep's tokens in the last stage."""
+class _SweepAnswers:
+    """The tokens that the last stage samples in a sweep, and the positions that it scores."""
 
     def __init__(self) -> None:
+        self._rows: list[LogitsRow] = []
         self._tokens: list[SampledToken] = []
+        self._scorer = Scorer()
 
     def take(self, rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:
-        self._tokens += sample(logits, [row.sequence for row in rows]).tokens()
+        """Take logits of rows; those that are sampled come whole.
 
-    def answers(self) -> Answers:
-        return self._tokens
+        Args:
+            rows: Rows of logits.
+            logits: Their logits, fp32 [rows, columns].
+            start: Token of the first column.
+        """
+        parts = LogitsParts.of(rows)
+        if start == 0:
+            self._rows += rows
+        if parts.scored:
+            self._scorer.take([rows[i] for i in parts.scored], take(logits, parts.scored), start)
+        if parts.sampled:
+            sequences = [rows[i].sequence for i in parts.sampled]
+            self._tokens += sample(take(logits, parts.sampled), sequences).tokens()
 
-
-class _Scoring:
-    """Scoring of a sweep's positions in the last stage."""
-
-    def __init__(self) -> None:
-        self._scorer = Scorer()
-        self.take = self._scorer.take
-
-    def answers(self) -> Answers:
-        return [score for _, score in self._scorer.results()]
+    def in_order(self) -> Answers:
+        """The token or the score of each row, in the order of the rows."""
+        tokens, scores = iter(self._tokens), (score for _, score in self._scorer.results())
+        return [next(scores) if row.sequence.targets else next(tokens) for row in self._rows]
 
 
 class _Answering:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import (
     ContinuationScore,
-    PositionLogprobs,
     SamplingParams,
     Scored,
     ScoreRequest,
@@ -152,18 +151,8 @@ class Scoring:
 
     def advance(self, scorer: Scorer, stats: EngineStats) -> list[Sequence]:
         """Give sequences the scores of a sweep that has run; returns the sequences that have all their scores."""
-        finished = []
         stats.begins_twice |= self._begins_twice
-        for row, score in scorer.results():
-            sequence = row.sequence
-            if row.position != sequence.scored_from + len(sequence.scores):
-                continue  # the sequence begins again
-            if score.argmax == NOT_FINITE and self.non_finite.reruns(sequence):
-                sequence.scores.clear()
-                continue
-            sequence.scores.append(score)
-            if len(sequence.scores) == len(sequence.targets):
-                finished.append(sequence)
+        finished = take_scores(scorer, self.non_finite)
         for sequence in finished:
             if sequence.sample_index == 0:  # a request counts once
                 tokens = self._in_flight[sequence.request_index].tokens
@@ -181,7 +170,7 @@ class Scoring:
             return None
         del self._in_flight[sequence.request_index]
         tokens, row = flight.tokens, flight.row
-        if any(score.argmax == NOT_FINITE for one in flight.sequences for score in one.scores):
+        if not all(map(is_finite, flight.sequences)):
             error = self._parts.not_finite
             return Scored(sequence.request_index, sequence.row_id, tokens.given, error=error, row=row)
         scores = tuple(
@@ -196,11 +185,39 @@ class Scoring:
         for token, (path, position, target) in zip(tokens, nodes, strict=True):
             score = sequences[path].scores[position]
             logprob = score.logprobs[target]
-            top = tuple(self._parts.token_logprob(*pair) for pair in score.top)
-            positions.append(PositionLogprobs(self._parts.token_logprob(token, logprob), top))
+            positions.append(self._parts.position_logprobs(token, logprob, score.top))
             total += logprob
             is_greedy = is_greedy and score.argmax == token
         return ContinuationScore(tokens, total, is_greedy, tuple(positions))
+
+
+def take_scores(
+    scorer: Scorer, non_finite: NonFiniteSequences, has_failed: Callable[[Sequence], bool] = lambda sequence: False
+) -> list[Sequence]:
+    """Give sequences the scores of a sweep that has run; returns the sequences that have all their scores.
+
+    Args:
+        scorer: The scores.
+        non_finite: Sequences with NaN or infinity in their logits, to which others are added.
+        has_failed: Function that tells whether the request of a sequence has failed already.
+    """
+    finished = []
+    for row, score in scorer.results():
+        sequence = row.sequence
+        if row.position != sequence.scored_from + len(sequence.scores):
+            continue  # the sequence begins again
+        if score.argmax == NOT_FINITE and non_finite.reruns(sequence, failed=has_failed(sequence)):
+            sequence.scores.clear()
+            continue
+        sequence.scores.append(score)
+        if len(sequence.scores) == len(sequence.targets):
+            finished.append(sequence)
+    return finished
+
+
+def is_finite(sequence: Sequence) -> bool:
+    """Tell whether none of a sequence's scores is of logits with NaN or infinity."""
+    return all(score.argmax != NOT_FINITE for score in sequence.scores)
 
 
 def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, context_len: int, on_overlong: str) -> Tokens:

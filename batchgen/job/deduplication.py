@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from batchgen.core.request import Completion, Request, SamplingParams
+from batchgen.core.request import Completion, PositionLogprobs, Request, SamplingParams
 
 # Bytes of results that are kept for later rows; the least recently used ones are evicted.
 _MOST_RESULT_BYTES = 64 << 20
@@ -146,7 +146,10 @@ def _size_bytes(result: Completion) -> int:
     """Approximate bytes of a result."""
     size = 1000 + 2 * len(result.error or "")
     for sample in result.samples:
-        positions = sample.logprobs or ()
-        size += 2 * len(sample.text) + 40 * len(sample.token_ids)
-        size += len(positions) * 200 * (1 + (len(positions[0].top) if positions else 0))
-    return size
+        size += 2 * len(sample.text) + _positions_bytes(sample.token_ids, sample.logprobs)
+    return size + sum(_positions_bytes(prompt.token_ids, prompt.logprobs) for prompt in result.prompts)
+
+
+def _positions_bytes(token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] | None) -> int:
+    """Approximate bytes of tokens and their log-probabilities."""
+    return 40 * len(token_ids) + len(logprobs or ()) * 200 * (1 + (len(logprobs[-1].top) if logprobs else 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,16 @@ from batchgen.job.devices import (
 )
 from batchgen.job.files import check_files, write_text
 from batchgen.job.job import Job, dequantized_line, resolve_for, resolve_job, why_not_run
-from batchgen.job.machine_profile import find_for, find_hardware, link_between, process_profile
+from batchgen.job.machine_profile import (
+    for_device,
+    given_hardware,
+    link_between,
+    may_stream,
+    measured_hardware,
+    process_profile,
+    wanted_of,
+    weight_formats_measured,
+)
 from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
 from batchgen.job.pages.plan_page import plan_page
 from batchgen.job.planning import plan_job, problem_here, problem_of_job
@@ -49,6 +58,7 @@ from batchgen.planner.problem import Problem
 from batchgen.planner.replanned import replanned_s
 from batchgen.planner.simulation import trace_plan
 from batchgen.planner.strategy_times import strategy_lines
+from batchgen.profiler.cache import Wanted
 from batchgen.profiler.emulated import emulated_profile
 from batchgen.profiler.shipped import shipped_profiles
 
@@ -322,7 +332,8 @@ def _problem_there(
         of_host: Processes on each host; None: all that share the model.
         estimated: The job's workload.
     """
-    hardware = find_hardware(options.hardware, dtype=config.dtype, offload_dir=Path())
+    hardware = given_hardware(options.hardware)
+    assert hardware is not None
     _check_device(options.device, hardware)
     job = resolve_for(hardware, options, files, config, of_host)
     part = process_profile(hardware, job, whole=True)
@@ -383,14 +394,10 @@ def _profile_lines(options: ProfileOptions) -> list[str]:
     check_path("-o", options.output)
     where = Device("cuda") if options.device == "auto" and has_cuda() else parse_device(options.device)
     device = "cuda" if where.kind == "cuda" else "cpu"
-    formats = dict.fromkeys(native_format(device) if name == "auto" else name for name in options.dtype or ("auto",))
     profile = core = None
-    for name in formats:
-        find = partial(
-            find_hardware, "", dtype=name, offload_dir=Path(options.offload_dir or cache_dir()), device=device,
-            refresh=options.refresh and profile is None,
-        )  # fmt: skip
-        profile, core = find_for(where, find)
+    for wanted, offload_dir in _wanted(options, device):
+        refresh = options.refresh and profile is None
+        profile, core = for_device(where, partial(measured_hardware, wanted, offload_dir, refresh=refresh))
     assert profile is not None  # there is at least one format
     if where.kind == "emulated":
         profile = emulated_profile(profile, where, core)
@@ -399,6 +406,25 @@ def _profile_lines(options: ProfileOptions) -> list[str]:
     if options.output:
         write_text(json.dumps(profile.to_json(), indent=2) + "\n", options.output, "-o")
     return describe_profile(profile)
+
+
+def _wanted(options: ProfileOptions, device: str) -> Iterator[tuple[Wanted, Path]]:
+    """The rates to measure, with the directory of the disk tier: for each format those of the model, or of any model.
+
+    Args:
+        options: The options.
+        device: "cpu" or "cuda".
+    """
+    for name in dict.fromkeys(options.dtype or ("auto",)):
+        if options.model is None:
+            dtype = native_format(device) if name == "auto" else name
+            yield wanted_of(None, dtype, device=device), Path(options.offload_dir or cache_dir())
+            continue
+        files, config = resolve_for_planning(options.model)
+        asked = JobOptions(options.model, None, None, dtype=name, device=device, offload_dir=options.offload_dir)
+        job = resolve_job(asked, files, config)
+        formats = weight_formats_measured(job, may_stream=may_stream(job))
+        yield wanted_of(job.process_config, job.dtype, *formats, device=device), job.offload_dir
 
 
 def native_format(device: str) -> str:

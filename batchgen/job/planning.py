@@ -73,7 +73,7 @@ def plan_job(job: Job, problem: Problem, *, compare_strategies: bool = False) ->
 
 
 def problem_here(job: Job, estimated: EstimatedWorkload, *, started_s: float) -> tuple[Job, Problem]:
-    """The planning problem of a job on this machine, which is measured if its profile is not cached.
+    """The planning problem of a job on this machine.
 
     Args:
         job: The job.
@@ -86,7 +86,7 @@ def problem_here(job: Job, estimated: EstimatedWorkload, *, started_s: float) ->
     Raises:
         InputError: The machine cannot be measured, or does not have the job's device.
     """
-    hardware, budgets = profile_here(job), job.budgets
+    hardware, budgets = profile_here(job, estimated.workload), job.budgets
     # What was free when the job began may be taken by others since.
     cpu_memory = budgets["cpu"] if job.cpu_memory is not None else min(budgets["cpu"], hardware.cpu_memory_bytes)
     job = replace(job, gpu_memory=budgets.get("gpu"), cpu_memory=cpu_memory * job.of_host)

@@ -29,20 +29,25 @@ from batchgen.job.chat_notices import watch_chats
 from batchgen.job.checks import check_job
 from batchgen.job.deduplication import Deduplication
 from batchgen.job.destination import Destination
-from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
 from batchgen.job.job import Job, dequantized_line, resolve_job
 from batchgen.job.kernels import kernels_of_rows
+from batchgen.job.learning import Learner
 from batchgen.job.loading import load_engine, tracing
+from batchgen.job.log_format import LogFormat
+from batchgen.job.observer import Observer, RowCounts, expected_of
 from batchgen.job.options import JobOptions, seconds
 from batchgen.job.pages.run_page import RunPage
+from batchgen.job.planned_stages import PlannedStages
 from batchgen.job.planning import make_plan
-from batchgen.job.progress import Counts, Progress
+from batchgen.job.progress import Progress
 from batchgen.job.report import Origin, make_report, write_report
 from batchgen.job.routing import keep_routing
 from batchgen.job.row_flow import RowFlow
+from batchgen.job.row_sizes import SCAN_ROWS, RowSizes
 from batchgen.job.shared import going_on, open_output, requests_left
+from batchgen.job.snapshot import Publisher
 from batchgen.job.source import RequestSource, open_input
 from batchgen.job.step_source import SteppedSource, open_rows
 from batchgen.job.weight_choice import in_format_of_rows
@@ -81,6 +86,7 @@ class _Job:
         source: The job's input.
         tokenizer: Function that waits until the tokenizer is loaded, and returns it.
         progress: Display of the job.
+        publisher: State of the job for other programs.
         origin: Circumstances of the run, for its report.
         deadline_s: Time of time.monotonic at which the job stops; None: it has no limit.
         deduplication: Deduplication of the job's requests.
@@ -88,12 +94,14 @@ class _Job:
         page: Page of the run, `--report-html`; None: not asked for.
         group: Group of ranks that a launcher has started; None: there is none.
         versions: Versions of the model's files when the job began.
+        row_sizes: Sizes of the input's rows.
     """
 
     resolved: Job
     source: RequestSource
     tokenizer: Callable[[], Tokenizer]
     progress: Progress
+    publisher: Publisher
     origin: Origin
     deadline_s: float | None
     deduplication: Deduplication
@@ -101,6 +109,7 @@ class _Job:
     page: RunPage | None = None
     group: Group | None = None
     versions: ModelVersions = field(default_factory=dict)
+    row_sizes: RowSizes = field(default_factory=RowSizes)
 
     @property
     def options(self) -> JobOptions:
@@ -166,10 +175,12 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
     if destination is not None:
         options = destination.local(options)
     deadline_s = None if options.max_time is None else started_s + seconds(options.max_time)
-    progress = Progress(options.progress)
+    progress = Progress(options.progress, log_format=LogFormat(options.log_format, options.log_name))
+    publisher = Publisher(options.log_name, options.metrics_file)
     with (
         ThreadPoolExecutor(1, thread_name_prefix="batchgen-tokenizer") as background,
         progress,
+        publisher.ending(),
     ):
         # Without an output of its own, a job is told from others by all of its input.
         dataset = open_input(options, copy_streams=options.output is None and not options.dry_run)
@@ -195,6 +206,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             source,
             tokenizer.result,
             progress,
+            publisher,
             replace(origin, model=resolved.files.name, identity=identities["model"]),
             deadline_s,
             Deduplication(options.sampling),
@@ -213,12 +225,19 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             check_files(options)
             job = replace(job, resolved=replace(resolved, options=replace(resolved.options, output=output)))
         with open_output(options, output, fingerprint, source, named=named) as state:
-            return _carry_on(job, state)
+            if isinstance(state, Run):
+                publisher.write_into(state.directory)
+            report = _carry_on(job, state)
+        publisher.end(report)
+        if options.log_format == "json":
+            values = {key: report[key] for key in ("rows_ok", "rows_failed", "rows_left", "wall_s")}
+            progress.say(report["state"], event="end", **values)
+        return report
 
 
 def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
     """Run the rows that are left and join the output; returns the report."""
-    keep(lambda: _kept(state))
+    keep(lambda: _kept(job, state))
     for notice in state.notices:
         job.progress.say(notice)
     if state.complete:
@@ -322,6 +341,8 @@ def _fingerprint(job: _Job, identities: dict[str, Any]) -> dict[str, Any]:
         fingerprint["json_columns"] = True
     if thinking is not None:
         fingerprint["reasoning"] = thinking.begin
+    if options.token_ids:
+        fingerprint["token_ids"] = True
     if options.task != "generate":
         fingerprint["task"] = options.task
     weights = options.weights if changes_results(options.weights) else NATIVE
@@ -330,8 +351,9 @@ def _fingerprint(job: _Job, identities: dict[str, Any]) -> dict[str, Any]:
     return fingerprint
 
 
-def _kept(state: Run | SharedRun) -> str:
+def _kept(job: _Job, state: Run | SharedRun) -> str:
     """Save finished rows; returns a text with their number."""
+    job.publisher.publish(state="interrupted", seconds_left=None, rows_per_s=0.0)
     rows, name = state.save(), state.output_path.name
     if not rows and state.partials:
         return f"no rows of {name} are finished, {len(state.partials):,} are begun, the same command goes on from there"
@@ -387,9 +409,11 @@ def _workload(job: _Job, state: Run | SharedRun | None) -> EstimatedWorkload:
     rows_left = None if total_rows is None else max(1, total_rows - rows_done)
     finished = state.output_lens() if state and options.task == "generate" else ()
     try:
-        return measure_workload(
+        estimated = measure_workload(
             job.source, job.tokenizer(), options, context, rows_left=rows_left, finished_output_lens=finished
         )
+        job.row_sizes.sampled(estimated.sampled)
+        return estimated
     except NoUsableRow as error:  # each bad row has its error in the output, and later rows may be fine
         job.progress.say(str(error))
         longest = min(options.sampling.max_tokens, context - 1) if options.task == "generate" else 1
@@ -423,24 +447,23 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
             logger.warning(_BEGINS_TWICE)
         if job.page is not None:
             job.page.after_sweep(stats)
-        job.progress.update(
-            Counts(
-                total_rows,
-                state.rows_resumed,
-                rows.done,
-                rows.failed,
-                stats.prompt_tokens,
-                stats.generated_tokens,
-                stats.computed_tokens,
-                finished_tokens,
-                job.deduplication.count,
-                state.rows_of_others,
-            )
-        )
+        left = observer.after_sweep(stats)
+        tokens = stats.computed_tokens, stats.generated_tokens, finished_tokens
+        learner.after_sweep(rows.done, *tokens, job.deduplication.count, left)
 
-    rows_left = None if total_rows is None else total_rows - len(state.done_rows)
-    samples = None if options.plan is None else options.sampling.n
-    job.progress.start(None if options.share else Expected.of(plan, rows_left, samples))
+    def row_counts() -> RowCounts:
+        return RowCounts(rows.done, rows.failed, job.deduplication.count)
+
+    observer = Observer(state, total_rows, row_counts, job.progress, job.publisher)
+    stepped = isinstance(job.source, SteppedSource)  # its later steps are not in the plan
+    expected = None if stepped else expected_of(plan, options, state, total_rows, job.row_sizes)
+    if expected is not None:
+        job.row_sizes.scan_in_thread(job.source.batches(0, SCAN_ROWS), plan.prediction.total_s)
+    observer.start(expected, engine)
+    planned = (
+        None if expected is None or options.share else PlannedStages.of(plan, expected.rows, expected.seqs_per_row)
+    )
+    learner = Learner(job.resolved, plan, planned, job.progress.say, job.origin.started_s)
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
     flow = None
     left = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
@@ -459,6 +482,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
         try:
             for result in job.deduplication.with_duplicates(results):
                 writer.add(result.row, _row_result(options, job.source, result))
+                observer.finished(result)
                 if isinstance(result, Completion):
                     finished_tokens += sum(len(sample.token_ids) for sample in result.samples)
                 too_many = rows.add(result.row, result.error)
@@ -469,12 +493,14 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
                     break
         finally:
             results.close()
+            job.row_sizes.stop()
+            learner.keep()
     return None if state.is_done(total_rows) else stopped
 
 
 def _row_result(options: JobOptions, source: RequestSource, result: Completion | Scored) -> RowResult | ScoreResult:
     if isinstance(result, Completion):
-        return RowResult.from_completion(result)
+        return RowResult.from_completion(result, token_ids=options.token_ids)
     token_logprobs = options.sampling.logprobs is not None
     return ScoreResult.from_scored(result, whole=source.scores_prompts, token_logprobs=token_logprobs)
 

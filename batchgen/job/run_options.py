@@ -153,7 +153,10 @@ class RunOptions(TypedDict, total=False):
     logprobs: int | None
     """Log-probabilities of the chosen token and the top N."""
 
-    json_schema: str | Mapping[str, Any] | type
+    prompt_logprobs: int | None
+    """Log-probabilities of the prompt's tokens and the top N."""
+
+    json_schema: str | Mapping[str, Any] | type | None
     """Every text is JSON that is valid against this schema."""
 
     compact_json: bool
@@ -258,6 +261,9 @@ class RunOptions(TypedDict, total=False):
     column].
     """
 
+    token_ids: bool
+    """Add the columns prompt_token_ids and token_ids. Default: False."""
+
     json_columns: bool
     """With --json-schema: a column for each property of the answers, beside the text; null where an answer is not
     complete. Default: False.
@@ -277,6 +283,14 @@ class RunOptions(TypedDict, total=False):
 
     progress: Literal["auto", "plain", "none"]
     """The progress. Default: 'auto'."""
+
+    log_format: Literal["text", "json"]
+    """Lines of a log, on stderr where it is no terminal: text with the time and the output's name, or a JSON object
+    each. Default: 'text'.
+    """
+
+    metrics_file: str | None
+    """Write rows done, tokens and time left every few seconds, in Prometheus' text format."""
 
     dry_run: bool
     """Check everything, show the plan and the first prompt; run nothing. Default: False."""

@@ -294,13 +294,12 @@ def _columns(options: JobOptions) -> Columns:
 
 def generated_columns(options: JobOptions) -> SampleColumns:
     """The columns that a job that generates adds to the input's."""
-    sampling = options.sampling
     of_json = None
-    if options.json_columns and sampling.json_schema is not None:
+    if options.json_columns and options.sampling.json_schema is not None:
         from batchgen.job.json_columns import json_columns
 
-        of_json = json_columns(sampling.json_schema)
-    return SampleColumns(sampling.n, sampling.logprobs is not None, json=of_json)
+        of_json = json_columns(options.sampling.json_schema)
+    return replace(SampleColumns.of(options.sampling, token_ids=options.token_ids), json=of_json)
 
 
 def generate_source(options: JobOptions, dataset: Any) -> RequestSource:
@@ -399,6 +398,12 @@ def _score_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     return _for_any_model(source, compiled)
 
 
+def _each(columns: dict[str, list[Any] | None]) -> list[dict[str, Any]]:
+    """The samples or prompts of a row, from lists with an entry for each; one without values where all are None."""
+    count = max((len(values) for values in columns.values() if values), default=1)
+    return [{name: values[i] if values else None for name, values in columns.items()} for i in range(count)]
+
+
 def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     """The source of an OpenAI batch, whose lines have their own prompts and parameters."""
     from batchgen.dataset.openai_batch import rows_to_requests
@@ -431,13 +436,10 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     def format_row(row: dict[str, Any], result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if result["error"] is not None:
             return "errors", format_error(row["custom_id"], result["error"], result["row"])
-        logprobs = result["logprobs"] or [None] * len(result["text"])
-        reasoning = result.get("reasoning") or [None] * len(result["text"])
-        values = zip(result["text"], reasoning, result["finish_reason"], logprobs, strict=True)
-        names = ("text", "reasoning", "finish_reason", "logprobs")
-        samples = [dict(zip(names, sample, strict=True)) for sample in values]
+        names = ("text", "reasoning", "finish_reason", "logprobs", "token_ids")
         answer = {
-            "samples": samples,
+            "samples": _each({name: result.get(name) for name in names}),
+            "prompts": _each({name: result.get(f"prompt_{name}") for name in ("logprobs", "token_ids")}),
             "prompt_tokens": result["prompt_tokens"],
             "generated_tokens": result["generated_tokens"],
         }

@@ -396,7 +396,7 @@ def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], imp
     import torch
     import xxhash
 
-    from batchgen.ops.quant import quantize
+    from batchgen.ops.dispatch import quantize
 
     digest = xxhash.xxh3_128()
     position = dropped = extent.offset

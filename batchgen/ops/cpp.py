@@ -21,10 +21,11 @@ from torch import Tensor
 
 from batchgen.core.dtypes import BLOCK_FORMATS, WEIGHT_CODE_BITS, weight_row_bytes
 from batchgen.core.kernel_choice import TORCH
-from batchgen.ops import _kernels, quant
 from batchgen.ops import attention_plan as plans
 from batchgen.ops import instruction_set as _process
+from batchgen.ops import quant
 from batchgen.ops.instruction_set import instruction_set
+from batchgen.ops.kernel_library import library as _kernels
 from batchgen.ops.sampling import Draws
 
 AttentionPlan: TypeAlias = _kernels.AttentionPlan
@@ -782,12 +783,13 @@ def rotary_store(  # the operands of one kernel
     return q, k, v
 
 
-def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
-    """Quantize rows of numbers in groups, with the result of `quant.quantize` without importance.
+def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS, *, importance: Tensor | None = None) -> Tensor:
+    """Quantize rows of numbers in groups, with the result of `quant.quantize`.
 
     Args:
         x: Numbers [..., n].
         bits: Bits of each quantized value.
+        importance: Importance of each column, [n], with 4 bits alone; None: scales and minimums are not fitted.
 
     Returns:
         Packed rows, uint8 [..., quant.row_bytes(n, bits)].
@@ -796,7 +798,12 @@ def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
     columns = x.shape[-1]
     packed = torch.empty(*x.shape[:-1], quant.row_bytes(columns, bits), dtype=torch.uint8)
     rows = packed.numel() // packed.shape[-1]
-    _kernels.quantize(x.data_ptr(), rows, columns, TYPES[x.dtype], packed.data_ptr(), bits)
+    if importance is None:
+        _kernels.quantize(x.data_ptr(), rows, columns, TYPES[x.dtype], packed.data_ptr(), bits)
+        return packed
+    assert bits == WEIGHT_CODE_BITS and importance.shape == (columns,)
+    shares = quant.error_shares(importance)
+    _kernels.quantize_fitted(x.data_ptr(), rows, columns, TYPES[x.dtype], shares.data_ptr(), packed.data_ptr())
     return packed
 
 

@@ -764,17 +764,22 @@ def _of_logits(logits: Tensor) -> ModuleType:
 # Packed rows.
 
 
-def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
+def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS, *, importance: Tensor | None = None) -> Tensor:
     """Quantize rows of numbers in groups (`quant`).
 
     Args:
         x: Numbers [..., n] of any float dtype.
         bits: Bits of each quantized value.
+        importance: Importance of each column, [n] and above zero, for weights in 4 bits on a CPU: each group's scale
+            and minimum are fitted with errors weighted by it. None: no fit.
 
     Returns:
         Packed rows, uint8 [..., quant.row_bytes(n, bits)].
     """
-    return (kernels if x.device.type == "cpu" else _device_kernels(x.device) or quant).quantize(x, bits)
+    if x.device.type == "cpu":
+        return kernels.quantize(x, bits, importance=importance)
+    assert importance is None
+    return (_device_kernels(x.device) or quant).quantize(x, bits)
 
 
 def dequantize(packed: Tensor, out: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from batchgen.ops import _kernels
+from batchgen.ops.kernel_library import library as _kernels
 
 
 def instruction_set() -> str:

@@ -21,6 +21,7 @@ bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -68,18 +69,31 @@ def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS, *, importance: Tensor | No
     packed = torch.empty(*x.shape[:-1], width, dtype=torch.uint8, device=x.device)
     out, x = packed.view(-1, width), x.reshape(-1, n)
     table_start = code_bytes(n, bits)
+    shares = None if importance is None else error_shares(importance)
     for rows in _chunks(len(x), n, x.device):
         values = x[rows].float().clamp(-_MAX_FP16, _MAX_FP16)
         tables = []
         for columns, span in _spans(n, bits):
             size = min(CODE_GROUP, n - columns.start)
-            weights = None if importance is None else importance[columns].unflatten(0, (-1, size))
-            codes, table = _pack_groups(values[:, columns].unflatten(1, (-1, size)), bits, weights)
+            some_shares = None if shares is None else shares[columns].unflatten(0, (-1, size))
+            codes, table = _pack_groups(values[:, columns].unflatten(1, (-1, size)), bits, some_shares)
             out[rows, span] = codes.flatten(1)
             tables.append(table)
         table = torch.cat(tables, dim=1)  # [rows, groups, 2]
         out[rows, table_start:] = table.view(torch.uint8).flatten(1)
     return packed
+
+
+def error_shares(importance: Tensor) -> Tensor:
+    """Part of each column's squared error in the whole of its group: importance [n], divided by its sum in the group.
+
+    Args:
+        importance: Importance of each column, [n] and above zero.
+
+    Returns:
+        Shares, fp32 [n].
+    """
+    return torch.cat([group / group.sum() for group in importance.float().split(CODE_GROUP)])
 
 
 def dequantize(
@@ -122,28 +136,31 @@ def dequantize(
     return out
 
 
-def _pack_groups(x: Tensor, bits: int, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+def _pack_groups(x: Tensor, bits: int, shares: Tensor | None) -> tuple[Tensor, Tensor]:
     """Quantize groups of equal size.
 
     Args:
         x: Numbers, fp32 [rows, groups, size].
         bits: Bits of a code.
-        importance: Importance of each column, [groups, size]; or None.
+        shares: Part of each column's squared error in the whole, [groups, size]; or None: no fit.
 
     Returns:
         Packed codes, uint8 [rows, groups, code_bytes(size, bits)]; scales and minimums, fp16 [rows, groups, 2].
     """
     most = 2**bits - 1
-    low, high = torch.aminmax(x, dim=-1)  # [rows, groups]
+    spoilt = x.isnan().any(-1)  # [rows, groups]
+    x = x.masked_fill(spoilt.unsqueeze(-1), 0.0)
+    low, high = (end + 0.0 for end in torch.aminmax(x, dim=-1))  # of both zeros the positive one
     minimum = low.half()
     scale = ((high - minimum.float()) / most).clamp_(min=0).half()
     # Rounded up at the very end of the range, a scale would take the maximum beyond it: one step down then.
     beyond = minimum.float() + most * scale.float() > _MAX_FP16
     scale = torch.where(beyond, (scale.view(torch.int16) - 1).view(torch.float16), scale)
-    if importance is not None:
-        scale, minimum = _fitted(x, importance / importance.sum(-1, keepdim=True), scale, minimum, most)
+    if shares is not None:
+        scale, minimum = _fitted(x, shares, scale, minimum, most)
     codes = _quantized(x, scale, minimum, most).to(torch.uint8)
-    return _joined(codes, bits), torch.stack((scale, minimum), dim=-1)
+    table = torch.stack((scale, minimum), dim=-1).masked_fill_(spoilt.unsqueeze(-1), torch.nan)
+    return _joined(codes, bits), table
 
 
 def _joined(codes: Tensor, bits: int) -> Tensor:
@@ -185,12 +202,20 @@ def _quantized(x: Tensor, scale: Tensor, minimum: Tensor, most: int) -> Tensor:
         scale, minimum: Scales and minimums, fp16 [rows, groups].
         most: The largest code.
     """
-    # What is left of a group narrower than fp16 can tell is its minimum.
-    steps = torch.where(scale > 0, scale.float().reciprocal(), 0.0)
-    return x.sub(minimum.float().unsqueeze(-1)).mul_(steps.unsqueeze(-1)).round_().clamp_(0, most)
+    return x.sub(minimum.float().unsqueeze(-1)).mul_(_steps(scale).unsqueeze(-1)).clamp_(0, most).round_()
 
 
-def _fitted(x: Tensor, weights: Tensor, scale: Tensor, minimum: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def _steps(scale: Tensor) -> Tensor:
+    """Codes that a value is wide, fp32: 1 / scale, or 0 in a group that is narrower than fp16 can tell."""
+    return torch.where(scale > 0, scale.float().reciprocal(), 0.0)
+
+
+def _sum(terms: Tensor) -> Tensor:
+    """Sums over the last dimension, one term after the other in fp32, so that the kernels get the same bits."""
+    return functools.reduce(torch.add, terms.unbind(-1))
+
+
+def _fitted(x: Tensor, shares: Tensor, scale: Tensor, minimum: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Scales and minimums, fp16 [rows, groups], whose weighted squared error is at most that of the given ones.
 
     The search begins with ranges somewhat narrower than the group's range. Then it alternates: codes are computed for
@@ -198,38 +223,58 @@ def _fitted(x: Tensor, weights: Tensor, scale: Tensor, minimum: Tensor, most: in
 
     Args:
         x: Numbers, fp32 [rows, groups, size].
-        weights: Weight of each column's error, [groups, size]; their sum in a group is 1.
+        shares: Part of each column's squared error in the whole, [groups, size]; their sum in a group is 1.
         scale, minimum: Scales and minimums to improve, fp16 [rows, groups].
         most: The largest code.
     """
 
     def squared_error(scale: Tensor, minimum: Tensor) -> Tensor:
         back = _quantized(x, scale, minimum, most).mul_(scale.float().unsqueeze(-1)).add_(minimum.float().unsqueeze(-1))
-        return back.sub_(x).square_().mul_(weights).sum(-1)
+        return _sum(back.sub_(x).square_().mul_(shares))
 
     best, least = (scale, minimum), squared_error(scale, minimum)
     middle = minimum.float() + scale.float() * (most / 2)
-    mean_x = (weights * x).sum(-1, keepdim=True)
-    centred = x - mean_x
+    mean = _sum(shares * x)
+    centred = x - mean.unsqueeze(-1)
     for narrower in _NARROWER:
         tried = (scale.float() * narrower).half(), (middle - scale.float() * (narrower * most / 2)).half()
         for _ in range(_FIT_ROUNDS):
-            q = _quantized(x, *tried, most)
-            mean_q = (weights * q).sum(-1, keepdim=True)
-            from_mean = (q - mean_q).mul_(weights)
-            spread = (from_mean * q).sum(-1)
-            slope = (from_mean * centred).sum(-1) / spread.clamp(min=1e-12)
-            start = mean_x.squeeze(-1) - slope * mean_q.squeeze(-1)
-            usable = (spread > 1e-6) & (slope > 0) & (start.abs() < _MAX_FP16) & (start + most * slope < _MAX_FP16)
-            tried = (
-                torch.where(usable, slope, tried[0].float()).half(),
-                torch.where(usable, start, tried[1].float()).half(),
-            )
+            tried = _refitted(x, centred, mean, shares, tried, most)
         error = squared_error(*tried)
         better = (error < least) & (tried[1].float() + most * tried[0].float() <= _MAX_FP16)
         best = torch.where(better, tried[0], best[0]), torch.where(better, tried[1], best[1])
         least = torch.where(better, error, least)
     return best
+
+
+def _refitted(
+    x: Tensor, centred: Tensor, mean: Tensor, shares: Tensor, tried: tuple[Tensor, Tensor], most: int
+) -> tuple[Tensor, Tensor]:
+    """Scales and minimums by least squares for the codes that other scales and minimums give.
+
+    A group keeps its scale and minimum if it has no usable fit, such as if all its codes are equal.
+
+    Args:
+        x: Numbers, fp32 [rows, groups, size].
+        centred: Numbers less the weighted mean of their group.
+        mean: Weighted means, fp32 [rows, groups].
+        shares: Part of each column's squared error in the whole, [groups, size].
+        tried: Scales and minimums whose codes are taken, fp16 [rows, groups].
+        most: The largest code.
+    """
+    scale, minimum = tried
+    middle = (mean - minimum.float()) * _steps(scale)  # the mean as a code: sums of codes less it lose no digits
+    codes = _quantized(x, scale, minimum, most).sub_(middle.unsqueeze(-1))
+    parts = shares * codes
+    total, spread = _sum(parts), _sum(parts * codes)
+    spread = spread - total * total
+    slope = _sum(parts * centred) / spread.clamp(min=1e-12)
+    start = mean - slope * (total + middle)
+    usable = (spread > 1e-6) & (slope > 0) & (start.abs() < _MAX_FP16) & (start + most * slope < _MAX_FP16)
+    return (
+        torch.where(usable, slope, scale.float()).half(),
+        torch.where(usable, start, minimum.float()).half(),
+    )
 
 
 def _unpack_groups(codes: Tensor, bits: int, scale: Tensor, minimum: Tensor, size: int) -> Tensor:

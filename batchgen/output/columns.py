@@ -10,8 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.core.request import SamplingParams
 from batchgen.output.json_columns import JsonColumns
-from batchgen.output.row_result import SAMPLE_LOGPROBS_TYPE
+from batchgen.output.row_result import OPTIONAL_FIELDS, SAMPLE_LOGPROBS_TYPE
 
 
 class Columns(Protocol):
@@ -53,7 +54,8 @@ class Columns(Protocol):
 
 # All columns that a job that generates may have beside those of JSON.
 _NAMES = (
-    "text", "reasoning", "finish_reason", "prompt_tokens", "generated_tokens", "error", "logprobs",
+    "text", "reasoning", "finish_reason", "prompt_tokens", "generated_tokens", "error", "logprobs", "prompt_logprobs",
+    "prompt_token_ids", "token_ids",
 )  # fmt: skip
 
 
@@ -61,21 +63,31 @@ _NAMES = (
 class SampleColumns:
     """The output columns of a job that generates text.
 
-    With n > 1, the columns text, those of JSON, reasoning, finish_reason, generated_tokens and logprobs have lists of n
-    entries.
+    With n > 1, the columns text, those of JSON, reasoning, finish_reason, generated_tokens, logprobs and token_ids have
+    lists of n entries.
 
     Attributes:
         n: Samples of each row.
         logprobs: True where log-probabilities are a column.
         reasoning: True where the reasoning text is a column, as the model may reason before it answers.
+        prompt_logprobs: True where log-probabilities of the prompt are a column.
+        token_ids: True where token ids of prompt and samples are columns.
         json: The columns of the properties of answers that are JSON objects; None: there are none.
     """
 
     n: int = 1
     logprobs: bool = False
     reasoning: bool = False
+    prompt_logprobs: bool = False
+    token_ids: bool = False
     json: JsonColumns | None = None
     results_per_row: ClassVar[int] = 1
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, *, reasoning: bool = False, token_ids: bool = False) -> SampleColumns:
+        """The output columns for a job's sampling parameters."""
+        logprobs, prompt_logprobs = sampling.logprobs is not None, sampling.prompt_logprobs is not None
+        return cls(sampling.n, logprobs, reasoning, prompt_logprobs, token_ids)
 
     def types(self) -> dict[str, pa.DataType]:
         def per_sample(kind: pa.DataType) -> pa.DataType:
@@ -91,23 +103,33 @@ class SampleColumns:
             "generated_tokens": per_sample(pa.int32()),
             "error": pa.string(),
         }
-        return types | ({"logprobs": per_sample(SAMPLE_LOGPROBS_TYPE)} if self.logprobs else {})
+        token_list = pa.list_(pa.int32())
+        return {
+            **types,
+            **({"logprobs": per_sample(SAMPLE_LOGPROBS_TYPE)} if self.logprobs else {}),
+            **({"prompt_logprobs": SAMPLE_LOGPROBS_TYPE} if self.prompt_logprobs else {}),
+            **({"prompt_token_ids": token_list, "token_ids": per_sample(token_list)} if self.token_ids else {}),
+        }
 
     def arrays(self, rows: pa.RecordBatch, results: pa.RecordBatch) -> list[pa.Array]:
-        text, reason, prompt, generated, error, logprob = (results.column(i) for i in range(1, 7))
-        thoughts = pa.nulls(len(text), text.type)
-        if "reasoning" in results.schema.names:
-            thoughts = results.column("reasoning")
+        columns = {name: results.column(name) for name in results.schema.names}
+        for field in OPTIONAL_FIELDS:
+            columns.setdefault(field.name, pa.nulls(results.num_rows, field.type))
+        error, reason = columns["error"], columns["finish_reason"]
+        for name in columns:
+            if name.startswith("prompt_") and name != "prompt_tokens":  # a row has one prompt
+                columns[name] = _first(columns[name])
         if self.n > 1:
             failed_reason = pa.array([["error"]], reason.type)[0]
-            reason = pc.if_else(error.is_valid(), failed_reason, reason)
+            columns["finish_reason"] = pc.if_else(error.is_valid(), failed_reason, reason)
         else:
-            text, thoughts, logprob = _first(text), _first(thoughts), _first(logprob)
-            reason = pc.fill_null(_first(reason), "error")
-            generated = pc.fill_null(_first(generated), 0)
-        of_json = [] if self.json is None else self.json.arrays(text)
-        texts = [text, *of_json, *([thoughts] if self.reasoning else [])]
-        return [*texts, reason, prompt, generated, error, *([logprob] if self.logprobs else [])]
+            for name in ("text", "reasoning", "logprobs", "token_ids"):
+                columns[name] = _first(columns[name])
+            columns["finish_reason"] = pc.fill_null(_first(reason), "error")
+            columns["generated_tokens"] = pc.fill_null(_first(columns["generated_tokens"]), 0)
+        if self.json is not None:
+            columns |= zip(self.json.types(_NAMES), self.json.arrays(columns["text"]), strict=True)
+        return [columns[name] for name in self.types()]
 
     @property
     def counted(self) -> tuple[str, ...]:

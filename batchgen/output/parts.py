@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from batchgen.core.atomic_file import replace_durably, written_atomically
 from batchgen.core.errors import BatchgenError
 from batchgen.output.row_map import RowMap
-from batchgen.output.row_result import REASONING_SCHEMA, RESULT_SCHEMA, RowResult
+from batchgen.output.row_result import RowResult, is_result_schema
 from batchgen.output.score_result import SCORE_SCHEMA, ScoreResult
 
 Result = RowResult | ScoreResult
@@ -180,7 +180,7 @@ def _open_part(path: Path) -> pq.ParquetFile:
         raise PermissionError(error.errno, os.strerror(error.errno or errno.EACCES), str(path)) from error
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
-    if not any(file.schema_arrow.equals(schema) for schema in (RESULT_SCHEMA, REASONING_SCHEMA, SCORE_SCHEMA)):
+    if not (is_result_schema(file.schema_arrow) or file.schema_arrow.equals(SCORE_SCHEMA)):
         raise DamagedPart(f"{path.name}: its columns are not those of a part")
     return file
 

@@ -31,8 +31,20 @@ RESULT_SCHEMA = pa.schema(
     ]
 )
 
-# Of models that think before they answer; null where no channel was named.
-REASONING_SCHEMA = RESULT_SCHEMA.append(pa.field("reasoning", pa.list_(pa.string())))
+# Columns that are there where a result of the part has them, in this order: lists with an entry a sample, or, of those
+# whose names begin with "prompt", an entry a prompt.
+OPTIONAL_FIELDS = (
+    pa.field("reasoning", pa.list_(pa.string())),
+    pa.field("prompt_logprobs", pa.list_(SAMPLE_LOGPROBS_TYPE)),
+    pa.field("prompt_token_ids", pa.list_(pa.list_(pa.int32()))),
+    pa.field("token_ids", pa.list_(pa.list_(pa.int32()))),
+)
+
+
+def is_result_schema(schema: pa.Schema) -> bool:
+    """Tell whether a part file with this schema has results of a job that generates text."""
+    known = [field for field in OPTIONAL_FIELDS if field.name in schema.names]
+    return bool(schema.equals(pa.schema([*RESULT_SCHEMA, *known])))
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,9 @@ class RowResult:
         error: The reason why the row failed; None where it succeeded.
         logprobs: Log-probabilities [samples][positions]; None where they were not asked for.
         reasoning: The reasoning text of each sample; None where no sample has any.
+        prompt_logprobs: Log-probabilities [prompts][positions]; None where they were not asked for.
+        prompt_token_ids: Token ids of each prompt; None where they were not asked for.
+        token_ids: Token ids of each sample; None where they were not asked for.
     """
 
     text: tuple[str, ...]
@@ -56,15 +71,26 @@ class RowResult:
     error: str | None = None
     logprobs: tuple[tuple[PositionLogprobs, ...], ...] | None = None
     reasoning: tuple[str | None, ...] | None = None
+    prompt_logprobs: tuple[tuple[PositionLogprobs, ...], ...] | None = None
+    prompt_token_ids: tuple[tuple[int, ...], ...] | None = None
+    token_ids: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if (self.error is None) != bool(self.text):
             raise ValueError(f"a row has samples or an error, not both or neither: {self!r}")
 
     @classmethod
-    def from_completion(cls, completion: Completion) -> RowResult:
+    def from_completion(cls, completion: Completion, *, token_ids: bool = False) -> RowResult:
+        """Convert a `Completion` of the engine to the result that part files keep.
+
+        Args:
+            completion: The engine's result.
+            token_ids: True to keep token ids of prompts and samples.
+        """
         samples = completion.samples if completion.error is None else ()
+        prompts = completion.prompts if completion.error is None else ()
         wants_logprobs = any(s.logprobs is not None for s in samples)
+        wants_prompt = any(p.logprobs is not None for p in prompts)
         return cls(
             text=tuple(s.text for s in samples),
             finish_reason=tuple(s.finish_reason for s in samples),
@@ -73,6 +99,9 @@ class RowResult:
             error=completion.error,
             logprobs=tuple(s.logprobs or () for s in samples) if wants_logprobs else None,
             reasoning=tuple(s.reasoning for s in samples) if any(s.reasoning is not None for s in samples) else None,
+            prompt_logprobs=tuple(p.logprobs or () for p in prompts) if wants_prompt else None,
+            prompt_token_ids=tuple(p.token_ids for p in prompts) if token_ids and prompts else None,
+            token_ids=tuple(s.token_ids for s in samples) if token_ids and samples else None,
         )
 
     @property
@@ -80,7 +109,8 @@ class RowResult:
         """An estimate of the bytes that the result takes in memory, used to limit buffers."""
         texts = (self.error, *self.text, *(self.reasoning or ()))
         size_bytes = 500 + sum(2 * len(text or "") for text in texts)
-        return size_bytes + positions_bytes(self.logprobs)
+        tokens = sum(map(len, (*(self.token_ids or ()), *(self.prompt_token_ids or ()))))
+        return size_bytes + 40 * tokens + positions_bytes(self.logprobs) + positions_bytes(self.prompt_logprobs)
 
     @staticmethod
     def to_batch(results: Mapping[int, RowResult]) -> pa.RecordBatch:
@@ -90,7 +120,7 @@ class RowResult:
             results: Results by row index.
 
         Returns:
-            A batch with REASONING_SCHEMA where a result has reasoning text, else with RESULT_SCHEMA.
+            A batch with RESULT_SCHEMA, and those of OPTIONAL_FIELDS of which a result has values.
         """
         rows = sorted(results)
         ordered = [results[row] for row in rows]
@@ -103,10 +133,14 @@ class RowResult:
             [r.error for r in ordered],
             [position_tuples(r.logprobs) for r in ordered],
         ]
-        reasoning = [r.reasoning for r in ordered]
-        if any(reasoning):
-            return make_batch([*columns, reasoning], REASONING_SCHEMA)
-        return make_batch(columns, RESULT_SCHEMA)
+        optional: dict[str, list[Any]] = {
+            "reasoning": [r.reasoning for r in ordered],
+            "prompt_logprobs": [position_tuples(r.prompt_logprobs) for r in ordered],
+            "prompt_token_ids": [r.prompt_token_ids for r in ordered],
+            "token_ids": [r.token_ids for r in ordered],
+        }
+        given = [field for field in OPTIONAL_FIELDS if any(optional[field.name])]
+        return make_batch([*columns, *(optional[field.name] for field in given)], pa.schema([*RESULT_SCHEMA, *given]))
 
 
 def make_batch(columns: list[list[Any]], schema: pa.Schema) -> pa.RecordBatch:
@@ -124,7 +158,7 @@ def _batch(columns: list[list[Any]], schema: pa.Schema) -> pa.RecordBatch:
 
 def positions_bytes(logprobs: Positions | None) -> int:
     """An estimate of the bytes that log-probabilities take in memory."""
-    return sum(len(p) * 200 * (1 + (len(p[0].top) if p else 0)) for p in logprobs or ())
+    return sum(len(p) * 200 * (1 + (len(p[-1].top) if p else 0)) for p in logprobs or ())
 
 
 def position_tuples(logprobs: Positions | None) -> list[Any] | None:

@@ -12,6 +12,7 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import Plan, Policy, Prediction, Stage
 from batchgen.core.units import GIB, format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
+from batchgen.planner.cost_parts import cost_parts, mean_parts
 from batchgen.planner.costs import head_lanes, job_seconds, layer_lanes, moved_bytes, sweep_overhead_s
 from batchgen.planner.experts import break_even_tokens
 from batchgen.planner.explanation import (
@@ -31,7 +32,8 @@ from batchgen.planner.search import TIE, Candidate, block_latency_s, frontier
 
 TIER_NAMES = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
 # How far measured rates move from one day to the next on a shared machine.
-_RATE_SPREAD = 0.15
+_RATE_SPREAD = 0.15  # of a given profile
+_LOADING_SPREAD = 1.5  # of loading the weights, which may or may not be in the page cache
 # Where outputs may end early and nothing is known of their length, they may be this short.
 _SHORTEST_OUTPUT = 0.25
 
@@ -88,7 +90,7 @@ def make_plan(
         policy=policy,
         placement_bytes=placement_bytes(s, at),
         prediction=replace(
-            _predict(candidate, at, startup_s, problem.output_len_known, simulated_s or candidate.seconds),
+            _predict(problem, candidate, at, startup_s, simulated_s or candidate.seconds),
             disk_written_bytes={"KV": _kv_written_bytes(candidate, at), "weight store": store_written_bytes},
         ),
         kernels=s.hardware.kernels.of(_kernel_keys(s)),
@@ -108,22 +110,23 @@ def _batch_order(s: CostInputs, counts: Counts) -> str:
     return s.batch_order if sum(count > 0 for count in counts.kv_seqs.values()) > 1 else "even"
 
 
-def _predict(
-    candidate: Candidate, at: Placement, startup_s: float, output_len_known: bool, sweeps_s: float
-) -> Prediction:
+def _predict(problem: Problem, candidate: Candidate, at: Placement, startup_s: float, sweeps_s: float) -> Prediction:
     s, workload = candidate.inputs, candidate.inputs.workload
     # Where the simulator is faster than the cost model, no lane is busy for longer than that.
     faster = min(1.0, sweeps_s / candidate.seconds)
     lane_s = {lane: seconds * faster for lane, seconds in lane_seconds(candidate, at).items()}
     rows_s = workload.num_seqs * s.hardware.row_overhead_s
-    total_s = startup_s + sweeps_s + rows_s
-    shortest = 1.0 if output_len_known else _shorter(candidate, at)
+    total_s, loading_s = startup_s + sweeps_s + rows_s, startup_s - problem.startup_s
+    shortest = 1.0 if problem.output_len_known else _shorter(candidate, at)
     generated = workload.num_seqs * workload.output_len.mean if workload.task == "generate" else 0.0
     tokens = generated + workload.num_seqs * workload.prompt_len.mean
+    stages, known = _stages(candidate, at, sweeps_s + rows_s), s.hardware.knowledge
+    parts = mean_parts([(stage.seconds, stage.parts) for stage in stages])
+    least, most = known.interval(parts) if known else (1 - _RATE_SPREAD, 1 + _RATE_SPREAD)
     return Prediction(
         total_s=total_s,
-        low_s=startup_s + (sweeps_s * shortest + rows_s) * (1 - _RATE_SPREAD),
-        high_s=startup_s + (sweeps_s + rows_s) * (1 + _RATE_SPREAD),
+        low_s=problem.startup_s + loading_s / _LOADING_SPREAD + (sweeps_s * shortest + rows_s) * least,
+        high_s=problem.startup_s + loading_s * _LOADING_SPREAD + (sweeps_s + rows_s) * most,
         startup_s=startup_s,
         sweeps=sum(phase.sweeps for phase in candidate.phases),
         bound_s=candidate.relaxed.seconds,
@@ -136,9 +139,12 @@ def _predict(
         memory_bytes=memory_parts(s, at),
         memory_price_s=candidate.relaxed.memory_price_s,
         lane_price_s={k: v for k, v in candidate.relaxed.lane_price_s.items() if k in lane_s},
-        stages=_stages(candidate, at, sweeps_s + rows_s),
+        stages=stages,
         disk_written_bytes={},
         break_even_tokens=break_even_tokens(s, _weights_s(s, at), number(at.w_streamed if s.on_gpu else at.w_disk)),
+        source=known.source if known else f"the profile {s.hardware.name}",
+        table=known.table if known else "",
+        factors=dict(known.means) if known else {},
     )
 
 
@@ -157,11 +163,17 @@ def _stages(candidate: Candidate, at: Placement, total_s: float) -> tuple[Stage,
     s = candidate.inputs
     own_s = [job_seconds(s, (phase,), at) for phase in candidate.phases]
     longer = total_s / sum(own_s)
+    lanes = [_binding(s, phase, at) for phase in candidate.phases]
     return tuple(
         Stage(
-            seconds * longer, phase.sweeps * phase.tokens, _stage_name(s, phase), phase.sweeps, _binding(s, phase, at)
+            seconds * longer,
+            phase.sweeps * phase.tokens,
+            _stage_name(s, phase),
+            phase.sweeps,
+            lane,
+            cost_parts(s, phase, lane),
         )
-        for seconds, phase in zip(own_s, candidate.phases, strict=True)
+        for seconds, phase, lane in zip(own_s, candidate.phases, lanes, strict=True)
     )
 
 
@@ -211,7 +223,7 @@ def lane_seconds(candidate: Candidate, at: Placement) -> dict[str, float]:
 def headline(plan: Plan) -> list[str]:
     """The plan in a line or two, before a job starts."""
     policy, predicted, workload = plan.policy, plan.prediction, plan.workload
-    between = f"{format_seconds(predicted.low_s)} to {format_seconds(predicted.high_s)}"
+    between = f"{format_seconds(predicted.low_s)} to {format_seconds(predicted.high_s)}, from {predicted.source}"
     return [
         f"plan: {workload.num_seqs:,} sequences of {_lengths(workload)} tokens,"
         f" {min(policy.max_num_seqs, workload.num_seqs):,} in flight,"
@@ -256,7 +268,8 @@ def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
         *kernel_lines(plan.kernels),
         "",
         f"predicted: {format_seconds(predicted.total_s)} ({format_seconds(predicted.low_s)} to"
-        f" {format_seconds(predicted.high_s)}); a block takes {format_seconds(predicted.block_latency_s)}",
+        f" {format_seconds(predicted.high_s)}, from {predicted.source});"
+        f" a block takes {format_seconds(predicted.block_latency_s)}",
         *total_lines(explained),
         *price_lines(explained),
     ]

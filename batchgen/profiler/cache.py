@@ -1,14 +1,14 @@
-"""Cache of measured hardware profiles, in files: a machine is measured once, before its first job."""
+"""Cache of the profiles that `batchgen profile` has measured, in files; jobs on a GPU measure what is missing."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.digest import json_sha256
@@ -16,11 +16,9 @@ from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, matmul_key
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
-from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice
 from batchgen.core.machine import CpuTime
 from batchgen.core.private_files import why_untrusted
 from batchgen.models.config import ModelConfig
-from batchgen.ops.instruction_set import forced_instruction_set, instruction_set, usable_instruction_sets
 from batchgen.profiler.calibration import calibrated
 from batchgen.profiler.contention import contention_reason
 from batchgen.profiler.measure import (
@@ -37,15 +35,11 @@ from batchgen.profiler.measure import (
 from batchgen.profiler.overheads import measure_overheads
 from batchgen.profiler.timing import FULL, Effort
 
-if TYPE_CHECKING:
-    from batchgen.profiler.kernel_choice import Shapes
-
 logger = logging.getLogger(__name__)
 
 TIME_S = 20.0  # for all rates, about, on two idle cores
-MOST_TRIES = 3
 # Keys of `HardwareProfile.measured`.
-_BUSY, _TRIES, _MACHINE = "busy", "tries", "machine"
+BUSY, _MACHINE = "busy", "machine"
 # Fields of a model's configuration that decide the time of its layers.
 _SHAPE = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "gated_mlp")
 
@@ -62,7 +56,6 @@ class Wanted:
         model: Model whose layers alone are measured, corrected by whole sweeps on a CPU; None: models of several usual
             sizes.
         effort: Grid points and time limits of the measurement.
-        kernels_of: Model for whose shapes kernels are chosen; None: `model`, or else models of several usual sizes.
         as_stored: Formats of weights that stream: their GEMMs are measured on weights as they are stored.
     """
 
@@ -72,18 +65,12 @@ class Wanted:
     kv_formats: tuple[str, ...] = ()
     model: ModelConfig | None = None
     effort: Effort = FULL
-    kernels_of: ModelConfig | None = None
     as_stored: tuple[str, ...] = ()
 
     @property
     def dequantizes(self) -> bool:
         """True where weights may be stored in 4 bits and dequantized before GEMMs."""
         return INT4 in self.weight_formats
-
-    @property
-    def block_formats(self) -> tuple[str, ...]:
-        """The block-quantized formats whose GEMMs run on the quantized weights."""
-        return tuple(dict.fromkeys(name for name in (*self.weight_formats, *self.as_stored) if name in BLOCK_FORMATS))
 
     @property
     def products(self) -> dict[str, tuple[str, bool]]:
@@ -108,8 +95,8 @@ def recall(wanted: Wanted, *, cache_dir: Path, offload_dir: Path) -> HardwarePro
     """
     check_measurable(wanted.device, wanted.dtypes)
     offload_dir = make_offload_dir(offload_dir)
-    profile = _cached(_path_of(wanted, cache_dir, offload_dir), quiet=True)
-    if profile is None or _to_be_repeated(profile) or _lacks(wanted, profile):
+    profile = _cached(path_of(wanted, cache_dir, offload_dir), quiet=True)
+    if profile is None or _lacks(wanted, profile):
         return None
     return replace(profile, **sizes(wanted.device, offload_dir))
 
@@ -117,8 +104,7 @@ def recall(wanted: Wanted, *, cache_dir: Path, offload_dir: Path) -> HardwarePro
 def load_or_measure(wanted: Wanted, *, cache_dir: Path, offload_dir: Path, refresh: bool) -> HardwareProfile:
     """This machine's profile: cached rates, newly measured ones where they are missing, and sizes as of now.
 
-    New rates are cached. Where other work kept the machine busy during the measurement, this is logged, and the next
-    call measures again. After three measurements the rates are kept, as some machines are always busy.
+    New rates are cached. Where other work kept the machine busy during the measurement, this is logged and noted.
 
     Args:
         wanted: Rates that the profile must have.
@@ -131,12 +117,8 @@ def load_or_measure(wanted: Wanted, *, cache_dir: Path, offload_dir: Path, refre
     """
     check_measurable(wanted.device, wanted.dtypes)
     offload_dir = make_offload_dir(offload_dir)
-    path = _path_of(wanted, cache_dir, offload_dir)
+    path = path_of(wanted, cache_dir, offload_dir)
     kept = None if refresh else _cached(path)
-    tries = 1 + int(kept.measured.get(_TRIES, 0)) if kept is not None else 1
-    if kept is not None and _to_be_repeated(kept):
-        logger.warning("this machine was busy when it was measured (%s): it is measured again", kept.measured[_BUSY])
-        kept = None
     if kept is not None and not _lacks(wanted, kept):
         return replace(kept, **sizes(wanted.device, offload_dir))
     what = "models of any size" if wanted.model is None else "models of this shape"
@@ -145,12 +127,10 @@ def load_or_measure(wanted: Wanted, *, cache_dir: Path, offload_dir: Path, refre
     before = CpuTime.now()
     profile = _complete(wanted, kept, path, offload_dir, None if refresh else cache_dir)
     busy = contention_reason(before, CpuTime.now(), profile.measured.get("spread", 1.0))
-    noted = {_BUSY: busy, _TRIES: tries} if busy else {}
-    rest = {name: value for name, value in profile.measured.items() if name not in (_BUSY, _TRIES)}
-    profile = replace(profile, measured=rest | noted)
+    rest = {name: value for name, value in profile.measured.items() if name != BUSY}
+    profile = replace(profile, measured=rest | ({BUSY: busy} if busy else {}))
     if busy:
-        again = "the next run measures again" if tries < MOST_TRIES else "this is kept, as it always was"
-        logger.warning("this machine was busy while it was measured (%s): %s", busy, again)
+        logger.warning("this machine was busy while it was measured (%s): --refresh measures again", busy)
     _keep(profile, path)
     return replace(profile, **sizes(wanted.device, offload_dir))
 
@@ -174,10 +154,6 @@ def _complete(
     """
     device, dtypes, effort = wanted.device, wanted.dtypes, wanted.effort
     how: dict[str, Any] = {"model": wanted.model, "effort": effort}
-    kernels = _kernels(wanted, profile)
-    if profile is not None and kernels != profile.kernels:
-        changed = any(kernels.names().get(key) != isa for key, isa in profile.kernels.names().items())
-        profile = None if changed else replace(profile, kernels=kernels)  # its rates are those of the chosen kernels
     if profile is None:
         machine = _machine_key(device, offload_dir)
         like = _profile_of(machine, cache_dir)
@@ -187,7 +163,6 @@ def _complete(
             offload_dir=offload_dir,
             dtypes=dtypes,
             overheads=overheads,
-            kernels=kernels,
             like=like,
             **how,
         )
@@ -210,11 +185,6 @@ def _complete(
     return profile
 
 
-def _to_be_repeated(profile: HardwareProfile) -> bool:
-    """Tell whether a cached profile was measured on a busy machine, fewer than three times so far."""
-    return _BUSY in profile.measured and int(profile.measured.get(_TRIES, 0)) < MOST_TRIES
-
-
 def _lacks(wanted: Wanted, profile: HardwareProfile) -> bool:
     """Tell whether a cached profile lacks any of the wanted rates."""
     rates = profile.compute
@@ -224,67 +194,20 @@ def _lacks(wanted: Wanted, profile: HardwareProfile) -> bool:
         return True
     if wanted.dequantizes and rates.expand_bytes_per_s is None:
         return True
-    if any(not rates.has_rates("gemm_flops_per_s", key) for key in wanted.products):
-        return True
-    known = _known_kernels(profile)
-    return known != profile.kernels or (known != PROCESS_SET and any(_unknown_shapes(wanted, known)))
+    return any(not rates.has_rates("gemm_flops_per_s", key) for key in wanted.products)
 
 
 def _profile_of(machine: str, cache_dir: Path | None) -> HardwareProfile | None:
     """Any cached profile of a machine that was measured without contention."""
     for path in sorted((cache_dir / "profiles").glob("*.json")) if cache_dir else ():
         profile = _cached(path, quiet=True)
-        if profile is not None and profile.measured.get(_MACHINE) == machine and _BUSY not in profile.measured:
+        if profile is not None and profile.measured.get(_MACHINE) == machine and BUSY not in profile.measured:
             return profile
     return None
 
 
 def _machine_key(device: str, offload_dir: Path) -> str:
     return json_sha256([identity(device), str(offload_dir.resolve())])[:16]
-
-
-def _known_kernels(kept: HardwareProfile | None) -> KernelChoice:
-    """The kernels of a cached profile, as far as this machine has them."""
-    if forced := forced_instruction_set():
-        return KernelChoice(default=forced)
-    if kept is not None and kept.kernels == PROCESS_SET:
-        return PROCESS_SET
-    return (kept.kernels if kept else PROCESS_SET).among((*usable_instruction_sets(), TORCH), instruction_set())
-
-
-def _unknown_shapes(wanted: Wanted, known: KernelChoice) -> Iterator[str]:
-    """The dtypes in which some wanted shape has no kernel yet."""
-    if forced_instruction_set():
-        return
-    shapes = _shapes(wanted, wanted.kernels_of or wanted.model)
-    for dtype in wanted.dtypes:
-        if not known.names().keys() >= set(shapes.keys(dtype)):
-            yield dtype
-
-
-def _kernels(wanted: Wanted, kept: HardwareProfile | None) -> KernelChoice:
-    """The kernels of the wanted shapes: those of the cached profile; kernels of other shapes are measured."""
-    from batchgen.profiler.kernel_choice import Kernels, measure_kernels
-
-    known = _known_kernels(kept)
-    if kept is not None and kept.kernels == PROCESS_SET:
-        return known
-    shapes = _shapes(wanted, wanted.kernels_of or wanted.model)
-    for dtype in _unknown_shapes(wanted, known):
-        logger.info("measuring which kernels are the fastest in %s", dtype)
-        known = measure_kernels(shapes, dtype, Kernels.here(), known)
-    return known
-
-
-def _shapes(wanted: Wanted, model: ModelConfig | None) -> Shapes:
-    """Shapes of the model, or of models of usual sizes. On a machine with a GPU, the CPU runs attention only."""
-    from batchgen.profiler.compute import subjects_of
-    from batchgen.profiler.kernel_choice import Shapes
-
-    subjects = subjects_of(wanted.device, wanted.effort, model)
-    if wanted.device != "cpu":
-        return Shapes((), subjects.attention)
-    return Shapes(subjects.products, subjects.attention, wanted.block_formats)
 
 
 def profile_path(
@@ -304,7 +227,8 @@ def profile_path(
     return cache_dir / "profiles" / f"{device}-{key[:16]}.json"
 
 
-def _path_of(wanted: Wanted, cache_dir: Path, offload_dir: Path) -> Path:
+def path_of(wanted: Wanted, cache_dir: Path, offload_dir: Path) -> Path:
+    """The cache file of the profile that has these rates."""
     return profile_path(cache_dir, wanted.device, offload_dir, wanted.model, wanted.dtypes)
 
 

@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from batchgen.core.dtypes import FORMAT_BYTES
-from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.core.machine import available_cores, available_memory_bytes, keep_freed_memory
+from batchgen.core.machine import available_memory_bytes
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Workload
@@ -39,8 +36,7 @@ from batchgen.planner.phases import Phase
 from batchgen.planner.problem import CostInputs, Problem
 from batchgen.planner.search_space import search_space
 from batchgen.planner.step_seconds import before_attention_frac, elementwise_s
-from batchgen.profiler.timing import FULL, last_level_cache_bytes
-from batchgen.profiler.transfer import disk_rates
+from batchgen.profiler.timing import last_level_cache_bytes
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.sequence import Sequence as Generated
 from batchgen.schedule.step_graph import Step
@@ -53,9 +49,6 @@ _MEMORY_FRAC = 0.6  # of the free memory, for layers and KV
 # Weight of a rate's factor's distance from 1 beside relative errors of times, which count once. A factor with a wider
 # limit has as much less weight.
 _PRIOR = 0.05
-_PROBE_S, _MOST_SLOWER = 0.5, 1.5
-# Shared disks vary more from one moment to another than cores do.
-_DISK_PROBE, _MOST_SLOWER_DISK = replace(FULL, disk_s=0.3, disk_bytes=64 << 20), 2.0
 _FACTORS = ("gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention")
 # The fixed time of a layer is measured on a model that fits the innermost caches. Beside the weights of a real one it
 # grows by more than any rate does.
@@ -123,7 +116,6 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str, until_s
     terms = [_terms(profile, part, dtype, sweep) for sweep in sweeps]
     affordable = [i for i, t in enumerate(terms) if sum(t) < _LONGEST_S] or [int(np.argmin([sum(t) for t in terms]))]
     with _runner(part, dtype, profile.kernels, [sweeps[i] for i in affordable]) as run:
-        probes = [probe_s(dtype)]
         for i in affordable:  # memory that was used before, as that of jobs
             run(sweeps[i])
         # In rounds, so that a moment in which the machine is slow does not decide about one of them.
@@ -141,7 +133,6 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str, until_s
     spread = float(np.median(np.max(rounds, axis=0) / np.min(rounds, axis=0)))
     kept = {
         "sweep_factors": {dtype: noted},
-        "pulse_s": {dtype: statistics.median([*probes, probe_s(dtype)])},
         "spread": round(spread, 3),
     }
     return replace(scaled, measured=profile.measured | kept)
@@ -172,85 +163,6 @@ def affordable_sweeps(
 def _kv_tokens(sweep: _Sweep) -> int:
     """Number of tokens for which a sweep needs KV blocks."""
     return sweep.count * -(-(sweep.new + sweep.cached) // DEFAULT_KV_BLOCK_SIZE) * DEFAULT_KV_BLOCK_SIZE
-
-
-def probe_s(dtype: str) -> float:
-    """Seconds that a fixed piece of work takes now, half arithmetic and half memory traffic: a spot benchmark.
-
-    On a machine shared with others, the same work takes up to a third longer at some moments. The benchmark takes half
-    a second, on at most as many of torch's threads as the calling thread may use cores. dtype: compute dtype of the
-    work.
-    """
-    import torch
-
-    keep_freed_memory()
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(before, available_cores()))
-    try:
-        return _probe_s(dtype)
-    finally:
-        torch.set_num_threads(before)
-
-
-def _probe_s(dtype: str) -> float:
-    import torch
-
-    weights = torch.ones(8, 1024, 1024, dtype=getattr(torch, dtype))
-    x = torch.ones(512, 1024, dtype=weights.dtype)
-    source, target = torch.ones(2, 1 << 27, dtype=torch.uint8)
-    times: list[float] = []
-    deadline = time.perf_counter() + _PROBE_S
-    while len(times) < 4 or time.perf_counter() < deadline:
-        started = time.perf_counter()
-        for weight in weights:
-            torch.nn.functional.linear(x, weight)
-        target.copy_(source)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
-
-
-def corrected_by_probe(profile: HardwareProfile, dtype: str) -> HardwareProfile:
-    """A calibrated profile whose compute rates are corrected for the speed of the CPU at this moment.
-
-    The rates are scaled by the square root of the speed relative to that at calibration, as half of a momentary change
-    does not last.
-
-    Args:
-        profile: The calibrated profile.
-        dtype: Compute dtype of the spot benchmark.
-    """
-    then = profile.measured.get("pulse_s", {}).get(dtype)
-    if then is None:
-        return profile
-    slower = _half_of(probe_s(dtype) / then, _MOST_SLOWER)
-    return profile.scaled(**dict.fromkeys((*_FACTORS, "sampling_logits_per_s"), 1 / slower))
-
-
-def corrected_by_disk_probe(profile: HardwareProfile, offload_dir: Path) -> HardwareProfile:
-    """A profile whose disk rates are corrected for the speed of the disk at this moment.
-
-    The measurement takes a second. The profile stays as it is where the disk has no space for it.
-
-    Args:
-        profile: The profile, measured with this directory.
-        offload_dir: Directory of the disk tier.
-    """
-    if profile.measured.get("offload_dir") != str(offload_dir.resolve()):
-        return profile
-    try:
-        now = disk_rates(offload_dir, _DISK_PROBE)
-    except InputError:
-        return profile
-
-    return profile.scaled(
-        disk_read_bytes_per_s=_half_of(now.read_bytes_per_s / profile.disk_read_bytes_per_s, _MOST_SLOWER_DISK),
-        disk_write_bytes_per_s=_half_of(now.write_bytes_per_s / profile.disk_write_bytes_per_s, _MOST_SLOWER_DISK),
-    )
-
-
-def _half_of(ratio: float, most: float) -> float:
-    """The square root of a ratio, limited to the range from 1 / `most` to `most`."""
-    return min(most, max(1 / most, ratio**0.5))
 
 
 def fit(terms: np.ndarray, times: np.ndarray, limits: Sequence[tuple[float, float]]) -> np.ndarray:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KVFormat, dtype_name, matmul_key, weight_row_bytes
 from batchgen.core.hardware import ComputeRates, Rates
-from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
@@ -45,32 +44,27 @@ class Subjects:
         products: Models whose GEMMs are measured, one for each hidden size.
         attention: Models whose decode attention is measured, one for each number of query heads per KV head.
         main: Model for all other rates.
-        kernels: Kernels of the models' shapes on the CPU.
     """
 
     products: tuple[ModelConfig, ...]
     attention: tuple[ModelConfig, ...]
     main: ModelConfig
-    kernels: KernelChoice = PROCESS_SET
 
 
-def subjects_of(
-    device: str, effort: Effort, model: ModelConfig | None, kernels: KernelChoice = PROCESS_SET
-) -> Subjects:
+def subjects_of(device: str, effort: Effort, model: ModelConfig | None) -> Subjects:
     """The models to measure: the given one, or else Llama models of sizes that are usual on the device.
 
     Args:
         device: "cpu" or "cuda".
         effort: Grid points of the measurement.
         model: Model whose rates are wanted; None: models of several usual sizes.
-        kernels: Kernels of the models' shapes on the CPU.
     """
     if model is not None:
-        return Subjects((model,), (model,), model, kernels)
+        return Subjects((model,), (model,), model)
     width, kv_heads, head_dim = _GENERIC[device]
     groups = tuple(_llama(width, kv_heads * group, kv_heads, head_dim) for group in effort.groups)
     widths = tuple(_llama(w, max(1, w // head_dim), kv_heads, head_dim) for w in effort.widths)
-    return Subjects(widths, groups, groups[len(groups) // 2], kernels)
+    return Subjects(widths, groups, groups[len(groups) // 2])
 
 
 # Width, KV heads, head_dim.
@@ -89,17 +83,11 @@ def measure_compute(device: Device, dtype_name: str, subjects: Subjects, effort:
         timed: Function that runs a measurement under a name.
     """
     dtype = getattr(torch, dtype_name)
-    where, kernels = f"in {dtype_name} on {device.kind}", subjects.kernels
+    where = f"in {dtype_name} on {device.kind}"
     pool = device.pool(dtype, effort)
-    gemm = timed(
-        f"matrix products {where}", lambda: gemm_rates(device, pool, subjects.products, effort, kernels=kernels)
-    )
-    decode = timed(
-        f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, kernels=kernels)
-    )
-    prefill = timed(
-        f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort, kernels=kernels)
-    )
+    gemm = timed(f"matrix products {where}", lambda: gemm_rates(device, pool, subjects.products, effort))
+    decode = timed(f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort))
+    prefill = timed(f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort))
     elementwise = timed(f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort))
     return ComputeRates(
         gemm_flops_per_s={dtype_name: gemm},
@@ -131,7 +119,7 @@ def measure_decode_attention(
     pool = device.pool(getattr(torch, dtype_name), effort)
     kind = kv_format or dtype_name
     name = f"decode attention in {kind} on {device.kind}"
-    rates = timed(name, lambda: decode_rates(device, pool, subjects.attention, effort, kv_format, subjects.kernels))
+    rates = timed(name, lambda: decode_rates(device, pool, subjects.attention, effort, kv_format))
     return ComputeRates(decode_attention_bytes_per_s={kind: rates})
 
 
@@ -150,13 +138,11 @@ def measure_packed_kv(  # what is measured, how, and for how long
         timed: Function that runs a measurement under a name.
     """
     pool = device.pool(getattr(torch, dtype_name), effort)
-    where, kernels = f"with {kv_format} and {dtype_name} on {device.kind}", subjects.kernels
+    where = f"with {kv_format} and {dtype_name} on {device.kind}"
     decode = timed(
-        f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, kv_format, kernels)
+        f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, kv_format)
     )
-    prefill = timed(
-        f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort, kv_format, kernels)
-    )
+    prefill = timed(f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort, kv_format))
     elementwise = timed(
         f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort, kv_format)
     )
@@ -212,7 +198,7 @@ def measure_products(  # what is measured, how, and for how long
     name = f"matrix products with {weight_format} weights{' in rows' * as_stored} and {dtype_name} on {device.kind}"
 
     def gemm() -> Rates:
-        return gemm_rates(device, pool, subjects.products, effort, weight_format, subjects.kernels, as_stored=as_stored)
+        return gemm_rates(device, pool, subjects.products, effort, weight_format, as_stored=as_stored)
 
     return ComputeRates(
         gemm_flops_per_s={matmul_key(weight_format, dtype_name, as_stored=as_stored): timed(name, gemm)}
@@ -247,7 +233,6 @@ def gemm_rates(
     models: Sequence[ModelConfig],
     effort: Effort,
     weight_format: str | None = None,
-    kernels: KernelChoice = PROCESS_SET,
     *,
     as_stored: bool = False,
 ) -> Rates:
@@ -259,7 +244,6 @@ def gemm_rates(
         models: Models whose GEMMs are measured, one for each hidden size.
         effort: Grid points and time limits.
         weight_format: "int8", one of `BLOCK_FORMATS`, or the pool's dtype; None: the pool's dtype.
-        kernels: Kernels of the models' shapes.
         as_stored: Whether weights are in the layout in which they stream from disk, not prepacked.
     """
     stored_in = weight_format or dtype_name(pool.dtype)
@@ -273,7 +257,7 @@ def gemm_rates(
         large = pool if sum(sizes) <= pool.numel() else pool.repeat(-(-sum(sizes) // pool.numel()))
         layers = [
             [
-                _weight(part.view(shape), stored_in, kernels, gated=model.gated_mlp and i == 2, as_stored=as_stored)
+                _weight(part.view(shape), stored_in, gated=model.gated_mlp and i == 2, as_stored=as_stored)
                 for i, (part, shape) in enumerate(zip(layer.split(sizes), shapes, strict=True))
             ]
             for layer in pieces(large, sum(sizes))
@@ -303,9 +287,7 @@ def gemm_rates(
     return Rates(("width", "tokens"), tuple((model.hidden_size, rates(model)) for model in models))
 
 
-def _weight(
-    numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated: bool, as_stored: bool = False
-) -> ops.Weight:
+def _weight(numbers: Tensor, weight_format: str, *, gated: bool, as_stored: bool = False) -> ops.Weight:
     """A prepacked matrix for GEMMs.
 
     Where quantizing takes long, the matrix has other numbers than the given ones, which does not change the timing.
@@ -315,14 +297,13 @@ def _weight(
         data = torch.full(
             (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
         )  # scales are numbers
-        weight = BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, dtype_name(numbers.dtype)))
+        weight = BlockWeight(data, weight_format)
         return weight if as_stored else ops.pack_blocks(weight, numbers.dtype, gated=gated)
     stored = numbers
     if weight_format == INT8:
         some = int8.quantize(numbers[:_QUANTIZED_ROWS])
         stored = some.repeat(-(-len(numbers) // len(some)), 1)[: len(numbers)]
-    isa = kernels.linear_isa(rows, columns, weight_format)
-    return ops.bind_weight(stored, isa) if as_stored else ops.pack_weight(stored, gated=gated, isa=isa)
+    return ops.bind_weight(stored, "") if as_stored else ops.pack_weight(stored, gated=gated)
 
 
 def decode_rates(
@@ -331,7 +312,6 @@ def decode_rates(
     models: Sequence[ModelConfig],
     effort: Effort,
     kv_format: str | None = None,
-    kernels: KernelChoice = PROCESS_SET,
 ) -> Rates:
     """Bytes of KV that decode attention reads per second, by query heads per KV head, batch size and context length.
 
@@ -341,7 +321,6 @@ def decode_rates(
         models: Models whose attention is measured, one for each number of query heads per KV head.
         effort: Grid points and time limits.
         kv_format: Format of the KV, a key of `KV_CODE_BITS`; None: the pool's dtype.
-        kernels: Kernels of the models' attention.
     """
     stored_as = _stored_as(kv_format, pool)
     kvs = [paged_kv(pool, model, stored_as) for model in models]
@@ -349,9 +328,7 @@ def decode_rates(
     def trial(model: ModelConfig, kv: Tensor, batch: int, context: int) -> Trial:
         spread = np.linspace(1 - _CONTEXT_SPREAD_FRAC, 1 + _CONTEXT_SPREAD_FRAC, batch) if batch > 1 else np.ones(1)
         contexts = np.rint(context * spread).astype(int).tolist()
-        run = paged_attention(
-            kv, stored_as, model, [(1, n - 1) for n in contexts], pool.dtype, _attention_isa(kernels, model, pool)
-        )
+        run = paged_attention(kv, stored_as, model, [(1, n - 1) for n in contexts], pool.dtype)
         return Trial(sum(contexts) * (kv[0].nbytes // DEFAULT_KV_BLOCK_SIZE), run)
 
     def over_context(model: ModelConfig, kv: Tensor, batch: int) -> tuple:
@@ -370,7 +347,6 @@ def prefill_rates(
     model: ModelConfig,
     effort: Effort,
     kv_format: str | None = None,
-    kernels: KernelChoice = PROCESS_SET,
 ) -> Rates:
     """FLOP/s of the causal attention of a whole prompt to itself, by prompt length; masked keys are not counted.
 
@@ -380,21 +356,15 @@ def prefill_rates(
         model: Model whose attention is measured.
         effort: Grid points and time limits.
         kv_format: Format of the KV, a key of `KV_CODE_BITS`; None: the pool's dtype.
-        kernels: Kernels of the model's attention.
     """
-    isa = _attention_isa(kernels, model, pool)
     stored_as = _stored_as(kv_format, pool)
     kv = paged_kv(pool, model, stored_as)
 
     def trial(context: int) -> Trial:
         flops = 4 * model.q_size * (context * (context + 1) // 2)
-        return Trial(flops, paged_attention(kv, stored_as, model, [(context, 0)], pool.dtype, isa))
+        return Trial(flops, paged_attention(kv, stored_as, model, [(context, 0)], pool.dtype))
 
     return Rates(("context",), device.rising_rates(effort.prefill_contexts, trial, effort))
-
-
-def _attention_isa(kernels: KernelChoice, model: ModelConfig, pool: Tensor) -> str:
-    return kernels.attention_isa(model.num_heads, model.num_kv_heads, model.head_dim, dtype_name(pool.dtype))
 
 
 def paged_attention(
@@ -403,7 +373,6 @@ def paged_attention(
     model: ModelConfig,
     sequences: Sequence[tuple[int, int]],
     dtype: torch.dtype,
-    isa: str = "",
 ) -> Callable[[int], Tensor]:
     """A function that runs the attention of one layer on another part of the KV at each call.
 
@@ -417,7 +386,6 @@ def paged_attention(
         model: The model whose heads attend.
         sequences: (new tokens, cached tokens) of each sequence.
         dtype: Dtype of the queries.
-        isa: Instruction set of attention on the CPU; "": the process's.
     """
     heads, size = model.num_kv_heads, DEFAULT_KV_BLOCK_SIZE
     used = [-(-(new + cached) // size) for new, cached in sequences]
@@ -429,7 +397,7 @@ def paged_attention(
     ]
     plan = plan_attention(slices, [], kv_block_size=size, key_bytes=heads * model.head_dim * dtype.itemsize)
     shapes = model.num_heads, heads, model.head_dim, size, dtype, kv_format
-    prepared = ops.prepare_attention(plan, *shapes, device=kv.device, isa=isa)
+    prepared = ops.prepare_attention(plan, *shapes, device=kv.device)
     windows = kv[: len(kv) // window * window].split(window)
     tokens = sum(new for new, _ in sequences)
     q = torch.randn(tokens, model.num_heads, model.head_dim, device=kv.device).to(dtype) * model.head_dim**-0.5

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
-from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import available_cores, available_memory_bytes, cpu_name, resident_bytes
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.ops.instruction_set import forced_instruction_set, instruction_set
@@ -84,7 +83,6 @@ def measure(
     overheads: Overheads,
     model: ModelConfig | None = None,
     effort: Effort = FULL,
-    kernels: KernelChoice = PROCESS_SET,
     like: HardwareProfile | None = None,
 ) -> HardwareProfile:
     """Measure all rates of a hardware profile.
@@ -96,7 +94,6 @@ def measure(
         overheads: Rates that were measured in a running engine.
         model: Model whose layers alone are measured; None: models of several usual sizes.
         effort: Grid points and time limits.
-        kernels: Kernels of each shape on the CPU.
         like: Profile of this machine and directory for other models or dtypes, whose rates of disk, memory and copies
             are reused; None: they are measured.
 
@@ -109,7 +106,7 @@ def measure(
     offload_dir = make_offload_dir(offload_dir)
     watch = _Stopwatch()
     moves = _moving(device, offload_dir, effort, watch) if like is None else {n: getattr(like, n) for n in _MOVING}
-    cpu, gpu = _compute_rates(device, dtypes, subjects_of(device, effort, model, kernels), effort, watch)
+    cpu, gpu = _compute_rates(device, dtypes, subjects_of(device, effort, model), effort, watch)
     # A GPU runs what was launched ahead of it, so the overhead is the launch's.
     step: dict[str, Any] = {"launch_overhead_s" if gpu else "step_overhead_s": overheads.step_overhead_s}
     return HardwareProfile(
@@ -122,7 +119,6 @@ def measure(
         sweep_overhead_s=overheads.sweep_overhead_s,
         sequence_overhead_s=overheads.sequence_overhead_s,
         row_overhead_s=overheads.row_overhead_s,
-        kernels=kernels,
         measured=_circumstances() | {"offload_dir": str(offload_dir), "seconds": watch.parts_s},
         **moves,
         **sizes(device, offload_dir),
@@ -168,7 +164,7 @@ def add_dtypes(
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, dtypes)
     watch = _Stopwatch()
-    cpu, gpu = _compute_rates(device, dtypes, subjects_of(device, effort, model, profile.kernels), effort, watch)
+    cpu, gpu = _compute_rates(device, dtypes, subjects_of(device, effort, model), effort, watch)
     seconds = profile.measured.get("seconds", {}) | watch.parts_s
     return replace(
         profile,
@@ -200,7 +196,7 @@ def add_packed_kv(
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, (dtype,))
     watch = _Stopwatch()
-    subjects = subjects_of(device, effort, model, profile.kernels)
+    subjects = subjects_of(device, effort, model)
     rates = measure_packed_kv(Device(device), dtype, kv_format, subjects, effort, watch)
     if device == "cpu":
         profile = replace(profile, cpu=merged(profile.cpu, rates))
@@ -224,7 +220,7 @@ def add_dequantizing(
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, (dtype,))
     watch = _Stopwatch()
-    subjects = subjects_of(device, effort, model, profile.kernels)
+    subjects = subjects_of(device, effort, model)
     rates = measure_dequantizing(Device(device), dtype, subjects, effort, watch)
     return _with_rates(profile, rates, watch)
 
@@ -253,7 +249,7 @@ def add_products(
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, (dtype,))
     watch = _Stopwatch()
-    subjects = subjects_of(device, effort, model, profile.kernels)
+    subjects = subjects_of(device, effort, model)
     rates = measure_products(Device(device), dtype, weight_format, subjects, effort, watch, as_stored=as_stored)
     # The factor that whole sweeps have shown for the dtype's own GEMMs holds for these too.
     slower = profile.measured.get("sweep_factors", {}).get(dtype, {}).get("gemm", 1.0)
@@ -309,6 +305,13 @@ def identity(device: str) -> dict[str, Any]:
         "batchgen": __version__,
         "method": _METHOD,
     }
+
+
+def machine_identity() -> dict[str, Any]:
+    """Values that identify this machine, whatever part of it a process may use."""
+    from batchgen._version import __version__
+
+    return {"cpu": cpu_name(), "torch": importlib.metadata.version("torch"), "batchgen": __version__}
 
 
 class _Stopwatch:

@@ -11,16 +11,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from batchgen.core.direct_io import aligned_buffer, offload_errors
+from batchgen.core.errors import InputError
 from batchgen.core.machine import available_memory_bytes
 from batchgen.core.private_files import open_unnamed
-from batchgen.profiler.timing import Device, Effort, Trial
+from batchgen.profiler.timing import FULL, Device, Effort, Trial
 
 _REQUEST_BYTES, _BUFFERS_BYTES = 8 << 20, 64 << 20
 _IN_FLIGHT = 4
@@ -30,6 +31,8 @@ _STRETCH_REQUESTS = 8
 _SMALL_BYTES, _SMALL_REQUESTS = 32 << 10, 32
 _READ_PASSES = 3
 _COPY_BYTES = 64 << 20
+# A probe's files, each written once and read three times with small requests beside, and a disk that is taken for slow.
+_PROBE_BYTES, _FILE_PASSES, _SLOW_DISK_BYTES_PER_S = (8 << 20, 64 << 20), 5, 100e6
 _LEAST_READ_BYTES = 8 << 20  # however little memory is left
 
 
@@ -136,6 +139,26 @@ def disk_rates(directory: Path, effort: Effort) -> DiskRates:
         cpu_overhead_s = (time.process_time() - cpu_s) / requests
     (read_rate, write_rate), (read_overhead_s, write_overhead_s) = rates, overheads
     return DiskRates(read_rate, write_rate, read_overhead_s, write_overhead_s, cpu_overhead_s)
+
+
+def probe_disk(directory: Path, seconds: float) -> DiskRates | None:
+    """Measure the disk of a directory in a given time; None where the time or the space is too small.
+
+    Args:
+        directory: The directory.
+        seconds: Seconds that the probe may take.
+    """
+    started, rates = time.perf_counter(), None
+    for file_bytes in _PROBE_BYTES:
+        left_s = seconds - (time.perf_counter() - started)
+        expected_s = _FILE_PASSES * file_bytes / (rates.write_bytes_per_s if rates else _SLOW_DISK_BYTES_PER_S)
+        if expected_s > left_s:
+            break
+        try:
+            rates = disk_rates(directory, replace(FULL, disk_s=left_s / _FILE_PASSES, disk_bytes=file_bytes))
+        except InputError:
+            break
+    return rates
 
 
 @contextlib.contextmanager

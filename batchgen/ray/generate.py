@@ -85,7 +85,8 @@ class Generate:
             self._reasoning = await asyncio.to_thread(
                 gives_reasoning, self._model, self._sampling, self._options.get("chat_template")
             )
-        columns = SampleColumns(self._sampling.n, self._sampling.logprobs is not None, self._reasoning)
+        token_ids = bool(self._options.get("token_ids"))
+        columns = SampleColumns.of(self._sampling, reasoning=self._reasoning, token_ids=token_ids)
         schema = output_schema(batch.schema, columns, self._prefix)
         if batch.num_rows == 0:
             return schema.empty_table()
@@ -98,7 +99,9 @@ class Generate:
             tokenizer.require_chat_template(compiled.chat)
         requests = list(rows_to_requests(rows, 0, compiled, RowSampling(self._sampling), self._id_column))
         completions: list[Completion] = await asyncio.wrap_future(stream.submit(requests))
-        results = RowResult.to_batch({i: RowResult.from_completion(c) for i, c in enumerate(completions)})
+        results = RowResult.to_batch(
+            {i: RowResult.from_completion(c, token_ids=token_ids) for i, c in enumerate(completions)}
+        )
         return pa.Table.from_batches(
             [pa.RecordBatch.from_arrays([*rows.columns, *columns.arrays(rows, results)], schema=schema)]
         )

@@ -39,6 +39,7 @@ inline void quantize_row(float* x, int64_t n, uint8_t* packed) {
             low = v < low ? v : low;
             high = v > high ? v : high;
         }
+        low += 0.0f, high += 0.0f;  // of both zeros the positive one
         const f16 minimum = to_f16_value(number ? low : __builtin_nanf(""));
         const float least = f16_value(minimum);
         f16 scale = to_f16_value(number && high > least ? (high - least) / kMost : number ? 0.0f : __builtin_nanf(""));

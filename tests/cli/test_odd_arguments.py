@@ -74,7 +74,7 @@ def test_a_file_that_is_written_at_the_end_is_checked_before_anything_is_measure
         raise AssertionError("it was measured")
 
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("batchgen.job.plan.find_hardware", measure)
+    monkeypatch.setattr("batchgen.job.plan.measured_hardware", measure)
     for command in (
         ["profile", "-o", "none/profile.json"],
         ["plan", "-m", "M", "-i", "in.jsonl", "-o", "none/plan.json"],

@@ -102,7 +102,10 @@ def sources(tmp_path_factory):
     features = datasets.Features({"id": datasets.Value("int64"), "prompt": datasets.Value("string")})
     table = datasets.Dataset.from_list([{"id": r["id"], "prompt": r["prompt"]} for r in rows], features=features)
     table.save_to_disk(root / "saved")
+    arrow = pa.Table.from_pylist(rows)
     return {
+        "list of dicts": rows,
+        "arrow table in chunks": pa.concat_tables([arrow[:40], arrow[40:41], arrow[41:]]),
         "parquet file": write_parquet(root / "one.parquet", rows),
         "parquet directory": root / "parquet",
         "parquet glob": str(root / "parquet" / "part-*.parquet"),
@@ -123,6 +126,8 @@ def sources(tmp_path_factory):
 
 
 KINDS = [
+    "list of dicts",
+    "arrow table in chunks",
     "parquet file",
     "parquet directory",
     "parquet glob",

@@ -130,7 +130,6 @@ def test_prompts():
         ("response_format", None, {"type": "json_schema", "json_schema": {"name": "no schema"}}),
         ("structured_outputs", None, {"structural_tag": "a"}),
         ("stream", False, True),
-        ("echo", False, True),
         ("suffix", "", "end"),
         ("modalities", ["text"], ["text", "audio"]),
         ("best_of", 1, 3),
@@ -182,13 +181,23 @@ def test_wrong_values_are_refused_by_name(name, bad):
     assert name in refusal(completion, **{name: bad})
 
 
+def test_an_echo_asks_for_log_probabilities_of_the_prompt_too():
+    assert completion(echo=True)[1].prompt_logprobs is None
+    assert completion(echo=True, logprobs=3)[1].prompt_logprobs == 3
+    assert completion(echo=True, prompt=[5, 6])[1].prompt_logprobs == 0  # for the texts of these tokens
+    assert completion(echo=True, max_tokens=0)[1].max_tokens == 1
+    assert "max_tokens" in refusal(completion, max_tokens=0)
+    assert "echo" in refusal(chat, echo=True) and chat(echo=False) == chat()
+    for make in (chat, completion):
+        assert make(prompt_logprobs=2)[1].prompt_logprobs == 2
+
+
 def test_wrong_combinations():
     assert "top_logprobs" in refusal(chat, top_logprobs=2)
     assert "logprobs" in refusal(chat, logprobs=3)
     assert "logprobs" in refusal(completion, logprobs=True)
     message = refusal(chat, n=2, temperature=0)
     assert "n > 1" in message and "temperature" in message
-    assert "echo" in refusal(completion, echo=True, logprobs=1)
 
 
 def line(custom_id="a", **changes):
@@ -259,6 +268,7 @@ ROW = {
         },
         {"text": "zz", "finish_reason": "length", "logprobs": None},
     ],
+    "prompts": [{"logprobs": None}],
     "prompt_tokens": 4,
     "generated_tokens": [2, 6],
     "error": None,
@@ -312,6 +322,48 @@ def test_completion_response():
     }
     assert body["choices"][1]["logprobs"] is None
     json.dumps(found, allow_nan=False)
+
+
+PROMPT = [token("x", 3, None, []), token(" y", 4, -2.0, [token(" z", 11, -1.0), token(" y", 4, -2.0)])]
+
+
+def test_an_echo_begins_with_the_prompt():
+    row = ROW | {"prompts": [{"logprobs": PROMPT}]}
+    body = {"prompt": "x y", "echo": True, "logprobs": 2}
+    first, second = format_response("id-1", body, row, "demo", 3)["response"]["body"]["choices"]
+    assert (first["text"], second["text"], second["logprobs"]) == ("x yé!", "x yzz", None)
+    logprobs = first["logprobs"]
+    assert logprobs["tokens"] == ["x", " y", "é", "!"] and logprobs["text_offset"] == [0, 1, 3, 4]
+    assert logprobs["token_logprobs"] == [None, -2.0, -0.5, -3.0]
+    assert logprobs["top_logprobs"][:2] == [None, {" z": -1.0, " y": -2.0}]
+    alone = format_response("id-1", body | {"max_tokens": 0, "prompt": [3, 4]}, row, "demo", 3)["response"]["body"]
+    assert [choice["text"] for choice in alone["choices"]] == ["x y", "x y"]
+    assert alone["choices"][0]["logprobs"]["tokens"] == ["x", " y"] and alone["usage"]["completion_tokens"] == 0
+    several = format_response("id-1", body | {"prompt": ["a", "b"]}, ROW, "demo", 3)["response"]["body"]
+    assert [choice["text"] for choice in several["choices"]] == ["aé!", "bzz"]
+
+
+def test_prompt_logprobs_and_token_ids_are_where_vllm_has_them():
+    samples = [sample | {"token_ids": [i]} for i, sample in enumerate(ROW["samples"])]
+    row = ROW | {"samples": samples, "prompts": [{"logprobs": PROMPT, "token_ids": [3, 4]}]}
+    expected = [
+        None,
+        {
+            "4": {"logprob": -2.0, "rank": 2, "decoded_token": " y"},
+            "11": {"logprob": -1.0, "rank": 1, "decoded_token": " z"},
+        },
+    ]
+    chat_body = {"messages": MESSAGES, "prompt_logprobs": 2}
+    body = format_response("id-1", chat_body, row, "demo", 3)["response"]["body"]
+    assert body["prompt_logprobs"] == expected and body["prompt_token_ids"] == [3, 4]
+    assert [choice["token_ids"] for choice in body["choices"]] == [[0], [1]]
+    body = format_response("id-1", {"prompt": "x y", "prompt_logprobs": 2}, row, "demo", 3)["response"]["body"]
+    assert [choice["prompt_logprobs"] for choice in body["choices"]] == [expected] * 2
+    assert (
+        "prompt_logprobs" not in body
+        and "prompt_logprobs"
+        not in format_response("id-1", {"prompt": "x y"}, row, "demo", 3)["response"]["body"]["choices"][0]
+    )
 
 
 def test_error_line():

@@ -22,6 +22,7 @@ SAMPLING = {
     "drawn": {"temperature": 1.0, "top_p": 0.9, "seed": 3},
     "several samples": {"temperature": 1.0, "n": 3},
     "logprobs": {"logprobs": 3},
+    "log-probabilities of the prompt": {"prompt_logprobs": 1, "temperature": 1.0, "n": 2},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
     "stop strings": {"temperature": 1.5, "stop": ("e", "a", "1"), "n": 2},
     "a schema": {"json_schema": json.dumps(NUMBERS), "temperature": 1.0, "n": 2},

@@ -36,8 +36,16 @@ same_library = pytest.mark.skipif(
 )
 EXACT = {"dtype": "float32", "cpu_memory": "2GiB", "max_num_seqs": 2}
 OPTIONS = {
-    "generate": {"max_tokens": 6, "temperature": 0.8, "seed": 7, "n": 2, "logprobs": 1, "id_column": "id"},
-    "score": {"task": "score", "choices": [" yes", " no", " onions"]},
+    "generate": {
+        "max_tokens": 6,
+        "temperature": 0.8,
+        "seed": 7,
+        "n": 2,
+        "logprobs": 1,
+        "id_column": "id",
+        "chat": False,
+    },
+    "score": {"task": "score", "choices": [" yes", " no", " onions"], "chat": False},
     "openai": {},
 }
 PROMPTS = [prompt for prompt in pq.read_table(HERE / "run_directory" / "rows.parquet")["prompt"].to_pylist() if prompt]
@@ -52,17 +60,21 @@ WRITERS = {
     "job/destination.py": "what was copied to a URL, by its digest, beside the manifest",
     "job/files.py": ("plan", "hardware_profile"),
     "job/routing.py": "what a plan may do without: of another version it counts as not there",
+    "job/snapshot.py": "the state of a running job, which a reader of another version takes for unknown",
     "job/standard_input.py": "a copy of what was piped in, deleted with the job",
     "lmeval/jobs.py": "run_directory, in folders whose names are checked",
     "models/convert.py": "weight_store",
     "models/downloads.py": "a download, which has a hash",
     "models/tokenizers/loading.py": "what transformers reads, kept by its version",
+    "models/tokenizers/tokenizer_config.py": "what transformers reads, for loading.py",
     "output/formats.py": "outputs: Parquet, JSON lines, CSV, Arrow",
     "output/manifest.py": "run_directory",
+    "output/partials.py": "run_directory: tokens of unfinished rows, which a run may do without",
     "output/parts.py": "run_directory",
     "output/run_directory.py": ("run_directory", "outputs"),
     "hf_datasets.py": "a pickled function, which `datasets` hashes and does not keep",
     "profiler/cache.py": "hardware_profile",
+    "profiler/machine_record.py": "what a plan may do without: of another version it counts as not there",
     "profiler/overheads.py": "a temporary model",
     "ray/generate.py": "a copy of an actor, which has its options alone",
     "ray/job.py": "outputs: Parquet",
@@ -171,7 +183,7 @@ def test_outputs_without_a_name_are_found_again(folder, monkeypatch):
     (folder / "cache" / "outputs").mkdir(parents=True)
     shutil.copy(output, folder / "cache" / "outputs")
     take_run(folder, HERE / "outputs" / "run", f"cache/outputs/{output.name}")
-    table = batchgen.run("model", "rows.parquet", max_tokens=6, report="report.json", **EXACT)
+    table = batchgen.run("model", "rows.parquet", max_tokens=6, chat=False, report="report.json", **EXACT)
     report = json.loads(Path("report.json").read_text())
     assert report["state"] == "already complete" and Path(report["output"]).name == output.name
     assert table.num_rows == 9

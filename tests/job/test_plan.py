@@ -144,7 +144,7 @@ class TestElsewhere:
             raise AssertionError("this machine is measured")
 
         monkeypatch.setattr("batchgen.job.plan.problem_here", measure)
-        for name in ("recall_or_measure", "corrected_by_probe", "corrected_by_disk_probe", "available_memory_bytes"):
+        for name in ("load_or_measure", "recall", "probed", "probe_disk", "available_memory_bytes"):
             monkeypatch.setattr(machine_profile, name, measure)
         assert "t4" in planned(*on_t4(opt_30b, *FEW, "--explain"))
         assert "give --hardware too" in refused("plan", "-m", opt_30b, *LENGTHS, "--compare")
@@ -471,8 +471,9 @@ class TestEveryRun:
         assert policy["share_prefixes"] is False and report["predicted_wall_s"] > 0
 
     def test_dry_run_shows_the_plan(self, model, table, tmp_path):
-        code, stdout, stderr = invoke("run", *job(model, table, tmp_path / "o.jsonl", "--dry-run"))
-        assert code == 0 and "plan: 40 sequences" in stderr and "predicted: " in stderr
+        code, stdout, _ = invoke("run", *job(model, table, tmp_path / "o.jsonl", "--dry-run"))
+        assert code == 0 and "plan: 40 sequences" in stdout and "predicted: " in stdout
+        _, stdout, _ = invoke("run", *job(model, table, tmp_path / "o.jsonl", "--dry-run", "--json"))
         assert Plan.from_json(json.loads(stdout)["plan"]).workload.num_seqs == 40
         assert not list(tmp_path.iterdir())
 

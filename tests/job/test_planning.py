@@ -17,7 +17,7 @@ from batchgen.core.workload import Lengths, Workload
 from batchgen.job import machine_profile
 from batchgen.job.given_plan import read_plan, runnable
 from batchgen.job.job import Job, resolve_job
-from batchgen.job.machine_profile import find_hardware, on_this_machine
+from batchgen.job.machine_profile import given_hardware, on_this_machine
 from batchgen.job.options import JobOptions
 from batchgen.job.planning import plan_job, problem_here, problem_of_job
 from batchgen.job.what_if import what_if
@@ -63,39 +63,35 @@ def complaint(function, *args, **options):
     return str(caught.value)
 
 
-class TestFindHardware:
+class TestGivenHardware:
     @pytest.fixture(autouse=True)
-    def nothing_is_measured(self, monkeypatch):
-        monkeypatch.setattr(machine_profile, "recall_or_measure", lambda *args, **options: cpu_box(name="measured"))
+    def nothing_is_named(self, monkeypatch):
         monkeypatch.delenv(HARDWARE_VARIABLE, raising=False)
-
-    def find(self, name, tmp_path):
-        return find_hardware(name, dtype="float16", offload_dir=tmp_path)
 
     def test_a_file(self, tmp_path):
         path = tmp_path / "box.json"
         path.write_text(json.dumps(gpu_box().to_json()))
-        assert self.find(str(path), tmp_path) == gpu_box()
+        assert given_hardware(str(path)) == gpu_box()
 
-    def test_one_that_ships(self, tmp_path):
+    def test_one_that_ships(self):
         for name in shipped_profiles():
-            assert self.find(name, tmp_path) is shipped_profile(name)
+            assert given_hardware(name) is shipped_profile(name)
 
     def test_neither(self, tmp_path):
-        assert "--hardware tpu: no such file" in complaint(self.find, "tpu", tmp_path)
-        assert "a100, a10g" in complaint(self.find, "tpu", tmp_path)
-        assert "Is a directory" in complaint(self.find, str(tmp_path), tmp_path)
+        assert "--hardware tpu: no such file" in complaint(given_hardware, "tpu")
+        assert "a100, a10g" in complaint(given_hardware, "tpu")
+        assert "Is a directory" in complaint(given_hardware, str(tmp_path))
 
-    def test_this_machine_if_nothing_is_named(self, tmp_path):
-        assert self.find(None, tmp_path).name == self.find("", tmp_path).name == "measured"
+    def test_none(self):
+        assert given_hardware(None) is None and given_hardware("") is None
 
-    def test_the_environment_names_one(self, tmp_path, monkeypatch):
+    def test_the_environment_names_one(self, monkeypatch):
         monkeypatch.setenv(HARDWARE_VARIABLE, "a100")
-        assert self.find(None, tmp_path).name == "a100"
-        assert self.find("t4", tmp_path).name == "t4"
-        assert self.find("", tmp_path).name == "measured"  # `batchgen profile` looks at the machine
+        assert given_hardware(None).name == "a100"
+        assert given_hardware("t4").name == "t4"
+        assert given_hardware("") is None
         monkeypatch.setenv(HARDWARE_VARIABLE, "tpu")
-        assert "$BATCHGEN_HARDWARE tpu: no such file" in complaint(self.find, None, tmp_path)
+        assert "$BATCHGEN_HARDWARE tpu: no such file" in complaint(given_hardware, None)
 
 
 class TestBudgets:

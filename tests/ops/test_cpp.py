@@ -753,6 +753,43 @@ def test_packed_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):
         assert ((b - group).abs() <= bound * 1.001).all()
 
 
+def groups_of_every_kind(rows, n, seed):
+    """Name and numbers [rows, n] of weights that a fit may meet."""
+    x = random(seed, rows, n)
+    outliers, infinite, spoilt = x.clone(), x.clone(), x.clone()
+    outliers[:, ::17] *= 1e3
+    infinite[0, 0], infinite[-1, -1] = torch.inf, -torch.inf
+    spoilt[rows // 2, n // 2] = torch.nan
+    return {
+        "normal": x, "long tails": x.pow(3), "outliers": outliers, "tiny": x * 1e-7, "huge": x * 1e5,
+        "zeros": torch.zeros(rows, n), "zeros of both signs": torch.where(x > 0, 0.0, -0.0),
+        "constant": torch.full((rows, n), 0.37), "ties": x.mul(8).round().mul(0.125),
+        "infinities": infinite, "a NaN": spoilt,
+    }  # fmt: skip
+
+
+@real_sets
+@settings(max_examples=some_draws(4), deadline=None)
+@given(
+    st.integers(1, 40), st.integers(1, 200), st.sampled_from(DTYPES),
+    st.sampled_from(["equal", "uneven", "one channel"]), st.integers(0, 2**20),
+)  # fmt: skip
+def test_fitted_groups_are_those_of_the_reference_bit_for_bit(rows, n, dtype, shape, seed):
+    importance = {"equal": torch.ones(n), "uneven": random(seed, n).pow(4) + 1e-3, "one channel": torch.ones(n)}[shape]
+    if shape == "one channel":
+        importance[n // 3] = 1e6
+    for name, x in groups_of_every_kind(rows, n, seed).items():
+        packed = kernels.quantize(x.to(dtype), importance=importance)
+        assert torch.equal(packed, quant.quantize(x.to(dtype), importance=importance)), name
+
+
+@real_sets
+def test_fitted_groups_do_not_depend_on_the_threads():
+    x, importance = random(0, 300, 192), random(1, 192).square() + 0.1
+    packed = kernels.quantize(x, importance=importance)
+    assert torch.equal(packed, torch.cat([kernels.quantize(row, importance=importance) for row in x.split(7)]))
+
+
 @real_sets
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_too_large_for_a_cache_are_dequantized_to_the_same_values(dtype):

@@ -2,21 +2,17 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from planner_cases import cpu_box
 
-from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.models.hf.config import config_of_hf
 from batchgen.profiler import calibration
-from batchgen.profiler.calibration import calibrated, corrected_by_disk_probe, corrected_by_probe
+from batchgen.profiler.calibration import calibrated
 from batchgen.profiler.calibration import fit as fit_within
 from batchgen.profiler.shipped import shipped_profile
-from batchgen.profiler.transfer import DiskRates
 
 TINY = config_of_hf(
     {
@@ -94,8 +90,7 @@ def untouched(profile):
     return {name: value for name, value in values.items() if name != "measured"}
 
 
-def test_a_tiny_model_is_calibrated(monkeypatch):
-    monkeypatch.setattr(calibration, "_PROBE_S", 0.0)
+def test_a_tiny_model_is_calibrated():
     before = replace(shipped_profile("zen4"), measured={"threads": 2})
     after = calibrated(before, TINY, "float32")
     factors = after.measured["sweep_factors"]["float32"]
@@ -105,7 +100,7 @@ def test_a_tiny_model_is_calibrated(monkeypatch):
     fixed_s = before.cpu.step_overhead_s * factors.pop("step_overhead")
     assert after.cpu.step_overhead_s == pytest.approx(fixed_s, rel=2e-3, abs=1e-9)
     assert all(0.5 <= factor <= 3.0 for factor in factors.values())
-    assert after.measured["threads"] == 2 and after.measured["pulse_s"]["float32"] > 0
+    assert after.measured["threads"] == 2
     for name, curve in (("gemm", "gemm_flops_per_s"), ("elementwise", "elementwise_bytes_per_s")):
         rates = [getattr(p.cpu, curve)["float32"].at(tokens=50, width=64) for p in (before, after)]
         assert rates[1] == pytest.approx(rates[0] / factors[name], rel=2e-3)
@@ -142,11 +137,9 @@ def test_a_machine_that_differs_in_known_ways_is_recognised(monkeypatch):
     monkeypatch.setattr(
         calibration, "_runner", lambda part, dtype, *_: nullcontext(lambda sweep: sweep_s(true, sweep, part))
     )
-    monkeypatch.setattr(calibration, "probe_s", lambda dtype: 0.02)
     monkeypatch.setattr(calibration, "_LONGEST_S", 60.0)
     found = calibrated(believed, model, "float32")
     assert found.measured["sweep_factors"]["float32"]["gemm"] == pytest.approx(1.5, rel=0.05)
-    assert found.measured["pulse_s"] == {"float32": 0.02}
     for sweep in calibration._SWEEPS:
         assert abs(sweep_s(believed, sweep) / sweep_s(true, sweep) - 1) > 0.1
         assert sweep_s(found, sweep) == pytest.approx(sweep_s(true, sweep), rel=0.05)
@@ -190,84 +183,6 @@ def test_rounds_end_with_the_time_and_tell_how_alike_they_were(monkeypatch, unti
         return 0.01 * (1 + runs.count(sweep) % 2)
 
     monkeypatch.setattr(calibration, "_runner", lambda *_: nullcontext(run))
-    monkeypatch.setattr(calibration, "probe_s", lambda dtype: 0.02)
     found = calibrated(shipped_profile("zen4"), TINY, "float32", until_s)
     assert {runs.count(sweep) for sweep in calibration._SWEEPS} == {rounds + 1}, "the first is a warm-up"
     assert found.measured["spread"] == 2.0
-
-
-class TestSpotBenchmark:
-    RATES = (
-        "gemm_flops_per_s",
-        "elementwise_bytes_per_s",
-        "prefill_attention_flops_per_s",
-        "decode_attention_bytes_per_s",
-    )
-
-    def slower(self, monkeypatch, then_s, now_s, dtype="float16"):
-        """By how much each compute rate falls; and the profile."""
-        monkeypatch.setattr(calibration, "probe_s", lambda dtype: now_s)
-        before = cpu_box(measured={"pulse_s": {"float16": then_s}})
-        after = corrected_by_probe(before, dtype)
-        assert untouched(replace(after, sampling_logits_per_s=1.0)) == untouched(
-            replace(before, sampling_logits_per_s=1.0)
-        )
-        ratios = [getattr(before.cpu, name)["float16"].at(tokens=9) / getattr(after.cpu, name)["float16"].at(tokens=9)
-                  for name in self.RATES]  # fmt: skip
-        assert ratios == pytest.approx([before.sampling_logits_per_s / after.sampling_logits_per_s] * 4)
-        return ratios[0]
-
-    def test_half_of_the_difference_counts(self, monkeypatch):
-        assert self.slower(monkeypatch, 0.02, 0.02 * 1.21) == pytest.approx(1.1)
-        assert self.slower(monkeypatch, 0.02, 0.02 / 1.21) == pytest.approx(1 / 1.1)
-        assert self.slower(monkeypatch, 0.02, 0.02) == 1
-
-    def test_within_limits(self, monkeypatch):
-        assert self.slower(monkeypatch, 0.02, 2.0) == pytest.approx(1.5)
-        assert self.slower(monkeypatch, 2.0, 0.02) == pytest.approx(1 / 1.5)
-
-    def test_profiles_that_were_not_calibrated_are_left_alone(self, monkeypatch):
-        def never(dtype):
-            raise AssertionError("nothing to compare with")
-
-        monkeypatch.setattr(calibration, "probe_s", never)
-        assert corrected_by_probe(cpu_box(), "float16") == cpu_box()
-        other = cpu_box(measured={"pulse_s": {"float32": 0.02}})
-        assert corrected_by_probe(other, "float16") == other
-
-
-class TestSpotBenchmarkOfTheDisk:
-    def now(self, monkeypatch, read, write, measured_with="/offload"):
-        monkeypatch.setattr(
-            calibration, "disk_rates", lambda directory, effort: DiskRates(3e9 * read, 1e9 * write, 1e-5, 1e-5, 1e-5)
-        )
-        before = cpu_box(disk_read_bytes_per_s=3e9, disk_write_bytes_per_s=1e9, measured={"offload_dir": measured_with})
-        after = corrected_by_disk_probe(before, Path("/offload"))
-        return after.disk_read_bytes_per_s / 3e9, after.disk_write_bytes_per_s / 1e9
-
-    def test_half_of_the_difference_counts(self, monkeypatch):
-        assert self.now(monkeypatch, 1 / 1.44, 1.21) == pytest.approx((1 / 1.2, 1.1))
-
-    def test_within_limits(self, monkeypatch):
-        assert self.now(monkeypatch, 0.01, 100) == pytest.approx((0.5, 2))
-
-    def test_a_full_disk_says_nothing(self, monkeypatch):
-        def full(directory, effort):
-            raise InputError("no room")
-
-        monkeypatch.setattr(calibration, "disk_rates", full)
-        profile = cpu_box(measured={"offload_dir": "/offload"})
-        assert corrected_by_disk_probe(profile, Path("/offload")) == profile
-
-    def test_another_disk_says_nothing(self, monkeypatch):
-        assert self.now(monkeypatch, 0.5, 0.5, measured_with="/elsewhere") == (1, 1)
-
-
-def test_a_probe_is_the_typical_run_but_the_first(monkeypatch):
-    """A slow first run, and one that was disturbed, count for nothing; by a clock of its own."""
-    runs_s, read = (0.9, 0.03, 0.5, 0.02), [0.0]
-    for seconds in runs_s:
-        read += [read[-1], read[-1] + seconds]
-    times = iter([*read, 9.0])  # for the deadline, before and after each run, and whether the deadline is over
-    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    assert calibration.probe_s("float32") == pytest.approx(0.03)

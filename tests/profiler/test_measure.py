@@ -21,12 +21,10 @@ from batchgen.core import direct_io
 from batchgen.core.dtypes import BLOCK_FORMATS, GGUF_FORMATS, KVFormat
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, Rates, read_profile
-from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.machine import available_memory_bytes
-from batchgen.ops import cpp, quant
+from batchgen.ops import quant
 from batchgen.ops.cpp import PackedWeight
 from batchgen.profiler import compute as profile_compute
-from batchgen.profiler import kernel_choice
 from batchgen.profiler import measure as profile_module
 from batchgen.profiler import timing as profile_timing
 from batchgen.profiler import transfer as profile_transfer
@@ -513,14 +511,6 @@ class TestCache:
 
             return call
 
-        def told(candidate, point, trial):
-            load.timed.append(candidate)
-            return load.seconds.get(candidate, 1.0)
-
-        kernels = kernel_choice.Kernels((*cpp.instruction_sets()[:1], "amx_plain"), told)
-        monkeypatch.setattr(kernel_choice.Kernels, "here", lambda: kernels)
-        monkeypatch.setattr(kernel_choice, "_SPREAD_BYTES", 1 << 12)
-        load.timed, load.seconds = [], {}
         load.measured, load.overheads, load.notes, load.busy = [], [], logged, None
         monkeypatch.setattr("batchgen.profiler.cache.contention_reason", lambda *_: load.busy)
         monkeypatch.setattr("batchgen.profiler.cache.measure", counted(whole))
@@ -540,46 +530,6 @@ class TestCache:
         first, second = load(), load()
         assert load.measured == [("float32",)] and len(load.overheads) == 1
         assert self.without_sizes(first) == self.without_sizes(second)
-
-    def test_kernels_are_chosen_once_and_its_rates_are_theirs(self, load, monkeypatch):
-        load.seconds["amx_plain"] = 0.5
-        packed = []
-        pack = profile_compute.ops.pack_weight
-        monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda w, **o: packed.append(o["isa"]) or pack(w, **o))
-        first = load()
-        assert set(first.kernels.names().values()) == {"amx_plain"} and first.kernels.linear and first.kernels.attention
-        count = len(load.timed)
-        assert packed[-1] == "amx_plain"
-        load.seconds.clear()
-        assert load().kernels == first.kernels and len(load.timed) == count
-        assert set(load(refresh=True).kernels.names().values()) == {cpp.instruction_sets()[0]}
-
-    def test_another_model_of_the_same_profile_has_its_own_shapes_chosen(self, load):
-        small, large = load(), load(kernels_of=profile_compute._llama(width=96, heads=6, kv_heads=2, head_dim=16))
-        assert set(small.kernels.names()) < set(large.kernels.names()) and "96x96 float32" in large.kernels.linear
-        assert len(load.measured) == 1 and large.cpu == small.cpu
-        assert load().kernels == large.kernels
-
-    def test_a_set_that_has_gone_is_not_asked_for(self, load, tmp_path):
-        load.seconds["amx_plain"] = 0.5
-        load()
-        path = self.kept(tmp_path)
-        path.write_text(path.read_text().replace("amx_plain", "mmx"))
-        assert set(load().kernels.names().values()) == {"amx_plain"}
-        assert len(load.measured) == 2, "its rates were those of another set"
-
-    def test_one_set_for_all_is_measured_alone(self, load, monkeypatch):
-        monkeypatch.setattr("batchgen.profiler.cache.forced_instruction_set", lambda: "scalar")
-        assert load().kernels == KernelChoice(default="scalar") and not load.timed
-
-    def test_a_profile_of_a_version_that_did_not_choose_stays_as_it_is(self, load, tmp_path):
-        load()
-        path = self.kept(tmp_path)
-        values = json.loads(path.read_text())
-        del values["kernels"]
-        path.write_text(json.dumps(values))
-        before, timed = path.read_bytes(), len(load.timed)
-        assert load().kernels == KernelChoice() and path.read_bytes() == before and len(load.timed) == timed
 
     def test_refresh_measures_again(self, load):
         first, second = load(), load(refresh=True)
@@ -686,25 +636,19 @@ class TestCache:
         load(refresh=True)
         assert len(load.overheads) == 2
 
-    def test_a_busy_machine_is_measured_again_three_times_in_all(self, load, tmp_path):
+    def test_a_busy_machine_is_told_and_noted(self, load):
         load.busy = "other processes took 80%"
-        for tries in (1, 2, 3):
-            load()
-            assert len(load.measured) == tries and "80%" in load.notes[-1]
-        load()
-        assert len(load.measured) == 3, "some machines always are"
+        assert load().measured["busy"] == load.busy and "80%" in load.notes[-1]
+        assert load().measured["busy"] == load.busy and len(load.measured) == 1
+        load.busy = None
+        assert "busy" not in load(refresh=True).measured
 
-    def test_once_it_is_left_alone_what_was_measured_stays(self, load, tmp_path):
+    def test_only_a_profile_with_all_rates_is_recalled(self, load, tmp_path):
         wanted = Wanted("cpu", ("float32",), effort=TINY)
         where = {"cache_dir": tmp_path / "cache", "offload_dir": tmp_path / "offload"}
         assert recall(wanted, **where) is None
-        load.busy = "the host took 30%"
-        load()
-        assert recall(wanted, **where) is None
-        load.busy = None
         last = load()
-        assert len(load.measured) == 2 and any("30%" in note and "again" in note for note in load.notes)
-        assert self.without_sizes(recall(wanted, **where)) == self.without_sizes(last) == self.without_sizes(load())
+        assert self.without_sizes(recall(wanted, **where)) == self.without_sizes(last)
         assert recall(dataclasses.replace(wanted, kv_formats=("int5",)), **where) is None
         assert recall(dataclasses.replace(wanted, dtypes=("float16",)), **where) is None
 

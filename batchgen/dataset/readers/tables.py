@@ -5,7 +5,7 @@ What exports an Arrow C stream (`__arrow_c_stream__`) is read through it, withou
 
 from __future__ import annotations
 
-import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -43,10 +43,15 @@ def given_table_source(given: Any, name: str, limit: int | None) -> Source:
         table = _of_list(given if limit is None else given[:limit], name)
     elif isinstance(given, Mapping):
         table = _of_columns(given, name)
-    elif hasattr(given, "__arrow_c_stream__") or isinstance(given, pa.Array):
+    elif _is_column(given):
+        table = _of_columns({PROMPT: given}, name)
+    elif hasattr(given, "__arrow_c_stream__"):
         table = _of_arrow(given, name, limit)
     else:
-        raise InputError(f"input must be {_TAKEN}, not {type(given).__name__}")
+        kind = type(given).__name__
+        raise InputError(
+            f"input must be {_TAKEN}, not {kind}" + (": collect() it first" if kind == "LazyFrame" else "")
+        )
     return table_source(table if limit is None else table.slice(0, limit), name)
 
 
@@ -89,7 +94,11 @@ def _of_list(values: Sequence[Any], name: str) -> pa.Table:
             raise InputError(
                 f"item {index} of {name} is of type {type(value).__name__}: a list has texts (prompts) or dicts (rows)"
             )
-    return pa.table({PROMPT: _texts(list(values))}) if kind is str else _of_rows(values, name)
+    if kind is Mapping:
+        return _of_rows(values, name)
+    if values and all(value is not None and os.path.isfile(value) for value in values):
+        raise InputError(f"{name} has names of files, and each would be a prompt: give a directory, a glob or one file")
+    return pa.table({PROMPT: _texts(list(values))})
 
 
 def _texts(values: list[str | None]) -> Any:
@@ -108,8 +117,17 @@ def _of_rows(rows: Sequence[Mapping[str, Any]], name: str) -> pa.Table:
         raise InputError(f"{name} has keys that are no column names ({one_line(error)}): give texts") from error
     if not schema.names:
         raise InputError(f"{name} has rows without columns: nothing to make a prompt of")
-    read = row_reader(lambda start: ((name, row) for row in itertools.islice(dicts, start, None)), schema, total)
-    return pa.Table.from_batches([batch for _, batch in read(0, total, schema.names)], schema)
+
+    def read(dicts: list[dict[str, Any]]) -> pa.Table:
+        batches = row_reader(lambda start: ((name, row) for row in dicts[start:]), schema, total)
+        return pa.Table.from_batches([batch for _, batch in batches(0, total, schema.names)], schema)
+
+    try:
+        return read(dicts)
+    except InputError as error:
+        if not isinstance(error.__cause__, UnicodeEncodeError):
+            raise
+        return read(repair_surrogates(dicts))
 
 
 def _of_columns(columns: Mapping[str, Any], name: str) -> pa.Table:
@@ -148,10 +166,6 @@ def _of_arrow(given: Any, name: str, limit: int | None) -> pa.Table:
     if isinstance(given, pa.Table):
         return given
     try:
-        if isinstance(given, pa.Array):
-            return pa.table({PROMPT: given})
-        if _is_column(given):
-            return pa.table({PROMPT: pa.chunked_array(given)})
         in_memory = type(given).__module__.partition(".")[0] in _IN_MEMORY
         if in_memory and not isinstance(given, pa.RecordBatchReader):
             return pa.table(given)
@@ -164,8 +178,10 @@ def _of_arrow(given: Any, name: str, limit: int | None) -> pa.Table:
 
 
 def _is_column(given: Any) -> bool:
-    """True for a single column, such as a Series, which has a length in one dimension alone."""
-    return isinstance(given, pa.ChunkedArray) or len(getattr(given, "shape", (0, 0))) == 1
+    """True for a single column: an Arrow array, or a Series or numpy array of one dimension."""
+    if isinstance(given, pa.Array | pa.ChunkedArray):
+        return True
+    return hasattr(given, "__array__") and len(getattr(given, "shape", ())) == 1
 
 
 def _first_rows(reader: pa.RecordBatchReader, limit: int | None) -> Iterator[pa.RecordBatch]:

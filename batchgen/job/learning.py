@@ -1,0 +1,206 @@
+"""Learning from a job's sweeps: they measure the machine for later jobs, and for the rest of this one."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from batchgen.core.knowledge import Knowledge, Parts
+from batchgen.core.machine import CpuTime
+from batchgen.core.plan import Plan, Prediction
+from batchgen.core.units import format_seconds
+from batchgen.job.job import Job
+from batchgen.job.machine_profile import knowledge_of_table, record_of_machine
+from batchgen.job.planned_stages import PlannedStages, StageCounts, progress_of
+from batchgen.job.time_left import TimeLeft
+from batchgen.planner.cost_parts import mean_parts
+from batchgen.profiler.machine_record import MachineRecord, update_record
+
+# Standard deviations of the logarithm of a stage's measured time over the predicted one, beside what others took of the
+# cores; that of a whole job whose outputs had other lengths than planned.
+_NOISE, _NOISE_OF_OTHER_LENGTHS = 0.06, 0.15
+# A job has the planned lengths if it has so many times as many tokens.
+_AS_PLANNED = (0.8, 1.25)
+# A stage tells nothing if it has fewer sweeps, or takes less time.
+_FEWEST_SWEEPS, _LEAST_S = 3, 0.3
+# A new prediction is told after so many sweeps, if as much time is left.
+_FIRST_SWEEPS, _WORTH_TELLING_S = 20, 20.0
+# 90 % of what sweeps of one kind say of those of another.
+_SPREAD_AFTER_SWEEPS = 0.1
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A measured time, as `Knowledge.after` takes it.
+
+    Attributes:
+        parts: Parts of the time.
+        logarithm: Logarithm of the measured time over the time by the table.
+        noise: Standard deviation of that logarithm.
+    """
+
+    parts: Parts
+    logarithm: float
+    noise: float
+
+
+class SweepTimes:
+    """The times of a job's sweeps, by the tokens that have gone through the layers."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[int, float]] = [(0, 0.0)]  # (tokens, seconds since the first sweep began)
+        self._before = CpuTime.now()
+
+    @property
+    def sweeps(self) -> int:
+        """Number of sweeps so far."""
+        return len(self._points) - 1
+
+    def after_sweep(self, tokens: int, seconds: float) -> None:
+        """Note the end of a sweep.
+
+        Args:
+            tokens: Tokens that have gone through the layers.
+            seconds: Seconds since the first sweep began.
+        """
+        self._points.append((tokens, seconds))
+
+    def shown(self, prediction: Prediction, expected: PlannedStages, seen: StageCounts) -> list[Shown]:
+        """The measured times of the stages, or of the whole job where its outputs had other lengths.
+
+        Args:
+            prediction: Prediction of the job's plan.
+            expected: The prediction for the rows that this run had.
+            seen: The job's counts at its end.
+        """
+        others = self._others_frac()
+        stages = expected.stages
+        planned = sum(stage.tokens for stage in stages)
+        applied = Knowledge(prediction.table, means=prediction.factors)
+        if planned and _AS_PLANNED[0] <= seen.tokens / planned <= _AS_PLANNED[1]:
+            noise = math.hypot(_NOISE, others)
+            tokens = [stage.tokens * seen.tokens / planned for stage in stages]
+            times = zip(stages, self._stage_times(tokens), strict=True)
+            return [
+                Shown(stage.parts, math.log(seconds / stage.seconds) + applied.mean(stage.parts), noise)
+                for stage, (seconds, sweeps) in times
+                if sweeps >= _FEWEST_SWEEPS and seconds >= _LEAST_S and stage.parts and stage.seconds
+            ]
+        done_s, _ = progress_of(expected, seen)
+        if self.sweeps < _FEWEST_SWEEPS or seen.seconds < _LEAST_S or not done_s:
+            return []
+        parts = mean_parts([(stage.seconds, stage.parts) for stage in stages])
+        noise = math.hypot(_NOISE_OF_OTHER_LENGTHS, others)
+        return [Shown(parts, math.log(seen.seconds / done_s) + applied.mean(parts), noise)]
+
+    def _stage_times(self, tokens: Sequence[float]) -> Iterator[tuple[float, int]]:
+        """Seconds and sweeps of stages with so many tokens each."""
+        ends = list(itertools.accumulate(tokens))
+        for start, end in itertools.pairwise([0.0, *ends]):
+            first, last = (bisect.bisect_left(self._points, (at, -math.inf)) for at in (start, end))
+            yield self._seconds_at(end) - self._seconds_at(start), last - first
+
+    def _seconds_at(self, tokens: float) -> float:
+        """Seconds until so many tokens had gone through the layers."""
+        at = bisect.bisect_left(self._points, (tokens, -math.inf))
+        if at == 0 or at == len(self._points):
+            return self._points[min(at, len(self._points) - 1)][1]
+        (before, start_s), (after, end_s) = self._points[at - 1], self._points[at]
+        return start_s + (end_s - start_s) * (tokens - before) / (after - before)
+
+    def _others_frac(self) -> float:
+        """The part of the cores' time that went to others since the job's first sweep."""
+        now = CpuTime.now()
+        if self._before is None or now is None or now.total_s <= self._before.total_s:
+            return 0.0
+        taken_s = now.others_s - self._before.others_s + now.stolen_s - self._before.stolen_s
+        return max(0.0, taken_s / (now.total_s - self._before.total_s))
+
+
+def learned(record: MachineRecord, first: Knowledge, shown: Sequence[Shown]) -> MachineRecord:
+    """A machine's record after a job.
+
+    Args:
+        record: The record.
+        first: Knowledge of the table's factors where the record has nothing.
+        shown: Measured times of the job.
+    """
+    known = (record.knowledge.get(first.table) or first).drifted()
+    for measured in shown:
+        known = known.after(measured.parts, measured.logarithm, measured.noise)
+    return record.with_knowledge(replace(known, jobs=known.jobs + 1))
+
+
+class Learner:
+    """A watcher of a running job: its first sweeps make a new prediction, and all of them are kept for later jobs."""
+
+    def __init__(
+        self, job: Job, plan: Plan, expected: PlannedStages | None, say: Callable[[str], None], started_s: float
+    ):
+        """Begin when the first sweep begins.
+
+        Args:
+            job: The job.
+            plan: Its plan.
+            expected: The prediction for the rows of this run; None: there is none.
+            say: Function that shows a line.
+            started_s: Time of time.monotonic at which the command started.
+        """
+        self._plan, self._say = plan, say
+        # What several processes or an emulated device need says nothing of this machine's cores.
+        self._expected = expected if job.device.kind == "cpu" and job.processes == 1 else None
+        self._times, self._seen = SweepTimes(), StageCounts(0.0, 0, 0)
+        self._begun_s = time.monotonic()
+        self._before_s = self._begun_s - started_s
+
+    def after_sweep(
+        self, rows: int, tokens: int, generated: int, finished: int, repeated: int, left: TimeLeft | None
+    ) -> None:
+        """Take the counts at the end of a sweep.
+
+        Args:
+            rows: Number of rows that are done.
+            tokens: Tokens that went through the layers.
+            generated: Generated tokens of all rows, those in flight included.
+            finished: Generated tokens of rows that are done.
+            repeated: Number of the done rows that got a duplicate's result.
+            left: The predicted time left; None: unknown.
+        """
+        if self._expected is None:
+            return
+        seconds = time.monotonic() - self._begun_s
+        self._seen = StageCounts(seconds, rows, tokens, generated, finished, repeated)
+        self._times.after_sweep(tokens, seconds)
+        if left is not None and (line := told_anew(left, self._before_s + seconds, self._times.sweeps)) is not None:
+            self._say(line)
+
+    def keep(self) -> None:
+        """Add what the sweeps have shown to the machine's record."""
+        prediction = self._plan.prediction
+        if self._expected is None or not prediction.table:
+            return
+        shown = self._times.shown(prediction, self._expected, self._seen)
+        if shown:
+            first = knowledge_of_table(prediction.table)
+            update_record(record_of_machine(), lambda record: learned(record, first, shown))
+
+
+def told_anew(left: TimeLeft, passed_s: float, sweeps: int) -> str | None:
+    """The line with the prediction that a job's first sweeps make; None where it is too early, or not worth a line.
+
+    Args:
+        left: The predicted time left.
+        passed_s: Seconds since the start of the command.
+        sweeps: Number of sweeps so far.
+    """
+    if sweeps != _FIRST_SWEEPS or left.seconds < _WORTH_TELLING_S:
+        return None
+    origin = f"from this job's first {sweeps} sweeps"
+    if left.is_bound:
+        return f"predicted: at most {format_seconds(passed_s + left.seconds)} ({origin})"
+    low, high = (format_seconds(passed_s + left.seconds * (1 + side * _SPREAD_AFTER_SWEEPS)) for side in (-1, 1))
+    return f"predicted: {format_seconds(passed_s + left.seconds)} ({low} to {high}, {origin})"

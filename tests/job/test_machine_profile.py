@@ -1,0 +1,114 @@
+"""Which measurement a job waits for, with rates and probes of its own."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from planner_cases import GIB, opt
+
+from batchgen.core.device import Device
+from batchgen.core.hardware import HARDWARE_VARIABLE
+from batchgen.core.knowledge import DISK, MANY, MEASURED, SPEED, Knowledge
+from batchgen.core.workload import Workload
+from batchgen.job import machine_profile
+from batchgen.job.job import Job
+from batchgen.job.machine_profile import knowledge_of_table, profile_here, record_of_machine
+from batchgen.job.options import JobOptions
+from batchgen.models.files import ModelFiles
+from batchgen.profiler import kinds
+from batchgen.profiler.cache import BUSY
+from batchgen.profiler.kinds import table_of_kind
+from batchgen.profiler.machine_record import read_record, update_record
+from batchgen.profiler.transfer import DiskRates
+
+PRODUCTS = {SPEED: 1.0, MANY: 1.0}
+DISK_RATES = DiskRates(2e8, 1e8, 1e-4, 1e-4, 1e-5)
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """job(tokens of prompts) -> its profile; job.probes and job.disks: seconds that each probe was given."""
+    monkeypatch.delenv(HARDWARE_VARIABLE, raising=False)
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+
+    monkeypatch.setattr(kinds, "instruction_set", lambda: "avx2")
+    monkeypatch.setattr(kinds, "available_cores", lambda: 2)
+
+    def probed(known, trials, seconds):
+        job.probes.append(seconds)
+        return known.after(PRODUCTS, math.log(3), 0.05)
+
+    def probe_disk(directory, seconds):
+        job.disks.append(seconds)
+        return job.disk
+
+    def job(tokens, *, memory=8 * GIB, **options):
+        config = opt(1024, 12, 16)
+        resolved = Job(
+            JobOptions("small", None, None, **options), ModelFiles(tmp_path, "hf", "small"), config, "float32",
+            Device("cpu"), 512, tmp_path, None, memory, None,
+        )  # fmt: skip
+        job.probes, job.disks = [], []
+        return profile_here(resolved, Workload.uniform(max(1, tokens // 256), 256, 1))
+
+    job.disk = DISK_RATES
+    monkeypatch.setattr(machine_profile, "probed", probed)
+    monkeypatch.setattr(machine_profile, "probe_disk", probe_disk)
+    return job
+
+
+def test_a_short_job_measures_nothing(job):
+    profile = job(256)
+    assert (job.probes, job.disks) == ([], [])
+    assert profile.knowledge.source == "this machine's kind"
+
+
+def test_a_longer_one_probes_for_a_fiftieth_of_its_time_and_at_most_a_second(job):
+    seconds = []
+    for tokens in (8_192, 16_384, 100_000_000):
+        assert job(tokens).knowledge.mean(PRODUCTS) == pytest.approx(math.log(3), rel=0.1)
+        seconds += job.probes
+        record_of_machine().unlink()
+    assert seconds[1] == pytest.approx(2 * seconds[0]) and seconds[2] == 1.0
+    assert 0.1 <= seconds[0] < 0.5
+
+
+def test_what_is_known_is_not_probed_again(job):
+    first = job(100_000_000)
+    second = job(100_000_000)
+    assert job.probes == [] and second.knowledge == first.knowledge
+    assert first.knowledge.source == "this machine's kind and a probe of 1.0 s"
+
+
+def test_what_earlier_jobs_have_shown_is_used(job):
+    known = Knowledge(table_of_kind(), jobs=3).after(PRODUCTS, math.log(2), 0.05)
+    update_record(record_of_machine(), lambda record: record.with_knowledge(known))
+    fast, slow = job(256).cpu, job(256)
+    assert slow.knowledge.source == "this machine's kind and 3 earlier jobs"
+    assert fast.rates("gemm_flops_per_s", "float32") == slow.cpu.rates("gemm_flops_per_s", "float32")
+
+
+def test_weights_that_may_stream_have_their_disk_probed_and_kept(job):
+    profile = job(1_000_000, memory=GIB // 4)
+    (seconds,) = job.disks
+    assert 0 < seconds <= 1.0
+    assert profile.disk_read_bytes_per_s == DISK_RATES.read_bytes_per_s
+    assert profile.knowledge.deviation({DISK: 1.0}) < Knowledge("t").deviation({DISK: 1.0})
+    assert list(read_record(record_of_machine()).disks.values()) == [DISK_RATES]
+    job.disk = None  # it was full, or there was no time
+    assert job(1_000_000, memory=GIB // 4).disk_read_bytes_per_s == DISK_RATES.read_bytes_per_s
+    assert job(1_000_000).disk_read_bytes_per_s > 0 and job.disks == []
+
+
+def test_a_measured_profile_is_used_where_there_is_one(job, monkeypatch):
+    kind = job(256)
+    measured = replace(kind, name="measured", knowledge=None)
+    monkeypatch.setattr(machine_profile, "recall", lambda wanted, **where: measured)
+    profile = job(100_000_000)
+    assert job.probes == [] and profile.name == "measured"
+    assert profile.knowledge.source == "this machine's measured rates"
+
+
+def test_a_profile_that_was_measured_on_a_busy_machine_is_not_trusted():
+    quiet, busy = knowledge_of_table(f"{MEASURED} cpu-1"), knowledge_of_table(f"{MEASURED} {BUSY} cpu-1")
+    assert busy.deviation(PRODUCTS) > 2 * quiet.deviation(PRODUCTS)
