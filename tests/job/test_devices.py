@@ -293,7 +293,7 @@ def test_a_command_says_what_was_asked(tmp_path):
 
     context = commands.run.make_context("run", words[2:])
     given = {option.name: context.params[option.name] for option in options_of("run")}
-    wanted = replace(asked, output="OUTPUT", share=True, hardware=None)
+    wanted = replace(asked, share=True, hardware=None)
     for option in options_of("run"):
         holder = wanted if hasattr(wanted, option.name) else wanted.sampling
         expected = getattr(holder, option.name)
