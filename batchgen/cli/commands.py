@@ -172,13 +172,13 @@ def convert(**options: Any) -> None:
 @click.argument("output")
 @click.option("--json", "as_json", is_flag=True, help="As JSON on stdout.")
 def status(output: str, as_json: bool) -> None:
-    """Say how far the job of an output is, and who works on it.
+    """Say how far the job of an output is, whether its process is alive, and when it will be done.
 
-    `output` is the file that `batchgen run` was given. With --share: what each worker does, what is left, and when it
-    will be done; that takes as long as an eighth of the lease time, in which every worker gives a sign.
+    `output` is the file or the URL that `batchgen run` was given. With --share also what each worker does; that takes
+    as long as an eighth of the lease time, in which every worker gives a sign.
     """
     from batchgen.job.destination import local_output
-    from batchgen.share.status import describe_status, output_status
+    from batchgen.job.status import describe_status, output_status
 
     state = output_status(local_output(output), name=output)
     put([json.dumps(state, indent=2)] if as_json else describe_status(state))

@@ -102,7 +102,10 @@ _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _KV_DTYPES = ("auto", *KV_CODE_BITS)
 STYLES = ("auto", "plain", "none")
 LOG_FORMATS = ("text", "json")
-_MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
+_MODEL_HELP = (
+    "Hugging Face directory or hub id (org/name, org/name@revision, org/name:Q4_K_M), .gguf file, weight store, or"
+    " 'demo' (SmolLM2-135M-Instruct)."
+)
 _INPUT_HELP = (
     "Parquet, JSONL, JSON array or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset;"
     " OpenAI batch JSONL; - is stdin."

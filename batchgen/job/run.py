@@ -514,11 +514,12 @@ def _on_failed_row(job: _Job, row: int, error: str, first: bool) -> None:
 
 def _too_many(reason: str, report: dict[str, Any]) -> str:
     """The closing line of a job with too many failed rows."""
-    errors = [f": {report['errors'][0]['error']}"] if report["errors"] else []
-    kept = (
-        "finished rows are kept" if report["state"] == "stopped" else f"{report['output']} has them with their errors"
-    )
-    return "".join([reason, *errors, f"; {kept}, --retry-failed runs failed ones again"])
+    errors = [f": {kind['error']} ({kind['rows']:,} of them)" for kind in report["errors"][:1]]
+    if report["state"] == "stopped":
+        end = "finished rows are kept, --max-failed accepts more, --retry-failed runs failed ones again"
+    else:
+        end = f"{report['output']} has them with their errors, --retry-failed runs failed ones again"
+    return "".join([reason, *errors, f"; {end}"])
 
 
 def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:

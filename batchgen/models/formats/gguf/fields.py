@@ -113,6 +113,13 @@ def _fused_rows(config: ModelConfig, stem: str) -> tuple[int, int, int]:
     return first, first + rows, 2 * inner if stem in ("gate", "up") else q + 2 * kv
 
 
+def check_architecture(arch: Any) -> str:
+    """The architecture that a GGUF names. Raises InputError if it is not supported."""
+    if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
+        raise InputError(f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}")
+    return arch
+
+
 def config_of_gguf(
     metadata: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
@@ -132,9 +139,7 @@ def config_of_gguf(
     Raises:
         InputError: The model is not supported, or a value is missing.
     """
-    arch = metadata.get("general.architecture")
-    if arch not in GGUF_ARCHITECTURES:
-        raise InputError(f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}")
+    arch = check_architecture(metadata.get("general.architecture"))
     fields = {k.removeprefix(f"{arch}."): v for k, v in metadata.items() if k.startswith(f"{arch}.")}
     experts = _get_or(fields, "expert_count", 0)
     architecture = _LLAMA_MIXTURE if arch == "llama" and experts else GGUF_ARCHITECTURES[arch]
