@@ -33,7 +33,7 @@ from batchgen.dataset.column_types import (
     value_type,
 )
 from batchgen.dataset.continuations import CompiledContinuations
-from batchgen.dataset.messages import normalize_messages
+from batchgen.dataset.messages import normalize_messages, normalize_tools, without_nulls
 from batchgen.dataset.sampling_column import RowSampling
 
 Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or chat messages with "role" and "content"
@@ -162,7 +162,11 @@ class CompiledPrompts:
             are texts that become chat messages if the model has a chat template (`for_template`).
         chat: Options for rendering chat messages into a prompt.
         notices: Messages for the user about the way in which the columns are read.
+<<<<<<< HEAD
         origin: Noun phrase for the source of the prompts, such as "the column text".
+=======
+        tools_columns: Name of the column of tools, if there is one.
+>>>>>>> main
     """
 
     columns: tuple[str, ...]
@@ -170,6 +174,7 @@ class CompiledPrompts:
     uses_chat: bool | None
     chat: ChatOptions = PLAIN_CHAT
     notices: tuple[str, ...] = ()
+<<<<<<< HEAD
     origin: str = ""
 
     def for_template(self, has_template: bool) -> CompiledPrompts:
@@ -183,6 +188,35 @@ class CompiledPrompts:
         if not has_template:
             return replace(self, uses_chat=False)
         return replace(self, uses_chat=True, render=lambda rows: _each(_user_message)(self.render(rows)))
+=======
+    tools_columns: tuple[str, ...] = ()
+
+    def chat_of(self, row: Mapping[str, Any]) -> ChatOptions:
+        """The options for rendering the chat messages of a row, given as {column: value}. Raises RowError."""
+        chat = self.chat
+        for column in self.tools_columns:
+            chat = replace(chat, tools=normalize_tools(without_nulls(row[column]), f"column {column!r}"))
+        return chat
+
+    def with_tools(self, column: str | None, schema: pa.Schema) -> CompiledPrompts:
+        """A copy of the source of prompts with tools from a column.
+
+        Args:
+            column: Column of lists of JSON schemas, or of such lists as JSON text; None: there are no tools.
+            schema: The input's columns.
+
+        Raises:
+            InputError: The column does not exist or has an unsuitable type, or prompts are not chat messages.
+        """
+        if column is None:
+            return self
+        kind = value_type(schema, column, "--tools-column")
+        if not (is_text(kind) or is_list(kind)):
+            raise InputError(f"--tools-column {column!r} holds {kind}: it must be lists of tools, or JSON of them")
+        if self.uses_chat is False:
+            raise InputError("--tools-column is for chat messages, and these prompts are none: add --chat")
+        return replace(self, tools_columns=(column,))
+>>>>>>> main
 
 
 def compile_prompts(
@@ -276,11 +310,12 @@ def rows_to_requests(
         sampling: The sampling parameters of rows.
         id_column: Column of the rows' ids.
     """
-    for row_id, row, prompt in _rows(batch, first_row, compiled, sampling.columns, id_column):
+    more = (*sampling.columns, *compiled.tools_columns)
+    for row_id, row, prompt in _rows(batch, first_row, compiled, more, id_column):
         try:
             if isinstance(prompt, Exception):
                 raise prompt
-            yield Request(prompt, sampling.of_row(row), row_id, chat=compiled.chat)
+            yield Request(prompt, sampling.of_row(row), row_id, chat=compiled.chat_of(row))
         except RowError as error:
             yield Request("", sampling.job, row_id, error=str(error))
 
@@ -305,7 +340,8 @@ def rows_to_score_requests(
         logprobs: Number of most likely tokens to report at each position; None: none.
         id_column: Column of the rows' ids.
     """
-    for row_id, row, prompt in _rows(batch, first_row, compiled, continuations.columns, id_column):
+    more = (*continuations.columns, *compiled.tools_columns)
+    for row_id, row, prompt in _rows(batch, first_row, compiled, more, id_column):
         try:
             if isinstance(prompt, Exception):
                 raise prompt
@@ -313,7 +349,7 @@ def rows_to_score_requests(
                 # Chat messages are refused where prompts are what is scored.
                 yield ScoreRequest("", (cast("str | list[int]", prompt),), row_id, logprobs)
             else:
-                yield ScoreRequest(prompt, continuations.of_row(row), row_id, logprobs, chat=compiled.chat)
+                yield ScoreRequest(prompt, continuations.of_row(row), row_id, logprobs, chat=compiled.chat_of(row))
         except RowError as error:
             yield ScoreRequest("", (), row_id, error=str(error))
 
@@ -449,6 +485,8 @@ def _message_prompt(value: Any, column: str, spec: PromptSpec) -> list[dict[str,
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise RowError(f"column {column!r} is not valid JSON: {one_line(error)}") from error
+    else:
+        value = without_nulls(value)
     return _with_system(normalize_messages(value), spec)
 
 

@@ -58,6 +58,9 @@ class RunOptions(TypedDict, total=False):
     False.
     """
 
+    tools_column: str | None
+    """Column of tools that the chat template writes into the prompt: lists of JSON schemas, or JSON of them."""
+
     task: Literal["generate", "score"]
     """score: log-probabilities of continuations of the prompt, or of the prompt itself. Default: 'generate'."""
 

@@ -324,6 +324,11 @@ def test_message_parts():
         normalize_messages([user("x"), {"role": "user", "content": [None]}])
     with pytest.raises(RowError, match="tool_calls"):
         normalize_messages([{"role": "assistant", "content": "x", "tool_calls": [{"id": 1}]}])
+    padded_call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    expected = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert normalize_messages([user("x"), padded_call, {"role": "tool", "content": "4", "tool_call_id": "a"}]) == [
+        user("x"), expected, {"role": "tool", "content": "4", "tool_call_id": "a"},
+    ]  # fmt: skip
     padded = {
         "role": "user",
         "content": "x",
