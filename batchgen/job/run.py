@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.dtypes import NATIVE, changes_results
@@ -24,6 +25,7 @@ from batchgen.distributed.launch import own_share
 from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
+from batchgen.job.answer_cache import AnswerCache, answered
 from batchgen.job.cached_outputs import cached_output
 from batchgen.job.chat_notices import watch_chats
 from batchgen.job.checks import check_job
@@ -89,6 +91,7 @@ class _Job:
         page: Page of the run, `--report-html`; None: not asked for.
         group: Group of ranks that a launcher has started; None: there is none.
         versions: Versions of the model's files when the job began.
+        cache: Answers of earlier jobs, `--cache`; None: not asked for.
     """
 
     resolved: Job
@@ -102,6 +105,7 @@ class _Job:
     page: RunPage | None = None
     group: Group | None = None
     versions: ModelVersions = field(default_factory=dict)
+    cache: AnswerCache | None = None
 
     @property
     def options(self) -> JobOptions:
@@ -111,6 +115,7 @@ class _Job:
         """Make the report of the end of the job, and write it where the options say."""
         report = make_report(self.options, self.source, state, engine, plan, self.origin, outcome)
         report |= {"estimated_wall_s": self.progress.estimated_s, "rows_repeated": self.deduplication.count}
+        report["rows_cached"] = self.cache.rows if self.cache is not None else 0
         put = self.destination if outcome != "stopped" else None
         errors_file = self.source.is_openai
         if put is not None:
@@ -215,8 +220,12 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             options = replace(options, output=output)
             check_files(options)
             job = replace(job, resolved=replace(resolved, options=replace(resolved.options, output=output)))
-        with open_output(options, output, fingerprint, source, named=named) as state:
-            return _carry_on(job, state)
+        with contextlib.ExitStack() as stack:
+            if (cache := AnswerCache.of(job.resolved, fingerprint)) is not None:
+                stack.callback(cache.close)
+            state = open_output(options, output, fingerprint, source, named=named)
+            stack.callback(state.close)
+            return _carry_on(replace(job, cache=cache), state)
 
 
 def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
@@ -230,7 +239,7 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
         return job.ended(state, None, None, "already complete")
     total_rows = job.source.dataset.num_rows
     engine = plan = stopped = None
-    if not state.is_done(total_rows):
+    if not _all_known(job, state) and not state.is_done(total_rows):
         if state.has_begun:
             job.progress.say(_resuming(state))
         made_in = state.weight_format if state.has_begun else None
@@ -273,6 +282,25 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
         before_replacing=job.source.dataset.check,
     )
     return job.ended(state, engine, plan, "complete")
+
+
+def _all_known(job: _Job, state: Run | SharedRun) -> bool:
+    """Write the rows whose answers are in the cache, before the model is loaded; returns whether no other is left.
+
+    Workers and rows that go through steps look up each row when its turn comes.
+    """
+    if job.cache is None or not isinstance(state, Run) or isinstance(job.source, SteppedSource):
+        return False
+    left = 0
+    with state.writer(flush_interval_s=seconds(job.options.flush_interval)) as writer:
+        for completion in answered(job.cache, job.resolved, job.source, job.tokenizer(), state):
+            if completion is None or completion.row is None:
+                left += 1
+                continue
+            writer.add(completion.row, _row_result(job.options, job.source, completion))
+            job.cache.add(completion)
+    job.progress.say(f"cache: {job.cache.rows:,} rows are known, {left:,} have to be computed")
+    return not left
 
 
 def _resuming(state: Run | SharedRun) -> str:
@@ -411,7 +439,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     per_row = job.source.columns.results_per_row
     limit = FailureLimit.parse(options.max_failed)
     rows = FailedRows(limit, state.done_rows.failed, total_rows, results_per_row=per_row)
-    finished_tokens = 0
+    finished_tokens, rows_known = 0, job.cache.rows if job.cache is not None else 0
     stopped: str | None = None
     warned_of_beginning = False
 
@@ -430,7 +458,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
             job.page.after_sweep(stats)
         counts = Counts(
             total_rows,
-            state.rows_resumed,
+            state.rows_resumed + rows_known,
             rows.done,
             rows.failed,
             stats.prompt_tokens,
@@ -450,6 +478,8 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     stepped = isinstance(job.source, SteppedSource)  # its later steps are not in the plan
     learner = Learner(job.resolved, plan, None if stepped else expected, job.progress.say, job.origin.started_s)
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
+    if job.cache is not None:
+        run = partial(engine.generate, known=job.cache.known)
     flow = None
     left = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
     if isinstance(job.source, SteppedSource) and isinstance(state, Run):
@@ -468,6 +498,8 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
             for result in job.deduplication.with_duplicates(results):
                 writer.add(result.row, _row_result(options, job.source, result))
                 if isinstance(result, Completion):
+                    if job.cache is not None:
+                        job.cache.add(result)
                     finished_tokens += sum(len(sample.token_ids) for sample in result.samples)
                 too_many = rows.add(result.row, result.error)
                 if result.error is not None and (result.row + 1) % per_row == 0:
